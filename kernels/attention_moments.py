@@ -47,9 +47,10 @@ def attention_moments_ref(
     softcap: float | None = None,
     sliding_window: int | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Moments:
     """The definition: all rows at once. Arguments and result as in `attention_moments`."""
-    rows = attention_rows(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window, sinks)
+    rows = attention_rows(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window, sinks, bias)
     mean = rows.mean(2)  # [B,H_kv,M,T]
     return Moments(mean.sum(-2), mean.square().sum(-2))
 
@@ -194,22 +195,23 @@ def attention_moments(
     log_sum_exp: Tensor | None = None,
     aligned: bool = False,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Moments:
     """Moments of the attention each slot drew from the queries of a call, in O(T) memory.
 
     queries [B,H_q,M,D], keys [B,H_kv,T,D], query_positions [B,M], key_positions [B,H_kv,T]; -1 = padding, empty slot.
     attended: the attention output is computed from the same rows and written there (PyTorch).
     log_sum_exp [B,H_q,M] and aligned: as `prompt_attention` gives and takes them; only the kernel has a use for them.
-    sinks [B or 1,H_q]: see `beside_sinks`.
-    CUDA: Triton, ValueError without it. A few queries: their rows, on any device.
+    sinks [B or 1,H_q]: see `beside_sinks`. bias [B,H_kv,T]: see `attention_logits`.
+    CUDA: Triton, ValueError without it. A few queries: their rows, on any device; with a bias in PyTorch everywhere.
     """
     call = (queries, keys, query_positions, key_positions, scaling, softcap, sliding_window)
     if queries.shape[2] <= FEW_QUERIES and attended is None and log_sum_exp is None:
-        return attention_moments_ref(*call, sinks)
-    if attended is None and use_triton(queries) and use_triton(keys):
+        return attention_moments_ref(*call, sinks, bias)
+    if attended is None and bias is None and use_triton(queries) and use_triton(keys):
         return attention_moments_triton(*call, log_sum_exp, aligned, sinks)
     sums, squares = widen(keys.new_empty(0)).new_zeros(2, *key_positions.shape)
-    for reached, weights, inverse in softmax_blocks(*call, attended, sinks):
+    for reached, weights, inverse in softmax_blocks(*call, attended, sinks, bias):
         share = inverse[..., None] / inverse.shape[2]
         mean = weights[:, :, 0].mul_(share[:, :, 0])  # [B,H_kv,R,S], in the block's own buffer
         for head in range(1, inverse.shape[2]):

@@ -28,8 +28,13 @@ def visible(query_positions: Tensor, key_positions: Tensor, sliding_window: int 
     return seen
 
 
-def attention_logits(queries: Tensor, keys: Tensor, scaling: float, softcap: float | None = None) -> Tensor:
-    """Scaled, soft-capped logits in float32, before any mask: [B,H_q,M,D] x [B,H_kv,T,D] -> [B,H_kv,G,M,T]."""
+def attention_logits(
+    queries: Tensor, keys: Tensor, scaling: float, softcap: float | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Scaled, soft-capped logits in float32, before any mask: [B,H_q,M,D] x [B,H_kv,T,D] -> [B,H_kv,G,M,T].
+
+    bias [B,H_kv,T] is added to every query's logit of a slot, behind the soft cap.
+    """
     batch, query_heads, new, dim = queries.shape
     heads, slots = keys.shape[1:3]
     rows = widen(queries).reshape(batch * heads, query_heads // heads * new, dim)
@@ -37,7 +42,8 @@ def attention_logits(queries: Tensor, keys: Tensor, scaling: float, softcap: flo
     logits = torch.baddbmm(rows.new_empty(1), rows, columns, beta=0, alpha=scaling)  # one launch, the scaling included
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    return logits.view(batch, heads, query_heads // heads, new, -1)
+    logits = logits.view(batch, heads, query_heads // heads, new, -1)
+    return logits if bias is None else logits + bias[:, :, None, None].to(logits.dtype)
 
 
 def beside_sinks(log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
@@ -60,14 +66,15 @@ def rows_and_sight(
     packed: bool = False,
     sighted: bool = False,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax rows [B,H_kv,G,M,T] float32, and 1 for every query that sees something, else 0: [B,H_kv,M].
 
     Arguments as in `attention_rows`; the row of a query that sees nothing is without meaning. packed: no slot is empty.
     sighted: every query is known to see something; None then stands for the ones. sinks [B or 1,H_q]: see
-    `beside_sinks`; a sink has no slot.
+    `beside_sinks`; a sink has no slot. bias [B,H_kv,T]: see `attention_logits`.
     """
-    logits = attention_logits(queries, keys, scaling, softcap).detach()  # what decides who stays has no gradient
+    logits = attention_logits(queries, keys, scaling, softcap, bias).detach()  # what decides who stays has no gradient
     stored = key_positions if packed else key_positions.masked_fill(key_positions < 0, NEVER)
     age = query_positions.to(logits.dtype)[:, None, :, None] - stored.to(logits.dtype)[:, :, None]  # [B,H_kv,M,T]
     # How far a slot is out of sight, 0 or less, and no mask: a fill under a mask costs more than the softmax (CPU).
@@ -92,6 +99,7 @@ def attention_rows(
     softcap: float | None = None,
     sliding_window: int | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Softmax rows over the stored keys, [B,H_kv,G,M,T] float32; meant for small M, since it really builds them.
 
@@ -99,6 +107,6 @@ def attention_rows(
     sees nothing, gives a row of zeros; empty slots get weight 0. sinks [B or 1,H_q]: rows then sum to less than 1.
     """
     call = queries, keys, query_positions, key_positions, scaling, softcap, sliding_window
-    rows, sight = rows_and_sight(*call, sinks=sinks)
+    rows, sight = rows_and_sight(*call, sinks=sinks, bias=bias)
     assert sight is not None
     return rows.mul_(sight[:, :, None, :, None])

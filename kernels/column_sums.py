@@ -38,9 +38,10 @@ def column_sums_ref(
     softcap: float | None = None,
     sliding_window: int | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The definition: all rows at once, then their sum. Arguments and result as in `column_sums`."""
-    rows = attention_rows(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window, sinks)
+    rows = attention_rows(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window, sinks, bias)
     return rows.sum(-2)
 
 
@@ -163,6 +164,7 @@ def column_sums_blocked(
     sliding_window: int | None = None,
     attended: Attended | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """`column_sums` in PyTorch: blocks of rows in one reused buffer of O(T). float64 where an input is float64.
 
@@ -171,7 +173,7 @@ def column_sums_blocked(
     batch, heads, slots = key_positions.shape
     total = widen(keys.new_empty(0)).new_zeros(batch, heads, queries.shape[1] // heads, slots)
     call = queries, keys, query_positions, key_positions, scaling, softcap, sliding_window
-    for reached, weights, inverse in softmax_blocks(*call, attended, sinks):
+    for reached, weights, inverse in softmax_blocks(*call, attended, sinks, bias):
         total[..., reached] += inverse[..., None, :].matmul(weights).squeeze(-2)
     return total
 
@@ -187,17 +189,18 @@ def column_sums(
     log_sum_exp: Tensor | None = None,
     aligned: bool = False,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attention each slot drew, summed over the queries: [B,H_kv,G,T] float32 (float64 for float64), in O(T) memory.
 
     queries [B,H_q,M,D], keys [B,H_kv,T,D], query_positions [B,M], key_positions [B,H_kv,T]; -1 = padding, empty slot.
     log_sum_exp [B,H_q,M] and aligned: as `prompt_attention` gives and takes them; they save the kernel a pass over the
-    keys and the reading of positions. sinks [B or 1,H_q]: see `beside_sinks`. CUDA: Triton, ValueError without it. A
-    few queries: their rows, on any device.
+    keys and the reading of positions. sinks [B or 1,H_q]: see `beside_sinks`. bias [B,H_kv,T]: see `attention_logits`.
+    CUDA: Triton, ValueError without it. A few queries: their rows, on any device; with a bias in PyTorch everywhere.
     """
     call = queries, keys, query_positions, key_positions, scaling, softcap, sliding_window
     if log_sum_exp is None and queries.shape[2] <= FEW_QUERIES:
-        return column_sums_ref(*call, sinks)
-    if use_triton(queries) and use_triton(keys):
+        return column_sums_ref(*call, sinks, bias)
+    if bias is None and use_triton(queries) and use_triton(keys):
         return column_sums_triton(*call, log_sum_exp, aligned, sinks)
-    return column_sums_blocked(*call, sinks=sinks)
+    return column_sums_blocked(*call, sinks=sinks, bias=bias)

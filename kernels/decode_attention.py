@@ -61,9 +61,10 @@ def decode_attention_ref(
     packed: bool = False,
     weights: bool = False,
     sums: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Attention:
     """The definition: all rows at once in float32. Arguments and result as in `decode_attention`."""
-    logits = attention_logits(queries, keys, scaling, softcap)
+    logits = attention_logits(queries, keys, scaling, softcap, bias)
     if not packed:
         assert query_positions is not None
         assert key_positions is not None
@@ -95,6 +96,7 @@ def _attend_list(
     new_k_ptr: tl.tensor,
     new_v_ptr: tl.tensor,
     new_slots_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
@@ -112,6 +114,7 @@ def _attend_list(
     APPENDS: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
+    BIASED: tl.constexpr,
     LOGITS: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
@@ -151,6 +154,9 @@ def _attend_list(
             q_pos = tl.load(q_pos_at, mask=there, other=-1).to(tl.int32)
             newest = tl.max(q_pos, 0)
             oldest = tl.min(tl.where(q_pos < 0, 2**30, q_pos), 0)
+        bias_here = bias_ptr
+        if BIASED:
+            bias_here += batch * strides.bias_batch + head * strides.bias_head
         logits_at = logits_ptr
         if LOGITS:
             logits_at += (kv_row * G * M + rows) * T
@@ -171,9 +177,9 @@ def _attend_list(
         for step in range(steps):
             slots = (first + step) * BLOCK_T + tl.arange(0, BLOCK_T)
             top, total, out = attend_tile(
-                q, q_rows, q_pos, there, k_here, v_here, k_pos_here, logits_at, slots, length, newest, oldest, top,
-                total, out, strides, scale, cap, window, PLACED, CAPPED, WINDOWED, LOGITS, D, D_V, WHOLE_D, BLOCK_D,
-                BLOCK_V,
+                q, q_rows, q_pos, there, k_here, v_here, k_pos_here, bias_here, logits_at, slots, length, newest,
+                oldest, top, total, out, strides, scale, cap, window, PLACED, CAPPED, WINDOWED, BIASED, LOGITS, D, D_V,
+                WHOLE_D, BLOCK_D, BLOCK_V,
             )  # fmt: skip
         some = tl.where(total > 0, total, 1.0)
         place = (program + kv_row) * G * M + rows
@@ -228,11 +234,12 @@ def launch(
     sums: Tensor | None,
     programs: int | None,
     new_tokens: NewTokens | None = None,
+    bias: Tensor | None = None,
 ) -> Attention:
     """Both launches; how: scaling, softcap, sliding_window, sinks. Without positions every query sees every slot.
 
-    keys, values and the slots' positions are [B,H_kv,T,...], or flat [N,...] with segments = starts, counts, each count
-    at most `slots`, and perhaps new tokens.
+    keys, values and the slots' positions are [B,H_kv,T,...], with a bias [B,H_kv,T] perhaps, or flat [N,...] with
+    segments = starts, counts, each count at most `slots`, and perhaps new tokens.
     """
     require_triton("decode_attention", queries.device)
     _check(queries, keys, values, heads, sums)
@@ -255,14 +262,18 @@ def launch(
     places = (0,) * 5 if positions is None else (*positions[0].stride(), *flat, *positions[1].stride())
     each = (s for x in tokens[:2] if x is not None for s in (x.stride(0), x.stride(1), x.stride(3)))
     strides = Strides(*queries.stride(), *flat, *keys.stride(), *flat, *values.stride(), *places, *each)
+    if bias is not None:
+        bias_strides = zip(("bias_batch", "bias_head", "bias_row"), bias.stride(), strict=True)
+        strides = strides._replace(**dict(bias_strides))
     with torch.cuda.device_of(queries):
         _attend_list[programs, -(-rows // sizes["ROWS"])](
-            queries, keys, values, *(positions or (None, None)), starts, counts, *tokens, logits, part_out, part_lse,
-            strides, heads, query_heads // heads, new, pairs, slots, *scale_and_cap(scaling, softcap),
+            queries, keys, values, *(positions or (None, None)), starts, counts, *tokens, bias, logits, part_out,
+            part_lse, strides, heads, query_heads // heads, new, pairs, slots, *scale_and_cap(scaling, softcap),
             sliding_window or 0,
             PLACED=positions is not None, FLAT=segments is not None, APPENDS=new_tokens is not None,
             CAPPED=softcap is not None,
-            WINDOWED=sliding_window is not None, LOGITS=scored, D=dim, D_V=value_dim, CHUNK=CHUNK,
+            WINDOWED=sliding_window is not None, BIASED=bias is not None, LOGITS=scored, D=dim, D_V=value_dim,
+            CHUNK=CHUNK,
             maxnreg=REGISTERS, **sizes,
         )  # fmt: skip
         parts = Parts(part_out, part_lse, programs, sizes["BLOCK_T"], slots)
@@ -301,6 +312,7 @@ def decode_attention_triton(
     weights: bool = False,
     sums: Tensor | None = None,
     programs: int | None = None,
+    bias: Tensor | None = None,
 ) -> Attention:
     """`decode_attention` in two launches. Any strides.
 
@@ -315,7 +327,10 @@ def decode_attention_triton(
         assert key_positions is not None
         positions = query_positions, key_positions
     how = scaling, softcap, sliding_window, sinks
-    return launch(queries, keys, values, positions, None, keys.shape[1], keys.shape[2], how, weights, sums, programs)
+    return launch(
+        queries, keys, values, positions, None, keys.shape[1], keys.shape[2], how, weights, sums, programs,
+        bias=bias,
+    )  # fmt: skip
 
 
 def decodes(queries: Tensor) -> bool:
@@ -336,6 +351,7 @@ def decode_attention(
     packed: bool = False,
     weights: bool = False,
     sums: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Attention:
     """Attention of a few queries over the stored slots, and what an eviction reads of it, in one pass over the keys.
 
@@ -343,11 +359,12 @@ def decode_attention(
     key_positions [B,H_kv,T] are original positions, which causality compares, -1 = padding, empty slot. packed: every
     query sees every slot; positions and sliding_window are not read. sinks [H_q]: a logit per query head that takes its
     share of the softmax and adds nothing to the output. weights: return them. sums [B,H_kv,T,G or 1] float32: what each
-    slot drew from the queries is added there in place, per query head or as the mean over a group.
+    slot drew from the queries is added there in place, per query head or as the mean over a group. bias [B,H_kv,T]
+    float32: added to the logits of a slot, behind the soft cap.
     CUDA: Triton, ValueError without it. CPU, float64: the reference.
     """
     attend = decode_attention_triton if use_triton(queries) else decode_attention_ref
     return attend(
         queries, keys, values, query_positions, key_positions, scaling, softcap, sliding_window, sinks, packed,
-        weights, sums,
+        weights, sums, bias=bias,
     )  # fmt: skip

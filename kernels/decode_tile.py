@@ -10,7 +10,7 @@ from kvbench.kernels.prompt_tiles import capped
 
 
 class Strides(NamedTuple):
-    """Of queries, keys, values, positions and new tokens; 0 where slots are flat, and for all that is not read."""
+    """Of queries, keys, values, positions, new tokens and bias; 0 where slots are flat, and for all that is unread."""
 
     q_batch: int
     q_head: int
@@ -35,6 +35,9 @@ class Strides(NamedTuple):
     new_v_batch: int = 0
     new_v_head: int = 0
     new_v_dim: int = 0
+    bias_batch: int = 0
+    bias_head: int = 0
+    bias_row: int = 0
 
 
 @jit
@@ -75,6 +78,7 @@ def attend_tile(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     k_pos_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     logits_at: tl.tensor,
     slots: tl.tensor,
     length: tl.tensor,
@@ -90,6 +94,7 @@ def attend_tile(
     PLACED: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
+    BIASED: tl.constexpr,
     LOGITS: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
@@ -111,6 +116,9 @@ def attend_tile(
         more = tl.trans(tile(k_rows, needed, strides.k_dim, start, D, BLOCK_D))
         logits = tl.dot(tile(q_rows, there, strides.q_dim, start, D, BLOCK_D), more, logits, input_precision="ieee")
     logits = capped(logits, scale, cap, CAPPED)
+    if BIASED:
+        bias = tl.load(bias_ptr + wide * strides.bias_row, mask=needed, other=0.0)
+        logits += bias[None, :] * 1.4426950408889634
     seen = needed[None, :]
     if PLACED:
         seen = seen & (k_pos[None, :] <= q_pos[:, None])

@@ -26,12 +26,13 @@ def masked_attention(
     sliding_window: int | None = None,
     sinks: Tensor | None = None,
     columns: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attention output [B,H_q,M,D']; a query that sees nothing gives 0. Memory: linear in M and in T.
 
     queries [B,H_q,M,D], keys [B,H_kv,T,D], values [B,H_kv,T,D'], query_positions [B,M], key_positions [B,H_kv or 1,T];
     -1 = padding, empty slot. sinks [1,H_q]: see `beside_sinks`. columns: slot i holds the token of query i, in every
-    head, so that a sliding window leaves most slots out of reach.
+    head, so that a sliding window leaves most slots out of reach. bias [B,H_kv,T]: see `attention_logits`.
     """
     batch, query_heads, new, _ = queries.shape
     slots = keys.shape[2]
@@ -46,7 +47,8 @@ def masked_attention(
         reach = slice(0 if window is None else max(0, first + 1 - window), end if columns else slots)
         here = queries[:, :, first:end], keys[:, :, reach], values[:, :, reach]
         seen = visible(query_positions[:, first:end], key_positions[..., reach], sliding_window)
-        outs.append(_block(*here, seen, scaling, softcap, sinks))
+        added = None if bias is None else bias[..., reach]
+        outs.append(_block(*here, seen, scaling, softcap, sinks, added))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
@@ -75,14 +77,16 @@ def _block(
     scaling: float,
     softcap: float | None,
     sinks: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
     """Attention under the mask seen [B,H_kv or 1,m,S]."""
     nothing = ~seen.any(-1)  # [B,H_kv or 1,m]
     readable = seen | nothing[..., None]  # a softmax over nothing is no number: such rows are computed and emptied
-    if softcap is None and sinks is None:
+    if softcap is None and sinks is None and bias is None:
         out = grouped_attention(queries, keys, values, readable, scaling)
     else:
-        logits = attention_logits(queries, keys, scaling, softcap).masked_fill(~readable[:, :, None], -torch.inf)
+        logits = attention_logits(queries, keys, scaling, softcap, bias)
+        logits = logits.masked_fill(~readable[:, :, None], -torch.inf)
         rows = logits.softmax(-1)
         if sinks is not None:
             rows = rows * beside_sinks(logits.logsumexp(-1), sinks.view(1, *logits.shape[1:3], 1))[..., None]

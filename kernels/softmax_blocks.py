@@ -146,6 +146,7 @@ def softmax_blocks(
     sliding_window: int | None = None,
     attended: Attended | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Softmax rows of some queries at a time; arguments as in `column_sums`, float64 where an input is float64.
 
@@ -160,7 +161,7 @@ def softmax_blocks(
     most, longest = (LOGITS_AT_ONCE, QUERIES_AT_ONCE) if on_cpu else (LOGITS_AT_ONCE_GPU, new)
     at_once = min(new, longest, max(FEW_QUERIES, most // (batch * query_heads * slots)))
     buffer = _workspace(transposed, batch * query_heads * at_once * slots)
-    small = _all_small(queries, transposed, scale, softcap, sinks)
+    small = bias is None and _all_small(queries, transposed, scale, softcap, sinks)
     taken = None if sinks is None else widen(sinks).view(len(sinks), heads, -1, 1, 1).to(transposed.dtype) * LOG2E
     for rows, sight in _sights(query_positions, key_positions, at_once, sliding_window):
         shape = batch, heads, query_heads // heads, rows.stop - rows.start, sight.reached.stop - sight.reached.start
@@ -171,6 +172,8 @@ def softmax_blocks(
         torch.matmul(block.reshape(batch, heads, -1, dim), transposed[..., sight.reached], out=logits.flatten(2, 3))
         if softcap is not None:
             logits.tanh_().mul_(softcap * LOG2E)
+        if bias is not None:
+            logits.add_(bias[:, :, None, None, sight.reached], alpha=LOG2E)
         logits[..., sight.partial].masked_fill_(sight.hidden, -torch.inf)
         top = None
         if not small:

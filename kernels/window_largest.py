@@ -24,9 +24,10 @@ def window_largest_ref(
     softcap: float | None = None,
     sliding_window: int | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The definition, from the rows. Arguments and result as in `window_largest`."""
-    rows = attention_rows(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window, sinks)
+    rows = attention_rows(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window, sinks, bias)
     return rows.mean(2).amax(1).sum(-2)
 
 
@@ -129,12 +130,14 @@ def window_largest(
     softcap: float | None = None,
     sliding_window: int | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The largest KV head's mean attention at each slot, summed over the queries: [B,T] float32.
 
-    Arguments as in `window_statistics`; the heads hold the same tokens in the same slots. CUDA: Triton, CPU: the rows.
+    Arguments as in `window_statistics`; the heads hold the same tokens in the same slots. bias
+    [B,H_kv,T]: see `attention_logits`. CUDA: Triton; CPU, and with a bias: the rows.
     """
     call = queries, keys, query_positions, key_positions, scaling, softcap, sliding_window, sinks
-    if use_triton(queries) and use_triton(keys):
+    if bias is None and use_triton(queries) and use_triton(keys):
         return window_largest_triton(*call)
-    return window_largest_ref(*call)
+    return window_largest_ref(*call, bias)

@@ -1,9 +1,12 @@
-"""What a user can mend: errors that are one sentence. Every room may import this module; it imports none."""
+"""What a user can mend: errors that are one sentence, and checks of fields. Every room may import this module."""
 
 from __future__ import annotations
 
 import re
+from math import inf
 
+LARGEST = 2**53
+"""The largest whole number that JSON and Parquet readers represent exactly."""
 _WORD = re.compile(r"([A-Za-z_/.~][\w/.~:@+-]*)?")
 _TYPED = {"None": "null", "True": "true", "False": "false"}
 
@@ -29,3 +32,26 @@ class ConfigError(UsageError):
     def at(self, *place: str) -> ConfigError:
         """The same error with its field named from further up: `policy.scorer.window`."""
         return ConfigError(".".join((*place, self.field)), self.value, self.allowed, self.why)
+
+
+def choice(name: str, value: object, *allowed: object) -> None:
+    """ConfigError unless a field is one of the values it may be."""
+    if value not in allowed:
+        words = " or ".join(", ".join(map(str, allowed)).rsplit(", ", 1))
+        raise ConfigError(name, value, words)
+
+
+def whole_number(name: str, value: object, least: float, most: int = LARGEST) -> None:
+    """ConfigError unless a field is a whole number of at least `least` and at most `most`; true is no number."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(name, value, f"a whole number of at least {least}")
+    if value > most:
+        raise ConfigError(name, value, f"at most {most}")
+
+
+def number(name: str, value: object, low: float, high: float = inf, *, below: float = inf) -> None:
+    """ConfigError unless a field is a finite number of at least `low`, at most `high` and below `below`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (low <= value <= high and value < below):
+        span = f"from {low:g} to {high:g}" if high < inf else f"of at least {low:g}"
+        span += f" and below {below:g}" if below < inf else ""
+        raise ConfigError(name, value, f"a number {span}")

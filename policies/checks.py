@@ -1,21 +1,22 @@
-"""Checks of a part's fields: a ConfigError of one sentence that names the field, what is allowed and the value."""
+"""Checks of a part's fields: a ConfigError names the field, what is allowed and the value. See `kvbench.errors` too."""
 
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from math import inf
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from kvbench.errors import ConfigError
+from kvbench.errors import LARGEST, ConfigError, choice, number, whole_number
 
-LARGEST = 2**53
-"""The largest whole number that JSON and Parquet readers represent exactly."""
-
-
-def choice(name: str, value: object, *allowed: object) -> None:
-    """ConfigError unless a field is one of the values it may be."""
-    if value not in allowed:
-        words = " or ".join(", ".join(map(str, allowed)).rsplit(", ", 1))
-        raise ConfigError(name, value, words)
+__all__ = [
+    "LARGEST",
+    "check_choices",
+    "choice",
+    "count_or",
+    "layers_exist",
+    "number",
+    "whole_number",
+    "whole_numbers",
+]
 
 
 def check_choices(part: Hashable) -> None:
@@ -27,14 +28,6 @@ def check_choices(part: Hashable) -> None:
 @lru_cache
 def _choices(kind: Hashable) -> dict[str, tuple[object, ...]]:
     return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
-
-
-def whole_number(name: str, value: object, least: float, most: int = LARGEST) -> None:
-    """ConfigError unless a field is a whole number of at least `least` and at most `most`; true is no number."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(name, value, f"a whole number of at least {least}")
-    if value > most:
-        raise ConfigError(name, value, f"at most {most}")
 
 
 def count_or(word: str, name: str, value: object, least: int) -> None:
@@ -56,11 +49,3 @@ def layers_exist(name: str, given: Sequence[int], layers: int) -> None:
     for layer in given:
         if not -layers <= layer < layers:
             raise ConfigError(name, layer, why=f"is not allowed, the model has layers 0 to {layers - 1}")
-
-
-def number(name: str, value: object, low: float, high: float = inf, *, below: float = inf) -> None:
-    """ConfigError unless a field is a finite number of at least `low`, at most `high` and below `below`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (low <= value <= high and value < below):
-        span = f"from {low:g} to {high:g}" if high < inf else f"of at least {low:g}"
-        span += f" and below {below:g}" if below < inf else ""
-        raise ConfigError(name, value, f"a number {span}")

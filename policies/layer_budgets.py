@@ -4,15 +4,16 @@ from collections.abc import Sequence
 
 from kvbench.policies.allocators.allocator import StatisticAllocator, known
 from kvbench.policies.policy import Policy
-from kvbench.policies.policy_checks import check_protected, least_budget
+from kvbench.policies.policy_checks import check_prompt_fits, check_protected, least_budget
 
 
 def total_slots(policy: Policy, layers: int, length: int | None) -> int:
     """Slots per KV head over all layers for one sequence with a prompt of `length` tokens.
 
-    A share is round(share * length * layers). ValueError if a share needs an unknown length.
+    A share is round(share * length * layers), no budget is all of them. ValueError if that needs an unknown length.
     """
-    assert policy.budget is not None
+    if policy.budget is None:
+        return known(length, f"the allocator of {policy.name}") * layers
     if isinstance(policy.budget, int):
         return policy.budget * layers
     length = known(length, f"a budget that is a share of the prompt ({policy.budget})")
@@ -33,6 +34,8 @@ def layer_budgets(policy: Policy, layers: int, length: int | None) -> list[int]:
     assert sum(budgets) == total or not allocator.exact, "an allocator must deal out exactly the total"
     for budget in budgets:
         check_protected(policy.name, scorer, allocator, budget)
+    if policy.schedule.protect == "prompt" and length is not None:
+        check_prompt_fits(policy.name, scorer, length, min(budgets))
     return budgets
 
 

@@ -14,10 +14,12 @@ class Needs:
     statistics: running statistics, which a scorer keeps per slot (`observe`) and an allocator or a merger reads.
     sums: what a scorer reads of the attention of all of a prompt's queries.
     newest_row: a scorer reads the attention of the newest query while decoding.
-    surprisal: a scorer reads -log p of the tokens, which is known after all layers: a prompt is then evicted late.
+    model: it asks the layer of the model for its rotation or its output projection (`Observation.model`).
+    memory: a scorer remembers something per sequence and layer, not per slot (`Observation.memory`).
     layer: it reads which layer it is, so that layers cannot be scored side by side.
     kept: a scorer reads which tokens earlier layers kept (`selected`).
     query_heads: running statistics are kept per query head, not averaged over the group.
+    bias: a merger gives the slots that it writes a bias, which attention adds to their logits.
 
     What is known of the scores:
     whole_prompt: they have a meaning at the end of the prompt only, so that blocks are refused.
@@ -32,10 +34,12 @@ class Needs:
     statistics: tuple[str, ...] = ()
     sums: Literal["column_sums", "moments"] | None = None
     newest_row: bool = False
-    surprisal: bool = False
+    model: bool = False
+    memory: bool = False
     layer: bool = False
     kept: bool = False
     query_heads: bool = False
+    bias: bool = False
     whole_prompt: bool = False
     by_position: bool = False
     never_negative: bool = False

@@ -21,15 +21,22 @@ from kvbench.kernels.softmax_blocks import FEW_QUERIES, Attended
 from kvbench.kernels.window_largest import window_largest
 from kvbench.kernels.window_statistics import MOST_QUERIES, entropy, variance, window_statistics
 from kvbench.policies.constants import on_device
+from kvbench.policies.model_layer import ModelLayer, Rotation
 from kvbench.policies.ranking import protected
 
 Phase = Literal["prompt", "block", "decode"]
 State = dict[str, Tensor]
 """Running statistics of one layer, by name: [B,H_kv,T,G'] float32 aligned with the slots; G' = G or 1 (group mean)."""
 
+Memory = dict[str, Tensor]
+"""What a part remembers of a layer between steps, by name: [B,...] per sequence, of one shape; held bytes count it."""
 
 Known = dict[Hashable, Tensor]
 """What was computed of a step already: by name and window, or by the part that computed it."""
+
+
+MOVED = "moved"
+"""The statistic that says how many places a token's key was moved on, where a schedule rotates kept keys anew."""
 
 
 class AttentionParams(NamedTuple):
@@ -39,6 +46,7 @@ class AttentionParams(NamedTuple):
     softcap: float | None = None
     sliding_window: int | None = None
     sinks: Tensor | None = None  # [1,H_q] logits that take probability and hold no token
+    model: ModelLayer | None = None  # where a policy needs it
 
 
 @dataclass(eq=False)  # not frozen: of so many fields that takes four times as long, in every layer of a step
@@ -48,7 +56,8 @@ class Observation:
     queries [B,H_q,M,D] are the rotated queries of this step at query_positions [B,M]; recent_queries [B,H_q,w,D] at
     recent_positions [B,w] the newest w so far, oldest first (w = the scorer's window). keys, values [B,H_kv,T,D] lie at
     the original positions [B,H_kv,T]; seen [B] counts the tokens each sequence has shown. -1 = padding, empty slot.
-    budgets are the mean while not yet allocated. Several layers may be shown as one: `kvbench.policies.stacked`.
+    budgets are the mean while not yet allocated; prompts: tokens of each sequence's prompt, all before it included.
+    Several layers may be shown as one: `kvbench.policies.stacked`.
     """
 
     layer: int
@@ -66,6 +75,10 @@ class Observation:
     softcap: float | None = None
     sliding_window: int | None = None
     sinks: Tensor | None = None  # [B or 1,H_q] logits of attention sinks
+    model: ModelLayer | None = None  # where `needs.model`
+    memory: Memory = field(default_factory=dict)  # where `needs.memory`: a scorer's `observe` changes and fills it
+    bias: Tensor | None = None  # [B,H_kv,T] added to the logits of a slot
+    moved: Tensor | None = None  # [B,H_kv,T] how many places keys were moved on since they were stored
     ascending: bool = True  # slots are in order of position, empty ones last
     packed: bool = False  # no slot is empty: masks may be skipped
     aligned: bool = False  # all sequences are at the same position and nothing is padded
@@ -73,6 +86,7 @@ class Observation:
     whole: bool = True  # nothing was evicted yet: slot i of every head holds token i
     opens: tuple[bool, ...] = ()  # sequences whose block (prompt, token) begins here
     budgets: tuple[int, ...] = ()  # this layer's slots per KV head for each sequence
+    prompts: tuple[int, ...] = ()
     # What scorers of several layers tell each other, and what was computed once.
     shared: dict[str, Tensor] = field(default_factory=dict)
     _known: Known = field(default_factory=dict, init=False, repr=False)
@@ -85,6 +99,11 @@ class Observation:
     @property
     def group(self) -> int:
         return self.queries.shape[1] // self.keys.shape[1]
+
+    @property
+    def ratings(self) -> Tensor | None:
+        """[B,M] float32: what a pre-pass (`TokenRating`) made of the logits of this step's tokens, once known."""
+        return self.shared.get("ratings")
 
     @cached_property
     def occupied(self) -> Tensor:
@@ -148,11 +167,11 @@ class Observation:
         """The largest KV head's mean attention at each slot, summed over the window: [B,T]; of a prompt only."""
         queries, positions = self._newest_queries(window)
         call = queries, self.keys, positions, self.positions, self.scaling, self.softcap, self.sliding_window
-        return window_largest(*call, self.sinks)
+        return window_largest(*call, self.sinks, self.bias)
 
     def reduces(self, window: int) -> bool:
-        """Whether statistics of a window come from the kernel that keeps no rows: on GPUs."""
-        return 1 < window <= MOST_QUERIES and use_triton(self.queries) and use_triton(self.keys)
+        """Whether statistics of a window come from the kernel that keeps no rows: on GPUs, without a bias."""
+        return self.bias is None and 1 < window <= MOST_QUERIES and use_triton(self.queries) and use_triton(self.keys)
 
     def _reduced(self, statistic: Literal["sums", "variance", "entropy"], window: int) -> Tensor:
         """One of the window's statistics; with the variance, or the entropy, come all three."""
@@ -176,7 +195,7 @@ class Observation:
 
     def _window_attention(self, window: int) -> Tensor:
         if window == 1 and self.sees_all and self.sinks is None:
-            return attention_logits(self.queries, self.keys, self.scaling, self.softcap).softmax(-1)
+            return attention_logits(self.queries, self.keys, self.scaling, self.softcap, self.bias).softmax(-1)
         rows, sight = self._rows_and_sight(window)
         return rows if sight is None else rows * sight[:, :, None, :, None]
 
@@ -194,6 +213,7 @@ class Observation:
                 self.packed,
                 self.sighted,
                 self.sinks,
+                self.bias,
             )
             if sight is not None:
                 self._known["sight", window] = sight
@@ -224,7 +244,9 @@ class Observation:
         packed = self.aligned and self.sees_all
         places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (self.query_positions, self.positions)
         how = (*places, self.scaling, self.softcap, self.sliding_window, one_for_all(self.sinks))
-        attention = decode_attention(self.queries, self.keys, self.values, *how, packed=packed, weights=True)
+        attention = decode_attention(
+            self.queries, self.keys, self.values, *how, packed=packed, weights=True, bias=self.bias
+        )
         assert attention.weights is not None
         self.told(attention.weights)
         return attention.out
@@ -245,7 +267,7 @@ class Observation:
         if ("column_sums", 0) not in self._known:
             if self.sees_all:
                 return self.window_attention(1)[:, :, :, 0]
-            self._known["column_sums", 0] = column_sums(*self._call, sinks=self.sinks)
+            self._known["column_sums", 0] = column_sums(*self._call, sinks=self.sinks, bias=self.bias)
         return self._known["column_sums", 0]
 
     def moments(self) -> Moments:
@@ -254,19 +276,25 @@ class Observation:
             mean = self.column_sums().mean(2)
             return Moments(mean, mean.square())
         if ("first", 0) not in self._known:
-            self._known["first", 0], self._known["second", 0] = attention_moments(*self._call, sinks=self.sinks)
+            self._known["first", 0], self._known["second", 0] = attention_moments(
+                *self._call, sinks=self.sinks, bias=self.bias
+            )
         return Moments(self._known["first", 0], self._known["second", 0])
 
     def attend_and_sum(self, statistic: Literal["column_sums", "moments"]) -> Tensor | None:
         """Attention output of this step, [B,H_q,M,D], with the statistic, which then is known.
 
         On a CPU both come out of the same rows, most of the price of either; on a GPU the statistic takes one more pass
-        from the attention's log-sum-exp. None where attention has a better way: for a few queries, where gradients are
-        asked for, and in 16 bits on a CPU: there PyTorch's attention rounds otherwise than rows do, and what a policy
-        keeps would depend on whether another one that sums reads the same prompt.
+        from the attention's log-sum-exp. None where attention has a better way: for a few queries, with a bias, where
+        gradients are asked for, and in 16 bits on a CPU: there PyTorch's attention rounds otherwise than rows do, and
+        what a policy keeps would depend on whether another one that sums reads the same prompt.
         """
         queries, values = self.queries, self.values
-        if queries.shape[2] <= FEW_QUERIES or (torch.is_grad_enabled() and queries.requires_grad):
+        if (
+            self.bias is not None
+            or queries.shape[2] <= FEW_QUERIES
+            or (torch.is_grad_enabled() and queries.requires_grad)
+        ):
             return None
         if use_triton(queries) and use_triton(values):
             return self._attend_then_sum(statistic)
@@ -308,6 +336,30 @@ class Observation:
         """This step's attention as kernels take it."""
         positions = self.query_positions, self.positions
         return self.queries, self.keys, *positions, self.scaling, self.softcap, self.sliding_window
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """How this layer rotates queries and keys at positions [B,H,n]; where `needs.model`, as all that follows.
+
+        ValueError, in one sentence, for a family whose rotation cannot be told.
+        """
+        assert self.model is not None, "this scorer does not declare that it reads the model"
+        return self.model.rotation(positions.clamp(min=0))
+
+    def unrotated_keys(self) -> Tensor:
+        """The stored keys as they were before their rotation, [B,H_kv,T,D] float32."""
+        positions = self.positions[:, :1] if self.whole else self.positions
+        if self.moved is not None and not self.whole:
+            positions = positions + self.moved.to(positions.dtype)
+        return self.once("unrotated keys", lambda: self.rotation(positions).inverse().apply(self.keys))
+
+    def unrotated_queries(self) -> Tensor:
+        """This step's queries as they were before their rotation, [B,H_q,M,D] float32."""
+        return self.rotation(self.query_positions[:, None]).inverse().apply(self.queries)
+
+    def output_projection(self) -> Tensor:
+        """The layer's output projection by query heads, [H_q,D,hidden]. ValueError where a family has none."""
+        assert self.model is not None, "this part does not declare that it reads the model"
+        return self.model.output_projection()
 
     def newest(self, count: int) -> Tensor:
         """[B,H_kv,T] bool: the stored tokens among the newest `count` positions seen."""

@@ -7,15 +7,24 @@ from typing import Literal
 from kvbench.policies.allocators.allocator import Allocator
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.checks import check_choices
-from kvbench.policies.filters.gemfilter import GemFilter
 from kvbench.policies.mergers.drop import Drop
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.needs import Needs
-from kvbench.policies.observation import Observation, State
-from kvbench.policies.policy_checks import check_budget, check_protected, check_schedule, check_statistics, check_value
+from kvbench.policies.observation import MOVED, Observation, State
+from kvbench.policies.policy_checks import (
+    check_budget,
+    check_merger,
+    check_pre_pass,
+    check_protected,
+    check_schedule,
+    check_statistics,
+    check_value,
+)
+from kvbench.policies.pre_passes.pre_pass import PrePass, TokenRating
 from kvbench.policies.ranking import Ranking, half_the_bits
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import Scorer, protected_counts
+from kvbench.policies.selections.selection import Selection
 from kvbench.policies.stores.dense import Dense
 from kvbench.policies.stores.store import Store
 from kvbench.policies.values.value import ValueAware
@@ -28,20 +37,23 @@ class Policy:
     """What a cache keeps. scorer None keeps every token (`full`), whatever the budget.
 
     budget: tokens per KV head per layer on average (int), or that share of the prompt (float below 1); window and sinks
-    are inside it. granularity: one token set per `kv_head`, one per `query_head` (keys and values are then stored
-    H_q / H_kv times, and the budget counts per query head), or one for all heads of a `layer`. filter: rewrites the
-    prompt to `budget` tokens before anything is cached; only our own generation can drive it.
+    are inside it; None, whatever is given, where the allocator sets it by itself. granularity: one token set per
+    `kv_head`, one per `query_head` (keys and values are then stored H_q / H_kv times, and the budget counts per query
+    head), or one for all heads of a `layer`. selection: what stays or goes together; None: each token by itself.
+    pre_pass: what the model computes of a prompt first, its scorer's unless nothing scores; only our own generation can
+    drive it.
     Raises ValueError for a combination that has no meaning or a budget smaller than what is protected.
     """
 
     scorer: Scorer | None = None
     value: ValueAware | None = None
+    selection: Selection | None = None
     allocator: Allocator = field(default_factory=Uniform)
     merger: Merger = field(default_factory=Drop)
     store: Store = field(default_factory=Dense)
     schedule: Schedule = field(default_factory=Prompt)
     granularity: Literal["kv_head", "query_head", "layer"] = "kv_head"
-    filter: GemFilter | None = None
+    pre_pass: PrePass | None = None
     budget: Budget = None
     name: str = "policy"
 
@@ -49,14 +61,21 @@ class Policy:
         check_choices(self)
         check_value(self.name, self.value, self.scorer, self._values_query_heads)
         if self.scorer is None:
-            if self.filter is not None:
+            if self.pre_pass is not None:
                 check_budget(self.budget, self.name)
             return
+        if self.scorer.pre_pass is not None:
+            check_pre_pass(self.name, self.pre_pass, self.scorer.pre_pass)
+            object.__setattr__(self, "pre_pass", self.scorer.pre_pass)
         self.allocator.check_policy(self.name, self.scorer.needs.window)
         self.store.check_policy(self.name, self.schedule.decode == "evict", self.allocator.per_head)
         check_schedule(self.name, self.schedule, self.scorer, self.allocator)
         check_statistics(self.name, self.scorer, self.allocator, self.merger)
-        check_budget(self.budget, self.name)
+        check_merger(self.name, self.merger, self.allocator, self.store)
+        if self.allocator.sets_budget:
+            object.__setattr__(self, "budget", None)
+        else:
+            check_budget(self.budget, self.name)
         if isinstance(self.budget, int):
             check_protected(self.name, self.scorer, self.allocator, self.budget)
 
@@ -71,13 +90,23 @@ class Policy:
         if self.scorer is None:
             return Needs()
         own = self.scorer.needs
+        found = () if self.pre_pass is None else self.pre_pass.statistics
+        rotates = self.schedule.rerotate
+        model = own.model or rotates or (self.value is not None and self.value.needs.model)
         return replace(
             own,
-            window=max(own.window, self.allocator.needs.window),
+            statistics=(*own.statistics, *found, *[MOVED] * rotates),
+            window=max(own.window, self.allocator.needs.window, self.merger.needs.window),
             window_decoding=own.queries_decoding if self.schedule.decode == "evict" else 0,
-            layer=own.layer or self.merger.needs.layer,
+            model=model,
+            layer=own.layer or self.merger.needs.layer or model,
             query_heads=self._values_query_heads or self.allocator.needs.query_heads,
         )
+
+    @property
+    def rates(self) -> bool:
+        """Whether a pre-pass has a number for each token from the logits before it, so that tokens come one by one."""
+        return isinstance(self.pre_pass, TokenRating)
 
     @property
     def _values_query_heads(self) -> bool:
@@ -85,8 +114,15 @@ class Policy:
 
     def rank(self, observation: Observation, state: State) -> Ranking:
         """Score every stored token of a layer: a pure function of what was observed."""
+        ranking = self._rank_tokens(observation, state)
+        return ranking if self.selection is None else self.selection.rank(ranking)
+
+    def _rank_tokens(self, observation: Observation, state: State) -> Ranking:
         assert self.scorer is not None
-        stays = observation.protected(*protected_counts(self.scorer, observation.budgets))
+        first, newest = protected_counts(self.scorer, observation.budgets)
+        if self.schedule.protect == "prompt":
+            first = list(observation.prompts)
+        stays = observation.protected(first, newest)
         spared = self.scorer.spares(observation, state, stays)
         stays = stays if spared is None else stays | spared
         scores = self.scorer.score(observation, state)

@@ -1,9 +1,9 @@
 """Checks of a policy: whether its parts can be combined, and how small a budget may be. Each is a ValueError."""
 
-from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
+from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
 from kvbench.policies.checks import LARGEST, whole_number
-from kvbench.policies.filters.gemfilter import GemFilter
 from kvbench.policies.mergers.merger import Merger
+from kvbench.policies.pre_passes.pre_pass import PrePass
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import AttentionScorer, Scorer
 from kvbench.policies.stores.store import Store
@@ -41,24 +41,37 @@ def check_value(name: str, value: ValueAware | None, scorer: Scorer | None, quer
 def check_schedule(name: str, schedule: Schedule, scorer: Scorer, allocator: Allocator) -> None:
     """ValueError unless scorer and allocator have the statistics they need when the schedule evicts."""
     needs, measures = scorer.needs, isinstance(allocator, StatisticAllocator)
+    waits = measures or isinstance(allocator, JointAllocator)
     whole, attends_first = isinstance(schedule, Prompt), schedule.order == "attend_then_evict"
-    if needs.whole_prompt and not whole:
+    late = scorer.pre_pass is not None
+    if (needs.whole_prompt or late) and not whole:
         raise ValueError(f"{name} is defined on the whole prompt only, so schedule=blocks cannot drive it")
-    if needs.surprisal and (measures or not attends_first or schedule.late):
+    if late and (measures or not attends_first or schedule.late):
         raise ValueError(
             f"{name} scores a prompt when all layers are done with it, so order=evict_then_attend, late=true "
             "and allocators that read each layer's statistics cannot go with it"
         )
-    if measures and not (whole and attends_first):
+    if waits and not (whole and attends_first):
         raise ValueError(
             f"the allocator of {name} needs statistics of all layers, so only schedule=prompt with "
             "order=attend_then_evict can drive it"
         )
-    if measures and needs.kept:
+    if waits and schedule.rerotate:
+        raise ValueError(
+            f"rerotate=true moves keys as soon as a layer is evicted, but the allocator of {name} evicts no layer "
+            "before all are measured: use one that shares by rule, such as uniform or pyramid"
+        )
+    if waits and needs.kept:
         raise ValueError(
             f"{name} scores a layer by what earlier layers kept, but its allocator evicts no layer before all "
             "are scored: use one that shares by rule, such as uniform or pyramid"
         )
+
+
+def check_pre_pass(name: str, given: PrePass | None, own: PrePass) -> None:
+    """ValueError where a policy is given another pre-pass than its scorer's own."""
+    if given not in (None, own):
+        raise ValueError(f"{name}'s scorer has a pre-pass of its own, so pre_pass must be left out")
 
 
 def check_statistics(name: str, scorer: Scorer, allocator: Allocator, merger: Merger) -> None:
@@ -70,6 +83,19 @@ def check_statistics(name: str, scorer: Scorer, allocator: Allocator, merger: Me
                 f"the {what} of {name} reads {' and '.join(missing)}, which its scorer "
                 f"{type(scorer).__name__} does not keep; use one that does, such as h2o"
             )
+
+
+def check_merger(name: str, merger: Merger, allocator: Allocator, store: Store) -> None:
+    """ValueError unless a merger has the queries that it reads, and the store holds what it writes."""
+    if merger.needs.window and isinstance(allocator, StatisticAllocator | JointAllocator):
+        raise ValueError(
+            f"the merger of {name} reads the prompt's newest queries, which are gone once its allocator has "
+            "measured all layers: use one that shares by rule, such as uniform or pyramid"
+        )
+    if merger.needs.bias and not store.exact:
+        raise ValueError(
+            f"the merger of {name} gives slots a bias, which only stores in full precision hold: use dense or ragged"
+        )
 
 
 def least_budget(scorer: Scorer, allocator: Allocator) -> int:
@@ -92,18 +118,29 @@ def check_protected(name: str, scorer: Scorer, allocator: Allocator, budget: int
     )
 
 
+def check_prompt_fits(name: str, scorer: Scorer, prompt: int, budget: int) -> None:
+    """ValueError if a prompt that is always kept leaves a layer's budget no room for the newest tokens."""
+    newest = scorer.protects(budget).newest
+    if prompt + newest > budget:
+        beside = f" beside the newest {newest} tokens" if newest else ""
+        raise ValueError(
+            f"protect=prompt keeps all {prompt} tokens of the prompt{beside}, but {name} has {budget} tokens per KV "
+            "head: take a larger budget, shorter prompts or protect=none"
+        )
+
+
 def check_next_prompt(name: str, store: Store, allocator: Allocator) -> None:
     """ValueError where another prompt, after a first one, could not be evicted to the budget."""
     if not store.reopens:
         raise ValueError(
-            f"{name} holds what it kept of a prompt in quantised groups, from which no token can be evicted, so "
+            f"{name} holds what it kept of a prompt in a compressed form, from which no token can be evicted, so "
             "the cache could not return to its budget after another prompt: use a dense store, or a new cache for the "
             "whole conversation"
         )
     allocator.check_next_prompt(name)
 
 
-def check_layers(layers: int, *parts: Allocator | Store | GemFilter | None) -> None:
+def check_layers(layers: int, *parts: Allocator | Store | PrePass | None) -> None:
     """ValueError if a part names a layer that a model with `layers` of them does not have."""
     for part in parts:
         if part is not None:

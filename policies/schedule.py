@@ -1,4 +1,4 @@
-"""Schedules: evict after the whole prompt or after every block of it, and evict or grow while decoding."""
+"""Schedules: evict after the whole prompt or after every block of it; evict, now and then, or grow while decoding."""
 
 import math
 from abc import ABC, abstractmethod
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from kvbench.policies.checks import LARGEST, check_choices
+from kvbench.policies.checks import LARGEST, check_choices, whole_number
 from kvbench.policies.observation import Phase
 
 
@@ -25,20 +25,42 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule(ABC):
-    """decode: `evict` evicts one token for each new one, `grow` keeps all generated tokens in addition to the budget.
+    """decode: `evict` returns to the budget while decoding, `grow` keeps all generated tokens in addition to it.
 
+    every: decoding evicts once so many tokens are held beyond the budget, all of them at once; 1: one for each new one.
+    protect: `prompt` keeps all tokens of the prompt, inside the budget: a prompt that does not fit is refused.
     order: `attend_then_evict` computes a step's attention before its eviction; `evict_then_attend` after it, from the
     survivors (CAOTE, eq. 5-7). late: the prompt is evicted after the first decoded token has attended to all of it.
+    rerotate: keys that stay when several tokens go are rotated to follow each other without gaps, and the next token
+    follows them (FINCH, arXiv 2408.00167); a token that goes alone leaves a gap.
     """
 
     decode: Literal["evict", "grow"] = "evict"
     order: Literal["attend_then_evict", "evict_then_attend"] = "attend_then_evict"
     late: bool = False
+    rerotate: bool = False
+    every: int = 1
+    protect: Literal["none", "prompt"] = "none"
 
     def __post_init__(self) -> None:
         check_choices(self)
+        whole_number("every", self.every, 1)
+        if self.decode == "grow" and (self.every, self.protect) != (1, "none"):
+            raise ValueError("every= and protect= say what decode=evict does: with decode=grow they have no meaning")
+        if self.rerotate and self.order == "evict_then_attend":
+            raise ValueError("rerotate=true moves keys behind queries that still attend: it needs attend_then_evict")
         if self.late and (self.decode, self.order) != ("evict", "attend_then_evict"):
             raise ValueError("late=true evicts with the first decoded token: it needs decode=evict, attend_then_evict")
+
+    @property
+    def spare(self) -> int:
+        """Tokens per KV head that decoding takes in beyond the budget before it evicts."""
+        return self.every if self.decode == "evict" else 0
+
+    @property
+    def one_each(self) -> bool:
+        """Whether each decoded token attends and then evicts one, so that a step is like every other."""
+        return (self.decode, self.order, self.every) == ("evict", "attend_then_evict", 1)
 
     def call_size(self, prompt: int) -> int:
         """The best number of prompt tokens per call of the model."""

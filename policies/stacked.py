@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.observation import Observation
-from kvbench.policies.stores.slots import padded
+from kvbench.policies.stores.slots import biases, padded
 
 FILL = {"keys": 0, "values": 0, "positions": -1}
 """Tensors with a slot dimension, and what shorter layers are filled up with."""
@@ -35,16 +35,21 @@ class StackedObservation(Observation):
         for name in WINDOW:
             known[name] = None if getattr(first, name) is None else _rows(name, parts)
         known["packed"] = all(part.packed for part in parts) and len({part.positions.shape[2] for part in parts}) == 1
+        known["bias"] = biases([(part.bias, part.positions) for part in parts])
         known["last"] = first.last if len({part.last for part in parts}) == 1 else None
         known["opens"] = tuple(chain.from_iterable(part.opens for part in parts))
         known["budgets"] = tuple(chain.from_iterable(part.budgets for part in parts))
+        known["prompts"] = tuple(chain.from_iterable(part.prompts for part in parts))
         self.__dict__.update(known, _known={}, _parts=parts)
 
-    def __getattr__(self, name: str) -> Tensor:
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - a tensor, or several by name
         """A tensor that is read for the first time."""
         if name == "layer":
             raise AttributeError("several layers are scored at once: a scorer that reads the layer says needs.layer")
-        if name in FILL:
+        found: Any
+        if name == "memory":
+            found = {key: torch.cat([part.memory[key] for part in self._parts]) for key in self._parts[0].memory}
+        elif name in FILL:
             found = padded([getattr(part, name) for part in self._parts], FILL[name])
         elif name in ROWS:
             found = _rows(name, self._parts)

@@ -9,7 +9,6 @@ store turns tokens into codes in some steps only: the mean step beside the media
 """
 
 import argparse
-import csv
 import platform
 import statistics
 import subprocess
@@ -18,11 +17,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
 import torch
 import transformers
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from tqdm import trange
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvbench.tools.bench import rivals
@@ -32,7 +30,6 @@ from kvbench.tools.bench.providers import Provider, ours, random_ids
 
 SMALL = Path(__file__).parent / "small_llama"  # a configuration without weights; `python -m kvbench.bench` takes it too
 USUAL = "streamingllm,snapkv,tova,h2o,caote_snapkv"
-COLUMNS = ("", "prefill s", "x sdpa", "x full", "decode ms", "x sdpa", "x full", "x snapkv", "mean / median")
 
 
 def model_of(device: str) -> PreTrainedModel:
@@ -48,25 +45,27 @@ Times = dict[str, list[tuple[float, float, float]]]
 def measure(model: PreTrainedModel, providers: Sequence[Provider], args: argparse.Namespace) -> Times:
     """Every provider in turns; the first round warms up and is dropped."""
     ids, times = random_ids(model, 1, args.prompt), Times()
-    for _ in track(range(args.repeats + 1), "rounds"):
+    for _ in trange(args.repeats + 1, desc="rounds"):
         for provider in providers:
             run = Run(model, provider, ids, args.tokens)
             prefill, steps = run.prefill(), run.decode(args.tokens)
             run.forget()
-            times.setdefault(provider.name, []).append((prefill, statistics.median(steps), statistics.mean(steps)))
+            name = provider.name.removeprefix("transformers_")
+            times.setdefault(name, []).append((prefill, statistics.median(steps), statistics.mean(steps)))
     return {name: rounds[1:] for name, rounds in times.items()}
 
 
-def row(name: str, times: Times) -> list[str]:
-    """A line of the table."""
-    others = {one: list(zip(*rounds, strict=True)) for one, rounds in times.items()}
-    prefill, step, mean = others[name]
-    ratios = [
-        [paired_ratio(mine, others[other][place]).p50 for other in beside]
-        for mine, place, beside in ((prefill, 0, ("transformers_sdpa", "full")), (step, 1, tuple(others)[:3]))
-    ]
-    figures = [statistics.median(prefill) / 1e3, *ratios[0], statistics.median(step), *ratios[1]]
-    return [name, *(f"{figure:.2f}" for figure in figures), f"{paired_ratio(mean, step).p50:.3f}"]
+def table(times: Times) -> pd.DataFrame:
+    """A line for each provider; ratios are medians over rounds."""
+    prefill, step, mean = ({name: [one[i] for one in rounds] for name, rounds in times.items()} for i in range(3))
+    rows = {}
+    for name in times:
+        rows[name] = {"prefill s": statistics.median(prefill[name]) / 1e3}
+        rows[name] |= {f"prefill x {o}": paired_ratio(prefill[name], prefill[o]).p50 for o in ("sdpa", "full")}
+        rows[name]["decode ms"] = statistics.median(step[name])
+        rows[name] |= {f"decode x {o}": paired_ratio(step[name], step[o]).p50 for o in ("sdpa", "full", "snapkv")}
+        rows[name]["mean / median"] = paired_ratio(mean[name], step[name]).p50
+    return pd.DataFrame.from_dict(rows, orient="index")
 
 
 def help_seconds() -> float:
@@ -87,19 +86,19 @@ def main() -> None:
     providers = [rivals.provider("transformers_sdpa", None, args.prompt), ours("full", None)]
     slugs = dict.fromkeys(["snapkv", *args.policies.split(",")])
     providers += [ours(slug, args.budget, schedule="prompt") for slug in slugs]
-    times = measure(model_of(args.device), providers, args)
+    found = table(measure(model_of(args.device), providers, args))
     where = f"{args.device}, {args.threads} threads, torch {torch.__version__}"
-    title = f"prompt {args.prompt}, budget {args.budget}, {args.tokens} new tokens, {where}"
-    table, rows = Table(*COLUMNS, title=title), [row(name, times) for name in times]
-    for line in rows:
-        table.add_row(*line)
-    console = Console()
-    console.print(table)
-    console.print(f"python -m kvbench --help: {help_seconds():.1f} s")
+    print(f"prompt {args.prompt}, budget {args.budget}, {args.tokens} new tokens, {where}")
+    print(found.round(3).to_string())
+    print(f"python -m kvbench --help: {help_seconds():.1f} s")
     if args.csv:
-        stamp = [platform.processor(), torch.__version__, transformers.__version__, args.prompt, args.tokens]
-        with args.csv.open("a", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([*line, *stamp] for line in rows)
+        stamp = {
+            "processor": platform.processor(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+        stamp |= {"prompt": args.prompt, "new_tokens": args.tokens}
+        found.round(3).assign(**stamp).to_csv(args.csv, mode="a", header=False)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,15 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | float | bool | None"
+Lines = dict[str, list[bytes]]
+"""The samples of every cell, by its folder."""
 
 EXAMPLES = 20
 CELLS = [(policy, budget) for policy in ("streamingllm", "snapkv", "h2o", "caote_tova") for budget in (40, 64, 96)]
@@ -30,7 +30,7 @@ SWEEP = (
     "task.repeats=2",
     "task.max_new_tokens=8",
 )
-FILES = ("samples.jsonl", "metrics.json", "config.yaml", "environment.json")
+SAMPLES = "samples.jsonl"
 TIMES = ("seconds", "ms_per_token", "shared_prefill", "rows_in_flight", "n_shared", "computed_from")  # may differ
 SHARDS = "*/shard-*/shard.jsonl"
 MEASURED = {"engine.json"}  # by the engine itself, session by session: never the same twice
@@ -44,29 +44,22 @@ class Sweep:
 
     out: Path
     extra: tuple[str, ...] = ()  # the launcher, say
-    environment: Mapping[str, str] = field(default_factory=dict)
     token: str = field(default_factory=lambda: f"{random.randrange(10**12)}")
 
-    def start(self, *more: str, before: str = "", **environment: str) -> subprocess.Popen[bytes]:
+    def start(self, before: str = "", **environment: str) -> subprocess.Popen[bytes]:
         """One client, as a user starts it; before: Python that its process runs first."""
         run = "import runpy; runpy.run_module('kvbench', run_name='__main__', alter_sys=True)"
-        how = ["-c", f"{before}; {run}"] if before else ["-m", "kvbench"]
-        command = [sys.executable, *how, *SWEEP, f"out={self.out}", *self.extra, *more]
-        own = {"OMP_NUM_THREADS": "1", **self.environment, **environment, TOKEN: self.token}
-        env = {**os.environ, **own}
+        how = ["-c", f"{before}\n{run}"] if before else ["-m", "kvbench"]
+        command = [sys.executable, *how, *SWEEP, f"out={self.out}", *self.extra]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **environment, TOKEN: self.token}
         with self.log.open("ab") as log:
             return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
 
-    def run(self, *more: str, before: str = "", **environment: str) -> int:
+    def run(self, before: str = "") -> int:
         """One client from its start to its end, and all workers that outlive it; its exit code."""
-        client = self.start(*more, before=before, **environment)
-        code = client.wait(PATIENCE)
+        code = self.start(before).wait(PATIENCE)
         self.wait()
         return code
-
-    def finish(self, tries: int = 5) -> int:
-        """Clients one after the other until one says that all is well; the exit code of the last."""
-        return next((code for code in (self.run() for _ in range(tries)) if code == 0), 1)
 
     def wait(self) -> None:
         """Wait for all processes of the sweep."""
@@ -110,10 +103,10 @@ class Sweep:
         """The text of `log`."""
         return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
 
-    def lines(self) -> dict[str, list[bytes]]:
+    def lines(self) -> Lines:
         """The whole lines of every cell's samples, by the cell's folder; those of its shards too."""
         found: dict[str, dict[bytes, None]] = {}
-        for pattern in (SHARDS, f"*/{FILES[0]}"):  # in this order: lines move from shards to their run
+        for pattern in (SHARDS, f"*/{SAMPLES}"):  # in this order: lines move from shards to their run
             for path in self.out.glob(pattern):
                 lines = found.setdefault(path.relative_to(self.out).parts[0], {})
                 with suppress(FileNotFoundError):  # it was put together meanwhile
@@ -146,7 +139,7 @@ def content(path: Path) -> Json:
 
 def compare(whole: Path, broken: Path) -> list[str]:
     """Sentences for all that a broken sweep left otherwise than a whole one; none where they are equal."""
-    folders = [{path.parent.name for path in place.glob(f"*/{FILES[0]}")} for place in (whole, broken)]
+    folders = [{path.parent.name for path in place.glob(f"*/{SAMPLES}")} for place in (whole, broken)]
     wrong = [f"{name} is only in one of them" for name in sorted(folders[0] ^ folders[1])]
     for name in sorted(folders[0] & folders[1]):
         ours, theirs = ({path.name for path in (place / name).iterdir()} - MEASURED for place in (broken, whole))
@@ -162,15 +155,10 @@ def compare(whole: Path, broken: Path) -> list[str]:
     return wrong
 
 
-def lost(seen: Mapping[str, Sequence[bytes]], now: Mapping[str, Sequence[bytes]]) -> list[str]:
+def lost(seen: Lines, now: Lines) -> list[str]:
     """Sentences for samples that were on disk once and are not there now, seconds included."""
     return [
         f"{name}: {len(gone)} finished samples were lost"
         for name, lines in seen.items()
         if (gone := set(lines) - set(now.get(name, ())))
     ]
-
-
-def place_for(name: str) -> Path:
-    """An empty folder of its own."""
-    return Path(tempfile.mkdtemp(prefix=f"kvbench-faults-{name}-"))

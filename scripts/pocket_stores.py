@@ -11,9 +11,9 @@ reference answer, per token, read through the store's cache: finer than right or
 import argparse
 import sys
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from kvbench.analysis.load import read_result
 from kvbench.analysis.result import Result
-from kvbench.analysis.statistics import paired_difference
+from kvbench.analysis.statistics import Difference, paired_difference
 from kvbench.engine.runner import make_prompts, run
 from kvbench.identity.cell import Cell
 from kvbench.inference.generate import greedy
@@ -39,34 +39,7 @@ GROUP = 32
 SHARES = (0.125, 0.0625)  # of the 16-bit keys and values of the prompt, as in CAKE's appendix E
 EVICTIONS = ("snapkv", "cake")
 SIZED_ON = 3  # prompts
-
-
-@dataclass(frozen=True)
-class Row:
-    """One policy: share (of the bytes of a 16-bit cache; 1: no eviction), KiB, scores and NLL with their intervals.
-
-    vs_full, nll_vs_full: mean difference to the full cache on the same prompts, by the paired bootstrap.
-    """
-
-    share: float
-    policy: str
-    budget: int | None
-    n: int
-    prompt_kib: float
-    end_kib: float
-    single: float | None
-    single_low: float | None
-    single_high: float | None
-    multi: float
-    multi_low: float
-    multi_high: float
-    vs_full: float
-    vs_full_low: float
-    vs_full_high: float
-    nll: float
-    nll_vs_full: float
-    nll_vs_full_low: float
-    nll_vs_full_high: float
+SIDES = ("", "_low", "_high")  # of a column with an interval
 
 
 class Bench:
@@ -118,25 +91,31 @@ class Bench:
             low = whole
         return _last(fits, low, whole)
 
-    def row(self, policy: str, budget: int | None = None, share: float = 1.0) -> Row:
-        multi, cell = self.scores(policy, budget, MULTI), self.cell(policy, budget, MULTI)
-        single = None if budget else self.scores(policy, budget, SINGLE)
+    def row(self, policy: str, budget: int | None = None, share: float = 1.0) -> dict[str, Any]:
+        """One policy at a share of the bytes of a 16-bit cache (1: no eviction): KiB, scores, NLL, with intervals.
+
+        vs_full, nll_vs_full: mean difference to the full cache on the same prompts, by the paired bootstrap.
+        """
+        cell, multi = self.cell(policy, budget, MULTI), self.scores(policy, budget, MULTI)
+        single, nll = None if budget else self.scores(policy, budget, SINGLE), self.nll(cell)
         pairs = ([s.score for s in record.samples] for record in (self._full, multi))
-        scores, nll = paired_difference(*pairs), self.nll(cell)
-        losses = paired_difference(self._full_nll, nll)
-        sides = ("score", "score_low", "score_high")
-        return Row(
-            share,
-            policy,
-            budget,
-            len(self.prompts),
-            self.prompt_bytes(cell) / 2**10,
-            multi.cache_bytes / 2**10,
-            *(single and getattr(single, side) for side in sides),
-            *(getattr(multi, side) for side in sides),
-            *(scores.mean, scores.low, scores.high),
-            *(sum(nll) / len(nll), losses.mean, losses.low, losses.high),
-        )
+        return {
+            "share": share,
+            "policy": policy,
+            "budget": budget,
+            "n": len(self.prompts),
+            "prompt_kib": self.prompt_bytes(cell) / 2**10,
+            "end_kib": multi.cache_bytes / 2**10,
+            **{f"single{side}": single and getattr(single, f"score{side}") for side in SIDES},
+            **{f"multi{side}": getattr(multi, f"score{side}") for side in SIDES},
+            **_sides("vs_full", paired_difference(*pairs)),
+            "nll": sum(nll) / len(nll),
+            **_sides("nll_vs_full", paired_difference(self._full_nll, nll)),
+        }
+
+
+def _sides(name: str, of: Difference) -> dict[str, float]:
+    return {name: of.mean, f"{name}_low": of.low, f"{name}_high": of.high}
 
 
 def _last(fits: Callable[[int], bool], low: int, high: int) -> int:
@@ -155,7 +134,7 @@ def plan() -> list[tuple[float, str]]:
     ]
 
 
-def measure(limit: int, runs: Path, done: Collection[tuple[float, str]]) -> Iterator[Row]:
+def measure(limit: int, runs: Path, done: Collection[tuple[float, str]]) -> Iterator[dict[str, Any]]:
     """The rows that are not done; half as many examples behind an eviction."""
     left = [row for row in plan() if row not in done]
     for alone in (True, False):
@@ -171,31 +150,34 @@ def markdown(table: pd.DataFrame) -> str:
     texts = []
     for share, rows in table.groupby("share", sort=False):
         alone = share == 1
-        head = ["policy", *([] if alone else ["tokens"]), "KiB", *(["single"] if alone else []), "multi-key"]
-        lines = [
-            f"| {' | '.join([*head, 'less than full', 'answer NLL above full'])} |",
-            "|---" * (len(head) + 2) + "|",
-        ]
-        for row in rows.itertuples():
-            size = [] if alone else [f"{row.budget:.0f}"]
-            single = [_with_interval(row.single, row.single_low, row.single_high)] if alone else []
-            multi = _with_interval(row.multi, row.multi_low, row.multi_high)
-            cost = _difference(-row.vs_full, -row.vs_full_high, -row.vs_full_low)
-            loss = _difference(row.nll_vs_full, row.nll_vs_full_low, row.nll_vs_full_high)
-            lines.append(f"| {' | '.join([row.policy, *size, f'{row.prompt_kib:.0f}', *single, multi, cost, loss])} |")
+        shown = {
+            "policy": rows["policy"],
+            **({} if alone else {"tokens": rows["budget"].map("{:.0f}".format)}),
+            "KiB": rows["prompt_kib"].map("{:.0f}".format),
+            **({"single": _with_interval(rows, "single")} if alone else {}),
+            "multi-key": _with_interval(rows, "multi"),
+            "less than full": _difference(-rows["vs_full"], -rows["vs_full_high"], -rows["vs_full_low"]),
+            "answer NLL above full": _difference(*(rows[f"nll_vs_full{side}"] for side in SIDES)),
+        }
+        lines = ["|---" * len(shown) + "|"]
+        lines += (f"| {' | '.join(cells)} |" for cells in zip(*shown.values(), strict=True))
         title = "alone" if alone else f"{share:.2%} of the 16-bit keys and values"
-        texts.append(f"{title}\n\n" + "\n".join(lines) + "\n")
+        texts.append("\n".join([f"{title}\n", f"| {' | '.join(shown)} |", *lines, ""]))
     return "\n".join(texts)
 
 
-def _with_interval(mean: float, low: float, high: float) -> str:
-    return f"{mean:.2f} ({low:.2f}-{high:.2f})"
+def _with_interval(rows: pd.DataFrame, name: str) -> list[str]:
+    values = (rows[f"{name}{side}"] for side in SIDES)
+    return [f"{mean:.2f} ({low:.2f}-{high:.2f})" for mean, low, high in zip(*values, strict=True)]
 
 
-def _difference(mean: float, low: float, high: float) -> str:
-    """Marked where its interval leaves out 0."""
-    shown = (f"{round(x, 2) + 0.0:+.2f}" for x in (mean, low, high))
-    return "{} ({}..{})".format(*shown) + ("*" if low > 0 or high < 0 else "")
+def _difference(*sides: pd.Series) -> list[str]:
+    """Means, with their lower and upper sides; marked where the interval leaves out 0."""
+    found = []
+    for mean, low, high in zip(*sides, strict=True):
+        shown = "{:+.2f} ({:+.2f}..{:+.2f})".format(*(round(x, 2) + 0.0 for x in (mean, low, high)))
+        found.append(shown + "*" * (low > 0 or high < 0))
+    return found
 
 
 def draw(table: pd.DataFrame, path: Path) -> None:
@@ -228,8 +210,8 @@ def main() -> None:
         torch.set_num_threads(1)  # the model is small: more threads wait for each other
         rows = pd.read_csv(args.out).to_dict("records") if args.out.exists() else []
         for row in measure(args.limit, args.runs, {(done["share"], done["policy"]) for done in rows}):
-            sys.stderr.write(f"{row.share:g} {row.policy}: {row.multi:.3f}, NLL {row.nll:.3f}\n")
-            rows.append(asdict(row))
+            sys.stderr.write(f"{row['share']:g} {row['policy']}: {row['multi']:.3f}, NLL {row['nll']:.3f}\n")
+            rows.append(row)
             rows.sort(key=lambda done: plan().index((done["share"], done["policy"])))
             pd.DataFrame(rows).round(4).to_csv(args.out, index=False)
     table = pd.read_csv(args.out)

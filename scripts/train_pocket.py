@@ -23,20 +23,12 @@ import torch
 import torch.nn.functional as F
 from pocket_stages import Batch, Stage, curriculum, make_batch
 from pocket_tokenizer import SPECIAL, build_tokenizer
-from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 log = logging.getLogger("train_pocket")
 MOST_TARGETS = 2048  # per step
 AGAIN = 75  # exit code: something is left, the same command goes on with --resume
-COLUMNS = (
-    TextColumn("{task.description}"),
-    BarColumn(),
-    MofNCompleteColumn(),
-    TimeElapsedColumn(),
-    TimeRemainingColumn(),
-)
 
 
 @dataclass(frozen=True)
@@ -225,12 +217,11 @@ def train(trainer: Trainer, out: Path, until: int, save_every: int, seconds: flo
     """Train up to step `until`, or for so many seconds; batches are made ahead in other processes."""
     config, at, ends = trainer.config, trainer.at, time.perf_counter() + seconds
     coming: deque[Future[Batch]] = deque()
-    with ProcessPoolExecutor(config.ahead) as workers, Progress(*COLUMNS) as progress:
+    with ProcessPoolExecutor(config.ahead) as workers, tqdm(total=until, initial=at.step) as bar:
 
         def order(step: int) -> Future[Batch]:
             return workers.submit(make_batch, trainer.stage, config.seed, step, config.tokens)
 
-        bar = progress.add_task("train", total=until, completed=at.step)
         while at.step < until and time.perf_counter() < ends:
             began = time.perf_counter()
             batch = (coming.popleft() if coming else order(at.step)).result()
@@ -240,9 +231,8 @@ def train(trainer: Trainer, out: Path, until: int, save_every: int, seconds: flo
             if trainer.advance():
                 coming.clear()  # they are of the stage before
             at.seconds += time.perf_counter() - began
-            progress.update(
-                bar, completed=at.step, description=f"{trainer.stage.name} {at.accuracy.get(trainer.stage.gate, 0):.3f}"
-            )
+            bar.set_description(f"{trainer.stage.name} {at.accuracy.get(trainer.stage.gate, 0):.3f}", refresh=False)
+            bar.update()
             if at.step % 20 == 0:
                 with (out / "curve.jsonl").open("a") as curve:
                     curve.write(json.dumps(asdict(at) | {"name": trainer.stage.name}) + "\n")
@@ -271,7 +261,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler()])
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = Config(steps=args.steps, decay=args.decay, device=args.device, seed=args.seed)
     if args.larger:
         config = larger(config, (os.cpu_count() or 1) - 2)

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from kvbench.tasks.longbench.subsets import find_subset
+from kvbench.tasks.longbench.subsets import SUBSETS
 from kvbench.tasks.niah import Niah
 from kvbench.tasks.task import PlainTokenizer
 
@@ -30,7 +30,7 @@ INPUT = "Question: {question}\nAnswer:"
 
 def rows() -> Iterator[dict[str, Any]]:
     """Two rows for every depth; any five in turn have them all."""
-    before, after = find_subset("triviaqa").prompt.replace("{input}", INPUT).split("{context}")
+    before, after = SUBSETS["triviaqa"].prompt.replace("{input}", INPUT).split("{context}")
     task = Niah(lengths=(LENGTH,), depths=DEPTHS, keys=8, frame=f"{before}{{context}}{after}")
     tokenizer = PlainTokenizer(AutoTokenizer.from_pretrained(str(files("kvbench") / "pocket")))
     for one in task.examples(tokenizer, SEED):

@@ -1,4 +1,4 @@
-"""Sums and differences of two numbers that must both be looked up: a policy that evicts either of them is found out."""
+"""Sums and differences of two numbers hidden in a text: the answer is lost with either of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import random
 import re
 from dataclasses import dataclass
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, choice, whole_number
 from kvbench.tasks.niah import NeedleGrid, Planted
-from kvbench.tasks.task import Example, at_least, one_of, slots
+from kvbench.tasks.task import Example, slots
 from kvbench.tasks.words import own_words
 
 OPERATIONS = {"sum": "plus", "difference": "minus"}
@@ -20,8 +20,8 @@ class Arithmetic(NeedleGrid):
     """`keys` counts between `low` and `high`, hidden like needles; two of them are to be added or subtracted.
 
     The first operand stands at the depth of the cell, all other counts anywhere; a difference is never negative.
-    operation: "sum", "difference" or "both" (drawn for every example). The last number of the answer's first line
-    is what the model says, so that "37 + 54 = 91" and "91." are both right.
+    operation: "sum", "difference" or "both" (drawn for every example). The score reads the last number of the first
+    line that has one, so that "37 + 54 = 91" and "91." are both right.
     """
 
     name: str = "arithmetic"
@@ -37,10 +37,10 @@ class Arithmetic(NeedleGrid):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("keys", self.keys, 2)
-        at_least("low", self.low, 0)
-        at_least("high", self.high, self.low + 1)
-        one_of("operation", self.operation, (*OPERATIONS, "both"))
+        whole_number("keys", self.keys, 2)
+        whole_number("low", self.low, 0)
+        whole_number("high", self.high, self.low + 1)
+        choice("operation", self.operation, *OPERATIONS, "both")
         slots("needle", self.needle, ("key", "value"))
         for name in ("question", "answer_prefix"):
             slots(name, getattr(self, name), ("first", "sign", "second"))

@@ -1,4 +1,4 @@
-"""What only some tasks need is not installed with kvbench: an extra brings it, and its absence is one sentence."""
+"""Imports of packages that only some tasks need, which an extra of kvbench installs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def from_extra(extra: str, purpose: str) -> Iterator[None]:
-    """Around the imports of what `kvbench[extra]` brings: ValueError with the command where it is not installed.
+    """Turns an ImportError inside into a ValueError that says `pip install 'kvbench[extra]'`.
 
-    purpose: what it is needed for, as the subject of that sentence.
+    purpose: what the package is needed for, as the subject of that sentence.
     """
     try:
         yield

@@ -1,13 +1,13 @@
-"""Filler in which something is hidden: sentences written by a small seeded grammar, or the text files of a folder."""
+"""Haystacks: sentences written by a small seeded grammar, or the text files of a folder."""
 
 from __future__ import annotations
 
 import random
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from itertools import accumulate, cycle, pairwise
+from itertools import accumulate, cycle, islice, pairwise
 from os.path import expanduser
 from pathlib import Path
 
@@ -21,7 +21,7 @@ _END = re.compile(r"[.!?][\"'”’)\]]*\s+|[。！？][”’」]*\s*|\n\s*\n")
 
 
 def written_sentences(rng: random.Random) -> Iterator[str]:
-    """Sentences without end, each with a blank after it. They hold no digit and no hyphen."""
+    """An endless stream of sentences, each with a blank after it. They hold no digit and no hyphen."""
     grammar = shipped("sentences.json")
     while True:
         text = _clause(rng, grammar)
@@ -67,28 +67,11 @@ class Filler:
     def __init__(self, stream: Iterator[str]) -> None:
         self._stream = stream
         self._taken: list[str] = []
-        self._ends = [0]  # characters of the first 0, 1, 2, ... sentences
 
     def first(self, size: int) -> list[str]:
         """The first `size` sentences."""
-        while len(self._taken) < size:
-            self._take()
+        self._taken.extend(islice(self._stream, max(size - len(self._taken), 0)))
         return self._taken[:size]
-
-    def fitting(self, characters: float) -> int:
-        """How many sentences are at most so many characters."""
-        while self._ends[-1] <= characters:
-            self._take()
-        return bisect_right(self._ends, characters) - 1
-
-    def characters(self, size: int) -> int:
-        """Characters of the first `size` sentences."""
-        self.first(size)
-        return self._ends[size]
-
-    def _take(self) -> None:
-        self._taken.append(next(self._stream))
-        self._ends.append(self._ends[-1] + len(self._taken[-1]))
 
 
 def hide(needles: tuple[str, ...], depths: tuple[float, ...], sentences: list[str]) -> str:
@@ -114,11 +97,10 @@ def _nearest(ends: list[int], target: float) -> int:
     return after - 1 if after and target - ends[after - 1] <= ends[after] - target else after
 
 
-def largest_fitting(tokens: Callable[[int], int], filler: Filler, room: int) -> int:
-    """Most sentences of `filler` with tokens(size) <= room, for tokens that grow; -1 if tokens(0) is more than room.
+def largest_fitting(tokens: Callable[[int], int], room: int) -> int:
+    """Most sentences with tokens(size) <= room, for tokens that grow with size; -1 if tokens(0) is more than room.
 
-    Guesses by the tokens that a character took so far, which differ less from place to place than those of a sentence,
-    so that a prompt is encoded about five times, twice of them short, and not log2(sizes) times.
+    Each guess is by the tokens that a sentence took so far: a prompt is encoded a few times, not log2(sizes) times.
     """
     start = tokens(0)
     if start > room:
@@ -128,6 +110,5 @@ def largest_fitting(tokens: Callable[[int], int], filler: Filler, room: int) -> 
         guess = max(guess, low + 1) if high is None else min(max(guess, low + 1), high - 1)
         used = tokens(guess)
         low, high = (guess, high) if used <= room else (low, guess)
-        per_token = filler.characters(guess) / max(used - start, 1)
-        guess = filler.fitting((room - start) * per_token)
+        guess = guess * (room - start) // max(used - start, 1)
     return low

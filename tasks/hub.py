@@ -1,4 +1,4 @@
-"""One file of a data set on the Hugging Face Hub: pinned, checked, or a sentence that says how to do without."""
+"""Files of data sets on the Hugging Face Hub: pinned to a commit, checked by sha256."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os.path import expanduser
 from pathlib import Path
+from textwrap import shorten
+from typing import Any
 
 from kvbench.errors import ConfigError
 
@@ -45,15 +47,13 @@ class HubFile:
         """
         from huggingface_hub import hf_hub_download, try_to_load_from_cache  # here: only those without a copy wait
 
-        found = try_to_load_from_cache(self.repo, self.path, revision=self.revision, repo_type="dataset")
+        wanted: dict[str, Any] = {"revision": self.revision, "repo_type": "dataset"}
+        found = try_to_load_from_cache(self.repo, self.path, **wanted)
         if not isinstance(found, str):
             try:
                 with _silent():
-                    found = hf_hub_download(self.repo, self.path, revision=self.revision, repo_type="dataset")
-            except (
-                OSError,
-                ValueError,
-            ) as error:  # no network, no such commit, no space: the hub's errors are OSErrors
+                    found = hf_hub_download(self.repo, self.path, **wanted)
+            except (OSError, ValueError) as error:  # no network, no such commit, no space: the hub's are OSErrors
                 raise ValueError(f"{self.url} cannot be downloaded ({_cause(error)}): {instead}") from error
         path = Path(found)
         if self.sha256 is not None and (found_hash := _sha256(path)) != self.sha256:
@@ -89,16 +89,15 @@ def _sha256(path: Path) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """Name of what went wrong first, and its own words as far as they fit a sentence."""
+    """Name and message of the first cause, shortened to fit a sentence."""
     while error.__cause__ is not None:
         error = error.__cause__
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words[:117]}..." if len(words) > 120 else f"{type(error).__name__}: {words}"
+    return f"{type(error).__name__}: {shorten(str(error), 120, placeholder='...')}"
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """The hub's own warnings held back, six for one missing network: its error is told in a sentence."""
+    """Silences the hub's warnings, six for one missing network: its error becomes one sentence."""
     from huggingface_hub.utils import logging
 
     before = logging.get_verbosity()

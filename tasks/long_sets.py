@@ -1,4 +1,4 @@
-"""What the public sets of long texts share: each is asked as its authors ask, or as kvpress does."""
+"""The base of the public sets of long texts: prompts and scores of their authors, or those of kvpress."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
+from kvbench.errors import choice
 from kvbench.tasks.context_question import rows as columns
 from kvbench.tasks.hub import HubFile, data_file
 from kvbench.tasks.predictions import JUDGES
-from kvbench.tasks.task import Example, Task, Tokenizer, counts, one_of
+from kvbench.tasks.task import Example, Task, Tokenizer, counts
 from kvbench.tasks.text_files import Row, rows, shipped
 
 
@@ -34,6 +35,8 @@ class LongSet(Task):
     """Where the authors' rows are, with slot subset."""
     texts: ClassVar[tuple[str, ...]]
     """Fields of these rows that hold texts."""
+    summed_by: ClassVar[str | None] = None
+    """The package of `kvbench.tasks` that has its aggregates."""
 
     protocol: str = "authors"
     truncation: str = "middle"
@@ -48,8 +51,8 @@ class LongSet(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("protocol", self.protocol, JUDGES)
-        one_of("subset", self.subset, tuple(subsets(self.benchmark)))
+        choice("protocol", self.protocol, *JUDGES)
+        choice("subset", self.subset, *subsets(self.benchmark))
         counts(self, 1, "max_new_tokens")
         if self.protocol == "kvpress":
             object.__setattr__(self, "chat", True)
@@ -59,7 +62,7 @@ class LongSet(Task):
         """What the authors ask about one of their rows. ValueError or LookupError where it is of another form."""
 
     def of_columns(self, row: columns.Row) -> Mapping[str, Any]:
-        """What else a score needs of a row of kvpress's."""
+        """What else a score needs of a row of kvpress's, as metadata."""
         return {}
 
     @property
@@ -70,7 +73,7 @@ class LongSet(Task):
     def example(self, prompt: str, question: str, references: tuple[str, ...], **metadata: Any) -> Example:  # noqa: ANN401
         """A question as the authors put it."""
         most = self.max_new_tokens or subsets(self.benchmark)[self.subset]["max_new_tokens"]
-        return Example(0, prompt, references, most, question=question, metadata={"task": self.name, **metadata})
+        return Example(0, prompt, references, most, question=question, metadata=self._about(metadata))
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`: in the order of the rows; nothing is drawn, the seed changes nothing."""
@@ -78,10 +81,15 @@ class LongSet(Task):
         return (replace(example, index=index) for index, example in enumerate(islice(found, limit)))
 
     def score(self, output: str, example: Example) -> float:
-        """The score of one output, 0 to 1."""
+        """The score of one output, 0 to 1. Raises ValueError for a set without public answers."""
         score, _ = self.judge(output, example)
-        assert score is not None, "only a set without answers has none, and says so"
+        if score is None:
+            raise ValueError(f"{self.name} has no public answers, its outputs are scored by the benchmark's site")
         return score
+
+    def _about(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        summed_by = {} if self.summed_by is None else {"benchmark": self.summed_by}
+        return {"task": self.name, **summed_by, **metadata}
 
     def _of_authors(self) -> Iterator[Example]:
         source = HubFile(self.hub, self.revision, self.file.format(subset=self.subset), self.sha256)
@@ -101,9 +109,7 @@ class LongSet(Task):
         else:
             found = columns.from_files(self.data_dir, (f"{name}.parquet", f"{name}.jsonl", f"{name}/*.parquet"))
         for row in found:
-            asked = self.example(row.context + row.question, row.question, row.answers, **self.of_columns(row))
-            most = row.new_tokens(self.max_new_tokens)
-            yield replace(asked, max_new_tokens=most, answer_prefix=row.answer_prefix)
+            yield row.example("{context}{question}", self.max_new_tokens, **self._about(self.of_columns(row)))
 
 
 def subsets(benchmark: str) -> Mapping[str, Mapping[str, Any]]:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import islice, product
 from typing import ClassVar
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, choice, number, whole_number
 from kvbench.tasks.haystack import Filler, hide, largest_fitting, read_folder, repeated, written_sentences
 from kvbench.tasks.ruler.templates import noise_line
 from kvbench.tasks.scores import contains, needle_words, rouge1_recall
-from kvbench.tasks.task import Example, Task, Tokenizer, at_least, counts, number, one_of, question_part, slots
+from kvbench.tasks.task import Example, Task, Tokenizer, counts, question_part, slots
 from kvbench.tasks.words import own_words
 
 HAYSTACKS = ("sentences", "noise")
@@ -69,13 +69,13 @@ class NeedleGrid(Task):
             if not isinstance(getattr(self, name), tuple) or not getattr(self, name):
                 raise ConfigError(name, getattr(self, name), why="is not allowed, it must be a list of numbers")
         for length in self.lengths:
-            at_least("lengths", length, 1)
+            whole_number("lengths", length, 1)
         for depth in self.depths:
             number("depths", depth, 0, 1)
         counts(self, 1, "repeats", "max_new_tokens")
         counts(self, 0, "template_tokens")
-        one_of("haystack", self.haystack, HAYSTACKS)
-        one_of("metric", self.metric, tuple(METRICS))
+        choice("haystack", self.haystack, *HAYSTACKS)
+        choice("metric", self.metric, *METRICS)
         slots("frame", self.frame, ("context", "question"))
 
     @abstractmethod
@@ -107,7 +107,7 @@ class NeedleGrid(Task):
         def tokens(size: int) -> int:
             return len(tokenizer.encode(prompt(size) + planted.answer_prefix))
 
-        size = largest_fitting(tokens, filler, length - self.max_new_tokens - self.template_tokens)
+        size = largest_fitting(tokens, length - self.max_new_tokens - self.template_tokens)
         if size < 1:
             raise ConfigError(
                 "lengths",
@@ -151,7 +151,7 @@ class Niah(NeedleGrid):
     def __post_init__(self) -> None:
         super().__post_init__()
         counts(self, 1, "keys", "values", "queries", high=max(self.lengths))
-        at_least("digits", self.digits, 1, MOST_DIGITS)
+        whole_number("digits", self.digits, 1, MOST_DIGITS)
         slots("needle", self.needle, ("key", "value"))
         slots("question", self.question, ("keys", "number", "is_are"), required=("keys",))
         slots("answer_prefix", self.answer_prefix, ("keys", "number", "is_are"), required=())

@@ -1,4 +1,4 @@
-"""How well a model predicts texts that are given: whole texts, and reference summaries after their chapters."""
+"""Perplexity: of whole texts, and of reference summaries given their chapters."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, whole_number
 from kvbench.tasks.hub import HubFile, HubFolder, data_file
-from kvbench.tasks.task import Example, Reading, Task, Tokenizer, are_texts, at_least, counts, slots
+from kvbench.tasks.task import Example, Reading, Task, Tokenizer, are_texts, counts, slots
 from kvbench.tasks.text_files import Text, rows, texts
 
 FILES = ("*.txt", "*.jsonl", "*.parquet")
@@ -16,10 +16,10 @@ FILES = ("*.txt", "*.jsonl", "*.parquet")
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingTask(Task):
-    """Tokens that are given are scored, each by -log p of the model (nats); nothing is generated, lower is better.
+    """Given tokens are scored by the model's -log p (nats), nothing is generated; lower is better.
 
-    texts: take so many (None: all). block: evict after every so many tokens of a prompt or text, whatever the policy's
-    own schedule (None: as it says). data_dir: read instead of the data set on the hub.
+    texts: at most so many (None: all). block: tokens between two evictions, in place of the policy's own schedule
+    (None: as the schedule says). data_dir: read instead of the data set on the hub.
     """
 
     texts: int | None = None
@@ -42,10 +42,10 @@ class ReadingTask(Task):
 class Perplexity(ReadingTask):
     """The first `length` tokens of each text (None: all), BOS first where the tokenizer uses one.
 
-    prompt_tokens: None scores all tokens but the first while the policy evicts block by block; a number lets so many
-    tokens in as a prompt, compressed at its end, and scores what follows by decoding steps. min_tokens: shorter texts
-    are left out (None: a text too short to be scored is an error; BOS does not count). files: what is read of a folder,
-    in the order of the paths. field: where rows of .jsonl, .csv and .parquet files have their text.
+    prompt_tokens: None scores all tokens but the first while the policy evicts block by block. A number makes so many
+    tokens the prompt, which is compressed at its end, and scores the rest by decoding steps. min_tokens: shorter texts
+    are left out (None: a text too short to be scored is an error; BOS does not count). files: patterns of the files
+    that are read of a folder, in the order of the paths. field: the column with the text in .jsonl, .csv and .parquet.
     """
 
     name: str = "perplexity"
@@ -60,7 +60,7 @@ class Perplexity(ReadingTask):
         super().__post_init__()
         counts(self, 1, "min_tokens", "prompt_tokens")
         if self.length is not None:
-            at_least("length", self.length, 2)
+            whole_number("length", self.length, 2)
         if self.length is not None and (self.prompt_tokens or 0) >= self.length:
             raise ConfigError(
                 "prompt_tokens",

@@ -1,10 +1,10 @@
-"""Lines of recorded predictions: what a benchmark says of them, and how it reads them.
+"""Predictions made elsewhere, a JSON object a line, and the checks of their fields.
 
 A module that scores predictions has
 
     FIELDS: str                        what a line must have, for --help
     FLAGS: Mapping[str, str]           options that are on or off, with their help; may be left out
-    JUDGES: Sequence[str]           whose rules `protocol` may name, the default first; may be left out
+    JUDGES: Sequence[str]              whose rules `protocol` may name, the default first; may be left out
     score_predictions(line, **flags)   `score`, and what else is added to a line; ValueError, naming the field, where
                                        the line is of another form
 """
@@ -39,7 +39,7 @@ def raised(error: Exception) -> str:
 
 
 def references(line: Line, name: str = "references") -> Any:  # noqa: ANN401 - texts, numbers, or one of them
-    """What stands in a field that must be there and not be empty."""
+    """The value of a field that must not be missing or empty."""
     value = line.get(name)
     if value is None or value == []:
         raise ValueError(f"{name} must be a text, a number or a list of them, it is {_shown(line, name)}")

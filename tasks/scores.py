@@ -2,6 +2,36 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+NUMBER = re.compile(r"\d+\.\d+|\d+")  # without its sign
+
+
+def best(score: Callable[[str, str], float]) -> Callable[[str, Sequence[str]], float]:
+    """The best score over the references. Of a text each character is a reference."""
+    return lambda output, references: max((score(output, reference) for reference in references), default=0.0)
+
+
+def bag_f1(predicted: Sequence[str], expected: Sequence[str]) -> float:
+    """F1 of two bags of words: each counts as often as it stands on both sides."""
+    common = (Counter(predicted) & Counter(expected)).total()
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(predicted), common / len(expected)
+    return (2 * precision * recall) / (precision + recall)
+
+
+def up_to_brace(text: str) -> str | None:
+    """What stands before the brace that closes one opened before the text; None where none does."""
+    depth = 1
+    for place, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[:place]
+    return None
+
 
 def contains(output: str, references: tuple[str, ...]) -> float:
     """Share of the references that stand in the output, ignoring case. RULER calls it string_match_all."""

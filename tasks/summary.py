@@ -1,7 +1,7 @@
 """The numbers a benchmark's own scripts print, which are often not the mean over all examples.
 
-Whose they are says metadata["benchmark"] of the examples: a package of `kvbench.tasks`, whose modules `summary` and
-`predictions` have the functions below, or a module of your own, named in full (`my_package.my_bench`), which may have
+metadata["benchmark"] of the examples names the benchmark: a package of `kvbench.tasks`, whose modules `summary` and
+`predictions` have the functions below, or a module of your own by its full name (`my_package.my_bench`), which may have
 all of them.
 
     summary(answers)                   aggregates of scored answers by name, in the benchmark's own unit. Every answer
@@ -43,7 +43,7 @@ def benchmarks_with(part: str) -> list[str]:
 def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
     """Official aggregates of scored answers by name, in the unit of the benchmark (percent); {} where the mean is all.
 
-    Nothing is summed up while an answer has no output or no score: a mean over the rest would flatter whatever failed.
+    {} also while an answer has no output or no score: a mean over the others would flatter whatever failed.
     """
     module = summary_module(answers)
     if module is None or not hasattr(module, "summary") or any(answer.output is None for answer in answers):

@@ -1,23 +1,20 @@
-"""What a benchmark must be able to say: its examples, how a prompt is put together, how one output is scored."""
+"""The contract of a task: its examples, how prompts are put together, how one output is scored."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from math import inf
 from string import Formatter
 from typing import Any, ClassVar, Protocol
 
-from kvbench.errors import ConfigError
+from kvbench.errors import LARGEST, ConfigError, choice, whole_number
 
-LARGEST = 2**53
-"""The largest whole number that every reader of our files, JSON's and Parquet's, knows exactly."""
 TRUNCATIONS = ("refuse", "middle", "left")
 
 
 class Tokenizer(Protocol):
-    """What a generator of prompts needs from a tokenizer. Special tokens are never added."""
+    """The part of a tokenizer that generators of prompts use. Special tokens are never added."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without BOS or EOS."""
@@ -45,11 +42,11 @@ class PlainTokenizer:
 
 @dataclass(frozen=True)
 class Reading:
-    """How given tokens are scored, each by what the model thought of it, instead of being generated.
+    """Teacher forcing: given tokens are scored by their log-likelihood, nothing is generated.
 
-    tokens: the text ends after so many, BOS included; None: where it ends. prompt_tokens: so many are a prompt, at
+    tokens: the text is cut after so many, BOS included; None: not at all. prompt_tokens: so many are the prompt, at
     whose end the policy evicts before the others are scored; None: all but the first are scored while it evicts block
-    by block. block: tokens between two evictions of a prompt or text; None: as the policy's schedule says.
+    by block. block: tokens between two evictions; None: as the policy's schedule says.
     """
 
     tokens: int | None = None
@@ -61,12 +58,12 @@ class Reading:
 class Example:
     """One prompt and what its score needs.
 
-    The model reads wrap(prompt) + answer_prefix, where wrap is the chat template if the task asks for one. With
-    `target` None it then writes up to `max_new_tokens` tokens; a string is not generated but scored as the
-    continuation, token by token. With a `reading` and no target the prompt itself is what is scored. With `rated`
-    nothing is written either: each of these pairs of a context and its continuation is rated, the context as a prompt.
-    question: the end of `prompt`, which another question about the same context could replace; what stands before it
-    is the context. "" where the task has no question apart.
+    The model reads wrap(prompt) + answer_prefix, where wrap is the chat template if the task asks for one, and then
+    generates up to `max_new_tokens` tokens. Three fields replace generation. target: a continuation that is scored
+    token by token. reading, without a target: the prompt itself is scored. rated: pairs of a context and its
+    continuation, each rated with the context as the prompt.
+    question: the end of `prompt`, which another question about the same context could replace; everything before it
+    is the context. "" where the task does not tell them apart.
 
     metadata becomes part of the samples. Its "task", "length" and "depth" are what tables show scores by, its
     "benchmark" names the module that knows the official aggregates (`tasks.summary`).
@@ -85,7 +82,7 @@ class Example:
 
 
 class Scored(Protocol):
-    """What is known of an answer once it has a score."""
+    """A scored answer, as the aggregates of a benchmark see it."""
 
     @property
     def references(self) -> Sequence[str]:
@@ -97,22 +94,22 @@ class Scored(Protocol):
 
     @property
     def output(self) -> str | None:
-        """What the model wrote."""
+        """The generated text."""
 
     @property
     def score(self) -> float | None:
-        """What its task made of it, 0 to 1; None where the example failed."""
+        """The score by its task, 0 to 1; None where the example failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
     """A seeded source of examples and the score of one output. It knows no policy and no model.
 
-    name: what tables call it. chat: wrap prompts in the model's chat template, where it has one. stop: strings that end
+    name: its name in tables. chat: wrap prompts in the model's chat template, where it has one. stop: strings that end
     an answer (the answer ends before them). end_texts: texts whose last token, each encoded alone, ends an answer as
-    EOS does. min_new_tokens: so many tokens of an answer may be neither EOS nor such a token. truncation: what becomes
-    of a prompt longer than the model's context: "refuse" is an error, "middle" keeps its first and last halves, "left"
-    its end.
+    EOS does. min_new_tokens: the first so many tokens of an answer are neither EOS nor such a token. truncation: of a
+    prompt longer than the model's context: "refuse" is an error, "middle" keeps its first and last halves, "left" its
+    end.
     """
 
     named_by: ClassVar[str | None] = None
@@ -135,8 +132,8 @@ class Task(ABC):
                 object.__setattr__(self, item.name, tuple(value))
         if not self.name.strip() or not self.name.isprintable():
             raise ConfigError("name", self.name, why="is not allowed, it must be a word that tables can show")
-        one_of("truncation", self.truncation, TRUNCATIONS)
-        at_least("min_new_tokens", self.min_new_tokens, 0)
+        choice("truncation", self.truncation, *TRUNCATIONS)
+        whole_number("min_new_tokens", self.min_new_tokens, 0)
         for name in ("stop", "end_texts"):
             texts = getattr(self, name)
             if not are_texts(texts):
@@ -170,33 +167,12 @@ def are_texts(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
 
 
-def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Raise ValueError with one sentence if `value` is not among `allowed`."""
-    if value not in allowed:
-        raise ConfigError(name, value, why=f"is not known, choose one of {', '.join(map(repr, allowed))}")
-
-
-def at_least(name: str, value: int, low: int, high: int = LARGEST) -> None:
-    """Raise ValueError with one sentence if `value` is no integer of at least `low` and at most `high`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(name, value, why=f"is not allowed, it must be an integer of at least {low}")
-    if value > high:
-        raise ConfigError(name, value, why=f"is not allowed, it must be at most {high}")
-
-
 def counts(task: Task, low: int, *names: str, high: int = LARGEST) -> None:
-    """`at_least` for fields of a task; a field that may be left out passes where it is None."""
+    """`whole_number` for fields of a task; a field that may be left out passes where it is None."""
     for item in fields(task):
         value = getattr(task, item.name)
         if item.name in names and (value is not None or item.default is not None):
-            at_least(item.name, value, low, high)
-
-
-def number(name: str, value: object, low: float, high: float = inf) -> None:
-    """Raise ValueError with one sentence if `value` is no number from `low` to `high`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or value == inf:
-        span = f"of at least {low:g}" if high == inf else f"from {low:g} to {high:g}"
-        raise ConfigError(name, value, why=f"is not allowed, it must be a number {span}")
+            whole_number(item.name, value, low, high)
 
 
 def question_part(template: str, slot: str, context: str = "{context}") -> str:

@@ -1,4 +1,4 @@
-"""Texts and rows from files as they lie about: .txt, .jsonl, .json, .csv, .parquet, one by one or a folder of them."""
+"""Texts and rows from .txt, .jsonl, .json, .csv and .parquet files, one by one or a folder of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TABLES = (".jsonl", ".csv", ".parquet")
 
 @cache
 def shipped(name: str) -> Any:  # noqa: ANN401 - JSON
-    """What a file of `tasks/data` holds; texts of benchmarks name their source and licence there."""
+    """The content of a file of `tasks/data`, where texts of benchmarks name their source and licence."""
     return json.loads(resources("kvbench.tasks").joinpath(f"data/{name}").read_text(encoding="utf-8"))
 
 
@@ -42,10 +42,12 @@ def texts(data_dir: str, files: Sequence[str], field: str) -> Iterator[Text]:
     """All texts of a file, or of the files of a folder that match one of the patterns `files`, in order of their paths.
 
     field: where a row of .jsonl, .csv and .parquet files has its text. Raises ValueError with one sentence where there
-    is nothing, naming file and line where it is damaged.
+    is nothing, naming file and row where it is damaged.
     """
     for path, name in found(data_dir, files, (".txt", *TABLES)):
-        for text in _texts_of(path, name, field):
+        whole = path.suffix == ".txt"
+        for number, row in enumerate(rows(path, name, ("text" if whole else field,)), start=1):
+            text = Text(name, row["text"]) if whole else Text(f"{name}:{number}", row[field])
             if not text.text.strip():
                 raise ValueError(f"{text.name} has no text but white space, take it out of data_dir={data_dir}")
             yield text
@@ -78,17 +80,28 @@ def rows(
 ) -> Iterator[Row]:
     """The rows of a file, each with a text in all of `fields` and a list of texts in all of `lists`.
 
-    .csv and .parquet are tables, .json is a list or has a row a line, as any other file has. `.gz` behind the suffix is
-    unpacked; of a .zip file the rows are those of `member`. Raises ValueError, naming file and line, where a row lacks
-    a field, the file is damaged, or there is no row.
+    .csv and .parquet are tables, .json is a list or has a row a line, as any other file has; .txt is a single row.
+    `.gz` behind the suffix is unpacked; of a .zip file the rows are those of `member`. Raises ValueError, naming file
+    and row, where a row lacks a field, the file is damaged, or there is no row.
     """
-    kind = Path(member if path.suffix == ".zip" else path.stem if path.suffix == ".gz" else path).suffix
     number = 0
-    for number, row in enumerate(_READERS.get(kind, _lines_of_json)(path, name, member), start=1):
+    for number, row in enumerate(_read(path, name, member), start=1):
         check_row(row, fields, lists, f"{name}, row {number}")
         yield row
     if not number:
         raise ValueError(f"{name} holds no rows")
+
+
+def _read(path: Path, name: str, member: str) -> Iterator[Any]:
+    kind = Path(member if path.suffix == ".zip" else path.stem if path.suffix == ".gz" else path).suffix
+    number = 0
+    try:
+        for row in _READERS.get(kind, _jsonl)(path, member):
+            number += 1
+            yield row
+    except (ValueError, OSError, EOFError, LookupError, RecursionError, csv.Error, zipfile.BadZipFile, zlib.error) as e:
+        said = (str(e).splitlines() or [type(e).__name__])[0]
+        raise ValueError(f"{name}, row {number + 1}: the file is damaged or cut off ({said})") from e
 
 
 def check_row(row: Any, fields: Sequence[str], lists: Sequence[str], where: str) -> None:  # noqa: ANN401 - it is checked
@@ -100,34 +113,15 @@ def check_row(row: Any, fields: Sequence[str], lists: Sequence[str], where: str)
         if not isinstance(row.get(field), str):
             got = f" but {row[field]!r:.40}" if row.get(field) is not None else ""
             raise ValueError(f"{where}: no text{got} in its field {field!r}, its fields are {has or 'none'}")
-        try:
-            row[field].encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{where}: {field} holds half a surrogate pair, which is no letter") from error
     for field in lists:
         value = row.get(field)
         if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
             raise ValueError(f"{where}: {field} is {value!r:.60}, it must be a list of texts that is not empty")
 
 
-def _texts_of(path: Path, name: str, field: str) -> Iterator[Text]:
-    if path.suffix == ".txt":
-        yield Text(name, "".join(_lines(path, name)))
-    else:
-        for number, row in enumerate(rows(path, name, (field,)), start=1):
-            yield Text(f"{name}:{number}", row[field])
-
-
-def _lines(path: Path, name: str, member: str = "", newline: str | None = None) -> Iterator[str]:
-    try:
-        with _opened(path, member) as stream:
-            yield from io.TextIOWrapper(stream, encoding="utf-8-sig", newline=newline)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text: {error.reason}") from error
-    except (OSError, EOFError, LookupError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(
-            f"{name} is damaged or cannot be read ({getattr(error, 'strerror', None) or error})"
-        ) from error
+def _text(path: Path, member: str, newline: str | None = None) -> io.TextIOWrapper:
+    """A file as UTF-8 text, with or without a byte order mark."""
+    return io.TextIOWrapper(_opened(path, member), encoding="utf-8-sig", newline=newline)
 
 
 def _opened(path: Path, member: str) -> Any:  # noqa: ANN401 - a stream of bytes
@@ -141,46 +135,42 @@ def _opened(path: Path, member: str) -> Any:  # noqa: ANN401 - a stream of bytes
     return archive.open(inside[0] if inside else member)
 
 
-def _lines_of_json(path: Path, name: str, member: str) -> Iterator[Any]:
-    for number, line in enumerate(_lines(path, name, member, newline="\n"), start=1):
-        if line.strip():
-            yield _parsed(line, f"{name}, line {number}")
+def _txt(path: Path, member: str) -> Iterator[Row]:
+    with _text(path, member) as stream:
+        yield {"text": stream.read()}
 
 
-def _json(path: Path, name: str, member: str) -> Iterator[Any]:
-    text = "".join(_lines(path, name, member, newline="\n"))
-    return iter(_parsed(text, name)) if text.lstrip().startswith("[") else _lines_of_json(path, name, member)
+def _jsonl(path: Path, member: str) -> Iterator[Any]:
+    with _text(path, member, newline="\n") as stream:
+        yield from (json.loads(line) for line in stream if line.strip())
 
 
-def _parsed(text: str, where: str) -> Any:  # noqa: ANN401 - JSON
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON, the file is damaged or cut off ({error})") from error
+def _json(path: Path, member: str) -> Iterator[Any]:
+    with _text(path, member) as stream:
+        text = stream.read()
+    yield from json.loads(text) if text.lstrip().startswith("[") else _jsonl(path, member)
 
 
-def _csv(path: Path, name: str, member: str) -> Iterator[Row]:
+def _csv(path: Path, member: str) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)  # a chapter is longer than what csv takes for a field
-    reader = csv.DictReader(_lines(path, name, member, newline=""), strict=True)
-    try:
-        yield from reader
-    except csv.Error as error:
-        where = f"{name}, line {reader.line_num}"
-        raise ValueError(f"{where}: not CSV, the file is damaged or cut off ({error})") from error
+    with _text(path, member, newline="") as stream:
+        yield from csv.DictReader(stream, strict=True)
 
 
-def _parquet(path: Path, name: str, _: str) -> Iterator[Row]:
+def _parquet(path: Path, _: str) -> Iterator[Row]:
     import pyarrow.parquet  # here: half a second that only these files have to wait for
 
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=8):
-                yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{name} is damaged or not a parquet file: {str(error).splitlines()[0]}") from error
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=8):
+            yield from batch.to_pylist()
 
 
-_READERS: dict[str, Callable[[Path, str, str], Iterator[Any]]] = {".json": _json, ".csv": _csv, ".parquet": _parquet}
+_READERS: dict[str, Callable[[Path, str], Iterator[Any]]] = {
+    ".txt": _txt,
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}
 
 
 def _listed(kinds: Sequence[str]) -> str:

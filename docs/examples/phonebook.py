@@ -4,7 +4,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvbench.tasks.task import Example, Task, Tokenizer, at_least
+from kvbench.errors import whole_number
+from kvbench.tasks.task import Example, Task, Tokenizer
 from kvbench.tasks.words import own_words
 
 
@@ -21,8 +22,8 @@ class PhoneBook(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("entries", self.entries, 1)
-        at_least("count", self.count, 1)
+        whole_number("entries", self.entries, 1)
+        whole_number("count", self.count, 1)
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """Example i is drawn from (seed, i) alone, so that a larger limit continues a run."""

@@ -25,6 +25,7 @@ from kvbench.papers import arrangement, published
 MADE = {
     "<!-- table: longbench -->": evaluator_tables.longbench,
     "<!-- table: ruler -->": evaluator_tables.ruler,
+    "<!-- table: parts -->": policy_pages.parts_table,
 }
 FETCHED = "https://unpkg.com/iframe-worker/shim"
 _LOADED = re.compile(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import ledger_pages
@@ -15,9 +16,10 @@ from kvbench.config.tree import CONF, Config, names, part_class, read
 from kvbench.papers import arrangement
 
 DECISIONS = {
-    "filter": "What is read at all",
+    "pre_pass": "What is read at all",
     "scorer": "Which tokens matter",
     "value": "Does the value count",
+    "selection": "What stays together",
     "allocator": "Who gets how much",
     "merger": "What becomes of the evicted",
     "store": "How the kept are stored",
@@ -29,7 +31,7 @@ GROUPS = (
     ("Layers and heads share", lambda config: part_name(config, "allocator") != "Uniform"),
     ("The evicted are merged", lambda config: part_name(config, "merger") != "Drop"),
     ("Quantised", lambda config: part_name(config, "store") not in ("Dense", "Ragged")),
-    ("The prompt is rewritten", lambda config: bool(config.get("filter"))),
+    ("The prompt is rewritten", lambda config: bool(config.get("pre_pass"))),
     ("Everything is kept", lambda config: config == read("policy", "full")),
 )
 
@@ -102,9 +104,21 @@ def index_page() -> str:
 
 
 _INTRODUCTION = """A policy is five decisions and a schedule ([how they fit together](../concepts/policy.md)).
-Every name below is a file of `conf/policy/`; its page is made from that file and from the docstrings of its parts,
-so it says what runs. Names that have no file follow from others: `caote_` or `fastcaote_` before a policy that scores
-by content (`caote_knorm`), a store and its settings behind one that evicts (`snapkv_kivi_g32_r128`)."""
+Every name below is a file of `conf/policy/`; its page is made from that file and from the docstrings of its parts, so
+it says what runs. Names that have no file follow from others: a wrapper before a policy that scores (`caote_knorm`,
+`critical_snapkv`, `ada_keydiff`), a store and its settings behind one that evicts (`snapkv_kivi_g32_r128`)."""
+
+
+def parts_table() -> str:
+    """The parts of all presets and wrappers: the sentences their modules begin with, by decision."""
+    found: dict[str, set[str]] = {decision: set() for decision in DECISIONS}
+    for config in (read(group, name) for group in ("policy", "wrapper") for name in names(group)):
+        for decision in DECISIONS:
+            if config.get(decision):
+                doc = import_module(part_class(config[decision]).__module__).__doc__ or ""
+                found[decision].add(doc.splitlines()[0].rstrip("."))
+    rows = [(question, text) for decision, question in DECISIONS.items() for text in sorted(found[decision])]
+    return table(("decision", "part"), rows)
 
 
 def _first_sentence(text: str) -> str:
@@ -135,12 +149,12 @@ def page(name: str) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-_NEEDED = {"headkv_r": " policy.allocator.importance=scores.json", "gemfilter": " policy.filter.layer=1"}
+_NEEDED = {"headkv_r": " policy.allocator.importance=scores.json", "gemfilter": " policy.pre_pass.layer=1"}
 
 
 def _chooses(config: Config) -> bool:
     """Whether a policy chooses what it keeps."""
-    return bool(config.get("scorer") or config.get("filter"))
+    return bool(config.get("scorer") or config.get("pre_pass"))
 
 
 def _decisions(config: Config) -> list[str]:
@@ -187,6 +201,10 @@ def _schedule(config: Config) -> list[str]:
         when = f"after every block of {schedule.get('size', 128)} prompt tokens (`block=`)"
     rule = schedule.get("decode", "evict")
     decode = {"evict": "gives up one token for each new one", "grow": "keeps every new token beside the budget"}[rule]
+    if (every := schedule.get("every", 1)) > 1:
+        decode = f"gives up {every} tokens at once when {every} are held beyond the budget"
+    if schedule.get("protect") == "prompt":
+        decode += ", none of them the prompt's"
     late = "; the prompt stays whole until the first token was decoded" if schedule.get("late") else ""
     set_by = "`schedule=`, `block=` and `decode=` set it otherwise: [schedules](../concepts/policy.md#when)."
     return ["## When", f"It evicts {when}{late}; decoding {decode} (`decode={rule}`).\n{set_by}"]

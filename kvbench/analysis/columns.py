@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvbench.analysis.metrics import metrics
+from kvbench.analysis.metrics import Numbers, metrics
 from kvbench.analysis.result import Result, numbers
 from kvbench.identity.labels import DENSE, Naming, parted
 from kvbench.terminal.errors import UsageError
@@ -32,7 +32,7 @@ class Column:
     at: str = ""
 
     def value(self, row: Result) -> Any:  # noqa: ANN401 - of the column's kind
-        """What stands in the column; None where the result does not have it."""
+        """The value of a result; None where it has none."""
         found: Any = row
         for step in (self.at or self.name).split("."):
             if found is not None:
@@ -40,6 +40,14 @@ class Column:
         return json.dumps(found) if self.kind == "json" and found is not None else found
 
 
+_LAST = (
+    "evicted_share",
+    "pre_pass_tokens",
+    "prefill_seconds",
+    "decode_seconds",
+    "decode_ms_per_token",
+)  # behind what follows from bytes
+_MEASURED = tuple(Column(one.name, one.metadata["meaning"]) for one in fields(Numbers))
 COLUMNS = (
     Column("run_id", "folder of the run", "words"),
     Column("model", "name of the model configuration or folder", "words"),
@@ -52,7 +60,7 @@ COLUMNS = (
     ),
     Column("slug", "preset alone, as policy= takes it", "words"),
     Column("schedule", "prompt or blocks of m: when the prompt is evicted from", "words"),
-    Column("decode", "evict or grow: what decoding does", "words"),
+    Column("decode", "evict, evict every k tokens, or grow: what decoding does", "words"),
     Column("policy_fields", "every field of the policy, as JSON", "json", at="identity.policy"),
     Column("budget", "tokens per KV head per layer, or share of the prompt"),
     Column("budget_kind", "tokens_per_head, share or none", "words"),
@@ -91,22 +99,10 @@ COLUMNS = (
     Column("nll_curve", "cumulative mean NLL by context length, as JSON (picture: curve)", "json", at="curve"),
     Column("official", "aggregates as the benchmark prints them, as JSON", "json"),
     Column("official_intervals", "95% intervals of those that are means over subsets, as JSON", "json"),
-    Column("prompt_tokens", "mean per example"),
-    Column("generated_tokens", "mean per example"),
-    Column("kept_tokens", "held at the end, mean over examples, layers and KV heads"),
-    Column("cache_bytes", "held at the end: keys, values, positions, statistics, no spare bytes; mean per example"),
-    Column("spare_bytes", "reserved at the end but unused, beside cache_bytes; mean per example"),
-    Column("peak_bytes", "most ever held and spare together, mean per example"),
-    Column("device_peak_bytes", "most memory allocated on the CUDA devices, weights included, mean per example"),
-    Column("full_cache_bytes", "keys and values of prompt and answer, mean per example"),
-    Column("full_position_bytes", "positions of prompt and answer, which every cache here stores; mean per example"),
-    Column("cache_share", "cache_bytes over full_cache_bytes and full_position_bytes together"),
+    *_MEASURED[: -len(_LAST)],
     Column("bits_per_number", "of quantised stores: bits for each number of the full cache"),
     Column("ratio_to_16_bit", "of quantised stores: full cache in 16 bits over bytes used"),
-    Column("evicted_share", "share of the requests in which anything was evicted"),
-    Column("prefill_seconds", "mean per example"),
-    Column("decode_seconds", "mean per example"),
-    Column("decode_ms_per_token", "milliseconds for each step after the prefill, mean per example"),
+    *_MEASURED[-len(_LAST) :],
     Column("code", "digest of the code that computed it", "words", at="identity.code"),
     Column("device", "where it was computed", "words"),
     Column("kvbench_revision", "git commit, if known", "words", at="environment.kvbench_revision"),

@@ -23,19 +23,12 @@ from kvbench.records.cell_state import failure, read_states
 from kvbench.records.definition import FILE_NAME as SWEEP
 from kvbench.records.definition import Entry, read_definition
 from kvbench.records.files import read_yaml
+from kvbench.records.sample import Sample
 from kvbench.records.samples import FILE_NAME, read_samples
 from kvbench.terminal.errors import UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
-
-_CONFIG: Mapping[str, Any] = {
-    "run_id": str,
-    "names": {"policy": str, "model": str, "task": str},
-    "identity": {"model": dict, "policy": dict, "budget": object, "task": dict},
-}
-_ENVIRONMENT: Mapping[str, Any] = {"hardware": dict}
-"""What is relied on of files that people edit and cut: names, and of what kind their values are."""
 
 log = logging.getLogger(__name__)
 
@@ -96,18 +89,27 @@ def read_result(folder: Path, limit: int | None = None) -> Result:
         raise UsageError(f"{folder} is not a readable run ({FILE_NAME}: {error.strerror})") from error
     if not samples:
         raise UsageError(f"{folder} is not a readable run ({FILE_NAME} is missing or holds no example)")
-    config = _read(folder / "config.yaml", _CONFIG)
-    environment = _read(folder / "environment.json", _ENVIRONMENT)
-    called, made_of = config["names"], config.get("naming")
     try:
-        if made_of is None:  # of an older version
-            naming = Naming(parted(called["policy"])[0], called["model"], called["task"])
-        else:
-            naming = Naming(**{**made_of, "changed": tuple(made_of["changed"])})
-    except (KeyError, TypeError) as error:
-        raise UsageError(f"{folder} is not a readable run (config.yaml: naming: {error})") from error
-    resumed = environment.get("resumed", [])
-    return Result(
+        config = read_yaml(folder / "config.yaml")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"{folder} is not a readable run (config.yaml: {' '.join(str(error).split())})") from error
+    try:
+        return _result(folder, samples, config)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder} is not a readable run (environment.json: {error})") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        said = f"is there no {error}?" if isinstance(error, KeyError) else str(error)
+        raise UsageError(f"{folder} is not a readable run (config.yaml or environment.json: {said})") from error
+
+
+def _result(folder: Path, samples: tuple[Sample, ...], config: Mapping[str, Any]) -> Result:
+    environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    called, made_of, resumed = config["names"], config.get("naming"), environment.get("resumed", [])
+    if made_of is None:  # of an older version
+        naming = Naming(parted(called["policy"])[0], called["model"], called["task"])
+    else:
+        naming = Naming(**{**made_of, "changed": tuple(made_of["changed"])})
+    found = Result(
         folder=folder,
         run_id=config["run_id"],
         identity=config["identity"],
@@ -118,10 +120,12 @@ def read_result(folder: Path, limit: int | None = None) -> Result:
         **{name: called[name] for name in ("model", "policy", "task")},
         **numbers(read_metrics(folder, samples)),
     )
+    _ = found.setting, found.is_full, environment["hardware"]  # what every table reads of the two files
+    return found
 
 
 def _named(rows: Sequence[Result]) -> list[Result]:
-    """The rows of a table, named so that every field that differs between two of them is told."""
+    """The rows of a table, with names that tell every field in which two of them differ."""
     named = []
     for row, keys in zip(rows, differing([(row.naming, row.identity) for row in rows]), strict=True):
         called, told = names(row.naming, row.identity, keys), columns(row.identity, keys)
@@ -232,34 +236,3 @@ def _state(out: Path, entry: Entry) -> str:
     if failed is not None:
         return f"failed: {failed.error}"
     return "not finished" if said else "not begun"
-
-
-def _read(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """A file beside a run's samples. UsageError, naming the field, where it does not say what every run's does."""
-    try:
-        read = read_yaml if path.suffix == ".yaml" else lambda place: json.loads(place.read_text(encoding="utf-8"))
-        found: dict[str, Any] = read(path)
-        wrong = _problem(found, wanted, "")
-    except OSError as error:
-        wrong = (error.strerror or str(error)).lower()
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
-        wrong = " ".join(str(error).split())
-    if wrong:
-        raise UsageError(f"{path.parent} is not a readable run ({path.name}: {wrong})")
-    return found
-
-
-def _problem(found: object, wanted: Mapping[str, Any], place: str) -> str:
-    """The first thing that is not as wanted; empty where all is."""
-    if not isinstance(found, Mapping):
-        return f"{place.rstrip('.') or 'it'} has no fields"
-    for name, kind in wanted.items():
-        if name not in found:
-            return f"there is no {place}{name}"
-        if isinstance(kind, Mapping):
-            wrong = _problem(found[name], kind, f"{place}{name}.")
-            if wrong:
-                return wrong
-        elif not isinstance(found[name], kind):
-            return f"{place}{name} is {found[name]!r:.60}"
-    return ""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from math import exp
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
@@ -16,40 +18,96 @@ GROUP_KEYS = ("task", "length", "depth")
 """Metadata by which a run's scores are also shown apart, beside the keys that metadata["groups"] names."""
 
 
+def number(meaning: str, of: Callable[[Sequence[Sample]], float | None] | None = None, over: str = "good") -> Any:  # noqa: ANN401
+    """A field of `Numbers`. of: what it is of samples; None: the mean of their field of its name.
+
+    over: of which samples: "all", those that did not fail ("good"), or those "alone": none where any example shared
+    the model with others, for the rest are no sample of all.
+    """
+    return field(metadata={"meaning": meaning, "of": of, "over": over})
+
+
+def _mean_of(value: Callable[[Sample], float | None]) -> Callable[[Sequence[Sample]], float | None]:
+    return lambda samples: _mean([value(sample) for sample in samples])
+
+
+def mean_kept(sample: Sample) -> float | None:
+    """Tokens held at the end, mean over layers and KV heads."""
+    return fmean(n for layer in sample.kept_tokens for n in layer) if sample.kept_tokens else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return fmean(known) if known else None
+
+
+def _share(samples: Sequence[Sample]) -> float | None:
+    full = sum((s.full_cache_bytes or 0) + (s.full_position_bytes or 0) for s in samples)
+    return sum(s.cache_bytes or 0 for s in samples) / full if full else None
+
+
+def _ms_per_token(sample: Sample) -> float | None:
+    """Milliseconds for each decoded token after the first, an EOS included; None where there is none."""
+    if sample.decode_seconds is None or not sample.decode_steps:
+        return None
+    return 1000 * sample.decode_seconds / sample.decode_steps
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Numbers:
+    """What was measured of a run besides its score. A field is a key of metrics.json, of a `Result`, and a column."""
+
+    prompt_tokens: float | None = number("mean per example", over="all")
+    generated_tokens: float | None = number("mean per example")
+    kept_tokens: float | None = number("held at the end, mean over examples, layers and KV heads", _mean_of(mean_kept))
+    cache_bytes: float | None = number(
+        "held at the end: keys, values, positions, statistics, no spare bytes; mean per example"
+    )
+    spare_bytes: float | None = number("reserved at the end but unused, beside cache_bytes; mean per example")
+    peak_bytes: float | None = number("most ever held and spare together, mean per example")
+    device_peak_bytes: float | None = number(
+        "most memory allocated on the CUDA devices, weights included, mean per example", over="alone"
+    )
+    full_cache_bytes: float | None = number("keys and values of prompt and answer, mean per example")
+    full_position_bytes: float | None = number(
+        "positions of prompt and answer, which every cache here stores; mean per example"
+    )
+    cache_share: float | None = number("cache_bytes over full_cache_bytes and full_position_bytes together", _share)
+    evicted_share: float | None = number(
+        "share of the requests in which anything was evicted", _mean_of(lambda sample: sample.evicted)
+    )
+    pre_pass_tokens: float | None = number(
+        "through the model in pre-passes, beside prompt and answer; mean per example"
+    )
+    prefill_seconds: float | None = number("mean per example", over="alone")
+    decode_seconds: float | None = number("mean per example", over="alone")
+    decode_ms_per_token: float | None = number(
+        "milliseconds for each step after the prefill, mean per example", _mean_of(_ms_per_token), over="alone"
+    )
+
+
 def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Means over the examples of a run, the score with its 95% interval, and scores by task, length and depth.
+    """The fields of `Numbers`, the score with its 95% interval, and scores by task, length and depth.
 
     Where an example failed, no score is given: a mean over the rest would flatter the policy that broke its budget.
-    cache_bytes: in use; spare_bytes are not among them. cache_share: cache_bytes over keys, values and positions of the
-    full cache, both summed over the examples.
-    decode_ms_per_token: mean over the examples that decoded a second token. kept_tokens: mean over
-    examples, layers and KV heads. evicted_share: requests from whose cache anything was evicted, over all requests
-    (mean over examples). Seconds and bytes are means per example. n_shared: examples that shared the model with
-    others; where there is any, no seconds and no device_peak_bytes are given: the others are no sample of all.
-    likelihood: of runs whose tokens were given, see `_likelihood`; they have no score. official: the aggregates that
-    the benchmark's own scripts print, where they are not this mean; official_intervals: 95%, of its means over subsets.
+    n_shared: examples that shared the model with others; where there is any, no seconds and no device_peak_bytes are
+    given. likelihood: of runs whose tokens were given, see `_likelihood`; they have no score. official: the aggregates
+    that the benchmark's own scripts print; official_intervals: 95%, of its means over subsets.
     """
     good = [s for s in samples if s.error is None]
-    alone = [] if any(s.shared for s in good) else good
+    shared = sum(s.shared for s in good)
+    chosen = {"all": samples, "good": good, "alone": [] if shared else good}
+    found = {}
+    for one in fields(Numbers):
+        name = one.name
+        of = one.metadata["of"] or _mean_of(attrgetter(name))
+        found[name] = of(chosen[one.metadata["over"]])
     return {
         "n": len(samples),
         "n_failed": len(samples) - len(good),
-        "n_shared": sum(s.shared for s in good),
+        "n_shared": shared,
         **_score(samples),
-        "prompt_tokens": _mean([s.prompt_tokens for s in samples]),
-        "generated_tokens": _mean([s.generated_tokens for s in good]),
-        "kept_tokens": _mean([mean_kept(s) for s in good]),
-        "cache_bytes": _mean([s.cache_bytes for s in good]),
-        "peak_bytes": _mean([s.peak_bytes for s in good]),
-        "device_peak_bytes": _mean([s.device_peak_bytes for s in alone]),
-        "spare_bytes": _mean([s.spare_bytes for s in good]),
-        "full_cache_bytes": _mean([s.full_cache_bytes for s in good]),
-        "full_position_bytes": _mean([s.full_position_bytes for s in good]),
-        "cache_share": _share(good),
-        "evicted_share": _mean([s.evicted for s in good]),
-        "prefill_seconds": _mean([s.prefill_seconds for s in alone]),
-        "decode_seconds": _mean([s.decode_seconds for s in alone]),
-        "decode_ms_per_token": _mean([_ms_per_token(s) for s in alone]),
+        **found,
         "likelihood": _likelihood(samples),
         "official": summary(samples),
         "official_intervals": average_intervals(samples),
@@ -156,25 +214,3 @@ def _groups(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
         if len(members) > 1:
             groups |= {f"{key}={value}": {"n": len(group), **_score(group)} for value, group in members.items()}
     return groups
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return fmean(known) if known else None
-
-
-def mean_kept(sample: Sample) -> float | None:
-    """Tokens held at the end, mean over layers and KV heads."""
-    return fmean(n for layer in sample.kept_tokens for n in layer) if sample.kept_tokens else None
-
-
-def _share(samples: Sequence[Sample]) -> float | None:
-    full = sum((s.full_cache_bytes or 0) + (s.full_position_bytes or 0) for s in samples)
-    return sum(s.cache_bytes or 0 for s in samples) / full if full else None
-
-
-def _ms_per_token(sample: Sample) -> float | None:
-    """Milliseconds for each decoded token after the first, an EOS included; None where there is none."""
-    if sample.decode_seconds is None or not sample.decode_steps:
-        return None
-    return 1000 * sample.decode_seconds / sample.decode_steps

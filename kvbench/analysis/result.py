@@ -9,7 +9,7 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
-from kvbench.analysis.metrics import by_value, metrics, token_mean
+from kvbench.analysis.metrics import Numbers, by_value, metrics, token_mean
 from kvbench.analysis.pairs import NLLGap, Paired, paired
 from kvbench.analysis.statistics import Difference
 from kvbench.identity.labels import Naming, briefly, compressed, evicts, keeps_all, moments
@@ -19,11 +19,11 @@ FINISHED = "finished"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Result:
+class Result(Numbers):
     """A run, or its examples of one value (`parts`), or a cell of a sweep that has no finished run: `state` says why.
 
-    Numbers are means per example as `analysis.metrics` describes them, those from `nll` on of given texts; None where
-    they were not measured, or where an example failed. model, policy, task: as tables name them. differs: what tells
+    Numbers are those of `analysis.metrics`, from `nll` on of given texts; None where they were not measured, or where
+    an example failed. model, policy, task: as tables name them. differs: what tells
     this row from others and is in no name. name: the policy with all that tells it from others but when it evicts;
     line: that too, where it is not the usual. baseline: the full cache's result on the same examples, if there is one.
     """
@@ -52,20 +52,6 @@ class Result:
     score_low: float | None
     score_high: float | None
     interval: str | None
-    prompt_tokens: float | None
-    generated_tokens: float | None
-    kept_tokens: float | None
-    cache_bytes: float | None
-    peak_bytes: float | None
-    device_peak_bytes: float | None
-    spare_bytes: float | None
-    full_cache_bytes: float | None
-    full_position_bytes: float | None
-    cache_share: float | None
-    evicted_share: float | None
-    prefill_seconds: float | None
-    decode_seconds: float | None
-    decode_ms_per_token: float | None
     official: Mapping[str, float | None]
     official_intervals: Mapping[str, Sequence[float]]
     groups: Mapping[str, Mapping[str, Any]]
@@ -92,7 +78,7 @@ class Result:
 
     @property
     def budget_kind(self) -> str:
-        """What the budget counts."""
+        """The unit of the budget."""
         return "none" if self.budget is None else "tokens_per_head" if isinstance(self.budget, int) else "share"
 
     @property
@@ -150,12 +136,12 @@ class Result:
 
     @property
     def setting(self) -> tuple[str, ...]:
-        """What two results share that are compared example by example."""
+        """Two results are compared example by example if they share this."""
         return tuple(str(self.identity.get(name)) for name in ("model", "dtype", "task", "seed", "generation"))
 
     @property
     def value(self) -> float | None:
-        """What it is judged by: its mean score, or the NLL of the texts it was given."""
+        """Its mean score, or the NLL of the texts it was given."""
         return self.nll if self.reads else self.score
 
     @property
@@ -206,7 +192,7 @@ class Result:
 
     @property
     def difference(self) -> Difference | None:
-        """To the baseline, of what it is judged by: `vs_full`, or the interval of its `gap`."""
+        """The difference of its value to the baseline's: `vs_full`, or the interval of its `gap`."""
         return self.gap.interval if self.gap is not None else self.vs_full
 
     def parts(self, key: str) -> list[Result]:

@@ -1,10 +1,10 @@
-"""How sure a score is: confidence intervals of a mean, and the paired comparison of two policies."""
+"""How sure a score is: intervals of a mean, paired comparisons, corrections for many of them, examples needed."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, sqrt
 from statistics import NormalDist
 from typing import TypeVar
 
@@ -15,6 +15,8 @@ from scipy.special import bdtr, ndtr, stdtrit
 Key = TypeVar("Key", bound=Hashable)
 
 CONFIDENCE = 0.95
+ALPHA = 1 - CONFIDENCE
+POWER = 0.8
 FEWEST = 5  # examples below which nothing is claimed of a difference
 RESAMPLES = 10_000
 _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
@@ -244,6 +246,38 @@ def _equal_difference(mean: float, n: int) -> Difference:
     missed = _Z**2 / (n + _Z**2)
     p = 1.0 if mean == 0 else 2.0 ** (1 - n)  # as the sign test has it
     return Difference(mean, mean - missed * (1 + mean), mean + missed * (1 - mean), min(1.0, p), n, "floor")
+
+
+def sign_test(supports: int, contradicts: int) -> float | None:
+    """Two-sided exact p of so uneven a split if either sign were as likely; None without any cell that has one."""
+    n = supports + contradicts
+    return None if n == 0 else min(1.0, 2 * float(bdtr(min(supports, contradicts), n, 0.5)))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values of one family, adjusted so that at most 5% of families have any false claim at 0.05, in the same order.
+
+    Source: Holm 1979: the k-th smallest of m is multiplied by m - k + 1, and none is below one before it.
+    """
+    adjusted = [0.0] * len(p_values)
+    least = 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        least = max(least, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = least
+    return adjusted
+
+
+def examples_needed(spread: float, effect: float, family: int = 1) -> int | None:
+    """Examples for which a mean difference of `effect` is seen in 80% of studies; None where there is nothing to see.
+
+    spread: standard deviation of the difference per example. family: comparisons of which this is one; each is tested
+    at 0.05 / family, the strictest step of Holm's. Normal approximation: n = ((z_(1-a/2) + z_0.8) spread / effect)^2.
+    """
+    if effect == 0:
+        return None
+    z = NormalDist()
+    units = (z.inv_cdf(1 - ALPHA / family / 2) + z.inv_cdf(POWER)) * spread / effect
+    return max(FEWEST, ceil(units**2))
 
 
 def _tails(n: int) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from kvbench.api.trees import tree_of
 from kvbench.config.compose import Combination
 from kvbench.config.grammar import quoted
 from kvbench.config.overrides import check
-from kvbench.config.presets import policy_config
+from kvbench.config.presets import SCHEDULE, policy_config
 from kvbench.config.tree import Config, find
 from kvbench.errors import UsageError
 from kvbench.models.given import given_name
@@ -80,7 +80,7 @@ class Asked:
         """UsageError for fields of a task or a policy beside an object, which has its own. frame: any cell's fields."""
         groups = {name: name.partition(".")[0] for name in self.settings}
         of_tasks = [name for name, group in groups.items() if group == "task" or group not in frame]
-        of_policies = [name for name, group in groups.items() if group in ("policy", "schedule", "block", "decode")]
+        of_policies = [name for name, group in groups.items() if group in ("policy", *SCHEDULE)]
         for items, kind, told in ((self.policies, Policy, of_policies), (self.tasks, Task, of_tasks)):
             if told and any(isinstance(item, kind) for item in items):
                 raise UsageError(f"{told[0]}= is for names, a {kind.__name__} object has its own: set it there")

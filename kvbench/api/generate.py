@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +11,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.errors import UsageError
 from kvbench.inference.generate import Generation, greedy
+from kvbench.inference.press import press_greedy
 from kvbench.models.given import borrowed
 from kvbench.models.prompts import end_tokens, stop_test
-from kvbench.models.tokens import encode
+from kvbench.models.tokens import Encoder, encode
 from kvbench.policies.policy import Policy
+from kvbench.policies.press import KVPress
 
 
 def generate(
@@ -28,11 +31,12 @@ def generate(
     stop: Sequence[str] = (),
     context_tokens: int | None = None,
 ) -> Generation:
-    """Generate greedily under any policy, GemFilter and SirLLM included, and audit the cache at the end.
+    """Generate greedily under any policy, those with a pre-pass included, and audit the cache at the end.
 
-    prompt: token ids [B,T], left-padded where attention_mask [B,T] is 0, or a text, which needs its `tokenizer`, as
-    `stop` does: strings after which an answer ends. context_tokens: only so many are compressed; what follows is a
-    question, read after that. The answer's tokens are `tokens`, and `cache` says what was kept.
+    prompt: token ids [B,T], left-padded where attention_mask [B,T] is 0, or a text, which needs its `tokenizer`, as do
+    pre-passes made of text (KVzip) and `stop`: strings after which an answer ends. context_tokens: only so many are
+    compressed; what follows is a question, read after that. The answer's tokens are `tokens`, and `cache` says what
+    was kept.
     Raises ValueError for a wrong value, BudgetError where the policy held more than it promised.
     """
     if tokenizer is None and (isinstance(prompt, str) or stop):
@@ -40,18 +44,19 @@ def generate(
     if isinstance(prompt, str):
         assert tokenizer is not None
         prompt = torch.tensor([encode(tokenizer, prompt)])
+    how: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "eos_token_ids": _ends(model, tokenizer, stop),
+        "stop": None if tokenizer is None else stop_test(tokenizer, stop),
+        "min_new_tokens": min_new_tokens,
+        "context_tokens": context_tokens,
+    }
+    mask = None if attention_mask is None else attention_mask.to(model.device)
     with borrowed(model):
-        return greedy(
-            model,
-            prompt.to(model.device),
-            policy,
-            attention_mask=None if attention_mask is None else attention_mask.to(model.device),
-            max_new_tokens=max_new_tokens,
-            eos_token_ids=_ends(model, tokenizer, stop),
-            stop=None if tokenizer is None else stop_test(tokenizer, stop),
-            min_new_tokens=min_new_tokens,
-            context_tokens=context_tokens,
-        )
+        if isinstance(policy, KVPress):
+            return press_greedy(model, prompt.to(model.device), policy, **how)
+        encoder = None if tokenizer is None else Encoder(tokenizer)
+        return greedy(model, prompt.to(model.device), policy, attention_mask=mask, encoder=encoder, **how)
 
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str]) -> list[int]:

@@ -81,7 +81,7 @@ def _decode_kernel(step: LayerStep, held: LayerStore) -> Tensor | None:
     places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (now.positions, held.positions)
     window = None if _inside(step) else params.sliding_window
     asked = (*places, params.scaling, params.softcap, window, one_for_all(params.sinks))
-    return decode_attention(step.queries, held.keys, held.values, *asked, packed=packed).out
+    return decode_attention(step.queries, held.keys, held.values, *asked, packed=packed, bias=held.bias).out
 
 
 def _causal(step: LayerStep, held: LayerStore) -> Tensor | None:
@@ -103,9 +103,13 @@ def _one_query(step: LayerStep, held: LayerStore) -> Tensor | None:
 
 
 def _prompt_kernel(step: LayerStep, held: LayerStore) -> Tensor | None:
-    """Many queries over any slots on a GPU."""
+    """Many queries over any slots without a bias, on a GPU."""
     queries, now, params = step.queries, step.now, step.params
-    if not (use_triton(queries) and use_triton(held.values)) or (torch.is_grad_enabled() and queries.requires_grad):
+    if (
+        held.bias is not None
+        or not (use_triton(queries) and use_triton(held.values))
+        or (torch.is_grad_enabled() and queries.requires_grad)
+    ):
         return None
     call = (
         queries,
@@ -136,7 +140,7 @@ def _masked(step: LayerStep, held: LayerStore) -> Tensor:
     now, params = step.now, step.params
     call = step.queries, held.keys, held.values, now.positions, held.positions
     return masked_attention(
-        *call, params.scaling, params.softcap, params.sliding_window, params.sinks, columns=step.fresh
+        *call, params.scaling, params.softcap, params.sliding_window, params.sinks, columns=step.fresh, bias=held.bias
     )
 
 
@@ -154,6 +158,8 @@ def _inside(step: LayerStep) -> bool:
 
 def _plain(step: LayerStep) -> bool:
     """Attention that needs no mask but causality, and nothing but a softmax."""
+    if step.store.bias is not None:
+        return False
     return step.now.aligned and _inside(step) and step.params.softcap is None and step.params.sinks is None
 
 

@@ -98,12 +98,23 @@ class Budgets:
         schedule, prompt = self._policy.schedule, self._progress.prompt[row]
         if seen < prompt or (schedule.late and seen == prompt):
             return self._while_coming_in(row, seen)
-        grown = seen - prompt if schedule.decode == "grow" else 0
-        whole = 0
-        if isinstance(self._policy.allocator, StatisticAllocator) and (seen == prompt or grown):
+        held, budgets, every = self._after_prompt(row), self.row(row), schedule.every
+        tokens = seen - self._length(row)
+        if schedule.decode == "grow" or tokens == 0:
+            return [n + tokens for n in held]
+        return [  # once `every` tokens are held beyond the budget they go, and so again
+            n + tokens if n + tokens < b + every else b + (tokens - max(1, b + every - n)) % every
+            for n, b in zip(held, budgets, strict=True)
+        ]
+
+    def _after_prompt(self, row: int) -> list[int]:
+        """The same at the end of its newest prompt."""
+        length, whole = self._length(row), 0
+        if isinstance(self._policy.allocator, StatisticAllocator):
             # An allocator's own gate may leave a prompt beyond the budget whole until decoding evicts.
-            whole = prompt * leaves_whole(self.policy(row), self._layers, prompt)
-        return [max(min(budget, seen), whole) + grown for budget in self.row(row)]
+            whole = length * leaves_whole(self.policy(row), self._layers, length)
+        before, new = self._before.get(row, [0] * self._layers), length - self._progress.opened[row]
+        return [max(min(budget, old + new), whole) for budget, old in zip(self.row(row), before, strict=True)]
 
     def _while_coming_in(self, row: int, seen: int) -> list[int]:
         """The same inside a prompt: what was there at its last eviction, and everything that came since."""

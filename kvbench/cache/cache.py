@@ -33,6 +33,7 @@ from kvbench.cache.interface import (
     name_of,
 )
 from kvbench.cache.layer import KVLayer
+from kvbench.cache.model_layer import model_layer
 from kvbench.cache.registration import unwrap
 from kvbench.cache.saving import load, save
 from kvbench.cache.step import LayerStep, Projected
@@ -41,6 +42,8 @@ from kvbench.cache.uncompiled import uncompiled
 from kvbench.policies.observation import AttentionParams, Known
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_next_prompt
+from kvbench.policies.pre_passes.pre_pass import PromptChoice
+from kvbench.policies.press import KVPress
 from kvbench.policies.stores.slots import owned
 
 __all__ = ["BudgetError", "KVCache", "ScoreError"]
@@ -105,7 +108,12 @@ class KVCache(NoRecurrentStates, Cache):
         """Sequences to come, under a policy. ValueError where only our own generation can drive it."""
         if not isinstance(policy, Policy):
             raise ValueError(f"policy must be a Policy, such as make_policy('snapkv', 512) gives, got {policy!r}")
-        if policy.filter is not None:
+        if isinstance(policy, KVPress):
+            raise ValueError(
+                f"{policy.name} compresses transformers' own cache, not ours, so it can only generate: use "
+                "kvbench.generate, or a task whose answers are written"
+            )
+        if isinstance(policy.pre_pass, PromptChoice):
             raise ValueError(
                 f"{policy.name} rewrites the prompt before it is cached: use kvbench.inference.generate.greedy"
             )
@@ -129,6 +137,8 @@ class KVCache(NoRecurrentStates, Cache):
         queries, mask, params = args
         if index == 0:
             self._check_model(reader)
+        if any(group.policy.needs.model for group in self.groups):
+            params = params._replace(model=model_layer(reader, queries))
         return self.attend(index, Projected(queries, keys, values), mask, params)
 
     def attend(self, index: int, new: Projected, mask: Tensor | None, params: AttentionParams) -> Tensor:
@@ -252,7 +262,7 @@ class KVCache(NoRecurrentStates, Cache):
             group.layers_done()
         self._evictions.end_call()
         for group in self.groups:
-            if group.error is None and not group.waits_for_surprisal:
+            if group.error is None and not group.waits_for_pre_pass:
                 self._finish(group)
 
     def _finish(self, group: PolicyGroup) -> None:
@@ -302,12 +312,14 @@ class KVCache(NoRecurrentStates, Cache):
             for layer in group.layers:
                 layer.reopen()
 
-    def tell_surprisal(self, surprisal: Tensor) -> None:
-        """-log p of every token, [B,M] float32: of the prompt just read, or of the token decoded next, [B,1]."""
-        for group, rows in self._rows():
-            if group.policy.needs.surprisal and group.tell_surprisal(surprisal[rows]):
-                self._evictions.pre_pass_done()
-                self._finish(group)
+    def pre_pass_done(self) -> None:
+        """Pre-passes found what they look for in the prompt just read: what waits for them is evicted now."""
+        self._evictions.pre_pass_done()
+        for group in self.groups:
+            if group.waits_for_pre_pass:
+                group.waits_for_pre_pass = False
+                if group.error is None:
+                    self._finish(group)
 
     def expect(self, tokens: int) -> None:
         """The prompt is in, and at most so many tokens follow it: no more capacity is reserved."""

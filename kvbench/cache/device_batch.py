@@ -33,7 +33,9 @@ def can_join(group: PolicyGroup) -> bool:
     evicts = policy.evicts and policy.schedule.decode == "evict"
     if group.error is not None or group.within_call or policy.granularity == "query_head":
         return False
-    if evicts and (policy.schedule.order != "attend_then_evict" or not group.at_budget):
+    if evicts and (policy.needs.model or policy.needs.memory):
+        return False
+    if evicts and not (policy.schedule.one_each and group.at_budget):
         return False
     if len({tuple(layer.memory) for layer in group.layers}) > 1:  # a merger has not seen all layers yet
         return False
@@ -62,7 +64,7 @@ class DeviceBatch:
         self._units = units
         self.room = min(part.room for part in self.parts)
         self._lay_out()
-        self.replayable = not any(group.policy.needs.surprisal for group in groups)
+        self.replayable = not any(group.policy.rates for group in groups)
         self._most = max(part.most for part in self.parts)
         self._asked: list[tuple[Tensor, AttentionParams]] = []  # queries [B,H_q,1,D] of the layers so far
 

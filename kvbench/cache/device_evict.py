@@ -157,7 +157,7 @@ class DeviceGroup:
         now = decoded(places, evicts=True, ends=(0,) * len(places))
         recent = self._newest(layers, queries, places)
         shared = group.shared
-        if policy.needs.surprisal:
+        if policy.rates:
             shared = {name: x.repeat(count, *[1] * (x.dim() - 1)) for name, x in shared.items()}
         seen = _Seen(
             held,
@@ -179,6 +179,7 @@ class DeviceGroup:
             whole=False,
             opens=now.opens,
             budgets=budgets,
+            prompts=tuple(group.progress.prompt) * count,
             shared=shared,
         )
         if self.reads_newest:
@@ -261,7 +262,8 @@ class DeviceRows(LayerStore):
     def _statistics_at(self) -> Tensor:
         return self._layers.of(self._group.where_statistics).view(self._shape)
 
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
+        assert bias is None, "layers with a bias do not decode on the device"
         count = len(self._layers.chosen)
         there = self._heads(self._slots.starts)[..., None] + slots.view(count, -1, *slots.shape[1:])
         for memory, new in ((self._slots.keys, keys), (self._slots.values, values)):

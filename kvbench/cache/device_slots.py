@@ -18,7 +18,9 @@ Unit = DenseStore | RaggedStore
 
 
 def units_of(store: LayerStore) -> list[Unit]:
-    """What a layer holds, piece of memory by piece; none where it is not dense."""
+    """What a layer holds, piece of memory by piece; none where it is not dense, or slots have a bias."""
+    if store.bias is not None:
+        return []
     if isinstance(store, BatchStore):
         return list(store.members)
     return [store] if type(store) in (DenseStore, RaggedStore) else []  # type: ignore[list-item]

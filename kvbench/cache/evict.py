@@ -17,12 +17,14 @@ from torch import Tensor
 from kvbench.cache.evict_batches import batches, kind
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.pending import Pending
+from kvbench.cache.rerotate import close_gaps
 from kvbench.cache.state import LayerState
 from kvbench.cache.step import LayerStep
-from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.constants import on_device
-from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEviction, Vectors
-from kvbench.policies.observation import Observation, Phase, State
+from kvbench.policies.mergers.merger import Eviction, Merged, OneEviction, Vectors
+from kvbench.policies.observation import Memory, Observation, Phase, State
+from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
 from kvbench.policies.stacked import StackedObservation
@@ -44,15 +46,11 @@ class Evictions:
             if pending.as_batch:
                 self._end_of_call += [replace(pending, step=part) for part in step.parts or (step,)]
                 return
-            if policy.needs.surprisal and now.phase != "decode":
+            if policy.pre_pass is not None and now.phase != "decode":
                 layer.unsettled = True
                 self._pre_pass.append(replace(pending, step=_without_queries(step)))
-            elif isinstance(policy.allocator, StatisticAllocator) and now.phase != "decode":
-                _observe(pending)
-                if any(now.evicts):
-                    _measure(pending, policy.allocator)
             else:
-                evict([pending])
+                _evict_or_rank(pending)
             layer.limit_window(now)
         group.settle(layer.index, now.prompt_done)
 
@@ -68,9 +66,29 @@ class Evictions:
         """What a pre-pass finds out of the prompt is known: score it, and evict where that is due."""
         due, self._pre_pass = self._pre_pass, []
         for pending in due:
+            if pending.group.error is not None:
+                continue
             pending.layer.unsettled = False
-            evict([pending])
+            try:
+                _evict_or_rank(pending)
+            except Exception as error:
+                pending.group.fail(error)
             pending.group.settle(pending.layer.index, pending.step.now.prompt_done)
+
+
+def _evict_or_rank(pending: Pending) -> None:
+    """Evict, or rank a prompt where an allocator divides the budget once all layers are ranked."""
+    allocator, now = pending.policy.allocator, pending.step.now
+    if now.phase == "decode" or not isinstance(allocator, StatisticAllocator | JointAllocator):
+        evict([pending])
+        return
+    _observe(pending)
+    if any(now.evicts):
+        _rank(pending)
+        if isinstance(allocator, StatisticAllocator):
+            _measure(pending, allocator)
+        elif pending.layer.index == len(pending.group.layers) - 1:
+            _compact_jointly(pending, allocator)
 
 
 def evict(due: Sequence[Pending]) -> None:
@@ -98,13 +116,18 @@ def evict(due: Sequence[Pending]) -> None:
 
 
 def _observe(pending: Pending) -> None:
-    """Let the scorer take a step into its running statistics."""
+    """Let the scorer take a step into its running statistics and its memory."""
     scorer, held = pending.policy.scorer, pending.store
     assert scorer is not None
-    if pending.policy.needs.statistics:
-        state = held.state
-        scorer.observe(pending.step.observation, state)
+    needs = pending.policy.needs
+    if needs.statistics or needs.memory:
+        state, seen = held.state, pending.step.observation
+        scorer.observe(seen, state)
+        if isinstance(pending.policy.pre_pass, TokenRating):
+            pending.policy.pre_pass.observe(seen, state)
         held.remember(state)
+        if needs.memory:
+            _remember([pending], seen.memory)
 
 
 def _evict_batch(some: Sequence[Pending]) -> None:
@@ -121,8 +144,7 @@ def _evict_batch(some: Sequence[Pending]) -> None:
         kept = _release(some, seen, state, ranking, over)
     else:
         assert len(some) == 1, "layers that evict several tokens do so one by one"
-        kept = _compact(first.group, first.layer, ranking, seen.budgets, over, first.phase)
-        kept = kept if first.phase != "decode" else None
+        kept = _compact(first.group, first.layer, ranking, seen.budgets, first.excess, first.phase, seen)
     scorer = first.policy.scorer
     if kept is not None and scorer is not None and first.policy.needs.kept:
         scorer.selected(seen, kept)
@@ -159,19 +181,20 @@ def _merge(some: Sequence[Pending], seen: Observation, state: State, victims: Te
     merged = policy.merger.absorb_one(eviction, memory)
     _remember(some, memory)
     if merged is not None:
+        assert merged.bias is None, "a bias is fitted where several tokens go"
         new = (x.split(rows) for x in (merged.slots, merged.keys, merged.values))
         for pending, *own in zip(some, *new, strict=True):
             pending.store.write(*own)
 
 
-def _memory(some: Sequence[Pending]) -> MergeState:
-    """What a merger remembers of these sequences."""
+def _memory(some: Sequence[Pending]) -> Memory:
+    """What is remembered of these sequences."""
     own = [{name: x[pending.step.rows] for name, x in pending.layer.memory.items()} for pending in some]
     return own[0] if len(own) == 1 else {name: torch.cat([part[name] for part in own]) for name in own[0]}
 
 
-def _remember(some: Sequence[Pending], memory: MergeState) -> None:
-    """What a merger remembers of them from now on."""
+def _remember(some: Sequence[Pending], memory: Memory) -> None:
+    """What is remembered of them from now on."""
     for name, x in memory.items():
         for pending, own in zip(some, x.split(_rows(some)), strict=True):
             kept = pending.layer.memory
@@ -185,15 +208,22 @@ def _compact(
     layer: LayerState,
     ranking: Ranking,
     budgets: Sequence[int],
-    over: Sequence[bool],
+    excess: Sequence[int],
     phase: Phase,
+    seen: Observation | None = None,
+    per_head: Tensor | None = None,
 ) -> Tensor:
-    """Evict to the budgets in the sequences that are `over`, and free the memory.
+    """Evict to the budgets, in the sequences with tokens in `excess`, and free the memory. per_head [B,H_kv]: slots, if
+    known.
 
     Returns the slots that stayed, bool [B,H_kv,T].
     """
     policy, held = layer.policy, layer.store
-    per_head = policy.allocator.heads(layer.index, ranking, budgets)
+    over = [n > 0 for n in excess]
+    if per_head is None and policy.allocator.per_head and phase == "decode":
+        per_head = ranking.occupied.sum(-1) - ranking.seen.new_tensor(excess)[:, None]  # each keeps its own share
+    elif per_head is None:
+        per_head = policy.allocator.heads(layer.index, ranking, budgets)
     counts: Tensor | int | None = per_head
     if counts is None:
         same = len(set(budgets)) == 1
@@ -204,14 +234,17 @@ def _compact(
     if policy.merger.merges:
         evicted = ranking.occupied & ~kept
         view = layer.index, phase, held.keys, held.values, held.positions, held.state
-        merged: Merged | None = policy.merger.absorb(Eviction(*view, kept, evicted), layer.memory)
+        merged: Merged | None = policy.merger.absorb(Eviction(*view, kept, evicted, seen), layer.memory)
         if merged is not None:
-            held.write(merged.slots, merged.keys, merged.values)
+            new = merged.slots, merged.keys, merged.values
+            held.write(*new) if merged.bias is None else held.write(*new, merged.bias)
+    if policy.schedule.rerotate:
+        assert seen is not None, "checked when the policy is built"
+        close_gaps(held, kept, seen)
     if group.on_evict is not None:
         group.on_evict(layer, ranking, kept)
     asked = [b if row else count for row, b, count in zip(over, budgets, layer.counts, strict=True)]
-    spare = 1 if policy.schedule.decode == "evict" else 0
-    slots = held.keep(kept, spare, counts=asked if per_head is None else None)
+    slots = held.keep(kept, policy.schedule.spare, counts=asked if per_head is None else None)
     # What was asked for, or what an allocator gave instead: shapes tell it without a look at the device.
     most = 0 if policy.allocator.per_head else slots.shape[-1]
     layer.counts = asked if most <= max(asked) else [most] * len(asked)
@@ -221,15 +254,20 @@ def _compact(
 
 
 # --- budgets that wait for all layers ------------------------------------------------------------------------------
+def _rank(pending: Pending) -> None:
+    """Score a layer's prompt, whose budget is not known yet."""
+    layer = pending.layer
+    layer.ranking = pending.policy.rank(pending.step.observation, layer.store.state)
+    _note_not_numbers([pending], layer.ranking)
+    layer.unsettled = True
+
+
 def _measure(pending: Pending, allocator: StatisticAllocator) -> None:
-    """Score a layer's prompt, and share the budget out as far as the allocator can with the layers measured so far.
+    """Share the budget out as far as the allocator can with the layers measured so far.
 
     A cascading allocator brings all layers so far to their share at once; the others wait for the last layer.
     """
     group, layer, rows = pending.group, pending.layer, pending.step.now.evicts
-    layer.ranking = pending.policy.rank(pending.step.observation, layer.store.state)
-    _note_not_numbers([pending], layer.ranking)
-    layer.unsettled = True
     over_mean = group.budgets.exceeded(rows)
     group.budgets.measured(over_mean, allocator.measure(pending.step.observation, layer.store.state))
     last = layer.index == len(group.layers) - 1
@@ -238,9 +276,28 @@ def _measure(pending: Pending, allocator: StatisticAllocator) -> None:
         for ranked in group.layers[: layer.index + 1]:
             _compact_to_share(group, ranked, over_mean)
     if last:
-        for ranked in group.layers:
-            ranked.ranking, ranked.unsettled = None, False
-            group.settle(ranked.index, pending.step.now.prompt_done)
+        _settle_all(pending)
+
+
+def _compact_jointly(pending: Pending, allocator: JointAllocator) -> None:
+    """Bring a prompt of which all layers are ranked to the slots it gets in each of them."""
+    group, excess = pending.group, pending.excess
+    budgets = [group.budgets.of(layer.index, pending.step.now.evicts) for layer in group.layers]
+    slots = allocator.heads_of_all([layer.ranking for layer in group.layers if layer.ranking is not None], budgets)
+    for layer, budget, heads in zip(group.layers, budgets, slots, strict=True):
+        if max(excess) > 0:
+            assert layer.ranking is not None
+            heads = heads.to(layer.ranking.scores.device)
+            _compact(group, layer, layer.ranking, budget, excess, "prompt", per_head=heads)
+            group.note_bytes(layer.index)
+    _settle_all(pending)
+
+
+def _settle_all(pending: Pending) -> None:
+    """Every layer has its share: none is ranked any more."""
+    for layer in pending.group.layers:
+        layer.ranking, layer.unsettled = None, False
+        pending.group.settle(layer.index, pending.step.now.prompt_done)
 
 
 def _compact_to_share(group: PolicyGroup, layer: LayerState, rows: Sequence[bool]) -> None:
@@ -249,10 +306,10 @@ def _compact_to_share(group: PolicyGroup, layer: LayerState, rows: Sequence[bool
     assert layer.ranking is not None
     assert scorer is not None
     budgets = group.budgets.of(layer.index, rows)
-    over = tuple(row and count > b for row, count, b in zip(rows, layer.counts, budgets, strict=True))
-    if any(over):
+    excess = [max(0, n - b) if row else 0 for row, n, b in zip(rows, layer.counts, budgets, strict=True)]
+    if any(excess):
         ranking = layer.ranking.protecting(*protected_counts(scorer, budgets))
-        _compact(group, layer, ranking, budgets, over, "prompt")
+        _compact(group, layer, ranking, budgets, excess, "prompt")
         group.note_bytes(layer.index)
 
 

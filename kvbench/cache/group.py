@@ -12,6 +12,7 @@ from kvbench.cache.state import Context, LayerState
 from kvbench.cache.steps import BatchStep, Progress
 from kvbench.policies.observation import Known
 from kvbench.policies.policy import Policy
+from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
 
 _PARTS: dict[object, object] = {}
@@ -54,10 +55,10 @@ class PolicyGroup:
         self.on_evict: Callable[[LayerState, Ranking, Tensor], None] | None = None
         self.peak_nbytes = 0
         self.peaks: list[int] = []
-        self.waits_for_surprisal = False
+        self.waits_for_pre_pass = False  # it was announced, and is not over
         self.not_numbers: dict[int, int] = {}  # sequences with a score that is NaN, and the first layer that had one
         self._told = len(prompt_length) if isinstance(prompt_length, Sequence) else 1
-        self._surprisal: Tensor | None = None  # of the tokens of the next call
+        self._ratings: Tensor | None = None  # of the token of the next call
         self._steps: list[BatchStep] = []
         self._seen_before: int | None = None  # by the call that is running
         self._bytes = [0] * layers
@@ -67,7 +68,8 @@ class PolicyGroup:
     def rule(self) -> object:
         """What decides over one token of a layer, whatever its budget: one object for all policies that agree in it."""
         policy = self.policy
-        return same(policy.scorer, policy.value, policy.merger, policy.granularity, policy.needs.query_heads)
+        parts = policy.scorer, policy.value, policy.selection, policy.merger, policy.granularity
+        return same(*parts, policy.needs.query_heads)
 
     @property
     def size(self) -> int:
@@ -82,7 +84,7 @@ class PolicyGroup:
     @property
     def within_call(self) -> bool:
         """Whether a call of the model is running, or its evictions wait for a pre-pass."""
-        return self._seen_before is not None or self.waits_for_surprisal
+        return self._seen_before is not None or self.waits_for_pre_pass
 
     @property
     def at_budget(self) -> bool:
@@ -114,9 +116,21 @@ class PolicyGroup:
         self._seen_before = before
 
     def begin_step(self) -> None:
-        """The surprisal of a call's tokens is at hand where the policy needs it; else ValueError."""
-        if self.policy.needs.surprisal:
-            self._take_surprisal()
+        """ValueError if a call's tokens come without what only our own loop finds out for the policy."""
+        if self.policy.pre_pass is None or self.waits_for_pre_pass:
+            return
+        if self.progress.in_prompt:
+            raise ValueError(
+                f"{self.policy.name} has the model look at a prompt again before it evicts, which model.generate does "
+                "not: use kvbench.inference.generate.greedy"
+            )
+        if self.policy.rates:
+            if self._ratings is None:
+                raise ValueError(
+                    f"{self.policy.name} scores tokens by the model's own probabilities, which model.generate does not "
+                    "tell its cache: use kvbench.inference.generate.greedy"
+                )
+            self.shared["ratings"], self._ratings = self._ratings, None
 
     def steps_on(self, like: Tensor) -> list[BatchStep]:
         """The steps of the current call, on the device of a layer's tensors."""
@@ -156,30 +170,16 @@ class PolicyGroup:
         counts = layer.counts[rows]
         layer.counts[rows] = [count - max(n, 0) for count, n in zip(counts, evicted, strict=True)]
 
-    # --- surprisal -------------------------------------------------------------------------------------------------
-    def expect_surprisal(self) -> None:
-        """The next call takes a prompt in, and `tell_surprisal` follows as soon as its layers are done."""
-        self.waits_for_surprisal = True
+    # --- pre-passes ------------------------------------------------------------------------------------------------
+    def rate_next(self, logits: Tensor, tokens: Tensor) -> None:
+        """The tokens [B,1] of the next call under the logits [B,V] before them, where the policy rates tokens."""
+        if isinstance(self.policy.pre_pass, TokenRating):
+            self._ratings = self.policy.pre_pass.rate(logits[:, None], tokens)
 
-    def tell_surprisal(self, surprisal: Tensor) -> bool:
-        """-log p of every token, [B,M] float32: of the prompt just read (True), or of the token decoded next."""
-        if not self.waits_for_surprisal:
-            self._surprisal = surprisal
-            return False
-        self.waits_for_surprisal = False
+    def rated(self, ratings: Tensor) -> None:
+        """What the policy's pre-pass made of the logits of the prompt just read, [B,T]."""
         (prompt,) = self._steps
-        self.shared["surprisal"] = surprisal[:, prompt.columns]
-        return True
-
-    def _take_surprisal(self) -> None:
-        """ValueError if the tokens of a call come without what their scorer needs to know of them."""
-        if self._surprisal is None and not self.waits_for_surprisal:
-            raise ValueError(
-                f"{self.policy.name} scores tokens by the model's own probabilities, which model.generate does not "
-                "tell its cache: use kvbench.inference.generate.greedy"
-            )
-        if self._surprisal is not None:
-            self.shared["surprisal"], self._surprisal = self._surprisal, None
+        self.shared["ratings"] = ratings[:, prompt.columns]
 
 
 def in_order(groups: Sequence[PolicyGroup]) -> Iterator[tuple[PolicyGroup, slice]]:

@@ -96,11 +96,11 @@ def _shape(group: PolicyGroup) -> Hashable:
     each other, is about one sequence only.
     """
     policy = group.policy
-    if group.error is not None or policy.needs.surprisal or policy.needs.kept:
+    if group.error is not None or policy.rates or policy.needs.kept:
         return None
     evicts = policy.evicts and (policy.schedule.late or policy.schedule.decode == "evict")
-    if evicts and not group.at_budget:
-        return None  # it would begin to evict at another step than those beside it
+    if evicts and (policy.schedule.every > 1 or not group.at_budget):
+        return None  # it would evict at other steps than those beside it
     layers = []
     for layer in group.layers:
         shape = layer.store.shape if isinstance(layer.store, DenseStore | BatchStore) else None

@@ -35,13 +35,15 @@ class Pending:
 
     @cached_property
     def excess(self) -> list[int]:
-        """Tokens per KV head beyond the budget, for each sequence; 0 where it is not that sequence's turn."""
+        """Tokens per KV head to evict, for each sequence: those beyond the budget, 0 where it is not its turn."""
         due, counts, budgets = self.step.now.evicts, self.layer.counts[self.step.rows], self.step.observation.budgets
-        return [n - b if now else 0 for now, n, b in zip(due, counts, budgets, strict=True)]
+        excess = [n - b if now else 0 for now, n, b in zip(due, counts, budgets, strict=True)]
+        every = self.policy.schedule.every
+        return excess if every == 1 or self.phase != "decode" else [n if n >= every else 0 for n in excess]
 
     @property
     def over(self) -> tuple[bool, ...]:
-        """Which of the sequences hold more than their budget."""
+        """Which of the sequences evict."""
         return tuple(n > 0 for n in self.excess)
 
     @property
@@ -70,6 +72,4 @@ class Pending:
 
 def layers_alike(policy: Policy) -> bool:
     """Whether all layers may be rows of one batch when each evicts a token after a decoded one."""
-    needs, schedule = policy.needs, policy.schedule
-    once_decoded = policy.evicts and schedule.decode == "evict" and schedule.order == "attend_then_evict"
-    return once_decoded and not (needs.kept or needs.layer)
+    return policy.evicts and policy.schedule.one_each and not (policy.needs.kept or policy.needs.layer)

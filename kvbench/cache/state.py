@@ -14,8 +14,7 @@ from kvbench.cache.budgets import Budgets
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.cache.step import ALL, LayerStep, Projected
 from kvbench.cache.steps import BatchStep
-from kvbench.policies.mergers.merger import MergeState
-from kvbench.policies.observation import AttentionParams, Known, Observation
+from kvbench.policies.observation import MOVED, AttentionParams, Known, Memory, Observation
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.stores.batch import BatchStore
@@ -37,15 +36,16 @@ class Context(NamedTuple):
 class LayerState:
     """What one layer holds for the sequences under one policy: tokens, statistics, an observation window.
 
-    counts: tokens held per KV head, for each sequence. memory: what a merger remembers. ranking: the scores of a prompt
-    whose budget is not known yet. unsettled: a prompt is in, and its eviction is still to come.
+    counts: tokens held per KV head, for each sequence. memory: what scorer and merger remember of each sequence.
+    ranking: the scores of a prompt whose budget is not known yet. unsettled: a prompt is in, and its eviction is still
+    to come.
     """
 
     def __init__(self, policy: Policy, index: int) -> None:
         self.policy = policy
         self.index = index
         self.counts: list[int] = []
-        self.memory: MergeState = {}
+        self.memory: Memory = {}
         self.ranking: Ranking | None = None
         self.unsettled = False
         self.recent = RecentQueries(policy.needs.window)
@@ -81,7 +81,7 @@ class LayerState:
         """LongTensor [B,H_kv,C]: original position of each slot, -1 = empty."""
         return torch.empty(0, 0, 0, dtype=torch.long) if self._store is None else self._store.positions.long()
 
-    def like(self, held: LayerStore, recent: RecentQueries, memory: MergeState, counts: list[int]) -> "LayerState":
+    def like(self, held: LayerStore, recent: RecentQueries, memory: Memory, counts: list[int]) -> "LayerState":
         """The same layer with other sequences."""
         found = LayerState(self.policy, self.index)
         found._store, found.recent, found.memory, found.counts = held, recent, memory, counts
@@ -158,6 +158,10 @@ class LayerState:
             softcap=params.softcap,
             sliding_window=params.sliding_window,
             sinks=params.sinks,
+            model=params.model,
+            memory={name: x[rows] for name, x in self.memory.items()} if policy.needs.memory else {},
+            bias=held.bias,
+            moved=held.state[MOVED][..., 0] if policy.schedule.rerotate else None,
             ascending=held.ascending,
             packed=held.packed,
             aligned=now.aligned,
@@ -165,6 +169,7 @@ class LayerState:
             opens=now.opens,
             whole=self.counts[rows] == list(now.ends),
             budgets=budgets,
+            prompts=tuple(context.prompts[rows]),
             shared=context.shared,
         )
         return seen if context.known is None else seen.knowing(context.known)

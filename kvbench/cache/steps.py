@@ -93,6 +93,7 @@ class Progress:
     """How far every sequence of the batch has come; splits each call of the model into the steps of the schedule.
 
     A sequence's newest prompt takes positions opened[b] to prompt[b] - 1; without a later prompt it began at 0.
+    passed: tokens that went through the model in pre-passes over it, beside its own.
     forced: tokens after it may come several at once (they are given); else such a call is refused. alike: tokens up to
     which all calls of the model rotate keys alike (see `kvbench.cache.rotary`); longer prompts come in one call.
     """
@@ -111,6 +112,7 @@ class Progress:
         self.seen: list[int] = []
         self.opened: list[int] = []
         self.prompt: list[int] = []
+        self.passed: list[int] = []
         self.columns = 0
         self._last = 0  # columns of the last call
         self.clock: Tensor | None = None  # [B,1] where the next token stands, on the device: while steps are recorded
@@ -120,7 +122,7 @@ class Progress:
         """Sequences that come from elsewhere, under policies of one schedule, each where it stands."""
         first = rows[0][0]
         found = Progress(first._policy, [part.prompt[row] for part, row in rows], first._forced, first._alike)
-        for name in ("seen", "opened", "prompt"):
+        for name in ("seen", "opened", "prompt", "passed"):
             setattr(found, name, [getattr(part, name)[row] for part, row in rows])
         found.columns = max(found.seen)
         return found
@@ -176,6 +178,11 @@ class Progress:
             slices.append(self._ragged(row, positions, ends))
         return slices
 
+    @property
+    def in_prompt(self) -> bool:
+        """Whether the next tokens are a prompt's."""
+        return not self.seen or any(seen < end for seen, end in zip(self.seen, self.prompt, strict=True))
+
     def _prompt_done(self, ends: Sequence[int], phase: Phase) -> bool:
         """Whether every prompt is in after a step."""
         return phase == "decode" or all(end >= p for p, end in zip(self.prompt, ends, strict=True))
@@ -184,6 +191,7 @@ class Progress:
         # Without a given length the first call is the whole prompt.
         self.prompt = list(counts) if self._given is None else self._lengths(self._given, batch)
         self.seen, self.opened = [0] * batch, [0] * batch
+        self.passed = self.passed or [0] * batch
 
     def _lengths(self, length: int | Sequence[int], batch: int) -> list[int]:
         """A prompt's length for each sequence; ValueError where it is none."""

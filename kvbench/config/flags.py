@@ -1,4 +1,4 @@
-"""The flags of a command line; what is none are its fields, written `field=value`."""
+"""The flags of a command line; all other arguments are fields, written `field=value`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Flags(Parser):
 
 
 def read_flags(arguments: Sequence[str]) -> Namespace:
-    """What the flags say, and in `overrides` the arguments that are none.
+    """The values of the flags; `overrides` holds all other arguments.
 
     Raises UsageError for an unknown flag, and where --config-dir is no folder.
     """

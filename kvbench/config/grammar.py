@@ -5,34 +5,29 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, OverrideType, ValueType
+from hydra.core.override_parser.types import Glob, Override, ValueType
 from hydra.errors import HydraException
 
 from kvbench.config.choices import GROUPS
 from kvbench.config.tree import names
 from kvbench.errors import UsageError
 
-_KEY = re.compile(r"(\+\+?|~)?[a-zA-Z_][\w.\-/@:]*", re.ASCII)
-_SIGNS = {OverrideType.CHANGE: "", OverrideType.ADD: "+", OverrideType.FORCE_ADD: "++", OverrideType.DEL: "~"}
+_KEY = re.compile(r"[a-zA-Z_][\w.\-/@:]*", re.ASCII)
 MOST = 10_000
 """So many values of a field are run at most, one by one in a sweep."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """An argument. sign: "" sets a field, "+" and "++" may add it, "~" removes it. lists: whether as a sweep does.
-
-    values: each with the words that say it.
-    """
+    """An argument. values: each with the words that say it. lists: whether it lists them as a sweep does."""
 
     line: str
     key: str
-    sign: str
     values: tuple[tuple[str, Any], ...]
     lists: bool = False
 
@@ -55,25 +50,16 @@ def parse(argument: str, folders: Sequence[Path] = ()) -> Setting:
             f"{argument} cannot be set: groups are {', '.join(GROUPS)}, and a field of one is written with dots, as "
             "policy.scorer.window=16"
         )
-    assert override.type is not None
-    setting = Setting(argument, override.key_or_group, _SIGNS[override.type], values, override.is_sweep_override())
-    return _choice(setting) if setting.is_group else setting
-
-
-def _choice(setting: Setting) -> Setting:
-    """Of a group the values are names. Raises UsageError."""
-    if setting.sign:
-        raise UsageError(f"{setting.line} cannot be: {setting.key} is there already, write it as {setting.key}=")
-    for line, value in setting.values:
-        if isinstance(value, bool | int | float):
-            raise UsageError(f"{line} is no name: a name that looks like a number is written in quotes")
+    setting = Setting(argument, override.key_or_group, values, override.is_sweep_override())
+    if not setting.is_group:
+        return setting
     named = tuple((line, "null" if name is None else str(name)) for line, name in setting.values)
-    return Setting(setting.line, setting.key, "", named, setting.lists)
+    return replace(setting, values=named)
 
 
 def _override(argument: str) -> Override:
     key, equals, value = argument.partition("=")
-    if not _KEY.fullmatch(key) or not (equals or key.startswith("~")):
+    if not _KEY.fullmatch(key) or not equals:
         raise UsageError(f"{argument} cannot be read: write field=value, --help lists the fields")
     try:
         return OverridesParser.create().parse_override(argument)

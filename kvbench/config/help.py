@@ -36,8 +36,8 @@ A sweep as jobs of a cluster; how far it is (also: wait, cancel, resume):
 _MORE = """\
 More:
   `--help policy` says of every policy what it is, `--help task` of every task, and so on.
-  Before any policy that scores by content, {wrappers} make it value-aware: policy=caote_knorm.
-  Like CAOTE's paper they evict in blocks of 128 and for each decoded token; schedule= and decode= say otherwise.
+  Before any policy that scores by content may stand one of these, or several (policy=caote_knorm):
+{wrappers}  Around CAOTE and FastCAOTE prompts are evicted in blocks of 128; schedule= and decode= say otherwise.
   Every field of a choice can be set: task.lengths=[1024,4096], model.revision=..., policy.scorer.window=16.
   `--cfg job` prints the configuration a command line makes, `--version` ours.
 
@@ -99,7 +99,8 @@ def _fields() -> list[tuple[str, str]]:
 
 
 def _more() -> str:
-    return _MORE.format(wrappers=" and ".join(f"{name}_" for name in choices("wrapper")))
+    said = [(f"  {name}_", _about("wrapper", name, ())) for name in choices("wrapper")]
+    return _MORE.format(wrappers=_in_columns(said))
 
 
 def _in_columns(pairs: Sequence[tuple[str, str]]) -> str:

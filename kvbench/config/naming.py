@@ -1,4 +1,4 @@
-"""Where a wrong field stands: `window` of a scorer is typed as `policy.scorer.window`."""
+"""Full names of wrong fields: `window` of a scorer is typed as `policy.scorer.window`."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +17,8 @@ from kvbench.config.flags import read_flags
 from kvbench.config.grammar import Setting, parse, quoted
 from kvbench.config.tree import Config, field_names, merge
 from kvbench.errors import UsageError
+from kvbench.policies.press import press_class
 from kvbench.terminal.errors import refusing
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Asked:
         preset, _ = self.composer.compose({group: chosen[group] for group in PARTS})
         for key, (_, value) in values.items():
             if key not in GROUPS:
-                _lay(config, self.settings[key], value)
+                _lay(config, key, value)
         words = [values[key][0] for key in swept] or [f"policy={chosen['policy']}"]
         return Combination(" ".join(words), chosen, resolved(config), resolved(preset))
 
@@ -61,15 +59,12 @@ class Asked:
 def check(arguments: Sequence[str]) -> Asked:
     """Check a command line without running anything. Raises UsageError.
 
-    A folder as `model=` becomes `model.path=`, and `num_fewshot=8` becomes `task.num_fewshot=8`.
+    A folder as `model=` becomes `model.path=`, `num_fewshot=8` becomes `task.num_fewshot=8`, and `press=` a class.
     """
     told = read_flags(arguments)
     composer = Composer((Path(told.config_dir).resolve(),) if told.config_dir else ())
-    for argument in told.overrides:
-        _refuse_hydras(argument)
-    given = [parse(part, composer.folders) for argument in told.overrides for part in _local_model(argument)]
+    given = [parse(part, composer.folders) for argument in told.overrides for part in _spelt_out(argument)]
     given = [s for s in given if s.key != "experiment" or s.values[0][1] != "null"]  # none, as it is anyway
-    _tell_twice(given)
     experiments = next((s.values for s in reversed(given) if s.key == "experiment"), (("", "null"),))
     experiment = composer.experiment(experiments[0][1])
     is_sweep = bool(told.multirun or experiment.is_sweep)
@@ -79,32 +74,15 @@ def check(arguments: Sequence[str]) -> Asked:
     lists = experiment.lists if is_sweep else {}
     settings = {s.key: s for s in [*(parse(f"{k}={v}", composer.folders) for k, v in lists.items()), *given]}
     alternatives = _Alternatives(composer, settings)
+    made = tuple(key.removesuffix("_target_") for key in settings if key.endswith("._target_"))
     with refusing():
-        fitted = [_fit(setting, alternatives) for setting in settings.values()]
+        fitted = [s if s.key.startswith(made) else _fit(s, alternatives) for s in settings.values()]
     return Asked(told, {setting.key: setting for setting in fitted}, is_sweep, composer)
 
 
 def _tells_what(key: str) -> bool:
     """Whether a field tells what a cell is, not where it is computed, told and kept."""
     return key.partition(".")[0] not in ("launcher", "logger", "out", "debug")
-
-
-def _tell_twice(given: Sequence[Setting]) -> None:
-    """Say which of two values of a field counts: scripts that end in "$@" give a field twice on purpose."""
-    last: dict[str, str] = {}
-    for setting in given:
-        if last.get(setting.key, setting.line) != setting.line:
-            log.warning("%s is not used: %s is given after it", last[setting.key], setting.line)
-        last[setting.key] = setting.line
-
-
-def _refuse_hydras(argument: str) -> None:
-    """What Hydra's launchers, sweepers, folders and logs do is done here, by -m, `launcher=` and `out=`."""
-    if argument.lstrip("+~").startswith(("hydra.", "hydra/", "hydra=")):
-        raise UsageError(
-            f"{argument} has no effect here: sweeps are run by launcher=local or launcher=slurm, whose fields are set "
-            "as launcher.workers=2, and results go to out=; -m begins a sweep"
-        )
 
 
 class _Alternatives:
@@ -128,39 +106,15 @@ def _fit(setting: Setting, alternatives: _Alternatives) -> Setting:
     """The argument, about a field that one of the configurations has, or can have. Raises UsageError."""
     if setting.is_group:
         return setting
-    key, above = setting.key, setting.key.rpartition(".")[0]
+    key = setting.key
     configs = alternatives.of(key.partition(".")[0])
     if "." not in key and key not in configs[0]:  # a field of the task alone needs no `task.`
         of_tasks = alternatives.of("task")
         if any(_can_have(config, f"task.{key}") for config in of_tasks):
             return replace(setting, key=f"task.{key}")
-    adds = setting.sign.startswith("+") and above.partition(".")[0] in configs[0] and above != "engine"
-    if not adds and not any(_can_have(config, key) for config in configs):
+    if not any(_can_have(config, key) for config in configs):
         raise _no_field(configs[0], key)
-    if setting.sign == "~":
-        if above in ("", "engine"):
-            raise UsageError(f"{setting.line} cannot be: {key} is a field of every run, give it another value")
-        if key.endswith("._target_"):
-            raise UsageError(f"{setting.line} would leave {above} without its class, which cannot be")
-    if setting.sign == "+" and above in ("", "engine"):
-        raise UsageError(f"{setting.line} cannot be: {key} is there already, write {key}=")
-    for _, value in setting.values:
-        _refuse_unknown_inside(key, value, configs)
     return setting
-
-
-def _refuse_unknown_inside(key: str, value: object, configs: Sequence[Config]) -> None:
-    """`engine={rows: 1, bogus: 2}`: whatever is set at once must be a field as well. Raises UsageError."""
-    if not isinstance(value, Mapping):
-        return
-    if not value:
-        raise UsageError(f"{key}={{}} sets nothing, give it fields")
-    for name, inner in value.items():
-        inside = f"{key}.{name}"
-        homes = [config for config in configs if isinstance(_parent(config, inside), Mapping)]
-        if homes and not any(_can_have(config, inside) for config in homes):
-            raise _no_field(homes[0], inside)
-        _refuse_unknown_inside(inside, inner, configs)
 
 
 def _no_field(config: Config, key: str) -> UsageError:
@@ -189,28 +143,38 @@ def _can_have(config: Config, key: str) -> bool:
     return isinstance(parent, Mapping) and (name in parent or name in field_names(parent))
 
 
-def _lay(config: Config, setting: Setting, value: Any) -> None:  # noqa: ANN401 - whatever the grammar knows
-    """Set one field of a configuration, or remove it. Raises UsageError."""
-    *above, name = setting.key.split(".")
+def _lay(config: Config, key: str, value: Any) -> None:  # noqa: ANN401 - whatever the grammar knows
+    """Set one field of a configuration. Raises UsageError."""
+    *above, name = key.split(".")
     node = config
     for step in above:
         inner = node.setdefault(step, {}) or {}
         if not isinstance(inner, dict):
-            raise UsageError(f"{setting.key} is not a field: {step} has none")
+            raise UsageError(f"{key} is not a field: {step} has none")
         node[step] = inner
         node = inner
-    if setting.sign == "~":
-        node.pop(name, None)
-    elif isinstance(value, dict) and isinstance(node.get(name), dict):
+    if isinstance(value, dict) and isinstance(node.get(name), dict):
         merge(node[name], value)
     else:
         node[name] = value
 
 
-def _local_model(argument: str) -> list[str]:
-    """`model=/some/folder` says the same as `model=local model.path=/some/folder`; several may be swept."""
+def _spelt_out(argument: str) -> list[str]:
+    """What stands for longer words: a folder as `model=`, and `press=`, whose fields are `press.compression_ratio=`.
+
+    `model=/some/folder` says the same as `model=local model.path=/some/folder`; several may be swept.
+    """
     key, _, value = argument.partition("=")
+    if key == "press" or key.startswith("press."):
+        inner = key.rpartition(".")[2] in ("press", "base_press")  # of a press around another
+        return [f"policy.{key}._target_={','.join(_classes(value))}" if inner else f"policy.{argument}"]
     if key != "model" or not ("/" in value or value.startswith("~")):
         return [argument]
     folders = [value] if os.path.exists(os.path.expanduser(value)) else value.split(",")
     return ["model=local", f"model.path={','.join(quoted(folder) for folder in folders)}"]
+
+
+def _classes(value: str) -> list[str]:
+    """Presses as classes of kvpress. Raises UsageError where it is not installed, or has no such press."""
+    with refusing():
+        return [press_class(name) for name in value.split(",")]

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.config import slugs
-from kvbench.config.tree import Config, build, field_names, find, merge, names, part_class, read
+from kvbench.config.tree import Config, build, field_names, find, names, part_class, read
 from kvbench.errors import ConfigError
-from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
+from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
 from kvbench.policies.policy import Budget, Policy
 from kvbench.terminal.close import close_names
 
+SCHEDULE = ("schedule", "block", "decode", "every", "protect")
+"""The fields of a run that give its policy another schedule, as `scheduled` takes them."""
 BLOCKS, PROMPT = "kvbench.policies.schedule.Blocks", "kvbench.policies.schedule.Prompt"
 
 
@@ -34,7 +36,7 @@ def policy_config(slug: str, folders: Sequence[Path] = ()) -> Config:
     if stored := slugs.parse(slug, folders):
         return {**_with_store(slug, stored, folders), "name": slug}
     wrapper, base = slugs.wrapped(slug, folders) or ("", slug)
-    if wrapper and find("policy", base, folders):
+    if wrapper and _exists(base, folders):
         return {**_with_wrapper(slug, wrapper, base, folders), "name": slug}
     known = names("policy", folders)
     close = close_names(base, known)
@@ -46,16 +48,33 @@ def policy_config(slug: str, folders: Sequence[Path] = ()) -> Config:
     )
 
 
+def _exists(slug: str, folders: Sequence[Path]) -> bool:
+    """Whether a slug is a file of conf/policy/, behind wrappers or not."""
+    if find("policy", slug, folders):
+        return True
+    parts = slugs.wrapped(slug, folders)
+    return parts is not None and _exists(parts[1], folders)
+
+
 def _with_wrapper(slug: str, wrapper: str, base: str, folders: Sequence[Path]) -> Config:
-    """The tree of a policy made value-aware, on the wrapper's schedule unless a part needs the whole prompt."""
-    config = policy_config(base, folders)
-    if config.get("value"):
+    """The tree of a policy with the wrapper's parts, on its schedule unless a part needs the whole prompt.
+
+    "${allocator}" in a wrapper's part is the policy's own allocator, and so for every part.
+    """
+    config, added = policy_config(base, folders), read("wrapper", wrapper, folders)
+    if added.get("value") and config.get("value"):
         raise ValueError(f"policy {slug!r} would wrap {base!r}, which is value-aware already")
-    added = read("wrapper", wrapper, folders)
     schedule = added.pop("schedule", None)
     if schedule and not needs_whole_prompt(config):
-        config["schedule"] = schedule
-    return merge(config, added)
+        config["schedule"] = {**_decoding(config.get("schedule") or {}), **schedule}
+    return {**config, **_filled(added, config)}
+
+
+def _filled(tree: Config, config: Config) -> Config:
+    """A wrapper's parts, with those of the policy where they name them."""
+    own = {f"${{{name}}}": part for name, part in config.items()}
+    filled = {key: _filled(value, config) if isinstance(value, dict) else value for key, value in tree.items()}
+    return {key: own.get(value, value) if isinstance(value, str) else value for key, value in filled.items()}
 
 
 def _with_store(slug: str, stored: slugs.StoreSlug, folders: Sequence[Path]) -> Config:
@@ -64,7 +83,7 @@ def _with_store(slug: str, stored: slugs.StoreSlug, folders: Sequence[Path]) -> 
     config["store"] |= stored.fields
     if stored.eviction:
         store, config = config["store"], policy_config(stored.eviction, folders)
-        if not (config.get("scorer") or config.get("filter")):
+        if not (config.get("scorer") or config.get("pre_pass")):
             raise ValueError(f"policy {slug!r} would store what {stored.eviction!r} keeps, but that evicts nothing")
         config = scheduled({**config, "store": store}, decode="grow")
     return config
@@ -75,12 +94,13 @@ def needs_whole_prompt(config: Config) -> bool:
     if not config.get("scorer"):
         return False
     allocator = part_class(config["allocator"]) if config.get("allocator") else Allocator
-    return issubclass(allocator, StatisticAllocator) or build(config["scorer"]).needs.whole_prompt
+    return issubclass(allocator, StatisticAllocator | JointAllocator) or build(config["scorer"]).needs.whole_prompt
 
 
 def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
     """The policy of a composed tree with its budget; ValueError for a meaningless combination or budget."""
-    policy = build({**config, "budget": budget if config.get("scorer") or config.get("filter") else None})
+    counts = any(config.get(part) for part in ("scorer", "pre_pass", "press"))
+    policy = build({**config, "budget": budget if counts else None})
     if not isinstance(policy, Policy):
         raise ConfigError("_target_", config.get("_target_"), why="is not a policy")
     return policy
@@ -136,8 +156,20 @@ def make_policy(
     return build_policy(config, budget)
 
 
-def scheduled(config: Config, schedule: object = None, block: object = None, decode: object = None) -> Config:
-    """The tree with another schedule, arguments as for `make_policy`, None: its own. Raises ValueError."""
+def _decoding(schedule: Mapping[str, Any]) -> Config:
+    """Of the fields of a schedule those about decoding."""
+    return {name: schedule[name] for name in ("decode", "every", "protect") if name in schedule}
+
+
+def scheduled(
+    config: Config,
+    schedule: object = None,
+    block: object = None,
+    decode: object = None,
+    every: object = None,
+    protect: object = None,
+) -> Config:
+    """The tree with another schedule, None: its own; every, protect: see `Schedule`. Raises ValueError."""
     own = {"_target_": PROMPT, "decode": "evict", **(config.get("schedule") or {})}  # as a policy without one has it
     config = {**config, "schedule": own}
     if schedule not in (None, "prompt", "blocks"):
@@ -150,11 +182,13 @@ def scheduled(config: Config, schedule: object = None, block: object = None, dec
     if wants_blocks and config["schedule"]["_target_"] != BLOCKS:
         config["schedule"] = {**config["schedule"], "_target_": BLOCKS}
     if schedule == "prompt" and config["schedule"]["_target_"] != PROMPT:
-        config["schedule"] = {"_target_": PROMPT, "decode": config["schedule"]["decode"]}
+        config["schedule"] = {"_target_": PROMPT, **_decoding(config["schedule"])}
     if block is not None:
         if block != "inf" and (isinstance(block, bool) or not isinstance(block, int | float)):
             raise ConfigError("block", block, "a number of tokens >= 1 or inf")
         config["schedule"]["size"] = math.inf if block == "inf" else block
-    if decode is not None:
-        config["schedule"]["decode"] = decode
+    if decode == "grow":  # nothing returns to the budget, so nothing of how is left
+        config["schedule"] = {k: v for k, v in config["schedule"].items() if k not in ("every", "protect")}
+    given = {"decode": decode, "every": every, "protect": protect}
+    config["schedule"] |= {name: value for name, value in given.items() if value is not None}
     return config

@@ -47,7 +47,7 @@ def _store(name: str, folders: Sequence[Path]) -> type[Store] | None:
     if find("policy", name, folders) is None:
         return None
     config = read("policy", name, folders)
-    if config.get("scorer") or config.get("filter") or not config.get("store"):
+    if config.get("scorer") or config.get("pre_pass") or not config.get("store"):
         return None
     store: type[Store] = part_class(config["store"])
     return None if store is Dense else store

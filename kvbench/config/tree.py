@@ -74,8 +74,6 @@ def load(file: Path) -> Config:
     """What a file says by itself."""
     try:
         own = yaml.load(file.read_text(encoding="utf-8-sig"), _Loader)
-    except RecursionError as error:
-        raise ValueError(f"{file} cannot be read: its lists go too deep, or its defaults lead back to it") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     own = {} if own is None else own

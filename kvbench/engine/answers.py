@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvbench.cache.cache import BudgetError, KVCache
+from kvbench.cache.pressed import PressedCache
 from kvbench.engine import device_memory
 from kvbench.engine.likelihood import rate
 from kvbench.engine.prompts import blank
@@ -19,9 +20,14 @@ from kvbench.engine.sequence import Request
 from kvbench.identity.cell import Cell
 from kvbench.identity.reading import is_read
 from kvbench.inference.generate import greedy
+from kvbench.inference.press import press_greedy
 from kvbench.inference.rating import evicted, rated
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
+from kvbench.models.tokens import Encoder
+from kvbench.policies.policy import Policy
+from kvbench.policies.pre_passes.pre_pass import PromptChoice
+from kvbench.policies.press import KVPress
 from kvbench.records.kept_heads import KeptHeads, kept_heads
 from kvbench.records.sample import Sample
 from kvbench.tasks.task import Example
@@ -46,7 +52,7 @@ class Completion:
     """
 
     tokens: Sequence[int]
-    cache: KVCache
+    cache: KVCache | PressedCache
     decode_steps: int
     shared_prefill: int = 1
     rows_in_flight: int = 1
@@ -76,6 +82,7 @@ def request(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Request:
         eos_token_ids=tuple(end_tokens(loaded.model.generation_config, tokenizer, task.end_texts, task.stop)),
         stop=stop_test(tokenizer, task.stop),
         context_tokens=prompt.context_tokens,
+        encoder=Encoder(tokenizer),
     )
 
 
@@ -97,12 +104,14 @@ def answered(cell: Cell, prompt: Prompt, done: Completion) -> Sample:
     )
 
 
-def _shown(cell: Cell, prompt: Prompt, cache: KVCache) -> KeptHeads | None:
+def _shown(cell: Cell, prompt: Prompt, cache: KVCache | PressedCache) -> KeptHeads | None:
     """By how many heads each token of the prompt is kept, for the first examples: a report colours their prompts.
 
     A policy that rewrites the prompt counts positions in what it made of it, so there is nothing to colour.
     """
-    if prompt.example.index >= SHOWN or not cell.policy.evicts or cell.policy.filter is not None:
+    if prompt.example.index >= SHOWN or not cell.policy.evicts or isinstance(cell.policy.pre_pass, PromptChoice):
+        return None
+    if isinstance(cache, PressedCache):  # transformers' own remembers no positions
         return None
     return kept_heads((layer.positions[0] for layer in cache.layers), len(prompt.ids))
 
@@ -147,17 +156,18 @@ def alone(cell: Cell, loaded: LoadedModel, prompt: Prompt, report: Callable[[int
 
 def _generate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
     asked = request(cell, loaded, prompt)
-    done = greedy(
-        loaded.model,
-        asked.input_ids,
-        cell.policy,
-        max_new_tokens=asked.max_new_tokens,
-        min_new_tokens=asked.min_new_tokens,
-        eos_token_ids=asked.eos_token_ids,
-        stop=asked.stop,
-        cuda_graph=cell.cuda_graph,
-        context_tokens=asked.context_tokens,
-    )
+    how: dict[str, Any] = {
+        "max_new_tokens": asked.max_new_tokens,
+        "min_new_tokens": asked.min_new_tokens,
+        "eos_token_ids": asked.eos_token_ids,
+        "stop": asked.stop,
+        "context_tokens": asked.context_tokens,
+    }
+    if isinstance(cell.policy, KVPress):
+        done = press_greedy(loaded.model, asked.input_ids, cell.policy, **how)
+    else:
+        how |= {"cuda_graph": cell.cuda_graph, "encoder": asked.encoder}
+        done = greedy(loaded.model, asked.input_ids, cell.policy, **how)
     seconds = done.prefill_seconds, done.decode_seconds
     return answered(cell, prompt, Completion(done.tokens[0], done.cache, done.decode_steps, 1, 1, *seconds))
 
@@ -166,7 +176,7 @@ def _rate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
     """The sample of an example whose continuations are rated, each on a cache of its own."""
     answers, held, prefill_seconds, decode_seconds = [], [], 0.0, 0.0
     for pair in prompt.pairs:
-        rating = rated(loaded.model, pair, cell.policy)
+        rating = rated(loaded.model, pair, cell.policy, Encoder(cell.checkpoint.tokenizer()))
         answers.append([rating.logprob, rating.greedy])
         held.append(_held(cell, rating.cache, pair.tokens - 1))
         prefill_seconds += rating.prefill_seconds
@@ -174,6 +184,8 @@ def _rate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
         del rating  # the next cache takes the place of this one
     longest = held[max(range(len(held)), key=lambda i: prompt.pairs[i].tokens)]
     all_of_them = {"peak_bytes": max(x["peak_bytes"] for x in held), "evicted": fmean(x["evicted"] for x in held)}
+    if cell.policy.pre_pass is not None:
+        all_of_them["pre_pass_tokens"] = sum(x["pre_pass_tokens"] for x in held)
     return replace(
         blank(prompt),
         **_judged(cell, json.dumps(answers), prompt.example),
@@ -186,7 +198,8 @@ def _rate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
 
 def _read(cell: Cell, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
     """The sample of an example whose tokens are given and scored."""
-    done = rate(loaded.model, prompt, cell.policy, report=report)
+    encoder = Encoder(cell.checkpoint.tokenizer())
+    done = rate(loaded.model, prompt, cell.policy, report=report, encoder=encoder)
     return replace(
         blank(prompt),
         **_held(cell, done.cache, done.fed),
@@ -202,7 +215,7 @@ def _judged(cell: Cell, output: str, example: Example) -> dict[str, Any]:
     return {"output": output, "score": None if score is None else float(score), "measures": dict(measures) or None}
 
 
-def _held(cell: Cell, cache: KVCache, fed: int) -> dict[str, Any]:
+def _held(cell: Cell, cache: KVCache | PressedCache, fed: int) -> dict[str, Any]:
     """What a cache held at the end, and at its peak. fed: tokens the model read; `full` would hold all of them."""
     return {
         "kept_tokens": cache.kept_tokens()[:, 0].tolist(),
@@ -212,7 +225,15 @@ def _held(cell: Cell, cache: KVCache, fed: int) -> dict[str, Any]:
         "full_cache_bytes": cell.checkpoint.full_cache_bytes(fed),
         "full_position_bytes": cell.checkpoint.full_position_bytes(fed),
         "evicted": float(evicted(cache, fed)),
+        "pre_pass_tokens": _passed(cell.policy, cache),
     }
+
+
+def _passed(policy: Policy, cache: KVCache | PressedCache) -> int | None:
+    """Tokens that passed through the model beside the prompt, of a policy that asks for a pre-pass."""
+    if policy.pre_pass is None or not isinstance(cache, KVCache):
+        return None
+    return cache.group.progress.passed[0]
 
 
 def _rounded(seconds: float | None) -> float | None:

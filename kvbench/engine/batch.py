@@ -22,7 +22,6 @@ from kvbench.engine.sequence import LiveSequence, Request, choose_next, new_sequ
 from kvbench.inference.calls import next_logits
 from kvbench.inference.cuda_graph import Recorder
 from kvbench.inference.generate import padding
-from kvbench.inference.surprisal import surprisal
 from kvbench.kernels.jit import use_triton
 from kvbench.policies.policy import Policy
 
@@ -165,9 +164,9 @@ class DecodeBatch:
             sequences = self.sequences[here]
             apart = len({sequence.position for sequence in sequences}) > 1
             group.progress.clock = places[here] if apart else None  # where the sequences of a group stand anywhere
-            if group.policy.needs.surprisal:
+            if group.policy.rates:
                 logits = torch.cat([sequence.logits for sequence in sequences if sequence.logits is not None])
-                group.tell_surprisal(surprisal(logits[:, None], tokens[here]))
+                group.rate_next(logits, tokens[here])
 
     def _note_errors(self, cache: KVCache) -> None:
         """Groups that failed: their sequences know why. Where only some of them did wrong, the others go on."""

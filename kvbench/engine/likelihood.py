@@ -17,6 +17,7 @@ from kvbench.identity.reading import policy_for, reads_whole
 from kvbench.inference.teacher_forcing import continuation_scores, text_scores
 from kvbench.models.prompts import Prompt
 from kvbench.policies.policy import Policy
+from kvbench.policies.pre_passes.pre_pass import TextEncoder
 from kvbench.records.sample import Likelihood
 
 
@@ -32,7 +33,12 @@ class Rated:
 
 
 def rate(
-    model: PreTrainedModel, prompt: Prompt, policy: Policy, *, report: Callable[[int], None] | None = None
+    model: PreTrainedModel,
+    prompt: Prompt,
+    policy: Policy,
+    *,
+    report: Callable[[int], None] | None = None,
+    encoder: TextEncoder | None = None,
 ) -> Rated:
     """Read one example and rate what is to be scored of it. report: called with the tokens read so far.
 
@@ -48,8 +54,8 @@ def rate(
         ids, target = ids[:, : prompt.length], ids[:, prompt.length :]
     else:
         target = prompt.target[None].to(model.device, torch.long)
-    scored = continuation_scores(model, ids, target, policy, report=report)
-    block = 1 if policy.evicts and policy.schedule.decode == "evict" else None
+    scored = continuation_scores(model, ids, target, policy, report=report, encoder=encoder)
+    block = (policy.schedule.spare or None) if policy.evicts else None
     likelihood = summed_up(-scored.logprobs, ids.shape[1], block, scored.most_kept)
     fed = ids.shape[1] + target.shape[1] - 1
     return Rated(likelihood, scored.cache, fed, scored.prefill_seconds, scored.decode_seconds)

@@ -113,5 +113,7 @@ def _kept_share(cell: Cell, length: int, tokens: int) -> float:
         return copies
     layers = int(config.num_hidden_layers)
     kept = total_slots(policy, layers, length) / layers
-    grown = 0 if policy.evicts and policy.schedule.decode == "evict" else tokens - length
+    grown = tokens - length
+    if policy.evicts and policy.schedule.decode == "evict":
+        grown = min(grown, policy.schedule.spare)
     return copies * min(1.0, (kept + grown) / tokens)

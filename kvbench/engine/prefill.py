@@ -4,7 +4,6 @@ Shapes: S sequences, T prompt tokens, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from itertools import chain
 
 import torch
@@ -17,8 +16,8 @@ from kvbench.cache.rotary import beyond, forget_lengths, uniform_length
 from kvbench.engine.sequence import LiveSequence, choose_next
 from kvbench.inference.calls import next_logits
 from kvbench.inference.context import ContextCache, check_context, take_question
-from kvbench.inference.prompt_filter import filtered
-from kvbench.inference.surprisal import telling_surprisal
+from kvbench.inference.pre_pass import pre_pass, read_prompt
+from kvbench.policies.pre_passes.pre_pass import PromptChoice, TextEncoder
 
 TOKENS_AT_ONCE = 8192  # prompt tokens in one call, over all sequences that read their blocks side by side
 
@@ -43,7 +42,7 @@ def _prefilled_together(sequences: Sequence[LiveSequence], alike: int | None) ->
     for sequence in sequences:
         schedule = sequence.policy.schedule
         size = schedule.call_size(total)
-        if sequence.policy.filter is not None or sequence.policy.needs.surprisal:
+        if isinstance(sequence.policy.pre_pass, PromptChoice):
             alone.append(sequence)
         elif size < total and not beyond(alike, total):
             blocks.setdefault((size, sequence.cache is None), []).append(sequence)
@@ -104,13 +103,10 @@ def _open(model: PreTrainedModel, sequences: Sequence[LiveSequence]) -> Tensor:
     ids, context = sequences[0].request.prompt, sequences[0].request.context_tokens
     for sequence in (sequence for sequence in sequences if sequence.cache is None):
         try:
-            policy = sequence.policy
             if context is not None:
-                check_context(policy)
-            if policy.filter is not None:
-                ids, policy = filtered(model, ids, policy)
+                check_context(sequence.policy)
             kind = KVCache if context is None else ContextCache
-            sequence.cache = kind(model.config, policy, prompt_length=ids.shape[1])
+            ids, sequence.cache = read_prompt(model, ids, None, sequence.policy, kind)
             sequence.cache.group.isolated = True
         except ValueError as error:
             sequence.error = error
@@ -129,23 +125,29 @@ def _prefill(model: PreTrainedModel, sequences: Sequence[LiveSequence], ids: Ten
     )
     batch = 1 if size >= total else len(sequences)
     begin = caches[0].seen
-    return prefill_blocks(model, caches, ids[:, begin:].expand(batch, -1), begin, size, share=batch == 1)
+    whole, encoder = batch == 1, sequences[0].request.encoder
+    return prefill_blocks(model, caches, ids[:, begin:].expand(batch, -1), begin, size, whole, encoder)
 
 
 def prefill_blocks(
-    model: PreTrainedModel, caches: Sequence[KVCache], ids: Tensor, begin: int, size: int, share: bool = False
+    model: PreTrainedModel,
+    caches: Sequence[KVCache],
+    ids: Tensor,
+    begin: int,
+    size: int,
+    share: bool = False,
+    encoder: TextEncoder | None = None,
 ) -> Tensor:
     """Let caches read prompt tokens [S,T], the first at `begin`, so many in a call; the logits after the last, [S,V].
 
-    share: they all read one sequence, [1,T] (`together`).
+    share: they all read one sequence, [1,T] (`together`). encoder: for policies with a pre-pass that is made of text.
     """
     cache = together(caches, share)
     logits = None
     for block in ids.split(size, dim=1):
         places = torch.arange(begin, begin + block.shape[1]).expand_as(block)
         begin += block.shape[1]
-        rated = caches[0].policy.needs.surprisal
-        with telling_surprisal(model, cache, ids, None) if rated else nullcontext():
+        with pre_pass(model, cache, ids, None, encoder):
             logits = next_logits(model, block, None, places, cache)
     assert logits is not None
     return logits
@@ -164,8 +166,9 @@ def _follow(model: PreTrainedModel, sequences: Sequence[LiveSequence], logits: T
     if question.shape[1] == 0:
         return logits
     logits = logits.expand(len(sequences), -1).clone()
-    for exact in {sequence.policy.store.exact for sequence in sequences}:
-        some = [index for index, sequence in enumerate(sequences) if sequence.policy.store.exact == exact]
+    singly = [sequence.policy.rates or not sequence.policy.store.exact for sequence in sequences]
+    for kind in set(singly):
+        some = [index for index, single in enumerate(singly) if single == kind]
         cache = together([cache for index in some if (cache := sequences[index].cache) is not None])
         asked, at_once = question.expand(len(some), -1), max(1, TOKENS_AT_ONCE // len(some))
         logits[some] = take_question(model, cache, asked, logits[some], at_once)

@@ -54,9 +54,9 @@ def _block(sequence: LiveSequence) -> int:
 def _alike(policy: Policy, layers: int, lengths: Sequence[int]) -> bool:
     """Whether prompts of these lengths, read in blocks, leave layers of one shape behind, block after block."""
     allocator = policy.allocator
-    if policy.filter is not None or policy.scorer is None or not isinstance(policy.store, Dense):
+    if policy.pre_pass is not None or policy.scorer is None or not isinstance(policy.store, Dense):
         return False
-    if policy.needs.surprisal or policy.needs.kept or isinstance(allocator, StatisticAllocator) or allocator.per_head:
+    if policy.needs.kept or isinstance(allocator, StatisticAllocator) or allocator.per_head:
         return False
     try:
         return len({tuple(layer_budgets(policy, layers, length)) for length in lengths}) == 1

@@ -23,6 +23,7 @@ from kvbench.engine.watch import Nobody, Watch
 from kvbench.identity.cell import Cell
 from kvbench.identity.environment import environment
 from kvbench.models.loading import LoadedModel, load
+from kvbench.policies.press import KVPress
 from kvbench.records.totals import Totals, record
 from kvbench.terminal.bars import meter
 
@@ -125,11 +126,12 @@ def _compute(runs: Sequence[RunWriter]) -> None:
 def _by_way(runs: Sequence[RunWriter]) -> Iterator[tuple[int | None, list[RunWriter]]]:
     """The runs by how many of their sequences may be in flight (None: what memory allows); 1: one by one.
 
-    What reads or rates given tokens has the model to itself. Steps that are recorded are not mixed with others.
+    What reads or rates given tokens, and every press of kvpress, has the model to itself. Steps that are recorded are
+    not mixed with others.
     """
     ways: defaultdict[tuple[int | None, bool], list[RunWriter]] = defaultdict(list)
     for run in runs:
-        shares = all(map(is_generated, run.prompts))
+        shares = all(map(is_generated, run.prompts)) and not isinstance(run.cell.policy, KVPress)
         ways[run.cell.rows if shares else 1, run.cell.cuda_graph].append(run)
     for (limit, _), alike in ways.items():
         yield limit, alike

@@ -12,6 +12,7 @@ from kvbench.cache.cache import KVCache
 from kvbench.inference.answer import NOT_A_NUMBER, Answer, likeliest
 from kvbench.inference.context import parted
 from kvbench.policies.policy import Policy
+from kvbench.policies.pre_passes.pre_pass import TextEncoder
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Request:
     """One example to be answered, input_ids [1,T]: what all of its variants have in common.
 
     context_tokens: so many of them are the policies' prompt, the others a question about it; None: all are the prompt.
+    encoder: for policies with a pre-pass that is made of text.
     """
 
     input_ids: Tensor
@@ -27,6 +29,7 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     stop: Callable[[list[int]], bool] | None = None
     context_tokens: int | None = None
+    encoder: TextEncoder | None = None
 
     @property
     def prompt(self) -> Tensor:
@@ -83,4 +86,4 @@ def choose_next(sequences: Sequence[LiveSequence], logits: Tensor) -> None:
             sequence.error = FloatingPointError(NOT_A_NUMBER)
         if sequence.error is None:
             sequence.answer.take(token)
-            sequence.logits = logits[index : index + 1].clone() if sequence.policy.needs.surprisal else None
+            sequence.logits = logits[index : index + 1].clone() if sequence.policy.rates else None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cached_property
-from os.path import lexists
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import torch
 
 from kvbench.cache.interface import kv_shapes
 from kvbench.config.naming import refusing_in
-from kvbench.config.presets import build_policy, scheduled
+from kvbench.config.presets import SCHEDULE, build_policy, scheduled
 from kvbench.config.tree import build, part_class
 from kvbench.errors import ConfigError, UsageError
 from kvbench.identity.code_digest import code_digest
@@ -151,7 +151,7 @@ def build_cell(
     """
     seed, limit = config["seed"], config["limit"]
     _flag("debug", config["debug"])
-    if not isinstance(config["engine"], Mapping):
+    if not isinstance(config["engine"], Mapping) or set(config["engine"]) != {"rows", "cuda_graph"}:
         raise ConfigError(
             "engine", config["engine"], why="is not allowed, set its fields: engine.rows, engine.cuda_graph"
         )
@@ -195,14 +195,41 @@ def build_cell(
 
 def changed_fields(config: Mapping[str, Any], preset: Mapping[str, Any]) -> tuple[str, ...]:
     """The fields of the identity ("policy.scorer.window") whose value in `config` is not that in `preset`."""
-    own, given = _settings(config), _settings(preset)
-    return tuple(key for key, value in own.items() if key not in given or value != given[key])
+    own, given, bare = _settings(config), _settings(preset), _settings(_bare(config))
+    found = [key for key, value in own.items() if key not in given or value != given[key]]
+
+    def counts(key: str) -> bool:  # of a part that the preset has not, its class and what is not the class's default
+        return not _inside(key, found) or _is_part(key, own) or key not in bare or own[key] != bare[key]
+
+    return tuple(filter(counts, found))
+
+
+def _inside(key: str, parts: Sequence[str]) -> bool:
+    """Whether a field is one of a part among these."""
+    steps = key.split(".")
+    return any(".".join(steps[:end]) in parts for end in range(1, len(steps)))
+
+
+def _is_part(key: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a field is a part, with fields of its own."""
+    return any(other.startswith(f"{key}.") for other in settings)
+
+
+def _bare(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with all fields of its policy's and its task's parts left to their defaults."""
+
+    def stripped(part: Any) -> Any:  # noqa: ANN401 - whatever a YAML holds
+        if not isinstance(part, Mapping):
+            return part
+        inner = {key: stripped(value) for key, value in part.items() if isinstance(value, Mapping)}
+        return {"_target_": part["_target_"], **inner} if "_target_" in part else inner
+
+    return {**config, "policy": stripped(config["policy"]), "task": stripped(config["task"])}
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Every field of the identity that a configuration sets, or leaves to its part's default, by its dotted name."""
-    asked = [config[name] for name in ("schedule", "block", "decode")]
-    policy = spelled_out(scheduled(dict(config["policy"]), *asked))
+    policy = spelled_out(scheduled(dict(config["policy"]), *(config[name] for name in SCHEDULE)))
     generation = {"max_prompt_tokens": config["model"]["max_prompt_tokens"]}
     return flat({"policy": policy, "task": spelled_out(config["task"]), "generation": generation})
 
@@ -244,7 +271,7 @@ def modules_of(described: object) -> Iterator[str]:
 def check_shapes(policy: Policy, config: PreTrainedConfig) -> None:
     """ValueError if a model lacks a layer that the policy names, or its heads do not divide into the store's groups."""
     text = config.get_text_config(decoder=True)
-    check_layers(text.num_hidden_layers, policy.allocator, policy.store, policy.filter)
+    check_layers(text.num_hidden_layers, policy.allocator, policy.store, policy.pre_pass)
     for heads, dim in dict.fromkeys(kv_shapes(text)):
         policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
 
@@ -267,10 +294,6 @@ def _flag(name: str, value: object, allowed: str = "true or false") -> None:
 
 def _policy(config: Mapping[str, Any], name: str) -> Policy:
     parts = config["policy"]
-    for part, fields_ in parts.items():
-        if isinstance(fields_, Mapping) and "_target_" not in fields_:
-            what = f"policy.{part}.{next(iter(fields_))} is set" if fields_ else f"policy.{part}={{}} is given"
-            raise UsageError(f"{what}, but policy={name} has no {part}: no _target_ names its class")
     if "budget" in parts:
         raise ConfigError("policy.budget", parts["budget"], why=f"has no effect, write budget={parts['budget']}")
     if not isinstance(parts.get("schedule", {}), Mapping):
@@ -280,7 +303,7 @@ def _policy(config: Mapping[str, Any], name: str) -> Policy:
     with refusing():
         if config["budget"] is not None:
             check_budget(config["budget"])  # also of a policy that has no use for it
-        parts = scheduled(dict(parts), config["schedule"], config["block"], config["decode"])
+        parts = scheduled(dict(parts), *(config[name] for name in SCHEDULE))
     with refusing_in("policy", config["policy"]):
         return build_policy({**parts, "name": name}, config["budget"])
 
@@ -300,10 +323,7 @@ def _task(config: Mapping[str, Any]) -> Task:
 
 def _model_spec(config: Mapping[str, Any], chosen: str) -> ModelSpec:
     path = config.get("path")
-    try:
-        name = Path(str(path)).expanduser().resolve().name if path is not None else chosen
-    except (RuntimeError, OSError) as error:  # ~nobody
-        raise UsageError(f"model.path={path} is not a folder on this machine ({error})") from error
+    name = Path(os.path.expanduser(str(path))).resolve().name if path is not None else chosen
     with refusing_in("model", config):
         spec: ModelSpec = build({**config, "_target_": f"{ModelSpec.__module__}.ModelSpec", "name": name})
         for field in ("path", "hub_id", "revision"):
@@ -327,16 +347,13 @@ def out_folder(value: object) -> Path:
     """The folder that `out` names, made once there is something to write. Raises UsageError where it cannot be."""
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
         raise ConfigError("out", value, why="is not allowed, it must be a folder, such as results/runs")
-    try:
-        return writable(Path(str(value)).expanduser())
-    except RuntimeError as error:  # ~nobody
-        raise UsageError(f"out={value} is not a folder ({error})") from error
+    return writable(Path(os.path.expanduser(str(value))))
 
 
 def writable(out: Path) -> Path:
     """`out`. Raises UsageError where nothing can be written into it, or into what there is of the way to it."""
     try:
-        with tempfile.TemporaryFile(dir=next(folder for folder in (out, *out.parents) if lexists(folder))):
+        with tempfile.TemporaryFile(dir=next(folder for folder in (out, *out.parents) if os.path.lexists(folder))):
             pass
     except OSError as error:
         raise UsageError(f"out={out} cannot be written to ({error.strerror}), choose another folder") from error

@@ -14,7 +14,8 @@ DENSE = "kvbench.policies.stores.dense.Dense"
 HOMES = {"policy": "policy", "task": "task", "model": "model", "generation": "model"}
 """In whose label a part of the identity is told; what has no label of its own becomes a column."""
 _ELSEWHERE = ("budget", "code")  # a column of its own; told only where nothing else differs
-_WHEN = ("policy.schedule", "policy.schedule.size", "policy.schedule.decode")  # told behind the name, in words
+_WHEN = ("policy.schedule", "policy.schedule.size", "policy.schedule.decode", "policy.schedule.every")
+"""Fields told behind the name, in words."""
 _LONGEST = 40  # characters of a value: of a longer one the end, which tells paths apart
 
 
@@ -52,13 +53,14 @@ def names(naming: Naming, identity: Mapping[str, Any], also: Collection[str] = (
 
 def evicts(identity: Mapping[str, Any]) -> bool:
     """Whether the policy keeps fewer tokens than it has seen."""
-    return identity["budget"] is not None
+    return identity["budget"] is not None or identity["policy"].get("scorer") is not None
 
 
 def keeps_all(identity: Mapping[str, Any]) -> bool:
     """Whether what ran is the full cache, whatever its name: nothing is evicted, and tokens are stored as made."""
     policy = identity["policy"]
-    whole = policy.get("scorer", "?") is None and policy.get("filter") is None
+    read = policy.get("pre_pass") or policy.get("filter")  # as older versions say it
+    whole = policy.get("scorer", "?") is None and read is None and policy.get("press") is None
     return whole and policy["store"]["class"] == DENSE
 
 
@@ -82,12 +84,18 @@ def briefly(identity: Mapping[str, Any]) -> str:
 
 
 def moments(identity: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """When a policy evicts from the prompt ("prompt", "blocks of 128"), and whether decoding evicts or grows.
+    """When a policy evicts from the prompt ("prompt", "blocks of 128"), and how decoding does ("evict every 128").
 
     None where it does not evict, or does not say.
     """
     part = identity["policy"].get("schedule")
-    return (schedule(identity), part["decode"]) if part is not None and evicts(identity) else (None, None)
+    return (schedule(identity), _decoding(part)) if part is not None and evicts(identity) else (None, None)
+
+
+def _decoding(part: Mapping[str, Any]) -> str:
+    """What decoding does under a schedule; older runs do not say how often."""
+    every = part.get("every", 1)
+    return str(part["decode"]) if every == 1 else f"{part['decode']} every {every}"
 
 
 def when(naming: Naming | None, identity: Mapping[str, Any]) -> str:
@@ -125,6 +133,9 @@ def in_words(moment: str) -> str:
     }
     if at.startswith("m="):
         return f"evicted after every {at.removeprefix('m=')} scored tokens"
+    if at.startswith("evict every "):
+        many = at.removeprefix("evict every ")
+        return f"{many} tokens evicted once {many} are held beyond the budget"
     words = known.get(at, f"evicted after {at.replace('blocks', 'every block')} tokens of the {what}")
     return f"{words}, before its question" if what == "context" else words
 
@@ -190,15 +201,15 @@ def flat(described: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _class(name: str) -> str:
-    return name.rpartition(".")[2] if name.startswith("kvbench.") else name
+    return name.rpartition(".")[2] if name.startswith(("kvbench.", "kvpress.")) else name
 
 
 def _when(identity: Mapping[str, Any], shown: Collection[str]) -> str:
     """What is compressed where that is the context alone, the schedule where it is to be shown, the decoding rule."""
     words = ["compress=context"] if compressed(identity) == "context" and not keeps_all(identity) else []
     words += [schedule(identity)] if {"policy.schedule", "policy.schedule.size"} & set(shown) else []
-    if "schedule" in identity["policy"] and (evicts(identity) or "policy.schedule.decode" in shown):
-        words.append(identity["policy"]["schedule"]["decode"])
+    if "schedule" in identity["policy"] and (evicts(identity) or {*_WHEN[2:]} & set(shown)):
+        words.append(_decoding(identity["policy"]["schedule"]))
     return ", ".join(words)
 
 

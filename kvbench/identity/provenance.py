@@ -1,4 +1,4 @@
-"""What lies beside a run's samples from before its first example: config.yaml and environment.json."""
+"""config.yaml and environment.json of a run, written before its first example."""
 
 from __future__ import annotations
 

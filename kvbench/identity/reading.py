@@ -1,4 +1,4 @@
-"""How an example is read that is given and scored: by which policy, in which blocks."""
+"""Teacher-forced examples: which are scored, by which policy, in which blocks."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from kvbench.cache.cache import KVCache
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.rotary import beyond, uniform_length
-from kvbench.inference.surprisal import surprisal
+from kvbench.inference.pre_pass import rate_next
 from kvbench.policies.policy import Policy
 
 CALL = 512  # tokens of a question in one call of the model
@@ -26,7 +26,7 @@ def check_context(policy: Policy) -> None:
     """ValueError where a policy cannot compress a context before it has seen anything of the question.
 
     All others can. What is decided from the last tokens of a prompt (observation windows, TOVA's row, GemFilter's
-    choice) is then decided from the last tokens of the context; SirLLM gets the surprisal of the question's tokens.
+    choice) is then decided from the last tokens of the context; a pre-pass that rates tokens rates the question's too.
     """
     if policy.schedule.late:
         raise ValueError(
@@ -58,8 +58,7 @@ def take_question(
     """
     place, tokens = cache.seen, question.shape[1]
     for part in question.split(min(at_once, *(_call_size(group, cache, tokens) for group in cache.groups)), dim=1):
-        if any(group.policy.needs.surprisal for group in cache.groups):
-            cache.tell_surprisal(surprisal(logits[:, None], part))
+        rate_next(cache, logits, part)
         positions = torch.arange(place, place + part.shape[1], device=part.device).expand_as(part)
         out = model(input_ids=part, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
         place, logits = place + part.shape[1], out.logits[:, -1]
@@ -73,5 +72,5 @@ def _call_size(group: PolicyGroup, cache: KVCache, tokens: int) -> int:
     would rotate all of a call by the length of the last.
     """
     policy, alike = group.policy, uniform_length(cache.config)
-    one = policy.needs.surprisal or not policy.store.exact or beyond(alike, cache.seen + tokens)
+    one = policy.rates or not policy.store.exact or beyond(alike, cache.seen + tokens)
     return 1 if one else CALL

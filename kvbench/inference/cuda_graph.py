@@ -20,8 +20,8 @@ SETTLING = 2  # steps after which all kernels are compiled and all memory of a s
 
 def can_record(policy: Policy) -> bool:
     """Whether a decoding step of this policy needs nothing but the token and leaves nothing but the device changed."""
-    late = policy.evicts and policy.schedule.decode == "evict" and policy.schedule.order != "attend_then_evict"
-    return policy.store.replayable and not (policy.needs.surprisal or late or policy.granularity == "query_head")
+    uneven = policy.evicts and policy.schedule.decode == "evict" and not policy.schedule.one_each
+    return policy.store.replayable and not (policy.rates or uneven or policy.granularity == "query_head")
 
 
 def check_graph(policy: Policy, device: torch.device) -> None:
@@ -32,6 +32,7 @@ def check_graph(policy: Policy, device: torch.device) -> None:
         raise ValueError(
             "engine.cuda_graph=true replays steps of dense stores with a head for each KV head, that attend, then "
             f"evict, and need nothing but the token; {policy.name} has no such steps: use engine.cuda_graph=false"
+            f"{' or every=1' if policy.schedule.every > 1 else ''}"
         )
 
 

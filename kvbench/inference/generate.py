@@ -5,7 +5,6 @@ Shapes: B batch, T prompt columns (padding included), V vocabulary.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,14 +12,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
+from kvbench.cache.pressed import PressedCache
 from kvbench.cache.rotary import beyond, forget_lengths, uniform_length
 from kvbench.inference.answer import Answer, choose
 from kvbench.inference.calls import next_logits
 from kvbench.inference.context import ContextCache, check_context, parted, take_question
 from kvbench.inference.cuda_graph import Recorder, check_graph
-from kvbench.inference.prompt_filter import filtered
-from kvbench.inference.surprisal import surprisal, telling_surprisal
+from kvbench.inference.pre_pass import pre_pass, rate_next, read_prompt
 from kvbench.policies.policy import Policy
+from kvbench.policies.pre_passes.pre_pass import TextEncoder
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Generation:
     """
 
     tokens: list[list[int]]
-    cache: KVCache
+    cache: KVCache | PressedCache
     prefill_seconds: float
     decode_seconds: float
     decode_steps: int
@@ -51,13 +51,15 @@ def greedy(
     min_new_tokens: int = 0,
     cuda_graph: bool = False,
     context_tokens: int | None = None,
+    encoder: TextEncoder | None = None,
 ) -> Generation:
     """Generate greedily for input_ids [B,T] (left-padded where attention_mask [B,T] is 0) under a policy.
 
     A sequence ends at an EOS id, where `stop` says so of its new tokens, or after max_new_tokens; it then stops
     growing, so that its cache and its output are those of a batch of one. No EOS is among its first min_new_tokens
     tokens. cuda_graph: decoding steps are replayed from a recording, while all sequences go on. context_tokens: the
-    policy's prompt is so long; what follows of input_ids is a question, read as `take_question` does.
+    policy's prompt is so long; what follows of input_ids is a question, read as `take_question` does. encoder: for
+    policies with a pre-pass that is made of text.
 
     Raises BudgetError if the promise is broken, ValueError for an empty prompt or padding on the right, and where steps
     cannot be recorded or a context cannot be compressed by itself, FloatingPointError where the model's output is not a
@@ -71,13 +73,10 @@ def greedy(
         check_context(policy)
         input_ids, question = parted(input_ids, mask, context_tokens)
     began = now(model)
-    if policy.filter is not None:
-        if mask is not None:
-            raise ValueError(f"{policy.name} rewrites the prompt, so it takes prompts without padding")
-        input_ids, policy = filtered(model, input_ids, policy)
+    kind = KVCache if context_tokens is None else ContextCache
+    input_ids, cache = read_prompt(model, input_ids, mask, policy, kind)
     lengths = [input_ids.shape[1]] * len(input_ids) if mask is None else mask.sum(-1).tolist()
-    cache = (KVCache if context_tokens is None else ContextCache)(model.config, policy, prompt_length=lengths)
-    logits = prefill(model, input_ids, mask, cache)
+    logits = prefill(model, input_ids, mask, cache, encoder)
     cache.expect(question.shape[1] + max_new_tokens - 1)  # the last one is never stored
     if isinstance(cache, ContextCache):
         logits = take_question(model, cache, question, logits)
@@ -89,8 +88,7 @@ def greedy(
     steps = 0
     while not all(answer.done for answer in answers):
         steps += 1
-        if policy.needs.surprisal:
-            cache.tell_surprisal(surprisal(logits[:, None], step))
+        rate_next(cache, logits, step)
         alive = [not answer.done for answer in answers]
         if mask is not None or not all(alive):
             mask = _more_columns(mask, alive, cache.seen, step)
@@ -129,7 +127,13 @@ def _more_columns(mask: Tensor | None, alive: list[bool], seen: int, like: Tenso
     return torch.cat([before, torch.tensor(alive, device=like.device)[:, None]], dim=1)
 
 
-def prefill(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
+def prefill(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    cache: KVCache,
+    encoder: TextEncoder | None = None,
+) -> Tensor:
     """Take the prompt in, in the blocks of the cache's schedule; returns the logits after its last column, [B,V].
 
     A later prompt (`cache.next_prompt`) without padding follows what the cache has seen.
@@ -149,8 +153,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cach
     for start in range(0, total, size):
         end = min(start + size, total)
         seen = None if mask is None else mask[:, :end]
-        rating = telling_surprisal(model, cache, input_ids, mask) if cache.policy.needs.surprisal else nullcontext()
-        with rating:
+        with pre_pass(model, cache, input_ids, mask, encoder):
             logits = next_logits(model, input_ids[:, start:end], seen, positions[:, start:end], cache)
     assert logits is not None
     return logits

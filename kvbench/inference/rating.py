@@ -8,9 +8,11 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
+from kvbench.cache.pressed import PressedCache
 from kvbench.inference.teacher_forcing import continuation_scores
 from kvbench.models.tokens import Pair
 from kvbench.policies.policy import Policy
+from kvbench.policies.pre_passes.pre_pass import TextEncoder
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,12 @@ class Rating:
     decode_seconds: float
 
 
-def rated(model: PreTrainedModel, pair: Pair, policy: Policy) -> Rating:
+def rated(model: PreTrainedModel, pair: Pair, policy: Policy, encoder: TextEncoder | None = None) -> Rating:
     """Compress the context as a prompt, then rate its continuation on what the cache holds. Raises BudgetError."""
     context, continuation = (
         torch.tensor([ids], dtype=torch.long, device=model.device) for ids in (pair.context, pair.continuation)
     )
-    found = continuation_scores(model, context, continuation, policy)
+    found = continuation_scores(model, context, continuation, policy, encoder=encoder)
     return Rating(
         pair=pair,
         logprob=float(found.logprobs.double().sum()),
@@ -41,6 +43,6 @@ def rated(model: PreTrainedModel, pair: Pair, policy: Policy) -> Rating:
     )
 
 
-def evicted(cache: KVCache, tokens: int) -> bool:
+def evicted(cache: KVCache | PressedCache, tokens: int) -> bool:
     """Whether any KV head of a cache of one sequence holds fewer than the tokens that were read, at least `tokens`."""
     return int(cache.kept_tokens().min()) < max(tokens, cache.seen)

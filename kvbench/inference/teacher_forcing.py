@@ -15,9 +15,10 @@ from kvbench.cache.cache import KVCache
 from kvbench.cache.rotary import beyond, uniform_length
 from kvbench.inference.answer import NOT_A_NUMBER
 from kvbench.inference.generate import now, padding, prefill
-from kvbench.inference.prompt_filter import filtered
-from kvbench.inference.surprisal import LOGITS_AT_ONCE, surprisal
+from kvbench.inference.logits import LOGITS_AT_ONCE, surprisal
+from kvbench.inference.pre_pass import rate_next, read_prompt
 from kvbench.policies.policy import Policy
+from kvbench.policies.pre_passes.pre_pass import PromptChoice, TextEncoder
 from kvbench.policies.schedule import Blocks
 
 CALL = 512  # tokens a call of the model takes at most: more would gain little, and progress could not be seen
@@ -93,12 +94,14 @@ def continuation_scores(
     *,
     block: int | None = None,
     report: Callable[[int], None] | None = None,
+    encoder: TextEncoder | None = None,
 ) -> Continuation:
     """Compress the prompt [1,T] as generation does, then rate the continuation [1,M], which decoding steps append.
 
     block: at most so many tokens of the continuation go into one call of the model. More than one do only where that
     gives what single tokens give: the cache evicts after every one of them all the same, if decoding evicts. report:
-    called with the number of tokens read, of prompt and continuation together, after every call.
+    called with the number of tokens read, of prompt and continuation together, after every call. encoder: for policies
+    with a pre-pass that is made of text.
     Raises BudgetError if the promise is broken, ValueError for an empty prompt or continuation, or for several.
     """
     if len(prompt) != 1 or len(continuation) != 1:
@@ -109,10 +112,9 @@ def continuation_scores(
         raise ValueError(f"block={block} is not allowed, it must be a number of tokens of at least 1")
     padding(prompt, None)
     began = now(model)
-    if policy.filter is not None:
-        prompt, policy = filtered(model, prompt, policy)
-    cache = WatchedCache(model.config, policy, prompt_length=prompt.shape[1])
-    rated = [_rate(prefill(model, prompt, None, cache), continuation[0, :1])]
+    prompt, cache = read_prompt(model, prompt, None, policy, WatchedCache)
+    logits = prefill(model, prompt, None, cache, encoder)
+    rated = [_rate(logits, continuation[0, :1])]
     cache.expect(continuation.shape[1] - 1)
     cache.watch()
     prefilled = now(model)
@@ -122,8 +124,7 @@ def continuation_scores(
         size = 1  # a call of several would rotate them all by the length of the last
     for start in range(0, last, size):
         end = min(start + size, last)
-        if policy.needs.surprisal:
-            cache.tell_surprisal(-rated[-1][0][None])
+        rate_next(cache, logits[-1:], continuation[:, start:end])
         logits = _call(model, cache, continuation[:, start:end], prompt.shape[1] + start)
         rated.append(_rate(logits, continuation[0, start + 1 : end + 1]))
         if report is not None:
@@ -175,7 +176,7 @@ def check_blocks(policy: Policy) -> None:
     instead = "score what follows a prompt instead (prompt_tokens)"
     if not policy.store.exact:
         raise ValueError(f"{policy.name} stores a text in its final form only once it is a whole prompt: {instead}")
-    if policy.filter is not None:
+    if isinstance(policy.pre_pass, PromptChoice):
         raise ValueError(f"{policy.name} rewrites a whole prompt, so no text can be scored while it is read: {instead}")
     if not policy.evicts:
         return
@@ -208,7 +209,7 @@ def _call_size(model: PreTrainedModel, policy: Policy, block: int = 1) -> int:
 
     One, where the next token must be known first (surprisal), or where a store compresses between two calls.
     """
-    if policy.needs.surprisal or not policy.store.exact:
+    if policy.rates or not policy.store.exact:
         return 1
     vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
     most = max(1, min(CALL, LOGITS_AT_ONCE // vocabulary))

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from kvbench.config.tree import find, names, read
-from kvbench.errors import ConfigError
-from kvbench.tasks.task import at_least
+from kvbench.errors import ConfigError, whole_number
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -41,22 +40,16 @@ def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
     path = Path(str(resources.files("kvbench") / bundled) if bundled else expanduser(said.get("path") or model))
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("no fields")
-        return from_config(config)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"model={model}: {path} is not JSON, the file is damaged or cut off ({error})") from error
+        return from_config(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         each = {name: read("model", name, folders) for name in names("model", folders)}
         known = (name for name, said in each.items() if said.get("bundled") or said["shape"])
         raise ValueError(
             f"model={model} is neither a model known here ({', '.join(known)}) nor a folder with a config.json"
         ) from error
-    except ValueError as error:
-        raise ValueError(f"model={model}: {path} says {error}") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"model={model}: {path} does not say {error}, which the size of a cache depends on") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"model={model}: {path} does not say the size of a cache ({why})") from error
 
 
 def _of_yaml(model: str, said: Mapping[str, Any]) -> CacheShape:
@@ -73,7 +66,7 @@ def check_shape(shape: object) -> None:
     if not isinstance(shape, Mapping) or set(shape) != set(names):
         raise ConfigError("shape", shape, why=f"is not allowed, it must have {', '.join(names)}")
     for name, value in shape.items():
-        at_least(f"shape.{name}", value, 1)
+        whole_number(f"shape.{name}", value, 1)
 
 
 def from_config(config: dict[str, Any]) -> CacheShape:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from importlib import resources
 from importlib.util import find_spec
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from transformers import (
 
 from kvbench.cache.hook import prepare
 from kvbench.cache.interface import kv_shapes
-from kvbench.models.trial import count_parameters, try_out
+from kvbench.models.trial import try_out
 from kvbench.terminal.errors import UsageError, refusing
 
 DEVICE_MAPS = (None, "auto", "balanced", "balanced_low_0", "sequential")
@@ -38,7 +38,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 _TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _WANTED = ("*.safetensors", *_TEXT_FILES)
 _CONFIG_FILES = ("config.json",)
-_SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
 _UNWANTED = ("consolidated*", "original/*", "training_args*")
 
 log = logging.getLogger(__name__)
@@ -165,8 +164,6 @@ _last_loaded: dict[tuple[Checkpoint, torch.device], LoadedModel] = {}  # the cel
 
 
 def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
-    with refusing(f"model={checkpoint.spec.name}: "):
-        _check_bytes(checkpoint)
     try:
         with _unreported():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -199,23 +196,6 @@ def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
     else:
         record["device_map"] = {part: str(where) for part, where in _placed(model).items()}
     return LoadedModel(model.eval(), record)
-
-
-def _check_bytes(checkpoint: Checkpoint) -> None:
-    """ValueError where the weights are far too few for the configuration: what lacks would be made, and fill memory.
-
-    Only quantised weights take less than a byte each. What is nearer is named tensor by tensor, by `check_weights`.
-    """
-    parts = (checkpoint.config, checkpoint.config.get_text_config(decoder=True))
-    if any(hasattr(part, "quantization_config") for part in parts):
-        return
-    found = sum(file.stat().st_size for file in checkpoint.folder.glob("*.safetensors"))
-    needed = count_parameters(checkpoint.config)
-    if needed is not None and found < needed:
-        raise ValueError(
-            f"the weights in {checkpoint.folder} are not this model's: {found:,} bytes are too few for the {needed:,} "
-            "parameters that config.json asks for"
-        )
 
 
 def _placed(model: PreTrainedModel) -> Mapping[str, object]:
@@ -284,7 +264,7 @@ def pick_device(name: str) -> torch.device:
 def _folder(spec: ModelSpec, wanted: tuple[str, ...]) -> Path:
     """The folder with the model's files; of a hub model at least those that match `wanted`."""
     if spec.path is not None:
-        return _local_folder(Path(spec.path).expanduser())
+        return _local_folder(Path(expanduser(spec.path)))
     if spec.bundled is not None:
         return Path(str(resources.files("kvbench") / spec.bundled))
     if spec.hub_id is None:
@@ -301,32 +281,12 @@ def _identity(spec: ModelSpec, folder: Path) -> tuple[tuple[str, str], ...]:
 def _config(spec: ModelSpec, folder: Path) -> Any:  # noqa: ANN401 - transformers' own configuration object
     """The model's configuration. Raises UsageError where it cannot be read or the model cannot be run by us."""
     try:
-        _check_fields(folder / "config.json")
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=spec.trust_remote_code)
-        text = config.get_text_config(decoder=True)
-        if text.num_hidden_layers < 1:
-            raise ValueError(f"num_hidden_layers={text.num_hidden_layers} must be at least 1")
     except Exception as error:  # whatever a class of transformers, or of the model's own, makes of a damaged file
         raise UsageError(f"model={spec.name}: {folder}/config.json cannot be used: {_reason(error)}") from error
     with refusing(f"model={spec.name}: "):
         try_out(config)
     return config
-
-
-def _check_fields(path: Path) -> None:
-    """ValueError for a file without fields, or with a size on which transformers' own code breaks."""
-    try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"it is not JSON, the file is damaged or cut off ({error})") from error
-    if not isinstance(said, dict):
-        raise ValueError("it has no fields")
-    text = said.get("text_config")
-    for fields in (said, text if isinstance(text, dict) else {}):
-        for name in _SIZES:
-            size = fields.get(name)
-            if isinstance(size, int) and size < 1:
-                raise ValueError(f"{name}={size} must be at least 1")
 
 
 def _local_folder(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""From strings to tokens as lm-eval does it: one BOS, a context and its continuation taken apart, ends by name."""
+"""Tokenisation as lm-eval does it: one BOS, context and continuation apart, end tokens by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Pair:
 
     @property
     def tokens(self) -> int:
-        """How many there are of both."""
+        """The number of both."""
         return len(self.context) + len(self.continuation)
 
 
@@ -59,6 +59,27 @@ def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:
         if isinstance(token, int):
             return token
     raise ValueError("the tokenizer has neither BOS nor EOS, so the first token of a text has nothing to follow")
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A tokenizer as a pre-pass uses it (`TextEncoder` in `policies.pre_passes.pre_pass`)."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, none added before or after."""
+        return _encode(self.tokenizer, text, special=False)
+
+    @property
+    def turn_end(self) -> str:
+        """What the chat template has between a user's words and the answer; a line's end where there is no template."""
+        if not self.tokenizer.chat_template:
+            return "\n"
+        mark = "\x00"  # no text holds it
+        turn = [{"role": "user", "content": mark}]
+        whole = str(self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+        return whole.rpartition(mark)[2]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

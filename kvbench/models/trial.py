@@ -40,7 +40,7 @@ def try_out(config: PreTrainedConfig) -> None:
 def count_parameters(config: PreTrainedConfig) -> int | None:
     """Numbers in the weights of a model of this configuration, tied ones once; None for code of the model's own."""
     model = _without_weights(config)
-    return None if model is None else model.num_parameters()
+    return None if model is None else int(model.num_parameters())
 
 
 def _without_weights(config: PreTrainedConfig) -> PreTrainedModel | None:

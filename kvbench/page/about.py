@@ -60,20 +60,14 @@ def _tasks(entries: Sequence[Result]) -> Iterable[tuple[str, ...]]:
         settings.setdefault(entry.setting, []).append(entry)
     for members in settings.values():
         first = members[0]
-        sizes = sorted({len(e.samples) for e in members})
         lengths = [s.prompt_tokens for s in max((e.samples for e in members), key=len)]
-        yield (
-            first.task,
-            first.model,
-            _range(sizes),
-            _range(sorted({min(lengths), max(lengths)})),
-            str(first.identity["seed"]),
-            str(len(members)),
-        )
+        sizes, tokens = _range([len(e.samples) for e in members]), _range(lengths)
+        yield first.task, first.model, sizes, tokens, str(first.identity["seed"]), str(len(members))
 
 
 def _range(values: Sequence[int]) -> str:
-    return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
+    least, most = min(values), max(values)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def _policies(entries: Sequence[Result]) -> tuple[Fact, ...]:
@@ -86,16 +80,14 @@ def _policies(entries: Sequence[Result]) -> tuple[Fact, ...]:
 
 
 def _environment(entries: Sequence[Result]) -> tuple[Fact, ...]:
-    """What all runs share as one value, else every value there is."""
+    """Versions and hardware: one value if all runs share it, else every value."""
     places = [entry.environment for entry in entries]
     packages = sorted({name for place in places for name, version in place["packages"].items() if version})
-    facts = [("kvbench revision", _all(str(place["kvbench_revision"] or "unknown") for place in places))]
-    facts += [("hardware", _all(map(hardware, entries)))]
-    facts += [("platform", _all(str(place["hardware"]["platform"]) for place in places))]
-    facts += [("python", _all(str(place["python"]) for place in places))]
-    facts += [(name, _all(str(place["packages"].get(name)) for place in places)) for name in packages]
-    return tuple(facts)
-
-
-def _all(values: Iterable[str]) -> str:
-    return "; ".join(sorted(set(values)))
+    found = {
+        "kvbench revision": [place["kvbench_revision"] or "unknown" for place in places],
+        "hardware": map(hardware, entries),
+        "platform": [place["hardware"]["platform"] for place in places],
+        "python": [place["python"] for place in places],
+        **{name: [place["packages"].get(name) for place in places] for name in packages},
+    }
+    return tuple((name, "; ".join(sorted(set(map(str, values))))) for name, values in found.items())

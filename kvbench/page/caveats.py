@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,13 +33,20 @@ def caveats(
     entries: Sequence[Result], standings: Mapping[Result, Standing], unfinished: Sequence[Path]
 ) -> list[Caveat]:
     """Every warning about these runs, the worst first."""
-    found: list[Caveat] = [*_failed(entries), *_unfinished(unfinished)]
-    for check in (_mixed_versions, _schedules, _examples, _computed_by):
-        found += check(entries)
-    found += _too_wide(entries, standings)
-    for check in (_nothing_evicted, _memory, _no_baseline, _hardware):
-        found += check(entries)
-    return sorted(found, key=lambda caveat: LEVELS.index(caveat.level))
+    found = [
+        _failed(entries),
+        _unfinished(unfinished),
+        _mixed_versions(entries),
+        *_schedules(entries),
+        _examples(entries),
+        _computed_by(entries),
+        _too_wide(entries, standings),
+        _nothing_evicted(entries),
+        _memory(entries),
+        _no_baseline(entries),
+        _hardware(entries),
+    ]
+    return sorted((one for one in found if one.where), key=lambda caveat: LEVELS.index(caveat.level))
 
 
 def unfinished(folder: Path) -> list[Path]:
@@ -53,32 +61,26 @@ def called(entry: Result) -> str:
     return f"{entry.name}{at} on {entry.task} ({entry.model})"
 
 
-def _failed(entries: Sequence[Result]) -> Iterator[Caveat]:
-    failed = [entry for entry in entries if entry.n_failed]
-    if not failed:
-        return
-    where = []
-    for entry in failed:
-        first = next(s for s in entry.samples if s.error is not None)
-        said = f"{entry.n_failed} of {entry.n} examples; example {first.index}: {first.error}"
-        where.append(f"{called(entry)}: {said}")
-    broke = any("BudgetError" in (s.error or "") for entry in failed for s in entry.samples)
-    title = "broke their budget" if broke else "failed"
+def _failed(entries: Sequence[Result]) -> Caveat:
+    failed = {entry: [s for s in entry.samples if s.error is not None] for entry in entries if entry.n_failed}
+    where = (
+        f"{called(entry)}: {entry.n_failed} of {entry.n} examples; example {lost[0].index}: {lost[0].error}"
+        for entry, lost in failed.items()
+    )
+    broke = any("BudgetError" in (sample.error or "") for lost in failed.values() for sample in lost)
+    title = f"{_count(len(failed), 'run')} {'broke their budget' if broke else 'failed'}"
     text = "They have no score: a mean over the examples that went well would flatter them."
-    yield Caveat(BROKEN, f"{_count(len(failed), 'run')} {title}", text, tuple(where))
+    return Caveat(BROKEN, title, text, tuple(where))
 
 
-def _unfinished(folders: Sequence[Path]) -> Iterator[Caveat]:
-    if folders:
-        text = "Left out of everything below. The command that began them continues with the next example."
-        yield Caveat(BROKEN, f"{_count(len(folders), 'run')} not finished", text, tuple(path.name for path in folders))
+def _unfinished(folders: Sequence[Path]) -> Caveat:
+    text = "Left out of everything below. The command that began them continues with the next example."
+    return Caveat(BROKEN, f"{_count(len(folders), 'run')} not finished", text, tuple(path.name for path in folders))
 
 
-def _mixed_versions(entries: Sequence[Result]) -> Iterator[Caveat]:
-    mixed = [entry for entry in entries if entry.mixed]
-    if mixed:
-        where = tuple(f"{called(entry)}: {entry.mixed}" for entry in mixed)
-        yield Caveat(CARE, "Versions mixed within a run", "Such a run measures neither of the two.", where)
+def _mixed_versions(entries: Sequence[Result]) -> Caveat:
+    where = tuple(f"{called(entry)}: {entry.mixed}" for entry in entries if entry.mixed)
+    return Caveat(CARE, "Versions mixed within a run", "Such a run measures neither of the two.", where)
 
 
 def _schedules(entries: Sequence[Result]) -> Iterator[Caveat]:
@@ -96,7 +98,7 @@ def _schedules(entries: Sequence[Result]) -> Iterator[Caveat]:
 _MIXED = {"what is compressed": "prompts and contexts", "schedules": "schedules", "decoding": "rules of decoding"}
 
 
-def _examples(entries: Sequence[Result]) -> Iterator[Caveat]:
+def _examples(entries: Sequence[Result]) -> Caveat:
     where = []
     for members in _by_setting(entries):
         sets = {tuple(sample.prompt_hash for sample in entry.samples) for entry in members}
@@ -104,17 +106,14 @@ def _examples(entries: Sequence[Result]) -> Iterator[Caveat]:
             sizes = sorted(map(len, sets))
             many = f"{sizes[0]} to {sizes[-1]}" if sizes[0] < sizes[-1] else f"{sizes[0]} others each"
             where.append(f"{members[0].task} ({members[0].model}): {many} examples")
-    if where:
-        text = "Differences are taken over the examples that both have; the scores themselves are not."
-        yield Caveat(CARE, "Not the same examples for all", text, tuple(where))
+    text = "Differences are taken over the examples that both have; the scores themselves are not."
+    return Caveat(CARE, "Not the same examples for all", text, tuple(where))
 
 
-def _computed_by(entries: Sequence[Result]) -> Iterator[Caveat]:
-    revisions = _of_environment(entries, lambda e: str(e.environment["kvbench_revision"] or "unknown"))
-    if len(revisions) > 1:
-        where = tuple(f"{_short(name)}: {_count(many, 'run')}" for name, many in revisions.items())
-        text = "Runs whose own code differs have their digest in the name; what they share may still have changed."
-        yield Caveat(NOTE, "Computed by several revisions of kvbench", text, where)
+def _computed_by(entries: Sequence[Result]) -> Caveat:
+    text = "Runs whose own code differs have their digest in the name; what they share may still have changed."
+    where = _several(_short(str(e.environment["kvbench_revision"] or "unknown")) for e in entries)
+    return Caveat(NOTE, "Computed by several revisions of kvbench", text, where)
 
 
 def _short(revision: str) -> str:
@@ -122,7 +121,7 @@ def _short(revision: str) -> str:
     return f"{commit[:12]}{plus}{dirty}"
 
 
-def _too_wide(entries: Sequence[Result], standings: Mapping[Result, Standing]) -> Iterator[Caveat]:
+def _too_wide(entries: Sequence[Result], standings: Mapping[Result, Standing]) -> Caveat:
     where = []
     for members in groups(entries).values():
         tied = [entry for entry in members if standings[entry].place == "tied"]
@@ -142,12 +141,11 @@ def _too_wide(entries: Sequence[Result], standings: Mapping[Result, Standing]) -
         if enough > examples and not first.reads:
             said += f"; a difference of {EFFECT} takes about {enough:,} examples"
         where.append(said)
-    if where:
-        text = "Equal is not shown either: there are too few examples to tell."
-        yield Caveat(CARE, "Intervals too wide to tell policies apart", text, tuple(where))
+    text = "Equal is not shown either: there are too few examples to tell."
+    return Caveat(CARE, "Intervals too wide to tell policies apart", text, tuple(where))
 
 
-def _memory(entries: Sequence[Result]) -> Iterator[Caveat]:
+def _memory(entries: Sequence[Result]) -> Caveat:
     where = []
     for members in groups(entries).values():
         held = {entry: entry.cache_bytes for entry in members if entry.cache_bytes and entry.budget is not None}
@@ -156,30 +154,25 @@ def _memory(entries: Sequence[Result]) -> Iterator[Caveat]:
             times = held[most] / held[least]
             said = f"{most.task} ({most.model}) at {budget_words(most.budget)}, {most.when}"
             where.append(f"{said}: {most.name} holds {times:.2f}x the bytes of {least.name}")
-    if where:
-        text = "A budget counts tokens. Statistics, positions, growth while decoding and stores make bytes of them."
-        yield Caveat(NOTE, "The same budget is not the same memory", text, tuple(where))
+    text = "A budget counts tokens. Statistics, positions, growth while decoding and stores make bytes of them."
+    return Caveat(NOTE, "The same budget is not the same memory", text, tuple(where))
 
 
-def _nothing_evicted(entries: Sequence[Result]) -> Iterator[Caveat]:
-    idle = [e for e in entries if e.evicts and e.evicted_share == 0]
-    if idle:
-        text = "The budget is above every prompt, so that this is the full cache under another name."
-        yield Caveat(CARE, "Nothing was evicted", text, tuple(map(called, idle)))
+def _nothing_evicted(entries: Sequence[Result]) -> Caveat:
+    idle = tuple(called(e) for e in entries if e.evicts and e.evicted_share == 0)
+    text = "The budget is above every prompt, so that this is the full cache under another name."
+    return Caveat(CARE, "Nothing was evicted", text, idle)
 
 
-def _no_baseline(entries: Sequence[Result]) -> Iterator[Caveat]:
+def _no_baseline(entries: Sequence[Result]) -> Caveat:
     alone = dict.fromkeys(f"{e.task} ({e.model})" for e in entries if not e.is_full and e.baseline is None)
-    if alone:
-        text = "No cost of compression can be told there: run policy=full on the same examples."
-        yield Caveat(NOTE, "The full cache was not run", text, tuple(alone))
+    text = "No cost of compression can be told there: run policy=full on the same examples."
+    return Caveat(NOTE, "The full cache was not run", text, tuple(alone))
 
 
-def _hardware(entries: Sequence[Result]) -> Iterator[Caveat]:
-    machines = _of_environment(entries, hardware)
-    if len(machines) > 1:
-        where = tuple(f"{name}: {_count(many, 'run')}" for name, many in machines.items())
-        yield Caveat(NOTE, "Several machines or numbers of threads", "Seconds do not compare between them.", where)
+def _hardware(entries: Sequence[Result]) -> Caveat:
+    where = _several(map(hardware, entries))
+    return Caveat(NOTE, "Several machines or numbers of threads", "Seconds do not compare between them.", where)
 
 
 def hardware(entry: Result) -> str:
@@ -187,15 +180,14 @@ def hardware(entry: Result) -> str:
     return machine(entry.environment)
 
 
-def _of_environment(entries: Sequence[Result], of: Callable[[Result], str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for entry in entries:
-        counts[of(entry)] = counts.get(of(entry), 0) + 1
-    return counts
+def _several(values: Iterable[str]) -> tuple[str, ...]:
+    """How many runs have each value; nothing where all have the same."""
+    counts = Counter(values)
+    return tuple(f"{name}: {_count(many, 'run')}" for name, many in counts.items()) if len(counts) > 1 else ()
 
 
 def _by_setting(entries: Iterable[Result]) -> list[list[Result]]:
-    """Entries that are compared example by example, whatever their budget and schedule."""
+    """Entries that are compared example by example, of any budget and schedule."""
     found: dict[tuple[str, ...], list[Result]] = {}
     for entry in entries:
         found.setdefault(entry.setting, []).append(entry)

@@ -9,7 +9,9 @@ from typing import Any
 
 from kvbench.analysis.result import Result
 from kvbench.page.rows import budget_words
-from kvbench.report.figures.panels import panels_of, sides
+from kvbench.report.figures.panels import Panel, height, panels_of, sides
+from kvbench.report.figures.score import Axis, Point, budget_axis, byte_axis, covering
+from kvbench.report.figures.sheet import side_by_side
 from kvbench.report.figures.style import FAINT, GRID, INK, Look, byte_unit
 
 SYMBOLS = {
@@ -30,7 +32,6 @@ SYMBOLS = {
     "8": "octagon",
 }
 """Our markers by plotly's names."""
-STEP, TAKEN = 0.06, 0.65  # of the way to the next budget: between lines at one, and all of them at most
 SIZE, WIDER = 8, 5  # pixels of a point, and what each that covers it adds
 FONT = {"family": "system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif", "size": 12, "color": INK}
 AXES = {"budget": "budget", "bytes": "bytes held"}
@@ -40,7 +41,7 @@ Spec = dict[str, Any]
 
 @dataclass(frozen=True)
 class Card:
-    """A figure and what the filters know it by."""
+    """A figure, and the fields by which it is filtered."""
 
     title: str
     model: str
@@ -54,78 +55,69 @@ def cards(entries: Sequence[Result], looks: Mapping[str, Look]) -> list[Card]:
     found = []
     for panel in panels_of(entry for entry in entries if entry.value is not None):
         for axis, words in AXES.items():
-            spec = figure(panel.cells, looks, axis)
+            spec = figure(panel, looks, axis)
             if spec is not None:
                 found.append(Card(f"{panel.task}, by {words}", panel.model, panel.task, axis, spec))
     return found
 
 
-def figure(entries: Sequence[Result], looks: Mapping[str, Look], axis: str) -> Spec | None:
+def figure(panel: Panel, looks: Mapping[str, Look], by: str) -> Spec | None:
     """One panel: a line per policy, its 95% intervals as bars, the full cache as a level. None without a point."""
-    placed = [e for e in entries if not e.is_full and (e.cache_bytes if axis == "bytes" else e.budget)]
-    shares = {isinstance(e.budget, float) for e in placed}
-    if axis == "budget" and len(shares) > 1:  # shares and tokens are no common axis: the more frequent kind
-        most = sum(isinstance(e.budget, float) for e in placed) * 2 > len(placed)
-        placed = [e for e in placed if isinstance(e.budget, float) == most]
-    if not placed:
+    cells = panel.cells
+    shares = [isinstance(e.budget, float) for e in cells if e.budget is not None]
+    if by == "budget" and len(set(shares)) > 1:  # shares and tokens are no common axis: the more frequent kind
+        most = 2 * sum(shares) > len(shares)
+        cells = [e for e in cells if e.budget is None or isinstance(e.budget, float) == most]
+    axis = byte_axis(cells) if by == "bytes" else budget_axis(cells)
+    lines: dict[str, list[Result]] = {}
+    for cell in sorted((cell for cell in cells if axis.has(cell)), key=axis.at):
+        lines.setdefault(cell.line, []).append(cell)
+    if not lines:
         return None
-    unit, size = byte_unit(min(e.cache_bytes or 1.0 for e in placed)) if axis == "bytes" else ("", 1)
-    budgets = sorted({e.budget for e in placed if e.budget})
-    names = list(dict.fromkeys(e.line for e in placed))
-    traces = []
-    for place, name in enumerate(names):
-        line = [e for e in placed if e.line == name]
-        if axis == "bytes":
-            line.sort(key=lambda e: e.cache_bytes or 0)
-            x = [(e.cache_bytes or 0) / size for e in line]
-        else:  # budgets are categories, at which lines stand side by side; nothing is moved along a measure
-            line.sort(key=lambda e: e.budget or 0)
-            step = min(STEP, TAKEN / max(len(names) - 1, 1))
-            x = [budgets.index(e.budget or 0) + step * (place - (len(names) - 1) / 2) for e in line]
-        traces.append(_trace(line, looks[name], x))
-    _show_below(traces)
-    span = [x for trace in traces for x in trace["x"]]
-    across = _bytes_axis(span, unit) if axis == "bytes" else _budget_axis(budgets)
+    names = [name for name in panel.lines if name in lines]  # beside each other at a category, in this order
+    aside = [0.0] * len(names) if axis.categories is None else side_by_side(len(names))
+    points = [
+        [(axis.at(cell) + move, height(cell)) for cell in lines[name]] for name, move in zip(names, aside, strict=True)
+    ]
+    traces = [_trace(lines[name], looks[name], points, place) for place, name in enumerate(names)]
+    across = _across(axis, [x for line in points for x, _ in line])
     left, right = across["range"]
     steps = [left + (right - left) * i / 8 for i in range(9)]  # something to point at all along
-    traces += _level([e for e in entries if e.is_full], [10**x for x in steps] if axis == "bytes" else steps)
-    return {"data": traces, "layout": _layout(placed, across, entries[0].reads)}
+    traces += _level([e for e in cells if e.is_full], steps if axis.categories else [10**x for x in steps])
+    return {"data": traces, "layout": _layout([c for own in lines.values() for c in own], across, cells[0].reads)}
 
 
-def _trace(line: Sequence[Result], look: Look, x: Sequence[float]) -> Spec:
-    colour = look.colour
+def _trace(line: Sequence[Result], look: Look, points: Sequence[Sequence[Point]], place: int) -> Spec:
+    """A line. Its points are rings, wider for each of the later lines that has one at the same place."""
+    covered = [covering(point, points[place + 1 :]) for point in points[place]]
+    symbol = SYMBOLS[look.marker]
+    plain = symbol + "-open" * look.hollow
     return {
         "type": "scatter",
         "mode": "lines+markers",
         "name": line[0].line,
-        "x": [round(at, 5) for at in x],
-        "y": [_rounded(e.value) for e in line],
-        "error_y": {"type": "data", "symmetric": False, **_sides(line), "color": colour, "thickness": 1, "width": 0},
-        "line": {"color": colour, "width": 2, "dash": dash(look)},
+        "x": [round(x, 5) for x, _ in points[place]],
+        "y": [_rounded(y) for _, y in points[place]],
+        "error_y": {
+            "type": "data",
+            "symmetric": False,
+            "color": look.colour,
+            "thickness": 1,
+            "width": 0,
+            **_sides(line),
+        },
+        "line": {"color": look.colour, "width": 2, "dash": dash(look)},
         "marker": {
-            "symbol": SYMBOLS[look.marker] + ("-open" if look.hollow else ""),
-            "size": SIZE,
-            "color": colour,
+            "symbol": [f"{symbol}-open" if count else plain for count in covered],
+            "size": [SIZE + WIDER * count for count in covered],
+            "line": {"width": [1.6 if count else 0 for count in covered]},
+            "color": look.colour,
+            "opacity": 1,
         },
         "text": [hover(e) for e in line],
         "hovertemplate": "%{text}<extra></extra>",
         "meta": {"line": line[0].line, "schedule": line[0].moments[0]},
     }
-
-
-def _show_below(traces: Sequence[Spec]) -> None:
-    """Make points rings, wider for each of the later lines that has one at the same place and would cover them."""
-    points = [list(zip(trace["x"], trace["y"], strict=True)) for trace in traces]
-    for place, trace in enumerate(traces):
-        above = [sum(point in line for line in points[place + 1 :]) for point in points[place]]
-        symbol = trace["marker"]["symbol"].removesuffix("-open")
-        if any(above):
-            trace["marker"] |= {
-                "size": [SIZE + WIDER * min(count, 3) for count in above],
-                "symbol": [f"{symbol}-open" if count else trace["marker"]["symbol"] for count in above],
-                "line": {"width": [1.6 if count else 0 for count in above]},
-                "opacity": 1,
-            }
 
 
 def dash(look: Look) -> str:
@@ -142,7 +134,7 @@ def _sides(line: Sequence[Result]) -> Spec:
 
 
 def hover(entry: Result) -> str:
-    """What is said of a point. Plotly reads some HTML in it, so names are escaped."""
+    """The text shown for a point. Plotly reads some HTML in it, so names are escaped."""
     interval = "" if entry.ends is None else f" ({entry.ends[0]:.3f} to {entry.ends[1]:.3f})"
     what = "NLL" if entry.reads else "score"
     lines = [f"<b>{_plain(entry.line)}</b>", f"{what} {entry.value:.3f}{interval}"]
@@ -178,18 +170,15 @@ def _level(full: Sequence[Result], steps: Sequence[float]) -> list[Spec]:
     return [*traces, {**common, **level, **said, "meta": {"line": entry.line, "schedule": ""}}]
 
 
-def _bytes_axis(span: Sequence[float], unit: str) -> Spec:
-    edge = 2.0 if max(span) < 1.5 * min(span) else 1.25  # nearly the same bytes shall look so
-    ends = [log10(min(span) / edge), log10(max(span) * edge)]
-    return {"title": f"cache held per example, {unit}", "type": "log", "range": ends, "nticks": 6}
-
-
-def _budget_axis(budgets: Sequence[int | float]) -> Spec:
-    share = any(isinstance(budget, float) for budget in budgets)
-    title = "budget, share of the prompt" if share else "budget, tokens per KV head and layer"
-    names = [budget_words(budget) for budget in budgets]
-    ticks = {"tickvals": list(range(len(budgets))), "ticktext": names}
-    return {"title": title, "type": "linear", "range": [-0.5, len(budgets) - 0.5], "showgrid": False, **ticks}
+def _across(axis: Axis, span: Sequence[float]) -> Spec:
+    """The horizontal axis as plotly has it."""
+    if axis.categories is None:
+        edge = 2.0 if max(span) < 1.5 * min(span) else 1.25  # nearly the same bytes shall look so
+        ends = [log10(min(span) / edge), log10(max(span) * edge)]
+        return {"title": axis.words, "type": "log", "range": ends, "nticks": 6}
+    ticks = {"tickvals": list(range(len(axis.categories))), "ticktext": list(axis.categories)}
+    ends = [-0.5, len(axis.categories) - 0.5]
+    return {"title": axis.words, "type": "linear", "range": ends, "showgrid": False, **ticks}
 
 
 def _layout(entries: Sequence[Result], across: Spec, reads: bool) -> Spec:
@@ -206,7 +195,7 @@ def _layout(entries: Sequence[Result], across: Spec, reads: bool) -> Spec:
 
 
 def base_layout() -> Spec:
-    """What all figures of the page share."""
+    """The layout that all figures of the page share."""
     return {
         "font": FONT,
         "paper_bgcolor": "rgba(0,0,0,0)",

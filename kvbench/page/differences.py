@@ -16,7 +16,7 @@ _WORD = re.compile(r"\s*[^\W_]+|\s*[^\w\s]|\s*_|\s+")
 
 
 def pieces(own: str, other: str) -> list[Piece]:
-    """`own` in pieces: what `other` has too, what it has not, and, marked as missing, what only `other` has.
+    """`own` in pieces: shared with `other`, added, and, marked as missing, pieces that only `other` has.
 
     The pieces that are not missing are `own`, character for character. Beyond 2,000 words the two are only compared as
     a whole.

@@ -12,6 +12,7 @@ from functools import cache
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any
 
+from kvbench.analysis.metrics import mean_kept
 from kvbench.analysis.result import Result
 from kvbench.page.differences import SAME, pieces
 from kvbench.page.prompts import Prompts, Shown, prompts_of
@@ -32,7 +33,7 @@ Setting = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Browser:
-    """Groups of examples, one for each model and task, and what was left out, in words."""
+    """Groups of examples, one for each model and task, and sentences on what was left out."""
 
     groups: list[Browsed]
     cut: tuple[str, ...]
@@ -45,15 +46,20 @@ def browser(entries: Sequence[Result], most_bytes: int = MOST_BYTES) -> Browser:
     for entry in entries:
         settings.setdefault(entry.setting, []).append(entry)
     sizes = {setting: _sizes(members) for setting, members in settings.items()}
-    kept = _fitting(sizes, most_bytes)
-    left = most_bytes - sum(sum(own[: kept[setting]]) for setting, own in sizes.items())
-    whole = _whole([(members, kept[setting]) for setting, members in settings.items()], left)
+    shown = max(1, _fitting(list(sizes.values()), most_bytes))
+    left = most_bytes - sum(sum(own[:shown]) for own in sizes.values())
+    tokens = [
+        [(TOKEN + len(members)) * sample.prompt_tokens for sample in _longest(members).samples[:shown]]
+        for members in settings.values()
+    ]
+    whole = _fitting(tokens, left)
     groups, cut = [], []
     for setting, members in settings.items():
-        found = _group(members, kept[setting], whole) | {"entries": [numbers[entry] for entry in members]}
+        found = _group(members, min(shown, len(sizes[setting])), whole)
+        found["entries"] = [numbers[entry] for entry in members]
         found["full"] = next((numbers[entry] for entry in members if entry.is_full), None)
-        if kept[setting] < len(sizes[setting]):
-            cut.append(f"{found['title']}: the first {kept[setting]} of {len(sizes[setting])} examples")
+        if shown < len(sizes[setting]):
+            cut.append(f"{found['title']}: the first {shown} of {len(sizes[setting])} examples")
         groups.append(found)
     return Browser(groups, tuple(cut))
 
@@ -68,25 +74,10 @@ def _sizes(members: Sequence[Result]) -> list[int]:
     return [size + 3_000 for size in sizes]
 
 
-def _fitting(sizes: Mapping[Setting, Sequence[int]], most: float) -> dict[Setting, int]:
-    """How many of its first examples each group shows: in turn one more of each, while all fit into `most` bytes."""
-    kept = dict.fromkeys(sizes, 0)
-    for place in range(max(map(len, sizes.values()))):
-        for setting, own in sizes.items():
-            if kept[setting] == place < len(own) and (own[place] <= most or place == 0):
-                kept[setting] += 1
-                most -= own[place]
-    return kept
-
-
-def _whole(groups: Sequence[tuple[Sequence[Result], int]], left: int) -> int:
-    """How many of a group's examples, from the first, may have their prompts in full within `left` bytes for all."""
-    sizes = [
-        [(TOKEN + len(members)) * sample.prompt_tokens for sample in _longest(members).samples[:kept]]
-        for members, kept in groups
-    ]
-    together = accumulate(sum(column) for column in zip_longest(*sizes, fillvalue=0))
-    return sum(total <= left for total in together)
+def _fitting(groups: Sequence[Sequence[int]], most: float) -> int:
+    """How many first examples of every group fit into `most` bytes together. groups: bytes of each example."""
+    together = accumulate(sum(column) for column in zip_longest(*groups, fillvalue=0))
+    return sum(total <= most for total in together)
 
 
 def _longest(members: Sequence[Result]) -> Result:
@@ -141,7 +132,8 @@ def _about(sample: Sample) -> str:
 def _answer(entry: Result, sample: Sample | None, full: Sample | None, shown: Shown | None) -> Browsed | None:
     if sample is None:
         return None
-    found: Browsed = {"score": sample.score, "kept": _mean_kept(sample), "bytes": sample.cache_bytes}
+    kept = mean_kept(sample)
+    found: Browsed = {"score": sample.score, "kept": kept and round(kept, 1), "bytes": sample.cache_bytes}
     if sample.error is not None:
         found["error"] = _short(sample.error)
     elif sample.likelihood is not None:
@@ -193,13 +185,6 @@ def _levels(heads: int) -> str:
     return LEVELS[0] + "".join(LEVELS[max(1, round(kept / heads * top))] for kept in range(1, heads + 1))
 
 
-def _mean_kept(sample: Sample) -> float | None:
-    if not sample.kept_tokens:
-        return None
-    heads = [kept for layer in sample.kept_tokens for kept in layer]
-    return round(sum(heads) / len(heads), 1)
-
-
 def _short(text: str) -> str:
     """At most `LONGEST` characters, saying what was left out."""
     if len(text) <= LONGEST:
@@ -208,7 +193,7 @@ def _short(text: str) -> str:
 
 
 def legend(entries: Sequence[Result]) -> Mapping[str, Browsed]:
-    """What the browser says of every entry, by its number."""
+    """The labels of every entry in the browser, by its number."""
     return {
         str(number): {
             "policy": e.name,

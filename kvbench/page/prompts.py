@@ -151,7 +151,7 @@ def _ends(tokens: list[str]) -> list[int]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """What would be warned of while running was warned of then."""
+    """No warnings: the run gave them."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -40,7 +40,7 @@ def _measured(grid: Grid) -> Grid | None:
 
 
 def _rows(block: Block) -> Iterator[Row]:
-    """Those that have a number of ours: there is nothing to do for them."""
+    """The rows that have a number of ours."""
     for row in block.rows:
         if not row.cells[OURS].hole:
             yield replace(row, cells=row.cells[:TO_DO])

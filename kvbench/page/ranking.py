@@ -8,8 +8,7 @@ from statistics import fmean
 
 from kvbench.analysis.pairs import paired
 from kvbench.analysis.result import Result
-from kvbench.analysis.statistics import FEWEST, Difference
-from kvbench.papers.claims.inference import ALPHA, examples_needed, holm
+from kvbench.analysis.statistics import ALPHA, FEWEST, Difference, examples_needed, holm
 
 Group = tuple[object, ...]
 EFFECT = 0.05  # of the score from 0 to 1: a difference that papers make a point of
@@ -31,7 +30,7 @@ class Standing:
 
 
 def group_of(entry: Result) -> Group:
-    """What entries share that are ranked with each other: examples, budget, schedule and decoding rule.
+    """Entries are ranked with each other if they share this: examples, budget, schedule and decoding rule.
 
     The full cache has neither schedule nor rule: it evicts nothing, answers alike under all of them, and is the
     reference of every group.

@@ -35,7 +35,7 @@ def page(runs: Sequence[Result], folder: Path, most_bytes: int = examples.MOST_B
         "entries": examples.legend(rows),
         "looks": drawn,
     }
-    numbered = _numbered(cards, needles, kept)
+    numbered = list(enumerate((*cards, *needles, *kept)))
     environment = Environment(
         loader=PackageLoader("kvbench.page", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -47,16 +47,22 @@ def page(runs: Sequence[Result], folder: Path, most_bytes: int = examples.MOST_B
         task_columns=about.TASK_COLUMNS,
         filters=_filters(rows),
         caveats=caveats.caveats(rows, where, caveats.unfinished(folder)),
-        rankings=_rankings(tables.ranking(rows, where, folder)),
+        rankings=_rankings(tables.ranking(rows, where)),
+        where=where,
+        forests=tables.forests(rows),
+        said=tables.said,
+        marks={"": "", "worse": "", **tables.MARKS},
+        places=tables.PLACES,
+        below=folder,
         several_models=len({row.model for row in rows}) > 1,
         several_tasks=len({row.task for row in rows}) > 1,
         costs=tables.costs(rows),
         rows=rows,
-        cards=numbered[0],
+        cards=numbered[: len(cards)],
         many=len(cards) > 2 * MANY,
-        strips=[(number, card) for number, card in numbered[1] if card.axis == "strip"],
-        needles=_by_title([(number, card) for number, card in numbered[1] if card.axis == "map"]),
-        kept=numbered[2],
+        strips=[(number, card) for number, card in numbered if card.axis == "strip"],
+        needles=_by_title([(number, card) for number, card in numbered if card.axis == "map"]),
+        kept=[(number, card) for number, card in numbered if card.axis == "kept"],
         matrices=tables.matrices(rows),
         published=[(name, Markup(table)) for name, table in published.beside_print(runs)],
         colours={line: look.colour for line, look in palette.items()},
@@ -82,15 +88,6 @@ def _own(name: str) -> str:
     return (resources.files("kvbench.page") / name).read_text(encoding="utf-8")
 
 
-def _numbered(*kinds: Sequence[charts.Card]) -> list[list[tuple[int, charts.Card]]]:
-    """Every kind's cards with their places in the list of all figures."""
-    found, start = [], 0
-    for cards in kinds:
-        found.append([(start + i, card) for i, card in enumerate(cards)])
-        start += len(cards)
-    return found
-
-
 def _by_title(cards: Sequence[tuple[int, charts.Card]]) -> list[tuple[str, list[tuple[int, charts.Card]]]]:
     """Maps of one task and model beside each other."""
     found: dict[str, list[tuple[int, charts.Card]]] = {}
@@ -100,7 +97,7 @@ def _by_title(cards: Sequence[tuple[int, charts.Card]]) -> list[tuple[str, list[
 
 
 def _filters(rows: Sequence[Result]) -> list[tuple[str, list[str]]]:
-    """What can be chosen, of what differs."""
+    """The choices of the filters: fields that differ between rows."""
     budgets = sorted({row.budget for row in rows if row.budget is not None}, key=budget_order)
     values = {
         "model": list(dict.fromkeys(row.model for row in rows)),
@@ -111,7 +108,7 @@ def _filters(rows: Sequence[Result]) -> list[tuple[str, list[str]]]:
     return [(name, options) for name, options in values.items() if len(options) > 1]
 
 
-def _rankings(rows: Sequence[tables.Ranked]) -> list[tuple[str, list[tables.Ranked]]]:
+def _rankings(rows: Sequence[Result]) -> list[tuple[str, list[Result]]]:
     """Scores and NLLs are not one column."""
-    kinds = [("score", [r for r in rows if not r.entry.reads]), ("NLL", [r for r in rows if r.entry.reads])]
+    kinds = [("score", [row for row in rows if not row.reads]), ("NLL", [row for row in rows if row.reads])]
     return [(name, own) for name, own in kinds if own]

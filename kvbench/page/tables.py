@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields
 from statistics import fmean
 
+from kvbench.analysis.metrics import Numbers
 from kvbench.analysis.result import Result
-from kvbench.analysis.statistics import Difference
 from kvbench.identity.labels import budget_order, natural
 from kvbench.page.ranking import Standing, standings
 from kvbench.page.rows import NOTHING, budget_words, by_task
 from kvbench.report.figures.style import byte_unit
 from kvbench.report.table import unlike
 
-MARKS = {"best": "best", "tied": "≈ best", "worse": "", "": ""}
+MARKS = {"best": "best", "tied": "≈ best", "reference": "reference"}
 PLACES = ("best", "tied", "worse", "")
 
 
@@ -29,56 +28,21 @@ class Forest:
     full: float | None
 
 
-@dataclass(frozen=True)
-class Ranked:
-    """A row of the ranking. order: of its mark, by which columns are sorted; vs_best: said of its difference."""
+def ranking(entries: Sequence[Result], where: Mapping[Result, Standing]) -> list[Result]:
+    """The runs, those of one task beside each other, the best first."""
 
-    entry: Result
-    standing: Standing
-    forest: Forest | None
-    vs_full: Difference | None
-    vs_best: str
-    folder: str
+    def order(entry: Result) -> tuple[object, ...]:
+        value = entry.value if entry.value is not None else (float("inf") if entry.reads else float("-inf"))
+        equal = not entry.is_full, budget_order(entry.budget), entry.when, PLACES.index(where[entry].place)
+        return natural(entry.model), natural(entry.task), value if entry.reads else -value, *equal
 
-    @property
-    def place(self) -> str:
-        """How its mark looks."""
-        return "reference" if self.entry.is_full else self.standing.place
-
-    @property
-    def mark(self) -> str:
-        """What stands before its name."""
-        return "reference" if self.entry.is_full else MARKS[self.standing.place]
-
-    @property
-    def order(self) -> int:
-        """By which marks are sorted."""
-        return PLACES.index(self.standing.place)
+    return sorted(entries, key=order)
 
 
-def ranking(entries: Sequence[Result], where: Mapping[Result, Standing], folder: Path) -> list[Ranked]:
-    """One row per run, those of one task beside each other, the best first. folder: where runs are named from."""
+def forests(entries: Sequence[Result]) -> dict[Result, Forest]:
+    """Of every run that has a value."""
     scales = _scales(entries)
-    rows = [
-        Ranked(
-            entry,
-            where[entry],
-            _forest(entry, scales[entry.model, entry.task]),
-            None if entry.is_full or entry.to_full is None else entry.to_full.difference,
-            _said(where[entry]),
-            entry.folder.relative_to(folder).as_posix(),
-        )
-        for entry in entries
-    ]
-    return sorted(rows, key=_order)
-
-
-def _order(row: Ranked) -> tuple[object, ...]:
-    entry = row.entry
-    value = entry.value if entry.value is not None else (float("inf") if entry.reads else float("-inf"))
-    worse = value if entry.reads else -value
-    equal = not entry.is_full, budget_order(entry.budget), entry.when, row.order
-    return natural(entry.model), natural(entry.task), worse, *equal
+    return {entry: _forest(entry, scales[entry.model, entry.task]) for entry in entries if entry.value is not None}
 
 
 def _scales(entries: Sequence[Result]) -> dict[tuple[str, str], tuple[float, float]]:
@@ -92,7 +56,8 @@ def _scales(entries: Sequence[Result]) -> dict[tuple[str, str], tuple[float, flo
     return found
 
 
-def _said(standing: Standing) -> str:
+def said(standing: Standing) -> str:
+    """Its difference to the best, in words."""
     found = standing.difference
     if found is None:
         return ""
@@ -102,9 +67,8 @@ def _said(standing: Standing) -> str:
     )
 
 
-def _forest(entry: Result, scale: tuple[float, float]) -> Forest | None:
-    if entry.value is None:
-        return None
+def _forest(entry: Result, scale: tuple[float, float]) -> Forest:
+    assert entry.value is not None, "only what has a value is drawn"
     low, high = entry.ends or (entry.value, entry.value)
     full = None if entry.baseline is None else entry.baseline.value
     value, low, high = (_percent(x, scale) for x in (entry.value, low, high))
@@ -118,38 +82,29 @@ def _percent(value: float, scale: tuple[float, float]) -> float:
 
 @dataclass(frozen=True)
 class Cost:
-    """A column of what an example costs: the field it shows, and how."""
+    """A column of what an example costs: the measured number it shows."""
 
-    title: str
-    meaning: str
     field: str
-    how: str
-    scale: float = 1.0
+    meaning: str
+
+    @property
+    def title(self) -> str:
+        """The number's name with its unit."""
+        return self.field.replace("_bytes", " MiB").replace("_seconds", " s").replace("_", " ")
 
     def text(self, row: Result) -> str:
         """What stands in the column; a dash where nothing was measured, such as seconds out of a shared prefill."""
         value = getattr(row, self.field)
-        return number(None if value is None else value * self.scale, self.how)
-
-
-_MIB = 2.0**-20
-COSTS = (
-    Cost("prompt", "tokens of the prompt, mean per example", "prompt_tokens", ",.0f"),
-    Cost("answer", "tokens of the answer, mean per example", "generated_tokens", ",.1f"),
-    Cost("kept / KV head", "tokens held at the end, mean over layers and KV heads", "kept_tokens", ",.1f"),
-    Cost("cache MiB", "bytes in use at the end: keys, values, positions, statistics", "cache_bytes", ",.3f", _MIB),
-    Cost("spare MiB", "bytes held at the end in which no token lies", "spare_bytes", ",.3f", _MIB),
-    Cost("peak MiB", "most bytes the cache ever held", "peak_bytes", ",.3f", _MIB),
-    Cost("device peak MiB", "most memory on the device, weights included", "device_peak_bytes", ",.3f", _MIB),
-    Cost("prefill s", "until the first token is known, evictions included", "prefill_seconds", ".3f"),
-    Cost("decode s", "all later tokens", "decode_seconds", ".3f"),
-    Cost("ms / token", "decode time for each token after the first", "decode_ms_per_token", ".2f"),
-)
+        if self.field.endswith("_bytes"):
+            return number(None if value is None else value / 2**20, ",.3f")
+        return number(value, ",.1f" if self.field.endswith("_tokens") else ".3f")
 
 
 def costs(rows: Sequence[Result]) -> list[Cost]:
-    """The columns that some run has a number in."""
-    return [cost for cost in COSTS if any(getattr(row, cost.field) is not None for row in rows)]
+    """The measured numbers that some run has, those of the full cache and shares aside."""
+    found = [one for one in fields(Numbers) if not one.name.startswith("full_") and not one.name.endswith("_share")]
+    given = [one for one in found if any(getattr(row, one.name) is not None for row in rows)]
+    return [Cost(one.name, one.metadata["meaning"]) for one in given]
 
 
 @dataclass(frozen=True)
@@ -168,8 +123,7 @@ class MatrixRow:
 
     entry: Result
     squares: tuple[Square | None, ...]
-    mean: str
-    mean_value: float | None
+    mean: float | None
 
 
 @dataclass(frozen=True)
@@ -201,15 +155,14 @@ def _matrix(model: str, tasks: Sequence[str], entries: Sequence[Result], places:
         rows.setdefault((entry.line, entry.budget), {}).setdefault(entry.task, entry)
     lines = [_matrix_row(by_name, tasks, places) for by_name in rows.values()]
     lines.sort(key=lambda row: (budget_order(row.entry.budget), not row.entry.is_full))
-    said = unlike(entries)
-    return Matrix(model, tuple(tasks), tuple(lines), tuple(said))
+    return Matrix(model, tuple(tasks), tuple(lines), tuple(unlike(entries)))
 
 
 def _matrix_row(own: Mapping[str, Result], tasks: Sequence[str], places: Mapping[Result, Standing]) -> MatrixRow:
     squares = tuple(None if task not in own else _square(own[task], places[own[task]]) for task in tasks)
     values = [square.value for square in squares if square is not None and square.value is not None]
     mean = fmean(values) if len(values) == len(tasks) else None
-    return MatrixRow(next(iter(own.values())), squares, number(mean, ".3f"), mean)
+    return MatrixRow(next(iter(own.values())), squares, mean)
 
 
 def _square(entry: Result, standing: Standing) -> Square:
@@ -217,7 +170,7 @@ def _square(entry: Result, standing: Standing) -> Square:
         return Square("failed", None, "", f"{entry.n_failed} of {entry.n} examples failed")
     between = "" if entry.ends is None else f", {entry.ends[0]:.3f} to {entry.ends[1]:.3f}"
     title = f"{entry.line}, budget {budget_words(entry.budget)}, {entry.task}: {entry.value:.3f}{between}"
-    title += f", {entry.n} examples" + (f"; {said}" if (said := _said(standing)) else "")
+    title += f", {entry.n} examples" + (f"; {said(standing)}" if standing.difference else "")
     return Square(f"{entry.value:.2f}", entry.value, standing.place, title)
 
 

@@ -11,7 +11,7 @@ from kvbench.papers.lost import printed_cells
 from kvbench.papers.protocol import runs_of
 from kvbench.papers.published import Number
 from kvbench.terminal.command import pairs
-from kvbench.terminal.errors import UsageError
+from kvbench.terminal.errors import ConfigError, UsageError
 
 FULL, POCKET = "full", "pocket"
 SCALES = (FULL, POCKET)
@@ -33,7 +33,7 @@ def names_of(number: Number) -> dict[str, set[str]]:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was asked for: values of `SELECTED`, fields of `RUN`, and the scale: that of the paper or the pocket model.
+    """The selection: values of `SELECTED`, fields of `RUN`, and the scale: the paper's or the pocket model's.
 
     launcher: `launcher=slurm` and its fields, as they were given.
     """
@@ -76,6 +76,9 @@ def read_choice(given: Sequence[str]) -> Choice:
         if key not in (*SELECTED, *RUN, "scale") and key.partition(".")[0] != "launcher":
             known = (*SELECTED, *RUN, "scale", "launcher")
             raise UsageError(f"{key}={value} is no selection of a table{did_you_mean(key, known)}")
+    limit = asked.get("limit", "null")
+    if limit != "null" and not (limit.isdecimal() and int(limit)):
+        raise ConfigError("limit", limit, "a whole number of at least 1")
     scale = asked.get("scale", FULL)
     if scale not in SCALES:
         raise UsageError(f"scale={scale} is unknown{did_you_mean(scale, SCALES)}")

@@ -112,7 +112,7 @@ class Todo:
         return tuple(dict.fromkeys(self._numbers[key_of(one)] for one in line.missing))
 
     def remarks(self, line: Line) -> tuple[str, ...]:
-        """Letters of what is to be known of a line."""
+        """Letters of the remarks on a line."""
         said = [f"cannot be run: {_with_source(line.cannot)}"] if line.cannot else list(line.remarks)
         return tuple(self._letter(sentence) for sentence in said)
 
@@ -168,7 +168,7 @@ def _what_to_do(line: Line, todo: Todo) -> Cell:
 
 
 def _texts(number: Number, got: Measured) -> list[str]:
-    """What stands in the columns `OURS`."""
+    """The texts of the columns `OURS`."""
     digits = max(PERCENT_DIGITS, len(number.printed.partition(".")[2]))
     interval = "" if got.low is None or got.high is None else f"{got.low:.{digits}f} to {got.high:.{digits}f}"
     return [
@@ -182,7 +182,7 @@ def _texts(number: Number, got: Measured) -> list[str]:
 
 
 def _about(name: str, lines: Sequence[Line], choice: Choice | None) -> list[str]:
-    """How much was measured, how runs are made, and what has to be asked for."""
+    """The notes: how much was measured, the settings of the runs, and licences to accept."""
     plans = [one for line in lines if line.cannot is None for one in runs_of(line.number)]
     counts = [
         sum(map(bool, having)) for having in zip(*((x.measured, x.missing, x.cannot) for x in lines), strict=True)

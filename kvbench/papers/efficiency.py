@@ -23,7 +23,7 @@ Place = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Figure:
-    """What was measured of a number, None where it did not fit into memory, and what it hangs on."""
+    """Our measurement of a number (None: it did not fit into memory), and its conditions."""
 
     value: float | None
     note: str
@@ -39,20 +39,18 @@ def read_figures(folder: Path) -> dict[Place, Figure]:
         with path.open(encoding="utf-8", newline="") as file:
             rows = csv.DictReader(file)
             if set(COLUMNS) <= set(rows.fieldnames or ()):
-                found |= {_place(row): _figure(row) for row in rows}
+                for row in rows:
+                    about = {name: row[name] for name in ABOUT if row.get(name)}
+                    value = float(row["value"]) if row["value"] else None
+                    found[_place(row, row["budget"])] = Figure(value, row["note"], about)
     if not found:
         raise UsageError(f"--bench {folder} holds no table that `python -m kvbench.bench` wrote")
     return found
 
 
-def _place(row: Mapping[str, str]) -> Place:
-    budget = f"{float(row['budget']):g}" if row["budget"] else ""
-    return tuple(budget if name == "budget" else row[name] for name in KEY)
-
-
-def _figure(row: Mapping[str, str]) -> Figure:
-    value = float(row["value"]) if row["value"] else None
-    return Figure(value, row["note"], {name: row[name] for name in ABOUT if row.get(name)})
+def _place(row: Mapping[str, object], budget: float | str | None) -> Place:
+    """The key of a figure; its budget as a number is written."""
+    return *(str(row[name]) for name in KEY if name != "budget"), f"{float(budget):g}" if budget else ""
 
 
 def beside(name: str, figures: Mapping[Place, Figure]) -> Grid:
@@ -61,7 +59,7 @@ def beside(name: str, figures: Mapping[Place, Figure]) -> Grid:
     Raises UsageError where nothing of the table was measured.
     """
     layout = Layout(arrangement.arrangement(name), arrangement.numbers(name))
-    found = {number: figures.get(_of(number)) for number in layout.numbers}
+    found = {number: figures.get(_place(vars(number), number.budget)) for number in layout.numbers}
     if not any(found.values()):
         raise UsageError(
             f"--bench has nothing of {name}: `python -m kvbench.bench` lists the protocols that measure it"
@@ -83,12 +81,6 @@ def beside(name: str, figures: Mapping[Place, Figure]) -> Grid:
             *((mark, said) for said, mark in notes.items()),
         ),
     )
-
-
-def _of(number: Number) -> Place:
-    budget = "" if number.budget is None else f"{number.budget:g}"
-    values = {**vars(number), "budget": budget}
-    return tuple(str(values[name]) for name in KEY)
 
 
 def _said(about: Mapping[str, str]) -> str:

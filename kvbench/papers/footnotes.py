@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from string import ascii_lowercase
 
 from kvbench.papers.published import Number
@@ -13,22 +12,25 @@ Place = tuple[Key, Key, Key]  # block, row, column
 
 
 class Footnotes:
-    """Letters for the notes of all numbers, in reading order; what holds for every number has no letter."""
+    """Letters for notes, parts of them about the same numbers together; what holds for every number has no letter."""
 
     def __init__(self, cells: Mapping[Place, Number], rows: Sequence[tuple[Key, Key]]) -> None:
         self._of: dict[tuple[str, object], list[str]] = {}
-        general = _general(cells)
-        self.sentences = [("", _sentence(part)) for part in general]
-        segments = _segments(cells, general)
-        places: dict[str, list[Place]] = {}
+        where: dict[str, list[Place]] = {}
         for row in rows:
             for place in (p for p in cells if p[:2] == row):
-                for segment in segments[place]:
-                    places.setdefault(segment, []).append(place)
-        for number, (note, where) in enumerate(places.items()):
+                for part in filter(None, cells[place].note.split("; ")):
+                    where.setdefault(part, []).append(place)
+        general = [part for part, places in where.items() if len(places) == len(cells)]
+        self.sentences = [("", _sentence(part)) for part in general]
+        together: dict[tuple[Place, ...], list[str]] = {}
+        for part in where:
+            if part not in general:
+                together.setdefault(tuple(where[part]), []).append(part)
+        for number, (places, parts) in enumerate(together.items()):
             mark = letter(number)
-            self.sentences.append((mark, _sentence(note)))
-            for target in _targets(set(where), cells):
+            self.sentences.append((mark, _sentence("; ".join(parts))))
+            for target in _targets(set(places), cells):
                 self._of.setdefault(target, []).append(mark)
 
     def of_cell(self, place: Place) -> tuple[str, ...]:
@@ -42,33 +44,6 @@ class Footnotes:
     def of_column(self, column: Key) -> tuple[str, ...]:
         """Letters of a whole column."""
         return tuple(self._of.get(("column", column), ()))
-
-
-def _parts(note: str) -> list[str]:
-    return note.split("; ") if note else []
-
-
-def _general(cells: Mapping[Place, Number]) -> list[str]:
-    """The parts of the notes that every number has."""
-    notes = [_parts(number.note) for number in cells.values()]
-    return [part for part in notes[0] if all(part in other for other in notes)] if notes else []
-
-
-def _segments(cells: Mapping[Place, Number], general: Sequence[str]) -> dict[Place, list[str]]:
-    """The notes of every number but the general ones, with those parts apart that are about whole columns or rows."""
-    where: dict[str, set[Place]] = {}
-    for place, number in cells.items():
-        for part in _parts(number.note):
-            where.setdefault(part, set()).add(place)
-    of_lines = {part for part, places in where.items() if _targets(places, cells)[0][0] != "cell"}
-    found = {}
-    for place, number in cells.items():
-        parts = [part for part in _parts(number.note) if part not in general]
-        lines = (part for part in parts if part in of_lines)
-        alike = ("; ".join(group) for _, group in groupby(lines, key=lambda part: frozenset(where[part])))
-        rest = "; ".join(part for part in parts if part not in of_lines)
-        found[place] = [*alike, *([rest] if rest else [])]
-    return found
 
 
 def _targets(where: set[Place], cells: Mapping[Place, Number]) -> list[tuple[str, object]]:

@@ -67,7 +67,7 @@ def run_task(run: Result) -> str:
 
 
 def _preset(run: Result, what: str) -> str:
-    """The model or task that a run chose; names in tables say what was changed as well: `niah(length=512)`."""
+    """The preset of a run's model or task; names in tables also tell changed fields: `niah(length=512)`."""
     chosen = getattr(run if run.naming is None else run.naming, what)
     return str(chosen).partition(" ")[0].partition("(")[0]
 
@@ -122,7 +122,7 @@ def _same(recorded: object, planned: object) -> bool:
 
 
 def measured(plan: Plan, run: Result) -> Measured | str:
-    """What a run says of a number, or in a sentence why it says nothing."""
+    """A run's value of a published number, or a sentence on why it has none."""
     if run.n_failed:
         return f"{run.n_failed} of {run.n} examples of {run.run_id} failed, so that it has no score"
     value, low, high = (None if x is None else plan.times * x for x in _value(plan, run))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvbench.papers import arrangement
 from kvbench.papers.held import share
@@ -18,20 +16,18 @@ from kvbench.papers.layout import budget_text
 from kvbench.papers.protocol import plan
 from kvbench.papers.published import BASELINE
 from kvbench.report.figures.pictures import write
-from kvbench.report.figures.sheet import Gaps, Sheet, inches_wide
+from kvbench.report.figures.sheet import Sheet, by_factors, inches_wide
 from kvbench.report.figures.style import HUES, MARKERS, house_style
 
-WIDTH, ROW, LINE = 3.2, 0.19, 0.17  # inches of a panel, of a method in it, and of a line of its title
+WIDTH, ROW = 3.2, 0.19  # inches of a panel, and of a method in it
 COLUMNS = 3
-NAMES = 50  # letters above a panel
 CLOSE = 0.01  # a percent of a share is not to be seen
-TICK = 8  # points
 UNTOLD = "cannot be told without running it"  # what `predict` says of budgets that follow from the prompt
 
 
 @dataclass(frozen=True)
 class Dot:
-    """What a method holds at a budget: percent of the full cache's bytes; why, where that cannot be told."""
+    """The share of the full cache's bytes that a method holds at a budget, in percent; or why that is unknown."""
 
     model: str
     method: str
@@ -67,15 +63,14 @@ def picture(what: str, found: Sequence[Dot], length: int) -> Figure:
     panels = alike(told)
     methods = list(dict.fromkeys(dot.method for dot in told))
     budgets = sorted({dot.budget for dot in told}, key=_size)
-    titles = [_in_lines(models) for models, _ in panels]
-    above = LINE * max(map(len, titles))
-    gaps = Gaps(left=0.2 + inches_wide(methods, TICK), across=0.2, down=0.5 + above, top=0.15 + above)
-    sheet = Sheet(len(panels), COLUMNS, WIDTH, ROW * (len(methods) + 1), gaps)
+    beside = inches_wide(methods) + 0.4
+    size = WIDTH + beside / min(COLUMNS, len(panels)), ROW * (len(methods) + 1) + 0.9
+    sheet = Sheet(len(panels), COLUMNS, *size, beside=beside, in_shape=False)
     percents = [dot.percent for dot in told if dot.percent is not None]
-    for place, (axes, (_, own)) in enumerate(zip(sheet.axes, panels, strict=True)):
+    for place, (axes, (models, own)) in enumerate(zip(sheet.axes, panels, strict=True)):
         _panel(axes, own, methods, budgets)
         axes.set_xlim(min(percents) / 1.2, max(percents) * 1.2)
-        axes.set_title("\n".join(titles[place]), loc="left")
+        sheet.set_title(axes, ", ".join(models), beside=0.3 + beside / sheet.columns)
         axes.tick_params(labelleft=sheet.is_left(place))
         axes.set_xlabel("bytes held, % of the full cache" if sheet.is_bottom(place) else "")
     untold = sorted({dot.method for dot in found if dot.percent is None and UNTOLD in dot.reason})
@@ -112,21 +107,14 @@ def _close(one: Dot, other: Dot) -> bool:
     return abs(one.percent - other.percent) < CLOSE * other.percent
 
 
-def _in_lines(models: Sequence[str]) -> list[str]:
-    """Names of models, as many in a line as a panel is wide."""
-    return textwrap.wrap(", ".join(models), NAMES, break_long_words=False, break_on_hyphens=False)
-
-
 def _panel(axes: Axes, found: Sequence[Dot], methods: Sequence[str], budgets: Sequence[str]) -> None:
     for place, budget in enumerate(budgets):
         own = [dot for dot in found if dot.budget == budget and dot.percent is not None]
         rows = [methods.index(dot.method) for dot in own]
         axes.plot([dot.percent or 0.0 for dot in own], rows, **_look(place))
-    axes.set(xscale="log", ylim=(len(methods) - 0.4, -0.6))
+    by_factors(axes, "x", (1, 50))
+    axes.set_ylim(len(methods) - 0.4, -0.6)
     axes.set_yticks(range(len(methods)), methods)
-    axes.xaxis.set_major_locator(LogLocator(10, subs=(1, 1.5, 2, 3, 5, 7)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _look(place: int) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def _length(key: str, plan: Plan, by: int) -> int | list[int] | None:
 
 
 def title(plan: Plan) -> str:
-    """What a stand-in is called in a table, below its heading: `RULER 2048|multikey 2`."""
+    """The name of a stand-in in a table, below its heading: `RULER 2048|multikey 2`."""
     lengths = plan.settings.get("task.lengths") or [plan.settings.get("task.length", "")]
     benchmark, _, task = plan.task.rpartition("/")
     own = task.removeprefix("niah").strip("_").replace("_", " ")
@@ -89,7 +89,7 @@ def title(plan: Plan) -> str:
 
 
 def about(plans: Sequence[Plan]) -> list[str]:
-    """What a reader must know of a pocket table: what stands for what."""
+    """The notes of a pocket table: which task stands for which."""
     names: dict[str, list[str]] = {}
     for plan in plans:
         if (by := stand_in(plan)) is not None and plan.task not in names.setdefault(by["of"], []):

@@ -84,7 +84,7 @@ def _measured(row: Row, runs: Runs) -> dict[str, Measured]:
 
 
 def _numbers(about: Number, got: dict[str, Measured]) -> Iterator[Number]:
-    """What stands in a row: each stand-in, their mean, and what was held."""
+    """The numbers of a row: each stand-in, their mean, and the tokens and bytes held."""
     for title, one in got.items():
         yield replace(about, task=title, value=one.value, printed=_score(one))
     if got:

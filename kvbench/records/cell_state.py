@@ -1,4 +1,4 @@
-"""How far the cells of a sweep are: what their samples say, and a note for each that was begun.
+"""Progress of a sweep's cells: counted from their samples, with a note for each that was begun.
 
 The samples are the truth. A note is what they cannot say: since when a cell is computed, why it went no further, and
 how many examples its task has. It lies beside the sweep, or with the shard that it is about.
@@ -21,7 +21,7 @@ from kvbench.terminal.command import WRONG
 
 @dataclass(frozen=True)
 class CellState:
-    """What the process that computes a cell, or computed it last, said of it. Times are seconds since 1970."""
+    """The note of the process that computes a cell, or did so last. Times are seconds since 1970."""
 
     limit: int | None
     done: int  # examples on disk when it was begun
@@ -48,13 +48,13 @@ def shard_state_path(shard: Path) -> Path:
 
 
 def write_state(path: Path, state: CellState) -> None:
-    """Say how far a cell is. Raises OSError."""
+    """Write the note of a cell. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(state))
 
 
 def read_states(out: Path, run_id: str) -> dict[Path, CellState]:
-    """What was last said of a cell, and of each of its shards, by the folders that hold their samples."""
+    """The notes of a cell and of each of its shards, by the folders that hold their samples."""
     folder = out / run_id
     paths = {folder: state_path(out, run_id), **{shard: shard_state_path(shard) for shard in shard_folders(folder)}}
     notes = {place: _read(path) for place, path in paths.items()}
@@ -62,7 +62,7 @@ def read_states(out: Path, run_id: str) -> dict[Path, CellState]:
 
 
 def failure(states: Mapping[Path, CellState]) -> CellState | None:
-    """Of a cell and its shards the one that went no further, if there is one."""
+    """The note of a cell or shard that failed, if there is one."""
     return next((state for state in states.values() if state.error is not None), None)
 
 

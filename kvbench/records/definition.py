@@ -1,4 +1,4 @@
-"""What a sweep is made of, as it lies in its folder: `sweep.yaml` names every cell, also those that never started."""
+"""`sweep.yaml`, the definition of a sweep: every cell, also those that never started."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """What the sweep knows it by."""
+        """Its name within the sweep."""
         return self.run_id or self.title
 
     @property
@@ -83,12 +83,12 @@ class Definition:
 
 
 def write_definition(folder: Path, definition: Definition) -> Definition:
-    """Keep a sweep in its folder, together with what is there already, and return them both. Raises OSError."""
+    """Write a sweep into its folder, joined with the one that is there, and return the result. Raises OSError."""
     return _change(folder, lambda before: definition if before is None else before.joined(definition))
 
 
 def drop_cells(folder: Path, keys: Collection[str]) -> None:
-    """The sweep has these cells no more. Raises OSError."""
+    """Remove these cells from the sweep. Raises OSError."""
 
     def without(before: Definition | None) -> Definition:
         assert before is not None
@@ -115,7 +115,6 @@ def read_definition(folder: Path) -> Definition:
     path = folder / FILE_NAME
     try:
         values = read_yaml(path)
-        _check_cells(values)
         cells = tuple(Entry(**{**cell, "changed": tuple(cell["changed"])}) for cell in values.pop("cells"))
         return Definition(**{**values, "commands": tuple(values["commands"])}, cells=cells)
     except (FileNotFoundError, NotADirectoryError):
@@ -123,15 +122,6 @@ def read_definition(folder: Path) -> Definition:
     except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError, ValueError) as error:
         sentence = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"{path} cannot be read: {sentence}") from error
-
-
-def _check_cells(values: Any) -> None:  # noqa: ANN401 - whatever YAML holds
-    """ValueError where there are no cells."""
-    if not isinstance(values, dict):
-        raise ValueError("it has no fields")
-    cells = values.get("cells")
-    if not isinstance(cells, list) or not all(isinstance(c, dict) and isinstance(c.get("config"), dict) for c in cells):
-        raise ValueError("cells is no list of cells, each with its config")
 
 
 def sweep_name(out: Path, experiment: str | None) -> str:

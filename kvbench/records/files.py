@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import socket
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import yaml
@@ -21,16 +22,15 @@ def write_atomically(path: Path, text: str) -> None:
     """
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    beside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{get_ident()}")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        with beside.open("w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp makes files that only the owner reads
-        os.replace(name, path)
+        beside.replace(path)
     except OSError:
-        Path(name).unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
         raise
 
 
@@ -58,9 +58,3 @@ def yaml_text(value: object) -> str:
 def read_yaml(path: Path) -> Any:  # noqa: ANN401 - whatever YAML holds
     """What a YAML file says. Raises OSError, and yaml.YAMLError where it is none."""
     return yaml.load(path.read_text(encoding="utf-8"), _LOADER)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

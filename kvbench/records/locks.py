@@ -1,7 +1,7 @@
-"""Whose a run is while it is computed: who holds the lock of its folder.
+"""A lock on a run's folder, so that two processes never compute the same run.
 
-The lock is flock on the file `.lock`, whose text says who holds it. The system gives it free when its process ends,
-however that ends; a process that is only stopped holds it still, and nobody takes a run from it.
+The lock is flock on the file `.lock`, whose text names the holder. The system releases it when the process ends,
+however that ends. A stopped process still holds it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 _NAME = ".lock"
 _AGAIN_SECONDS = 0.1
@@ -58,29 +59,29 @@ class Owner:
 
 
 class Lock:
-    """This process has a folder for itself until `close`."""
+    """A lock on a folder, held by this process until `close`."""
 
     def __init__(self, path: Path, stream: FileIO) -> None:
         self._path, self._stream = path, stream
 
     def check(self) -> None:
         """Raise RunLostError where the lock's file was deleted: another process can have made one of its own."""
-        if not _is_open_at(self._path, self._stream):
+        if not is_open_at(self._path, self._stream):
             raise RunLostError(f"{self._path} was deleted while its run was computed, so the run stops")
 
     def close(self) -> None:
-        """Give the folder free."""
-        if _is_open_at(self._path, self._stream):
+        """Release the folder."""
+        if is_open_at(self._path, self._stream):
             self._path.unlink(missing_ok=True)
         self._stream.close()
 
 
 def take(folder: Path) -> Lock:
-    """Have `folder` for this process. Raises RunBusyError where another process has it."""
+    """Lock `folder` for this process. Raises RunBusyError where another process holds it."""
     path = folder / _NAME
     for patient in (True, True, True, False):  # who only looks holds a lock for a moment, see `holder`
         while (stream := _locked(path)) is not None:
-            if _is_open_at(path, stream):  # else its file was deleted with the lock that was given free
+            if is_open_at(path, stream):  # else its file was deleted with the lock that was given free
                 lock = Lock(path, stream)
                 try:
                     stream.truncate(0)
@@ -99,7 +100,7 @@ def take(folder: Path) -> Lock:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Have a folder for a moment, once whoever has it has let go."""
+    """Wait for the lock of a folder, and hold it inside."""
     while True:
         try:
             lock = take(folder)
@@ -111,7 +112,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def holder(folder: Path) -> Owner | None:
-    """Who has a folder; None where nobody does."""
+    """The process that holds a folder; None where none does."""
     try:
         stream = (folder / _NAME).open("rb")
     except (FileNotFoundError, NotADirectoryError):
@@ -148,11 +149,11 @@ def _tell_unlocked(out: Path, why: str) -> None:
     log.warning("%s: no locks on its file system (%s), so nothing keeps two commands from computing one run", out, why)
 
 
-def _is_open_at(path: Path, stream: FileIO) -> bool:
+def is_open_at(path: Path, stream: BinaryIO | FileIO) -> bool:
     """Whether the file at `path` is the one that is open."""
     try:
         return os.path.samestat(path.stat(), os.fstat(stream.fileno()))
-    except FileNotFoundError:
+    except OSError:
         return False
 
 

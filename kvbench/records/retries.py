@@ -1,4 +1,4 @@
-"""Examples that failed, taken out of a run's files so that whoever goes on computes them again."""
+"""Removes failed examples from a run's files, so that they are computed again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FAILED = b'"error": "'
 
 
 def drop_failed(folder: Path, every: bool = False) -> bool:
-    """Take those out that ran out of memory, or `every` one that failed; whether there was any.
+    """Remove the examples that ran out of memory, or `every` failed one; True if there was any.
 
     What stands behind the first of them in samples.jsonl goes into a shard, from which the run takes it in again. A run
     that somebody computes, or whose file is damaged, is left as it is.

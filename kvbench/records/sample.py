@@ -40,6 +40,8 @@ class Sample:
     One with several rated continuations: tokens and bytes are those of the longest, peak_bytes of the largest.
     context_tokens: so many of the prompt were compressed before the question (part of the line only with
     compress=context).
+    pre_pass_tokens: tokens that went through the model in pre-passes, before anything was evicted (part of the line
+    only where the policy has a pre-pass; the shallow pass that chooses a prompt's tokens counts them all).
     max_new_tokens: the most that the answer could have; lines of older versions do not say.
     evicted: share of its requests whose cache held fewer tokens than were read. measures: what else the benchmark's
     own aggregates are made of, by name (part of the line only where there is any).
@@ -80,6 +82,7 @@ class Sample:
     shared_prefill: int | None = None
     rows_in_flight: int | None = None
     max_new_tokens: int | None = None
+    pre_pass_tokens: int | None = None
 
     @property
     def shared(self) -> bool:

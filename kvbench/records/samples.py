@@ -1,4 +1,4 @@
-"""What is known about one finished example, and the append-only file that holds them.
+"""The append-only file of a run's finished examples.
 
 `samples.jsonl` is the ground truth of a run: one line per example, in order, on disk before the next example starts.
 Everything else (metrics, tables) is computed from it.
@@ -15,15 +15,14 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from kvbench.records.locks import Lock, RunLostError, take
+from kvbench.records.locks import Lock, RunLostError, is_open_at, take
 from kvbench.records.sample import Likelihood, Sample
-from kvbench.records.sample_check import problem
 
 FILE_NAME = "samples.jsonl"
 # Most say nothing there, and their lines leave it out.
 _OPTIONAL = (
     *("likelihood", "measures", "context_tokens", "kept_heads"),
-    *("shared_prefill", "rows_in_flight", "max_new_tokens"),
+    *("shared_prefill", "rows_in_flight", "max_new_tokens", "pre_pass_tokens"),
 )
 
 log = logging.getLogger(__name__)
@@ -32,8 +31,7 @@ log = logging.getLogger(__name__)
 def read_samples(path: Path, *, whole: bool = True) -> list[Sample]:
     """The finished examples of a run; a cut-off last line (a killed run) is left out, with a warning.
 
-    whole: see `open_samples`. Raises ValueError, naming file and line, where any other line is damaged, or a value is
-    none that a run can write.
+    whole: see `open_samples`. Raises ValueError, naming file and line, where any other line is damaged.
     """
     if not path.exists():
         return []
@@ -54,18 +52,13 @@ class SampleFile:
 
     def check(self) -> None:
         """Raise RunLostError where the file is no longer the one that was opened, with what was written to it."""
-        held = os.fstat(self._stream.fileno())
-        try:
-            found = self.path.stat()
-        except OSError:
-            found = None
-        if found is None or (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):
+        if not is_open_at(self.path, self._stream):
             raise RunLostError(
                 f"{self.path} was deleted or replaced while its run was computed, so the run stops: the same command "
                 "computes again what is missing"
             )
         self._lock.check()
-        if held.st_size != self._end:
+        if os.fstat(self._stream.fileno()).st_size != self._end:
             raise RunLostError(f"{self.path} was changed while its run was computed, so the run stops: restore it")
 
     def append(self, sample: Sample) -> None:
@@ -76,9 +69,7 @@ class SampleFile:
         """
         assert not self._whole or sample.index == len(self.samples), f"{sample.index} written as {len(self.samples)}"
         self.check()
-        wrong = problem(sample)
-        if wrong is not None:
-            raise ValueError(f"example {sample.index}: {wrong}")
+        _check_score(sample, f"example {sample.index}")
         values = {k: v for k, v in vars(sample).items() if v is not None or k not in _OPTIONAL}
         line = json.dumps(values, ensure_ascii=False, allow_nan=False, default=vars).encode() + b"\n"
         try:
@@ -100,8 +91,7 @@ def open_samples(path: Path, *, whole: bool = True) -> Iterator[SampleFile]:
 
     whole: its lines are the examples from the first one on; False: a shard's, some of them.
 
-    Raises RunBusyError where another process has it open, ValueError where a line before the last is damaged
-    or a value is none that a run can write.
+    Raises RunBusyError where another process has it open, ValueError where a line before the last is damaged.
     """
     with closing(take(path.parent)) as lock, path.open("ab", buffering=0) as stream:
         yield SampleFile(path, stream, lock, whole)
@@ -123,12 +113,17 @@ def _parse(path: Path, content: bytes, whole: bool = True) -> tuple[list[Sample]
                 )
             log.warning("%s: the last line was cut off and is dropped; %s is not computed yet", path, which)
             break
-        wrong = problem(sample)
-        if wrong is not None:
-            raise ValueError(f"{path}, line {number}: {wrong}; delete the file to compute the run again, or restore it")
+        _check_score(sample, f"{path}, line {number}")
         samples.append(sample)
         end += len(line)
     return samples, end
+
+
+def _check_score(sample: Sample, where: str) -> None:
+    """ValueError for a score outside 0 to 1; a benchmark with measures of its own may have its own unit."""
+    score = sample.score
+    if score is not None and not sample.measures and not 0 <= score <= 1 + 1e-9:  # a mean of shares may be rounded up
+        raise ValueError(f"{where}: score={score} is not allowed, it must be a number from 0 to 1 or null")
 
 
 def _sample(line: bytes, index: int | None) -> Sample | None:

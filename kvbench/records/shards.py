@@ -1,4 +1,4 @@
-"""A run's examples in shards, which several processes compute at once, each into a folder of its own.
+"""Shards: parts of a run's examples that several processes compute at once, each in a folder of its own.
 
 A shard lies in the folder of its run (`shard-2of4`), with its samples, its lock and its environment. Whoever comes
 last takes all of them into the run's own samples.jsonl, in order, and removes them. Two rules keep that safe:

@@ -1,4 +1,4 @@
-"""What the engine itself measures while rows share the model: these seconds belong to no single run."""
+"""Time and tokens of a session in which sequences of several runs share the model; no single run owns them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Totals:
-    """Of one session of one group of runs: seconds are wall time, rows are examples under one policy each."""
+    """Counts of one session. Seconds are wall time; a row is an example under one policy."""
 
     rows: int = 0
     prefills: int = 0
@@ -30,14 +30,14 @@ class Totals:
     most_rows: int = 0
 
     def prefilled(self, prompt_tokens: Sequence[int], rows: int, seconds: float) -> None:
-        """Prompts of so many tokens each were taken in, for so many rows together."""
+        """Count the prefill of prompts of so many tokens each, which serves `rows` rows."""
         self.rows += rows
         self.prefills += len(prompt_tokens)
         self.prompt_tokens += sum(prompt_tokens)
         self.prefill_seconds += seconds
 
     def stepped(self, rows: int, seconds: float) -> None:
-        """So many rows were decoded by one token."""
+        """Count a step that decoded one token of each of `rows` rows."""
         self.steps += 1
         self.decoded_tokens += rows
         self.decode_seconds += seconds
@@ -67,7 +67,7 @@ class Totals:
 
 
 def record(places: Mapping[Path, str], totals: Totals) -> None:
-    """Add a session to `engine.json` in the places of all runs of a group: the same numbers, and whose they are."""
+    """Add a session to `engine.json` of every run of the group; each names all of them."""
     session = {"runs": list(places.values()), **totals.described()}
     for place in places:
         _add(place / FILE_NAME, [session])

@@ -28,7 +28,7 @@ FORMATS = (*TIDY, *(suffix for suffix in FOR_PEOPLE if suffix not in TIDY))
 
 @dataclass(frozen=True)
 class Choice:
-    """What a table is to show. by: keys of the examples' metadata for whose values rows are added.
+    """The choice of rows and columns. by: keys of the examples' metadata; each of their values adds a row.
 
     columns: names of the tidy table, in their order; wide: all of them that say something; pivot: "budget" for
     policies down and budgets across. At most one of the three is set; with none a table for people is short.

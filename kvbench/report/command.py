@@ -94,7 +94,7 @@ def _add_wandb(command: argparse.ArgumentParser) -> None:
 
 
 def send_to_wandb(asked: argparse.Namespace) -> str:
-    """Send what W&B lacks of the runs below `asked.folder`, and say how many those were. Raises UsageError."""
+    """Send the runs below `asked.folder` that W&B lacks; returns a line with their number. Raises UsageError."""
     runs = load_results(asked.folder)
     with refusing("wandb: "):
         place = os.environ.get("WANDB_DIR") or str(asked.folder)

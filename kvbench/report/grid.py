@@ -13,7 +13,7 @@ COMMAND = "python -m "  # notes that begin so are commands
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in one place: its digits, `best` or `second` where that is marked, and letters of footnotes.
+    """A cell of a table: its text, its mark (`best`, `second` or none), and letters of footnotes.
 
     hole: there is a number in the paper, or a run to be made, but it is not here.
     """
@@ -31,6 +31,11 @@ class Row:
     label: str
     cells: tuple[Cell, ...]
     notes: tuple[str, ...] = ()
+
+    @property
+    def head(self) -> Cell:
+        """The label with its footnotes."""
+        return Cell(self.label, notes=self.notes)
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class Grid:
 
     @property
     def flat_header(self) -> tuple[str, ...]:
-        """One label a column: the innermost, with those above it where it alone would be said twice."""
+        """A label for each column: the innermost, preceded by the outer ones where it is not unique."""
         inner = [labels[-1] for labels in self.header]
         if len(set(inner)) == len(inner):
             return tuple(inner)
@@ -79,17 +84,17 @@ class Grid:
 
 
 def heading(grid: Grid) -> str:
-    """What stands above a table: its name, where it has one, and its title."""
+    """The heading of a table: its name, if any, and its title."""
     return ": ".join(filter(None, (grid.name, grid.title)))
 
 
-def spans(grid: Grid, level: int) -> list[tuple[str, int, int]]:
-    """(label, columns it spans, first of them); the innermost level spans one each."""
+def spans(grid: Grid, level: int) -> list[tuple[Cell, int, int]]:
+    """(heading, columns it spans, first of them); the innermost level spans one each, and has their footnotes."""
     if level == len(grid.header[0]) - 1:
-        return [(labels[level], 1, i) for i, labels in enumerate(grid.header)]
+        return [(Cell(labels[level], notes=grid.notes_of(i)), 1, i) for i, labels in enumerate(grid.header)]
     spans, start = [], 0
     for key, group in groupby(grid.header, key=lambda labels: labels[: level + 1]):
         count = len(list(group))
-        spans.append((key[level], count, start))
+        spans.append((Cell(key[level]), count, start))
         start += count
     return spans

@@ -53,7 +53,7 @@ def _words_in(title: str, width: int) -> list[str]:
 
 
 def _text_header(grid: Grid) -> list[str]:
-    return [_text_cell(Cell(labels[-1], notes=grid.notes_of(i))) for i, labels in enumerate(grid.header)]
+    return [_text_cell(head) for head, _, _ in spans(grid, len(grid.header[0]) - 1)]
 
 
 def _widths(grid: Grid, room: int) -> list[int]:
@@ -120,8 +120,8 @@ def _text_lines(grid: Grid, row: Sequence[str], widths: Sequence[int]) -> list[s
 def _widen(grid: Grid, widths: list[int]) -> None:
     """Make the first of the columns under a heading wider where the heading is wider than all of them."""
     for level in range(len(grid.header[0]) - 1):
-        for words, span, start in spans(grid, level):
-            widths[start + 1] += max(0, len(words) + 2 - _span_width(widths, span, start))
+        for head, span, start in spans(grid, level):
+            widths[start + 1] += max(0, len(head.text) + 2 - _span_width(widths, span, start))
 
 
 def _span_width(widths: Sequence[int], span: int, start: int) -> int:
@@ -130,13 +130,14 @@ def _span_width(widths: Sequence[int], span: int, start: int) -> int:
 
 def _text_level(grid: Grid, widths: Sequence[int], level: int) -> str:
     heads = []
-    for words, span, start in spans(grid, level):
+    for head, span, start in spans(grid, level):
+        words = head.text
         heads.append((f" {words} " if words else "").center(_span_width(widths, span, start), "-" if words else " "))
     return _GAP.join([" " * widths[0], *heads]).rstrip()
 
 
 def _text_row(row: Row) -> list[str]:
-    return [_text_cell(Cell(row.label, notes=row.notes)), *(_text_cell(cell) for cell in row.cells)]
+    return [_text_cell(row.head), *(_text_cell(cell) for cell in row.cells)]
 
 
 def _text_cell(cell: Cell) -> str:

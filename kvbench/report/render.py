@@ -8,8 +8,12 @@ import re
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
-from kvbench.report.grid import BEST, COMMAND, HOLE, SECOND, Block, Cell, Grid, heading, spans
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from kvbench.report.grid import BEST, COMMAND, HOLE, SECOND, Cell, Grid, heading, spans
 from kvbench.report.plain_text import text
 from kvbench.terminal.errors import UsageError
 
@@ -31,18 +35,20 @@ _LATEX_SPECIAL = {
     "δ": "$\\delta$",
 }
 
-
-_STYLE = """body { font: 14px/1.4 system-ui, sans-serif; margin: 2rem; color: #222; overflow-x: auto }
-table { border-collapse: collapse; border-top: 2px solid; border-bottom: 2px solid; font-variant-numeric: tabular-nums }
-caption { text-align: left; padding-bottom: .6rem; font-weight: 600 }
-th, td { padding: .15rem .5rem; text-align: right; white-space: nowrap; font-weight: normal }
-tr > th:first-child, td.left { text-align: left }
-thead { border-bottom: 1px solid }
-thead th[colspan] { text-align: center; border-bottom: 1px solid #999 }
-tbody th[colspan] { text-align: center; font-style: italic; border-top: 1px solid; border-bottom: 1px solid #999 }
-sup { color: #666 }
-p { margin: .2rem 0; color: #444; max-width: 60rem }
-"""
+_FILES = PackageLoader("kvbench.report", ".")
+_TRIMMED: dict[str, Any] = {"loader": _FILES, "trim_blocks": True, "undefined": StrictUndefined}
+_WEB = Environment(autoescape=True, keep_trailing_newline=True, **_TRIMMED)
+_TEX = Environment(
+    autoescape=False,
+    keep_trailing_newline=True,
+    block_start_string="<%",
+    block_end_string="%>",
+    variable_start_string="<<",
+    variable_end_string=">>",
+    comment_start_string="<#",
+    comment_end_string="#>",
+    **_TRIMMED,
+)
 
 
 def markdown(grid: Grid) -> str:
@@ -61,8 +67,7 @@ def markdown(grid: Grid) -> str:
     for block in grid.blocks:
         lines += [_pipes([f"**{_md(block.title)}**", *[""] * (width - 1)])] if block.title else []
         for row in block.rows:
-            label = _markdown_cell(Cell(row.label, notes=row.notes))
-            lines.append(_pipes([label, *(_markdown_cell(cell) for cell in row.cells)]))
+            lines.append(_pipes([_markdown_cell(cell) for cell in (row.head, *row.cells)]))
     notes = [f"<sup>{a}</sup> {_md_note(sentence)}" if a else _md(sentence) for a, sentence in grid.notes]
     return "\n".join([*lines, "", *(f"{note}  " for note in notes)]).rstrip() + "\n"
 
@@ -88,33 +93,13 @@ def _pipes(cells: Sequence[str]) -> str:
 
 def latex(grid: Grid) -> str:
     """A table of booktabs' rules, best in bold, second best underlined; it needs \\usepackage{booktabs}."""
-    width = len(grid.header) + 1
-    lines = ["\\begin{table}", "\\centering", "\\small", *([f"\\caption{{{_tex(grid.title)}}}"] if grid.title else [])]
-    lines += [f"\\begin{{tabular}}{{l{_latex_columns(grid)}}}", "\\toprule", *_latex_header(grid)]
-    for block in grid.blocks:
-        lines.append("\\midrule")
-        lines += [f"\\multicolumn{{{width}}}{{c}}{{{_tex(block.title)}}} \\\\", "\\midrule"] if block.title else []
-        lines += [_ampersands([_tex_cell(Cell(r.label, notes=r.notes)), *map(_tex_cell, r.cells)]) for r in block.rows]
-    lines += ["\\bottomrule", "\\end{tabular}", *(["\\par\\smallskip"] if grid.notes else [])]
-    lines += [f"{_tex_notes((a,)) if a else ''}{_tex_note(sentence)}\\\\" for a, sentence in grid.notes]
-    return "\n".join([*lines, "\\end{table}"]) + "\n"
+    return _filled(_TEX, "table.tex", grid, _tex_cell)
 
 
-def _latex_columns(grid: Grid) -> str:
-    return "".join("l" if i in grid.left else "r" for i in range(len(grid.header)))
-
-
-def _latex_header(grid: Grid) -> list[str]:
-    lines = []
-    for level in range(len(grid.header[0])):
-        inner = level == len(grid.header[0]) - 1
-        cells, rules = [_tex(grid.corner) if inner else ""], []
-        for labels, span, start in spans(grid, level):
-            label = _tex_cell(Cell(labels, notes=grid.notes_of(start) if inner else ()))
-            cells.append(label if inner else f"\\multicolumn{{{span}}}{{c}}{{{label}}}")
-            rules += [f"\\cmidrule(lr){{{start + 2}-{start + 1 + span}}}"] if labels and not inner else []
-        lines += [_ampersands(cells), *([" ".join(rules)] if rules else [])]
-    return lines
+def _filled(environment: Environment, template: str, grid: Grid, cell: Callable[[Cell], str]) -> str:
+    levels = [spans(grid, level) for level in range(len(grid.header[0]))]
+    about = {"grid": grid, "heading": heading(grid), "levels": levels, "command": COMMAND}
+    return environment.get_template(template).render(**about, cell=cell, tex=_tex)
 
 
 def _tex(words: str) -> str:
@@ -139,58 +124,20 @@ def _tex_notes(letters: Sequence[str]) -> str:
     return f"\\textsuperscript{{{','.join(letters)}}}" if letters else ""
 
 
-def _tex_note(words: str) -> str:
-    return f"\\texttt{{{_tex(words)}}}" if words.startswith(COMMAND) else _tex(words)
-
-
-def _ampersands(cells: Sequence[str]) -> str:
-    return f"{' & '.join(cells)} \\\\"
-
-
 def html(grid: Grid) -> str:
     """One `<table>` with its caption and notes, everything escaped; the page around it is the caller's."""
-    width = len(grid.header) + 1
-    lines = ['<table class="published">', f"<caption>{escape(heading(grid))}</caption>", "<thead>"]
-    for level in range(len(grid.header[0])):
-        inner = level == len(grid.header[0]) - 1
-        cells = [f"<th>{escape(grid.corner) if inner else ''}</th>"]
-        for label, span, start in spans(grid, level):
-            inside = _html_cell(Cell(label, notes=grid.notes_of(start) if inner else ()))
-            cells.append(f'<th colspan="{span}">{inside}</th>' if span > 1 else f"<th>{inside}</th>")
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    body = [line for block in grid.blocks for line in _html_block(block, width, grid.left)]
-    lines += ["</thead>", *body, "</table>"]
-    lines += [f"<p>{f'<sup>{escape(a)}</sup> ' if a else ''}{_html_note(sentence)}</p>" for a, sentence in grid.notes]
-    return "\n".join(lines) + "\n"
-
-
-def _html_note(words: str) -> str:
-    return f"<code>{escape(words)}</code>" if words.startswith(COMMAND) else escape(words)
+    return _filled(_WEB, "table.html", grid, _html_cell)
 
 
 def page(*grids: Grid) -> str:
     """A file of its own around the tables of `html`."""
-    title = escape(grids[0].name or grids[0].title)
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
-        f"<style>\n{_STYLE}</style>\n</head>\n<body>\n{''.join(map(html, grids))}</body>\n</html>\n"
-    )
+    return _WEB.get_template("tables.html").render(title=grids[0].name or grids[0].title, tables=map(html, grids))
 
 
-def _html_block(block: Block, width: int, left: Sequence[int]) -> list[str]:
-    lines = ["<tbody>"]
-    lines += [f'<tr><th colspan="{width}">{escape(block.title)}</th></tr>'] if block.title else []
-    for row in block.rows:
-        starts = ('<td class="left">' if i in left else "<td>" for i in range(width))
-        cells = "".join(f"{start}{_html_cell(cell)}</td>" for start, cell in zip(starts, row.cells, strict=False))
-        lines.append(f"<tr><th>{_html_cell(Cell(row.label, notes=row.notes))}</th>{cells}</tr>")
-    return [*lines, "</tbody>"]
-
-
-def _html_cell(cell: Cell) -> str:
+def _html_cell(cell: Cell) -> Markup:
     before, after = _HTML[cell.mark]
     notes = f"<sup>{escape(','.join(cell.notes))}</sup>" if cell.notes else ""
-    return f"{before}{HOLE if cell.hole else escape(cell.text)}{after}{notes}"
+    return Markup(f"{before}{HOLE if cell.hole else escape(cell.text)}{after}{notes}")
 
 
 def comma_separated(grid: Grid) -> str:

@@ -20,7 +20,7 @@ WIDE = 100  # letters of a line at most
 
 @dataclass(frozen=True)
 class _Number:
-    """A column of numbers: what stands above it, and in the row of a run."""
+    """A column of numbers: its title, and its text for a result."""
 
     title: str
     value: Callable[[Result], str]
@@ -28,7 +28,7 @@ class _Number:
 
 @dataclass(frozen=True)
 class Line:
-    """A row before it is set, and what names it, by column."""
+    """A result and the words that name it, by column."""
 
     row: Result
     words: Mapping[str, str]
@@ -61,7 +61,7 @@ def results_grids(rows: Sequence[Result]) -> list[Grid]:
 
 
 def lines_of(rows: Sequence[Result]) -> tuple[list[Line], list[str]]:
-    """Rows with what names them, and a sentence on when all of them evict, if that is the same for all."""
+    """Rows with the words that name them, and a sentence on when they evict if it is the same for all."""
     told = list(dict.fromkeys(name for row in rows for name in row.differs))
     lines = [Line(row, _words(row, told)) for row in rows]
     whens = sorted(_whens(lines))
@@ -139,7 +139,7 @@ def _row(line: Line, shown: Sequence[str], numbers: Sequence[_Number]) -> Row:
 
 
 def shared(words: Mapping[str, str], same: set[str]) -> str:
-    """What all rows share, in the words of a heading."""
+    """The fields that all rows share, as a heading."""
     silent = {EXAMPLES, STATE, WHEN} | ({SUBSET} if words[SUBSET] == "all" else set())
     told = [f"{name} {value}" for name, value in words.items() if name in same - silent]
     many = [f"{words[EXAMPLES]} example{'s' * (words[EXAMPLES] != '1')}"] if EXAMPLES in same else []
@@ -155,13 +155,14 @@ def _numbers(rows: Sequence[Result]) -> Iterator[_Number]:
     yield from _READ_HELD if reads else []
     yield from _BYTES
     yield from _DEVICE if any(row.device_peak_bytes is not None for row in rows) else []
+    yield from _PASSED if any(row.pre_pass_tokens is not None for row in rows) else []
     yield from _CODED if any(row.quantises for row in rows) else []
     if not all(row.n_shared for row in rows):
         yield from (seconds for seconds in _SECONDS if any(seconds.value(row) != NONE for row in rows))
 
 
 def _legend(rows: Sequence[Result]) -> list[str]:
-    """What a reader who sees such a table for the first time must know."""
+    """The legend of the table."""
     reads = any(row.reads for row in rows)
     what = "text" if reads else "example"
     told = ["m: tokens scored between two evictions" if reads else "score: mean, 1 is best"]
@@ -172,7 +173,7 @@ def _legend(rows: Sequence[Result]) -> list[str]:
 
 
 def notes(rows: Sequence[Result]) -> list[str]:
-    """What a reader must know before comparing the rows, a line each."""
+    """Warnings about comparing the rows, a line each."""
     found = [f"mixed versions in {row.run_id}: {row.mixed}" for row in rows if row.mixed]
     if any(row.n_shared for row in rows):
         found.append("Times are not shown for batched runs. Use engine.rows=1 to time each run alone.")
@@ -197,16 +198,19 @@ def unlike(all_rows: Sequence[Result]) -> list[str]:
             f"schedules differ ({', '.join(sorted(schedules))}): {contexts if modes == ['context'] else prompts}; "
             "compare rows of one schedule (schedule=)"
         )
-    if len({row.decode for row in rows}) > 1:
+    decodes = {row.decode for row in rows if row.decode}
+    if len(decodes) > 1:
+        grows = "what grows keeps every new token beside its budget"
+        often = "what evicts every k holds up to k tokens beyond it"
         found.append(
-            "decoding differs (evict, grow): what grows keeps every new token beside its budget; compare rows of one "
-            "rule (decode=)"
+            f"decoding differs ({', '.join(sorted(decodes))}): {grows if 'grow' in decodes else often}; compare rows "
+            "of one rule (decode=)"
         )
     return found
 
 
 def measure(row: Result) -> str:
-    """What a run is judged by, with its 95% interval: its score, or the NLL of the texts it was given."""
+    """A run's score, or the NLL of the texts it was given, with its 95% interval."""
     if row.value is None:
         return f"none: {row.n_failed} failed"
     digits = 4 if row.reads else 3
@@ -267,6 +271,7 @@ _BYTES = [
     _number("peak MiB", "peak_bytes", ".3f", scale=2**-20),
 ]
 _DEVICE = [_number("device peak MiB", "device_peak_bytes", ".0f", scale=2**-20)]
+_PASSED = [_number("pre-pass tokens", "pre_pass_tokens", ".1f")]
 _CODED = [_number("bits/number", "bits_per_number", ".2f"), _number("16-bit/this", "ratio_to_16_bit", ".2f", "x")]
 _SECONDS = [
     _number("prefill s", "prefill_seconds", ".3f"),

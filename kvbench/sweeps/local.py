@@ -85,53 +85,40 @@ class Local(Launcher):
         shares = cut(asked, min(self.workers, len(asked)))
         for number, share in enumerate(shares):
             write_share(out, f"{stamp}-{number}", share)
-        workers = [_Worker(out, f"{stamp}-{number}", number, len(shares)) for number in range(len(shares))]
+        workers = {f"{stamp}-{n}": _start(out, f"{stamp}-{n}", n, len(shares)) for n in range(len(shares))}
         cells = f"{len(entries)} cell{'s' * (len(entries) > 1)} in {len(workers)} processes"
-        say(f"{cells}, their logs: {workers[0].log.parent}/{stamp}-*.log")
+        say(f"{cells}, their logs: {out / LOGS}/{stamp}-*.log")
         try:
             with sample_meter(out, entries) as look:
-                while any(worker.runs for worker in workers):
+                while any(process.poll() is None for process in workers.values()):
                     look()
                     time.sleep(0.2)
         except KeyboardInterrupt:
-            for worker in workers:
-                worker.stop()
-            for worker in workers:
-                worker.process.wait()
+            for process in workers.values():
+                process.terminate()
+            for process in workers.values():
+                process.wait()
             raise
-        killed = [worker for worker in workers if worker.process.returncode < 0]
-        for worker in killed:
-            say(f"worker {worker.name} was killed (signal {-worker.process.returncode}), the same command continues")
+        killed = {name: -process.returncode for name, process in workers.items() if process.returncode < 0}
+        for name, number in killed.items():
+            say(f"worker {name} was killed (signal {number}), the same command continues")
         return FAILED if killed else 0
 
 
-class _Worker:
-    """One process that computes a share; it ends when this one does, however that ends."""
-
-    def __init__(self, out: Path, name: str, number: int, of: int) -> None:
-        self.name = name
-        self.log = out / LOGS / f"{name}.log"
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "kvbench.sweep", "work", str(out), "--share", name, "--log", str(self.log)]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*command, "--with-parent"],
-                env={**os.environ, **_own_part(number, of)},
-                stdin=subprocess.PIPE,  # closed when this process is gone
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which then stops its workers in order
-            )
-
-    @property
-    def runs(self) -> bool:
-        """Whether the process has not ended."""
-        return self.process.poll() is None
-
-    def stop(self) -> None:
-        """Ask the process to end."""
-        if self.runs:
-            self.process.terminate()
+def _start(out: Path, name: str, number: int, of: int) -> subprocess.Popen[bytes]:
+    """A process that computes a share; it ends when this one does, however that ends."""
+    path = out / LOGS / f"{name}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "kvbench.sweep", "work", str(out), "--share", name, "--log", str(path)]
+    with path.open("ab") as log:
+        return subprocess.Popen(
+            [*command, "--with-parent"],
+            env={**os.environ, **_own_part(number, of)},
+            stdin=subprocess.PIPE,  # closed when this process is gone
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then stops its workers in order
+        )
 
 
 def _own_part(number: int, of: int) -> dict[str, str]:

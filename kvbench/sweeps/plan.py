@@ -56,7 +56,9 @@ def _tell_ignored(combinations: Sequence[Combination], planned: Sequence[Planned
     given = [c.config["budget"] for c in combinations if c.config["budget"] != c.preset["budget"]]
     if given and all(p.cell is not None and p.cell.budget is None for p in planned):
         names = ", ".join(dict.fromkeys(p.entry.policy for p in planned))
-        log.warning("budget=%s is ignored: %s keeps every token", ",".join(map(str, dict.fromkeys(given))), names)
+        sets = any(p.cell is not None and p.cell.policy.evicts for p in planned)
+        why = "sets its own" if sets else "keeps every token"
+        log.warning("budget=%s is ignored: %s %s", ",".join(map(str, dict.fromkeys(given))), names, why)
 
 
 def _check_decode(combinations: Sequence[Combination], planned: Sequence[Planned]) -> None:

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from tqdm.auto import tqdm
 
 LINE_SECONDS = 60.0
 
@@ -33,35 +32,13 @@ def progress(items: Iterable[Item], title: str, total: int | None = None, done: 
 @contextmanager
 def meter(title: str, total: int | None = None, done: int = 0) -> Iterator[Advance]:
     """A bar on stderr or in a notebook, and what moves it on towards its `total` of units, of which some are `done`."""
-    if "ipykernel" in sys.modules:
-        with _notebook(title, total, done) as advance:
-            yield advance
-        return
-    if not sys.stderr.isatty():
+    if "ipykernel" not in sys.modules and not sys.stderr.isatty():
         yield _Lines(title, total, done)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
-    times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
-    with Progress(*columns, *times, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total, completed=done, note="")
+    with tqdm(desc=title, total=total, initial=done, leave=False, dynamic_ncols=True) as bar:
 
         def advance(units: int, note: str | None = None, total: int | None = None) -> None:
-            bar.update(task, advance=units, total=total)
-            if note is not None:
-                bar.update(task, note=note)
-
-        yield advance
-
-
-@contextmanager
-def _notebook(title: str, total: int | None, done: int) -> Iterator[Advance]:
-    from tqdm.auto import tqdm  # here: only notebooks need it, and rich draws a line for every step there
-
-    with tqdm(desc=title, total=total, initial=done, leave=False) as bar:
-
-        def advance(units: int, note: str | None = None, total: int | None = None) -> None:
-            if total is not None:
-                bar.total = total
+            bar.total = bar.total if total is None else total
             bar.update(units)
             if note is not None:
                 bar.set_postfix_str(note)

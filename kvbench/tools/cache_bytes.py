@@ -21,6 +21,7 @@ from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_layers
+from kvbench.policies.press import KVPress
 from kvbench.report.grid import Block, Cell, Grid, Row
 from kvbench.report.plain_text import text
 from kvbench.terminal.command import Parser, pairs
@@ -85,6 +86,7 @@ def check_predictable(policy: Policy) -> None:
         "shares its budget out by what the prompt's layers show": isinstance(policy.allocator, StatisticAllocator),
         "gives every KV head a budget by what the prompt shows": policy.allocator.per_head,
         "remembers what it merged": policy.merger.merges,
+        "remembers per layer what it saw": policy.needs.memory,
     }
     for reason, holds in reasons.items():
         if holds:
@@ -96,7 +98,7 @@ def _layer_parts(policy: Policy, shape: CacheShape, layer: int, length: int, bat
     evicted = policy.evicts and length > budget
     heads = shape.query_heads if policy.granularity == "query_head" else shape.kv_heads
     width = shape.query_heads // heads if policy.needs.query_heads else 1
-    tokens = min(length, budget) + (evicted and policy.schedule.decode == "evict")  # the next token's slot is there
+    tokens = min(length, budget) + evicted * policy.schedule.spare  # slots of tokens to come are there
     new = torch.empty(batch, heads, tokens, shape.head_dim, dtype=shape.dtype, device="meta")
     held = policy.store.for_layer(layer).open(new, new, policy.needs.statistics, width)
     held.evicted = evicted
@@ -143,7 +145,9 @@ def tell(arguments: Sequence[str]) -> int:
         own: dict[str, Any] = {"config_dir": folders[0]} if folders else {}
         policies = [make_policy(slug, budget, **own, **asked) for slug in slugs]
         for policy in policies:
-            check_layers(shape.layers, policy.allocator, policy.store, policy.filter)
+            if isinstance(policy, KVPress):
+                raise ValueError(f"what {policy.name} holds is known once it ran: kvpress tells no bytes before")
+            check_layers(shape.layers, policy.allocator, policy.store, policy.pre_pass)
         tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
     if budget is not None and not any(policy.evicts for policy in policies):
         sys.stderr.write(f"kvbench: budget={budget} is ignored: {', '.join(slugs)} keeps every token\n")

@@ -24,13 +24,14 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from kvbench.cache.cache import KVCache
+from kvbench.cache.pressed import PressedCache
 from kvbench.config.presets import make_policy
 from kvbench.config.tree import find, read
 from kvbench.inference.generate import greedy
 from kvbench.inference.rating import evicted, rated
 from kvbench.models.loading import ModelSpec, load, locate, pick_device
 from kvbench.models.prompts import end_tokens, stop_test
-from kvbench.models.tokens import Pair, encode, encode_pair, prefix_token
+from kvbench.models.tokens import Encoder, Pair, encode, encode_pair, prefix_token
 from kvbench.policies.checks import whole_number
 from kvbench.policies.describe import describe
 from kvbench.tasks.lm_eval.chat import chat_text, refuse_sampling
@@ -38,6 +39,7 @@ from kvbench.terminal.errors import UsageError, refusing
 
 log = logging.getLogger(__name__)
 
+HELD = ("requests_with_eviction", "kept_tokens", "cache_bytes")  # means over requests
 NO_LIMIT = 2**31  # tokens, for windows of a model whose configuration names no longest context
 
 
@@ -90,7 +92,7 @@ class KVBenchLM(TemplateLM):
         self.tokenizer: Any = self._checkpoint.tokenizer()
         self.max_length = max_length or self._checkpoint.max_positions
         self.max_gen_toks = max_gen_toks
-        self._held: list[_Held] = []
+        self._held: list[dict[str, float]] = []  # of each request, what its cache held at its end
 
     @property
     def device(self) -> torch.device:
@@ -128,6 +130,7 @@ class KVBenchLM(TemplateLM):
             max_new_tokens=new,
             eos_token_ids=end_tokens(self._model.generation_config, self.tokenizer, stops=until),
             stop=stop_test(self.tokenizer, until),
+            encoder=Encoder(self.tokenizer),
         )
         self._note(done.cache, len(ids))
         text = str(self.tokenizer.decode(done.tokens[0], skip_special_tokens=True))
@@ -157,7 +160,7 @@ class KVBenchLM(TemplateLM):
         return answers
 
     def _rate(self, pair: Pair) -> tuple[float, bool]:
-        rating = rated(self._model, pair, self.policy)
+        rating = rated(self._model, pair, self.policy, Encoder(self.tokenizer))
         self._note(rating.cache, pair.tokens - 1)
         return rating.logprob, rating.greedy
 
@@ -210,32 +213,23 @@ class KVBenchLM(TemplateLM):
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes beside its results: the model, the policy, and what the caches of all requests held."""
         held = self._held
+        means = {name: fmean(one[name] for one in held) if held else None for name in HELD}
         return {
             "model_record": {key: str(value) for key, value in self._record.items()},
             "policy": describe(self.policy),
             "budget": self.policy.budget,
             "requests": len(held),
-            "requests_with_eviction": sum(one.evicted for one in held) / len(held) if held else None,
-            "kept_tokens": fmean(one.kept for one in held) if held else None,
-            "cache_bytes": fmean(one.nbytes for one in held) if held else None,
-            "peak_bytes": max((one.peak for one in held), default=None),
+            **means,
+            "peak_bytes": max((int(one["peak_bytes"]) for one in held), default=None),
         }
 
-    def _note(self, cache: KVCache, fed: int) -> None:
-        self._held.append(_Held(cache, fed))
+    def _note(self, cache: KVCache | PressedCache, fed: int) -> None:
+        kept = float(cache.kept_tokens().float().mean())
+        held = dict(zip(HELD, (evicted(cache, fed), kept, cache.held_nbytes), strict=True))
+        self._held.append({**held, "peak_bytes": cache.peak_nbytes})
 
     def _tensor(self, ids: list[int]) -> torch.Tensor:
         return torch.tensor([ids], dtype=torch.long, device=self._place)
-
-
-class _Held:
-    """What one request's cache held at its end: tokens per KV head, bytes, and whether anything was evicted."""
-
-    def __init__(self, cache: KVCache, fed: int) -> None:
-        kept = cache.kept_tokens()
-        self.kept = float(kept.float().mean())
-        self.evicted = evicted(cache, fed)
-        self.nbytes, self.peak = cache.held_nbytes, cache.peak_nbytes
 
 
 def _device(asked: str | None) -> torch.device:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
 
 from kvbench.records.files import write_atomically
 from kvbench.tasks.predictions import Line
@@ -33,16 +32,12 @@ def score_file(path: Path, output: Path | None, rate: Callable[[Line], Line]) ->
     scored = []
     for number, text in enumerate(_lines(path), start=1):
         try:
-            line = json.loads(text, parse_constant=_no_number)
-        except (ValueError, RecursionError) as error:
+            line = json.loads(text)
+            if not isinstance(line, dict):
+                raise ValueError("must be a JSON object, with the fields of one prediction or task")
+            scored.append(json.dumps({**line, **rate(line)}, ensure_ascii=False, allow_nan=False))
+        except json.JSONDecodeError as error:
             raise UsageError(f"{path}, line {number}: not JSON, the file is damaged or cut off ({error})") from error
-        if not isinstance(line, dict):
-            raise UsageError(f"{path}, line {number}: must be a JSON object, with the fields of one prediction or task")
-        try:
-            scored.append(json.dumps({**line, **rate(line)}, ensure_ascii=False))
-            scored[-1].encode()
-        except UnicodeEncodeError as error:
-            raise UsageError(f"{path}, line {number}: holds half a surrogate pair, which UTF-8 cannot say") from error
         except ValueError as error:
             raise UsageError(f"{path}, line {number}: {error}") from error
     if output is None:
@@ -50,14 +45,9 @@ def score_file(path: Path, output: Path | None, rate: Callable[[Line], Line]) ->
         return len(scored)
     try:
         write_atomically(output, "\n".join(scored) + "\n")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeError) as error:
         raise UsageError(f"-o {output} cannot be written ({error})") from error
     return len(scored)
-
-
-def _no_number(name: str) -> NoReturn:
-    """What Python reads as a number and JSON does not know."""
-    raise ValueError(f"{name} is no number in JSON")
 
 
 @command

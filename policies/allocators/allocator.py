@@ -37,6 +37,9 @@ class Allocator(ABC):
     per_head: ClassVar[bool] = False
     """Whether the KV heads of a layer may get different budgets; the store should then be `ragged`."""
 
+    sets_budget: ClassVar[bool] = False
+    """Whether it decides by itself how much stays: its policy has no budget, and a total is all that could be kept."""
+
     @property
     def needs(self) -> Needs:
         """What it reads; no layer gets less than its window. A class attribute where no field decides it."""
@@ -97,3 +100,20 @@ class StatisticAllocator(Allocator):
         prompt's length). With all layers measured the sum is exactly `total`; before, it is at most `total` less
         `floor` for each layer that is not measured yet.
         """
+
+
+class JointAllocator(Allocator):
+    """An allocator that ranks the tokens of all layers before it decides over any, such as by one threshold.
+
+    Each layer's budget is then its even share in name only: all of them together are what the policy promises.
+    """
+
+    per_head: ClassVar[bool] = True
+
+    def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
+        """Even shares, whose sum counts."""
+        return even_shares(total, layers)
+
+    @abstractmethod
+    def heads_of_all(self, rankings: Sequence[Ranking], budgets: Sequence[Sequence[int]]) -> list[Tensor]:
+        """[B,H_kv] slots per KV head of each layer; those of a sequence sum to H_kv times its layers' budgets."""

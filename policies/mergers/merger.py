@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.needs import Needs
-from kvbench.policies.observation import Phase, State
+from kvbench.policies.observation import Memory, Observation, Phase, State
 from kvbench.policies.stores.slots import padded, take
 
 
@@ -19,7 +19,8 @@ from kvbench.policies.stores.slots import padded, take
 class Eviction:
     """A layer just before an eviction: the slots that are `kept` and those that are `evicted`, bool [B,H_kv,T].
 
-    keys, values [B,H_kv,T,D]; positions [B,H_kv,T] (-1 = empty); state as for the scorer.
+    keys, values [B,H_kv,T,D]; positions [B,H_kv,T] (-1 = empty); state as for the scorer. seen: what the layer observed
+    (its newest queries, ...); None where single tokens go.
     """
 
     layer: int
@@ -30,6 +31,7 @@ class Eviction:
     state: State
     kept: Tensor
     evicted: Tensor
+    seen: Observation | None = None
 
 
 class Vectors:
@@ -81,11 +83,16 @@ class OneEviction:
 
 @dataclass(frozen=True)
 class Merged:
-    """New contents of kept slots: slots [B,H_kv,n] long, keys and values [B,H_kv,n,D]; other slots do not change."""
+    """New contents of kept slots: slots [B,H_kv,n] long, keys and values [B,H_kv,n,D]; other slots do not change.
+
+    bias [B,H_kv,n] float32: added to these slots' logits from now on, of a merger with `needs.bias`; not where single
+    tokens go.
+    """
 
     slots: Tensor
     keys: Tensor
     values: Tensor
+    bias: Tensor | None = None
 
 
 class Slots(NamedTuple):
@@ -103,15 +110,16 @@ def in_order(chosen: Tensor, positions: Tensor) -> Slots:
     return Slots(slots, chosen.gather(-1, slots))
 
 
-MergeState = dict[str, Tensor]
-"""A merger's state of one layer between evictions (thresholds, ...), [B,...] each; counted as held bytes."""
+MergeState = Memory
+"""A merger's state of one layer between evictions (thresholds, ...)."""
 
 
 class Merger:
     """Merges evicted tokens into kept ones. Subclasses are frozen dataclasses of their knobs."""
 
     needs: ClassVar[Needs] = Needs()
-    """What it reads beside keys, values and positions: which layer it is, running statistics of the scorer."""
+    """What it reads beside keys, values and positions: which layer it is, running statistics of the scorer, the newest
+    queries (`Eviction.seen`); and whether it gives slots a bias."""
 
     merges: ClassVar[bool] = True
     """Whether kept keys or values may change at an eviction."""

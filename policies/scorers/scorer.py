@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
+from kvbench.policies.pre_passes.pre_pass import PrePass
 
 
 def group_mean(x: Tensor) -> Tensor:
@@ -22,6 +23,11 @@ class Scorer(ABC):
     def needs(self) -> Needs:
         """What it reads; a class attribute where no field decides it."""
         return Needs()
+
+    @property
+    def pre_pass(self) -> PrePass | None:
+        """The forward passes that find what it reads in `state`; a class attribute where no field decides it."""
+        return None
 
     @property
     def least_budget(self) -> int:

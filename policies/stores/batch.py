@@ -91,7 +91,8 @@ class BatchStore(CombinedStore):
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
         raise AssertionError("sequences at their budget evict one token each")
 
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
+        assert bias is None, "biases are written before sequences decode together"
         for rows, part in self.by_length:
             part.write(slots[rows], keys[rows], values[rows])
 

@@ -86,12 +86,11 @@ class Exact(Run):
 
 
 class Codes(Run):
-    """A growing run of quantised tokens, appended `unit` tokens at a time."""
+    """A growing run of coded tokens, appended `unit` tokens at a time."""
 
-    unit: int
+    unit: int = 1
 
-    def __init__(self, quantiser: Quantiser, growth: int) -> None:
-        self.quantiser = quantiser
+    def __init__(self, growth: int) -> None:
         self.queue = Queue(growth)
 
     @property
@@ -105,14 +104,9 @@ class Codes(Run):
     def even(self) -> bool:
         return self.queue.counts is None
 
-    def sizes(self) -> dict[str, int]:
-        queue = self.queue
-        sizes = {"codes": queue.nbytes("words"), "scales and minima": queue.nbytes("scale", "minimum")}
-        return {**sizes, "positions": queue.lengths_nbytes}
-
     @abstractmethod
     def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None, filled: Filled | None = None) -> None:
-        """Quantise x [B,H,n,D] of a model in `dtype`; counts [B,H]: only the first so many tokens of each head.
+        """Code x [B,H,n,D] of a model in `dtype`; counts [B,H]: only the first so many tokens of each head.
 
         filled: what the kernel puts in the place of some tokens of x (see `Quantiser.quantise_tokens`).
         """
@@ -121,20 +115,33 @@ class Codes(Run):
     def nbytes(self) -> int:
         return self.queue.nbytes()  # read at every step, hence without the breakdown
 
-    def _store(self, group: Group, counts: Tensor | None) -> None:
-        self.queue.append(group._asdict(), None if counts is None else counts // self.unit)
-
-    def _group(self, first: int, last: int) -> Group:
-        return Group(*(self.queue.view(name)[:, :, first:last] for name in Group._fields))
-
     def _blocks(self, numbers_per_entry: int) -> Iterator[tuple[int, int]]:
         size = max(1, BLOCK // numbers_per_entry)
         for first in range(0, self.queue.most, size):
             yield first, min(first + size, self.queue.most)
 
 
+class GroupCodes(Codes):
+    """Codes of a quantiser, with a scale and a minimum for each group of numbers."""
+
+    def __init__(self, quantiser: Quantiser, growth: int) -> None:
+        super().__init__(growth)
+        self.quantiser = quantiser
+
+    def sizes(self) -> dict[str, int]:
+        queue = self.queue
+        sizes = {"codes": queue.nbytes("words"), "scales and minima": queue.nbytes("scale", "minimum")}
+        return {**sizes, "positions": queue.lengths_nbytes}
+
+    def _store(self, group: Group, counts: Tensor | None) -> None:
+        self.queue.append(group._asdict(), None if counts is None else counts // self.unit)
+
+    def _group(self, first: int, last: int) -> Group:
+        return Group(*(self.queue.view(name)[:, :, first:last] for name in Group._fields))
+
+
 @saved
-class ChannelCodes(Codes):
+class ChannelCodes(GroupCodes):
     """Groups of `unit` consecutive tokens, each channel with its own scale: words [B,H,N/G,D,W], scale [B,H,N/G,D]."""
 
     def __init__(self, quantiser: Quantiser, group: int) -> None:
@@ -173,13 +180,11 @@ class ChannelCodes(Codes):
 
 
 @saved
-class TokenCodes(Codes):
+class TokenCodes(GroupCodes):
     """Tokens one by one, each in groups of G channels: words [B,H,N,D/G,W], scale and minimum [B,H,N,D/G].
 
     heads: groups span a token's channels of so many heads, [B,1,N,H*D/G,...]; None: every head has groups of its own.
     """
-
-    unit = 1
 
     def __init__(self, quantiser: Quantiser, group: int, growth: int, heads: int | None = None) -> None:
         super().__init__(quantiser, growth)

@@ -72,10 +72,10 @@ class Column:
         codes.append(own if x is None else x, own.dtype, counts if isinstance(counts, Tensor) else None, filled)
         self.tail.drop(counts)
 
-    def replace_runs(self, runs: Sequence[Run], count: int) -> None:
-        """Hold these runs instead, which include the tail's first `count` tokens."""
+    def replace_runs(self, runs: Sequence[Run], counts: Counts) -> None:
+        """Hold these runs instead, which include the tail's first `counts` tokens."""
         self.runs = list(runs)
-        self.tail.drop(count)
+        self.tail.drop(counts)
 
     def view(self) -> Tensor:
         """[B,H,C,D] in the model's dtype, dequantised where it was quantised."""

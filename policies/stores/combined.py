@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvbench.policies.observation import State
-from kvbench.policies.stores.slots import padded
+from kvbench.policies.stores.slots import biases, padded
 from kvbench.policies.stores.store import LayerStore
 
 
@@ -33,6 +33,10 @@ class CombinedStore(LayerStore):
     @property
     def positions(self) -> Tensor:
         return padded([held.positions for held in self.members], fill=-1)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return biases([(held.bias, held.positions) for held in self.members])
 
     @property
     def state(self) -> State:

@@ -81,9 +81,9 @@ class DenseStore(LayerStore):
         if type(self) is not DenseStore:  # others may hold more than is joined
             return None
         if self._free is not None and self._used == self.capacity:
-            return "at its size", self._statistics  # of any length: no slot will be added
+            return "at its size", tuple(self._buffers)  # of any length: no slot will be added
         if self._packed:
-            return "grows", self.capacity - self._used, self._to_come, self._statistics
+            return "grows", self.capacity - self._used, self._to_come, tuple(self._buffers)
         return None
 
     def each(self) -> list["DenseStore"]:
@@ -92,7 +92,7 @@ class DenseStore(LayerStore):
         return [self] if rows == 1 else [self.picked(slice(row, row + 1)) for row in range(rows)]
 
     def picked(self, rows: Sequence[int] | slice) -> "DenseStore":
-        held = self._with({name: buffer[rows] for name, buffer in self._buffers.items()})
+        held = self.with_buffers({name: buffer[rows] for name, buffer in self._buffers.items()})
         held._free = None if self._free is None else self._free[rows]
         return held
 
@@ -107,14 +107,14 @@ class DenseStore(LayerStore):
             buffer[:, :, layers[0].capacity :] = -1 if name == "positions" else 0
             for layer, rows in zip(layers, buffer.split(counts), strict=True):
                 rows[:, :, : layer.capacity] = layer._buffers[name]
-        held = layers[0]._with(into)
+        held = layers[0].with_buffers(into)
         free = [layer._free for layer in layers if layer._free is not None]
         held._free = torch.cat(free) if free else None
         held._ascending, held._lent = all(layer._ascending for layer in layers), False
         return held
 
-    def _with(self, buffers: dict[str, Tensor]) -> "DenseStore":
-        """A layer in the same state with other tensors."""
+    def with_buffers(self, buffers: dict[str, Tensor]) -> "DenseStore":
+        """The layer with other tensors [B,H,capacity,...] in the same slots."""
         held = copy(self)
         held._buffers, held._views, held._bytes = buffers, {}, None
         return held
@@ -143,7 +143,7 @@ class DenseStore(LayerStore):
 
     def moved(self, flat: Mapping[str, Tensor]) -> "DenseStore":
         """The layer copied to flat memory {name: [B*H*capacity,...]}: all slots are in use, some of them empty."""
-        held = self._with({name: flat[name].view(x.shape) for name, x in self._buffers.items()})
+        held = self.with_buffers({name: flat[name].view(x.shape) for name, x in self._buffers.items()})
         for name, x in self._buffers.items():
             held._buffers[name].copy_(x)
         held._buffers["positions"][:, :, self._used :] = -1
@@ -213,6 +213,10 @@ class DenseStore(LayerStore):
             positions.scatter_(-1, self._free, -1)
             self._marked = True
         return positions
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._view("bias") if "bias" in self._buffers else None
 
     @property
     def state(self) -> State:
@@ -337,7 +341,12 @@ class DenseStore(LayerStore):
         self._to_come = self._to_come and max(0, self._to_come - growth)
         return growth
 
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
+        if bias is not None:
+            if "bias" not in self._buffers:
+                places = self._buffers["positions"]
+                self._put("bias", torch.zeros(places.shape, dtype=torch.float32, device=places.device))
+            self._buffers["bias"].scatter_(2, slots, bias)
         where = slots
         for name, new in (("keys", keys), ("values", values)):
             if self._lent:

@@ -67,7 +67,8 @@ class PerSequenceStores(CombinedStore):
             kept.append(row.keep(own, spare, None if counts is None else counts[b : b + 1]))
         return padded(kept)
 
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
+        assert bias is None, "only exact stores hold a bias"
         for b, row in enumerate(self.rows):
             # Slots named beyond a shorter sequence's own are padding of `keep`'s and `positions`' making.
             real = (slots[b] < row.positions.shape[2]).all(0).nonzero()[:, 0]

@@ -36,7 +36,7 @@ class QuantisedLayerStore(LayerStore):
     `flush` which tokens are quantised when.
     """
 
-    def __init__(self, store: "QuantisedStore", dense: DenseStore, keys: Column, values: Column) -> None:
+    def __init__(self, store: "ColumnStore", dense: DenseStore, keys: Column, values: Column) -> None:
         self.store = store
         self._dense: DenseStore | None = dense  # until the first `settle`
         self._columns = (keys, values)
@@ -130,7 +130,8 @@ class QuantisedLayerStore(LayerStore):
         self.evicted = True
         return self._unquantised().keep(mask, spare, counts)
 
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
+        assert bias is None, "only exact stores hold a bias"
         self._unquantised().write(slots, keys, values)
 
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
@@ -236,26 +237,12 @@ class QuantisedLayerStore(LayerStore):
         return self._columns[1].mix(weights, ordered)
 
 
-@dataclass(frozen=True)
-class QuantisedStore(Store):
-    """bits: 2, 4 or 8 per number. metadata: dtype of scales and minima (auto: float16 for 16-bit models, else the
-    model's own). fp16_arith: quantise in the model's own dtype, as KIVI's code does, instead of float32.
-    """
+class ColumnStore(Store):
+    """A store whose prompt is dense until it is in and evicted, and then two columns."""
 
     reopens: ClassVar[bool] = False
     statistics: ClassVar[tuple[str, ...]] = ()
     """Statistics that the store itself keeps of the prompt's tokens."""
-
-    bits: int = 2
-    metadata: Metadata = "auto"
-    fp16_arith: bool = False
-
-    def __post_init__(self) -> None:
-        Quantiser(self.bits, self.metadata, self.fp16_arith)  # it checks them
-
-    @property
-    def quantiser(self) -> Quantiser:
-        return Quantiser(self.bits, self.metadata, self.fp16_arith)
 
     @property
     def apart(self) -> str:
@@ -277,11 +264,29 @@ class QuantisedStore(Store):
     def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
         if evicts_in_decode:
             raise ValueError(
-                f"{name} would evict single tokens while decoding, but its store holds tokens in quantised groups, "
+                f"{name} would evict single tokens while decoding, but its store holds tokens in a compressed form, "
                 "from which no single token can be evicted: use decode=grow"
             )
         if per_head and self.apart:
             raise ValueError(f"{name} gives KV heads budgets of their own, {self.apart}")
+
+
+@dataclass(frozen=True)
+class QuantisedStore(ColumnStore):
+    """bits: 2, 4 or 8 per number. metadata: dtype of scales and minima (auto: float16 for 16-bit models, else the
+    model's own). fp16_arith: quantise in the model's own dtype, as KIVI's code does, instead of float32.
+    """
+
+    bits: int = 2
+    metadata: Metadata = "auto"
+    fp16_arith: bool = False
+
+    def __post_init__(self) -> None:
+        Quantiser(self.bits, self.metadata, self.fp16_arith)  # it checks them
+
+    @property
+    def quantiser(self) -> Quantiser:
+        return Quantiser(self.bits, self.metadata, self.fp16_arith)
 
 
 def side(column: Column) -> Side | None:

@@ -159,6 +159,12 @@ class RaggedStore(LayerStore):
         return by_kind(sizes, self._segments.nbytes)
 
     @property
+    def bias(self) -> Tensor | None:
+        if self._segments is None or "bias" not in self._segments.flat:
+            return self._dense.bias if self._dense else None
+        return self._padded("bias")
+
+    @property
     def state(self) -> State:
         return self._dense.state if self._dense else {name: self._padded(name) for name in self._statistics}
 
@@ -210,7 +216,7 @@ class RaggedStore(LayerStore):
         spread = positions[:, None, :].expand(-1, keys.shape[1], -1).to(torch.int32)
         for name, token in {"keys": keys, "values": values, "positions": spread}.items():
             self._segments.put(name, slots, token)
-        for name in self._statistics:
+        for name in self._segments.flat.keys() - {"keys", "values", "positions"}:
             self._segments.put(name, slots, 0.0)
 
     def segments(self) -> Places:
@@ -267,7 +273,7 @@ class RaggedStore(LayerStore):
         return growth
 
     def _contents(self) -> dict[str, Tensor]:
-        return {name: self._padded(name) for name in ("keys", "values", "positions", *self._statistics)}
+        return {name: self._padded(name) for name in self._sealed.flat}
 
     def _open(self) -> DenseStore:
         """The dense form: what is in segments now, padded to the longest segment."""
@@ -286,9 +292,9 @@ class RaggedStore(LayerStore):
         self._ascending = True
         return slots
 
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        if self._dense is not None:
-            self._dense.write(slots, keys, values)
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
+        if self._dense is not None or bias is not None:
+            self._open().write(slots, keys, values, bias)
             return
         assert self._segments is not None
         self._segments.put("keys", slots, keys.to(self._segments.flat["keys"].dtype))
@@ -303,7 +309,7 @@ class RaggedStore(LayerStore):
         self._free = slots
 
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
-        if self._segments is None or queries.shape[2] > 1:
+        if self._segments is None or queries.shape[2] > 1 or "bias" in self._segments.flat:
             return None
         return self._segments.attend(queries, positions, how)
 

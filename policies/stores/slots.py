@@ -55,6 +55,17 @@ def padded(parts: Sequence[Tensor], fill: float = 0, dim: int = 2) -> Tensor:
     return whole
 
 
+def biases(parts: Sequence[tuple[Tensor | None, Tensor]]) -> Tensor | None:
+    """The bias of every slot of several layers, as `padded`; 0 where one has none, None where none has.
+
+    parts: a bias [B,H,C], if there is one, and the slots' positions [B,H,C].
+    """
+    if all(bias is None for bias, _ in parts):
+        return None
+    zeros = (torch.zeros_like(places, dtype=torch.float32) if bias is None else bias for bias, places in parts)
+    return padded(list(zeros))
+
+
 def owned(x: Tensor) -> Tensor:
     """x, copied where it is a view of a larger tensor that it would keep alive (a fused projection, a batch)."""
     whole = x.untyped_storage().nbytes() <= x.nbytes

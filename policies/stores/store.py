@@ -46,6 +46,11 @@ class LayerStore(ABC):
         """[B,H,C] int32 original positions, -1 = empty slot."""
 
     @property
+    def bias(self) -> Tensor | None:
+        """[B,H,C] float32 added to the logits of a slot; None where no slot has one."""
+        return None
+
+    @property
     @abstractmethod
     def state(self) -> State:
         """Running statistics [B,H,C,G'] by name; after changing them in place call `remember`."""
@@ -94,8 +99,11 @@ class LayerStore(ABC):
         """
 
     @abstractmethod
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Replace keys and values [B,H,n,D] at slots [B,H,n]; their positions and statistics stay (merging)."""
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
+        """Replace keys and values [B,H,n,D] at slots [B,H,n]; their positions and statistics stay (merging).
+
+        bias [B,H,n]: of these slots from now on, which only `exact` stores hold; others keep theirs, 0 at first.
+        """
 
     def parts(self) -> dict[str, int]:
         """The bytes of `nbytes` by kind, for tables; stores without kinds say one number."""

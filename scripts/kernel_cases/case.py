@@ -1,8 +1,9 @@
 # ruff: noqa: ANN401 - a provider takes a call by name and passes it on
-"""What cases share: the heads of an 8B model, inputs of an attention call, and PyTorch's own attention of a prompt."""
+"""What cases share: the heads of an 8B model, inputs of an attention call, how a function becomes a provider."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 H_Q, H_KV, DIM = 32, 8, 128
+GROUP = H_Q // H_KV
 LEAST = 128  # tokens, which whole groups of codes divide
 
 
@@ -21,6 +23,21 @@ def scaled(tokens: int, scale: int) -> int:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def provider(
+    function: Callable[..., Any],
+    take: Callable[[Any], Any] | None = None,
+    without: Sequence[str] = (),
+    **fixed: Any,
+) -> Callable[..., Any]:
+    """`function` as a provider. take: picks what is compared; without: inputs it does not take; fixed: more of them."""
+
+    def call(**inputs: Any) -> Any:
+        result = function(**{name: value for name, value in inputs.items() if name not in without}, **fixed)
+        return result if take is None else take(result)
+
+    return call
 
 
 def call_of(

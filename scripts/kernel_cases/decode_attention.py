@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
-from kernel_cases.case import DIM, H_KV, H_Q, call_of, dtype_name, scaled
+from kernel_cases.case import DIM, GROUP, H_KV, H_Q, call_of, dtype_name, provider, scaled
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
@@ -22,7 +23,7 @@ from kvbench.kernels.decode_attention_flat import decode_attention_flat_ref, dec
 from kvbench.tools.bench.kernels import KernelCase
 from kvbench.tools.bench.rivals import installed
 
-GROUP, PAGE = H_Q // H_KV, 16
+PAGE = 16  # tokens, of FlashInfer's cache
 SHAPES = [(1, 1024), (1, 8192), (1, 131_072), (8, 1024), (32, 1024), (32, 4096), (32, 8192)]
 
 
@@ -73,13 +74,11 @@ def sdpa_grouped(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, 
     return F.scaled_dot_product_attention(rows, keys, values, scale=scaling).view_as(queries)
 
 
-@cache
-def _compiled() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=False)
+compiled = cache(partial(torch.compile, dynamic=False))
 
 
 def flex(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, **_: Any) -> Tensor:
-    return _compiled()(queries, keys, values, scale=scaling, enable_gqa=True)
+    return compiled(flex_attention)(queries, keys, values, scale=scaling, enable_gqa=True)
 
 
 def flash_attn(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, **_: Any) -> Tensor:
@@ -108,36 +107,25 @@ def two_passes(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, **
     return attention_rows(queries, keys, call["query_positions"], call["key_positions"], scaling)
 
 
-def output(function: Any, plan: Any = None, pages: Any = None, **call: Any) -> Tensor:
-    return function(**call).out
-
-
-def weights(function: Any, **call: Any) -> Tensor:
-    return function(**call, weights=True).weights
-
-
 def cases(scale: int = 1, dtype: torch.dtype = torch.bfloat16) -> Iterator[KernelCase]:
-    triton, reference = decode_attention_triton, decode_attention_ref
+    both = {"reference": decode_attention_ref, "triton": decode_attention_triton}
+    ragged = {"reference": decode_attention_flat_ref, "triton": decode_attention_flat_triton}
+    out, weights = attrgetter("out"), attrgetter("weights")
+    unplanned = ("plan", "pages")
     for batch, stored in SHAPES:
         slots = scaled(stored, scale)
         vectors = 2 * batch * DIM * dtype.itemsize * (H_KV * slots + H_Q)
         places, rows = 4 * batch * H_KV * slots, 4 * batch * H_Q * slots
-        sizes = {"batch": batch, "slots": slots, "dtype": dtype}
         of = f"B={batch} H_kv={H_KV} G={GROUP} D={DIM} T={slots} {dtype_name(dtype)}"
         case = partial(KernelCase, "decode_attention", flops=4 * batch * H_Q * slots * DIM)
-        ours = {"reference": partial(output, reference, packed=True), "triton": partial(output, triton, packed=True)}
-        packed = {**ours, "sdpa": sdpa, "sdpa_grouped": sdpa_grouped, **on_gpu()}
-        yield case(f"packed {of}", partial(setup_paged, **sizes), packed, bytes_moved=vectors)
-        placed = {"reference": partial(output, reference), "triton": partial(output, triton)}
-        yield case(f"positions read {of}", partial(setup, **sizes), placed, bytes_moved=vectors + places)
-        scored = {
-            "reference": partial(weights, reference, packed=True),
-            "triton": partial(weights, triton, packed=True),
-            "two_passes": two_passes,
-        }
-        yield case(f"with weights {of}", partial(setup, **sizes), scored, bytes_moved=vectors + rows)
-        flat = {
-            "reference": partial(output, decode_attention_flat_ref),
-            "triton": partial(output, decode_attention_flat_triton),
-        }
-        yield case(f"ragged {of}", partial(setup_flat, **sizes), flat, bytes_moved=vectors + places)
+        setup_of = partial(partial, batch=batch, slots=slots, dtype=dtype)
+        packed = {name: provider(one, out, unplanned, packed=True) for name, one in both.items()}
+        packed |= {"sdpa": sdpa, "sdpa_grouped": sdpa_grouped, **on_gpu()}
+        yield case(f"packed {of}", setup_of(setup_paged), packed, bytes_moved=vectors)
+        placed = {name: provider(one, out) for name, one in both.items()}
+        yield case(f"positions read {of}", setup_of(setup), placed, bytes_moved=vectors + places)
+        scored = {name: provider(one, weights, packed=True, weights=True) for name, one in both.items()}
+        scored["two_passes"] = two_passes
+        yield case(f"with weights {of}", setup_of(setup), scored, bytes_moved=vectors + rows)
+        flat = {name: provider(one, out) for name, one in ragged.items()}
+        yield case(f"ragged {of}", setup_of(setup_flat), flat, bytes_moved=vectors + places)

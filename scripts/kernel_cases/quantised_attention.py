@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
-from kernel_cases.case import DIM, H_KV, H_Q, scaled
+from kernel_cases.case import DIM, GROUP, H_KV, H_Q, provider, scaled
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,7 +23,7 @@ from kvbench.kernels.quantised_attention import (
 )
 from kvbench.tools.bench.kernels import KernelCase
 
-GROUP, TAIL, OUTLIERS = H_Q // H_KV, 32, 35
+TAIL, OUTLIERS = 32, 35
 SHAPES = [  # sequences, tokens, bits, group
     (1, 32_768, 2, 128),
     (1, 131_072, 2, 128),
@@ -55,8 +56,10 @@ def setup(device: torch.device, batch: int, tokens: int, bits: int, unit: int, e
         Side(packed(device, batch, tokens, bits, unit, per_token), exact(batch, H_KV, TAIL, DIM))
         for per_token in (False, True)
     )
-    keys16, values16 = (torch.cat([*map(_dequantised, _parts(side.packed))]) for side in (keys, values))
-    keys16, values16 = (torch.cat([x, side.tail], dim=2) for x, side in ((keys16, keys), (values16, values)))
+    keys16, values16 = (
+        torch.cat([torch.cat([part.dequantised().bfloat16() for part in _parts(side.packed)]), side.tail], dim=2)
+        for side in (keys, values)
+    )
     outliers = None
     if entries:
         slots = torch.rand(batch, H_KV, tokens, device=device).topk(entries).indices.to(torch.int32)
@@ -82,10 +85,6 @@ def _parts(codes: Packed) -> Iterator[Packed]:
         yield replace(codes, words=words, scale=scale, minimum=minimum)
 
 
-def _dequantised(codes: Packed) -> Tensor:
-    return codes.dequantised().bfloat16()
-
-
 def reference(
     queries: Tensor, query_positions: Tensor, keys: Side, values: Side, scaling: float, **call: Any
 ) -> Tensor:
@@ -97,11 +96,6 @@ def reference(
         pool = None if outliers is None else Outliers(*(x[here] for x in outliers))
         outputs.append(quantised_attention_ref(queries[here], query_positions[here], *sides, scaling, None, pool).out)
     return torch.cat(outputs)
-
-
-def triton(keys16: Tensor, values16: Tensor, **inputs: Any) -> Tensor:
-    """The kernels."""
-    return quantised_attention_triton(**inputs).out
 
 
 def sdpa_bf16(queries: Tensor, keys16: Tensor, values16: Tensor, scaling: float, **_: Any) -> Tensor:
@@ -128,7 +122,11 @@ def cases(scale: int = 1) -> Iterator[KernelCase]:
                 "quantised_attention",
                 f"B={batch} H={H_KV} G={GROUP} T={tokens} D={DIM} {bits} bits of {unit}{pool}",
                 partial(setup, **sizes),
-                {"reference": reference, "triton": triton, "sdpa_bf16": sdpa_bf16},
+                {
+                    "reference": reference,
+                    "triton": provider(quantised_attention_triton, attrgetter("out"), ("keys16", "values16")),
+                    "sdpa_bf16": sdpa_bf16,
+                },
                 bytes_moved=bytes_moved(**sizes),
                 flops=4 * batch * H_Q * tokens * DIM,
             )

@@ -1,4 +1,4 @@
-"""Scores of one output by name, 0 to 1: what the public long-context sets are scored with, where others have it too."""
+"""Metrics of one output by name, 0 to 1: those of the public long-context sets."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import re
 from collections.abc import Callable
 
 from kvbench.tasks.longbench import metrics as longbench
-from kvbench.tasks.scores import contains, contains_any, needle_words, rouge1_recall
+from kvbench.tasks.scores import NUMBER, best, contains, contains_any, needle_words, rouge1_recall
 
 _CHOSEN = (re.compile(r"The correct answer is \(([A-D])\)"), re.compile(r"The correct answer is ([A-D])"))
 _LETTER = re.compile(r"\b[A-J]\b")
-_NUMBER = re.compile(r"\d+\.\d+|\d+")
 
 Metric = Callable[[str, tuple[str, ...]], float]
 
@@ -38,16 +37,12 @@ def last_letter(output: str, references: tuple[str, ...]) -> float:
 
 def first_number(output: str, references: tuple[str, ...]) -> float:
     """1.0 if the first number, without its sign, is one of the references in value (InfiniteBench's passkeys)."""
-    found = _NUMBER.search(output)
+    found = NUMBER.search(output)
     return float(found is not None and any(_equal(found[0], reference) for reference in references))
 
 
 def _equal(number: str, reference: str) -> bool:
-    return _NUMBER.fullmatch(reference.strip()) is not None and float(number) == float(reference)
-
-
-def _best(score: Callable[[str, str], float]) -> Metric:
-    return lambda output, references: max(score(output, reference) for reference in references)
+    return NUMBER.fullmatch(reference.strip()) is not None and float(number) == float(reference)
 
 
 METRICS: dict[str, Metric] = {
@@ -59,8 +54,8 @@ METRICS: dict[str, Metric] = {
     "first_number": first_number,
     "needle_words": needle_words,
     "rouge1_recall": rouge1_recall,
-    "rouge_l": _best(longbench.METRICS["rouge"]),
-    "rouge_l_zh": _best(longbench.METRICS["rouge_zh"]),
-    **{name: _best(metric) for name, metric in longbench.METRICS.items() if not name.startswith("rouge")},
+    "rouge_l": best(longbench.METRICS["rouge"]),
+    "rouge_l_zh": best(longbench.METRICS["rouge_zh"]),
+    **{name: best(metric) for name, metric in longbench.METRICS.items() if not name.startswith("rouge")},
 }
 """By name. Those of LongBench and `rouge_l` take the best of the references, `contains` the share it finds."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvbench.errors import ConfigError
 from kvbench.tasks import text_files
+from kvbench.tasks.task import Example, question_part
 
 ASKED = ("context", "question")
 ANSWERS = ("answers", "answer")
@@ -22,22 +23,20 @@ class Row:
     name: str
     answers: tuple[str, ...]
 
-    @property
-    def context(self) -> str:
-        """What is asked about."""
-        return str(self.values["context"])
+    def example(self, frame: str, max_new_tokens: int | None, **metadata: Any) -> Example:  # noqa: ANN401
+        """The question in a frame with slots context and question; max_new_tokens: None for the row's own."""
+        asked = {name: self.values[name] for name in ASKED}
+        return Example(
+            index=0,
+            prompt=frame.format(**asked),
+            references=self.answers,
+            max_new_tokens=self._new_tokens(max_new_tokens),
+            answer_prefix=self.values.get("answer_prefix") or "",
+            question=question_part(frame, "{question}").format(**asked),
+            metadata=metadata,
+        )
 
-    @property
-    def question(self) -> str:
-        """What is asked."""
-        return str(self.values["question"])
-
-    @property
-    def answer_prefix(self) -> str:
-        """How the answer begins."""
-        return self.values.get("answer_prefix") or ""
-
-    def new_tokens(self, given: int | None) -> int:
+    def _new_tokens(self, given: int | None) -> int:
         """The number that is given, else the row's own. Raises ValueError where there is none."""
         most = self.values.get("max_new_tokens") if given is None else given
         if most in (None, ""):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, choice
 from kvbench.tasks.context_question.metrics import METRICS
 from kvbench.tasks.context_question.rows import Row, from_files, from_hub
-from kvbench.tasks.task import Example, Task, Tokenizer, are_texts, counts, one_of, question_part, slots
+from kvbench.tasks.task import Example, Task, Tokenizer, are_texts, counts, slots
 
 FILES = ("*.parquet", "*.jsonl", "*.csv")
 
@@ -42,10 +42,7 @@ class ContextQuestion(Task):
         if not isinstance(self.metrics, tuple) or not self.metrics or len(set(self.metrics)) < len(self.metrics):
             raise ConfigError("metrics", self.metrics, why="is not allowed, it must be a list of different names")
         for metric in self.metrics:
-            one_of("metrics", metric, tuple(METRICS))
-        for name in ("hub", "subset", "split", "revision"):
-            if getattr(self, name) == "":
-                raise ConfigError(name, "", why="is not allowed, it must be text or left out")
+            choice("metrics", metric, *METRICS)
         if not self.files or not are_texts(self.files):
             raise ConfigError(
                 "files", self.files, why="is not allowed, it must be a list of patterns such as *.parquet"
@@ -57,17 +54,10 @@ class ContextQuestion(Task):
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`: in the order of the rows; nothing is drawn, the seed changes nothing."""
-        asked = question_part(self.frame, "{question}")
         for index, row in enumerate(islice(self._rows(), limit)):
-            yield Example(
-                index=index,
-                prompt=self.frame.format(context=row.context, question=row.question),
-                references=row.answers,
-                max_new_tokens=row.new_tokens(self.max_new_tokens),
-                answer_prefix=row.answer_prefix,
-                question=asked.format(question=row.question),
-                metadata={"task": row.values.get("task") or self.name, "benchmark": "context_question"},
-            )
+            task = row.values.get("task") or self.name
+            asked = row.example(self.frame, self.max_new_tokens, task=task, benchmark="context_question")
+            yield replace(asked, index=index)
 
     def score(self, output: str, example: Example) -> float:
         """Score by the first of the metrics."""

@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvbench.tasks.longbench.metrics import character_f1, qa_f1
-from kvbench.tasks.scores import rouge_lsum
+from kvbench.tasks.scores import NUMBER, best, rouge_lsum
 
 Rule = Callable[[str, Any], float]
 """The score of a prediction against the references as the benchmark has them: a list, or a text or number."""
 
-NUMBER = re.compile(r"\d+\.\d+|\d+")
 _SIGNED = re.compile(r"-?\d+(?:\.\d+)?")
 _LETTERS = {"code_debug": "A-J", "longbook_choice_eng": "A-D"}
 _RETRIEVED = "\n:\"'.,?!{}"
@@ -118,11 +117,6 @@ def dialogue_authors(output: str, references: Any) -> float:  # noqa: ANN401
 def any_inside(output: str, references: Any) -> float:  # noqa: ANN401
     """1 if any reference is part of the output, in any case. Of a text each character is a reference."""
     return float(any(reference.upper() in output.strip().upper() for reference in references))
-
-
-def best(score: Callable[[str, str], float]) -> Rule:
-    """The best score over the references. Of a text each character is a reference."""
-    return lambda output, references: max((score(output, reference) for reference in references), default=0.0)
 
 
 AUTHORS: dict[str, Rule] = {

@@ -34,6 +34,7 @@ class InfiniteBench(LongSet):
     benchmark = "infinitebench"
     file = "{subset}.jsonl"
     texts = ("context", "input")
+    summed_by = "context_question"
 
     name: str = "infinitebench"
 
@@ -43,16 +44,16 @@ class InfiniteBench(LongSet):
         slot = "{func_call}" if self.subset == "code_run" else "{A}" if self.subset == "code_debug" else "{input}"
         question = question_part(self.template, slot).format(**given)
         references = tuple(str(answer) for answer in answers)
-        yield self.example(self.template.format(**given), question, references, **_metadata(answers))
+        yield self.example(self.template.format(**given), question, references, answers=answers)
 
     def of_columns(self, row: columns.Row) -> Mapping[str, Any]:
         """The answers of a row, which are texts there, as the scorer takes them."""
         answers: list[Any] = list(row.answers)
         if self.subset in NUMBERS:
             answers = [_number(answer) for answer in answers]
-        if self.subset == "code_debug" and (options := _OPTIONS.search(row.question)):
+        if self.subset == "code_debug" and (options := _OPTIONS.search(row.values["question"])):
             answers = [options["ABCD".index(answers[0]) + 1], answers[0]]
-        return _metadata(answers)
+        return {"answers": answers}
 
     def judge(self, output: str, example: Example) -> tuple[float, Mapping[str, Any]]:
         """The score by the protocol's rule, and where that is broken a sound one."""
@@ -84,10 +85,6 @@ class InfiniteBench(LongSet):
         if self.subset in CHOICES and len(answers) == 1:
             return [answers[0], "ABCD"[list(options).index(answers[0])]]
         return answers
-
-
-def _metadata(answers: Sequence[Any]) -> dict[str, Any]:
-    return {"benchmark": "context_question", "answers": list(answers)}
 
 
 def _found(pattern: re.Pattern[str], text: str) -> re.Match[str]:

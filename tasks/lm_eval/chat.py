@@ -1,4 +1,4 @@
-"""What lm-eval asks of a model: a conversation as the one string it reads, and what greedy decoding can honour."""
+"""lm-eval's conversations in a chat template, and the generation arguments that greedy decoding honours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where lm-eval's tasks get their rows from: a local copy of the data set, or the hub with its errors in a sentence."""
+"""The rows of lm-eval's tasks: from a local copy of the data set, or from the hub."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CODE_REFUSED = (
 
 @contextmanager
 def sources(data_dir: str | None, asked: Collection[str], allow_code: bool) -> Iterator[None]:
-    """What lm-eval loads meanwhile comes from where we say: rows from `data_dir`, `code_eval` from the sandbox.
+    """Inside, lm-eval loads rows from `data_dir` and runs `code_eval` in the sandbox.
 
     data_dir: None leaves the rows to the hub. asked: the splits whose rows are asked, without which nothing can be run.
     Raises ValueError with one sentence for what cannot be had.
@@ -104,13 +104,8 @@ class Splits(dict[str, Any]):
 
     def _read(self, files: list[Path]) -> Any:  # noqa: ANN401 - a `Dataset`
         from datasets import Dataset
-        from pyarrow import ArrowException
 
-        found = [row for file in files for row in rows(file, file.name, ())]
-        try:
-            return Dataset.from_list(found)
-        except ArrowException as error:
-            raise ValueError(f"{files[0]}: its rows are not alike ({str(error).splitlines()[0]})") from error
+        return Dataset.from_list([row for file in files for row in rows(file, file.name, ())])
 
 
 def _split(file: Path) -> str:

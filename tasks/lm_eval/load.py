@@ -1,4 +1,4 @@
-"""lm-eval's own task objects, built and set up as its `simple_evaluate` does it, or a sentence that says why not."""
+"""lm-eval's own task objects, set up as its `simple_evaluate` does it."""
 
 from __future__ import annotations
 

@@ -7,13 +7,13 @@ punctuation; with SQuAD 2.0's rule that an empty answer is matched by an empty a
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
 
 from kvbench.tasks.longbench.metrics import plain
+from kvbench.tasks.scores import bag_f1
 
 PACKAGE = "transformers.data.metrics"
 
@@ -31,10 +31,7 @@ def compute_exact(reference: str, answer: str) -> int:
 def compute_f1(reference: str, answer: str) -> float:
     """Harmonic mean of the shares of their words that both have, counted as often as they stand."""
     wanted, found = normalize_answer(reference).split(), normalize_answer(answer).split()
-    if not wanted or not found:
-        return float(wanted == found)
-    shared = (Counter(wanted) & Counter(found)).total()
-    return 2 * shared / (len(wanted) + len(found))
+    return bag_f1(found, wanted) if wanted and found else float(wanted == found)
 
 
 @contextmanager

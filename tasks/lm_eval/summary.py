@@ -7,6 +7,7 @@ from importlib import import_module
 from statistics import fmean
 from typing import Any
 
+from kvbench.tasks.summary import by_subset
 from kvbench.tasks.task import Scored
 
 NEEDS_SCORES = False  # some metrics are of all answers together, and none is of a single one
@@ -17,9 +18,7 @@ def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
 
     A metric that some document has no value for, or whose function the installed lm-eval does not have, is None.
     """
-    members: dict[str, list[Scored]] = {}
-    for answer in answers:
-        members.setdefault(answer.metadata["task"], []).append(answer)
+    members = by_subset(answers, "task")
     results = {task: _task(found) for task, found in members.items()}
     group = answers[0].metadata.get("group")
     if len(results) == 1 and group is None:

@@ -59,9 +59,6 @@ class LmEval(Task):
             object.__setattr__(self, "name", self.name.removesuffix(shots) + shots)
         if self.gen_kwargs is not None and not isinstance(self.gen_kwargs, Mapping):
             raise ConfigError("gen_kwargs", self.gen_kwargs, why="is not allowed, write gen_kwargs={max_gen_toks: 512}")
-        for name in ("apply_chat_template", "fewshot_as_multiturn", "allow_code_execution"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(name, getattr(self, name), why="is not allowed, it must be true or false")
         if self.include_path is not None:
             object.__setattr__(self, "included", digest(self.include_path))
         if self.chat or self.stop or self.end_texts:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import re
 import string
-from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 
@@ -16,6 +15,7 @@ from kvbench.errors import ConfigError
 from kvbench.tasks.extras import from_extra
 from kvbench.tasks.longbench.rouge import OFFICIAL_STEPS, OFFICIAL_STEPS_ZH, rouge_l
 from kvbench.tasks.longbench.subsets import Subset
+from kvbench.tasks.scores import bag_f1
 
 # The marks that qa_f1_zh deletes, beside those of ASCII. Neither U+300A nor the space is among them.
 _CHINESE_MARKS = (
@@ -56,17 +56,17 @@ def score(
 
 def qa_f1(prediction: str, answer: str) -> float:
     """F1 of the bags of words, without case, articles and ASCII punctuation (deleted, not replaced by a space)."""
-    return _bag_f1(plain(prediction).split(), plain(answer).split())
+    return bag_f1(plain(prediction).split(), plain(answer).split())
 
 
 def qa_f1_zh(prediction: str, answer: str) -> float:
     """F1 of the bags of jieba's words; case and punctuation go after the cutting, which sees them."""
-    return _bag_f1(_words_zh(prediction), _words_zh(answer))
+    return bag_f1(_words_zh(prediction), _words_zh(answer))
 
 
 def character_f1(prediction: str, answer: str) -> float:
     """F1 of the bags of characters, without case, punctuation and white space: Chinese in InfiniteBench and SCBench."""
-    return _bag_f1(*(list("".join(text.lower().translate(_NO_MARKS).split())) for text in (prediction, answer)))
+    return bag_f1(*(list("".join(text.lower().translate(_NO_MARKS).split())) for text in (prediction, answer)))
 
 
 def rouge_zh(prediction: str, answer: str, most_steps: int | None = None) -> float:
@@ -138,14 +138,6 @@ _OFFICIAL_STEPS = {"rouge": OFFICIAL_STEPS, "rouge_zh": OFFICIAL_STEPS_ZH}
 def plain(text: str) -> str:
     """Lower case, without ASCII punctuation, a blank for each article."""
     return _ARTICLES.sub(" ", text.lower().translate(_NO_ASCII_MARKS))
-
-
-def _bag_f1(predicted: list[str], expected: list[str]) -> float:
-    common = sum((Counter(predicted) & Counter(expected)).values())
-    if common == 0:
-        return 0.0
-    precision, recall = common / len(predicted), common / len(expected)
-    return (2 * precision * recall) / (precision + recall)
 
 
 def _words_zh(text: str) -> list[str]:

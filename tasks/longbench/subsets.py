@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbench.errors import ConfigError
 from kvbench.tasks.text_files import shipped
 
 
@@ -37,10 +36,3 @@ PAPER_SETS = tuple(name for name, subset in SUBSETS.items() if subset.language !
 
 # LongBench-E has other rows of these, spread evenly over three bins of length.
 EXTENDED = tuple(name for name in PAPER_SETS if name not in ("narrativeqa", "musique", "qmsum"))
-
-
-def find_subset(name: object) -> Subset:
-    """The subset of that name; ValueError with all names where there is none."""
-    if not isinstance(name, str) or name not in SUBSETS:
-        raise ConfigError("subset", name, why=f"is not known, choose one of {', '.join(SUBSETS)}")
-    return SUBSETS[name]

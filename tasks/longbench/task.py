@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from importlib.resources import files
 from itertools import islice
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, choice, whole_number
 from kvbench.tasks.hub import HubFile, data_file
 from kvbench.tasks.longbench.metrics import score
-from kvbench.tasks.longbench.subsets import EXTENDED, Subset, find_subset
+from kvbench.tasks.longbench.subsets import EXTENDED, SUBSETS, Subset
 from kvbench.tasks.longbench.summary import length_bin
 from kvbench.tasks.suite import TaskSuite
-from kvbench.tasks.task import Example, Task, Tokenizer, at_least, question_part
+from kvbench.tasks.task import Example, Task, Tokenizer, question_part
 from kvbench.tasks.text_files import Row, rows
 
 
@@ -43,23 +43,23 @@ class LongBench(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        subset = find_subset(self.subset)
+        choice("subset", self.subset, *SUBSETS)
         if self.extended and self.subset not in EXTENDED:
             raise ConfigError(
                 "subset", self.subset, why=f"has no rows in LongBench-E, choose one of {', '.join(EXTENDED)}"
             )
         if self.max_new_tokens is None:
-            object.__setattr__(self, "max_new_tokens", subset.max_new_tokens)
-        at_least("max_new_tokens", self._new_tokens, 1)
-        object.__setattr__(self, "chat", self.chat and subset.chat)
-        if subset.newline_ends:
+            object.__setattr__(self, "max_new_tokens", self.protocol.max_new_tokens)
+        whole_number("max_new_tokens", self._new_tokens, 1)
+        object.__setattr__(self, "chat", self.chat and self.protocol.chat)
+        if self.protocol.newline_ends:
             object.__setattr__(self, "end_texts", ("\n",))
             object.__setattr__(self, "min_new_tokens", 1)
 
     @property
     def protocol(self) -> Subset:
         """How this subset is asked and scored."""
-        return find_subset(self.subset)
+        return SUBSETS[self.subset]
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`; nothing is drawn, the seed changes nothing."""
@@ -119,9 +119,3 @@ class LongBenchSuite(TaskSuite):
     extended: bool = False
     official: bool = False
     data_dir: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, task in self.tasks.items():
-            if not isinstance(task, LongBench):
-                raise ValueError(f"tasks.{name} is not a subset of LongBench")
-        super().__post_init__()

@@ -26,6 +26,7 @@ class LongBenchV2(LongSet):
     benchmark = "longbench_v2"
     file = "data.json"
     texts = ("context", "question", *CHOICES, "answer", "difficulty", "length")
+    summed_by = "longbench_v2"
 
     name: str = "longbench_v2"
     chat: bool = True
@@ -47,4 +48,4 @@ class LongBenchV2(LongSet):
 
 
 def _groups(row: Row) -> dict[str, Any]:
-    return {"benchmark": "longbench_v2", **{key: row.get(key) for key in ("difficulty", "length", "domain")}}
+    return {key: row.get(key) for key in ("difficulty", "length", "domain")}

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.tasks.context_question import rows as columns
 from kvbench.tasks.long_sets import LongSet
 from kvbench.tasks.loogle.metrics import CLOZE, cloze, metric, similarities, sound_cloze
 from kvbench.tasks.predictions import RAISED
@@ -28,6 +27,7 @@ class LooGLE(LongSet):
     benchmark = "loogle"
     file = "data/{subset}.json"
     texts = ("input",)
+    summed_by = "loogle"
 
     name: str = "loogle"
 
@@ -37,11 +37,7 @@ class LooGLE(LongSet):
         for question, answer in _pairs(row):
             reference = json.dumps(answer, ensure_ascii=False) if isinstance(answer, dict) else answer
             prompt = self.template.format(input=row["input"], Q=question)
-            yield self.example(prompt, part.format(Q=question), (reference,), benchmark="loogle")
-
-    def of_columns(self, row: columns.Row) -> Mapping[str, Any]:
-        """The module that sums up."""
-        return {"benchmark": "loogle"}
+            yield self.example(prompt, part.format(Q=question), (reference,))
 
     def judge(self, output: str, example: Example) -> tuple[float, Mapping[str, Any]]:
         """The score, and by name every metric; of clozes (hits, blanks)."""

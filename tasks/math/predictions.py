@@ -10,6 +10,7 @@ from statistics import fmean
 
 from kvbench.tasks.predictions import JUDGES as JUDGES
 from kvbench.tasks.predictions import Line, nested, one_of, text, texts
+from kvbench.tasks.scores import up_to_brace
 
 TASKS = ("aime25", "math500")
 BOX = "boxed{"
@@ -62,16 +63,9 @@ def score(task: str, output: str, answer: str) -> float:
 
 def sound(output: str, answer: str) -> float:
     """1 if the last box, read to the brace that closes it, has the answer; white space and dollars do not count."""
-    return float(answered(output) and _plain(_balanced(output.rpartition(BOX)[2])) == _plain(answer))
-
-
-def _balanced(text: str) -> str:
-    depth = 1
-    for place, character in enumerate(text):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[:place]
-    return text
+    rest = output.rpartition(BOX)[2]
+    inside = up_to_brace(rest)
+    return float(answered(output) and _plain(rest if inside is None else inside) == _plain(answer))
 
 
 def _plain(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Putting a prompt of NeedleBench together: haystack lines in the order of a repeat, needles at token positions.
+"""NeedleBench's prompts: haystack lines in the order of a repeat, needles at token positions.
 
 Token lists are of the tokenizer that lengths are counted in. c: number of the repeat, which seeds every draw.
 Source: open-compass/opencompass at a5acc4b, opencompass/datasets/needlebench/{origin,parallel,multi}.py; v2 likewise.
@@ -90,12 +90,6 @@ def needle_set(
     raise ValueError(f"needles.jsonl has only {len(taken)} different {language} needles, {count} depths need one each")
 
 
-def place_single(haystack: list[int], needle: list[int], depth: int) -> list[int]:
-    """The needle at `depth` percent of the haystack's tokens."""
-    place = int(len(haystack) * (depth / 100))
-    return haystack[:place] + needle + haystack[place:]
-
-
 def place_at_depths(haystack: list[int], needles: Sequence[list[int]], depths: Sequence[int]) -> list[int]:
     """Needle i at depths[i], which rise."""
     places = [int(len(haystack) * (depth / 100)) for depth in depths]
@@ -125,11 +119,9 @@ def place_spaced(haystack: list[int], needles: Sequence[list[int]], depth: int, 
 
 
 def guided(question: str, language: str) -> str:
-    """v1: the sentence that asks to think first, before the request for a format. ValueError without such a request."""
+    """v1: the question with a sentence that asks to think first, before its request for a format."""
     mark = _MARKS[language]
     parts = question.split(mark)
-    if len(parts) < 2:
-        raise ValueError(f"question {question!r} does not hold {mark!r}, NeedleBench's questions do")
     guide: str = texts(False, language)["guide"]
     return parts[0] + guide + _GUIDED[language] + mark + parts[1]
 
@@ -137,11 +129,8 @@ def guided(question: str, language: str) -> str:
 def joined_question(questions: Sequence[str], language: str) -> str:
     """One question out of several, with one request for a format."""
     asks, ends = _ENDS[language]
-    try:
-        asked = JOIN.join(question.split(asks)[0] + asks for question in questions)
-        form = JOIN.join(question.split("'")[1].split(ends)[0] for question in questions)
-    except IndexError:
-        raise ValueError(f"questions {list(questions)} lack a format in quotes, NeedleBench's have one") from None
+    asked = JOIN.join(question.split(asks)[0] + asks for question in questions)
+    form = JOIN.join(question.split("'")[1].split(ends)[0] for question in questions)
     return (
         f"{asked}Please answer in the format of '{form}'" if language == "en" else f"{asked}请按照'{form}'的格式回答。"
     )

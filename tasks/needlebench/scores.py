@@ -10,6 +10,8 @@ import re
 from collections.abc import Sequence
 from statistics import fmean
 
+from kvbench.tasks.scores import up_to_brace
+
 
 def single_retrieval(prediction: str, gold: str, v2: bool = False) -> float:
     """100 if the keyword stands in the prediction; else, in v1, up to 20 for wording like the needle's.
@@ -88,15 +90,9 @@ def _parted(gold: str, mark: str, form: str) -> list[str]:
 
 def _boxed(prediction: str) -> str | None:
     """What the last \\boxed{...} holds, braces balanced; None without one."""
-    start = prediction.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth = 0
-    for end in range(start, len(prediction)):
-        depth += {"{": 1, "}": -1}.get(prediction[end], 0)
-        if depth == 0 and prediction[end] == "}":
-            return _clean(prediction[start + len("\\boxed{") : end])
-    return None
+    _, box, rest = prediction.rpartition("\\boxed{")
+    inside = up_to_brace(rest) if box else None
+    return None if inside is None else _clean(inside)
 
 
 def _clean(text: str) -> str:

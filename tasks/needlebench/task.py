@@ -9,7 +9,7 @@ from functools import cache
 from itertools import islice, product
 from typing import Any
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, choice
 from kvbench.tasks.hub import HubFolder
 from kvbench.tasks.needlebench import build, scores
 from kvbench.tasks.needlebench.data import NAMED, Files, gpt4_encoding
@@ -25,7 +25,7 @@ from kvbench.tasks.needlebench.grids import (
     Grid,
     spread,
 )
-from kvbench.tasks.task import Example, Task, Tokenizer, counts, one_of, question_part
+from kvbench.tasks.task import Example, Task, Tokenizer, counts, question_part
 
 COUNTED_IN = ("gpt-4", "model")
 
@@ -74,14 +74,14 @@ class NeedleBench(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("size", self.size, SIZES)
-        one_of("counted_in", self.counted_in, COUNTED_IN)
+        choice("size", self.size, *SIZES)
+        choice("counted_in", self.counted_in, *COUNTED_IN)
         for name, allowed in (("kinds", KINDS), ("languages", LANGUAGES)):
             values = getattr(self, name)
             if not isinstance(values, tuple) or not values or len(set(values)) < len(values):
                 raise ConfigError(name, values, why="is not allowed, it must be a list of different names")
             for value in values:
-                one_of(name, value, allowed)
+                choice(name, value, *allowed)
         counts(self, 1, "cells", "repeats", "max_new_tokens")
         counts(self, 0, "needle_seed")
 
@@ -207,8 +207,6 @@ class _Writer:
         haystack = self._haystack(asked.language).first(asked.repeat, room)
         if asked.depth is None:
             whole = build.place_at_depths(haystack, encoded, self._task.grid.depths)
-        elif asked.kind == "single_retrieval":
-            whole = build.place_single(haystack, encoded[0], asked.depth)
         else:
             whole = build.place_spaced(haystack, encoded, asked.depth, SPACING)
         return self._tokenizer.decode(whole)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, number
 from kvbench.tasks.ruler.base import Draws, RulerTask
 from kvbench.tasks.ruler.templates import Draft, template
-from kvbench.tasks.task import Tokenizer, counts, number
+from kvbench.tasks.task import Tokenizer, counts
 
 _ASKED = 3
 

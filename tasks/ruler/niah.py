@@ -11,12 +11,12 @@ from itertools import cycle, islice, pairwise
 from os.path import expanduser
 from pathlib import Path
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, choice
 from kvbench.tasks.extras import from_extra
 from kvbench.tasks.haystack import read_folder, sentences_of
 from kvbench.tasks.ruler.base import Draws, SizedTask
 from kvbench.tasks.ruler.templates import Draft, Template, needle_line, noise_line, template
-from kvbench.tasks.task import counts, one_of
+from kvbench.tasks.task import counts
 
 OFFICIAL_FILE = "PaulGrahamEssays.json"
 HAYSTACKS = ("noise", "needle", "essay")
@@ -45,9 +45,9 @@ class RulerNiah(SizedTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("haystack", self.haystack, HAYSTACKS)
-        one_of("key", self.key, KINDS)
-        one_of("value", self.value, KINDS)
+        choice("haystack", self.haystack, *HAYSTACKS)
+        choice("key", self.key, *KINDS)
+        choice("value", self.value, *KINDS)
         counts(self, 1, "keys", "values", "queries")
         places = len(DEPTHS) if self.haystack == "essay" else self.step
         if max(self.keys, self.queries) * self.values > places:

@@ -10,12 +10,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, choice
 from kvbench.tasks.hub import HubFile, data_file
 from kvbench.tasks.ruler.base import Draws, SizedTask, clean_up
 from kvbench.tasks.ruler.templates import Draft, document_line, template
 from kvbench.tasks.scores import contains_any
-from kvbench.tasks.task import Example, Tokenizer, one_of
+from kvbench.tasks.task import Example, Tokenizer
 
 # data set: names its file goes by, and where it is published
 FILES = {
@@ -62,7 +62,7 @@ class QuestionAnswering(SizedTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("dataset", self.dataset, tuple(FILES))
+        choice("dataset", self.dataset, *FILES)
 
     @property
     def step(self) -> int:

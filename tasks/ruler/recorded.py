@@ -8,11 +8,11 @@ from itertools import islice
 from os.path import expanduser
 from pathlib import Path
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, choice
 from kvbench.tasks.ruler.niah import singular
 from kvbench.tasks.ruler.predictions import PROTOCOLS, Protocol
 from kvbench.tasks.ruler.templates import template
-from kvbench.tasks.task import Example, Task, Tokenizer, counts, one_of
+from kvbench.tasks.task import Example, Task, Tokenizer, counts
 from kvbench.tasks.text_files import rows
 
 _MARK = 10  # characters by which the official script finds the answer prefix
@@ -35,7 +35,7 @@ class RulerFile(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("task", self.task, tuple(PROTOCOLS))
+        choice("task", self.task, *PROTOCOLS)
         counts(self, 1, "max_new_tokens")
 
     @property

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, whole_number
 from kvbench.tasks.ruler.base import Draws, SizedTask
 from kvbench.tasks.ruler.templates import Draft, noise_line, template
-from kvbench.tasks.task import Tokenizer, at_least
+from kvbench.tasks.task import Tokenizer
 
 _WORKED_LENGTH = 500  # tokens of the worked example, at most
 _WORKED_VALUE = "12345"  # stands in the worked example until it is drawn anew
@@ -28,8 +28,8 @@ class _Chains(SizedTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("chains", self.chains, 1, self.length)
-        at_least("hops", self.hops, 1)
+        whole_number("chains", self.chains, 1, self.length)
+        whole_number("hops", self.hops, 1)
         if self.hops + 1 > self.step:
             raise ConfigError("hops", self.hops, why=f"is too long for {self.name}, at most {self.step - 1} lines fit")
 

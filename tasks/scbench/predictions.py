@@ -11,12 +11,12 @@ from statistics import fmean
 from typing import Any
 
 from kvbench.tasks.infinitebench import metrics as infinitebench
-from kvbench.tasks.infinitebench.metrics import Rule, any_inside, best, listed
+from kvbench.tasks.infinitebench.metrics import Rule, any_inside, listed
 from kvbench.tasks.longbench.metrics import character_f1
 from kvbench.tasks.predictions import JUDGES as JUDGES
 from kvbench.tasks.predictions import RAISED, Line, official, one_of, references, text
 from kvbench.tasks.scbench.repoqa import LANGUAGES, repoqa
-from kvbench.tasks.scores import contains, rouge_lsum
+from kvbench.tasks.scores import NUMBER, best, contains, rouge_lsum
 
 MIXED = {
     "scbench_summary_with_needles": ("scbench_summary", "scbench_passkey"),
@@ -44,7 +44,7 @@ def number_cut(output: str, references: Any) -> float:  # noqa: ANN401
 
 def _cut_first(output: str) -> str:
     """The output with its first number cut to an integer."""
-    found = infinitebench.NUMBER.search(output)
+    found = NUMBER.search(output)
     return output if found is None else str(int(float(found[0])))
 
 

@@ -17,8 +17,8 @@ from shown_tables import shown_rows
 from kvbench.cli import main
 
 DOCS = Path(__file__).parents[2] / "docs"
-MODULES = ("vatp", "phonebook", "parts", "test_vatp", "test_phonebook")
-PAGES = ("policy", "task", "parts")
+MODULES = ("vatp", "hint", "phonebook", "parts", "test_vatp", "test_hint", "test_phonebook")
+PAGES = ("policy", "pre_pass", "task", "parts")
 
 
 def commands() -> list[str]:

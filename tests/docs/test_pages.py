@@ -53,6 +53,12 @@ def test_every_preset_stands_on_one_page_under_its_name() -> None:
         assert f"`{name}`" in policy_pages.page(page)
 
 
+def test_the_table_of_parts_has_those_of_presets_and_wrappers() -> None:
+    rows = policy_pages.parts_table()
+    for part in ("KeyDiff: keep the keys", "CriticalKV: half of the budget", "AdaKV: the KV heads", "CaM: the value"):
+        assert rows.count(f"| {part}") == 1
+
+
 def test_every_published_method_is_on_a_page_or_left_out_on_purpose() -> None:
     nowhere = {m for m in table_pages.methods() if not table_pages.owners(m, policy_pages.page_of())}
     assert nowhere == WITHOUT_A_POLICY

@@ -29,6 +29,8 @@ FAST = (
     "no-slots",
     "one-slot",
     "everything",
+    "a-bias",
+    "a-bias-packed-softcap-float16",
     "flat-and-all-that-is-asked",
 )
 TOLERANCES: dict[torch.dtype, dict[str, Any]] = {  # of outputs; all statistics are float32
@@ -84,6 +86,14 @@ def test_a_window_of_one_leaves_the_query_its_own_token() -> None:
 def test_softcap_bends_the_logits_before_they_are_compared() -> None:
     share = 1 / (1 + math.exp(0.5 * math.tanh(math.log(2.0) / 0.5)))
     torch.testing.assert_close(by_hand(softcap=0.5).out, torch.tensor([[[[3 * share, 6 * (1 - share)]]]]))
+
+
+def test_a_bias_multiplies_the_odds_of_its_slot() -> None:
+    bias = torch.tensor([[[math.log(4.0), 0.0, 7.0]]])  # odds of 4 to 2; the later slot stays unseen
+    got = by_hand(bias=bias, weights=True)
+    torch.testing.assert_close(got.out, torch.tensor([[[[2.0, 2.0]]]]))
+    torch.testing.assert_close(got.log_sum_exp, torch.tensor([[[math.log(6.0)]]]))
+    torch.testing.assert_close(got.weights, torch.tensor([[[[[4 / 6, 2 / 6, 0.0]]]]]))
 
 
 @pytest.mark.parametrize("programs", [3, 20])
@@ -144,6 +154,7 @@ def looped(call: dict[str, Any]) -> Tensor:
             logit = call["scaling"] * float(queries[b, h, m] @ keys[b, h // group, t])
             if call["softcap"] is not None:
                 logit = call["softcap"] * math.tanh(logit / call["softcap"])
+            logit += float(call["bias"][b, h // group, t]) if "bias" in call else 0.0
             total += math.exp(logit)
             out[b, h, m] += math.exp(logit) * values[b, h // group, t]
         out[b, h, m] /= total or 1.0
@@ -151,7 +162,7 @@ def looped(call: dict[str, Any]) -> Tensor:
 
 
 def test_the_reference_is_what_loops_give() -> None:
-    for name in ("everything", "sinks-bfloat16", "a-sequence-without-a-token"):
+    for name in ("everything", "sinks-bfloat16", "a-sequence-without-a-token", "a-bias"):
         call = DECODE_CASES[name].draw(7)
         out = decode_attention_ref(**{name: x for name, x in call.items() if name != "programs"}).out
         torch.testing.assert_close(out, looped(call).to(out.dtype), **TOLERANCES[out.dtype])

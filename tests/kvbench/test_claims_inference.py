@@ -2,8 +2,9 @@
 
 import pytest
 
+from kvbench.analysis.statistics import examples_needed, holm, sign_test
 from kvbench.papers.claims.claim import Cell, Claim, Evidence, Says
-from kvbench.papers.claims.inference import examples_needed, holm, judge_print, sign_test
+from kvbench.papers.claims.inference import judge_print
 
 
 class Given:

@@ -144,17 +144,18 @@ def test_what_an_imported_name_stands_for_counts(digest: Digest, imports: str, o
 
 
 CACHE = """attention audit budgets cache device_batch device_evict device_slots evict evict_batches group
-    hook interface join layer pending recent_queries registration rotary saving state step steps uncompiled"""
+    hook interface join layer model_layer pending pressed recent_queries registration rerotate rotary saving state step
+    steps uncompiled"""
 ENGINE = "answers batch device_memory likelihood one_by_one prefill prefill_examples prompts scheduler sequence"
 IDENTITY = "reading"
-INFERENCE = "answer calls context cuda_graph generate prompt_filter rating surprisal teacher_forcing"
+INFERENCE = "answer calls context cuda_graph generate logits pre_pass press rating teacher_forcing"
 KERNELS = """append attention_moments attention_rows column_sums compaction decode_attention
     decode_attention_flat decode_tile jit join_splits layer_rows masked_attention prompt_attention
     prompt_tiles selection softmax_blocks window_largest window_statistics work_list"""
-POLICIES = """allocators.allocator allocators.uniform checks constants contents describe filters.gemfilter
-    layer_budgets mergers.drop mergers.merger needs observation policy policy_checks ranking schedule
-    scorers.knorm scorers.pooling scorers.scorer select stacked stores.batch stores.combined stores.dense
-    stores.per_sequence stores.ragged stores.slots stores.store values.value"""
+POLICIES = """allocators.allocator allocators.uniform checks constants contents describe layer_budgets
+    mergers.drop mergers.merger model_layer needs observation policy policy_checks pre_passes.pre_pass press ranking
+    schedule scorers.knorm scorers.scorer select selections.selection stacked stores.batch stores.combined
+    stores.dense stores.per_sequence stores.ragged stores.slots stores.store values.value"""
 RECORDS = "kept_heads sample"
 
 

@@ -44,16 +44,14 @@ def test_every_choice_is_read_as_hydra_composes_it(group: str, step: int) -> Non
 
 VALUES = (
     "task.lengths=[700,1024]",
-    "++task.frame='a, b = \"{context}\" {question}'",
     "budget=0.5",
     "limit=null",
     "out='results/a b'",
-    "++policy.scorer.window=16",
+    "task.digits=5",
     "engine.cuda_graph=true",
-    "+model.shape={layers: 2, heads: 4}",
+    "engine={rows: 2}",
     "logger=wandb",
     "logger.project=1e3",
-    "~task.stop",
 )
 
 

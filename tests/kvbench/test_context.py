@@ -17,7 +17,7 @@ from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
 from kvbench.inference.generate import Generation, greedy
-from kvbench.inference.surprisal import surprisal, telling_surprisal
+from kvbench.inference.pre_pass import pre_pass, rate_next
 from kvbench.policies.policy import Policy
 
 CONTEXT, QUESTION, NEW, BUDGET, WINDOW = 45, 15, 6, 16, 8
@@ -138,10 +138,7 @@ def one_by_one(policy: Policy) -> tuple[list[int], list[list[list[int]]]]:
     found = KVCache(model().config, policy, prompt_length=CONTEXT)
     size = policy.schedule.call_size(CONTEXT)
     for part in IDS[:, :CONTEXT].split(size, dim=1):
-        if policy.needs.surprisal:
-            with telling_surprisal(model(), found, IDS[:, :CONTEXT], None):
-                logits = model()(part, past_key_values=found, use_cache=True).logits[:, -1]
-        else:
+        with pre_pass(model(), found, IDS[:, :CONTEXT], None):
             logits = model()(part, past_key_values=found, use_cache=True).logits[:, -1]
     given, tokens = IDS[0, CONTEXT:].tolist(), []
     while len(tokens) < NEW:
@@ -149,8 +146,7 @@ def one_by_one(policy: Policy) -> tuple[list[int], list[list[list[int]]]]:
         tokens += [] if given else [chosen]
         if len(tokens) < NEW:
             token = torch.tensor([[given.pop(0) if given else chosen]])
-            if policy.needs.surprisal:
-                found.tell_surprisal(surprisal(logits[:, None], token))
+            rate_next(found, logits, token)
             logits = model()(token, past_key_values=found, use_cache=True).logits[:, -1]
     return tokens, held(found)
 

@@ -27,11 +27,7 @@ WITH_WINDOWS = ("p2a_snapkv", "caote_snapkv", "fastcaote_snapkv")
 def dense() -> list[str]:
     """One preset for every combination of parts whose decoding needs only the token, growing and per-head ones too."""
     policies = {slug: make_policy(slug, BUDGET) for slug in (*kinds(), "full")}
-    return [
-        slug
-        for slug, policy in policies.items()
-        if policy.store.replayable and not (policy.needs.surprisal or policy.filter)
-    ]
+    return [slug for slug, policy in policies.items() if policy.store.replayable and policy.pre_pass is None]
 
 
 @pytest.fixture

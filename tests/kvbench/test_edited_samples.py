@@ -27,30 +27,17 @@ def written(path: Path, *samples: Sample) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "allowed"),
-    [
-        ("score", 7, "a number from 0 to 1 or null"),
-        ("cache_bytes", -5, "a whole number of at least 0 or null"),
-        ("prompt_tokens", None, "a whole number of at least 0"),
-        ("rows_in_flight", 0, "a whole number of at least 1 or null"),
-        ("decode_seconds", float("inf"), "a number of at least 0 or null"),
-        ("kept_tokens", [[4, -4]], "a list of whole numbers for every layer, or null"),
-        ("output", 7, "a text or null"),
-        ("error", "BudgetError: x", "null where error is set"),
-    ],
-)
-def test_a_value_no_run_writes_is_named_with_file_line_and_field(
-    tmp_path: Path, field: str, value: object, allowed: str
-) -> None:
+@pytest.mark.parametrize("score", [7, -0.5, float("nan")])
+def test_a_score_no_run_writes_is_named_with_file_and_line(tmp_path: Path, score: float) -> None:
     path = written(tmp_path / "samples.jsonl", sample(0), sample(1))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[1][field] = value
+    lines[1]["score"] = score
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"samples\.jsonl, line 2: \w+=.* is not allowed") as caught:
+    with pytest.raises(
+        ValueError, match=r"samples\.jsonl, line 2: score=.* is not allowed, it must be a number from 0"
+    ):
         read_samples(path)
-    assert allowed in str(caught.value)
     with pytest.raises(ValueError, match="line 2"), open_samples(path):
         pass
     assert path.read_bytes() == before, "an edited line is no cut-off line: it is not thrown away"

@@ -96,9 +96,9 @@ def with_part(cell: Cell, **part: Any) -> Cell:
 
 
 def test_every_run_of_a_sweep_writes_what_it_writes_alone(cells: Build) -> None:
-    """Whole prompts, blocks, a prompt filter, surprisal, a quantised store: whatever shares and what cannot."""
-    policies = "full,snapkv,h2o,kivi_g8_r8,gemfilter,sirllm"
-    fields = ("policy.filter.layer=1",)
+    """Whole prompts, blocks, pre-passes, a quantised store: whatever shares and what cannot."""
+    policies = "full,snapkv,h2o,kivi_g8_r8,gemfilter,sirllm,kvzip"
+    fields = ("policy.pre_pass.layer=1",)
     some = [p for p in policies.split(",") if p != "gemfilter"]
     both = [
         cells(",".join(some), rows=rows, out=out, limit=2) + cells("gemfilter", *fields, rows=rows, out=out, limit=2)
@@ -213,7 +213,7 @@ def test_whatever_a_model_raises_over_one_run_s_prompt_the_others_go_on_together
     def lacking(*_: object) -> Tensor:
         raise AttributeError("the output has no router_logits")
 
-    monkeypatch.setattr("kvbench.inference.surprisal.head_logits", lacking)
+    monkeypatch.setattr("kvbench.inference.logits.head_logits", lacking)
     knorm, sirllm, tova = cells("knorm,sirllm,tova", limit=2)
     first, second, third = run_cells([knorm, sirllm, tova])
     assert isinstance(second.error, AttributeError)

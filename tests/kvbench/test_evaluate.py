@@ -226,7 +226,7 @@ def test_generate_writes_what_transformers_writes_over_the_same_cache(objects: O
     assert done.tokens == [written[0, ids.shape[1] :].tolist()]
 
 
-@pytest.mark.parametrize(("slug", "fields"), [("gemfilter", {"filter.layer": 1}), ("sirllm", {})])
+@pytest.mark.parametrize(("slug", "fields"), [("gemfilter", {"pre_pass.layer": 1}), ("sirllm", {})])
 def test_generate_drives_policies_that_transformers_cannot(slug: str, fields: dict[str, Any], objects: Objects) -> None:
     model, tokenizer = objects
     policy = kvbench.make_policy(slug, 20, **fields)

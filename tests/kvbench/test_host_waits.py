@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from kv_models import CodePoints, tiny
 from kv_models import prompt as words
-from kv_models import tiny
 from kv_presets import kinds
 from op_tape import watched
 from torch import Tensor
@@ -20,7 +20,7 @@ from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
 from kvbench.inference.calls import next_logits
 from kvbench.inference.generate import prefill
-from kvbench.inference.surprisal import surprisal
+from kvbench.inference.pre_pass import rate_next
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import Dense
 
@@ -66,14 +66,13 @@ def prompt(length: int, model: Any, seed: int = 0) -> Tensor:
 def decoded(model: Any, policy: Policy) -> Iterator[None]:
     """A prompt and some tokens after it, one at a time; yields before each of them, once it is at its budget."""
     cache = KVCache(model.config, policy, prompt_length=LENGTH)
-    logits = prefill(model, prompt(LENGTH, model), None, cache)
+    logits = prefill(model, prompt(LENGTH, model), None, cache, CodePoints())
     place = torch.full((1, 1), LENGTH, device=model.device)
     for index in range(SETTLED + 3):
         token = logits.argmax(-1, keepdim=True)
         if index >= SETTLED:
             yield
-        if policy.needs.surprisal:
-            cache.tell_surprisal(surprisal(logits[:, None], token))
+        rate_next(cache, logits, token)
         logits, place = next_logits(model, token, None, place, cache), place + 1
     assert max(max(heads) for layer in cache.kept_tokens().tolist() for heads in layer) < LENGTH, "it evicts"
 
@@ -93,7 +92,7 @@ def stepped(model: Any, policies: list[Policy], waiting: Any, monkeypatch: pytes
     seen: list[Any] = []
     flight = DecodeBatch(model)
     for seed in range(2):
-        flight.admit(Request(prompt(LENGTH + seed, model, seed), SETTLED + 5), policies)
+        flight.admit(Request(prompt(LENGTH + seed, model, seed), SETTLED + 5, encoder=CodePoints()), policies)
     for _ in range(SETTLED + 1):
         flight.step()
 

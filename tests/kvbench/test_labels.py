@@ -77,6 +77,12 @@ def test_a_schedule_is_told_in_words_and_a_cut_prompt_behind_the_model() -> None
     assert cut["model"] == "pocket(max_prompt_tokens=512)"
 
 
+def test_what_rewrites_its_prompt_keeps_not_all_of_it_under_the_fields_older_name_too() -> None:
+    gemfilter = {"class": "GemFilter"}
+    assert not keeps_all(ran(policy__scorer=None, policy__pre_pass=gemfilter))
+    assert not keeps_all(ran(policy__scorer=None, policy__filter=gemfilter))
+
+
 def test_rows_that_differ_in_a_field_all_show_it_the_presets_value_too() -> None:
     narrow = naming("policy.scorer.window"), ran(policy__scorer__window=16)
     tova = naming(policy="tova"), ran(policy__scorer={"class": "TOVA"})

@@ -195,7 +195,7 @@ def test_data_that_is_nowhere_is_one_sentence_that_says_what_to_download(
         (["num_fewshot=2"], "num_fewshot=2 of gsm8k needs as many examples to draw from, and 0 are there: add the "
          "split train to data_dir, set a smaller num_fewshot, or let them come from what is asked, the asked one left "
          "out (task.fewshot_split=test)"),
-        (["num_fewshot=-1"], "num_fewshot=-1 is not allowed"),
+        (["num_fewshot=-1"], "num_fewshot must be a whole number of at least 0, got -1"),
         (["task.gen_kwargs=8"], "gen_kwargs=8 is not allowed, write gen_kwargs={max_gen_toks: 512}"),
         (["task.gen_kwargs={do_sample: true}"], "gsm8k: do_sample=true (temperature=0.0) asks for sampling"),
     ],
@@ -212,7 +212,7 @@ def test_what_cannot_be_done_with_a_test_file_alone_is_refused(
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("gsm8k_test.jsonl", '{"question": "a", "answer": "#### 1"}\n{"quest', "gsm8k_test.jsonl, line 2: not JSON"),
+        ("gsm8k_test.jsonl", '{"question": "a", "answer": "#### 1"}\n{"quest', "gsm8k_test.jsonl, row 2: the file"),
         ("notes.md", "x", "holds no data of openai/gsm8k (main)"),
         (
             "test.jsonl",

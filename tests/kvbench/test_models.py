@@ -130,10 +130,8 @@ def test_weights_that_are_not_the_models_are_named_and_refused(
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ("null", "it has no fields"),
-        ('{"hidden_size": ', "it is not JSON, the file is damaged or cut off"),
-        ('{"model_type": "llama", "num_attention_heads": 0}', "num_attention_heads=0 must be at least 1"),
-        ('{"model_type": "gemma3", "text_config": {"hidden_size": 0}}', "hidden_size=0 must be at least 1"),
+        ('{"hidden_size": ', "It looks like the config file at .* is not a valid JSON file"),
+        ('{"hidden_size": 32}', "Unrecognized model in "),
     ],
 )
 def test_a_broken_configuration_is_one_sentence(tiny_model: Path, tmp_path: Path, config: str, said: str) -> None:
@@ -141,33 +139,6 @@ def test_a_broken_configuration_is_one_sentence(tiny_model: Path, tmp_path: Path
     (folder / "config.json").write_text(config)
     with pytest.raises(UsageError, match=rf"^model=tiny: .*/broken/config\.json cannot be used: {said}"):
         locate(spec(folder))
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ("{%s}", "not this model's: {held} bytes are too few for the {needed} parameters that config.json asks for"),
-        ('{%s, "quantization_config": {"quant_method": "bitsandbytes"}}', "cannot be loaded: transformers was asked"),
-    ],
-)
-def test_a_configuration_of_a_far_larger_model_is_refused_before_that_is_made(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str, said: str
-) -> None:
-    """By hand, of Llama's own sizes: twice 32000*4096, per layer 4*4096*4096, 3*4096*11008 and two norms, a norm.
-
-    Bytes say nothing of how many weights are quantised in them.
-    """
-
-    def asked(*_: object, **__: object) -> None:
-        raise ValueError("transformers was asked")
-
-    folder = shutil.copytree(tiny_model, tmp_path / "bare")
-    (folder / "config.json").write_text(config % '"model_type": "llama"')
-    held = (folder / "model.safetensors").stat().st_size
-    needed = 2 * 32000 * 4096 + 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096) + 4096
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", asked)
-    with pytest.raises(UsageError, match=said.format(held=f"{held:,}", needed=f"{needed:,}")):
-        load(locate(spec(folder)), CPU)
 
 
 def test_a_model_with_code_of_its_own_is_not_run(tiny_model: Path, tmp_path: Path) -> None:

@@ -38,6 +38,6 @@ def test_logits_are_those_of_the_full_cache(dtype: torch.dtype) -> None:
     model.set_attn_implementation("kvbench")
     expected = logits(model, "full")
     for slug in kinds():
-        if not make_policy(slug, ABOVE).needs.surprisal:
+        if make_policy(slug, ABOVE).pre_pass is None:
             apart = float((logits(model, slug) - expected).abs().max() / expected.std())
             assert apart <= TOLERANCE[dtype], f"{slug}: {apart}"

@@ -98,18 +98,18 @@ def test_rows_stand_by_score_with_their_difference_from_full_and_their_folder(tm
     worst = write_run(tmp_path / "more", "h2o", right(10), 64)
     write_run(tmp_path, "tova", right(15), 128)
     write_run(tmp_path, "roco", [*right(19, of=19), sample(19, None)], 32)  # failed: no score
-    rows = tables.ranking(known := rows_of(tmp_path), standings(known), tmp_path)
-    assert [f"{row.entry.name} {budget_words(row.entry.budget)}" for row in rows] == [
+    rows = tables.ranking(known := rows_of(tmp_path), standings(known))
+    assert [f"{row.name} {budget_words(row.budget)}" for row in rows] == [
         "full –",
         "tova 128",
         "h2o 64",
         "roco 32",
     ]
-    assert rows[2].folder == f"more/{worst.name}"
     lost = paired_difference([1.0] * 20, [1.0] * 10 + [0.0] * 10)
     assert rows[2].vs_full == lost
     assert lost.claims
     text = page(load_results(tmp_path), tmp_path)
+    assert f"<code>more/{worst.name}</code>" in text
     assert f'-0.500 <small class="between">{lost.low:+.2f} to {lost.high:+.2f}</small>' in text
 
 

@@ -6,10 +6,15 @@ from typing import Any
 import pytest
 
 from kvbench import make_policy
+from kvbench.config.presets import policy_config
+from kvbench.config.tree import read
+from kvbench.policies.allocators.ada import Ada
+from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Blocks, Prompt
 from kvbench.policies.scorers.snapkv import SnapKV
+from kvbench.policies.stores.ragged import Ragged
 from kvbench.policies.values.caote import Caote
 from kvbench.policies.values.fastcaote import FastCaote
 
@@ -23,6 +28,26 @@ def test_wrappers_default_to_blocks_of_128_and_evict_while_decoding(slug: str) -
     assert policy.schedule == Blocks(decode="evict", order="attend_then_evict", size=128)
     assert type(policy.value) is (FastCaote if slug.startswith("fast") else Caote)
     assert policy.value == type(policy.value)(gqa="alpha_mean", norm_domain="all", f_norm="auto", eps=1e-6)
+
+
+@pytest.mark.parametrize("slug", ["ada_knorm", "ada_caote_knorm", "caote_ada_snapkv"])
+def test_ada_before_a_policy_lets_its_heads_share_a_layer_s_slots(slug: str) -> None:
+    policy = make_policy(slug, 64, alpha=0.3)
+    assert (policy.allocator, policy.store) == (Ada(base=Uniform(), alpha=0.3), Ragged())
+    assert (policy.value is not None) == ("caote" in slug)
+    assert policy.name == slug
+
+
+def test_a_file_of_its_own_comes_before_a_wrapper() -> None:
+    """ada_pyramidkv's file says a pyramid, and pyramidkv's own has other numbers beside it."""
+    assert policy_config("ada_snapkv") == {**read("policy", "ada_snapkv"), "name": "ada_snapkv"}
+    assert policy_config("ada_pyramidkv") == {**read("policy", "ada_pyramidkv"), "name": "ada_pyramidkv"}
+
+
+def test_a_wrapper_may_take_a_part_of_the_policy_into_its_own() -> None:
+    own = make_policy("cake_alloc_pyramid", 64).allocator
+    assert make_policy("ada_cake_alloc_pyramid", 64).allocator == Ada(base=own)
+    assert own != Uniform()
 
 
 @pytest.mark.parametrize("slug", BASES)
@@ -106,6 +131,10 @@ def test_a_share_that_leaves_less_than_the_window_is_refused_once_the_length_is_
     [
         ("snapvk", {}, "policy 'snapvk' does not exist; did you mean .*snapkv"),
         ("caote_caote_h2o", {}, "would wrap 'caote_h2o', which is value-aware already"),
+        ("caote_fastcaote_knorm", {}, "would wrap 'fastcaote_knorm', which is value-aware already"),
+        ("ada_cake", {}, "ada wraps allocators that share over layers by rule"),
+        ("ada_ada_knorm", {}, "ada wraps allocators that share over layers by rule"),
+        ("ada_nothing", {}, "policy 'ada_nothing' does not exist"),
         ("tova", {"windw": 3}, r"policy tova has no field 'windw' \(allowed: "),
         ("tova", {"scorer.window": 3}, "policy tova has no field 'scorer.window'"),
         ("tova", {"schedule": "prompt", "block": 8}, "block=8 has no meaning with schedule=prompt"),

@@ -4,7 +4,6 @@ import re
 import shlex
 import subprocess
 import sys
-from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -15,10 +14,10 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from kvbench.config.presets import policy_config, scheduled
-from kvbench.config.tree import build, names, read
+from kvbench.config.tree import build
 
 ROOT = Path(__file__).parents[2]
-README, PARTS = ROOT / "README.md", ROOT / "docs" / "concepts" / "policy.md"
+README = ROOT / "README.md"
 
 
 def outputs() -> ModuleType:
@@ -120,30 +119,3 @@ def test_make_help_lists_every_target() -> None:
     done = subprocess.run(["make", "-s"], cwd=README.parent, capture_output=True, text=True, timeout=30)
     phony = next(line for line in makefile.splitlines() if line.startswith(".PHONY:")).split()[1:]
     assert [line.split()[1] for line in done.stdout.splitlines()] == phony
-
-
-ROOMS = {
-    "which tokens matter": ("scorers", "filters"),
-    "does the value count": ("values",),
-    "who gets how much": ("allocators",),
-    "what becomes of the evicted": ("mergers",),
-    "how the kept are stored": ("stores",),
-}
-
-
-def letters(text: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", text.lower())
-
-
-def test_the_table_of_parts_names_every_part_that_a_policy_of_ours_has() -> None:
-    texts = [yaml.dump(read("policy", name)) for name in names("policy")]
-    parts = {part for text in texts for part in re.findall(r"_target_: kvbench\.policies\.(\w+)\.(\w+)\.(\w+)", text)}
-    rows = {row.split("|")[1].strip(): letters(row) for row in PARTS.read_text().splitlines() if row.startswith("| ")}
-    missing = []
-    for room, module, part in sorted(parts):
-        title = (import_module(f"kvbench.policies.{room}.{module}").__doc__ or "").partition(":")[0]
-        (decision,) = (decision for decision, rooms in ROOMS.items() if room in rooms)
-        if letters(part) not in rows[decision] and letters(title) not in rows[decision]:
-            missing.append(f"{room}.{module}.{part}")
-    assert len(parts) > 20
-    assert missing == []

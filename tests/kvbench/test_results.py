@@ -90,7 +90,7 @@ score_vs_full score_vs_full_low score_vs_full_high score_vs_full_p
 nll nll_low nll_high perplexity nll_vs_full nll_vs_full_low nll_vs_full_high nll_vs_full_p perplexity_gap
 scored_tokens block max_kept_tokens nll_curve official official_intervals
 prompt_tokens generated_tokens kept_tokens cache_bytes spare_bytes peak_bytes device_peak_bytes full_cache_bytes
-full_position_bytes cache_share bits_per_number ratio_to_16_bit evicted_share
+full_position_bytes cache_share bits_per_number ratio_to_16_bit evicted_share pre_pass_tokens
 prefill_seconds decode_seconds decode_ms_per_token
 code device kvbench_revision mixed state
 """
@@ -182,7 +182,7 @@ def lost(folder: Path) -> None:
     ("harm", "sentence"),
     [
         (lambda folder: (folder / "config.yaml").write_text("run_id: ["), "is not a readable run (config.yaml: "),
-        (lambda folder: (folder / "environment.json").write_text("{}"), "(environment.json: there is no hardware)"),
+        (lambda folder: (folder / "environment.json").write_text("{}"), "is there no 'hardware'?"),
         (lambda folder: (folder / "metrics.json").unlink(), "the run was not finished"),
         (lost, "(samples.jsonl is missing or holds no example)"),
     ],

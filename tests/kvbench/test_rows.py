@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from kv_models import FAMILIES, prompt, tiny
-from kv_presets import evicting, kinds
+from kv_models import FAMILIES, CodePoints, prompt, tiny
+from kv_presets import INCOMPLETE, evicting, kinds, protecting
 from transformers import PreTrainedModel
 
 from kvbench import make_policy, preset_names
@@ -26,7 +26,7 @@ from kvbench.policies.scorers import pooling
 
 BUDGETS = (40, 56)
 NEW = 12
-EVERY = [slug for slug in preset_names() if not slug.startswith("headkv") and slug != "d2o_released"]
+EVERY = [s for s in preset_names() if not s.startswith(INCOMPLETE) and s not in ("d2o_released", *protecting())]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def variants(slugs: Sequence[str], **fields: Any) -> list[Policy]:
 
 
 def asked(length: int, seed: int, **fields: Any) -> Request:
-    return Request(torch.tensor([prompt(length, seed)]), **{"max_new_tokens": NEW, **fields})
+    return Request(torch.tensor([prompt(length, seed)]), **{"max_new_tokens": NEW, "encoder": CodePoints(), **fields})
 
 
 def finished(
@@ -77,6 +77,7 @@ def assert_alone(model: PreTrainedModel, row: LiveSequence) -> None:
         min_new_tokens=asked.min_new_tokens,
         eos_token_ids=asked.eos_token_ids,
         stop=asked.stop,
+        encoder=asked.encoder,
     )
     name = f"{row.policy.name}, budget {row.policy.budget}, {asked.input_ids.shape[1]} tokens"
     assert row.error is None, f"{name}: {row.error!r}"

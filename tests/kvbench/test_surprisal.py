@@ -6,7 +6,8 @@ from kv_models import MIXTURES, left_padded, prompt, tiny, tiny_mixture
 
 from kvbench import KVCache, make_policy
 from kvbench.inference.generate import prefill
-from kvbench.inference.surprisal import head_logits, prompt_surprisal, surprisal
+from kvbench.inference.logits import head_logits, prompt_ratings, surprisal
+from kvbench.policies.pre_passes.surprisal import Surprisal
 
 
 def test_surprisal_by_hand() -> None:
@@ -31,14 +32,14 @@ def test_the_head_gives_the_models_own_logits(family: str) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 2**24])
 def test_a_padded_prompt_equals_its_rows(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.inference.surprisal.LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr("kvbench.inference.logits.LOGITS_AT_ONCE", at_once)
     model, prompts = tiny(), [prompt(12), prompt(7, seed=1)]
     model.set_attn_implementation("sdpa")
     ids, mask = left_padded(prompts)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         output = model.base_model(ids, attention_mask=mask, position_ids=positions)
-        got = prompt_surprisal(model, output, ids, mask.bool())
+        got = prompt_ratings(model, output, ids, mask.bool(), surprisal)
         for row, tokens in enumerate(prompts):
             chances = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
             expected = [0.0] + [-float(chances[i, token]) for i, token in enumerate(tokens[1:])]
@@ -49,12 +50,12 @@ def test_a_padded_prompt_equals_its_rows(at_once: int, monkeypatch: pytest.Monke
 def test_logits_of_a_prompt_never_exist_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def watched(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def watched(rating: Surprisal, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         sizes.append(logits.shape[1])
         return surprisal(logits, tokens)
 
-    monkeypatch.setattr("kvbench.inference.surprisal.LOGITS_AT_ONCE", 512 * 4)  # the tiny models know 512 tokens
-    monkeypatch.setattr("kvbench.inference.surprisal.surprisal", watched)
+    monkeypatch.setattr("kvbench.inference.logits.LOGITS_AT_ONCE", 512 * 4)  # the tiny models know 512 tokens
+    monkeypatch.setattr(Surprisal, "rate", watched)
     model = tiny()
     model.set_attn_implementation("kvbench")
     cache = KVCache(model.config, make_policy("sirllm", 16), prompt_length=30)

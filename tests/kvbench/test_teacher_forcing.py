@@ -102,7 +102,7 @@ def test_a_continuation_is_rated_as_by_a_cache_that_is_fed_token_by_token(slug: 
     assert [x.positions.sort().values.tolist() for x in scored.cache.layers] == [
         x.positions.sort().values.tolist() for x in single.cache.layers
     ]
-    if not policy.needs.surprisal:
+    if policy.pre_pass is None:
         slow = fed_one_by_one(policy, IDS, PROMPT.shape[1], whole_prompt=True)
         close(single.logprobs, slow[PROMPT.shape[1] - 1 :])
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_models import prompt, tiny
+from kv_models import CodePoints, prompt, tiny
 from kv_presets import kinds
 from kv_runs import kept_now
 from torch import Tensor
@@ -14,7 +14,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench import KVCache, make_policy
 from kvbench.inference.generate import prefill
-from kvbench.inference.surprisal import surprisal
+from kvbench.inference.logits import surprisal
+from kvbench.inference.pre_pass import pre_pass, rate_next
 from kvbench.policies.policy import Policy
 
 LAYERS, KV_HEADS, BUDGET = 2, 2, 40
@@ -46,16 +47,15 @@ def conversation(held: KVCache, ids: Tensor, chunks: int = 1) -> Tensor:
         sizes = [length // chunks] * (chunks - 1)
         for size in [*sizes, length - sum(sizes), *[1] * ANSWER]:
             new = ids[:, start : start + size]
-            if held.policy.needs.surprisal and size > 1:
-                prefill(model(), new, None, held)
+            if held.policy.pre_pass is not None and size > 1:
+                prefill(model(), new, None, held, CodePoints())
                 out.append(torch.zeros(size, 1))
             else:
-                if held.policy.needs.surprisal:
-                    held.tell_surprisal(torch.ones(1, 1))
+                rate_next(held, torch.zeros(1, 2), torch.zeros(1, 1, dtype=torch.long))
                 out.append(model()(new, past_key_values=held).logits[0])
             start += size
             held.audit()
-    return torch.cat(out) if not held.policy.needs.surprisal else torch.empty(0)
+    return torch.cat(out) if held.policy.pre_pass is None else torch.empty(0)
 
 
 @torch.inference_mode()
@@ -218,12 +218,8 @@ def test_generate_takes_turns() -> None:
 def test_several_tokens_after_decoding_are_refused_until_a_prompt_was_opened(slug: str) -> None:
     held = KVCache(model().config, built(slug), prompt_length=50)
     ids = torch.tensor([prompt(60)])
-    if held.policy.needs.surprisal:
-        prefill(model(), ids[:, :50], None, held)
-    else:
-        model()(ids[:, :50], past_key_values=held)
-    if held.policy.needs.surprisal:
-        held.tell_surprisal(torch.ones(1, 1))
+    prefill(model(), ids[:, :50], None, held)
+    rate_next(held, torch.zeros(1, 2), torch.zeros(1, 1, dtype=torch.long))
     with pytest.raises(ValueError, match=r"brings 2 tokens of sequence 0, but its prompt ends after token 50:"):
         model()(ids[:, 50:52], past_key_values=held)
 
@@ -232,7 +228,7 @@ def test_several_tokens_after_decoding_are_refused_until_a_prompt_was_opened(slu
 def test_what_an_eviction_left_in_quantised_groups_cannot_be_evicted_again(slug: str) -> None:
     held = KVCache(model().config, make_policy(slug, 40))
     with pytest.raises(
-        ValueError, match=r"holds what it kept of a prompt in quantised groups, from which no token can be evicted"
+        ValueError, match=r"holds what it kept of a prompt in a compressed form, from which no token can be evicted"
     ):
         held.next_prompt(10)
 
@@ -258,8 +254,8 @@ def test_surprisal_of_a_later_prompt_decides_what_stays() -> None:
     again = KVCache(model().config, make_policy("sirllm", 12, sinks=2))
     prefill(model(), ids[:, :30], None, again)
     again.next_prompt(20)
-    again.group.expect_surprisal()
-    later = model()(ids[:, 30:], past_key_values=again).logits
+    with pre_pass(model(), again, ids[:, 30:], None):
+        later = model()(ids[:, 30:], past_key_values=again).logits
     scores |= {30: 0.0}
     scores |= dict(zip(range(31, 50), surprisal(later[:, :-1], ids[:, 31:])[0].tolist(), strict=True))
     others = sorted((p for p in scores if p >= 2), key=lambda p: -scores[p])[:10]

@@ -92,7 +92,6 @@ Write = Callable[[Path], object]
 TEXTS: dict[str, tuple[str, Write, str]] = {
     "white space": ("a.txt", lambda p: p.write_text(" \n\t "), "a.txt has no text but white space"),
     "white row": ("a.jsonl", lambda p: p.write_text('{"text": " "}\n'), "a.jsonl:1 has no text but white space"),
-    "surrogate": ("a.jsonl", lambda p: p.write_text('{"text": "\\ud800"}\n'), "row 1: text holds half a surrogate"),
 }
 
 

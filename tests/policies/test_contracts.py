@@ -7,10 +7,12 @@ from kv_models import tiny
 from transformers.cache_utils import Cache
 
 from kvbench.cache.cache import KVCache
-from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
+from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.policy import Policy
+from kvbench.policies.pre_passes.pre_pass import ExtraPasses, PromptChoice, TokenRating
 from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.selections.selection import Selection
 from kvbench.policies.stores.store import Store
 from kvbench.policies.values.value import ValueAware
 
@@ -23,7 +25,20 @@ def members(contract: type) -> set[str]:
 
 @pytest.mark.parametrize(
     ("contract", "most"),
-    [(Policy, 14), (Scorer, 8), (Allocator, 8), (StatisticAllocator, 12), (Merger, 4), (ValueAware, 2), (Store, 9)],
+    [
+        (Policy, 15),
+        (Scorer, 8),
+        (Allocator, 9),
+        (StatisticAllocator, 13),
+        (JointAllocator, 10),
+        (Merger, 4),
+        (ValueAware, 2),
+        (Selection, 1),
+        (Store, 9),
+        (PromptChoice, 4),
+        (TokenRating, 4),
+        (ExtraPasses, 5),
+    ],
 )
 def test_a_contract_fits_a_screen(contract: type, most: int) -> None:
     assert len(members(contract)) <= most, sorted(members(contract))

@@ -123,7 +123,7 @@ def test_soft_caps_and_sliding_windows_go_through_the_kernel(case: str, interpre
 
 
 @pytest.mark.slow("interprets kernels")
-@pytest.mark.parametrize("slug", preset_names())
+@pytest.mark.parametrize("slug", [slug for slug in preset_names() if slug != "kvpress"])
 def test_every_preset_keeps_and_says_the_same(slug: str, interpret: Interpreter, tmp_path: Path) -> None:
     """Prompt, evictions and decoding from end to end, in whatever kernels its parts have."""
     windowed = slug.startswith(("cake", "kvec", "headkv")) or slug.endswith(("snapkv", "pyramidkv"))

@@ -162,7 +162,7 @@ def test_d2o_without_merging_and_with_uniform_allocation_is_h2o_with_sinks() -> 
 
 def test_sirllm_in_model_generate_is_refused_in_one_sentence() -> None:
     model = model_of()
-    with pytest.raises(ValueError, match=r"which model\.generate does not tell its cache"):
+    with pytest.raises(ValueError, match=r"look at a prompt again .* which model\.generate does not: use"):
         run_generate(model, [prompt(LONG)], make_policy("sirllm", BUDGET), NEW)
 
 

@@ -28,9 +28,9 @@ def test_policies_and_stores_are_compared_with_sdpa_full_and_snapkv(
     run(monkeypatch, "bench_overhead.py", "--policies", "h2o,kivi_g32_r32", *sizes)
     with table.open(newline="") as file:
         rows = {name: [float(figure) for figure in figures[:8]] for name, *figures in csv.reader(file)}
-    assert list(rows) == ["transformers_sdpa", "full", "snapkv", "h2o", "kivi_g32_r32"]
-    assert rows["transformers_sdpa"][1] == rows["full"][2] == 1.0
-    assert rows["transformers_sdpa"][4] == rows["full"][5] == rows["snapkv"][6] == 1.0
+    assert list(rows) == ["sdpa", "full", "snapkv", "h2o", "kivi_g32_r32"]
+    assert rows["sdpa"][1] == rows["full"][2] == 1.0
+    assert rows["sdpa"][4] == rows["full"][5] == rows["snapkv"][6] == 1.0
     assert all(figure > 0 for figures in rows.values() for figure in figures[2:])
     assert "mean" in capsys.readouterr().out
 

@@ -36,6 +36,7 @@ class DecodeCase:
     programs: int | None = None
     flat: bool = False  # segments of random lengths, at most `slots`, the first of none
     appends: bool = False  # new tokens enter flat segments before
+    bias: bool = False  # slots have one, where they are not flat
 
     def draw(self, seed: int, device: str = "cpu") -> dict[str, Any]:
         """Arguments by name; every tensor is a strided view of a larger one, as stores and models hand them over."""
@@ -62,6 +63,8 @@ class DecodeCase:
         lead = self.batch, self.heads, self.slots
         sums = torch.rand(self.batch, self.heads, self.slots + 3, max(1, self.sums), generator=random)
         stored = {**self._stored(lead, newest, random), "packed": self.packed}
+        if self.bias:
+            stored["bias"] = torch.randn(*lead[:-1], lead[-1] + 2, 2, generator=random)[..., 1:-1, 0]
         return stored | {"sums": sums[:, :, : self.slots] if self.sums else None}
 
     def _segments(self, newest: int, random: torch.Generator) -> dict[str, Any]:
@@ -140,6 +143,8 @@ DECODE_CASES = {
         sums=1,
         programs=2,
     ),
+    "a-bias": DecodeCase(bias=True, batch=2, empty=5, weights=True, programs=3),
+    "a-bias-packed-softcap-float16": DecodeCase(bias=True, packed=True, softcap=2.0, dtype=half, sinks=True, sums=2),
     "flat-with-new-tokens": DecodeCase(flat=True, appends=True, batch=2, heads=3, slots=70, programs=4, group=20),
     "flat-with-new-tokens-bfloat16": DecodeCase(flat=True, appends=True, dtype=bf16, value_dim=9, sums=1, empty=4),
     "flat": DecodeCase(flat=True, batch=2, heads=2, programs=2),

@@ -75,11 +75,14 @@ class Shape:
         lse = numbers(self.batch, self.heads * GROUP, self.slots_held, dtype=torch.float32)
         return partial(launcher, *self.asking(self.slots_held), 0.1, log_sum_exp=lse, aligned=aligned)
 
-    def decode(self, packed: bool) -> Call:
+    def decode(self, packed: bool, biased: bool = False) -> Call:
         queries, keys, *positions = self.asking(1)
         sums = numbers(*self.lead, 1, dtype=torch.float32)
+        bias = numbers(*self.lead, dtype=torch.float32) if biased else None
         call = queries, keys, self.slots(), *positions, 0.1
-        return partial(decode_attention.decode_attention_triton, *call, packed=packed, weights=True, sums=sums)
+        return partial(
+            decode_attention.decode_attention_triton, *call, packed=packed, weights=True, sums=sums, bias=bias
+        )
 
     def decode_flat(self) -> Call:
         queries, _, asked, _ = self.asking(1)
@@ -150,6 +153,7 @@ CALLS: dict[str, Callable[[Shape], Call]] = {
     "window of 32, largest head": lambda shape: partial(window_largest.window_largest_triton, *shape.asking(32), 0.1),
     "decode attention": lambda shape: shape.decode(True),
     "decode attention by position": lambda shape: shape.decode(False),
+    "decode attention with a bias": lambda shape: shape.decode(False, biased=True),
     "decode attention, flat": lambda shape: shape.decode_flat(),
     "quantised attention, 2 bits of 32": lambda shape: shape.quantised(2, 32, channels=32),
     "quantised attention, 2 bits of 64": lambda shape: shape.quantised(2, 64, channels=64),

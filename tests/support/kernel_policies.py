@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_models import prompt, tiny
+from kv_models import CodePoints, prompt, tiny
 from kv_runs import run_greedy
 
 from kvbench import make_policy
@@ -53,7 +53,7 @@ def run_rows(slugs: Sequence[str], budgets: Sequence[int], lengths: Sequence[int
     with pytest.MonkeyPatch.context() as patch:
         launches = _launches(patch)
         for seed, length in enumerate(lengths):
-            rows += flight.admit(Request(torch.tensor([prompt(length, seed)]), 7), policies)
+            rows += flight.admit(Request(torch.tensor([prompt(length, seed)]), 7, encoder=CodePoints()), policies)
         while flight.in_flight:
             flight.step()
     kept = [[layer.positions.sort(-1).values.tolist() for layer in row.cache.layers] for row in rows if row.cache]

@@ -82,6 +82,15 @@ def tiny(
     return model
 
 
+class CodePoints:
+    """Text for the tiny models, as pre-passes need it: a token for every character."""
+
+    turn_end = "\n"
+
+    def encode(self, text: str) -> list[int]:
+        return [PADDING + 1 + ord(mark) % (VOCABULARY - PADDING - 1) for mark in text]
+
+
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "minimax_m2", "phimoe")
 
 

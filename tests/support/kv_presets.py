@@ -3,18 +3,33 @@
 from functools import cache
 
 from kvbench import make_policy, preset_names
+from kvbench.config.presets import policy_config
+from kvbench.config.slugs import parse
 
 BUDGET = 40
+INCOMPLETE = ("headkv", "duoattention", "kvpress")
+"""What the slugs of presets begin with that need a field: a file of importances, a press."""
+
+
+def stores() -> list[str]:
+    """Presets that keep every token, in a store of their own."""
+    return [slug for slug in preset_names() if parse(slug)]
 
 
 @cache
 def evicting() -> list[str]:
     """Presets that evict tokens from a cache to a budget.
 
-    GemFilter rewrites the prompt instead; the released D2O never compresses three layers. Both have tests of their own.
+    GemFilter rewrites the prompt instead; the released D2O never compresses three layers; what protects the prompt
+    takes none beyond the budget; two set their budget by themselves. They have tests of their own.
     """
-    nothing = {"full", "gemfilter", "gear", "kcvc", "kivi", "ott", "zipcache"}
-    return [slug for slug in preset_names() if slug not in {*nothing, "d2o_released"}]
+    out = {"d2o_released", "duoattention", "simlayerkv", *protecting()}
+    return [slug for slug in preset_names() if policy_config(slug).get("scorer") and slug not in out]
+
+
+def protecting() -> list[str]:
+    """Presets that keep all of a prompt, inside the budget."""
+    return [slug for slug in preset_names() if (policy_config(slug).get("schedule") or {}).get("protect") == "prompt"]
 
 
 @cache
@@ -22,7 +37,7 @@ def kinds() -> list[str]:
     """One evicting preset for every combination of parts; the others differ from it in numbers only."""
     first: dict[tuple[type, ...], str] = {}
     for slug in evicting():
-        if not slug.startswith("headkv"):  # it needs a file
+        if not slug.startswith(INCOMPLETE):
             policy = make_policy(slug, BUDGET)
             parts = (policy.scorer, policy.value, policy.allocator, policy.merger, policy.store, policy.schedule)
             first.setdefault(tuple(type(part) for part in parts), slug)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from kv_models import generated, left_padded
+from kv_models import CodePoints, generated, left_padded
 from kv_oracle import Kept, Rules
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -86,7 +86,7 @@ def run_greedy(model: PreTrainedModel, prompts: Sequence[Sequence[int]], policy:
     run = Run()
     ids, mask = left_padded(prompts)
     with noting(model, lambda cache: run.kept.append(kept_now(cache))):
-        out = greedy(model, ids, policy, attention_mask=mask, max_new_tokens=new_tokens)
+        out = greedy(model, ids, policy, attention_mask=mask, max_new_tokens=new_tokens, encoder=CodePoints())
     run.tokens, run.cache = out.tokens, out.cache
     return run
 

@@ -18,9 +18,12 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    *,
     scaling: float,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    """Dropout has its place, the sixth: kvpress, once imported, hands it over by that."""
     assert attention_mask is None
     assert len(query) == 1
     layer = module.layer_idx

@@ -64,8 +64,8 @@ def test_the_last_number_of_the_first_line_with_one_is_the_answer(output: str, s
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"high": 10}, "high=10 is not allowed, it must be an integer of at least 11"),
-        ({"operation": "product"}, "operation=product is not known, choose one of 'sum', 'difference', 'both'"),
+        ({"high": 10}, "high must be a whole number of at least 11, got 10"),
+        ({"operation": "product"}, "operation must be sum, difference or both, got 'product'"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(fields: dict[str, object], sentence: str) -> None:

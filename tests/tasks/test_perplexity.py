@@ -70,8 +70,8 @@ def test_a_summary_follows_its_chapter(pieces: Tokenizer, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"length": 1}, "length=1 is not allowed, it must be an integer of at least 2"),
-        ({"block": True}, "block=true is not allowed"),
+        ({"length": 1}, "length must be a whole number of at least 2, got 1"),
+        ({"block": True}, "block must be a whole number of at least 1, got true"),
         ({"length": 10, "prompt_tokens": 10}, "prompt_tokens=10 leaves no token to score of length=10"),
         ({"files": ()}, "it must be a list of patterns"),
     ],

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from kvbench.errors import number, whole_number
 from kvbench.tasks.scores import contains, contains_any, needle_words, rouge1_recall
-from kvbench.tasks.task import Example, Task, Tokenizer, at_least, number
+from kvbench.tasks.task import Example, Task, Tokenizer
 
 SANDWICH = ("eat a sandwich and sit in Dolores Park on a sunny day.",)
 
@@ -29,7 +30,7 @@ class Nothing(Task):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"truncation": "right"}, "truncation=right is not known, choose one of 'refuse', 'middle', 'left'"),
+        ({"truncation": "right"}, "truncation must be refuse, middle or left, got 'right'"),
         ({"stop": [""]}, r"stop=\(''.*\) is not allowed"),
         ({"end_texts": "\n"}, r"end_texts='\\n' is not allowed"),
     ],
@@ -41,13 +42,13 @@ def test_a_wrong_field_is_refused_with_its_name_and_value(fields: dict, sentence
 
 @pytest.mark.parametrize("value", [0, True, 1.0, "3", None])
 def test_a_count_is_an_integer_of_at_least_its_lower_end(value: object) -> None:
-    with pytest.raises(ValueError, match=r"keys=.* must be an integer of at least 1"):
-        at_least("keys", value, 1)
+    with pytest.raises(ValueError, match=r"keys must be a whole number of at least 1"):
+        whole_number("keys", value, 1)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), float("inf"), "0.5", None, True])
 def test_a_share_lies_between_its_ends(value: object) -> None:
-    with pytest.raises(ValueError, match=r"depths=.* must be a number from 0 to 1"):
+    with pytest.raises(ValueError, match=r"depths must be a number from 0 to 1"):
         number("depths", value, 0, 1)
 
 

@@ -50,13 +50,17 @@ def test_rows_are_the_same_in_every_form(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("a.jsonl", b'{"text": "whole"}\n{"text": "cut o', r"a\.jsonl, line 2: not JSON, the file is damaged or cut"),
+        (
+            "a.jsonl",
+            b'{"text": "whole"}\n{"text": "cut o',
+            r"a\.jsonl, row 2: the file is damaged or cut off \(Untermi",
+        ),
         ("a.jsonl", b'{"text": ""}\n{"body": "", "n": 1}', r"a\.jsonl, row 2: no text in its field 'text', .* body, n"),
-        ("a.jsonl", b'{"text": "caf\xe9"}', r"a\.jsonl is not UTF-8 text"),
+        ("a.jsonl", b'{"text": "caf\xe9"}', r"a\.jsonl, row 1: the file is damaged or cut off \('utf-8' codec"),
         ("a.jsonl", b"\n", r"a\.jsonl holds no rows"),
-        ("a.jsonl.gz", b"\x1f\x8b", r"a\.jsonl\.gz is damaged or cannot be read"),
-        ("a.parquet", b"PAR1 and nothing", r"a\.parquet is damaged or not a parquet file"),
-        ("a.csv", b'text\n"cut o', r"a\.csv, line 1: not CSV, the file is damaged or cut off"),
+        ("a.jsonl.gz", b"\x1f\x8b", r"a\.jsonl\.gz, row 1: the file is damaged"),
+        ("a.parquet", b"PAR1 and nothing", r"a\.parquet, row 1: the file is damaged"),
+        ("a.csv", b'text\n"cut o', r"a\.csv, row 1: the file is damaged"),
     ],
 )
 def test_a_damaged_file_is_named_with_its_line(name: str, content: bytes, sentence: str, tmp_path: Path) -> None:

@@ -1,19 +1,12 @@
-"""From numbers to verdicts: sign test, interval over cells, Holm's correction, examples needed."""
+"""From printed numbers to verdicts: a sign test and an interval over the cells of a claim."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
-from statistics import NormalDist, fmean
+from statistics import fmean, stdev
 
-from scipy.special import bdtr
-
-from kvbench.analysis.statistics import CONFIDENCE, FEWEST, mean_interval
+from kvbench.analysis.statistics import ALPHA, FEWEST, examples_needed, mean_interval, sign_test
 from kvbench.papers.claims.claim import Claim, Evidence, Verdict
-
-POWER = 0.8
-ALPHA = 1 - CONFIDENCE
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,8 @@ def _with_verdict(claim: Claim, found: Printed) -> Printed:
     needed = None
     if claim.says == "average" and verdict == "cannot be told":
         assert found.mean is not None
-        needed = examples_needed(_spread([cell.gain for cell in cells]), found.mean - cells[0].least)
+        spread = stdev(cell.gain for cell in cells) if len(cells) > 1 else 0.0
+        needed = examples_needed(spread, found.mean - cells[0].least)
     return Printed(**{**vars(found), "verdict": verdict, "needed": needed})
 
 
@@ -82,40 +76,3 @@ def _of_interval(low: float | None, high: float | None, least: float) -> Verdict
     if low is None or high is None:
         return "cannot be told"
     return "holds" if low > least else "fails" if high < least else "cannot be told"
-
-
-def _spread(values: Sequence[float]) -> float:
-    mean = fmean(values)
-    return float((sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)) ** 0.5)
-
-
-def sign_test(supports: int, contradicts: int) -> float | None:
-    """Two-sided exact p of so uneven a split if either sign were as likely; None without any cell that has one."""
-    n = supports + contradicts
-    return None if n == 0 else min(1.0, 2 * float(bdtr(min(supports, contradicts), n, 0.5)))
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values of one family, adjusted so that at most 5% of families have any false claim at 0.05, in the same order.
-
-    Source: Holm 1979: the k-th smallest of m is multiplied by m - k + 1, and none is below one before it.
-    """
-    adjusted = [0.0] * len(p_values)
-    least = 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        least = max(least, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = least
-    return adjusted
-
-
-def examples_needed(spread: float, effect: float, family: int = 1) -> int | None:
-    """Examples for which a mean difference of `effect` is seen in 80% of studies; None where there is nothing to see.
-
-    spread: standard deviation of the difference per example. family: comparisons of which this is one; each is tested
-    at 0.05 / family, the strictest step of Holm's. Normal approximation: n = ((z_(1-a/2) + z_0.8) spread / effect)^2.
-    """
-    if effect == 0:
-        return None
-    z = NormalDist()
-    units = (z.inv_cdf(1 - ALPHA / family / 2) + z.inv_cdf(POWER)) * spread / effect
-    return max(FEWEST, ceil(units**2))

@@ -9,9 +9,18 @@ from math import sqrt
 from statistics import NormalDist, stdev
 
 from kvbench.analysis.result import Result
-from kvbench.analysis.statistics import CONFIDENCE, FEWEST, Difference, paired_difference, stratified_difference
+from kvbench.analysis.statistics import (
+    ALPHA,
+    CONFIDENCE,
+    FEWEST,
+    Difference,
+    examples_needed,
+    holm,
+    paired_difference,
+    stratified_difference,
+)
 from kvbench.papers.claims.claim import Claim, Trial, Verdict
-from kvbench.papers.claims.inference import ALPHA, Printed, examples_needed, holm
+from kvbench.papers.claims.inference import Printed
 from kvbench.papers.published import BASELINE
 from kvbench.records.sample import Sample
 from kvbench.tasks.summary import subsets_by

@@ -116,12 +116,8 @@ def markdown(judged: Sequence[Judged]) -> str:
     return "\n".join(lines)
 
 
-def rows(judged: Sequence[Judged]) -> list[dict[str, Any]]:
-    """One flat row per claim."""
-    return [_row(one) for one in judged]
-
-
 def _row(one: Judged) -> dict[str, Any]:
+    """A claim as one flat row."""
     claim, found, runs = one.claim, one.printed, one.measured or Measured("no data")
     return {
         "paper": claim.paper,
@@ -155,7 +151,7 @@ def _row(one: Judged) -> dict[str, Any]:
 def as_csv(judged: Sequence[Judged]) -> str:
     """The flat rows; lists are joined by " | "."""
     file = io.StringIO()
-    flat = [{k: " | ".join(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows(judged)]
+    flat = [{k: " | ".join(v) if isinstance(v, list) else v for k, v in _row(one).items()} for one in judged]
     writer = csv.DictWriter(file, fieldnames=list(flat[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
@@ -164,4 +160,4 @@ def as_csv(judged: Sequence[Judged]) -> str:
 
 def as_json(judged: Sequence[Judged]) -> str:
     """The flat rows."""
-    return json.dumps(rows(judged), ensure_ascii=False, indent=1) + "\n"
+    return json.dumps([_row(one) for one in judged], ensure_ascii=False, indent=1) + "\n"

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 
 from kvbench.report.figures import charts
 from kvbench.report.figures.curves import Chart, Curve, Picture, of_json
-from kvbench.report.figures.sheet import Gaps, Paper, Sheet
+from kvbench.report.figures.sheet import Paper, Sheet, by_factors
 from kvbench.report.figures.style import Look, looks_of
 from kvbench.terminal.errors import UsageError
 
-SIZE = (3.6, 2.9)
+SIZE = (4.3, 3.4)  # inches of a panel
 MARGIN = 1.15  # of the smallest and the largest value
 HEADER = 7  # lines under a picture, of which the last say the sizes that were run
 
@@ -37,7 +37,7 @@ def of_file(path: Path, paper: Paper | None = None) -> Figure:
 
 
 def draw(picture: Picture, header: Sequence[str], paper: Paper | None = None) -> Figure:
-    """A benchmark's picture. header: the title, then what all hangs on, of which the first lines are shown."""
+    """A benchmark's picture. header: the title, then its conditions, of which the first lines are shown."""
     shown = header[:HEADER]
     return charts.draw(picture, shown, paper) if isinstance(picture, Chart) else _panels(picture, shown, paper)
 
@@ -46,7 +46,7 @@ def _panels(curves: Sequence[Curve], header: Sequence[str], paper: Paper | None)
     """One panel for each kind of curve, sizes and values by factors."""
     panels = list(dict.fromkeys(curve.panel for curve in curves))
     looks = looks_of(list(dict.fromkeys(curve.method for curve in curves)))
-    sheet = Sheet(len(panels), min(2, len(panels)), *SIZE, Gaps(left=0.7, across=0.75, top=0.15), paper)
+    sheet = Sheet(len(panels), 2, *SIZE, paper)
     handles: dict[str, Any] = {}
     for panel, axes in zip(panels, sheet.axes, strict=True):
         members = [curve for curve in curves if curve.panel == panel]
@@ -79,12 +79,9 @@ def _log(axes: Axes) -> None:
     sizes = sorted(set(x.tolist()))
     axes.set_xlim(sizes[0] / MARGIN, sizes[-1] * MARGIN)
     if y.min() > 0:
-        axes.set(yscale="log", ylim=(y.min() / MARGIN, y.max() * MARGIN))
-        axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        by_factors(axes, "y", (y.min(), y.max()))
+        axes.set_ylim(y.min() / MARGIN, y.max() * MARGIN)
     else:  # a reduction in percent may be none, or an increase
-        edge = 0.05 * (y.max() - y.min()) or 1.0
-        axes.set_ylim(y.min() - edge, y.max() + edge)
+        axes.margins(y=0.05)
     axes.set_xticks(sizes, [f"{size:,.0f}" for size in sizes])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -33,7 +33,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class ChartRow:
-    """One thing that was measured. words: what stands beside it; bound: the figure that it is to reach, if any."""
+    """A row of a chart. words: the text beside it; bound: the value that it has to reach, if any."""
 
     label: str
     dots: list[Dot]

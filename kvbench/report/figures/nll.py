@@ -9,16 +9,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from kvbench.analysis.result import Result
-from kvbench.report.figures.sheet import Gaps, Paper, Sheet, legend_of
+from kvbench.report.figures.sheet import Paper, Sheet, legend_of
 from kvbench.report.figures.style import BASELINE, Look, family, palette
 
-ALONE, AMONG = (5.2, 3.9), (3.6, 2.9)
+ALONE, AMONG = (6.0, 4.5), (4.2, 3.5)  # inches: a panel by itself, and one of several
 SAME = 1e-3  # nats
 NLL = "NLL so far (nats per token)"
 
 
 def read_runs(runs: Sequence[Result]) -> list[Result]:
-    """Those of the runs that have scored given texts."""
+    """The runs that scored given texts."""
     return [run for run in runs if run.curve]
 
 
@@ -37,15 +37,12 @@ def curves(runs: Sequence[Result], paper: Paper | None = None) -> Figure:
     panels: dict[tuple[str, str], list[Result]] = {}
     for run in read:
         panels.setdefault((run.task, run.model), []).append(run)
-    paper, alone = paper or Paper(), len(panels) == 1
-    gaps = Gaps(across=0.8)  # every panel has an axis of its own
-    sheet = Sheet(len(panels), min(2, len(panels)), *(ALONE if alone else AMONG), gaps, paper)
+    sheet = Sheet(len(panels), 2, *(ALONE if len(panels) == 1 else AMONG), paper)
     shorter = False
     for (about, members), axes in zip(panels.items(), sheet.axes, strict=True):
         shorter |= _panel(axes, members, looks)
-        axes.set_title(", ".join(about), loc="left")
-        axes.set_xlabel("context length (tokens)")
-        axes.set_ylabel(NLL)
+        sheet.set_title(axes, ", ".join(about))
+        axes.set(xlabel="context length (tokens)", ylabel=NLL)
     said = _notes(read, sheet.axes, shorter)
     return sheet.finish("NLL against context length", said, legend_of(sheet.axes))
 
@@ -77,7 +74,7 @@ def _panel(axes: Axes, runs: Sequence[Result], looks: Mapping[str, Look]) -> boo
 
 
 def _zoom(axes: Axes, curves: Sequence[Mapping[str, Sequence[float]]]) -> None:
-    """Show the curves from where they part on: before the first eviction all are one, and far above what follows."""
+    """Show the curves from where they differ: before the first eviction they are equal, and much higher."""
     first = _parting(curves)
     seen = [nll for curve in curves for n, nll in zip(curve["lengths"], curve["nll"], strict=True) if n >= first]
     last = max(curve["lengths"][-1] for curve in curves)

@@ -36,7 +36,7 @@ def read(place: Path) -> list[Result]:
 
 
 def once(rows: Iterable[Result]) -> list[Result]:
-    """Each row once: the full cache is the same whatever would have been compressed."""
+    """Each row once: the full cache is the same for compress=prompt and compress=context."""
     seen: dict[tuple[object, ...], Result] = {}
     for row in rows:
         seen.setdefault((row.model, row.task, row.line, row.budget), row)
@@ -96,12 +96,12 @@ def looks(rows: Iterable[Result]) -> dict[str, Look]:
 
 
 def height(row: Result) -> float:
-    """What a row is judged by, of one that has it."""
+    """The value of a row that has one."""
     assert row.value is not None
     return row.value
 
 
 def sides(row: Result) -> tuple[float, float]:
-    """How far the interval of what a row is judged by reaches below and above it; 0 without one."""
+    """How far the interval of a row's value reaches below and above it; 0 without an interval."""
     low, high = row.ends or (height(row), height(row))
     return max(0.0, height(row) - low), max(0.0, high - height(row))

@@ -9,18 +9,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvbench.analysis.result import Result
-from kvbench.report.figures import places
 from kvbench.report.figures.panels import Panel, height, panels_of, sides
 from kvbench.report.figures.remarks import notes
 from kvbench.report.figures.score import (
     ALONE,
+    BYTES,
     RINGS,
     SCORE,
     Axis,
     byte_axis,
-    fitting,
+    covering,
     mark,
-    ringed,
     set_bytes,
     set_scores,
 )
@@ -28,7 +27,6 @@ from kvbench.report.figures.sheet import Paper, Sheet
 from kvbench.report.figures.style import Look
 
 FULL_MARKER = "*"  # the full cache is a line elsewhere
-MOST_TIES = 2  # names of what stands at one place
 
 
 def front(cells: Sequence[Result]) -> list[Result]:
@@ -44,7 +42,7 @@ def front(cells: Sequence[Result]) -> list[Result]:
 
 
 def pareto(cells: Sequence[Result], looks: Mapping[str, Look], paper: Paper | None = None) -> list[tuple[str, Figure]]:
-    """Every policy and budget by bytes and score, with the front of those that none beats; a picture per panel."""
+    """Every policy and budget by bytes and score, with the Pareto front; a picture per panel."""
     found = []
     for panel in panels_of(cells):
         placed = [cell for cell in panel.cells if cell.cache_bytes and cell.score is not None]
@@ -54,41 +52,35 @@ def pareto(cells: Sequence[Result], looks: Mapping[str, Look], paper: Paper | No
 
 
 def _pareto(panel: Panel, cells: Sequence[Result], looks: Mapping[str, Look], paper: Paper) -> Figure:
-    axis, best = byte_axis(panel), front(cells)
-    sheet = Sheet(1, 1, *ALONE, paper=paper)
+    axis, best = byte_axis(panel.cells), front(cells)
+    sheet = Sheet(1, 1, *ALONE, paper)
     (axes,) = sheet.axes
-    set_scores(axes, panel, sheet)
-    set_bytes(axes, [axis.at(cell) for cell in cells], sheet)
+    set_scores(axes, panel)
+    set_bytes(axes, [axis.at(cell) for cell in cells])
     # The step goes on to the right edge, because more bytes need not score less.
     steps = [*[(axis.at(c), height(c)) for c in best], (axes.get_xlim()[1], height(best[-1]))]
     axes.plot(*zip(*steps, strict=True), drawstyle="steps-post", color="#a0a0a0", linewidth=1.2, gid="front")
     order = sorted(cells, key=lambda cell: any(_ties(cell, one) for one in best))  # the front above the others
-    spots = [places.spots(axes, [(axis.at(cell), height(cell))], sheet) for cell in order]
-    for place, cell in enumerate(order):
-        named = any(_ties(cell, one) for one in best)
-        _dot(axes, cell, axis, looks[cell.line], named, places.covering(spots[place][0], spots[place + 1 :]))
-    axes.set_title(panel.task, loc="left")
-    axes.set_xlabel(fitting(axis.words, sheet))
-    axes.set_ylabel(SCORE)
-    said = notes(cells, RINGS.strip() * ringed(sheet))
+    points = [(axis.at(cell), height(cell)) for cell in order]
+    covered = [covering(point, [[other] for other in points[i + 1 :]]) for i, point in enumerate(points)]
+    for cell, count in zip(order, covered, strict=True):
+        _dot(axes, cell, axis, looks[cell.line], any(_ties(cell, one) for one in best), count)
+    sheet.set_title(axes, panel.task)
+    axes.set(xlabel=axis.words, ylabel=SCORE)
+    said = notes(cells, RINGS.strip() * any(covered))
     said[1:1] = [
         "Filled, with the bar of the 95% interval: on the front, where none scores as much with less.",
         "The front is that of the means: neighbours whose bars overlap may change places with other examples.",
     ]
-    title = "Score against bytes: the front"
     rest = {c.line: looks[c.line] for c in cells}
     handles = [axes.plot([], [], label=p, linestyle="none", **_style(look))[0] for p, look in rest.items()]
-    said.append(f"On the front: {'; '.join(_names_on(best, cells))}.")
-    return sheet.finish(title, said, (handles, list(rest)))
+    said += [f"On the front: {'; '.join(_names_on(best, cells))}.", BYTES]
+    return sheet.finish("Score against bytes: the front", said, (handles, list(rest)))
 
 
 def _names_on(best: Sequence[Result], cells: Sequence[Result]) -> list[str]:
-    """One name for every step of the front, with all that stand on it."""
-    found = []
-    for one in best:
-        ties = [_at(cell) for cell in cells if _ties(cell, one)]
-        found.append(" = ".join(ties[:MOST_TIES]) + (f" and {len(ties) - MOST_TIES} more" if ties[MOST_TIES:] else ""))
-    return found
+    """For every step of the front, all that stand on it."""
+    return [" = ".join(_at(cell) for cell in cells if _ties(cell, one)) for one in best]
 
 
 def _ties(one: Result, other: Result) -> bool:

@@ -9,7 +9,7 @@ from kvbench.identity.labels import in_words, usual
 
 
 def notes(cells: Sequence[Result], intervals: str = "Bars: 95% intervals.") -> list[str]:
-    """What a reader must know, as lines under the picture: examples, model, schedules, intervals, what is missing."""
+    """The notes of a picture, a line each: model, examples, intervals, schedules, what is missing."""
     scored = [cell for cell in cells if cell.score is not None]
     sizes = sorted({cell.n for cell in scored})
     many = (

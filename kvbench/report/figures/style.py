@@ -15,6 +15,7 @@ from zlib import crc32
 
 import matplotlib as mpl
 import matplotlib.style  # `mpl.style` is a module of its own
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
@@ -31,8 +32,6 @@ LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5
 INK, FAINT, GRID = "#222222", "#6b6b6b", "#dddddd"
 HEAT = "cividis"  # from dark to light without a step back: it can be printed in grey
 BASELINE = "full"
-LIGHTEST, DARKEST = 0.5, 0.06  # relative luminances: lighter is lost on white paper, darker looks like black
-POINT = 1 / 72  # of an inch
 DPI = 150  # of PNGs: text is measured as it will be drawn
 
 _RC: dict[Any, Any] = {
@@ -76,7 +75,7 @@ def house_style() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Look:
-    """What marks a policy."""
+    """Colour, marker and line style of a policy."""
 
     colour: str
     marker: str
@@ -128,31 +127,21 @@ def _hues(families: Sequence[str]) -> dict[str, str]:
 
 
 def _shade(hue: str, place: int) -> str:
-    """The hue itself, then by turns darker and lighter, each time further from it, but never too light to be seen."""
+    """The hue itself, then darker and once lighter; a light hue only darker, a dark one only lighter."""
     if place == 0:
         return hue
-    share = min(0.22 + 0.12 * place, 0.6)
-    lighter, wanted = _mixed(hue, 1.0, share), place % 2 == 0 or _luminance(hue) < DARKEST
-    return lighter if wanted and _luminance(lighter) < LIGHTEST else _mixed(hue, 0.0, share)
-
-
-def _mixed(hue: str, grey: float, share: float) -> str:
-    red, green, blue = ((1 - share) * own + share * grey for own in to_rgb(hue))
-    return to_hex((red, green, blue))
-
-
-def _luminance(colour: str) -> float:
-    """Relative luminance, 0 to 1 (WCAG 2)."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    share, own = min(0.22 + 0.12 * place, 0.6), np.array(to_rgb(hue))
+    bright = float(own @ (0.2126, 0.7152, 0.0722))
+    white = 1.0 if bright < 0.25 or (place == 2 and bright < 0.5) else 0.0
+    return to_hex(tuple((1 - share) * own + share * white))
 
 
 def family(policy: Mapping[str, Any]) -> str:
-    """Whose hue a policy has: the class of its scorer, else of its prompt filter, else of its store; else `full`.
+    """The family of a policy, which has one hue: its scorer, else its pre-pass, else its store; else `full`.
 
     policy: its parts, each with "class" (as runs describe them) or "_target_" (as presets do).
     """
-    for part in ("scorer", "filter", "store"):
+    for part in ("scorer", "pre_pass", "filter", "store"):  # older runs say filter
         described = policy.get(part) or {}
         name = str(described.get("class", described.get("_target_", ""))).rpartition(".")[2].lower()
         if name and not (part == "store" and name == "dense"):
@@ -161,7 +150,7 @@ def family(policy: Mapping[str, Any]) -> str:
 
 
 def family_of(slug: str) -> str:
-    """The family of a policy known by name only; what is no policy of ours is its own, up to the first underscore."""
+    """The family of a policy known by name only; for other names the part before the first underscore."""
     try:
         return family(policy_config(slug))
     except ValueError:
@@ -180,14 +169,14 @@ def by_layer(axes: Axes) -> None:
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
-    """One legend for all panels of a figure whose layout is constrained, from the lines of one of them."""
+    """One legend below all panels, made from the lines of one of them."""
     handles, labels = axes.get_legend_handles_labels()
     columns = max(1, min(len(labels), 6, 90 // (8 + max(map(len, labels), default=0))))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3)
 
 
 def byte_unit(largest: float) -> tuple[str, int]:
-    """The unit in which so many bytes are a number of few digits, and how many bytes it has."""
+    """A unit that suits a number of bytes, and its size in bytes."""
     names = ("bytes", "KiB", "MiB", "GiB", "TiB")
     power = next((p for p in range(len(names) - 1, 0, -1) if largest >= 2 * 2 ** (10 * p)), 0)
     return names[power], 2 ** (10 * power)

@@ -14,11 +14,10 @@ from kvbench.analysis.result import Result
 from kvbench.records.sample import Sample
 from kvbench.report.figures.panels import rank
 from kvbench.report.figures.remarks import notes
-from kvbench.report.figures.sheet import Gaps, Paper, Sheet, inches_wide
-from kvbench.report.figures.style import FAINT, POINT, Look
+from kvbench.report.figures.sheet import Paper, Sheet, inches_wide
+from kvbench.report.figures.style import FAINT, Look
 
-LABEL = 8.0  # points
-BAR, WIDE = 0.165, 1.75  # inches: the height a policy takes, the width of a panel
+BAR, WIDE = 0.165, 2.1  # inches: the height a policy takes, the width of a panel
 COLUMNS = 4
 LEAST = 0.75  # inches of a panel
 UNCOMPRESSED = "#9a9a9a"  # a black bar would hide its interval
@@ -56,7 +55,7 @@ def by_task(
 
 
 def _bars(cells: Sequence[Result]) -> dict[str, dict[str, Bar]]:
-    """Bars of every task: a run of several tasks is taken apart, and brings its official overall score."""
+    """Bars of every task: a run of several tasks is split by task, and adds its official overall score."""
     bars: dict[str, dict[str, Bar]] = {}
     for cell in cells:
         for task, bar in _parts(cell).items():
@@ -97,12 +96,13 @@ def _category(sample: Sample, task: str) -> str:
 def _picture(bars: Bars, cells: Sequence[Result], palette: Mapping[str, Look], paper: Paper | None) -> Figure:
     policies = list(dict.fromkeys(c.line for c in sorted(cells, key=lambda c: rank(c))))
     policies = [policy for policy in policies if any(policy in task for task in bars.values())]
-    gaps = Gaps(left=0.1 + inches_wide(policies, LABEL), right=0.3, across=0.5, down=0.62, bottom=0.45)
-    high = BAR * len(policies) + 0.1
-    sheet = Sheet(len(bars), min(COLUMNS, len(bars)), WIDE, high, gaps, paper, LEAST, in_shape=False)
+    beside = inches_wide(policies) + 0.4
+    columns = min(COLUMNS, len(bars))
+    size = WIDE + beside / columns, BAR * len(policies) + 0.8
+    sheet = Sheet(len(bars), columns, *size, paper, LEAST, beside, in_shape=False)
     for index, ((task, own), axes) in enumerate(zip(bars.items(), sheet.axes, strict=True)):
         _panel(axes, own, policies, palette, sheet.is_left(index))
-        axes.set_title(_short(task, sheet.width), loc="left", fontsize=8)
+        sheet.set_title(axes, task, size=8, beside=0.3 + beside / columns)
         if sheet.is_bottom(index):
             axes.set_xlabel("score")
     budget = next((cell.budget for cell in cells if cell.budget is not None), None)
@@ -143,9 +143,3 @@ def _panel(
     axes.set_yticks(range(len(policies)), policies if left else [""] * len(policies))
     axes.tick_params(axis="y", length=0, pad=3)
     axes.grid(axis="y", visible=False)
-
-
-def _short(task: str, wide: float) -> str:
-    """A title that is not wider than its panel, which is so many inches."""
-    most = int(wide / POINT / 4.4)
-    return task if len(task) <= most else f"{task[: most - 1]}…"

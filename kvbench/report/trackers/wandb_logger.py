@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvbench.report.trackers.wandb_settings import WandbSettings
-from kvbench.report.trackers.watching import Aside, Quiet, SweepWatch
+from kvbench.report.trackers.watching import InThread, Quiet, SweepWatch
 
 
 @dataclass(frozen=True)
@@ -13,10 +13,10 @@ class WandbLogger(WandbSettings):
     """Weights & Biases: a run per cell while it is computed, and one of the whole sweep."""
 
     def watch(self, sweep: str | None) -> SweepWatch:
-        """The watch that tells W&B, in a thread of its own. Raises ValueError where W&B's settings cannot work."""
+        """The watch that sends to W&B from a thread of its own. Raises ValueError where W&B's settings cannot work."""
         known = self.resolved()
         if known.mode == "disabled":
             return Quiet()
         from kvbench.report.trackers.wandb_watch import WandbWatch  # here: wandb takes two seconds
 
-        return Aside(WandbWatch(known, sweep), "wandb", self.patience)
+        return InThread(WandbWatch(known, sweep), "wandb", self.patience)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kvbench.errors import ConfigError
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 MODES = ("online", "offline", "disabled")
 _SAME = {"dryrun": "offline", "run": "online"}  # older words of W&B's for its modes
 _OF_ONE_RUN = ("WANDB_RUN_ID", "WANDB_NAME", "WANDB_RESUME")
-_FORBIDDEN = "/\\#?%:"  # in a project's name, by W&B's rule
-_LONGEST_NAME, _LONGEST_TAG = 128, 64
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +42,6 @@ class WandbSettings:
             raise ConfigError("mode", self.mode, why="is not allowed, choose online, offline or disabled")
         if not isinstance(self.tags, list | tuple) or not all(isinstance(tag, str) for tag in self.tags):
             raise ConfigError("tags", self.tags, why="must be a list of texts: tags=[first,second]")
-        for tag in self.tags:
-            if not 0 < len(tag) <= _LONGEST_TAG:
-                raise ConfigError("tags", self.tags, why=f": {tag!r} must have 1 to {_LONGEST_TAG} characters")
-        if self.project is not None and (bad := _wrong_name(self.project)):
-            raise ConfigError("project", self.project, why=bad)
         if not self.folder.strip():
             raise ConfigError("folder", self.folder, why="is not allowed, it must be a folder")
         if not self.patience >= 0:
@@ -59,16 +52,14 @@ class WandbSettings:
         mode = self.mode or _mode_of_environment()
         if mode == "disabled":
             return replace(self, mode=mode)
-        found = environment()
-        folder = Path(self.folder)
+        given = {"project": self.project, "entity": self.entity}
+        found = environment({name: value for name, value in given.items() if value is not None}, self.tags)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            Path(self.folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                "folder", str(folder), why=f"cannot be made ({error.strerror}), choose another"
+                "folder", self.folder, why=f"cannot be made ({error.strerror}), choose another"
             ) from error
-        if not os.access(folder, os.W_OK):
-            raise ConfigError("folder", str(folder), why="cannot be written to, choose another")
         if mode == "online":
             _check_login()
         for name in _OF_ONE_RUN:
@@ -77,22 +68,24 @@ class WandbSettings:
         return replace(
             self,
             mode=mode,
-            project=self.project or found.project or "kvbench",
-            entity=self.entity or found.entity,
-            tags=tuple(dict.fromkeys((*(found.run_tags or ()), *self.tags))),
+            project=found.project or "kvbench",
+            entity=found.entity,
+            tags=tuple(dict.fromkeys((*(environment().run_tags or ()), *self.tags))),
         )
 
 
-def environment() -> wandb.Settings:
-    """What WANDB_* variables and W&B's own settings files say. Raises ValueError for values that W&B refuses."""
+def environment(fields: Mapping[str, Any] | None = None, tags: Sequence[str] = ()) -> wandb.Settings:
+    """What WANDB_* variables, W&B's own settings files and some fields say. ValueError for what W&B refuses."""
     import wandb  # two seconds, which runs without it need not pay
 
     try:
-        return wandb.setup().settings
+        found = wandb.setup().settings.model_copy()
+        found.update_from_dict({**(fields or {}), **({"run_tags": tuple(tags)} if tags else {})})
     except (ValueError, wandb.Error) as error:
         said = [line.strip() for line in str(error).splitlines()]
-        about = f"WANDB_{said[1].upper()}: {said[2].partition(' [type=')[0]}" if len(said) > 2 else said[0]
-        raise ValueError(f"W&B refuses its environment: {about}") from error
+        about = f"{said[1]}: {said[2].partition(' [type=')[0]}" if len(said) > 2 else said[0]
+        raise ValueError(f"W&B refuses its settings: {about}") from error
+    return found
 
 
 def _mode_of_environment() -> str:
@@ -117,10 +110,3 @@ def _check_login() -> None:
         raise ConfigError(
             "mode", "online", why="needs a login: run `wandb login`, set WANDB_API_KEY, or choose mode=offline"
         )
-
-
-def _wrong_name(project: str) -> str:
-    found = sorted(set(project) & set(_FORBIDDEN))
-    if found:
-        return f"is not allowed: a W&B project's name holds none of {' '.join(_FORBIDDEN)}"
-    return "" if 0 < len(project) <= _LONGEST_NAME else f"must have 1 to {_LONGEST_NAME} characters"

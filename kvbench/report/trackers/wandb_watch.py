@@ -20,8 +20,8 @@ from kvbench.analysis.result import Result
 from kvbench.identity.cell import Cell
 from kvbench.records.files import write_json
 from kvbench.records.sample import Sample
-from kvbench.report.trackers import told
-from kvbench.report.trackers.told import Told
+from kvbench.report.trackers import run_info
+from kvbench.report.trackers.run_info import RunInfo
 from kvbench.report.trackers.wandb_settings import WandbSettings, environment
 from kvbench.terminal.errors import UsageError
 
@@ -53,9 +53,9 @@ class _Tracked:
 
 
 class WandbWatch:
-    """Tells W&B of cells as they are computed; errors are its caller's to catch.
+    """Sends cells to W&B as they are computed; its caller catches errors.
 
-    A complete cell's run stays open until the difference to the full cache's run can be told, or until `close`.
+    A complete cell's run stays open until its difference to the full cache is known, or until `close`.
     """
 
     def __init__(self, settings: WandbSettings, sweep: str | None) -> None:
@@ -65,15 +65,15 @@ class WandbWatch:
         self._begun = 0
 
     def started(self, cell: Cell, done: Sequence[Sample], total: int) -> None:
-        """Open the cell's run, or the one it was told in before, and add the examples that are not there yet."""
-        self._open[cell.run_id] = self._begin(told.of_cell(cell), done)
+        """Open the cell's run, or continue it, and add the examples that it lacks."""
+        self._open[cell.run_id] = self._begin(run_info.cell_info(cell), done)
 
     def finished(self, cell: Cell, sample: Sample) -> None:
         """Add an example to the curves."""
         self._add(self._open[cell.run_id], sample)
 
     def ended(self, cell: Cell, error: Exception | None) -> None:
-        """Give the run its summary, or say why there is none. Of a cell that computed nothing nothing is told."""
+        """Write the run's summary, or its error. A cell that computed nothing is not sent."""
         name = cell.run_id
         tracked = self._open.get(name)
         if tracked is None:
@@ -89,9 +89,9 @@ class WandbWatch:
                 self._finish(record)
 
     def close(self, records: Sequence[Result] = ()) -> None:
-        """End all runs; tell what `records` hold and W&B lacks, and of a sweep its table and pictures.
+        """End all runs; send the `records` that W&B lacks, and a sweep's table and pictures.
 
-        Without `records` this process knows a part of the sweep alone, and leaves its table to whoever knows all.
+        Without `records` this process knows only a part of the sweep, and leaves its table to the one that knows all.
         """
         self.send((*records, *self._complete.values()), whole=bool(records))
         for tracked in self._open.values():
@@ -99,19 +99,19 @@ class WandbWatch:
         self._open.clear()
 
     def send(self, records: Sequence[Result], *, whole: bool = True) -> int:
-        """Tell what of these runs W&B lacks, and of a whole sweep what has changed; return how many runs were told."""
+        """Send the runs that W&B lacks, and a whole sweep if it changed; returns how many runs were sent."""
         rows = Results(records)
         lacking = [record for record in rows if not self._has_all(record)]
         for record in lacking:
             if record.run_id not in self._open:
-                tracked = self._open[record.run_id] = self._begin(told.of_result(record), record.samples)
+                tracked = self._open[record.run_id] = self._begin(run_info.result_info(record), record.samples)
                 self._summarise(tracked, record)
             self._finish(record)
         if rows and whole and self._sweep is not None:
             self._send_sweep(rows)
         return len(lacking)
 
-    def _begin(self, run: Told, done: Sequence[Sample]) -> _Tracked:
+    def _begin(self, run: RunInfo, done: Sequence[Sample]) -> _Tracked:
         opened = self._init(_short(run.run_id), run.title, run.task, run.config)
         opened.define_metric("example/*", summary="none")  # else the last example's would stand among the means
         tracked = _Tracked(opened, run.folder)
@@ -149,19 +149,19 @@ class WandbWatch:
 
     def _add(self, tracked: _Tracked, sample: Sample) -> None:
         tracked.samples.append(sample)
-        tracked.run.log(told.point(tracked.samples), step=sample.index, commit=True)
+        tracked.run.log(run_info.history_row(tracked.samples), step=sample.index, commit=True)
         self._note(tracked, complete=False)
 
     def _summarise(self, tracked: _Tracked, record: Result) -> None:
-        tracked.run.summary.update(told.row(record))
-        tracked.run.summary["examples"] = _table(told.EXAMPLES, told.examples(record.samples))
+        tracked.run.summary.update(run_info.summary_row(record))
+        tracked.run.summary["examples"] = _table(run_info.EXAMPLE_COLUMNS, run_info.example_rows(record.samples))
 
     def _finish(self, record: Result) -> None:
         """The summary with what is known by now of the full cache, and the end of a complete run."""
         tracked = self._open.get(record.run_id)
         if tracked is None:
             return
-        tracked.run.summary.update(told.row(record))
+        tracked.run.summary.update(run_info.summary_row(record))
         tracked.run.finish(exit_code=1 if record.n_failed else 0)
         self._note(tracked, complete=True, compared=record.baseline is not None)
         del self._open[record.run_id]

@@ -1,4 +1,4 @@
-"""Who is told of a sweep: `make_watch` for the command line, and the thread in which a tracker works."""
+"""Watches of a sweep: `make_watch` for the command line, and the thread in which a tracker works."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class SweepWatch(Watch, Protocol):
-    """A watch that is also told when all is over."""
+    """A watch that also hears of the end of a sweep."""
 
     def close(self, records: Sequence[Result] = ()) -> None:
         """Nothing more will come: `records` are the sweep's finished runs, those computed elsewhere included.
@@ -36,15 +36,14 @@ class Logger(Protocol):
     """What a file in conf/logger describes; making it checks what can be checked without a library."""
 
     def watch(self, sweep: str | None) -> SweepWatch:
-        """The watch that tells a tracker. Raises ValueError for a setting with which it could not work."""
+        """The watch of a tracker. Raises ValueError for settings with which it cannot work."""
         ...
 
 
 def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepWatch:
     """The watch that the resolved node `logger` of a configuration describes. Raises UsageError.
 
-    sweep: what its runs are grouped by; None: one cell, for itself. Whatever goes wrong in it later is a warning. It
-    has to be closed: what was not told by then is told, so that a process that ends without waits for nothing.
+    sweep: the group of its runs; None: a single cell. Later errors are warnings. `close` sends what is left.
     """
     with refusing_in("logger", logger, "logger: "):
         made = build(logger)
@@ -69,11 +68,11 @@ class NoLogger:
         return Quiet()
 
 
-class Aside:
-    """Another watch, told in a thread of its own: it can neither delay a run nor end it.
+class InThread:
+    """Another watch in a thread of its own: it can neither delay a run nor end it.
 
-    After its first error, which becomes a warning, it is told nothing more. name: what a warning calls it. patience:
-    seconds that `close` waits for it at most.
+    Its first error becomes a warning and ends it. name: of the watch in warnings. patience: the most seconds that
+    `close` waits.
     """
 
     def __init__(self, watch: SweepWatch, name: str, patience: float) -> None:
@@ -96,7 +95,7 @@ class Aside:
         self._tasks.put(lambda: self._watch.ended(cell, error))
 
     def close(self, records: Sequence[Result] = ()) -> None:
-        """Wait until all was told, but not longer than `patience` seconds. Closing twice does nothing."""
+        """Wait until everything is sent, at most `patience` seconds. Closing twice does nothing."""
         if not self._thread.is_alive():
             return
         records = tuple(records)

@@ -5,12 +5,10 @@ Time does not depend on the weights, so neither they nor a network are needed.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from importlib import resources
 from os.path import expanduser
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -19,6 +17,7 @@ from kvbench.cache.interface import check_interface
 from kvbench.config.tree import find, read
 from kvbench.models.cache_shapes import DTYPES, cache_shape
 from kvbench.models.loading import ModelSpec, load, locate
+from kvbench.models.trial import count_parameters
 from kvbench.terminal.errors import UsageError, refusing
 from kvbench.tools.bench.machine import free_bytes
 
@@ -93,49 +92,45 @@ def build(model: str, weights: str | None, layers: int | None, dtype: str | None
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"dtype={dtype} is not allowed, choose one of {', '.join(DTYPES)}")
     folder = _folder(model)
-    has_weights = folder is not None and any(folder.glob("*.safetensors"))
-    if weights == "real" or (weights is None and has_weights):
-        return _real(model, folder, layers, dtype, device)
-    return _random(model, folder, layers, dtype, device)
+    if weights == "real" or (weights is None and folder is not None and any(folder.glob("*.safetensors"))):
+        if layers is not None:
+            raise UsageError(f"layers={layers} cuts models of random weights only: add weights=random")
+        return _real(model, folder, dtype, device)
+    config, name = _configuration(model, folder)
+    return _random(model, name, config, layers, dtype, device)
 
 
 def _folder(model: str) -> Path | None:
-    if model == "pocket":
-        return Path(str(resources.files("kvbench") / "pocket"))
-    path = Path(expanduser(model))
+    path = Path(str(resources.files("kvbench") / "pocket")) if model == "pocket" else Path(expanduser(model))
     if path.is_dir() and not (path / "config.json").is_file():
         raise UsageError(f"model={model} has no config.json: it must be a folder made by save_pretrained")
     return path if path.is_dir() else None
 
 
-def _real(model: str, folder: Path | None, layers: int | None, dtype: str | None, device: torch.device) -> Built:
-    if layers is not None:
-        raise UsageError(f"layers={layers} cuts models of random weights only: add weights=random")
-    spec = ModelSpec(folder.name, path=str(folder)) if folder is not None else _spec(model)
-    checkpoint = locate(spec, dtype or "auto")
-    loaded = load(checkpoint, device)
+def _real(model: str, folder: Path | None, dtype: str | None, device: torch.device) -> Built:
+    if folder is None and find("model", model) is None:
+        raise _unknown(model)
+    spec = ModelSpec(model, **read("model", model)) if folder is None else ModelSpec(folder.name, path=str(folder))
+    loaded = load(locate(spec, dtype or "auto"), device)
     return Built(loaded.model, spec.name, f"{spec.name}, its own weights, {loaded.record['dtype']}")
 
 
-def _spec(model: str) -> ModelSpec:
-    if find("model", model) is None:
-        raise UsageError(f"model={model} is {_unknown()}")
-    return ModelSpec(name=model, **read("model", model))
+def _unknown(model: str) -> UsageError:
+    known = f"pocket, {', '.join(PUBLISHED)}"
+    return UsageError(f"model={model} is neither a folder with a config.json nor one of {known}")
 
 
-def _unknown() -> str:
-    return f"neither a folder with a config.json nor one of pocket, {', '.join(PUBLISHED)}"
-
-
-def _random(model: str, folder: Path | None, layers: int | None, dtype: str | None, device: torch.device) -> Built:
-    config, name = _configuration(model, folder)
-    whole = config.num_hidden_layers
+def _random(
+    model: str, name: str, config: PreTrainedConfig, layers: int | None, dtype: str | None, device: torch.device
+) -> Built:
+    whole, cut = config.num_hidden_layers, ""
     if layers is not None:
-        if not 1 <= layers <= whole:
+        if layers > whole:
             raise UsageError(f"layers={layers} is not allowed: {name} has {whole}")
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
+        cut = f"{layers} of {whole} layers" if layers < whole else ""
     kind = DTYPES[dtype] if dtype else config.dtype
     if not isinstance(kind, torch.dtype):
         kind = torch.float32
@@ -143,48 +138,45 @@ def _random(model: str, folder: Path | None, layers: int | None, dtype: str | No
         kind = torch.float32  # not a silent change of what is measured: the description and every row say the dtype
     with refusing(f"model={model}: "):
         check_interface(config)
-    _check_room(model, config, kind, device)
+        _check_room(model, config, kind, device)
     torch.manual_seed(0)
     with torch.device(device):
-        built = AutoModelForCausalLM.from_config(config, dtype=kind)
-    cut = "" if layers in (None, whole) else f", {layers} of {whole} layers"
-    words = f"{name}, random weights, {str(kind).removeprefix('torch.')}{cut}"
-    return Built(built.eval(), name if not cut else f"{name} ({layers} of {whole} layers)", words)
+        built = AutoModelForCausalLM.from_config(config, dtype=kind).eval()
+    words = f"{name}, random weights, {str(kind).removeprefix('torch.')}"
+    return Built(built, f"{name} ({cut})", f"{words}, {cut}") if cut else Built(built, name, words)
 
 
 def _configuration(model: str, folder: Path | None) -> tuple[PreTrainedConfig, str]:
+    """The configuration of a folder's model, or of a published one; and what it is called."""
     if folder is not None:
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, KeyError) as error:
             raise UsageError(f"model={model}: {folder}/config.json cannot be used: {error}") from error
         return config.get_text_config(decoder=True), folder.resolve().name
     if model not in PUBLISHED:
-        raise UsageError(f"model={model} is {_unknown()}")
+        raise _unknown(model)
     said, shape = PUBLISHED[model], cache_shape(model)
-    fields: dict[str, Any] = {
-        "vocab_size": said.vocabulary,
-        "hidden_size": said.hidden,
-        "intermediate_size": said.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.query_heads,
-        "num_key_value_heads": shape.kv_heads,
-        "max_position_embeddings": said.positions,
-        "tie_word_embeddings": said.tied,
-        "rope_parameters": {"rope_type": "default", "rope_theta": said.theta},
-        "dtype": shape.dtype,
-    }
-    if said.kind == "mistral":
-        fields["sliding_window"] = None  # version 0.3 has none
-    config = AutoConfig.for_model(said.kind, **fields)
+    config = AutoConfig.for_model(
+        said.kind,
+        vocab_size=said.vocabulary,
+        hidden_size=said.hidden,
+        intermediate_size=said.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.query_heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=said.positions,
+        tie_word_embeddings=said.tied,
+        rope_parameters={"rope_type": "default", "rope_theta": said.theta},
+        dtype=shape.dtype,
+        **({"sliding_window": None} if said.kind == "mistral" else {}),  # version 0.3 has none
+    )
     return config, said.paper_name
 
 
 def _check_room(model: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
     """UsageError where the weights alone are more than the memory that is free."""
-    with torch.device("meta"):
-        numbers = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    need, free = numbers * dtype.itemsize, free_bytes(device)
+    need, free = (count_parameters(config) or 0) * dtype.itemsize, free_bytes(device)
     if need > free:
         raise UsageError(
             f"model={model} needs {need / 2**30:.1f} GiB for its weights and {device} has {free / 2**30:.1f} GiB free: "

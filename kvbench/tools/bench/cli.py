@@ -10,7 +10,7 @@ from kvbench.terminal.command import command, our_version
 from kvbench.terminal.console import quiet
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.folding import fold, help_width
-from kvbench.tools.bench.settings import ABOUT, Settings, check_used, parse
+from kvbench.tools.bench.settings import ABOUT, Settings, check_used, keys_help, parse
 
 if TYPE_CHECKING:
     from kvbench.tools.bench.bench import BenchProtocol
@@ -21,24 +21,9 @@ protocols:
 {protocols}
 
 keys:
-  model=       a name such as llama31_8b_instruct, pocket, or a folder
-  weights=     random or real
-  layers=      so many of the model's, such as 2
-  dtype=       such as bfloat16
-  device=      such as cuda
-  scale=       divides lengths, the usual batches, budgets, new tokens: scale=64 model=pocket runs on a laptop
-  policies=    such as snapkv,cake
-  rivals=      such as transformers_sdpa,quanto_int2, or none
-  lengths=     such as 7168,31744
-  batches=     such as 1,8
-  new_tokens=  of the answer
-  timed=       so many of them are timed
-  repeats=     of a prefill
-  seconds=     when to stop for now
-  decode=      of sweep: evict or grow after the prompt, all policies alike
-  cases=       of kernels: folder of the cases (scripts/kernel_cases)
-  only=        of kernels: cases with one of these words in their names, such as select,T=8192
-  out=         folder of the results (results/efficiency); the same command goes on where it stopped (exit code 75)
+{keys}
+
+The same command goes on where it stopped (exit code 75: cells are left).
 """
 
 
@@ -59,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or {"-h", "--help"} & set(arguments):
         listed = "\n".join(f"  {name:12}  {about}" for name, about in ABOUT.items())
-        sys.stdout.write(fold(HELP.format(protocols=listed), help_width()) + "\n")
+        sys.stdout.write(fold(HELP.format(protocols=listed, keys=keys_help()), help_width()) + "\n")
         return 0
     if "--version" in arguments:
         sys.stdout.write(f"{our_version()}\n")

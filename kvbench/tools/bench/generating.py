@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -10,10 +10,11 @@ from typing import Any, Literal
 from kvbench.report.figures.curves import Curve
 from kvbench.tools.bench import rivals
 from kvbench.tools.bench.bench import Bench, BenchProtocol, Row
-from kvbench.tools.bench.clock import spread
+from kvbench.tools.bench.clock import Spread, spread
 from kvbench.tools.bench.generation import Job, measure
 from kvbench.tools.bench.journal import Cell, Record, why_not
 from kvbench.tools.bench.providers import Provider, ours, recordable
+from kvbench.tools.bench.report import curves
 from kvbench.tools.bench.settings import scaled
 
 LEAST_LENGTH, LEAST_BUDGET, LEAST_NEW = 96, 64, 4
@@ -44,6 +45,12 @@ class Sizes:
     new: int
     batches: tuple[int, ...] = (1,)
 
+    @property
+    def total(self) -> str:
+        """All tokens, as papers write them: 128k."""
+        tokens = self.prompt + self.new
+        return f"{tokens}" if tokens % 1024 else f"{tokens // 1024}k"
+
 
 @dataclass(frozen=True)
 class Point:
@@ -62,8 +69,19 @@ class Point:
         return "decode_ms" in self.record
 
     @property
+    def peak(self) -> float | None:
+        """Most bytes of the device's memory; None where it does not count them."""
+        peaks = self.record["peak_prefill_bytes"], self.record["peak_decode_bytes"]
+        return None if None in peaks else float(max(peaks))
+
+    @property
     def prefill_seconds(self) -> float:
-        return spread(self.record["prefill_ms"]).p50 / 1e3
+        return self.prefill.p50
+
+    @property
+    def prefill(self) -> Spread:
+        """Seconds."""
+        return spread([ms / 1e3 for ms in self.record["prefill_ms"]])
 
     @property
     def ms(self) -> float:
@@ -82,19 +100,28 @@ class Point:
         return self.batch * self.sizes.new / self.seconds
 
 
-Rows = Callable[[Bench, "GeneratingProtocol", list[Point]], Iterator[Row]]
+OfPoint = Callable[[Bench, "partial[Row]", Point], Iterator[Row]]
+OfAll = Callable[[Bench, "partial[Row]", list[Point]], Iterator[Row]]
 
 
 @dataclass(frozen=True)
 class GeneratingProtocol(BenchProtocol):
-    """A table of a paper, or of our own. `table_rows` turns points into its figures; pictured: metrics and labels."""
+    """A table of a paper, or of our own.
+
+    task: names a point's rows, of prompt, new and total tokens; figure: the metric that a point without one lacks.
+    of_point, of_all: the figures of each point, then those that several points have together: both call a function
+    that makes a row of a point, a metric and a value. pictured: metrics and labels.
+    """
 
     paper: str
     table: str
     methods: tuple[Method, ...]
     sizes: tuple[Sizes, ...]
-    table_rows: Rows
+    task: str
+    figure: str
+    of_point: OfPoint
     pictured: tuple[tuple[str, str], ...]
+    of_all: OfAll | None = None
     shared: str = ""
     timed: int = 64
     repeats: int = 2
@@ -113,13 +140,13 @@ class GeneratingProtocol(BenchProtocol):
         timed = ", ".join(dict.fromkeys(str(self._timed(bench, s)) for s in sizes))
         whole = ", ".join(dict.fromkeys(str(s.new) for s in sizes))
         where = "in the middle of the answer" if self.middle else "the first after the prompt"
-        positions = bench.built.model.config.get_text_config(decoder=True).max_position_embeddings
+        most = bench.built.model.config.get_text_config(decoder=True).max_position_embeddings
+        beyond = any(size.prompt + size.new > most for size in sizes)
         return [
             "prompts of " + ", ".join(dict.fromkeys(str(s.prompt) for s in sizes)) + " tokens",
             f"{whole} new tokens, of which {timed} are timed, {where}",
-            *_decode_rules(self._methods(bench)),
             f"{self._repeats(bench, 0)} timed prefills (1 from {LONG} tokens on) after a warm-up; medians",
-            *check_sizes(sizes, positions),
+            *[f"the model was made for {most} positions: beyond them only time and memory mean something"] * beyond,
             *self._rivals(bench)[1],
         ]
 
@@ -165,10 +192,10 @@ class GeneratingProtocol(BenchProtocol):
             for method in self._methods(bench):
                 slug, budget = method.slug, method.at(size.prompt, bench.scale)
                 make, own = partial(ours, slug, budget), replace(method, budget=budget)
-                yield from self._of_method(bench, size, make, own, foreign=False)
+                yield from self._of_method(bench, size, make, own)
                 if recordable(slug, budget, bench.device):
                     graphed = replace(own, slug=slug + GRAPHED)
-                    yield from self._of_method(bench, size, partial(make, graphed=True), graphed, foreign=False)
+                    yield from self._of_method(bench, size, partial(make, graphed=True), graphed)
         for name in self._rivals(bench)[0]:
             for size in self._sizes(bench):
                 rival = Method(name, self.rival_budget if name.startswith("kvpress") else None)
@@ -177,15 +204,14 @@ class GeneratingProtocol(BenchProtocol):
                 yield from self._of_method(bench, size, make, Method(name, budget), foreign=True)
 
     def _of_method(
-        self, bench: Bench, size: Sizes, make: Callable[[], Provider], method: Method, foreign: bool
+        self, bench: Bench, size: Sizes, make: Callable[[], Provider], method: Method, foreign: bool = False
     ) -> Iterator[tuple[Cell, Point]]:
         """The cells of one method and length, from the smallest batch to the largest."""
-        smaller, timed = None, self._timed(bench, size)
-        repeats = self._repeats(bench, size.prompt)
+        smaller, timed, repeats = None, self._timed(bench, size), self._repeats(bench, size.prompt)
+        assert method.budget != "prompt"
+        kept = "" if method.budget is None else f" budget {method.budget}"
         for batch in sorted(size.batches):
             job = Job(size.prompt, size.new, timed, batch, repeats, self.middle, self.profiled)
-            assert method.budget != "prompt"
-            kept = "" if method.budget is None else f" budget {method.budget}"
             key = f"{method.slug}{kept}, {size.prompt}+{size.new} tokens ({timed} timed), batch {batch}"
             cell = Cell(key, partial(_run, bench, make, job), foreign, smaller)
             yield cell, Point(method.slug, method.budget, method.bits, size, batch, timed, {})
@@ -197,57 +223,37 @@ class GeneratingProtocol(BenchProtocol):
     # --- what it says ----------------------------------------------------------------------------------------------
     def rows(self, bench: Bench, found: Mapping[str, Record]) -> list[Row]:
         points = [replace(point, record=found[cell.key]) for cell, point in self._planned(bench) if cell.key in found]
-        return list(self.table_rows(bench, self, points))
+        made, row = list[Row](), partial(self.row, bench)
+        for point in points:
+            if point.fits:
+                made += self.of_point(bench, partial(row, point), point)
+            else:
+                made.append(row(point, self.figure.format(batch=point.batch), None, note=why_not(point.record)))
+        return [*made, *(self.of_all(bench, row, points) if self.of_all is not None else ())]
 
-    def row(self, bench: Bench, point: Point, task: str, metric: str, value: float | None, **more: Any) -> Row:  # noqa: ANN401
-        """One figure of a point; `note` says what stands behind it."""
-        kind = "tokens_per_head" if point.budget is not None else "bits" if point.bits is not None else ""
+    def row(self, bench: Bench, point: Point, metric: str, value: float | None, **more: Any) -> Row:  # noqa: ANN401
+        """One figure of a point; `note` says what stands behind it, `task` what else than the protocol's it is of."""
+        size, kind = point.sizes, "tokens_per_head" if point.budget is not None else "bits" if point.bits else ""
         budget = point.budget if point.budget is not None else point.bits
-        said = f"{point.timed} of {point.sizes.new} new tokens timed" if point.fits else why_not(point.record)
-        said = more.pop("note", "") or said
-        fields = (self.paper, self.table, bench.built.name, point.method, budget, kind, task, metric, value, said)
-        return Row(*fields, prompt=point.sizes.prompt, new_tokens=point.sizes.new, batch=point.batch, **more)
+        task = more.pop("task", self.task).format(prompt=size.prompt, new=size.new, total=size.total)
+        note = more.pop("note", f"{point.timed} of {size.new} new tokens timed")
+        fields = (self.paper, self.table, bench.built.name, point.method, budget, kind, task, metric, value, note)
+        return Row(*fields, prompt=size.prompt, new_tokens=size.new, batch=point.batch, **more)
 
     def picture(self, bench: Bench, rows: list[Row]) -> list[Curve]:
         """A panel for every pictured metric, and for every line of a table whose batches it goes over."""
-        found, over_batches = [], self.axis == "batch"
+        found = []
         for metric, label in self.pictured:
-            shown = [row for row in rows if row.metric.removesuffix(f"_batch{row.batch}") == metric and row.value]
-            tasks = dict.fromkeys(row.task for row in shown) if over_batches else [""]
-            for task in tasks:
-                inside = [row for row in shown if task in ("", row.task)]
-                by = "sequences in a batch" if over_batches else "prompt tokens"
-                if len(tasks) > 1:
-                    by += f": {inside[0].prompt} prompt and {inside[0].new_tokens} new tokens"
-                for method in dict.fromkeys(row.method for row in inside):
-                    own = (row for row in inside if row.method == method)
-                    points = {float((row.batch if over_batches else row.prompt) or 1): row for row in own}
-                    drawn = list(points.values())
-                    values, low, high = [r.value or 0.0 for r in drawn], [r.p20 for r in drawn], [r.p80 for r in drawn]
-                    found.append(Curve(f"{label} {task}", by, label, method, list(points), values, low, high))
+            shown = [row for row in rows if row.metric.removesuffix(f"_batch{row.batch}") == metric]
+            if self.axis == "prompt":
+                found += curves(shown, label, "prompt tokens", label, "prompt")
+                continue
+            tasks = {row.task: f": {row.prompt} prompt and {row.new_tokens} new tokens" for row in shown}
+            for task, sizes in tasks.items():
+                inside, by = [r for r in shown if r.task == task], f"sequences in a batch{sizes * (len(tasks) > 1)}"
+                found += curves(inside, f"{label} {task}", by, label, "batch")
         return found
 
 
 def _run(bench: Bench, make: Callable[[], Provider], job: Job) -> Record:
     return measure(bench.built.model, make(), job)
-
-
-def _decode_rules(methods: Sequence[Method]) -> list[str]:
-    """A line that tells policies that stay at their budget from those that grow with the answer, if both are here."""
-    rules: dict[str, list[str]] = {"evict": [], "grow": []}
-    for method in methods:
-        policy = ours(method.slug, method.at(1024, 1)).policy
-        if method.budget is not None and policy is not None:
-            rules[policy.schedule.decode].append(method.slug)
-    if not all(rules.values()):
-        return []
-    evicting, growing = (", ".join(slugs) for slugs in rules.values())
-    return [f"new tokens take the place of others under {evicting}; they are held beside the budget under {growing}"]
-
-
-def check_sizes(sizes: list[Sizes], positions: int | None) -> list[str]:
-    """A line for prompts longer than what the model was made for: time says something there, its answers do not."""
-    most = max(size.prompt + size.new for size in sizes)
-    if positions is None or most <= positions:
-        return []
-    return [f"the model was made for {positions} positions: beyond them only time and memory mean something"]

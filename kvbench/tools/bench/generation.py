@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,36 +22,12 @@ from kvbench.tools.bench.clock import Clock, kernels_loaded
 from kvbench.tools.bench.machine import release
 from kvbench.tools.bench.providers import Provider, held_bytes, random_ids
 
-WARM_UP = 1024  # prompt tokens of the run before the first timed one: it compiles what is compiled, and finds its way
+WARM_UP = 1024  # prompt tokens of the run before the first timed one
 RECORDED = 8  # first steps of a run whose steps are recorded or compiled, which are not timed
 AT_ONCE = 2**17  # tokens of all sequences in one call of an untimed prefill
 COMPILING = 3  # prefills after which one counts even if it compiled something
-SCORES = 2**30  # query heads x queries x slots of a later call of such a prefill: its mask must fit too
 
 Step = Callable[[Tensor, Tensor], Tensor]
-
-
-def stepper(model: PreTrainedModel, cache: Cache, provider: Provider) -> Step:
-    """What decodes one token: (token [B,1], its position [1,1]) -> the likeliest next token [B,1].
-
-    It asks nothing back from the device; what a policy asks is part of its cost.
-    """
-    if provider.graphed:
-        assert isinstance(cache, KVCache)
-        recorder, own = Recorder(model), cache
-
-        def graphed(token: Tensor, position: Tensor) -> Tensor:
-            return recorder.step(own, token, position.expand(len(token), -1)).argmax(-1, keepdim=True)
-
-        return graphed
-    call = torch.compile(model.forward, mode="reduce-overhead") if provider.compiled else model
-
-    def step(token: Tensor, position: Tensor) -> Tensor:
-        out = call(token, past_key_values=cache, position_ids=position, use_cache=True, logits_to_keep=1)
-        likeliest: Tensor = out.logits[:, -1:].argmax(-1)
-        return likeliest
-
-    return step
 
 
 class Run:
@@ -87,7 +64,7 @@ class Run:
         clock.mark()
         if isinstance(self.cache, KVCache):
             self.cache.expect(self._new)
-        self._step = stepper(self._model, self.cache, self.provider)
+        self._step = self._stepper()
         self._seen = self._length
         self._left = self._untimed
         return clock.laps()[0]
@@ -98,18 +75,31 @@ class Run:
             self.cache = self._step = None
             release(self._model.device)
 
+    def _stepper(self) -> Step:
+        """What decodes one token: (token [B,1], its position [1,1]) -> the likeliest next token [B,1].
+
+        It asks nothing back from the device; what a policy asks is part of its cost.
+        """
+        model, cache = self._model, self.cache
+        if self.provider.graphed:
+            assert isinstance(cache, KVCache)
+            replay = partial(Recorder(model).step, cache)
+            return lambda token, position: replay(token, position.expand(len(token), -1)).argmax(-1, keepdim=True)
+        compiled = torch.compile(model.forward, mode="reduce-overhead") if self.provider.compiled else model
+        call = partial(compiled, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return lambda token, position: call(token, position_ids=position).logits[:, -1:].argmax(-1)
+
     def _call(self, columns: slice) -> Tensor:
         positions = torch.arange(columns.start, columns.stop, device=self._ids.device)
         told = {"cache_position": positions} if self.provider.told_positions else {}
-        out = self._model(
+        logits: Tensor = self._model(
             self._ids[:, columns],
             past_key_values=self.cache,
             position_ids=positions[None],
             use_cache=True,
             logits_to_keep=1,
             **told,
-        )
-        logits: Tensor = out.logits
+        ).logits
         return logits
 
     def _calls(self, in_parts: bool) -> list[slice]:
@@ -118,10 +108,7 @@ class Run:
         policy = self.provider.policy
         size = total if policy is None else policy.schedule.call_size(total)
         if in_parts and policy is not None and self.provider.grows:
-            heads = self._model.config.get_text_config(decoder=True).num_attention_heads
-            first = max(1, AT_ONCE // batch)
-            if first < total:
-                size = max(1, min(first, SCORES // (batch * heads * total)))
+            size = min(size, max(1, AT_ONCE // batch))
         return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
     @torch.inference_mode()
@@ -165,20 +152,10 @@ class Run:
         """Those of them in which no token lies: room for tokens to come. 0 for a cache that does not tell."""
         return self.cache.spare_nbytes if isinstance(self.cache, KVCache) else 0
 
-    @property
-    def read_bytes(self) -> int:
-        """Those of them that the next step must read."""
-        return self.held_bytes - self.spare_bytes
-
 
 def steps_in_turns(runs: Sequence[Run], rounds: int, tokens: int) -> list[list[float]]:
     """Milliseconds of a decoding step, `tokens` at a time, for every run and round; a round before them warms up."""
-    return in_turns(lambda run: statistics.mean(run.decode(tokens)), runs, rounds)
-
-
-def in_turns(timed: Callable[[Run], float], runs: Sequence[Run], rounds: int) -> list[list[float]]:
-    """What is timed of every run, round by round, after a round that warms up."""
-    every = [[timed(run) for run in runs] for _ in range(rounds + 1)]
+    every = [[statistics.mean(run.decode(tokens)) for run in runs] for _ in range(rounds + 1)]
     return [list(times) for times in zip(*every[1:], strict=True)]
 
 
@@ -208,21 +185,24 @@ class Job:
 PROFILED = 4  # steps
 
 
+def warm_up(model: PreTrainedModel, provider: Provider, length: int, batch: int = 1) -> None:
+    """A short run before the timed one: it compiles what is compiled, and finds its way."""
+    run = Run(model, provider, random_ids(model, batch, length))
+    run.prefill(in_parts=True)
+    run.decode(2)
+    run.forget()
+
+
 def measure(model: PreTrainedModel, provider: Provider, job: Job) -> dict[str, object]:
     """Everything one cell is: milliseconds of prefills and of decoding steps, bytes held, peaks of the device's memory.
 
     Raises torch.OutOfMemoryError (CUDA) or RuntimeError (CPU) where it does not fit.
     """
-    warm = Run(model, provider, random_ids(model, job.batch, min(WARM_UP, job.prompt)))
-    warm.prefill(in_parts=True)
-    warm.decode(2)
-    del warm
-    release(model.device)
+    warm_up(model, provider, min(WARM_UP, job.prompt), job.batch)
     new = job.new + (1 + PROFILED) * job.profiled
     run = Run(model, provider, random_ids(model, job.batch, job.prompt), new)
     prefills = [_prefill_ms(run, model.device) for _ in range(job.repeats)]
     peak_prefill = _peak(model.device)
-    after_prompt = run.held_bytes
     if job.skipped and provider.grows:
         run.forget()
         run = Run(model, provider, random_ids(model, job.batch, job.prompt + job.skipped), new - job.skipped)
@@ -231,19 +211,15 @@ def measure(model: PreTrainedModel, provider: Provider, job: Job) -> dict[str, o
     release(model.device)
     _reset_peak(model.device)
     steps = run.decode(job.timed)
-    rest = _reserve(model, provider, job, run.held_bytes)
+    _reserve(model, provider, job, run.held_bytes)
     looked = run.profiled(PROFILED) if job.profiled and model.device.type == "cuda" else {}
     return {
         "prefill_ms": prefills,
         "decode_ms": steps,
-        "held_bytes_after_prompt": after_prompt,
         "held_bytes": run.held_bytes,
         "spare_bytes": run.spare_bytes,
-        "peak_held_bytes": run.cache.peak_nbytes if isinstance(run.cache, KVCache) else None,
-        "context": job.prompt + (job.skipped if provider.grows else 0),
         "peak_prefill_bytes": peak_prefill,
         "peak_decode_bytes": _peak(model.device),
-        "reserved_bytes": rest,
         **looked,
     }
 
@@ -260,12 +236,10 @@ def _prefill_ms(run: Run, device: torch.device) -> float:
     return ms
 
 
-def _reserve(model: PreTrainedModel, provider: Provider, job: Job, held: int) -> int:
+def _reserve(model: PreTrainedModel, provider: Provider, job: Job, held: int) -> None:
     """Claim the bytes that the rest of the answer will take, so that a batch only fits if its last token does."""
     final = provider.final_bytes(model, job.prompt + job.new, job.batch)
-    rest = max(0, (final or 0) - held)
-    torch.empty(rest, dtype=torch.uint8, device=model.device)
-    return rest
+    torch.empty(max(0, (final or 0) - held), dtype=torch.uint8, device=model.device)
 
 
 def _reset_peak(device: torch.device) -> None:

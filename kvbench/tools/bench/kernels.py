@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os.path import expanduser
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -86,7 +84,7 @@ class KernelsProtocol(BenchProtocol):
             "Dashed: the floor, all inputs read and all outputs written once at the bandwidth that a copy was measured "
             "to have (right: the bytes and that time). Kernels that compute more than they move stay away from it.",
             "Lines beside the dots: 20th to 80th percentile of the runs.",
-            *_without_times(rows),
+            *dict.fromkeys(f"No time for {row.method}: {row.note.removesuffix('.')}." for row in rows if not row.value),
         ]
         return Chart("share of a copy's bandwidth", [ChartGroup(*g) for g in groups.items()], notes, percent=True)
 
@@ -99,16 +97,6 @@ def cases_folder(bench: Bench) -> Path:
     return Path(str(kvbench.__file__)).resolve().parent.parent / "scripts" / "kernel_cases"
 
 
-def _module(folder: Path, name: str) -> ModuleType:
-    try:
-        module = importlib.import_module(f"{folder.name}.{name}")
-    except Exception as error:  # a module of the user's, in which anything may be wrong
-        raise UsageError(f"cases={folder}: {name}.py cannot be imported: {error}") from error
-    if not callable(getattr(module, "cases", None)):
-        raise UsageError(f"cases={folder}: {name}.py has no function cases(scale)")
-    return module
-
-
 def found_cases(bench: Bench) -> Iterator[KernelCase]:
     """The cases of every module in the folder that `only=` names. UsageError where there is none."""
     folder = cases_folder(bench)
@@ -118,7 +106,8 @@ def found_cases(bench: Bench) -> Iterator[KernelCase]:
     for place in (folder, folder.parent):  # modules may say `kernel_cases.case` or `case`
         if str(place) not in sys.path:
             sys.path.append(str(place))
-    every = (case for name in names for case in _module(folder, name).cases(bench.scale))
+    modules = (importlib.import_module(f"{folder.name}.{name}") for name in names)
+    every = (case for module in modules for case in module.cases(bench.scale))
     seen = {case.key: case for case in every}  # at a small scale, sizes fall together
     only = bench.settings.only
     chosen = [case for key, case in seen.items() if only is None or any(word in key for word in only)]
@@ -224,12 +213,3 @@ def _chart_row(case: KernelCase, rows: Sequence[Row]) -> ChartRow:
 
 def _briefly(number: float) -> str:
     return f"{number:,.3f}" if number < 1 else f"{number:,.1f}"
-
-
-def _without_times(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each reason why providers have no time."""
-    of = Counter(row.method for row in rows)
-    without = Counter((row.note, row.method) for row in rows if row.value is None)
-    for reason in dict.fromkeys(note for note, _ in without):
-        who = (f"{method} in {n} of {of[method]} cases" for (note, method), n in without.items() if note == reason)
-        yield f"No time: {', '.join(who)}: {reason.removesuffix('.')}."

@@ -66,7 +66,7 @@ def ours(slug: str, budget: int | None, *, graphed: bool = False, **fields: Any)
     """kvbench's policy `slug`; fields as for `make_policy`. UsageError where it does not exist or cannot be timed."""
     with refusing():
         policy = make_policy(slug, budget, **fields)
-    if policy.filter is not None or policy.needs.surprisal:
+    if policy.pre_pass is not None:
         raise UsageError(
             f"policies={slug} cannot be timed here: it needs more than one plain forward pass for its prompt"
         )

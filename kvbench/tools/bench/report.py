@@ -13,7 +13,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from kvbench.records.files import write_atomically, write_json
-from kvbench.report.figures.curves import Dot, Picture, as_json
+from kvbench.report.figures.curves import Curve, Dot, Picture, as_json
 from kvbench.report.grid import Block, Cell, Grid
 from kvbench.report.grid import Row as GridRow
 from kvbench.report.plain_text import text
@@ -62,6 +62,20 @@ def _draw(path: Path, picture: Picture, lines: list[str]) -> None:
 
     with style.house_style():
         style.save(bench.draw(picture, lines), path)
+
+
+def curves(rows: Iterable[Row], panel: str, x_label: str, y_label: str, by: str) -> list[Curve]:
+    """A line for each method. by: the column of sizes, 1 where a row has none."""
+    points: dict[str, dict[float, Row]] = {}
+    for row in rows:
+        if row.value is not None:
+            points.setdefault(row.method, {})[float(getattr(row, by) or 1)] = row
+    found = []
+    for method, drawn in points.items():
+        values = [row.value or 0.0 for row in drawn.values()]
+        low, high = ([getattr(row, side) for row in drawn.values()] for side in ("p20", "p80"))
+        found.append(Curve(panel, x_label, y_label, method, list(drawn), values, low, high))
+    return found
 
 
 def dots_of(rows: Iterable[Row], place: Callable[[Row, float], float]) -> list[Dot]:

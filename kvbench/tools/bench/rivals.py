@@ -104,22 +104,19 @@ def installed(package: str) -> bool:
 
 
 def chosen(names: Sequence[str] | None, usual: Sequence[str], gpu: bool = True) -> tuple[list[str], list[str]]:
-    """The rivals to run, and one line for each that is not installed. names: None takes the protocol's usual ones.
+    """The rivals to run, and one line for each package that is not installed. names: None: the protocol's usual ones.
 
     UsageError for a name that is none.
     """
     for name in names or ():
         if name not in RIVALS:
             raise UsageError(f"rivals={name} is not known, choose from {', '.join(RIVALS)} or rivals=none")
-    present, lines = [], []
+    present, absent = list[str](), dict[str, list[str]]()
     for name in (one for one in usual if gpu or one not in COMPILED) if names is None else names:
         rival = RIVALS[name]
-        if installed(rival.package):
-            present.append(name)
-        else:
-            how = f": pip install {rival.install}" if rival.install else ""
-            lines.append(f"{name} is left out, {rival.package} is not installed{how}")
-    return present, lines
+        how = f"{rival.package} is not installed{f': pip install {rival.install}' if rival.install else ''}"
+        (present if installed(rival.package) else absent.setdefault(how, [])).append(name)
+    return present, [f"without {', '.join(some)}: {how}" for how, some in absent.items()]
 
 
 def provider(name: str, budget: int | None, length: int) -> Provider:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from os.path import expanduser
 from pathlib import Path
+from typing import Annotated, get_type_hints
 
 from kvbench.terminal.command import pairs
 from kvbench.terminal.errors import UsageError
@@ -27,33 +28,39 @@ ABOUT = {
 """What each protocol measures: what `--help` lists without importing torch."""
 
 
+LAPTOP = "model=pocket scale=64"
+
+
 @dataclass(frozen=True)
 class Settings:
-    """Fields of the command line; None: as the protocol has it.
+    """Fields of the command line, each with its line of `--help`; None: as the protocol has it."""
 
-    scale: divides lengths, batches, budgets and new tokens, for small machines. timed: how many of the new tokens are
-    decoded. seconds: no cell begins once so many have passed; the same command goes on later. decode: what policies do
-    after the prompt, None: as each preset has it. only: the kernel cases that have one of these words in their names.
-    """
+    model: Annotated[str | None, "a name such as llama31_8b_instruct, pocket, or a folder"] = None
+    weights: Annotated[str | None, "random or real"] = None
+    layers: Annotated[int | None, "so many of the model's, such as 2"] = None
+    dtype: Annotated[str | None, "such as bfloat16"] = None
+    device: Annotated[str, "such as cuda"] = "auto"
+    scale: Annotated[int, "divides lengths, batches, budgets, new tokens: " + LAPTOP + " runs on a laptop"] = 1
+    policies: Annotated[list[str] | None, "such as snapkv,cake"] = None
+    rivals: Annotated[list[str] | None, "such as transformers_sdpa,quanto_int2, or none"] = None
+    lengths: Annotated[list[int] | None, "such as 7168,31744"] = None
+    batches: Annotated[list[int] | None, "such as 1,8"] = None
+    new_tokens: Annotated[int | None, "of the answer"] = None
+    timed: Annotated[int | None, "so many of them are timed"] = None
+    repeats: Annotated[int | None, "of a prefill"] = None
+    seconds: Annotated[int | None, "no cell begins once so many have passed; the same command goes on later"] = None
+    decode: Annotated[str | None, "of sweep: evict or grow after the prompt, all policies alike"] = None
+    cases: Annotated[str | None, "of kernels: folder of the cases (scripts/kernel_cases)"] = None
+    only: Annotated[list[str] | None, "of kernels: cases with one of these words in their names"] = None
+    out: Annotated[Path, "folder of the results (results/efficiency), from which the same command goes on"] = Path(
+        "results/efficiency"
+    )
 
-    model: str | None = None
-    weights: str | None = None
-    layers: int | None = None
-    dtype: str | None = None
-    device: str = "auto"
-    scale: int = 1
-    policies: list[str] | None = None
-    rivals: list[str] | None = None
-    lengths: list[int] | None = None
-    batches: list[int] | None = None
-    new_tokens: int | None = None
-    timed: int | None = None
-    repeats: int | None = None
-    seconds: int | None = None
-    cases: str | None = None
-    only: list[str] | None = None
-    decode: str | None = None
-    out: Path = field(default=Path("results/efficiency"))
+
+def keys_help() -> str:
+    """A line for each key."""
+    hints = get_type_hints(Settings, include_extras=True)
+    return "\n".join(f"  {name + '=':12} {hint.__metadata__[0]}" for name, hint in hints.items())
 
 
 OF_KERNELS = ("scale", "device", "seconds", "cases", "only", "out")
@@ -61,16 +68,13 @@ OF_KERNELS = ("scale", "device", "seconds", "cases", "only", "out")
 OF_ONE = {"cases": "kernels", "only": "kernels", "decode": "sweep"}
 """Settings that one protocol alone has a use for."""
 DECODE = ("evict", "grow")
-NUMBERS = ("layers", "scale", "new_tokens", "timed", "repeats", "seconds")
-NUMBER_LISTS = ("lengths", "batches")
-LISTS = ("policies", "rivals", "only")
 
 
 def parse(arguments: Sequence[str]) -> Settings:
     """The settings of key=value pairs. UsageError for anything unknown or of the wrong kind."""
     names = [f.name for f in fields(Settings)]
     given: dict[str, object] = {}
-    for key, value in pairs(arguments, "model=pocket scale=64").items():
+    for key, value in pairs(arguments, LAPTOP).items():
         if key not in names:
             raise UsageError(f"{key}={value} is not one of {', '.join(f'{name}=' for name in names)}")
         if not value:
@@ -93,15 +97,18 @@ def check_used(protocol: str, settings: Settings) -> None:
 
 
 def _value(key: str, text: str) -> object:
-    if key in NUMBERS:
+    kind = get_type_hints(Settings)[key]
+    if kind == Path:
+        return Path(expanduser(text))
+    if kind in (int, int | None):
         return _number(key, text)
-    if key in NUMBER_LISTS:
-        return [_number(key, part) for part in text.split(",")]
     if key == "decode" and text not in DECODE:
         raise UsageError(f"decode={text} must be one of {', '.join(DECODE)}")
-    if key in LISTS:
+    if kind == list[int] | None:
+        return [_number(key, part) for part in text.split(",")]
+    if kind == list[str] | None:
         return [] if text == "none" else text.split(",")
-    return Path(expanduser(text)) if key == "out" else text
+    return text
 
 
 def _number(key: str, text: str) -> int:

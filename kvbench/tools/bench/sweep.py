@@ -10,7 +10,7 @@ after the whole prompt, growing afterwards. Equal answers show it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,12 +30,12 @@ from kvbench.tools.bench.generating import LEAST_BUDGET, LEAST_LENGTH, LEAST_NEW
 from kvbench.tools.bench.generation import Run
 from kvbench.tools.bench.journal import Cell, Record, why_not
 from kvbench.tools.bench.providers import ours, random_ids
+from kvbench.tools.bench.report import curves
 from kvbench.tools.bench.settings import scaled
 
 POLICIES = ("streamingllm", "snapkv", "tova", "h2o", "caote_snapkv", "cake")
 BUDGETS = (64, 128, 256, 512, 1024, 2048)
 LENGTHS, NEW, ROUNDS = (4096,), 64, 3
-ROUND = 480.0  # seconds after which a round on a GPU must be hanging
 IN_FLIGHT = (1, 2, 4, 8, 16, 32, 64, 128)
 SETTLING, TIMED = 4, 8  # steps of a cell: until rows of one shape have joined, and those that are timed
 WARM_UP = 256  # prompt tokens of the untimed run on a CPU; a GPU takes a whole prompt, which compiles what it needs
@@ -48,7 +48,7 @@ LIKE: Mapping[str, Mapping[str, Any]] = {
     "ada_snapkv": {"pool": "avg"},
 }
 """Policies kvpress has too, and the fields with which ours keep what its presses keep (TOVA's keeps the last token)."""
-PRESSED = tuple(f"kvpress_{slug}" for slug in LIKE)
+PRESS = "kvpress_"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Variant:
     rival: str = ""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Cost:
     """Milliseconds of prefilling and of decoding, bytes of all caches at the end, and the new tokens of every run."""
 
@@ -68,29 +68,27 @@ class Cost:
     held_bytes: int
     tokens: list[list[int]]
 
-    def __add__(self, other: Cost) -> Cost:
-        mine, theirs = asdict(self).values(), asdict(other).values()
-        return Cost(*(a + b for a, b in zip(mine, theirs, strict=True)))
-
     def figures(self) -> Record:
-        return {name: value for name, value in asdict(self).items() if name != "tokens"}
+        return {name: getattr(self, name) for name in FIGURES}
 
     def equal_answers(self, other: Cost) -> int:
         """How many runs gave the same tokens both ways."""
         return sum(a == b for a, b in zip(self.tokens, other.tokens, strict=True))
 
 
-def one_by_one(model: PreTrainedModel, request: Request, variants: Sequence[Variant]) -> Cost:
-    """One run after the other: ours, or a rival's."""
-    cost = Cost(0.0, 0.0, 0, [])
-    for variant in variants:
-        cost += (_rival if variant.rival else _alone)(model, request, variant)
-    return cost
+FIGURES = ("prefill_ms", "decode_ms", "held_bytes")
 
 
 def on_gpu(model: PreTrainedModel) -> bool:
     """Whether steps are replayed from CUDA graphs where they can be, as with engine.cuda_graph=auto."""
     return model.device.type == "cuda"
+
+
+def one_by_one(model: PreTrainedModel, request: Request, variants: Sequence[Variant]) -> Cost:
+    """One run after the other: ours, or a rival's."""
+    costs = [(_rival if variant.rival else _alone)(model, request, variant) for variant in variants]
+    prefill, decode, held = (sum(getattr(cost, name) for cost in costs) for name in FIGURES)
+    return Cost(prefill, decode, held, [tokens for cost in costs for tokens in cost.tokens])
 
 
 def _alone(model: PreTrainedModel, request: Request, variant: Variant) -> Cost:
@@ -103,8 +101,7 @@ def _rival(model: PreTrainedModel, request: Request, variant: Variant) -> Cost:
     length, budget = request.input_ids.shape[1], variant.policy.budget
     assert isinstance(budget, int)
     run = Run(model, rivals.provider(variant.rival, min(budget, length - 1), length), request.input_ids)
-    prefill, decode, tokens = run.prefill(), 0.0, []
-    tokens.append(int(run.token))
+    prefill, decode, tokens = run.prefill(), 0.0, [int(run.token)]
     for _ in range(request.max_new_tokens - 1):
         decode += sum(run.decode(1))
         tokens.append(int(run.token))
@@ -120,12 +117,10 @@ def together(model: PreTrainedModel, request: Request, variants: Sequence[Varian
     while flight.in_flight:
         flight.step()
     ended = now(model)
-    held = 0
     for row in rows:
         if row.error is not None:
             raise row.error
-        assert row.cache is not None
-        held += row.cache.nbytes
+    held = sum(row.cache.nbytes for row in rows if row.cache is not None)
     return Cost(1e3 * (prefilled - began), 1e3 * (ended - prefilled), held, [row.tokens for row in rows])
 
 
@@ -137,14 +132,15 @@ def one_round(bench: Bench, variants: Sequence[Variant], length: int, new: int) 
     whole, short = Request(ids, new), Request(ids[:, : _warm_up(bench, length)], LEAST_NEW)
     one_by_one(model, short, variants)
     together(model, short, variants)
-    before = one_by_one(model, whole, variants[:half])
+    first = one_by_one(model, whole, variants[:half])
     rows = together(model, whole, variants)
-    lone = before + one_by_one(model, whole, variants[half:])
+    second = one_by_one(model, whole, variants[half:])
+    lone = {name: getattr(first, name) + getattr(second, name) for name in (*FIGURES, "tokens")}
     return {
-        lone_side(variants): lone.figures(),
+        lone_side(variants): Cost(**lone).figures(),
         "rows": rows.figures(),
         "variants": len(variants),
-        "equal_answers": lone.equal_answers(rows),
+        "equal_answers": rows.equal_answers(Cost(**lone)),
     }
 
 
@@ -209,31 +205,21 @@ def pressed_variants(bench: Bench) -> list[Variant]:
     found = []
     for budget in budgets_of(bench):
         for name in pressed(bench)[0]:
-            slug = name.removeprefix("kvpress_")
+            slug = name.removeprefix(PRESS)
             policy = ours(slug, budget, schedule="prompt", decode="grow", **LIKE[slug]).policy
             assert policy is not None
             found.append(Variant(policy, name))
     return found
 
 
-def pressed(bench: Bench) -> tuple[list[str], str]:
-    """The rivals to run, of the policies asked for if any are, and the sentence that says why there are none.
-
-    UsageError for one that prunes no prompt. No sentence where none was asked for.
-    """
+def pressed(bench: Bench) -> tuple[list[str], list[str]]:
+    """The presses to run, of the policies asked for if any are, and a line for each that is not installed."""
     asked, policies = bench.settings.rivals, bench.settings.policies
+    known = [f"{PRESS}{slug}" for slug in LIKE if policies is None or slug in policies]
     for name in asked or ():
-        if name not in PRESSED:
-            raise UsageError(
-                f"rivals={name} is not one of the sweep's, choose from {', '.join(PRESSED)} or rivals=none"
-            )
-    if asked == []:
-        return [], ""
-    wanted = [name for name in PRESSED if policies is None or name.removeprefix("kvpress_") in policies]
-    if not wanted:
-        return [], f"kvpress has none of {', '.join(policies or ())}"
-    present, _ = rivals.chosen(asked or wanted, ())
-    return present, "" if present else f"kvpress is not installed: pip install {rivals.KVPRESS}"
+        if name not in known:
+            raise UsageError(f"rivals={name} is not one of this sweep's, choose from {', '.join(known)} or rivals=none")
+    return rivals.chosen(asked, known)
 
 
 # --- the protocol ----------------------------------------------------------------------------------------------------
@@ -245,7 +231,7 @@ class SweepProtocol(BenchProtocol):
     model: str = "llama31_8b_instruct"
 
     def remarks(self, bench: Bench) -> list[str]:
-        variants = variants_of(bench)
+        variants, (names, absent) = variants_of(bench), pressed(bench)
         sizes = ", ".join(f"{length}" for length in self._lengths(bench))
         how = f", decode={bench.settings.decode}" if bench.settings.decode else ""
         return [
@@ -255,16 +241,9 @@ class SweepProtocol(BenchProtocol):
             "lone runs stand before the rows of their round, half after",
             f"steps: prompts of about {self._short(bench)} tokens; examples of one variant are those of "
             f"{variants[0].policy.name} at its smallest budget",
-            *self._about_kvpress(bench),
+            *([f"{', '.join(names)}: growing after the prompt; the rows beside them are these"] if names else []),
+            *absent,
         ]
-
-    def _about_kvpress(self, bench: Bench) -> Iterator[str]:
-        names, absent = pressed(bench)
-        if names:
-            both = ", ".join(name.removeprefix("kvpress_") for name in names)
-            yield f"kvpress: {both} at the same budgets, which grow after the prompt; the rows beside them are these"
-        elif absent:
-            yield f"kvpress is left out: {absent}"
 
     def identity(self, bench: Bench) -> dict[str, Any]:
         return {"policies": list(slugs_of(bench)), "budgets": budgets_of(bench), "decode": bench.settings.decode}
@@ -295,7 +274,7 @@ class SweepProtocol(BenchProtocol):
         for length in self._lengths(bench) if variants else ():
             run = partial(one_round, bench, variants, length, self._new(bench))
             for key in self._round_keys(bench, length, whose):
-                yield Cell(key, run, foreign=bool(whose), longest=ROUND)
+                yield Cell(key, run, foreign=bool(whose))
 
     def _round_keys(self, bench: Bench, length: int, whose: str) -> list[str]:
         numbers = range(1, self._rounds(bench) + 1)
@@ -323,8 +302,6 @@ class SweepProtocol(BenchProtocol):
         """Runs one after the other, then the rows of the same variants; or why there are none."""
         lone, new = "kvpress_runs" if whose else "lone_runs", self._new(bench)
         row = partial(_row, bench, length, f"{kind}_{length}_{new}")
-        if whose and pressed(bench)[1]:
-            yield row(lone, "total_seconds", None, note=pressed(bench)[1])
         rounds = [found[key] for key in self._round_keys(bench, length, whose) if key in found]
         done = [record for record in rounds if "rows" in record]
         if not done:
@@ -365,14 +342,8 @@ class SweepProtocol(BenchProtocol):
                 yield row(s.p50, share_of_limit=share, **s.as_dict())
 
     def picture(self, bench: Bench, rows: list[Row]) -> list[Curve]:
-        found, label = [], "ms of a decoding step, per row"
-        for kind in KINDS:
-            drawn = [row for row in rows if row.method == kind and row.value is not None]
-            if drawn:
-                x, y = [float(row.batch or 1) for row in drawn], [row.value or 0.0 for row in drawn]
-                low, high = [row.p20 for row in drawn], [row.p80 for row in drawn]
-                found.append(Curve(label, "rows in flight", label, kind, x, y, low, high))
-        return found
+        label = "ms of a decoding step, per row"
+        return curves([row for row in rows if row.method in KINDS], label, "rows in flight", label, "batch")
 
 
 def _step_key(kind: str, rows: int, length: int) -> str:

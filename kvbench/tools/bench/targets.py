@@ -7,7 +7,6 @@ at a copy's bandwidth; where a promise is a ratio, its note says which ratio the
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,12 +23,12 @@ from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench.bench import Bench, BenchProtocol, Row
 from kvbench.tools.bench.clock import Clock, Spread, paired_ratio, sets_of_inputs, spread, time_calls
 from kvbench.tools.bench.generating import LEAST_BUDGET, LEAST_LENGTH
-from kvbench.tools.bench.generation import Job, Run, measure, steps_in_turns
-from kvbench.tools.bench.journal import LONGEST, Cell, Record, why_not
+from kvbench.tools.bench.generation import Job, Run, measure, steps_in_turns, warm_up
+from kvbench.tools.bench.journal import Cell, Record, why_not
 from kvbench.tools.bench.providers import Provider, ours, random_ids, recordable, shape_of
 from kvbench.tools.bench.report import dots_of
 from kvbench.tools.bench.settings import scaled
-from kvbench.tools.bench.sweep import NEW, ROUND, lone_side, one_round, seconds_of, variants_of
+from kvbench.tools.bench.sweep import NEW, lone_side, one_round, seconds_of, variants_of
 
 TOKENS, ROUNDS = 4, 8  # decoded in a turn, and timed turns after one that warms up
 PREFILLS = 3  # timed prefills of an eviction's share
@@ -51,7 +50,6 @@ class Target:
     bound: float
     at_least: bool
     run: Callable[[Bench], Record]
-    longest: float = LONGEST
 
     @property
     def key(self) -> str:
@@ -86,7 +84,7 @@ def targets() -> Iterator[Target]:
     yield Target("step_of_2_bit_store", "ott_g128_r32", "of its bytes' bound", 0.6, True, stored)
     long = partial(share_of_bound, "cake", BUDGET, LONG, 1)
     yield Target("decode_after_128k", "cake", "of its bytes' bound", 0.8, True, long)
-    yield Target("sweep_of_36_at_8k", "rows", "x lone runs", 1 / 15, False, sweep_round, ROUND)
+    yield Target("sweep_of_36_at_8k", "rows", "x lone runs", 1 / 15, False, sweep_round)
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ class TargetsProtocol(BenchProtocol):
         ]
 
     def cells(self, bench: Bench) -> list[Cell]:
-        return [Cell(t.key, partial(t.run, bench), longest=t.longest) for t in self._chosen(bench)]
+        return [Cell(t.key, partial(t.run, bench)) for t in self._chosen(bench)]
 
     def _chosen(self, bench: Bench) -> list[Target]:
         slugs, every = bench.settings.policies, list(targets())
@@ -170,10 +168,7 @@ def _ratio(ratio: Spread, note: str) -> Record:
 def prefilled(bench: Bench, provider: Provider, length: int, batch: int = 1) -> Run:
     """A provider that has taken a prompt in, after a short one that warmed it up."""
     model = bench.built.model
-    warm = Run(model, provider, random_ids(model, batch, min(length, _length(bench, SHORT))))
-    warm.prefill(in_parts=batch > 1)
-    warm.decode(2)
-    warm.forget()
+    warm_up(model, provider, min(length, _length(bench, SHORT)), batch)
     run = Run(model, provider, random_ids(model, batch, length))
     run.prefill(in_parts=batch > 1)
     return run
@@ -211,20 +206,15 @@ def share_of_bound(slug: str, budget: int | None, length: int, batch: int, bench
     graphed = recordable(slug, budget, bench.device)
     run = prefilled(bench, ours(slug, budget, graphed=graphed), length, batch)
     times = run.decode(TOKENS * ROUNDS)
-    shares = spread([bench.share_of_limit(ms, run.read_bytes) for ms in times])
-    full = bench.built.bytes_read + batch * _full_bytes(bench, length)
-    allowed = full / (bench.built.bytes_read + run.read_bytes)
+    read, shape = run.held_bytes - run.spare_bytes, shape_of(bench.built.model)
+    shares = spread([bench.share_of_limit(ms, read) for ms in times])
+    full = 2 * batch * length * shape.layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
+    allowed = (bench.built.bytes_read + full) / (bench.built.bytes_read + read)
     note = (
         f"{'graphed' if graphed else 'eager'}, {spread(times).p50:.2f} ms at batch {batch} after {length} tokens; a "
         f"step of the full cache has {allowed:.1f}x its bytes"
     )
     return _ratio(shares, note)
-
-
-def _full_bytes(bench: Bench, length: int) -> int:
-    """Bytes of all keys and values of one sequence."""
-    shape = shape_of(bench.built.model)
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize * length
 
 
 @torch.inference_mode()
@@ -306,17 +296,16 @@ def column_sums(bench: Bench) -> Record:
     return _ratio(ratio, f"attention of all layers alone {attention:.0f} ms of {spread([m for m, _ in found]).p50:.0f}")
 
 
-def attention_ms(bench: Bench, length: int, repeats: int = 3) -> float:
+def attention_ms(bench: Bench, length: int) -> float:
     """Milliseconds of the causal attention of all layers over a prompt, by PyTorch's own kernel: the median."""
-    shape, clock = shape_of(bench.built.model), Clock(bench.device)
+    shape = shape_of(bench.built.model)
     heads = shape.query_heads, shape.kv_heads, shape.kv_heads
     queries, keys, values = (
         torch.randn(1, length, n, shape.head_dim, dtype=shape.dtype, device=bench.device).transpose(1, 2) for n in heads
     )
-    for _ in range(repeats + 2):  # the first mark follows a call that warms up
-        F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-        clock.mark()
-    return shape.layers * statistics.median(clock.laps())
+    call = partial(F.scaled_dot_product_attention, queries, keys, values, is_causal=True, enable_gqa=True)
+    call()
+    return shape.layers * time_calls([call], bench.device).p50
 
 
 def peak_of_blocks(bench: Bench) -> Record:

@@ -3,12 +3,11 @@
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvbench.report.figures.places import side_by_side
+from kvbench.report.figures.sheet import side_by_side
 from kvbench.report.figures.style import by_layer, legend_below, looks_of
 from kvbench.tools.diagnostics.probe import Probe
 
 TITLE = "tokens per KV head held by each layer at the end of the prompt"
-WIDE = 60.0  # points between two layers
 
 
 def measure(probe: Probe) -> list[dict[str, object]]:
@@ -26,7 +25,7 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
     means = table.groupby(["policy", "layer"], sort=False)[["mean", "least", "most"]].mean()
     lines = {policy: means.loc[policy] for policy in looks}
     top = 1.05 * means["most"].max()
-    aside = side_by_side(len(lines), WIDE)  # equal shares are usual
+    aside = side_by_side(len(lines))  # equal shares are usual
     for (policy, line), move in zip(lines.items(), aside, strict=True):
         look = looks[policy]
         axes.plot(line.index + move, line["mean"], label=policy, **look.plot)

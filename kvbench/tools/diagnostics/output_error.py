@@ -15,7 +15,7 @@ from kvbench.cache.step import Projected
 from kvbench.policies.layer_budgets import total_slots
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
-from kvbench.report.figures.style import by_layer, legend_below, looks_of
+from kvbench.tools.diagnostics.by_layer import draw_by_layer
 from kvbench.tools.diagnostics.probe import Probe, full
 
 TITLE = "normalised attention-output error, by layer"
@@ -52,7 +52,7 @@ def _outputs(cache: _Recorder) -> list[Tensor]:
 
 def check(policy: Policy, name: str) -> None:
     """ValueError for a policy whose output is that of dense attention."""
-    if not policy.evicts and policy.filter is None and policy.store.exact:
+    if not policy.evicts and policy.pre_pass is None and policy.store.exact:
         raise ValueError(f"policy={name} keeps every token exactly, so it makes no error: choose one that does not")
 
 
@@ -72,9 +72,8 @@ def measure(probe: Probe) -> list[dict[str, object]]:
     budget = total_slots(probe.policy, 1, probe.length)
     rows: list[dict[str, object]] = []
     for index, (free, local, got) in enumerate(zip(*map(_outputs, (dense, shadow, evicted)), strict=True)):
-        errors = {
-            name: _error(reference[budget:], got[budget:]) for name, reference in (("free", free), ("local", local))
-        }
+        references = {"free": free, "local": local}
+        errors = {name: _error(one[budget:], got[budget:]) for name, one in references.items()}
         rows.append({"layer": index, **errors})
     return rows
 
@@ -84,12 +83,4 @@ def _error(reference: Tensor, got: Tensor) -> float:
 
 
 def draw(table: pd.DataFrame, figure: Figure) -> None:
-    looks = looks_of([str(policy) for policy in table["policy"].unique()])
-    for axes, kind in zip(figure.subplots(1, 2, sharey=True), ("free", "local"), strict=True):
-        for policy, rows in table.groupby("policy", sort=False):
-            mean = rows.groupby("layer")[kind].mean()
-            axes.plot(mean.index, mean.to_numpy(), label=str(policy), **looks[str(policy)].plot)
-        axes.set(title=KINDS[kind], yscale="log")
-        by_layer(axes)
-    figure.axes[0].set_ylabel("squared error / squared norm")
-    legend_below(figure, figure.axes[0])
+    draw_by_layer(table, figure, KINDS, "squared error / squared norm", log=True)

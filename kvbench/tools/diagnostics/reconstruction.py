@@ -16,7 +16,7 @@ from kvbench.policies.observation import Observation
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.store import LayerStore, Store
-from kvbench.report.figures.style import by_layer, legend_below, looks_of
+from kvbench.tools.diagnostics.by_layer import draw_by_layer
 from kvbench.tools.diagnostics.probe import Probe
 
 TITLE = "what the store loses, by layer: L1 distance over the L1 norm of the exact tensor"
@@ -58,7 +58,7 @@ def check(policy: Policy, name: str) -> None:
 
 def keeps_all(policy: Policy, name: str) -> None:
     """ValueError for a policy that drops tokens."""
-    if policy.evicts or policy.filter is not None:
+    if policy.evicts or policy.pre_pass is not None:
         raise ValueError(
             f"policy={name} drops tokens, and stores are compared on all of them: use a store alone, such as kivi, or "
             "the diagnostic output_error"
@@ -110,12 +110,4 @@ def measure(probe: Probe) -> list[dict[str, object]]:
 
 
 def draw(table: pd.DataFrame, figure: Figure) -> None:
-    looks = looks_of([str(policy) for policy in table["policy"].unique()])
-    for axes, (kind, name) in zip(figure.subplots(1, 3), KINDS.items(), strict=True):
-        for policy, rows in table.groupby("policy", sort=False):
-            mean = rows.groupby("layer")[kind].mean()
-            axes.plot(mean.index, mean.to_numpy(), label=str(policy), **looks[str(policy)].plot)
-        axes.set(title=name, ylim=(0, 1.05 * axes.dataLim.ymax))
-        by_layer(axes)
-    figure.axes[0].set_ylabel("L1 error / L1 norm")
-    legend_below(figure, figure.axes[0])
+    draw_by_layer(table, figure, KINDS, "L1 error / L1 norm")

@@ -141,7 +141,7 @@ def test_a_number_cut_by_a_tab_is_a_miss_and_one_inside_a_longer_number_a_hit(wo
 @pytest.mark.parametrize(
     ("task", "fields", "sentence"),
     [
-        (SINGLE, {"haystack": "book"}, "haystack=book is not known, choose one of 'noise', 'needle', 'ess"),
+        (SINGLE, {"haystack": "book"}, "haystack must be noise, needle or essay, got 'book'"),
         (SINGLE, {"keys": 26}, "make more needles than the 25 lines"),
         (VT, {"hops": 10}, "hops=10 is too long for vt, at most 9"),
         (CWE, {"common": 11}, "common=11 is too large"),

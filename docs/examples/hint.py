@@ -1,0 +1,63 @@
+"""A hint: a text that the model is given behind the prompt, to see what it looks at."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import attention_logits
+from kvbench.policies.checks import whole_number
+from kvbench.policies.needs import Needs, Protected
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.pre_passes.pre_pass import ExtraPasses, Pass, PassStep, PrePass, TextEncoder
+from kvbench.policies.scorers.scorer import Scorer
+
+
+# --8<-- [start:pre_pass]
+@dataclass(frozen=True)
+class Hint(ExtraPasses):
+    """The attention every token draws from a text that is read behind the prompt and then forgotten."""
+
+    statistics = ("hinted",)
+
+    text: str
+
+    def passes(self, prompt: Sequence[int], encoder: TextEncoder) -> list[Pass]:
+        return [Pass(encoder.encode(self.text), range(len(prompt)))]
+
+    def observe(self, one: Pass, step: PassStep, state: State) -> None:
+        logits = attention_logits(step.queries, step.keys, step.params.scaling)  # [1,H_kv,G,n,T]: all lie before it
+        state["hinted"].copy_(logits.softmax(-1).mean((2, 3))[..., None])
+
+
+# --8<-- [end:pre_pass]
+# --8<-- [start:scorer]
+@dataclass(frozen=True)
+class Hinted(Scorer):
+    """Keep the first `sinks` tokens and those that a hint's queries attend to.
+
+        s_j = mean_(h in "group", q in "hint") A_(h,q,j)
+
+    text: the hint. sinks: first tokens, always kept.
+    """
+
+    needs = Needs(whole_prompt=True, never_negative=True)
+
+    text: str = " What is the secret number?"
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        whole_number("sinks", self.sinks, 0)
+
+    @property
+    def pre_pass(self) -> PrePass:
+        return Hint(self.text)
+
+    def protects(self, budget: int) -> Protected:
+        return Protected(first=self.sinks)
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        return state["hinted"][..., 0]
+
+
+# --8<-- [end:scorer]

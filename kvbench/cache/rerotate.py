@@ -1,0 +1,39 @@
+"""Keys that stay move together: rotated to places that follow each other, up to the newest token's.
+
+A rotary embedding knows the distance of a key and a query alone. So kept keys at T - b, ..., T - 1 and later tokens at
+T, T + 1, ... read as keys at 0, ..., b - 1 and later tokens at b, b + 1, ... do, and the model counts on as it did.
+Shapes: B batch, H_kv KV heads, n kept slots of the head that has most.
+"""
+
+import torch
+from torch import Tensor
+
+from kvbench.policies.mergers.merger import in_order
+from kvbench.policies.observation import MOVED, Observation
+from kvbench.policies.stores.slots import take
+from kvbench.policies.stores.store import LayerStore
+
+
+def close_gaps(held: LayerStore, kept: Tensor, seen: Observation) -> None:
+    """Rotate the keys of the kept slots, bool [B,H_kv,T], each head's to places without gaps behind each other.
+
+    How far a token was moved is its statistic `MOVED`. Raises ValueError for a layer with a sliding window.
+    """
+    if seen.sliding_window is not None:
+        raise ValueError(
+            "rerotate=true moves keys closer, but the model's sliding window hides tokens by where they were read: use "
+            "rerotate=false, or a model without a sliding window"
+        )
+    slots, present = in_order(kept, held.positions)
+    rank = torch.arange(slots.shape[-1], device=slots.device).where(present, 0)
+    slots = torch.where(present, slots, slots[..., :1])  # beyond a head's own number its first token, once more
+    positions, state = held.positions.gather(-1, slots).long(), held.state
+    before = positions + state[MOVED][..., 0].gather(-1, slots).long()
+    after = seen.seen[:, None, None] - present.sum(-1, keepdim=True) + rank
+    keys = take(held.keys, slots)
+    turned = seen.rotation(after).apply(seen.rotation(before).inverse().apply(keys))
+    held.write(slots, torch.where((after != before)[..., None], turned.to(keys.dtype), keys), take(held.values, slots))
+    state = held.state
+    moved = (after - positions).to(state[MOVED].dtype)[..., None].expand(-1, -1, -1, state[MOVED].shape[-1])
+    state[MOVED].scatter_(2, slots[..., None].expand_as(moved), moved)
+    held.remember(state)

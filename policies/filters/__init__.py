@@ -1,1 +1,0 @@
-"""Filters: rewrite the prompt before it is cached."""

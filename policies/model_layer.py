@@ -1,0 +1,60 @@
+"""What a part may ask a layer of the model for, beside queries, keys and values: its rotation and its projection.
+
+Shapes: B batch, H heads, H_q query heads, n tokens, D head dim, R rotated numbers of a head.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import widen
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A layer's rotary embedding at some positions; a layer without one rotates R = 0 numbers.
+
+    cos, sin [B,H,n,R/2], or of shapes that broadcast: the model's own, its scaling included. The first R numbers of a
+    head are rotated in pairs: i with i + R/2, or, `interleaved`, neighbours.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Vectors [B,H,n,D] as the model rotates them at these positions."""
+        x = widen(x)
+        if self.cos.shape[-1] == 0:
+            return x
+        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
+        rotated, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
+        a, b = (rotated[..., ::2], rotated[..., 1::2]) if self.interleaved else rotated.chunk(2, dim=-1)
+        turned = a * cos - b * sin, b * cos + a * sin
+        pairs = torch.stack(turned, dim=-1).flatten(-2) if self.interleaved else torch.cat(turned, dim=-1)
+        return torch.cat([pairs, rest], dim=-1)
+
+    def inverse(self) -> "Rotation":
+        """What undoes it, its scaling included."""
+        cos, sin = widen(self.cos), widen(self.sin)
+        square = cos.square() + sin.square()
+        return Rotation(cos / square, -sin / square, self.interleaved)
+
+    def mean(self, dim: int) -> Tensor:
+        """The mean of the rotations over the positions, as matrices [B,H,D,D] of D = `dim`: R q is the mean of q's."""
+        cos, sin = (widen(x).mean(-2, keepdim=True) for x in (self.cos, self.sin))
+        mean = Rotation(cos, sin, self.interleaved)
+        identity = torch.eye(dim, dtype=mean.cos.dtype, device=mean.cos.device)
+        return mean.apply(identity.expand(*mean.cos.shape[:2], dim, dim)).mT
+
+
+class ModelLayer(Protocol):
+    """A layer of the model. Each raises a ValueError of one sentence for a family that has no such thing."""
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """How the layer rotates queries and keys at positions [B,H,n] >= 0."""
+
+    def output_projection(self) -> Tensor:
+        """The output projection by query heads, [H_q,D,hidden]: what a head adds is its output times its own."""

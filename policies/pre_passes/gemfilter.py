@@ -1,0 +1,44 @@
+"""GemFilter: an early layer selects prompt tokens, and only these are prefilled."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvbench.kernels.attention_rows import widen
+from kvbench.policies.checks import layers_exist, whole_number
+from kvbench.policies.pre_passes.pre_pass import PromptChoice
+from kvbench.policies.scorers.pooling import check_kernel
+
+
+@dataclass(frozen=True)
+class GemFilter(PromptChoice):
+    """Keep the input tokens whose keys in one early layer have the largest products with the last query.
+
+        s_j = sum_h q_(h,T) * k_(h,j)
+
+    Products are summed over all query heads. It rewrites the prompt, nothing is evicted from a cache: kept tokens get
+    new positions 0..k-1, none is protected, not even BOS.
+
+    layer: the layer that selects, counted from 0. kernel: neighbours the products are averaged over.
+    Source: Shi et al. 2024, arXiv 2409.17422, algorithm 1: raw products after RoPE, no scale, no softmax.
+    """
+
+    layer: int = 13
+    kernel: int = 5
+
+    def __post_init__(self) -> None:
+        whole_number("layer", self.layer, 0)
+        check_kernel(self.kernel)
+
+    def check_layers(self, layers: int) -> None:
+        layers_exist("layer", [self.layer], layers)
+
+    def choose(self, queries: Tensor, keys: Tensor, budget: int) -> Tensor:
+        heads, tokens, dim = keys.shape
+        grouped = widen(queries[:, -1]).view(heads, -1, dim).sum(1)  # first: a group's queries share their keys
+        products = torch.einsum("hd,htd->t", grouped, widen(keys))
+        pooled = F.avg_pool1d(products[None, None], self.kernel, stride=1, padding=self.kernel // 2)[0, 0]
+        order = pooled.argsort(descending=True, stable=True)
+        return order[: min(budget, tokens)].sort().values

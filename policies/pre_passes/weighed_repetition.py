@@ -1,0 +1,48 @@
+"""Repetition, weighed by what a token adds to the model's hidden states.
+
+Shapes: H_q query heads, H_kv KV heads, G = H_q / H_kv, n tokens of a pass, m of its chunk, D head dim.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import widen
+from kvbench.policies.pre_passes.pre_pass import PassStep
+from kvbench.policies.pre_passes.repetition import ROWS, Repetition
+
+AT_ONCE = 2**22  # numbers of projected values that are in memory at once
+
+
+@dataclass(frozen=True)
+class WeighedRepetition(Repetition):
+    """The most that a token adds to the hidden state of a query while the model is given the prompt again.
+
+        a_j = max_(h in "group", q in "pass") A_(h,q,j) * ||W_O^h v_j|| / ||x_q||
+
+    x_q is what the layer's attention is given of the query's token, W_O^h the output projection of head h.
+
+    chunk: tokens of the prompt in one pass. sinks: first tokens, which every pass may look at.
+    """
+
+    reads_layer = True
+
+    def rows(self, step: PassStep, looked_at: Tensor) -> Iterator[Tensor]:
+        assert step.hidden is not None
+        assert step.params.model is not None
+        given = widen(step.hidden).norm(dim=-1)[:, None, None, :, None]  # [1,1,1,n,1]
+        projection = step.params.model.output_projection().unflatten(0, (looked_at.shape[1], -1))  # [H_kv,G,D,hidden]
+        values = step.values.gather(2, looked_at[..., None].expand(-1, -1, -1, step.values.shape[-1]))
+        added = _norms(values, projection)[:, :, :, None]  # [1,H_kv,G,1,slots]
+        for index, weights in enumerate(super().rows(step, looked_at)):
+            here = slice(index * ROWS, (index + 1) * ROWS)
+            yield weights[..., : added.shape[-1]] * added / given[:, :, :, here]
+
+
+def _norms(values: Tensor, projection: Tensor) -> Tensor:
+    """||W_O^h v||, [1,H_kv,G,T], of values [1,H_kv,T,D] under a projection [H_kv,G,D,hidden]."""
+    weights = widen(projection)
+    some = values.split(max(1, AT_ONCE // (weights.shape[:2].numel() * weights.shape[-1])), dim=2)
+    return torch.cat([(widen(part)[:, :, None] @ weights).norm(dim=-1) for part in some], dim=-1)

@@ -1,0 +1,95 @@
+"""Presses of NVIDIA's kvpress as policies: their code compresses, and we give the prompts and count what is held."""
+
+import difflib
+import importlib
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal
+
+from kvbench.errors import ConfigError
+from kvbench.policies.checks import check_choices
+from kvbench.policies.policy import Policy
+from kvbench.policies.policy_checks import check_budget
+from kvbench.policies.schedule import Prompt
+from kvbench.policies.stores.dense import Dense
+
+INSTALL = "pip install --no-deps kvpress cachetools fire termcolor"
+
+
+def installed_version() -> str:
+    """The version of the kvpress that is installed; ValueError, saying how to get it, where there is none."""
+    try:
+        return version("kvpress")
+    except PackageNotFoundError as error:
+        raise ValueError(f"policy=kvpress runs presses of kvpress, which is not installed: {INSTALL}") from error
+
+
+@dataclass(frozen=True)
+class KVPress(Policy):
+    """Any press of an installed kvpress, run as its own pipeline runs it: the cache is compressed once, then it grows.
+
+    Bytes and tokens are those of its cache tensors: a press that masks keys (AdaKVPress) holds them all. A budget
+    becomes the press's `compression_ratio`, for each prompt so that exactly so many tokens are kept; a ratio that is
+    given counts instead, its budget is the share of the prompt that stays. A press without a ratio has no budget.
+
+    press: its class, by name (`SnapKVPress`), or a press. attention: what the model attends with, as transformers names
+    it; ObservedAttentionPress needs eager. version: of kvpress, part of a run's identity.
+    Source: https://github.com/NVIDIA/kvpress (Devoto et al. 2025, arXiv 2510.00636).
+    """
+
+    press: object = None
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    version: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        object.__setattr__(self, "version", installed_version())
+        object.__setattr__(self, "press", _made(self.press))
+        self._check_parts()
+        ratio = getattr(self.press, "compression_ratio", None)
+        if ratio or ratio is None:
+            object.__setattr__(self, "budget", 1 - ratio if ratio else None)
+        else:
+            check_budget(self.budget, self.name)
+
+    def _check_parts(self) -> None:
+        """ValueError for what our policies have and presses have not."""
+        if self.schedule != Prompt(decode="grow"):
+            raise ConfigError(
+                "schedule",
+                f"{self.schedule}, decode={self.schedule.decode}",
+                why="cannot be: a press compresses a whole prompt and lets the cache grow (decode=grow)",
+            )
+        if (self.scorer, self.value, self.store) != (None, None, Dense()):
+            raise ValueError("policy=kvpress takes no scorer, value or store of ours: the press is all of it")
+
+    @property
+    def kind(self) -> str:
+        """The name of the press's class."""
+        return type(self.press).__name__
+
+
+def press_class(name: str) -> str:
+    """Where a press of kvpress is imported from. ValueError where there is none of this name."""
+    installed = installed_version()
+    presses = importlib.import_module("kvpress")  # patches transformers' attention: not before it is asked for
+    base = presses.BasePress
+    known = [key for key, found in vars(presses).items() if isinstance(found, type) and issubclass(found, base)]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3) or sorted(known)
+        raise ConfigError("press", name, why=f"is not in kvpress {installed}, which has {', '.join(near)}")
+    found = getattr(presses, name)
+    return f"{found.__module__}.{found.__qualname__}"
+
+
+def _made(press: object) -> object:
+    """A press, given itself or by the name of its class."""
+    if isinstance(press, str):
+        module, _, name = press_class(press).rpartition(".")
+        try:
+            return getattr(importlib.import_module(module), name)()
+        except (TypeError, AssertionError) as error:  # it wraps another one
+            raise ConfigError("press", press, why=f"cannot be made without its settings: {error}") from error
+    if not isinstance(press, importlib.import_module("kvpress").BasePress):
+        raise ConfigError("press", press, why="must name a press of kvpress, such as press=SnapKVPress")
+    return press

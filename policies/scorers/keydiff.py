@@ -1,0 +1,28 @@
+"""KeyDiff: keep the keys that are least like the others."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvbench.kernels.attention_rows import widen
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.scorers.scorer import Scorer
+
+
+@dataclass(frozen=True)
+class KeyDiff(Scorer):
+    """Keep the keys that differ most from the direction that all stored keys of a head have in common.
+
+        s_j = -cos(k_j, a), a = 1 / T sum_j k_j / ||k_j||_2
+
+    Keys are taken as they are stored, rotated. Reads keys only, keeps no state: any schedule will do; the paper evicts
+    in blocks.
+    Source: Park et al. 2025, arXiv 2504.15364, section 3.
+    """
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        keys = F.normalize(widen(observation.keys), dim=-1)
+        stored = keys if observation.packed else keys.masked_fill(~observation.occupied[..., None], 0.0)
+        anchor = F.normalize(stored.sum(2, keepdim=True), dim=-1)
+        return -(keys * anchor).sum(-1)

@@ -1,0 +1,49 @@
+"""KVzip: what the model looks at to say the prompt again."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.policies.needs import Needs, Protected
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.pre_passes.pre_pass import PrePass
+from kvbench.policies.pre_passes.repetition import Repetition
+from kvbench.policies.scorers.scorer import Scorer
+
+
+@dataclass(frozen=True)
+class KVzip(Scorer):
+    """Keep the first `sinks` tokens and those that draw the most attention while the prompt is given once more.
+
+        s_j = max_(h in "group", q in "repeated prompt") A_(h,q,j)
+
+    Nothing of a question is known: the prompt (with compress=context, the context) is repeated after it was read, in
+    extra passes that are stored nowhere (`Repetition`). A decoded token is in no repetition: it stays as the best do.
+
+    sinks: first tokens, always kept. chunk: tokens of the prompt that are repeated in one pass.
+    Source: Kim et al. 2025, arXiv 2505.23416, sections 3.2 and 3.3.
+    """
+
+    needs = Needs(whole_prompt=True, never_negative=True)
+
+    sinks: int = 4
+    chunk: int = 2048
+
+    def __post_init__(self) -> None:
+        _ = self.pre_pass  # which checks both
+
+    @property
+    def least_budget(self) -> int:
+        return self.sinks + 1
+
+    @property
+    def pre_pass(self) -> PrePass:
+        return Repetition(self.chunk, self.sinks)
+
+    def protects(self, budget: int) -> Protected:
+        return Protected(first=self.sinks)
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        drawn = state["repeated"][..., 0]
+        return torch.where(drawn > 0, drawn, drawn.amax(-1, keepdim=True))

@@ -1,0 +1,68 @@
+"""LagKV: keep what stands out against the tokens that follow."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import widen
+from kvbench.policies.checks import whole_number
+from kvbench.policies.mergers.merger import in_order
+from kvbench.policies.needs import Needs, Protected
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.stores.slots import take
+
+
+@dataclass(frozen=True)
+class LagKV(Scorer):
+    """Keep, of every `lag` tokens, those whose channels vary most on the scale of the next `lag` tokens.
+
+        x_j = (k_j - min_R) / (max_R - min_R), R = "the next partition, per channel"
+        a_j = exp(std_D(x_j)) / (sum_(i in P) exp(std_D(x_i))), P = "the partition of" j
+        s_j = rank_P((a_j("keys") + a_j("values")) / 2) / lag
+
+    Partitions are counted from the end of the sinks, over the stored tokens in order. The last partition and what is
+    left over have no reference: they score above all others, the newest most, and so do the tokens of a prompt without
+    two partitions.
+
+    lag: tokens of a partition. sinks: first tokens, always kept.
+    Source: Liang et al. 2025, arXiv 2504.04704, section 3.
+    """
+
+    needs = Needs(whole_prompt=True, never_negative=True)
+
+    lag: int = 128
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        whole_number("lag", self.lag, 2)
+        whole_number("sinks", self.sinks, 0)
+
+    def protects(self, budget: int) -> Protected:
+        return Protected(first=self.sinks)
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        slots, present = in_order(observation.occupied, observation.positions)
+        place = torch.arange(slots.shape[-1], device=slots.device)
+        score = (1 + place / len(place)).expand(slots.shape)
+        partitions = (len(place) - self.sinks) // self.lag
+        if partitions >= 2:
+            judged = slice(self.sinks, self.sinks + (partitions - 1) * self.lag)
+            referred = (place[judged] - self.sinks) // self.lag * self.lag + self.sinks + 2 * self.lag
+            both = self._relative(take(observation.keys, slots), partitions)
+            both = both + self._relative(take(observation.values, slots), partitions)
+            ranks = both.argsort(dim=-1, stable=True).argsort(dim=-1).flatten(2) / self.lag
+            has_reference = referred <= present.sum(-1, keepdim=True)
+            score = score.clone()
+            score[..., judged] = torch.where(has_reference, ranks, score[..., judged])
+        return score.new_zeros(observation.positions.shape).scatter_(-1, slots, score)
+
+    def _relative(self, vectors: Tensor, partitions: int) -> Tensor:
+        """a of keys or values [B,H,T,D] in order: [B,H,partitions-1,lag]."""
+        parts = widen(vectors[:, :, self.sinks : self.sinks + partitions * self.lag]).unflatten(2, (partitions, -1))
+        reference = parts[:, :, 1:]
+        least, most = reference.amin(-2, keepdim=True), reference.amax(-2, keepdim=True)
+        span = (most - least).clamp(min=torch.finfo(parts.dtype).eps)
+        spread: Tensor = ((parts[:, :, :-1] - least) / span).std(-1)
+        return spread.softmax(-1)

@@ -1,0 +1,65 @@
+"""Leverage: keep the keys that the others do not explain.
+
+Shapes: B batch, H_kv KV heads, T slots, D head dim, k `sketch`.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kvbench.policies.checks import number, whole_number
+from kvbench.policies.needs import Needs
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.scorers.noncausal import standardised
+from kvbench.policies.scorers.scorer import Scorer
+
+
+@lru_cache(maxsize=1024)
+def gaussian(seed: int, layer: int, dim: int, sketch: int) -> Tensor:
+    """Phi [D,k] of a layer, on the CPU: entries N(0, 1 / k)."""
+    generator = torch.Generator().manual_seed((seed << 16) + layer)
+    phi: Tensor = torch.randn(dim, sketch, generator=generator, dtype=torch.float64) / sketch**0.5
+    return phi
+
+
+@dataclass(frozen=True)
+class Leverage(Scorer):
+    """Keep the tokens whose keys, before their rotation, stand out of what the head's other keys span.
+
+        X = (K - 1 / T sum_j k_j) Phi, Phi_(d,i) ~ N(0, 1 / "sketch")
+        s_j = z(x_j (X^T X + epsilon I)^(-1) x_j^T)
+
+    z subtracts the mean over all tokens and heads of the layer and divides by the standard deviation. Phi is drawn from
+    `seed` and the layer. Reads the stored keys only: any schedule will do.
+
+    sketch: columns of Phi. epsilon: of the ridge, as large as kvpress's first try. seed: of Phi.
+    Source: Chari and Van Durme 2025, arXiv 2507.08143, section 3; the Cholesky factor and the z-score are its code's.
+    """
+
+    needs = Needs(model=True)
+
+    sketch: int = 48
+    epsilon: float = 1e-2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        whole_number("sketch", self.sketch, 1)
+        number("epsilon", self.epsilon, 1e-12)
+        whole_number("seed", self.seed, 0, 2**40)
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        return self.among(observation, observation.occupied)
+
+    def among(self, observation: Observation, counted: Tensor) -> Tensor:
+        """The score of the counted slots, bool [B,H_kv,T], as if there were no others: [B,H_kv,T] float32."""
+        keys = observation.unrotated_keys()
+        phi = gaussian(self.seed, observation.layer, keys.shape[-1], self.sketch).to(keys.device, keys.dtype)
+        tokens = counted.sum(-1).clamp(min=1)[..., None, None]
+        mean = keys.masked_fill(~counted[..., None], 0.0).sum(2, keepdim=True) / tokens
+        # In float64: where keys span less than the sketch, rounding in float32 may outweigh epsilon.
+        x = ((keys - mean) @ phi).masked_fill(~counted[..., None], 0.0).double()
+        ridge = self.epsilon * torch.eye(self.sketch, dtype=x.dtype, device=x.device)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(x.mT @ x + ridge))
+        return standardised(((x @ inverse) * x).sum(-1).to(keys.dtype), counted)

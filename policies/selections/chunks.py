@@ -1,0 +1,63 @@
+"""ChunkKV: tokens stay or go in chunks of neighbours.
+
+Shapes: B batch, H KV heads, T slots, N slots of a row.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.policies.checks import check_choices, whole_number
+from kvbench.policies.ranking import Ranking
+from kvbench.policies.select import LATE
+from kvbench.policies.selections.selection import Selection
+
+
+@dataclass(frozen=True)
+class Chunks(Selection):
+    """Keep the chunks of `length` neighbouring tokens whose scores are highest on average, around any scorer.
+
+        c_m = mean_(h, j in "chunk" m) s_(h,j), m = floor(j / length)
+
+    A token's chunk is that of its position in the text, also where some of its neighbours went before. A protected
+    token, which stays anyway, counts with its layer's largest score. Of the chunk that the budget cuts the tokens with
+    the highest scores of their own stay, so that budgets are exact. kvpress keeps whole chunks only, another number of
+    tokens where lengths do not divide, and it may lose part of a window.
+
+    length: tokens of a chunk. heads: the chunks are the same for all KV heads of a `layer`, or each has its `own`.
+    reduce: the mean of a chunk's scores, as in the code, or their sum, as in the paper; a last chunk may be shorter.
+    Source: Liu et al. 2025, arXiv 2502.00299, algorithm 1, with chunks of 10 tokens; its code is ChunkKVPress of
+    kvpress, where the heads of a layer share one set.
+    """
+
+    length: int = 10
+    heads: Literal["layer", "own"] = "layer"
+    reduce: Literal["mean", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        whole_number("length", self.length, 1)
+        check_choices(self)
+
+    def rank(self, ranking: Ranking) -> Ranking:
+        scores, occupied = ranking.scores, ranking.occupied
+        free = occupied & ~ranking.protected
+        largest = scores.masked_fill(~free, -torch.inf).amax((1, 2), keepdim=True)
+        told = torch.where(ranking.protected, largest, scores).masked_fill(~occupied, 0.0)
+        found = self._of_chunks(told, occupied, ranking.positions)
+        return replace(ranking, scores=found.to(scores.dtype), tie_break=scores)
+
+    def _of_chunks(self, scores: Tensor, occupied: Tensor, positions: Tensor) -> Tensor:
+        """Each token's chunk's score, [B,H,T] float64: rounding then depends on no order of additions."""
+        rows = scores.shape[:1] if self.heads == "layer" else scores.shape[:2]
+        flat, there, place = (x.reshape(*rows, -1) for x in (scores.double(), occupied, positions.long()))  # [...,N]
+        chunks = (place // self.length).masked_fill(~there, LATE)
+        order = chunks.argsort(dim=-1, stable=True)
+        sorted_chunks = chunks.gather(-1, order)
+        begins = torch.nn.functional.pad(sorted_chunks[..., 1:] != sorted_chunks[..., :-1], (1, 0))
+        number = torch.empty_like(order).scatter_(-1, order, begins.cumsum(-1))  # of a token's chunk, from 0
+        sums = torch.zeros_like(flat).scatter_add_(-1, number, flat)
+        if self.reduce == "mean":
+            sums /= torch.zeros_like(flat).scatter_add_(-1, number, there.double()).clamp_(min=1)
+        return sums.gather(-1, number).view_as(scores)

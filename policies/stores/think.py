@@ -1,0 +1,142 @@
+"""ThinK: the keys of a prompt without the channels that its newest queries weigh least.
+
+Shapes: B batch, H KV heads, G query heads per KV head, r query rows per KV head, N tokens, D head dim, D' held.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.quantise import Filled
+from kvbench.policies.checks import number, whole_number
+from kvbench.policies.contents import saved
+from kvbench.policies.observation import Observation
+from kvbench.policies.stores.codes import Codes
+from kvbench.policies.stores.column import Column, beyond
+from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.stores.quantised import ColumnStore, QuantisedLayerStore
+
+
+@saved
+class PrunedKeys(Codes):
+    """Keys [B,H,N,D'] of the channels [B,H,D'] int16, rising; the others read 0. Filled once, at the prompt's end."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(growth=1)
+        self.dim = dim
+        self.channels: Tensor | None = None
+
+    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None, filled: Filled | None = None) -> None:
+        self.queue.append({"x": x.gather(-1, self._index(x.shape[2]))}, counts)
+
+    def _index(self, rows: int) -> Tensor:
+        """The channels as an index into [B,H,rows,D]."""
+        assert self.channels is not None, "channels are chosen before keys are held"
+        return self.channels.long()[:, :, None].expand(-1, -1, rows, -1)
+
+    def dequantised(self) -> Tensor:
+        x = widen(self.queue.view("x"))
+        return x.new_zeros(*x.shape[:3], self.dim).scatter_(-1, self._index(x.shape[2]), x)
+
+    def logits(self, queries: Tensor) -> Tensor:
+        return queries.gather(-1, self._index(queries.shape[2])) @ widen(self.queue.view("x")).transpose(-1, -2)
+
+    def sizes(self) -> dict[str, int]:
+        channels = 0 if self.channels is None else self.channels.nbytes
+        return {"pruned keys": self.queue.nbytes("x"), "channels": channels, "positions": self.queue.lengths_nbytes}
+
+    @property
+    def nbytes(self) -> int:
+        return self.queue.nbytes() + (0 if self.channels is None else self.channels.nbytes)
+
+
+@saved
+class ThinKLayerStore(QuantisedLayerStore):
+    """The prompt is dense until it is in and evicted; then channels of its older keys go. Later tokens keep all."""
+
+    store: "ThinK"
+
+    def __init__(self, store: "ThinK", dense: DenseStore, keys: Column, values: Column) -> None:
+        super().__init__(store, dense, keys, values)
+        self._asked: Tensor | None = None  # [B,H,D] squares of the window's queries, summed over them and the group
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + (0 if self._asked is None else self._asked.nbytes)
+
+    def parts(self) -> dict[str, int]:
+        asked = {} if self._asked is None else {"statistics": self._asked.nbytes}
+        return {**super().parts(), **asked}
+
+    @property
+    def watching(self) -> bool:
+        return self._dense is not None
+
+    def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
+        ends = torch.tensor([math.inf if end is None else end for end in prompts], device=observation.queries.device)
+        if any(end is None for end in prompts):
+            raise ValueError("think looks at the end of a prompt of known length: pass KVCache(..., prompt_length=...)")
+        places = observation.query_positions
+        wanted = (places >= 0) & (places >= ends[:, None] - self.store.query_window) & (places < ends[:, None])
+        columns = wanted.any(0).nonzero()[:, 0]
+        squares = widen(observation.queries[:, :, columns]).square() * wanted[:, None, columns, None]
+        drawn = squares.sum(2).unflatten(1, (-1, observation.group)).sum(2)
+        self._asked = drawn if self._asked is None else self._asked + drawn
+
+    def flush(self, prompt: bool) -> None:
+        keys = self._columns[0]
+        due = beyond(keys.tail.counts_held, self.store.residual)
+        if prompt and (isinstance(due, Tensor) or due):
+            run = keys.runs[0]
+            assert isinstance(run, PrunedKeys)
+            run.channels = self._chosen(keys)
+            keys.quantise(due)
+        self._asked = None
+
+    def _chosen(self, keys: Column) -> Tensor:
+        """The channels [B,H,D'] of the highest score, rising; equal scores: the lower channel stays."""
+        x = widen(keys.tail.view("x"))
+        if not keys.even:
+            x = x * (torch.arange(x.shape[2], device=x.device) < keys.lengths()[..., None])[..., None]
+        squares = x.square().sum(2)
+        scores = squares if self._asked is None else squares * self._asked
+        assert self._asked is not None or x.is_meta, "the prompt was observed"
+        staying = x.shape[-1] - int(self.store.ratio * x.shape[-1] + 1e-9)
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
+        return order[..., :staying].sort(-1).values.to(torch.int16)
+
+
+@saved
+@dataclass(frozen=True)
+class ThinK(ColumnStore):
+    """Of each KV head's older keys, the channels of the lowest score are not held; values stay.
+
+        s_d = mean_(q in "window") q_d^2 * mean_j k_(j,d)^2
+
+    The mean over queries is over the window's and the query heads of the group, the one over keys over all that are
+    held when the prompt is in (and was evicted). floor(ratio D) channels go. A key takes D' numbers, and a KV head a
+    list of its D' channels; the newest `residual` keys and those of later tokens keep all channels.
+
+    ratio: share of the channels that go. query_window: newest queries of the prompt that judge. residual: newest
+    tokens of the prompt that keep all channels.
+    Source: Xu et al. 2024, arXiv 2407.21018, section 3 (ratio 0.4 and 0.5 are its own).
+    """
+
+    slug_letters: ClassVar[Mapping[str, str]] = {"r": "ratio", "w": "query_window"}
+
+    ratio: float = 0.4
+    query_window: int = 32
+    residual: int = 32
+
+    def __post_init__(self) -> None:
+        number("ratio", self.ratio, 0, below=1)
+        whole_number("query_window", self.query_window, 1)
+        whole_number("residual", self.residual, 0)
+
+    def empty(self, dense: DenseStore, values: Tensor) -> QuantisedLayerStore:
+        return ThinKLayerStore(self, dense, Column(PrunedKeys(dense.keys.shape[-1])), Column())

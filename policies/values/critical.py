@@ -1,0 +1,81 @@
+"""CriticalKV: half of the budget by the scores alone, half weighed by what a value adds to the layer's output.
+
+Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, T slots, D head dim.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import widen
+from kvbench.policies.checks import number
+from kvbench.policies.constants import on_device
+from kvbench.policies.needs import Needs
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.select import select
+from kvbench.policies.values.value import ValueAware
+
+AT_ONCE = 2**22  # numbers of projected values that are in memory at once
+
+
+@dataclass(frozen=True)
+class Critical(ValueAware):
+    """Keep the best by the scores alone, then the best by score times what the output projection makes of the value.
+
+        n_j = 1 / G sum_(h in "group") ||W_O^h v_j||_1
+        c_j = (s_j + epsilon) n_j
+
+    The first floor(`first` b) tokens of a head's budget b are those of the highest s, protected tokens among them; the
+    others are those of the highest c. Scores that are sums over the queries of a window get epsilon for each of them.
+    Negative scores are weighed by the same formula, as kvpress does it: a larger n then lowers them. Where heads have
+    budgets of their own (ada), the first stage is a share of the layer's mean budget.
+
+    epsilon: added to every score, so that values count where no attention falls. first: the share of the budget that
+    scores alone decide.
+    Source: Feng et al. 2025, arXiv 2502.03805, algorithm 1.
+    """
+
+    needs = Needs(model=True)
+
+    epsilon: float = 1e-4
+    first: float = 0.5
+
+    def __post_init__(self) -> None:
+        number("epsilon", self.epsilon, 0)
+        number("first", self.first, 0, 1)
+
+    def score(
+        self,
+        scorer: Scorer,
+        scores: Tensor,
+        observation: Observation,
+        state: State,
+        protected: Tensor,
+        layer_wide: bool,
+    ) -> Tensor:
+        norms = self.projected_norms(observation)
+        if layer_wide:
+            norms = norms.mean(1, keepdim=True)
+        summed = scorer.needs.never_negative and scorer.needs.window
+        queries = observation.window_length(scorer.needs.window) if summed else 1
+        weighed = ((scores + self.epsilon * queries) * norms).masked_fill(~observation.occupied, 0.0)
+        counts = on_device(tuple(int(self.first * budget) for budget in observation.budgets), scores.device)
+        chosen = select(scores, None, observation.positions, protected, counts[:, None].expand(scores.shape[:2]))
+        above = 2 * weighed.abs().amax((1, 2), keepdim=True) + 1
+        return torch.where(chosen, above, weighed)
+
+    def projected_norms(self, observation: Observation) -> Tensor:
+        """n of every slot, [B,H_kv,T] float32."""
+        values, projection = observation.values, observation.output_projection()
+        heads = projection.unflatten(0, (values.shape[1], -1))  # [H_kv,G,D,hidden]
+        tokens = max(1, AT_ONCE // (len(values) * projection.shape[-1]))
+        norms = []
+        for some in values.split(tokens, dim=2):
+            of_heads = [
+                torch.stack([(widen(own) @ widen(weight)).abs().sum(-1) for weight in weights]).mean(0)
+                for own, weights in zip(some.unbind(1), heads, strict=True)
+            ]
+            norms.append(torch.stack(of_heads, dim=1))
+        return torch.cat(norms, dim=-1)

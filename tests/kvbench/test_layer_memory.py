@@ -1,0 +1,114 @@
+"""What a scorer remembers of a layer, not of its slots: held, counted, saved, joined and copied with its sequence."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from kv_models import left_padded, prompt, tiny
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench import KVCache
+from kvbench.cache.join import fork, join, pick, together
+from kvbench.inference.calls import next_logits
+from kvbench.inference.generate import prefill
+from kvbench.policies.needs import Needs
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.policy import Policy
+from kvbench.policies.scorers.scorer import Scorer
+
+LENGTHS = (30, 41)
+PROMPTS = [prompt(length, seed=length) for length in LENGTHS]
+
+
+@dataclass(frozen=True)
+class Remembers(Scorer):
+    """Keeps the keys along the sum of all queries so far, of which it also remembers the number."""
+
+    needs = Needs(memory=True)
+
+    def observe(self, observation: Observation, state: State) -> None:
+        real = observation.query_positions >= 0
+        queries = observation.queries.masked_fill(~real[:, None, :, None], 0.0)
+        new = {"sum": queries.sum((1, 2)), "count": real.sum(-1)}
+        for name, x in new.items():
+            observation.memory[name] = observation.memory[name] + x if name in observation.memory else x
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        return torch.einsum("bhtd,bd->bht", observation.keys, observation.memory["sum"])
+
+
+POLICY = Policy(scorer=Remembers(), budget=20)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    running = tiny()
+    running.set_attn_implementation("kvbench")
+    return running
+
+
+@torch.inference_mode()
+def filled(model: PreTrainedModel, prompts: Sequence[Sequence[int]], policy: Policy = POLICY) -> KVCache:
+    cache = KVCache(model.config, policy, prompt_length=[len(p) for p in prompts])
+    ids, mask = left_padded(prompts)
+    prefill(model, ids, mask.bool(), cache)
+    return cache
+
+
+@torch.inference_mode()
+def decoded(model: PreTrainedModel, cache: KVCache, tokens: Sequence[int]) -> Tensor:
+    out = []
+    for token in tokens:
+        seen = [n for group in cache.groups for n in group.progress.seen]
+        ids, places = torch.tensor([[token]] * len(seen)), torch.tensor(seen)[:, None]
+        if len(cache.groups) == 1:  # as the engine drives sequences that stand apart
+            cache.group.progress.clock = places if len(set(seen)) > 1 else None
+        out.append(next_logits(model, ids, None, places, cache))
+    return torch.stack(out, 1)
+
+
+def counts(cache: KVCache) -> list[list[int]]:
+    """Queries that every layer remembers, sequence by sequence."""
+    return [layer.memory["count"].tolist() for group in cache.groups for layer in group.layers]
+
+
+def test_it_is_of_every_sequence_by_itself_and_its_bytes_are_counted(model: PreTrainedModel) -> None:
+    cache = filled(model, PROMPTS)
+    assert counts(cache) == [[*LENGTHS]] * 2
+    decoded(model, cache, [5, 6, 7])
+    assert counts(cache) == [[length + 3 for length in LENGTHS]] * 2
+    for layer in cache.group.layers:
+        assert layer.nbytes == layer.store.nbytes + 2 * (8 * 8 + 8)  # sums of 8 float64 and a count of 8 bytes
+    for row, ids in enumerate(PROMPTS):
+        alone = filled(model, [ids])
+        decoded(model, alone, [5, 6, 7])
+        for layer, other in zip(cache.group.layers, alone.group.layers, strict=True):
+            torch.testing.assert_close(layer.memory["sum"][row], other.memory["sum"][0])
+
+
+def test_a_file_a_copy_and_a_batch_hold_it(model: PreTrainedModel, tmp_path: Path) -> None:
+    plain = [decoded(model, filled(model, [ids]), [5, 6, 7, 8]) for ids in PROMPTS]
+    for row, ids in enumerate(PROMPTS):
+        cache = filled(model, [ids])
+        cache.save(tmp_path / "cache")
+        for again in (KVCache.load(tmp_path / "cache", model.config, POLICY), fork(cache)):
+            assert torch.equal(decoded(model, again, [5, 6, 7, 8]), plain[row])
+        assert counts(cache) == [[len(ids)]] * 2, "a copy shares nothing"
+    batch = together([filled(model, [ids]) for ids in PROMPTS])
+    assert join(batch) == [0, 1]
+    assert len(batch.groups) == 1
+    assert counts(batch) == [[*LENGTHS]] * 2
+    torch.testing.assert_close(decoded(model, batch, [5, 6]), torch.cat(plain)[:, :2])
+    assert counts(batch) == [[length + 2 for length in LENGTHS]] * 2
+    torch.testing.assert_close(decoded(model, pick(batch, [1]), [7, 8]), plain[1][:, 2:])
+
+
+def test_policies_that_remember_do_not_decode_on_the_device(model: PreTrainedModel) -> None:
+    assert filled(model, PROMPTS[:1]).on_device() is None
+
+
+def test_where_nothing_is_declared_nothing_is_remembered(model: PreTrainedModel) -> None:
+    assert not any(layer.memory for layer in filled(model, PROMPTS, Policy(name="full")).group.layers)

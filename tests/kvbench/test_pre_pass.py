@@ -1,0 +1,99 @@
+"""Pre-passes by our loop: shared by variants, over a context as over a prompt, counted, and refused in a sentence."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from kv_models import CodePoints, prompt, tiny
+from small_cells import small_cell
+from transformers import PreTrainedModel
+
+from kvbench import KVCache, Policy, make_policy
+from kvbench.analysis.columns import frame
+from kvbench.analysis.load import read_result
+from kvbench.engine.batch import DecodeBatch, Request
+from kvbench.engine.run import run_cells
+from kvbench.inference.generate import greedy
+from kvbench.policies.pre_passes.gemfilter import GemFilter
+
+LENGTH, BUDGET, NEW = 60, 20, 3
+IDS = torch.tensor([prompt(LENGTH)])
+WORDS = CodePoints()
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    running = tiny()
+    running.set_attn_implementation("kvbench")
+    return running
+
+
+def kept(cache: KVCache) -> list[list[list[int]]]:
+    return [[sorted(p for p in head if p >= 0) for head in x.positions[0].tolist()] for x in cache.layers]
+
+
+def test_variants_of_one_pre_pass_share_it_and_keep_what_they_keep_alone(model: PreTrainedModel) -> None:
+    called: list[torch.Tensor | None] = []
+    policies = [make_policy(slug, b, chunk=40) for slug in ("kvzip", "kvzip_layerwise") for b in (16, 24)]
+    policies += [make_policy("kvzip", 16, chunk=30), make_policy("sirllm", 16), make_policy("tova", 16)]
+    flight = DecodeBatch(model)
+    hook = model.base_model.register_forward_hook(
+        lambda _, args, kwargs, out: called.append(kwargs.get("input_ids")), with_kwargs=True
+    )
+    rows = flight.admit(Request(IDS, NEW, encoder=WORDS), policies)
+    hook.remove()
+    while flight.in_flight:
+        flight.step()
+    read = [ids for ids in called if ids is not None]  # sirllm asks the head for logits of hidden states
+    assert len(read) == 1 + 2 + 2  # the prompt; two passes of 40 tokens for four variants; two of 30 for another
+    for row, policy in zip(rows, policies, strict=True):
+        alone = greedy(model, IDS, policy, max_new_tokens=NEW, encoder=WORDS)
+        assert row.error is None
+        assert row.cache is not None
+        assert (row.tokens, kept(row.cache)) == (alone.tokens[0], kept(alone.cache))
+        assert row.cache.group.progress.passed == alone.cache.group.progress.passed
+
+
+def test_a_context_is_repeated_without_its_question(model: PreTrainedModel) -> None:
+    policy = make_policy("kvzip", BUDGET)
+    asked = greedy(model, IDS, policy, max_new_tokens=NEW, context_tokens=50, encoder=WORDS).cache
+    alone = greedy(model, IDS[:, :50], policy, max_new_tokens=1, encoder=WORDS).cache
+    assert [[[p for p in head if p < 50] for head in layer] for layer in kept(asked)] == kept(alone)
+    assert asked.group.progress.passed == alone.group.progress.passed
+
+
+def test_the_tokens_of_pre_passes_are_a_column(tiny_model: Path, tmp_path: Path) -> None:
+    cells = [small_cell(tmp_path, tiny_model, slug, 40, "limit=1") for slug in ("kvzip", "sirllm", "tova")]
+    outcomes = run_cells(cells)
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    column = frame([read_result(cell.folder) for cell in cells], ["prompt_tokens", "pre_pass_tokens"])
+    assert column["pre_pass_tokens"][0] > column["prompt_tokens"][0]
+    assert column["pre_pass_tokens"].isna().tolist() == [False, False, True]
+    assert column["pre_pass_tokens"][1] == 0
+
+
+def test_a_choice_of_the_prompt_counts_its_shallow_pass(model: PreTrainedModel) -> None:
+    done = greedy(model, IDS, make_policy("gemfilter", BUDGET, layer=1), max_new_tokens=1)
+    assert done.cache.group.progress.passed == [LENGTH]
+
+
+def test_a_pass_of_text_without_a_tokenizer_is_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match=r"^kvzip gives the model a text beside the prompt, so it needs"):
+        greedy(model, IDS, make_policy("kvzip", BUDGET), max_new_tokens=1)
+
+
+def test_a_loop_that_makes_no_pre_pass_is_refused(model: PreTrainedModel) -> None:
+    cache = KVCache(model.config, make_policy("kvzip", BUDGET))
+    with pytest.raises(ValueError, match=r"^kvzip has the model look at a prompt again .*generate\.greedy$"):
+        model.generate(IDS, past_key_values=cache, max_new_tokens=2)
+
+
+def test_two_pre_passes_are_refused() -> None:
+    scorer = make_policy("sirllm", BUDGET).scorer
+    with pytest.raises(ValueError, match="has a pre-pass of its own, so pre_pass must be left out"):
+        Policy(scorer=scorer, pre_pass=GemFilter(layer=1), budget=BUDGET)
+
+
+def test_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match="is defined on the whole prompt only"):
+        make_policy("kvzip", BUDGET, block=8)

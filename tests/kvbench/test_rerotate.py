@@ -1,0 +1,142 @@
+"""Keys that are rotated anew: what is kept reads as if it stood at 0, 1, ... and later tokens right behind it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from kv_models import left_padded, prompt, tiny
+from kv_runs import kept_now
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvbench import KVCache, make_policy
+from kvbench.inference.generate import greedy
+
+LENGTH, BUDGET, NEW = 60, 20, 5
+IDS = torch.tensor([prompt(LENGTH + NEW)])
+
+
+def turned(x: Tensor, position: int) -> Tensor:
+    """A key [D] of the tiny Llama rotated by so many places, pair by pair: theta 10000, halves."""
+    half, out = len(x) // 2, x.clone()
+    for i in range(half):
+        angle = torch.tensor(position * 10000.0 ** (-i / half), dtype=x.dtype)
+        out[i] = x[i] * angle.cos() - x[i + half] * angle.sin()
+        out[i + half] = x[i + half] * angle.cos() + x[i] * angle.sin()
+    return out
+
+
+@torch.inference_mode()
+def compacted(model: PreTrainedModel, kept: Sequence[Sequence[Sequence[int]]]) -> Tensor:
+    """Logits of NEW tokens at b, b + 1, ... behind the kept [layer][head] at 0, ..., b - 1, in transformers' cache."""
+    model.set_attn_implementation("sdpa")
+    full, short = DynamicCache(), DynamicCache()
+    model(IDS[:, :LENGTH], past_key_values=full)
+    for layer, heads in enumerate(kept):
+        keys, values = full.layers[layer].keys, full.layers[layer].values
+        assert keys is not None
+        assert values is not None
+        own = [
+            torch.stack([turned(keys[0, h, p], rank - p) for rank, p in enumerate(head)])
+            for h, head in enumerate(heads)
+        ]
+        short.update(
+            torch.stack(own)[None], torch.stack([values[0, h, list(x)] for h, x in enumerate(heads)])[None], layer
+        )
+    return torch.cat([model(IDS[:, LENGTH + t : LENGTH + t + 1], past_key_values=short).logits for t in range(NEW)], 1)
+
+
+@torch.inference_mode()
+def ours(model: PreTrainedModel, slug: str, cut: Sequence[int] = (LENGTH,), **fields: Any) -> tuple[Tensor, KVCache]:
+    model.set_attn_implementation("kvbench")
+    cache = KVCache(model.config, make_policy(slug, BUDGET, **{"rerotate": True, **fields}), prompt_length=LENGTH)
+    for part in IDS[:, :LENGTH].split(list(cut), dim=1):
+        model(part, past_key_values=cache)
+    return torch.cat(
+        [model(IDS[:, LENGTH + t : LENGTH + t + 1], past_key_values=cache).logits for t in range(NEW)], 1
+    ), cache
+
+
+@pytest.mark.parametrize(
+    ("slug", "fields", "cut"),
+    [("snapkv", {"window": 8}, [LENGTH]), ("knorm", {"decode": "grow"}, [23, 37])],
+)
+def test_kept_tokens_stand_at_the_first_places_and_later_ones_follow(
+    slug: str, fields: dict[str, Any], cut: list[int]
+) -> None:
+    model = tiny()
+    logits, cache = ours(model, slug, cut, **fields)
+    kept = [[[p for p in head if p < LENGTH] for head in layer] for layer in kept_now(cache)[0]]
+    assert all(len(head) == BUDGET for layer in kept for head in layer)
+    torch.testing.assert_close(logits, compacted(model, kept), rtol=1e-4, atol=1e-4)  # cos and sin are float32
+    away = [max(abs(p - rank) for rank, p in enumerate(head)) for layer in kept for head in layer]
+    assert max(away) > 10
+
+
+@torch.inference_mode()
+def test_keys_moved_block_by_block_are_where_one_move_puts_them() -> None:
+    """A budget's places are counted from the token itself, however often it was moved: layer 0 sees no difference."""
+    model = tiny()
+    model.set_attn_implementation("kvbench")
+    exact = KVCache(model.config, make_policy("full"))
+    model(IDS[:, :LENGTH], past_key_values=exact)
+    _, cache = ours(model, "streamingllm", decode="grow", block=7)
+    layer, full = cache.layers[0], exact.layers[0]
+    assert full.keys is not None
+    assert layer.keys is not None
+    for head in range(2):
+        stored = [(int(p), slot) for slot, p in enumerate(layer.positions[0, head]) if 0 <= p < LENGTH]
+        for rank, (p, slot) in enumerate(sorted(stored)):
+            expected = turned(full.keys[0, head, p], LENGTH - BUDGET + rank - p)
+            torch.testing.assert_close(layer.keys[0, head, slot], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("slug", ["snapkv", "ada_snapkv", "snapkv_kivi_g8_r8"])
+def test_rows_of_a_padded_batch_come_out_as_alone(slug: str) -> None:
+    model, prompts = tiny(), [prompt(50), prompt(31, seed=1), prompt(12, seed=2)]
+    policy = make_policy(slug, BUDGET, window=8, rerotate=True)
+    ids, mask = left_padded(prompts)
+    model.set_attn_implementation("kvbench")
+    together = greedy(model, ids, policy, attention_mask=mask, max_new_tokens=6)
+    alone = [greedy(model, torch.tensor([p]), policy, max_new_tokens=6).tokens[0] for p in prompts]
+    assert together.tokens == alone
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_logits_are_those_behind_kvpress_with_its_keys_rotated_anew(family: str) -> None:
+    kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed")
+    model = tiny(family, dtype=torch.float32)
+    press = kvpress.KeyRerotationPress(press=kvpress.KnormPress(compression_ratio=1 - (BUDGET + 0.5) / LENGTH))
+    with torch.inference_mode():
+        cache = DynamicCache()
+        with press(model):
+            model(IDS[:, :LENGTH], past_key_values=cache, cache_position=torch.arange(LENGTH))  # which presses ask for
+        theirs = [model(IDS[:, LENGTH + t : LENGTH + t + 1], past_key_values=cache).logits for t in range(NEW)]
+    logits, _ = ours(model, "knorm", decode="grow")
+    torch.testing.assert_close(logits, torch.cat(theirs, dim=1), rtol=1e-3, atol=1e-3)
+
+
+@torch.inference_mode()
+def test_a_second_prompt_moves_what_was_moved_on() -> None:
+    model = tiny()
+    _, cache = ours(model, "knorm", decode="grow")
+    cache.next_prompt(20)
+    model(torch.tensor([prompt(20, seed=3)]), past_key_values=cache)
+    seen, store = LENGTH + NEW + 20, cache.layers[0].states[0].store
+    places = store.positions + store.state["moved"][..., 0]
+    assert places[0].tolist() == [[float(p) for p in range(seen - BUDGET, seen)]] * 2
+
+
+@pytest.mark.parametrize(
+    ("family", "slug", "fields", "sentence"),
+    [
+        ("mistral", "snapkv", {"window": 8}, "the model's sliding window hides tokens by where they were read"),
+        ("llama", "cake", {"window": 8}, "but the allocator of cake evicts no layer before all are measured"),
+        ("llama", "tova", {"order": "evict_then_attend"}, "moves keys behind queries that still attend"),
+        ("llama", "tova", {"rerotate": 1.5}, "rerotate must be true or false, got 1.5"),
+    ],
+)
+def test_what_cannot_be_moved_is_refused(family: str, slug: str, fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        ours(tiny(family), slug, **{"rerotate": True, **fields})

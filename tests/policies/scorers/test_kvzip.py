@@ -1,0 +1,134 @@
+"""KVzip: scores from one plain forward pass over the prompt and its repetition, and kvpress's own."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kv_models import CodePoints, prompt, tiny
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvbench import KVCache, make_policy
+from kvbench.inference.generate import greedy
+from kvbench.policies.pre_passes.repetition import Repetition
+
+LENGTH, BUDGET, CHUNK, SINKS = 50, 20, 24, 4
+KV_HEADS, GROUP = 2, 2
+IDS = prompt(LENGTH)
+WORDS = CodePoints()
+
+
+def pass_tokens(start: int) -> list[int]:
+    """The request, the end of the turn, the chunk."""
+    if start == 0:
+        return [*WORDS.encode("\n\nRepeat the previous context exactly."), *WORDS.encode("\n"), *IDS[:CHUNK]]
+    request = WORDS.encode("\n\nRepeat the part of the previous context exactly, starting with")
+    return [*request, *IDS[start - 8 : start], *WORDS.encode("\n"), *IDS[start : start + CHUNK]]
+
+
+def scores(model: PreTrainedModel) -> Tensor:
+    """[L,H_kv,T]: attention of the prompt and a repetition read as one text, over what the equation's softmax reads."""
+    model.set_attn_implementation("eager")
+    found = torch.zeros(model.config.num_hidden_layers, KV_HEADS, LENGTH, dtype=torch.float64)
+    for start in range(0, LENGTH, CHUNK):
+        more = pass_tokens(start)
+        attentions = model(torch.tensor([[*IDS, *more]]), output_attentions=True).attentions
+        chunk = list(range(start, min(start + CHUNK, LENGTH)))
+        sinks = list(range(min(SINKS, start)))
+        read = torch.tensor([*sinks, *chunk, *range(LENGTH, LENGTH + len(more))])
+        for layer, weights in enumerate(attentions):
+            part = weights[0, :, LENGTH:, read]  # [H_q,n,...]: a softmax over fewer is the same, divided by their sum
+            part = part / part.sum(-1, keepdim=True)
+            for head in range(KV_HEADS):
+                most = part[head * GROUP : (head + 1) * GROUP].amax((0, 1))
+                found[layer, head, chunk] = most[len(sinks) : len(sinks) + len(chunk)]
+    return found
+
+
+def kept(cache: KVCache) -> list[list[list[int]]]:
+    return [[sorted(p for p in head if p >= 0) for head in x.positions[0].tolist()] for x in cache.layers]
+
+
+def best(values: Tensor, slots: int) -> list[list[list[int]]]:
+    """The sinks of every head and the largest of all heads of [L,H_kv,T] together, `slots` in all."""
+    ranked = sorted(
+        ((layer, head, j) for layer in range(len(values)) for head in range(KV_HEADS) for j in range(SINKS, LENGTH)),
+        key=lambda place: -float(values[place]),
+    )[: slots - len(values) * KV_HEADS * SINKS]
+    chosen = {*ranked, *((x, h, j) for x in range(len(values)) for h in range(KV_HEADS) for j in range(SINKS))}
+    return [[[j for j in range(LENGTH) if (x, h, j) in chosen] for h in range(KV_HEADS)] for x in range(len(values))]
+
+
+def compressed(model: PreTrainedModel, slug: str, ids: list[int] = IDS, **fields: Any) -> KVCache:
+    model.set_attn_implementation("kvbench")
+    policy = make_policy(slug, BUDGET, chunk=CHUNK, **fields)
+    return greedy(model, torch.tensor([ids]), policy, max_new_tokens=1, encoder=WORDS).cache
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_what_the_repetition_looks_at_most_is_kept(family: str) -> None:
+    model = tiny(family)
+    values = scores(model)
+    layers = len(values)
+    assert kept(compressed(model, "kvzip")) == best(values, layers * KV_HEADS * BUDGET)
+    each = [best(values[x : x + 1], KV_HEADS * BUDGET)[0] for x in range(layers)]
+    assert kept(compressed(model, "kvzip_layerwise")) == each
+
+
+def test_a_pass_asks_for_a_chunk_behind_the_tokens_before_it() -> None:
+    found = Repetition(CHUNK).passes(IDS, WORDS)
+    assert [one.about for one in found] == [range(24), range(24, 48), range(48, 50)]
+    assert [one.tokens for one in found] == [pass_tokens(start) for start in (0, 24, 48)]
+
+
+def test_the_passes_are_counted_and_stored_nowhere() -> None:
+    cache = compressed(tiny(), "kvzip")
+    assert cache.group.progress.passed == [sum(len(pass_tokens(start)) for start in (0, 24, 48))]
+    assert cache.seen == LENGTH
+
+
+def test_behind_a_quantised_store_the_same_tokens_stay() -> None:
+    assert kept(compressed(tiny(), "kvzip_kivi_g8_r8")) == kept(compressed(tiny(), "kvzip"))
+
+
+def test_a_decoded_token_stays_where_decoding_evicts() -> None:
+    """It is in no repetition, and what a repetition looked at least goes first."""
+    model = tiny()
+    model.set_attn_implementation("kvbench")
+    policy = make_policy("kvzip", BUDGET, chunk=CHUNK, decode="evict")
+    before, after = (
+        kept(greedy(model, torch.tensor([IDS]), policy, max_new_tokens=new, encoder=WORDS).cache) for new in (1, 6)
+    )
+    for old, new in zip((h for x in before for h in x), (h for x in after for h in x), strict=True):
+        assert len(new) == len(old)
+        assert set(range(LENGTH, LENGTH + 5)) <= set(new) or len(old) < SINKS + 5
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_kept_sets_are_those_of_kvpress(family: str, layerwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = pytest.importorskip("kvpress.presses.kvzip_press", reason="kvpress is not installed")
+
+    class Tokenizer(CodePoints):
+        chat_template = None
+
+        def encode(self, text: str, **how: object) -> Any:
+            return torch.tensor([super().encode(text)], dtype=torch.long)
+
+    monkeypatch.setattr(module, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda name: Tokenizer()))
+    ours, theirs = tiny(family, dtype=torch.float32), tiny(family, dtype=torch.float32)
+    theirs.config = copy.deepcopy(theirs.config)
+    theirs.set_attn_implementation("sdpa")
+    press = module.KVzipPress(1 - BUDGET / LENGTH, layerwise=layerwise, chunk_size=CHUNK)
+    with press(theirs):
+        theirs.model(input_ids=torch.tensor([IDS]), past_key_values=DynamicCache())
+    expected = []
+    for layer in theirs.model.layers:
+        _, heads, masked = (x.tolist() for x in layer.self_attn.masked_key_indices)
+        gone = set(zip(heads, masked, strict=True))
+        expected.append([[j for j in range(LENGTH) if (h, j) not in gone] for h in range(KV_HEADS)])
+    assert kept(compressed(ours, "kvzip_layerwise" if layerwise else "kvzip")) == expected

@@ -1,0 +1,73 @@
+"""Leverage: the diagonal of the matrix that projects on what a head's keys span."""
+
+import pytest
+import torch
+from kv_crafted import drawn, observed, rankings
+from kv_models import prompt
+from kvpress_kept import FAMILIES, policy_keeps, press_scores, presses, rank_correlation, small
+from torch import Tensor
+
+from kvbench import make_policy
+from kvbench.policies.model_layer import Rotation
+from kvbench.policies.scorers.leverage import Leverage
+
+
+class DoesNotRotate:
+    """A model's layer whose keys are what they were before the rotation."""
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        none = torch.zeros(*positions.shape, 0, dtype=torch.float64)
+        return Rotation(none, none)
+
+    def output_projection(self) -> Tensor:
+        raise AssertionError("not asked")
+
+
+def hat(keys: Tensor) -> Tensor:
+    """Leverages of the centred keys [T,D] by the pseudo-inverse."""
+    centred = keys - keys.mean(0)
+    return (centred @ torch.linalg.pinv(centred)).diagonal()
+
+
+def scores(keys: Tensor, positions: Tensor | None = None, **fields: float) -> Tensor:
+    scorer = Leverage(epsilon=1e-9, **fields)  # type: ignore[arg-type]
+    return scorer.score(observed(keys, positions=positions, model=DoesNotRotate()), {})
+
+
+def test_a_sketch_as_wide_as_the_keys_changes_no_leverage() -> None:
+    _, keys, _ = drawn(20, 1, 2)
+    expected = torch.stack([hat(head) for head in keys[0]])
+    expected = (expected - expected.mean()) / expected.std()
+    for seed in (0, 1):
+        torch.testing.assert_close(scores(keys, seed=seed)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_empty_slots_explain_nothing() -> None:
+    _, keys, _ = drawn(20, 1, 2)
+    places = torch.arange(20).expand(1, 2, -1)
+    held = torch.where(places < 15, places, -1)
+    torch.testing.assert_close(scores(keys, held)[..., :15], scores(keys[:, :, :15]), rtol=1e-4, atol=1e-4)
+
+
+def test_the_seed_decides_a_narrow_sketch() -> None:
+    _, keys, _ = drawn(40, 1, 1)
+    same, again, other = (scores(keys, sketch=3, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(same, again)
+    assert not torch.equal(same, other)
+
+
+def test_kvpress_ranks_alike() -> None:
+    kvpress = presses()
+    ids = prompt(90)
+    for family in FAMILIES:
+        model = small(family)
+        theirs = press_scores(model, ids, kvpress.LeverageScorePress(compression_ratio=0.5))
+        with rankings() as seen:
+            policy_keeps(model, ids, make_policy("leverage", 45))
+        for mine, press in zip(seen, theirs, strict=True):
+            assert rank_correlation(mine.ranking.scores[0], press) > 0.99
+
+
+def test_a_ridge_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="epsilon must be a number of at least 1e-12, got 0"):
+        make_policy("leverage", 20, epsilon=0)

@@ -1,0 +1,148 @@
+"""Chunks of neighbours: sets by hand, budgets to the token, kvpress's own."""
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from kv_crafted import Crafted, drawn
+from kv_models import prompt, tiny
+from kv_runs import kept_now, run_greedy
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.sequence import Request
+from kvbench.inference.generate import greedy
+from kvbench.policies.ranking import Ranking
+from kvbench.policies.selections.chunks import Chunks
+
+
+def ranked(scores: list[list[float]], positions: list[list[int]], stays: set[int] = frozenset()) -> Ranking:  # type: ignore[assignment]
+    """One sequence: scores and positions of every KV head; `stays` are protected positions."""
+    places = torch.tensor([positions])
+    protected = torch.tensor([[[p in stays for p in head] for head in positions]])
+    return Ranking(torch.tensor([scores]), None, places, protected, torch.tensor([places.max() + 1]))
+
+
+def chosen(ranking: Ranking, keep: int) -> list[list[int]]:
+    """Positions kept of each head, ascending."""
+    kept = ranking.select(keep)[0]
+    return [sorted(ranking.positions[0, head][kept[head]].tolist()) for head in range(len(kept))]
+
+
+def test_the_chunks_with_the_highest_mean_stay_and_the_last_one_gives_its_best() -> None:
+    """Means 2, 3, 1.5 and, of one token, 2.5: the order is chunk 1, chunk 3, chunk 0, chunk 2."""
+    one = ranked([[1.0, 2, 3, 3, 3, 3, 2, 1, 1.5, 2.5]], [list(range(10))])
+    order = Chunks(length=3).rank(one)
+    assert chosen(order, 3) == [[3, 4, 5]]
+    assert chosen(order, 4) == [[3, 4, 5, 9]]
+    assert chosen(order, 6) == [[1, 2, 3, 4, 5, 9]]
+    assert chosen(order, 7) == [[0, 1, 2, 3, 4, 5, 9]]
+    by_sum = Chunks(length=3, reduce="sum").rank(one)
+    assert chosen(by_sum, 4) == [[2, 3, 4, 5]], "sums 6, 9, 4.5 and 2.5"
+
+
+def test_heads_share_their_chunks_or_have_their_own() -> None:
+    """Head means: 4 and 1, 1 and 2; of both together 2.5 and 1.5."""
+    heads = ranked([[4.0, 4, 1, 1], [1.0, 1, 2, 2]], [[0, 1, 2, 3]] * 2)
+    assert chosen(Chunks(length=2).rank(heads), 2) == [[0, 1], [0, 1]]
+    assert chosen(Chunks(length=2, heads="own").rank(heads), 2) == [[0, 1], [2, 3]]
+
+
+def test_chunks_are_those_of_the_text_whatever_slots_hold_them() -> None:
+    """Slots out of order, one empty, tokens 1 and 4 gone: chunks {0}, {2, 3}, {5} have means 1, 4 and 2."""
+    order = Chunks(length=2).rank(ranked([[2.0, 3, 9, 5, 1]], [[5, 2, -1, 3, 0]]))
+    assert chosen(order, 2) == [[2, 3]]
+    assert chosen(order, 3) == [[2, 3, 5]]
+    assert int(order.victim()) == 4
+
+
+def test_a_chunk_that_is_protected_in_part_is_completed_first() -> None:
+    """Token 7 stays: its chunk's mean is then (0 + 5) / 2, above all but the first, whose tokens have 5 and 4."""
+    order = Chunks(length=2).rank(ranked([[5.0, 4, 2, 2, 1, 1, 0, 0]], [list(range(8))], stays={7}))
+    assert chosen(order, 3) == [[0, 1, 7]]
+    assert chosen(order, 4) == [[0, 1, 6, 7]]
+
+
+@pytest.mark.parametrize("slug", ["knorm", "snapkv", "h2o", "ada_snapkv", "caote_h2o"])
+@pytest.mark.parametrize("fields", [{}, {"block": 16}, {"heads": "own", "every": 5}], ids=str)
+def test_budgets_hold_to_the_token_and_rows_are_what_they_are_alone(slug: str, fields: dict[str, Any]) -> None:
+    own = {"window": 6} if "snapkv" in slug else {}
+    policy = make_policy(f"chunkkv_{slug}", 33, decode="evict", **own, **fields)
+    model, prompts = prepare(tiny()), [prompt(56), prompt(61, seed=1)]
+    rows = DecodeBatch(model)
+    found = [
+        row
+        for ids in prompts
+        for row in rows.admit(Request(torch.tensor([ids]), max_new_tokens=9), [policy, make_policy("full")])
+    ]
+    while rows.in_flight:
+        rows.step()
+    for row, ids in zip(found[::2], prompts, strict=True):
+        alone = greedy(model, torch.tensor([ids]), policy, max_new_tokens=9).cache
+        assert row.error is None
+        assert row.cache is not None
+        assert kept_now(row.cache) == kept_now(alone)
+        held = sum(map(len, chain(*kept_now(alone)[0])))
+        assert held == 4 * (33 + (8 % 5 if "every" in fields else 0))
+
+
+def test_whole_chunks_stay_whole_in_a_prompt() -> None:
+    kept = run_greedy(tiny(), [prompt(60)], make_policy("chunkkv_knorm", 30, length=10), 1).of_row(0)[0]
+    for head in chain(*kept):
+        assert len(head) == 30
+        assert all(set(range(p // 10 * 10, p // 10 * 10 + 10)) <= set(head) for p in head)
+
+
+def test_it_stands_before_wrappers_and_behind_stores() -> None:
+    for slug in ("chunkkv_caote_knorm", "chunkkv_pyramidkv", "caote_chunkkv_h2o", "chunkkv_snapkv_kivi_g32_r32"):
+        assert isinstance(make_policy(slug, 64).selection, Chunks), slug
+
+
+def test_while_decoding_the_worst_chunk_loses_its_worst_token() -> None:
+    _, keys, values = drawn(13, 1, 1)
+    scores = (-keys[0, 0].norm(dim=-1)).tolist()
+    made = Crafted(make_policy("chunkkv_knorm", 6, length=3, decode="evict"), 1, 1, prompt_length=6)
+    made.call(*(x[:, :, :6] for x in (keys, keys, values)))
+    held = list(range(6))
+    for new in range(6, 13):
+        held.append(new)
+        chunks = [[p for p in held if p // 3 == m] for m in range(5)]
+        worst = min((c for c in chunks if c), key=lambda c: sum(scores[p] for p in c) / len(c))
+        held.remove(min(worst, key=lambda p: scores[p]))
+        made.call(*(x[:, :, new : new + 1] for x in (keys, keys, values)))
+        assert made.kept() == [tuple(held)]
+
+
+@torch.inference_mode()
+def pressed(model: PreTrainedModel, ids: Tensor, press: Any) -> list[list[tuple[int, ...]]]:
+    """Positions that a press leaves in every layer and KV head, told by the keys of the first layers that are left."""
+    model.set_attn_implementation("sdpa")
+    full, cache, places = DynamicCache(), DynamicCache(), torch.arange(ids.shape[1])
+    model(ids, past_key_values=full)
+    with press(model):
+        model(ids, past_key_values=cache, cache_position=places)
+    same = [
+        (a.keys[0, :, :, None] == b.keys[0, :, None]).all(-1) for a, b in zip(cache.layers, full.layers, strict=True)
+    ]
+    return [[tuple(sorted(head.nonzero()[:, 1].tolist())) for head in layer] for layer in same]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("slug", ["knorm", "snapkv"])
+def test_kept_sets_are_kvpresss_where_lengths_divide(family: str, slug: str) -> None:
+    presses = pytest.importorskip("kvpress", reason="kvpress is not installed: ChunkKVPress cannot be asked")
+    inner = {"knorm": presses.KnormPress, "snapkv": presses.SnapKVPress}[slug]()
+    fields = {}
+    if slug == "snapkv":
+        inner.window_size, inner.kernel_size = 20, 5  # a window that cuts a chunk kvpress may lose in part
+        fields = {"window": 20, "kernel": 5, "pool": "avg"}
+    model, ids = tiny(family, dtype=torch.float32), torch.tensor([prompt(120)])
+    inner.compression_ratio = 0.5
+    theirs = pressed(model, ids, presses.ChunkKVPress(inner, chunk_length=10))
+    cache = KVCache(prepare(model).config, make_policy(f"chunkkv_{slug}", 60, length=10, **fields), prompt_length=120)
+    model(ids, past_key_values=cache)
+    assert kept_now(cache)[0] == theirs
