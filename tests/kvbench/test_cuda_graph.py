@@ -15,7 +15,7 @@ from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
 from kvbench.inference import generate as generating
-from kvbench.inference.cuda_graph import check_graph
+from kvbench.inference.cuda_graph import can_record, check_graph
 from kvbench.inference.generate import greedy
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import GROWTH
@@ -27,7 +27,7 @@ WITH_WINDOWS = ("p2a_snapkv", "caote_snapkv", "fastcaote_snapkv")
 def dense() -> list[str]:
     """One preset for every combination of parts whose decoding needs only the token, growing and per-head ones too."""
     policies = {slug: make_policy(slug, BUDGET) for slug in (*kinds(), "full")}
-    return [slug for slug, policy in policies.items() if policy.store.replayable and policy.pre_pass is None]
+    return [slug for slug, policy in policies.items() if can_record(policy) and policy.pre_pass is None]
 
 
 @pytest.fixture
