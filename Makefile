@@ -41,7 +41,7 @@ tables: $(READY)  ## a table of each paper on the pocket model: about five minut
 	done
 	$(BIN)/python -m kvbench.report results/tables/runs -o results/tables/report.html
 
-test: $(READY)  ## the fast tests: CPU, offline, about five minutes on two cores
+test: $(READY)  ## the fast tests: CPU, offline, a few minutes on two cores
 	$(BIN)/python -m pytest -n auto -m "not slow and not gpu"
 
 test-all: $(READY)  ## every test; those that need a GPU are skipped without one

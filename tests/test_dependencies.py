@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.tasks.extras import from_extra
 from kvbench.tasks.longbench.metrics import _words_zh
 from kvbench.tasks.needlebench.data import gpt4_encoding
 from kvbench.tasks.ruler.niah import punkt_sentences
@@ -75,19 +74,6 @@ def test_a_module_imports_what_an_extra_brings_only_where_it_is_used() -> None:
     assert undeclared(names, CORE) == []
 
 
-def test_all_brings_every_extra_but_the_rivals_and_the_tools_of_developers() -> None:
-    (everything,) = PROJECT["optional-dependencies"]["all"]
-    assert set(everything.removeprefix("kvbench[").removesuffix("]").split(",")) == set(EXTRAS) - {
-        "all", "rivals", "dev"
-    }  # fmt: skip
-
-
-def test_a_package_that_is_missing_is_one_sentence_with_the_command() -> None:
-    with pytest.raises(ValueError, match=r"^scoring needs no_such_package, .*: pip install 'kvbench\[longbench\]'$"):  # noqa: SIM117
-        with from_extra("longbench", "scoring"):
-            import no_such_package  # type: ignore[import-not-found]  # noqa: F401
-
-
 @pytest.mark.parametrize(
     ("package", "extra", "use"),
     [
@@ -126,14 +112,14 @@ def run_with(view: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=view.parent, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes")
 def test_the_pocket_model_runs_with_the_core_alone(core_alone: Path, tmp_path: Path) -> None:
     done = run_with(core_alone, "limit=1", "task.lengths=[256]", "task.depths=[0.5]", "budget=64", f"out={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert "niah" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes")
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

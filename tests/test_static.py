@@ -1,6 +1,7 @@
 """The folders at the top level are one package to every tool: a wrong call from one into another is seen."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,7 @@ def test_an_install_finds_every_package_once_and_no_folder_of_the_top_level() ->
     assert sorted(setuptools.find_packages(str(ROOT / "src"))) == sorted(names)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("checks types")
 def test_a_wrong_call_from_one_folder_into_another_is_an_error_of_types(tmp_path: Path) -> None:
     for name in ("kvbench", *LINKED):
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -46,3 +47,9 @@ def test_a_wrong_call_from_one_folder_into_another_is_an_error_of_types(tmp_path
         ["kvbench/asked.py", "kvbench/planted.py", "kvbench/policies/planted.py"]
     )
     assert all("[arg-type]" in line for line in found)
+
+
+def test_every_slow_test_says_what_takes_so_long() -> None:
+    silent = re.compile(r"mark\.slow(?!\(\")")
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
+    assert [path.name for path in files if silent.search(path.read_text(encoding="utf-8"))] == []

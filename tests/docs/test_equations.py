@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from equations import blocks, mathml, typeset
+from equations import mathml
 
 
 def shown(line: str) -> str:
@@ -17,24 +17,9 @@ def test_a_fraction_takes_the_symbols_beside_it_and_drops_their_parentheses() ->
     assert shown("a_j / (1 - b)") == ("<mfrac><msub><mi>a</mi><mi>j</mi></msub><mn>1</mn><mo>−</mo><mi>b</mi></mfrac>")
 
 
-def test_parentheses_that_are_no_group_of_their_own_stay() -> None:
-    product = "<mo>(</mo><mi>a</mi><mo>)</mo><mo>(</mo><mi>b</mi><mo>)</mo>"
-    assert shown("x^((a)(b))") == f"<msup><mi>x</mi>{product}</msup>"
-
-
-def test_greek_numbers_and_norms() -> None:
-    assert shown("tau1 * ||v||_2") == (
-        "<msub><mi>τ</mi><mn>1</mn></msub><mo>·</mo><msub><mo>‖</mo><mi>v</mi><mo>‖</mo><mn>2</mn></msub>"
-    )
-
-
 def test_sums_and_largest_carry_their_range_below() -> None:
     assert shown("sum_(q >= j) x") == "<munder><mo>∑</mo><mi>q</mi><mo>≥</mo><mi>j</mi></munder><mi>x</mi>"
     assert shown("max_i^n x") == "<munderover><mo>max</mo><mi>i</mi><mi>n</mi></munderover><mi>x</mi>"
-
-
-def test_a_function_and_its_argument_are_one_symbol_of_a_fraction() -> None:
-    assert shown("exp(x) / y") == "<mfrac><mi>exp</mi><mo>(</mo><mi>x</mi><mo>)</mo><mi>y</mi></mfrac>"
 
 
 def test_words_are_escaped_and_the_notation_stays_readable() -> None:
@@ -47,9 +32,3 @@ def test_words_are_escaped_and_the_notation_stays_readable() -> None:
 def test_what_is_no_equation_is_refused(line: str) -> None:
     with pytest.raises(ValueError, match="is no equation"):
         mathml(line)
-
-
-def test_a_paragraph_is_one_of_equations_where_every_line_is_indented() -> None:
-    text = "Idea.\n\n    a = b\n    c = d\n\nProse: a,\n    b."
-    assert [indented for _, indented in blocks(text)] == [False, True, False]
-    assert typeset("    a =\n        b\n    c").count("<math ") == 2

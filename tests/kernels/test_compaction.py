@@ -58,7 +58,7 @@ def test_the_reference_moves_what_stays_to_the_front() -> None:
     assert kept["values"][..., 0].tolist() == [[[-1, -3, 0], [-4, -5, 0]]]
 
 
-@pytest.mark.parametrize("cases", [1, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [1, pytest.param(60, marks=pytest.mark.slow("interprets kernels"))])
 def test_the_kernels_move_the_same_bits(cases: int, interpret: Interpreter) -> None:
     """Six numbers of statistics, and other cases in every run; a failure names its seed."""
     for seed in [*torch.randint(0, 2**31, (cases,)).tolist(), *range(6)]:

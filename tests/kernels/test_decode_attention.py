@@ -96,35 +96,6 @@ def test_a_bias_multiplies_the_odds_of_its_slot() -> None:
     torch.testing.assert_close(got.weights, torch.tensor([[[[[4 / 6, 2 / 6, 0.0]]]]]))
 
 
-def looped(call: dict[str, Any]) -> Tensor:
-    """The output once more, one query and one slot at a time, in Python numbers."""
-    queries, keys, values = (call[name].double() for name in ("queries", "keys", "values"))
-    out = torch.zeros(*queries.shape[:3], values.shape[-1], dtype=torch.float64)
-    group = queries.shape[1] // keys.shape[1]
-    for b, h, m in torch.cartesian_prod(*(torch.arange(n) for n in queries.shape[:3])).tolist():
-        at, total = int(call["query_positions"][b, m]), 0.0
-        if call["sinks"] is not None:
-            total += math.exp(call["sinks"][h])
-        for t, stored in enumerate(call["key_positions"][b, h // group].tolist()):
-            if not 0 <= stored <= at or at - stored >= (call["sliding_window"] or 2**30):
-                continue
-            logit = call["scaling"] * float(queries[b, h, m] @ keys[b, h // group, t])
-            if call["softcap"] is not None:
-                logit = call["softcap"] * math.tanh(logit / call["softcap"])
-            logit += float(call["bias"][b, h // group, t]) if "bias" in call else 0.0
-            total += math.exp(logit)
-            out[b, h, m] += math.exp(logit) * values[b, h // group, t]
-        out[b, h, m] /= total or 1.0
-    return out
-
-
-def test_the_reference_is_what_loops_give() -> None:
-    for name in ("everything", "sinks-bfloat16", "a-sequence-without-a-token", "a-bias"):
-        call = DECODE_CASES[name].draw(7)
-        out = decode_attention_ref(**{name: x for name, x in call.items() if name != "programs"}).out
-        torch.testing.assert_close(out, looped(call).to(out.dtype), **TOLERANCES[out.dtype])
-
-
 @pytest.mark.parametrize("programs", [3, 20])
 def test_segments_of_any_lengths_are_joined_of_any_number_of_programs(programs: int, interpret: Interpreter) -> None:
     case = DecodeCase(
@@ -166,3 +137,32 @@ def test_where_nothing_is_asked_no_tensor_grows_with_the_slots(interpret: Interp
     case = DECODE_CASES["long-and-nothing-asked"]
     most = interpret(largest, function=decode_attention_triton, arguments=case.draw(0))
     assert 4 * case.value_dim * 2 <= most < 4 * case.slots
+
+
+def looped(call: dict[str, Any]) -> Tensor:
+    """The output once more, one query and one slot at a time, in Python numbers."""
+    queries, keys, values = (call[name].double() for name in ("queries", "keys", "values"))
+    out = torch.zeros(*queries.shape[:3], values.shape[-1], dtype=torch.float64)
+    group = queries.shape[1] // keys.shape[1]
+    for b, h, m in torch.cartesian_prod(*(torch.arange(n) for n in queries.shape[:3])).tolist():
+        at, total = int(call["query_positions"][b, m]), 0.0
+        if call["sinks"] is not None:
+            total += math.exp(call["sinks"][h])
+        for t, stored in enumerate(call["key_positions"][b, h // group].tolist()):
+            if not 0 <= stored <= at or at - stored >= (call["sliding_window"] or 2**30):
+                continue
+            logit = call["scaling"] * float(queries[b, h, m] @ keys[b, h // group, t])
+            if call["softcap"] is not None:
+                logit = call["softcap"] * math.tanh(logit / call["softcap"])
+            logit += float(call["bias"][b, h // group, t]) if "bias" in call else 0.0
+            total += math.exp(logit)
+            out[b, h, m] += math.exp(logit) * values[b, h // group, t]
+        out[b, h, m] /= total or 1.0
+    return out
+
+
+def test_the_reference_is_what_loops_give() -> None:
+    for name in ("everything", "sinks-bfloat16", "a-sequence-without-a-token", "a-bias"):
+        call = DECODE_CASES[name].draw(7)
+        out = decode_attention_ref(**{name: x for name, x in call.items() if name != "programs"}).out
+        torch.testing.assert_close(out, looped(call).to(out.dtype), **TOLERANCES[out.dtype])

@@ -9,11 +9,8 @@ from itertools import product
 import pytest
 import torch
 from kernel_calls import CALLS, GROUP, H_KV, SLOTS, Shape, launches
-from kernel_compiled import OPTIONS
-from kernel_launched import MODULES, SIZES, Launch, Made, compiled_launch, launches_on
+from kernel_launched import MODULES, SIZES, Made, compiled_launch, launches_on
 from torch.utils._pytree import tree_leaves
-
-FEW = 3  # configurations of a kernel on one architecture
 
 
 def bytes_of(tensors: list[torch.Tensor]) -> int:
@@ -46,23 +43,6 @@ def test_statistics_take_the_launches_they_are_said_to_take() -> None:
     assert count == {call: 3 if call in three else 2 if call in two else 1 for call in CALLS}
 
 
-@pytest.mark.parametrize("capability", SIZES)
-def test_each_kernel_has_a_few_written_down_configurations(capability: int) -> None:
-    """The same call asks for the same ones again."""
-    asked: dict[str, set[tuple[object, ...]]] = {}
-    for call in CALLS:
-        for dim in (64, 128):
-            first, again = ([_configuration(one) for one in launches(call, dim, capability)] for _ in range(2))
-            assert first == again
-            for name, *options in first:
-                asked.setdefault(name, set()).add(tuple(options))
-    assert {name: options for name, options in asked.items() if len(options) > FEW} == {}
-
-
-def _configuration(launch: Launch) -> tuple[object, ...]:
-    return launch.name, *(launch.arguments.get(option) for option in OPTIONS)
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_no_launcher_makes_rows_of_weights_or_a_copy_of_keys(name: str) -> None:
     """Beside what it returns, a sixth of one layer's keys at most: no [T,T], no [H_q,w,T], nothing dequantised."""
@@ -90,7 +70,9 @@ CAPPED = {"softcap": 30.0, "sliding_window": 999}
 @pytest.mark.parametrize(
     ("call", "dim", "capability"),
     [
-        pytest.param(*case, marks=() if case[1:] == (128, 90) and case[0] in FAST else pytest.mark.slow)
+        pytest.param(
+            *case, marks=() if case[1:] == (128, 90) and case[0] in FAST else pytest.mark.slow("compiles kernels")
+        )
         for case in product(CALLS, (64, 80, 128, 256), SIZES)
     ],
 )
@@ -104,7 +86,7 @@ def test_every_kernel_compiles_without_spills_into_what_the_gpu_has(call: str, d
     assert dim != 128 or SIGNS.get(call, "") in made[0].ptx
 
 
-@pytest.mark.slow
+@pytest.mark.slow("compiles kernels")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("capability", SIZES)
 @pytest.mark.parametrize("call", [call for call in CALLS if call.startswith(("prompt", "column", "mom", "win", "dec"))])
@@ -114,19 +96,11 @@ def test_soft_caps_and_sliding_windows_compile_too(call: str, capability: int) -
             assert compiled_launch(launch, capability).shared <= SIZES[capability][0] * 1024, launch.name
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("call", ["select", "victim"])
-def test_sizes_of_one_compile_too(call: str) -> None:
-    for launch in launches(call, Shape(64, heads=1, slots_held=1), 90):
-        assert compiled_launch(launch, 90).spilled == 0
-
-
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize(
     ("call", "dim"),
     [
-        pytest.param(*case, marks=() if case == ("column sums", 32) else pytest.mark.slow)
+        pytest.param(*case, marks=() if case == ("column sums", 32) else pytest.mark.slow("compiles kernels"))
         for case in product(CALLS, (32, 128))
     ],
 )

@@ -101,7 +101,7 @@ def test_the_reference_merges_by_hand() -> None:
     assert math.isclose(float(elsewhere.key[0, 0, 0, 1]), 6.0)
 
 
-@pytest.mark.parametrize("cases", [4, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [4, pytest.param(60, marks=pytest.mark.slow("interprets kernels"))])
 def test_the_kernels_give_what_the_reference_gives(cases: int, interpret: Interpreter) -> None:
     for seed in torch.randint(0, 2**31, (cases,)).tolist():
         many, one = drawn(seed)

@@ -86,16 +86,6 @@ def test_two_queries_and_a_sink_by_hand() -> None:
     torch.testing.assert_close(got.log_sum_exp, torch.tensor([[[math.log(2.0), math.log(4.0)]]]))
 
 
-def test_the_reference_is_the_attention_of_pytorch() -> None:
-    random = torch.Generator().manual_seed(1)
-    queries = torch.randn(2, 4, 33, 16, generator=random)
-    keys, values = torch.randn(2, 2, 33, 16, generator=random), torch.randn(2, 2, 33, 16, generator=random)
-    at = torch.arange(33).repeat(2, 1)
-    got = prompt_attention_ref(queries, keys, values, at, at[:, None].expand(-1, 2, -1), 0.25)
-    expected = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=0.25, enable_gqa=True)
-    torch.testing.assert_close(got.out, expected)
-
-
 def test_a_few_queries_at_a_time_give_the_same(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOGITS_AT_ONCE", 1)
     for call in calls.values():
@@ -145,3 +135,13 @@ def test_a_plain_prompt_is_attended_to_as_pytorch_does_it_and_its_sums_are_those
         ours = prompt_attention_triton(*call, aligned=aligned)
         torch.testing.assert_close(got.log_sum_exp, ours.log_sum_exp, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(got.out, ours.out, rtol=2e-2, atol=2e-2)
+
+
+def test_the_reference_is_the_attention_of_pytorch() -> None:
+    random = torch.Generator().manual_seed(1)
+    queries = torch.randn(2, 4, 33, 16, generator=random)
+    keys, values = torch.randn(2, 2, 33, 16, generator=random), torch.randn(2, 2, 33, 16, generator=random)
+    at = torch.arange(33).repeat(2, 1)
+    got = prompt_attention_ref(queries, keys, values, at, at[:, None].expand(-1, 2, -1), 0.25)
+    expected = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=0.25, enable_gqa=True)
+    torch.testing.assert_close(got.out, expected)

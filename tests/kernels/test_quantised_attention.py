@@ -95,13 +95,6 @@ def test_queries_of_16_bits_are_multiplied_in_float16(name: str, interpret: Inte
     torch.testing.assert_close(got.log_sum_exp, expected.log_sum_exp, rtol=4e-3, atol=4e-3)
 
 
-def test_a_sequence_that_asks_nothing_gets_nothing(interpret: Interpreter) -> None:
-    got = interpret(quantised_attention_triton, **ATTENTION["a-sequence-that-asks-nothing"].draw(0))
-    assert not got.out[1].any()
-    assert bool((got.log_sum_exp[1] == -torch.inf).all())
-    assert got.out[0].any()
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("name", ATTENTION)

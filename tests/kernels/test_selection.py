@@ -84,7 +84,7 @@ def test_pytorch_gives_what_the_reference_gives(seed: int) -> None:
     torch.testing.assert_close(victim(**of_victim(call)), victim_ref(**of_victim(call)), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("cases", [4, pytest.param(96, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [4, pytest.param(96, marks=pytest.mark.slow("interprets kernels"))])
 def test_the_kernels_give_what_the_reference_gives(cases: int, interpret: Interpreter) -> None:
     for seed in seeds(cases):
         call = drawn(seed, 90)
@@ -92,7 +92,7 @@ def test_the_kernels_give_what_the_reference_gives(cases: int, interpret: Interp
         assert torch.equal(interpret(victim_triton, **of_victim(call)), victim_ref(**of_victim(call))), f"seed {seed}"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("interprets kernels")
 def test_rows_longer_than_a_block_carry_ties_over(interpret: Interpreter) -> None:
     slots = 8192 + 37
     call = {

@@ -47,18 +47,3 @@ def test_a_block_computes_little_that_its_queries_do_not_see() -> None:
     computed = sum(weights.numel() for _, weights, _ in blocks)
     assert sum(weights.shape[3] for _, weights, _ in blocks) == 700
     assert computed < 1.2 * 2 * 700 * 701 / 2  # 700 queries at once would take twice what is seen
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_rounded_once_at_the_end(dtype: torch.dtype) -> None:
-    call: dict[str, Any] = {
-        "queries": torch.randn(1, 4, 40, 8, generator=torch.Generator().manual_seed(1)).to(dtype),
-        "keys": torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(2)).to(dtype),
-        "query_positions": torch.arange(40)[None],
-        "key_positions": torch.arange(40).expand(1, 2, -1),
-        "scaling": 0.4,
-    }
-    values, attended = values_for(call, 8, dtype)
-    column_sums_blocked(**call, attended=attended)
-    assert attended.out.dtype == dtype
-    torch.testing.assert_close(attended.out, expected(call, values).to(dtype))

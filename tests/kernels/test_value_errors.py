@@ -80,7 +80,7 @@ def test_pytorch_gives_what_the_reference_gives(seed: int) -> None:
     torch.testing.assert_close(got, value_errors_ref(**call), **CLOSE)
 
 
-@pytest.mark.parametrize("cases", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [3, pytest.param(60, marks=pytest.mark.slow("interprets kernels"))])
 def test_the_kernels_give_what_the_reference_gives(cases: int, interpret: Interpreter) -> None:
     for seed in torch.randint(0, 2**31, (cases,)).tolist():
         call = drawn(seed)

@@ -64,7 +64,9 @@ def test_two_queries_by_hand() -> None:
     torch.testing.assert_close(got.entropies[0, 0, 0], expected)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 3, 5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 4, 6, 7))])
+@pytest.mark.parametrize(
+    "seed", [0, 1, 3, 5, *(pytest.param(seed, marks=pytest.mark.slow("interprets kernels")) for seed in (2, 4, 6, 7))]
+)
 def test_the_kernel_equals_the_rows(seed: int, interpret: Interpreter) -> None:
     call = draw(seed)
     got, expected = interpret(window_statistics_triton, **call), window_statistics_ref(**call)
@@ -73,7 +75,7 @@ def test_the_kernel_equals_the_rows(seed: int, interpret: Interpreter) -> None:
     torch.testing.assert_close(got.entropies, expected.entropies, **FLOAT32)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow("interprets kernels"))])
 def test_the_largest_head_is_that_of_the_rows(seed: int, interpret: Interpreter) -> None:
     got = interpret(window_largest_triton, **draw(seed))
     torch.testing.assert_close(got, window_largest_ref(**draw(seed)), **FLOAT32)

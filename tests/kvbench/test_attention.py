@@ -8,10 +8,10 @@ import torch
 from kv_crafted import Crafted, drawn
 from kv_models import SLIDING, prompt, tiny
 from torch import Tensor
-from transformers import DynamicCache, FalconConfig, FalconForCausalLM
+from transformers import DynamicCache
 
 from kvbench import KVCache, make_policy
-from kvbench.cache.hook import kvbench_attention, kvbench_mask, prepare
+from kvbench.cache.hook import kvbench_attention, kvbench_mask
 from kvbench.policies.observation import Observation
 
 ATTEND_AND_SUM = Observation.attend_and_sum
@@ -82,19 +82,6 @@ def test_gradients_go_through_the_attention_whatever_the_policy_reads(slug: str,
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize(("slug", "dtype"), [("caote_h2o", torch.float16), ("fastcaote_snapkv", torch.bfloat16)])
-def test_half_precision_runs_and_stays_what_it_is(dtype: torch.dtype, slug: str) -> None:
-    running = model("gemma2", dtype)
-    fields: dict[str, Any] = {"window": 4} if slug.endswith("snapkv") else {}
-    held = KVCache(running.config, make_policy(slug, None if slug == "full" else 16, **fields))
-    with torch.no_grad():
-        out = logits(running, prompt(27), [24, 1, 1, 1], past_key_values=held)
-    assert out.dtype == dtype
-    assert bool(out.isfinite().all())
-    assert held.layers[0].keys is not None
-    assert held.layers[0].keys.dtype == dtype
-
-
 def test_the_models_scaling_is_used() -> None:
     queries, keys, values = drawn(9)
     layer = Crafted(make_policy("full"))
@@ -159,32 +146,6 @@ def test_what_is_about_outputs_routing_and_training_passes_however_new(kwargs: d
     assert held.seen == 5
 
 
-def test_a_module_that_is_not_causal_is_refused() -> None:
-    running: Any = tiny()
-    running.set_attn_implementation("kvbench")
-    running.model.layers[0].self_attn.is_causal = False
-    with pytest.raises(ValueError, match="LlamaAttention asks for attention that is not causal"):
-        running(torch.tensor([prompt(5)]), past_key_values=KVCache(running.config, make_policy("full")))
-
-
-@pytest.mark.parametrize("kind", ["chunked_attention", "linear_attention"])
-def test_other_kinds_of_layers_are_refused(kind: str) -> None:
-    running: Any = tiny("qwen2")
-    running.set_attn_implementation("kvbench")
-    attention = running.model.layers[0].self_attn
-    held = KVCache(running.config, make_policy("full"))
-    attention.config.layer_types = [kind, "full_attention"]
-    with pytest.raises(ValueError, match=f"layer of type '{kind}'; kvbench knows full_attention and sliding_attention"):
-        call(attention, held)
-
-
-def test_a_sliding_layer_must_tell_its_window() -> None:
-    running = model("gemma2")
-    attention = running.model.layers[0].self_attn
-    with pytest.raises(ValueError, match="sliding-window layers but does not pass sliding_window"):
-        call(attention, KVCache(running.config, make_policy("full")))
-
-
 def test_another_attention_cannot_read_the_cache() -> None:
     running: Any = tiny()
     running.set_attn_implementation("sdpa")
@@ -198,18 +159,6 @@ def test_plain_tensors_are_refused() -> None:
         model()(torch.tensor([prompt(5)]), past_key_values=DynamicCache(config=model().config))
     with pytest.raises(ValueError, match=r"pass past_key_values=KVCache\(model.config, policy\)"):
         model()(torch.tensor([prompt(5)]), use_cache=False)
-
-
-def falcon() -> FalconConfig:
-    return FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-
-
-def test_falcon_does_not_follow_the_interface() -> None:
-    sentence = "FalconForCausalLM does not follow transformers' attention interface"
-    with pytest.raises(ValueError, match=sentence):
-        KVCache(falcon(), make_policy("full"))
-    with pytest.raises(ValueError, match=sentence):
-        prepare(FalconForCausalLM(falcon()))
 
 
 # the mask function

@@ -66,16 +66,6 @@ def test_the_full_cache_gives_the_models_own_logits() -> None:
     torch.testing.assert_close(torch.cat(got, 1), expected, rtol=1e-4, atol=1e-4)  # without the sinks: 5
 
 
-@pytest.mark.parametrize("slug", ["full", "ada_snapkv", "ott", "roco"])
-def test_a_budget_above_the_length_changes_nothing(slug: str) -> None:
-    model, ids = gpt_oss(), torch.tensor([words(LENGTH)])
-    model.set_attn_implementation("eager")
-    expected = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, LENGTH:].tolist()
-    fields: dict[str, Any] = {"bits": 8} if slug in ("kivi", "ott") else {}
-    policy = make_policy(slug, None if slug in ("full", "kivi", "ott") else 4 * LENGTH, **fields)
-    assert tokens(policy, ids) == [expected]
-
-
 @pytest.mark.parametrize("slug", ["tova", "cake", "caote_snapkv", "ada_snapkv", "roco"])
 def test_batches_equal_single_sequences(slug: str) -> None:
     prompts = [words(LENGTH, seed=1), words(LENGTH - 17, seed=2)]

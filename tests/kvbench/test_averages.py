@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.analysis.averages import average_intervals, strata
+from kvbench.analysis.averages import average_intervals
 from kvbench.analysis.metrics import metrics
 from kvbench.records.sample import Sample
 from kvbench.tasks.longbench.subsets import PAPER_SETS
@@ -34,13 +34,6 @@ def test_every_average_over_subsets_that_longbench_prints_has_its_interval() -> 
     assert wide[1] - wide[0] > 2 * (narrow[1] - narrow[0]), "2 sets instead of 16: sqrt(8) times as wide"
 
 
-def test_rulers_average_is_over_its_tasks() -> None:
-    rows = [("vt", 1.0), ("vt", 0.0), ("cwe", 0.5), ("cwe", 0.7), ("vt", 1.0)]
-    samples = [answer(i, score, "ruler", task=task) for i, (task, score) in enumerate(rows)]
-    assert strata(samples) == {"vt": [1.0, 0.0, 1.0], "cwe": [0.5, 0.7]}
-    assert list(average_intervals(samples)) == ["average"]
-
-
 def test_a_benchmark_of_ones_own_says_what_its_averages_are_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_averages.py").write_text(
         'SUBSETS_BY = "topic"\ndef averages(subsets): return {"sciences": [s for s in subsets if s != "art"]}\n'
@@ -58,9 +51,3 @@ def test_no_interval_where_the_average_is_none_of_several_sets() -> None:
     assert average_intervals(suite(("trec", "qasper"), [1.0])) == {}, "one score says nothing of its spread"
     assert average_intervals([answer(0, 0.5, "needlebench"), answer(1, 0.1, "needlebench")]) == {}
     assert average_intervals([]) == {}
-
-
-def test_a_failed_example_leaves_no_interval() -> None:
-    samples = suite(("trec", "qasper"), [0.0, 1.0])
-    assert average_intervals(samples)
-    assert average_intervals([*samples, answer(4, None, subset="trec")]) == {}

@@ -78,16 +78,3 @@ def test_other_rows_go_on(at: int) -> None:
     for row in (right, other):
         assert row.error is None
         assert row.answer.tokens == alone.tokens[0]
-
-
-def test_rows_of_one_policy_fail_by_themselves() -> None:
-    """Their layers give a token up together: one sequence has a token at the position, the other is not so long."""
-    running, broken = model(), policy(at=LENGTH + 3)
-    rows = DecodeBatch(running)
-    (long,) = rows.admit(Request(torch.tensor([prompt(LENGTH + 2, 1)]), 4), [broken])
-    (short,) = rows.admit(Request(torch.tensor([prompt(LENGTH - 4, 1)]), 4), [broken])
-    while rows.in_flight:
-        rows.step()
-    assert isinstance(long.error, FloatingPointError)
-    assert short.error is None
-    assert short.answer.tokens == greedy(running, short.request.input_ids, broken, max_new_tokens=4).tokens[0]

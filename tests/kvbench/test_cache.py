@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -71,23 +70,15 @@ def test_bytes_at_the_budget_as_worked_by_hand() -> None:
     assert held.nbytes == LAYERS * (16 + 1) * slot_bytes(4)
 
 
-def test_sums_of_h2o_cost_one_float_a_slot() -> None:
-    held = KVCache(model().config, policy("h2o"))
-    model()(torch.tensor([prompt(37)]), past_key_values=held)
-    assert held.nbytes == LAYERS * (16 + 1) * (slot_bytes(4) + KV_HEADS * 4)
-
-
 def test_the_peak_is_one_block_beside_the_budget() -> None:
     """While a layer takes a block in, the others hold their budget and one spare slot."""
     run = run_greedy(model(), [prompt(61)], policy("streamingllm", block=4), 4)
-    assert run.cache is not None
     allowed = ((LAYERS - 1) * (16 + 1) + 16 + 4) * slot_bytes(4)
     assert run.cache.nbytes < run.cache.peak_nbytes <= allowed
 
 
 def test_the_peak_of_a_whole_prompt_is_one_layers_prompt_beside_what_is_kept() -> None:
     run = run_greedy(model(), [prompt(61)], policy("streamingllm"), 4)
-    assert run.cache is not None
     assert run.cache.peak_nbytes == (61 + (LAYERS - 1) * (16 + 1)) * slot_bytes(4)
 
 
@@ -106,20 +97,12 @@ def test_decoding_at_the_budget_overwrites_slots_in_place(slug: str) -> None:
     assert seen[0][1] == seen[1][1]  # the first decoded token takes the spare slot the prompt left
 
 
-def test_decoding_that_grows_copies_rarely() -> None:
-    pointers = set()
-    with noting(model(), lambda held: pointers.add(held.layers[0].keys.data_ptr())):  # type: ignore[union-attr]
-        run_greedy(model(), [prompt(37)], make_policy("full"), 40)
-    assert len(pointers) <= 3  # the prompt's own tensor, then buffers with room for many more
-
-
 # the audit
 
 
 def audited(slug: str, **fields: Any) -> KVCache:
     """A cache after a prompt of 37 and 4 decoded tokens; its own audit has passed."""
     run = run_greedy(model(), [prompt(37)], policy(slug, **fields), 5)
-    assert run.cache is not None
     run.cache.audit()
     return run.cache
 
@@ -178,19 +161,6 @@ def positions_behind(layer: KVLayer) -> Tensor:
 # what a cache shows
 
 
-def test_a_cache_shows_what_it_holds() -> None:
-    held = KVCache(model().config, policy("h2o"))
-    model()(torch.tensor([prompt(37)]), past_key_values=held)
-    assert held.seen == held.get_seq_length() == 37
-    assert held.kept_tokens().tolist() == [[[16, 16]]] * LAYERS
-    layer = held.layers[0]
-    assert layer.positions.dtype == torch.int64
-    assert layer.positions.shape == (1, KV_HEADS, 16)
-    assert layer.keys is not None
-    assert layer.values is not None
-    assert layer.keys.shape == layer.values.shape == (1, KV_HEADS, 16, HEAD_DIM)
-
-
 def test_what_was_decoded_without_gradients_can_be_looked_at_afterwards() -> None:
     """`torch.inference_mode` lets nobody write into its tensors once it is over."""
     ids = torch.tensor([prompt(40)])
@@ -209,26 +179,8 @@ def test_kept_keys_and_values_are_untouched_and_keep_their_rotation() -> None:
         model()(torch.tensor([prompt(37)]), past_key_values=held)
     for whole, part in zip(full.layers, small.layers, strict=True):
         index = part.positions[..., None].expand(-1, -1, -1, HEAD_DIM)
-        assert whole.keys is not None
-        assert whole.values is not None
-        assert part.keys is not None
-        assert part.values is not None
         assert torch.equal(whole.keys.gather(2, index), part.keys)
         assert torch.equal(whole.values.gather(2, index), part.values)
-
-
-def test_slots_are_sorted_by_position_after_the_prompt() -> None:
-    held = KVCache(model().config, policy("tova"))
-    model()(torch.tensor([prompt(37)]), past_key_values=held)
-    for layer in held.layers:
-        assert torch.equal(layer.positions, layer.positions.sort(-1).values)
-
-
-def test_an_empty_cache_shows_nothing() -> None:
-    held = KVCache(model().config, policy("h2o"))
-    assert held.seen == held.nbytes == held.peak_nbytes == 0
-    assert held.layers[0].positions.numel() == 0
-    held.audit()
 
 
 def test_nothing_can_be_cropped_or_reordered() -> None:
@@ -291,10 +243,3 @@ def test_generate_stops_where_a_layer_holds_more_than_was_promised(slug: str) ->
         BudgetError, match=r"layer 0 holds 17 .* promised at most 16 there|holds 34 tokens .* at most 32"
     ):
         model().generate(torch.tensor([prompt(37)]), past_key_values=held, max_new_tokens=4, do_sample=False)
-
-
-def test_a_call_that_does_not_evict_breaks_the_promise_at_its_end() -> None:
-    held = KVCache(model().config, policy("h2o"))
-    lazy = patch("kvbench.cache.evict._evict_batch")
-    with lazy, pytest.raises(BudgetError, match=r"sequence 0 holds 74 .* at most 32"):
-        model()(torch.tensor([prompt(37)]), past_key_values=held)

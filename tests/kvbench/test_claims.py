@@ -173,20 +173,6 @@ def test_d2o_is_beaten_in_the_four_cells_of_table_2_seen_by_hand(judged: dict[st
     }
 
 
-def test_pyramidkvs_floors_keep_15_percent_more_at_128(judged: dict[str, Printed]) -> None:
-    # by hand, 32 layers beside a window of 32: 188, 183, ..., 33 sum to 3536 against 96 * 32 = 3072, 15.1% more
-    cell = next(cell for cell in judged["cake/pyramid-overspends"].evidence.cells if "budget 128:" in cell.where)
-    assert cell.gain == pytest.approx(100 * (3536 - 3072) / 3072, abs=1e-4)
-    assert "4560 slots against 4096" in cell.where
-
-
-def test_the_ratio_of_two_bits_is_711_in_the_limit(judged: dict[str, Printed]) -> None:
-    # 2 bits and 16-bit scale and minimum per 128 numbers: 2.25 bits, 16 / 2.25
-    gains = {cell.where.split(":")[0]: cell.gain for cell in judged["ott/memory-ratio"].evidence.cells}
-    assert gains["kivi in the limit"] == pytest.approx(16 / 2.25, abs=0.01)
-    assert gains["ott at 8192 tokens"] == pytest.approx(6.3, abs=0.1)
-
-
 @pytest.mark.parametrize("claim", [c for c in ALL.values() if not c.ours], ids=lambda c: f"{c.paper}-{c.name}")
 def test_the_sentence_stands_in_the_paper(claim: Claim) -> None:
     if not SHARED.is_dir():
@@ -201,13 +187,11 @@ def plain(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", re.sub(r"</?\w+>|\\[a-z]+", "", text).lower())
 
 
-def test_what_was_not_printed_says_what_would_give_it(judged: dict[str, Printed]) -> None:
-    for name in (name for name, found in judged.items() if found.verdict == "no data"):
-        assert judged[name].evidence.missing, name
-        assert ALL[name].trial or ALL[name].elsewhere, name
-
-
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name, claim in ALL.items() if claim.trial]
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow("composes hundreds of configurations"))
+    for name, claim in ALL.items()
+    if claim.trial
+]
 
 
 @pytest.mark.parametrize("name", ["caote/always-average", "cake/needle-best", "d2o/needle", "ott/beats-kivi", *SLOW])
@@ -217,16 +201,6 @@ def test_the_command_of_a_claim_is_one_that_runs(name: str) -> None:
     start, fields = trial.command.split(" -m kvbench ")
     assert start == "python"
     assert check(fields.split()).first.config["model"]
-
-
-def test_the_table_for_people_says_verdict_numbers_and_what_contradicts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--paper", "caote"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "fails: 75 of 79 cells support, 2 contradict, 2 tie, 1 half printed" in said
-    assert "caote_tova 29.31, tova 29.46" in said
-    assert "no data: the body of table 4 is lost" in said
-    assert "in our runs" not in said
-    assert "cake/" not in said
 
 
 @pytest.mark.parametrize("suffix", [".md", ".csv", ".json"])
@@ -242,10 +216,3 @@ def test_files_hold_every_claim(suffix: str, tmp_path: Path) -> None:
         assert row["contradictions"] == ["table8 prefill: kvec 3440.0, snapkv 5672.0 tokens/s: -39.35"]
     if suffix == ".csv":
         assert len(list(csv.DictReader(text.splitlines()))) == len(claims_of("kvec"))
-
-
-def test_wrong_values_are_answered_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-o", "claims.txt"]) == 2
-    assert capsys.readouterr().err == "kvbench: -o claims.txt must end in one of .md, .csv, .json\n"
-    assert main(["--runs", str(tmp_path / "none"), "--paper", "cake"]) == 2
-    assert capsys.readouterr().err.endswith("none is not a folder\n")

@@ -76,17 +76,18 @@ def samples(out: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in SECONDS} for line in lines]
 
 
-def test_one_cell_leaves_five_files_and_a_table(tmp_path: Path, tiny_model: Path) -> None:
+def test_one_cell_leaves_five_files_and_a_table(here: Here, tiny_model: Path) -> None:
     arguments = (f"model={tiny_model}", "policy=snapkv", "budget=64", "out=deep/er", *SMALL)
-    done = finish(process(*arguments, cwd=tmp_path))
-    assert (done.returncode, done.stderr) == (0, "")
+    done = here(*arguments)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
     assert [row[0] for row in shown_rows(done.stdout)] == ["snapkv"]
     assert "decoded tokens all kept" in done.stdout
-    out = tmp_path / "deep" / "er"
+    out = here.folder / "deep" / "er"
     (folder,) = out.iterdir()
     files = {"samples.jsonl", "metrics.json", "config.yaml", "environment.json", "engine.json"}
     assert {p.name for p in folder.iterdir()} == files
-    assert [p.name for p in tmp_path.iterdir()] == ["deep"]  # nothing of Hydra's lies about
+    assert [p.name for p in here.folder.iterdir()] == ["deep"]  # nothing of Hydra's lies about
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["run_id"] == folder.name
     assert config["config"]["budget"] == 64
@@ -123,21 +124,6 @@ def test_a_sweep_ends_with_one_table_and_goes_on_after_a_failed_cell(here: Here,
     others = {path.name for path in (here.folder / "runs").iterdir() if not path.name.startswith("tiny")}
     assert others == {"sweep.yaml", ".sweep"}
     assert len(list((here.folder / "runs").glob("tiny*"))) == 4
-
-
-def test_a_cell_that_breaks_while_running_does_not_stop_the_others(
-    here: Here, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flaky(*arguments: Any, **options: Any) -> Any:
-        if arguments[2].name == "knorm":
-            raise RuntimeError("out of something")
-        return greedy(*arguments, **options)
-
-    monkeypatch.setattr("kvbench.engine.answers.greedy", flaky)
-    done = here("-m", f"model={tiny_model}", "policy=knorm,tova", "budget=64", "out=runs", "engine.rows=1", *SMALL)
-    assert done.returncode == 1
-    assert "RuntimeError: out of something" in done.stderr
-    assert [row[0] for row in shown_rows(done.stdout)] == ["tova"]
 
 
 def test_an_example_that_broke_its_budget_is_recorded_and_spoils_the_score(
@@ -215,34 +201,6 @@ def test_a_full_disk_is_one_sentence_and_keeps_what_was_finished(here: Here, tin
     assert path.read_bytes().count(b"\n") == 10
 
 
-def test_a_schedule_is_chosen_beside_the_policy_and_named_in_the_table(here: Here, tiny_model: Path) -> None:
-    sweep = ("policy=snapkv", "schedule=blocks,prompt", "decode=evict", "budget=64", "out=runs", *SMALL, "limit=1")
-    done = here("-m", f"model={tiny_model}", *sweep)
-    assert done.returncode == 0
-    assert "\nblocks of 128, evict:\nsnapkv " in done.stdout
-    assert "\nwhole prompt, evict:\nsnapkv " in done.stdout
-    assert len(list(here.folder.glob("runs/*/samples.jsonl"))) == 2
-
-
-def test_debug_shows_the_traceback(here: Here) -> None:
-    done = here("model.path=/nowhere", "debug=true")
-    assert done.returncode == 2
-    assert "Traceback" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("kvbench: model.path=/nowhere")
-
-
-def test_an_end_text_may_not_come_before_the_least_number_of_new_tokens(here: Here, tiny_model: Path) -> None:
-    arguments = (f"model={tiny_model}", "policy=full", "out=runs", "limit=1", *SMALL)
-    here(*arguments)
-    first = samples(here.folder / "runs")[0]["output"][0]
-    here(*arguments, f"task.end_texts=['{first}']", "out=ends")
-    assert samples(here.folder / "ends")[0]["output"] == ""
-    here(*arguments, f"task.end_texts=['{first}']", "task.min_new_tokens=2", "out=later")
-    (later,) = samples(here.folder / "later")
-    assert later["generated_tokens"] >= 2
-    assert first not in later["output"]
-
-
 def test_without_arguments_the_pocket_model_looks_for_a_needle(here: Here) -> None:
     done = here("limit=1")
     assert done.returncode == 0
@@ -254,3 +212,10 @@ def test_without_arguments_the_pocket_model_looks_for_a_needle(here: Here) -> No
     assert sample["cache_bytes"] <= sample["peak_bytes"]
     assert (sample["device_peak_bytes"] is None) == (not torch.cuda.is_available())
     assert sample["cache_bytes"] < 0.15 * sample["full_cache_bytes"]
+
+
+def test_debug_shows_the_traceback(here: Here) -> None:
+    done = here("model.path=/nowhere", "debug=true")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("kvbench: model.path=/nowhere")

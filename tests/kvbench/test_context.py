@@ -160,14 +160,6 @@ def test_the_tokens_of_a_question_are_decoded_ones_whatever_number_a_call_takes(
     assert held(done.cache) == positions
 
 
-def test_a_share_is_that_of_the_context_and_not_of_the_prompt() -> None:
-    done = asked(make_policy("snapkv", 0.5, window=4))
-    kept = [len([p for p in layer[0] if p < CONTEXT]) for layer in held(done.cache)]
-    assert kept == [23, 22]  # round(0.5 * 45 * 2) = 45 (half to even) slots over two layers, the first one more
-    later = list(range(CONTEXT, CONTEXT + QUESTION + NEW - 1))
-    assert all(head[-len(later) :] == later for layer in held(done.cache) for head in layer)
-
-
 def test_gemfilter_chooses_among_the_contexts_tokens_and_reads_the_question_after_them() -> None:
     done = asked(make_policy("gemfilter", BUDGET, layer=1))
     assert done.cache.seen == BUDGET + QUESTION + NEW - 1
@@ -206,20 +198,10 @@ def test_rows_of_one_context_give_what_each_gives_alone_whatever_is_asked_beside
         ids, name = row.request.input_ids, f"{row.policy.name}, {row.request.max_new_tokens} new"
         alone = greedy(model(), ids, row.policy, max_new_tokens=row.request.max_new_tokens, context_tokens=CONTEXT)
         assert row.error is None, f"{name}: {row.error!r}"
-        assert row.cache is not None
         assert row.tokens == alone.tokens[0], name
         assert held(row.cache) == held(alone.cache), name
         for field in ("seen", "nbytes", "peak_nbytes", "spare_nbytes"):
             assert getattr(row.cache, field) == getattr(alone.cache, field), f"{name}: {field}"
-
-
-def test_only_questions_about_the_same_tokens_are_read_together() -> None:
-    asks, whole = Request(IDS, NEW, context_tokens=CONTEXT), Request(IDS, NEW)
-    longer, other = Request(IDS, NEW, context_tokens=CONTEXT + 1), Request(IDS.flip(-1), NEW, context_tokens=CONTEXT)
-    rows = DecodeBatch(model())
-    assert rows.joins(asks, Request(IDS[:, :-1], 1, context_tokens=CONTEXT))
-    assert not any(rows.joins(asks, request) for request in (whole, longer, other))
-    assert not rows.joins(whole, whole)
 
 
 def test_one_call_reads_the_context_of_all_rows_and_one_each_question() -> None:
@@ -238,17 +220,3 @@ def test_a_policy_that_cannot_compress_a_context_ends_its_own_row() -> None:
     assert "late=true" in str(late.error)
     assert tova.error is None
     assert tova.tokens == asked(policies[1], max_new_tokens=1).tokens[0]
-
-
-def test_a_batch_of_contexts_of_one_length_gives_what_its_rows_give() -> None:
-    ids = torch.cat([IDS, torch.tensor([prompt(CONTEXT + QUESTION, seed=5)])])
-    policy = make_policy("caote_snapkv", BUDGET, **SMALL)
-    both = greedy(model(), ids, policy, max_new_tokens=NEW, context_tokens=CONTEXT).tokens
-    alone = [greedy(model(), row[None], policy, max_new_tokens=NEW, context_tokens=CONTEXT) for row in ids]
-    assert both == [one.tokens[0] for one in alone]
-
-
-@pytest.mark.parametrize("context", [1, CONTEXT])
-def test_what_is_kept_whole_gives_the_same_answer_whether_its_context_came_first_or_not(context: int) -> None:
-    whole = make_policy("full")
-    assert asked(whole, context_tokens=context).tokens == asked(whole, context_tokens=None).tokens

@@ -13,8 +13,6 @@ from kvbench.analysis.metrics import metrics
 from kvbench.analysis.result import Result, numbers
 from kvbench.cli import main
 from kvbench.identity.labels import Naming
-from kvbench.papers.matching import differences
-from kvbench.papers.protocol import Plan
 from kvbench.report.collect import collect
 from kvbench.report.table import unlike
 
@@ -78,12 +76,6 @@ def test_what_cannot_be_is_one_sentence_and_exit_code_2(
     assert told.count("\n") == 1
 
 
-def test_a_task_that_reads_texts_is_refused(here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    Path("a.txt").write_text("Once upon a time. " * 9, encoding="utf-8")
-    assert here("policy=h2o", "compress=context", "task=perplexity", "task.data_dir=a.txt") == 2
-    assert "task perplexity asks none (its tokens are given and rated): use compress=prompt" in capsys.readouterr().err
-
-
 def record(compress: str | None, schedule: str) -> Result:
     known = {} if compress is None else {"compress": compress}
     identity: dict[str, Any] = {"policy": {"schedule": {"class": schedule, "decode": "grow"}}, "budget": 64, **known}
@@ -99,10 +91,3 @@ def test_runs_of_older_versions_compressed_the_prompt() -> None:
     assert unlike([record(None, "Prompt"), record("prompt", "Prompt")]) == []
     (said,) = unlike([record(None, "Prompt"), record("context", "Prompt")])
     assert said.startswith("what is compressed differs (context, prompt)")
-
-
-def test_a_run_of_a_context_is_another_experiment_than_a_papers() -> None:
-    plan = Plan("pocket", "snapkv", 64, "niah", {}, "score", {}, 1.0, (), {})
-    assert differences(plan, record("context", "Prompt").identity) == ["compress=context"]
-    assert differences(plan, record("prompt", "Prompt").identity) == []
-    assert differences(plan, record(None, "Prompt").identity) == []

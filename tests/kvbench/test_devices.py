@@ -13,7 +13,6 @@ from kvbench.cache.hook import prepare
 from kvbench.inference.generate import greedy
 from kvbench.models.loading import ModelSpec, load, locate
 from kvbench.policies.policy import Policy
-from kvbench.terminal.errors import UsageError
 from kvbench.tools.harness_model import KVBenchLM
 
 LAYERS = 3
@@ -93,17 +92,3 @@ def test_the_device_map_of_a_model_is_followed_and_recorded(tiny_model: Path) ->
     assert loaded.record["device_map"] == {"": "cpu"}
     assert "device_map" not in load(locate(ModelSpec(name="tiny", path=str(tiny_model))), torch.device("cpu")).record
     assert KVBenchLM(str(tiny_model), device_map="auto").get_model_info()["model_record"]["device_map"]
-
-
-def test_an_unknown_device_map_is_refused_with_the_known_ones(tiny_model: Path) -> None:
-    sentence = "model.device_map=everywhere is not allowed, choose one of auto, balanced, balanced_low_0, sequential"
-    with pytest.raises(UsageError, match=sentence):
-        locate(ModelSpec(name="tiny", path=str(tiny_model), device_map="everywhere"))
-
-
-def test_without_accelerate_a_device_map_says_what_to_install(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvbench.models.loading.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"model\.device_map=balanced needs .*: pip install accelerate$"):
-        locate(ModelSpec(name="tiny", path=str(tiny_model), device_map="balanced"))

@@ -14,7 +14,6 @@ from kvbench.engine import answers
 from kvbench.inference.generate import greedy
 from kvbench.records.sample import Sample
 from kvbench.records.samples import RunLostError, open_samples, read_samples
-from kvbench.report.command import main as results
 
 
 def sample(index: int, **fields: Any) -> Sample:
@@ -91,18 +90,3 @@ def test_a_run_whose_files_vanish_stops_at_once_in_one_sentence(
     assert "samples.jsonl was deleted or replaced while its run was computed" in said.err
     assert said.err.count("\n") == 1
     assert said.out == ""
-
-
-def test_an_edited_file_and_a_missing_one_are_a_sentence_for_collect_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "runs" / "one"
-    folder.mkdir(parents=True)
-    path = written(folder / "samples.jsonl", sample(0))
-    (folder / "metrics.json").write_text("{}")
-    path.write_text(path.read_text().replace('"score": 0.5', '"score": 7'))
-    assert results(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "t.csv")]) == 2
-    assert "samples.jsonl, line 1: score=7 is not allowed" in capsys.readouterr().err
-    path.write_text("")
-    assert results(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "t.csv")]) == 2
-    assert "samples.jsonl is missing or holds no example" in capsys.readouterr().err

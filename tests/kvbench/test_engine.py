@@ -338,13 +338,6 @@ class Told(Nobody):
         self.heard.append((cell.policy_name, "ended"))
 
 
-def test_a_watch_hears_of_every_example_in_step(cells: Build) -> None:
-    told = Told()
-    run_cells(cells("full,tova", limit=2), told)
-    examples = [(policy, index) for index in range(2) for policy in ("full", "tova")]
-    assert told.heard == [*examples, ("full", "ended"), ("tova", "ended")]
-
-
 def test_an_interrupt_leaves_whole_files_with_all_that_was_computed(cells: Build) -> None:
     some = cells("full,tova", limit=4)
     with pytest.raises(KeyboardInterrupt):
@@ -394,9 +387,3 @@ def test_free_memory_is_no_more_than_the_container_may_take(tmp_path: Path, monk
     assert device_memory.free(torch.device("cpu")) == 400_000
     (tmp_path / "memory.max").write_text("max\n")
     assert device_memory.free(torch.device("cpu")) == 2048 * 1024
-
-
-@pytest.mark.parametrize("rows", ["0", "-1", "many", "true"])
-def test_rows_must_be_a_whole_number(cells: Build, rows: str) -> None:
-    with pytest.raises(ValueError, match=r"engine\.rows must be a whole number of at least 1"):
-        cells("full", f"engine.rows={rows}")

@@ -130,22 +130,6 @@ def test_a_sequence_that_ends_early_leaves_the_others_as_they_were(how: str) -> 
     assert (ended[0], ended[2]) == (free[0], free[2])
 
 
-def test_one_new_token_needs_no_decoding() -> None:
-    model = model_of("llama")
-    model.set_attn_implementation("kvbench")
-    out = greedy(model, torch.tensor([PROMPTS[0]]), make_policy("full"), max_new_tokens=1)
-    assert out.cache.seen == LENGTHS[0]
-    assert len(out.tokens[0]) == 1
-
-
-def test_a_length_for_each_sequence_must_be_given() -> None:
-    model = model_of("llama")
-    model.set_attn_implementation("kvbench")
-    held = KVCache(model.config, make_policy("tova", 16), prompt_length=[5, 5])
-    with pytest.raises(ValueError, match="prompt_length names 2 sequences, the model was called with 1"):
-        model(torch.tensor([prompt(5)]), past_key_values=held)
-
-
 @pytest.mark.parametrize("block", [None, 12])
 def test_sums_over_the_block_begin_with_the_block_and_not_with_the_call(block: int | None) -> None:
     """Chunks of 7, and padding: the calls begin inside blocks."""
@@ -166,11 +150,6 @@ def test_padding_anywhere_but_on_the_left_is_refused(mask: list[int]) -> None:
             attention_mask=torch.tensor([mask]),
             max_new_tokens=1,
         )
-
-
-def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="a prompt without a token"):
-        greedy(model_of("llama"), torch.zeros(1, 0, dtype=torch.long), make_policy("full"), max_new_tokens=1)
 
 
 def test_an_ended_sequence_keeps_the_cache_it_had() -> None:

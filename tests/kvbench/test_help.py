@@ -1,7 +1,5 @@
 """Help at 80 and at 140 columns: every command's, and its commands' own."""
 
-import subprocess
-import sys
 from contextlib import suppress
 from importlib import import_module
 
@@ -10,7 +8,6 @@ from command_lines import MAINS
 
 from kvbench.cli import main
 from kvbench.config.tree import names
-from kvbench.terminal.folding import fold
 
 HELPS = (
     *("", "policy", "model task experiment launcher logger", *MAINS, "sweep resume"),
@@ -39,22 +36,6 @@ def test_help_fits_the_terminal_and_says_the_same_at_every_width(
     assert said[80] == said[140]  # no word was cut
 
 
-def test_what_does_not_fit_hangs_below_the_second_column_and_paragraphs_are_filled() -> None:
-    text = "one two three\nfour five six\n\nthings:\n  a=1  alpha beta gamma delta\n  b-c  short\n"
-    text += "      deep and long words"
-    assert fold(text, 18).splitlines() == [
-        "one two three four",
-        "five six",
-        "",
-        "things:",
-        "  a=1  alpha beta",
-        "       gamma delta",
-        "  b-c  short",
-        "      deep and",
-        "      long words",
-    ]
-
-
 def test_every_policy_is_explained_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,26 +46,3 @@ def test_every_policy_is_explained_in_a_sentence(
     assert [words[0] for words in begun] == list(names("policy"))
     assert all(len(words) > 3 for words in begun)
     assert "  snapkv                       What the observation window attends to, pooled (arXiv 2404.14469);" in said
-
-
-@pytest.mark.parametrize("words", [[], ["budget=64"], ["budget"], ["engine.rows"], ["-m", "policy.scorer.window=8,16"]])
-def test_help_says_all_of_it_beside_overrides_and_fields(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words, "--help"]) == 0
-    assert "Groups:" in capsys.readouterr().out
-
-
-def test_help_for_what_is_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help", "polcy"]) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith("kvbench: --help polcy is unknown, did you mean policy? (choose one of model, policy, ")
-    assert not said.out
-
-
-@pytest.mark.parametrize(("flag", "begins"), [("--version", "kvbench 0."), ("--help", "lm-eval's own command line")])
-def test_lm_eval_s_command_has_our_version_and_a_word_of_ours_before_its_help(flag: str, begins: str) -> None:
-    script = (
-        "import sys; sys.modules['lm_eval'] = None; from kvbench.lm_eval import main; "
-        f"sys.argv = ['lm_eval', {flag!r}]; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout.startswith(begins)

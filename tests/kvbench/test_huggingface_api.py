@@ -19,13 +19,6 @@ def full(model: Any, **kwargs: Any) -> KVCache:
     return KVCache(model.config, make_policy("full"), **kwargs)
 
 
-def test_padding_on_the_right_is_refused_as_in_greedy(model: Any) -> None:
-    ids = torch.tensor([prompt(9), [*prompt(7, seed=1), 0, 0]])
-    mask = torch.tensor([[1] * 9, [1] * 7 + [0, 0]])
-    with pytest.raises(ValueError, match="must mark padding on the left only"):
-        model.generate(ids, attention_mask=mask, past_key_values=full(model), max_new_tokens=2)
-
-
 @pytest.mark.parametrize("chunk", [3, 4, 9])
 def test_left_padding_may_fill_a_whole_chunk(model: Any, chunk: int) -> None:
     prompts = [prompt(9), prompt(3, seed=1)]
@@ -65,11 +58,6 @@ def test_a_full_cache_takes_another_prompt_only_when_it_is_told(model: Any, leng
     assert generated(model, [ids], 3, past_key_values=held) == generated(model, [ids], 3, past_key_values=full(model))
 
 
-def test_a_name_is_no_policy(model: Any) -> None:
-    with pytest.raises(ValueError, match=r"policy must be a Policy, such as make_policy\(.* gives, got 'snapkv'"):
-        KVCache(model.config, "snapkv")  # type: ignore[arg-type]
-
-
 def test_prompt_lookup_and_assistants_are_refused(model: Any) -> None:
     ids = prompt(12) * 2
     for speculation in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": tiny(layers=1)}):
@@ -86,7 +74,7 @@ def test_gradient_checkpointing_says_what_became_of_the_cache(model: Any) -> Non
     assert model(torch.tensor([prompt(5)]), past_key_values=full(model)).logits.shape == (1, 5, 512)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("compiles a model")
 def test_a_compiled_model_generates_the_same_tokens(model: Any) -> None:
     """Attention and cache break the graph, they do not break it off."""
     policy = make_policy("snapkv", 16, window=4)

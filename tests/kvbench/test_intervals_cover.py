@@ -104,7 +104,7 @@ def test_intervals_cover_roughly_19_in_20(name: str, n: int) -> None:
     assert LOW - 0.025 <= coverage(name, n, 250) <= HIGH + 0.025  # the spread of 250 draws is 1.4%
 
 
-@pytest.mark.slow
+@pytest.mark.slow("draws 2,000 samples")
 @pytest.mark.parametrize("n", [20, 50, 200])
 @pytest.mark.parametrize("name", list(CASES))
 def test_intervals_cover_93_to_97_percent(name: str, n: int) -> None:

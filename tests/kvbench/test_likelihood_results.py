@@ -1,11 +1,9 @@
 """What becomes of scored texts in metrics, tables and the picture: numbers worked by hand."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 from plotted_runs import read, write_run
@@ -15,8 +13,6 @@ from kvbench.analysis.metrics import metrics
 from kvbench.analysis.statistics import paired_difference, weighted_interval
 from kvbench.engine.likelihood import summed_up
 from kvbench.records.sample import Sample
-from kvbench.records.samples import open_samples, read_samples
-from kvbench.report.command import main
 from kvbench.report.table import print_table
 
 # Token 0 is never scored; tokens 1 to 8 cost 1, 3, 5, 7, 9, 11, 13, 15: by hand their mean is 8.
@@ -29,12 +25,6 @@ def test_the_mean_so_far_stands_at_powers_of_two_and_at_the_end() -> None:
     assert got.cumulative == [1.0, 3.0, 7.0, 8.0]
     assert (got.nll, got.tokens, got.block) == (8.0, 8, 4)
     assert got.sum_at(8) == (49.0, 7)
-
-
-def test_after_a_prompt_the_mean_so_far_begins_with_the_first_token_after_it() -> None:
-    got = summed_up(torch.tensor(ODD), 5, 1, torch.zeros(1, 1))
-    assert (got.lengths, got.cumulative) == ([8, 13], [3.0, 8.0])  # tokens 5, 6, 7 of the first 8; nothing at 2 and 4
-    assert summed_up(torch.tensor([2.0]), 7, 1, torch.zeros(1, 1)).lengths == [8]
 
 
 def test_a_long_text_weighs_more_than_a_short_one() -> None:
@@ -54,24 +44,6 @@ def test_where_a_text_ends_the_curve_has_no_point_unless_all_texts_have_one() ->
     assert got["texts"] == [2, 2, 1, 1]
     same = metrics([read(0, ODD[:5]), read(1, ODD[:5])])["likelihood"]["curve"]
     assert (same["lengths"], same["texts"]) == ([2, 4, 6], [2, 2, 2])
-
-
-def test_one_text_has_no_interval_and_a_failed_one_leaves_no_mean() -> None:
-    alone = metrics([read(0, ODD)])["likelihood"]
-    assert (alone["nll"], alone["nll_low"], alone["interval"]) == (8.0, None, None)
-    broken = Sample(1, "x", 9, [], error="BudgetError: too much")
-    assert metrics([read(0, ODD), broken])["likelihood"]["nll"] is None
-    assert metrics([read(0, ODD)])["score"] is None
-
-
-def test_tokens_that_are_given_have_a_line_of_their_own_kind(tmp_path: Path) -> None:
-    with open_samples(tmp_path / "samples.jsonl") as file:
-        file.append(read(0, ODD))
-        file.append(Sample(1, "x", 9, ["a"], output="a", score=1.0))
-    given, asked = (json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines())
-    assert given["likelihood"]["nll"] == 8.0
-    assert "likelihood" not in asked
-    assert read_samples(tmp_path / "samples.jsonl")[0] == read(0, ODD)
 
 
 def test_the_weighted_mean_and_its_interval() -> None:
@@ -104,54 +76,3 @@ def test_the_table_says_that_lower_is_better_and_how_much_worse_than_full(
     assert "+0.3000 (+0.200..+0.600) " in h2o, "two texts claim nothing"
     assert f"{math.exp(1.55) - math.exp(1.25):+.4g}" in h2o
     assert f"{math.exp(1.55):.4g}" in h2o
-
-
-def test_runs_with_and_without_answers_are_two_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [Sample(0, "x", 9, ["a"], output="a", score=1.0, kept_tokens=[[9, 9]])]
-    write_run(tmp_path, "full", asked, None)
-    write_run(tmp_path, "h2o", [read(0, ODD)], task="pg19")
-    print_table(load_results(tmp_path))
-    out = capsys.readouterr().out
-    assert out.count("PPL") == out.count("score (95% CI)") == 1
-    assert "8.0000 (one text)" in out
-    assert "1.000 (0.21-1.00)" in out
-
-
-def test_the_tidy_table_has_the_gap_to_full(tmp_path: Path) -> None:
-    for policy, by, budget in (("full", 0.0, None), ("h2o", 0.2, 5)):
-        write_run(tmp_path / "runs", policy, shifted(by), budget)
-    assert main(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "table.csv")]) == 0
-    table = pd.read_csv(tmp_path / "table.csv").set_index("slug")
-    row = table.loc["h2o"]
-    assert (row["nll"], row["nll_vs_full"], row["nll_vs_full_high"]) == (
-        pytest.approx(1.55),
-        pytest.approx(0.3),
-        pytest.approx(0.6),
-    )
-    assert row["perplexity_gap"] == pytest.approx(math.exp(1.55) - math.exp(1.25))  # as in CAOTE, table 4
-    assert (row["scored_tokens"], row["block"], json.loads(row["max_kept_tokens"])) == (4, 4, [[9, 8]])
-    assert json.loads(row["nll_curve"])["lengths"] == [2, 4]
-    assert pd.isna(row["score"])
-    assert pd.isna(table.loc["full", "nll_vs_full"])
-
-
-@pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_the_curves_are_drawn_one_line_a_run(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "runs", "full", [read(0, ODD), read(1, ODD[:5])], None)
-    write_run(tmp_path / "runs", "h2o", [read(0, ODD)])
-    write_run(tmp_path / "runs", "full", [Sample(0, "x", 9, ["a"], output="a", score=1.0)], None)
-    picture = tmp_path / f"nll{suffix}"
-    assert main(["curve", str(tmp_path / "runs"), "-o", str(picture)]) == 0
-    assert "2 lines" in capsys.readouterr().out
-    assert picture.stat().st_size > 5000
-    if suffix == ".svg":
-        assert "h2o (evict), 64" in picture.read_text(encoding="utf-8")
-
-
-def test_without_a_scored_text_there_is_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "runs", "full", [Sample(0, "x", 9, ["a"], output="a", score=1.0)], None)
-    assert main(["curve", str(tmp_path / "runs"), "-o", str(tmp_path / "nll.svg")]) == 2
-    assert "no run has scored given texts" in capsys.readouterr().err
-    write_run(tmp_path / "runs", "h2o", [read(0, ODD)])
-    assert main(["curve", str(tmp_path / "runs"), "-o", str(tmp_path / "nll.jpeg")]) == 2
-    assert "end in one of .svg, .png, .pdf" in capsys.readouterr().err

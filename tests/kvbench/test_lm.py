@@ -4,12 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 
-from kvbench.models.tokens import special_ends
 from kvbench.tools.harness_model import KVBenchLM
 
 TEXT = "In spring the river rises over the meadow, and the miller's cat sits on the roof until the water falls. "
@@ -53,19 +51,9 @@ def test_a_stop_string_of_several_tokens_ends_the_answer_before_it(full: KVBench
     assert [cut] == hf.generate_until(generation(TEXT, until=[stop]), disable_tqdm=True)
 
 
-def test_a_special_token_among_the_stop_strings_ends_the_answer(full: KVBenchLM) -> None:
-    assert special_ends(full.tokenizer, ["</s>", "Question:", "<|im_end|>"]) == [1]
-
-
 def test_a_long_context_is_cut_on_the_left_as_in_hf(full: KVBenchLM, hf: HFLM) -> None:
     requests = generation(TEXT * 20)  # 2,080 bytes for 1,024 positions
     assert full.generate_until(requests, disable_tqdm=True) == hf.generate_until(requests, disable_tqdm=True)
-
-
-def test_an_empty_context_begins_with_bos(full: KVBenchLM) -> None:
-    assert full.generate_until(generation(""), disable_tqdm=True) == full.generate_until(
-        generation("<s>"), disable_tqdm=True
-    )
 
 
 PAIRS = [
@@ -83,16 +71,6 @@ def test_loglikelihoods_are_those_of_hf(full: KVBenchLM, hf: HFLM) -> None:
     theirs = hf.loglikelihood(rating(*PAIRS), disable_tqdm=True)
     assert [value for value, _ in ours] == pytest.approx([value for value, _ in theirs], abs=1e-4)
     assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
-
-
-def test_a_greedy_continuation_is_called_so(full: KVBenchLM, hf: HFLM) -> None:
-    (written,) = full.generate_until(generation(TEXT, max_gen_toks=1), disable_tqdm=True)
-    (ours,) = full.loglikelihood(rating((TEXT + ".", written)), disable_tqdm=True)
-    assert [ours[1]] == [greedy for _, greedy in hf.loglikelihood(rating((TEXT + ".", written)), disable_tqdm=True)]
-    ids = full.tok_encode(TEXT)
-    step = full.generate_until(generation(TEXT.rstrip(), max_gen_toks=1), disable_tqdm=True)[0]
-    assert full.loglikelihood(rating((TEXT.rstrip(), step)), disable_tqdm=True)[0][1]
-    assert len(ids) == len(TEXT) + 1
 
 
 def test_texts_are_rated_in_the_windows_of_hf(full: KVBenchLM, hf: HFLM) -> None:
@@ -117,24 +95,6 @@ def test_a_small_budget_bites_and_says_so(tiny_model: Path, full: KVBenchLM) -> 
     assert info["policy"]["scorer"]["window"] == 8
 
 
-def test_a_continuation_is_rated_on_what_generation_would_hold(tiny_model: Path) -> None:
-    small = KVBenchLM(str(tiny_model), policy="streamingllm", budget=24, device="cpu")
-    (written,) = small.generate_until(generation(TEXT, max_gen_toks=12, until=[]), disable_tqdm=True)
-    tokens = small.tokenizer.encode(written, add_special_tokens=False)
-    if small.tokenizer.decode(tokens) != written or len(tokens) != 12:
-        pytest.skip("the random answer is no valid UTF-8, so its text does not give its tokens back")
-    (rated,) = small._loglikelihood_tokens([(None, small.tok_encode(TEXT), tokens)], disable_tqdm=True)
-    assert rated[1], "what greedy decoding wrote under the policy is greedy under the policy"
-
-
-def test_repeats_of_a_greedy_request_are_answered_once(tiny_model: Path) -> None:
-    lm = KVBenchLM(str(tiny_model), device="cpu")
-    answers = lm.generate_until(generation(TEXT) * 3, disable_tqdm=True)
-    assert len(set(answers)) == 1
-    assert len(answers) == 3
-    assert lm.get_model_info()["requests"] == 1
-
-
 @pytest.mark.parametrize(
     ("kwargs", "sentence"),
     [
@@ -149,23 +109,6 @@ def test_what_cannot_be_honoured_is_refused(full: KVBenchLM, kwargs: dict[str, A
         full.generate_until(request, disable_tqdm=True)
 
 
-def test_the_device_lm_eval_s_command_line_assumes_is_the_cpu_where_there_is_no_other(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert KVBenchLM(str(tiny_model), device="cuda:0").device == torch.device("cpu")
-    with pytest.raises(ValueError, match="device=cuda:1 is not available here"):
-        KVBenchLM(str(tiny_model), device="cuda:1")
-
-
-def test_wrong_arguments_are_answered_in_one_sentence(tiny_model: Path) -> None:
-    with pytest.raises(ValueError, match="batch_size=8 is not allowed"):
-        KVBenchLM(str(tiny_model), batch_size=8)
-    with pytest.raises(ValueError, match="policy snapkv has no field 'windw'"):
-        KVBenchLM(str(tiny_model), policy="snapkv", budget=16, windw=8)
-
-
 def test_chat_turns_are_rendered_by_the_model_s_template(full: KVBenchLM, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = [{"role": "user", "content": "1+1?"}]
     with pytest.raises(ValueError, match="no chat template"):
@@ -177,19 +120,3 @@ def test_chat_turns_are_rendered_by_the_model_s_template(full: KVBenchLM, monkey
     opened = [*turns, {"role": "assistant", "content": "It is"}]
     assert full.apply_chat_template(opened, add_generation_prompt=False) == "[user]1+1?[assistant]It is"
     assert full.chat_template(True) == template
-
-
-def test_a_request_cache_of_lm_eval_hears_of_every_answer(full: KVBenchLM) -> None:
-    heard: list[tuple[str, Any, Any]] = []
-
-    class Hook:
-        def add_partial(self, kind: str, arguments: Any, answer: Any) -> None:
-            heard.append((kind, arguments, answer))
-
-    before = full.cache_hook
-    full.set_cache_hook(Hook())  # type: ignore[arg-type]
-    try:
-        answers = full.loglikelihood(rating(("on the", " roof")), disable_tqdm=True)
-    finally:
-        full.set_cache_hook(before)
-    assert heard == [("loglikelihood", ("on the", " roof"), answers[0])]

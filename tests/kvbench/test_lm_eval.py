@@ -154,17 +154,6 @@ def test_a_small_budget_holds_no_more_and_says_where_it_bit(bench: Bench) -> Non
     assert [s["output"] for s in roomy] == [s["output"] for s in full]
 
 
-def test_any_metric_of_the_task_can_be_the_score(bench: Bench) -> None:
-    short = ("policy=full", "limit=2", "num_fewshot=0", "task.gen_kwargs={max_gen_toks: 4}")
-    strict = bench.run("gsm8k", *short)
-    flexible = bench.run("gsm8k", *short, "task.metric='exact_match,flexible-extract'")
-    assert [s["score"] for s in strict] == [s["measures"]["exact_match,strict-match"] for s in strict]
-    assert [s["score"] for s in flexible] == [s["measures"]["exact_match,flexible-extract"] for s in flexible]
-    code, _, said = bench("gsm8k", *short, "task.metric=accuracy")
-    assert code == 2
-    assert "metric=accuracy is not one of gsm8k: exact_match,strict-match, exact_match,flexible-extract" in said
-
-
 def test_group_means_by_hand() -> None:
     from types import SimpleNamespace
 
@@ -181,13 +170,6 @@ def test_group_means_by_hand() -> None:
     assert sized["both/acc,none"] == 0.5  # 2 of 4 documents
     assert alike["both/acc,none"] == pytest.approx((1 + 1 / 3) / 2)
     assert sized["b/acc,none"] == pytest.approx(1 / 3)
-
-
-def test_an_unknown_task_is_answered_with_similar_names(bench: Bench) -> None:
-    code, _, said = bench("gsm8kk", data=False)
-    assert code == 2
-    assert "lm-eval has no task gsm8kk, did you mean gsm8k" in said
-    assert len(said.strip().splitlines()) == 1
 
 
 def test_data_that_is_nowhere_is_one_sentence_that_says_what_to_download(
@@ -227,29 +209,10 @@ def test_what_cannot_be_done_with_a_test_file_alone_is_refused(
     assert sentence in said
 
 
-def test_few_shots_from_the_asked_split_leave_the_asked_one_out(bench: Bench, tmp_path: Path) -> None:
-    from kvbench.tasks.lm_eval.task import LmEval
-
-    file = made.write_jsonl(tmp_path / "gsm8k_test.jsonl", made.gsm8k(4))
-    task = LmEval(name="x", task="gsm8k", num_fewshot=3, fewshot_split="test", data_dir=str(file))
-    for number, example in enumerate(task.examples(None, 0)):  # type: ignore[arg-type]
-        own = made.gsm8k(4)[number]
-        assert example.prompt.count("Question:") == 4
-        assert example.prompt.count(own["question"]) == 1
-        assert own["answer"] not in example.prompt
-
-
-def test_fixed_prompts_take_no_few_shots(bench: Bench) -> None:
-    code, _, said = bench("truthfulqa_gen", "num_fewshot=3")
-    assert code == 2
-    assert "num_fewshot=3 changes nothing: lm-eval fixes the prompts of truthfulqa_gen" in said
-
-
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
         ("gsm8k_test.jsonl", '{"question": "a", "answer": "#### 1"}\n{"quest', "gsm8k_test.jsonl, row 2: the file"),
-        ("gsm8k_train.jsonl", '{"question": "a", "answer": "#### 1"}\n', "has no split test: it holds train"),
         ("notes.md", "x", "holds no data of openai/gsm8k (main)"),
         (
             "test.jsonl",
@@ -268,14 +231,6 @@ def test_damaged_or_wrong_files_are_one_sentence(
     assert code == 2
     assert sentence in said
     assert len(said.strip().splitlines()) == 1
-
-
-def test_a_long_prompt_is_cut_on_the_left_and_said_so(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    (sample,) = bench.run("gsm8k", "policy=full", "limit=1", "num_fewshot=10", "task.gen_kwargs={max_gen_toks: 24}")
-    assert sample["prompt_tokens"] == 1000  # of the model's 1,024 positions
-    assert "is cut on the left from" in caplog.text
-    found = theirs(bench.model, "gsm8k", bench.data["gsm8k"], 1, num_fewshot=10, gen_kwargs={"max_gen_toks": 24})
-    assert sample["output"] == found["samples"]["gsm8k"][0]["resps"][0][0]
 
 
 def test_human_eval_is_refused_until_it_is_allowed(bench: Bench) -> None:

@@ -98,15 +98,6 @@ def test_a_wrong_model_argument_is_one_sentence_there_too(
 
 
 @pytest.mark.usefixtures("plain_lm_eval")
-def test_so_is_a_task_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["lm_eval", "--model", "kvbench", "--model_args", MODEL, "--tasks", "nonesuch"])
-    with pytest.raises(SystemExit) as ended:
-        command_line()
-    assert ended.value.code == 2
-    assert "kvbench: --tasks: Tasks not found: nonesuch" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("plain_lm_eval")
 def test_lm_eval_s_own_command_line_finds_the_model(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,13 +53,3 @@ def test_a_folder_is_read_as_rows_in_order_each_with_its_baseline(tmp_path: Path
     assert streaming.vs_full is not None
     assert streaming.vs_full.mean == pytest.approx(streaming.score - 1.0)
     assert (streaming.evicts, streaming.decode, streaming.state) == (True, "evict", "finished")
-
-
-def test_the_tidy_table_is_a_data_frame(tmp_path: Path) -> None:
-    write_run(tmp_path, "full", [sample(i, 1.0, depth=i % 2) for i in range(6)], None)
-    write_run(tmp_path, "h2o", [sample(i, float(i > 2), depth=i % 2) for i in range(6)], 64)
-    table = load_results(tmp_path).to_pandas(by=["depth"])
-    assert table["slug"].tolist() == ["full"] * 3 + ["h2o"] * 3
-    assert table["subset"].tolist() == ["all", "depth=0", "depth=1"] * 2
-    assert table["score"].tolist() == pytest.approx([1, 1, 1, 1 / 2, 1 / 3, 2 / 3])
-    assert table["score_vs_full"].tolist()[3:] == pytest.approx([-1 / 2, -2 / 3, -1 / 3])

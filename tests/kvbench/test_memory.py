@@ -99,17 +99,6 @@ def test_gear_and_zipcache_take_what_their_formulas_say() -> None:
     assert zipcache == pytest.approx(2 * 0.6 + 4 * 0.4 + 1 / 128 + 32 / 4096 / 2, abs=0.01)
 
 
-def test_grouped_queries_store_keys_once_per_kv_head() -> None:
-    sizes = [predict(make_policy("kivi"), cache_shape(name), 4096).nbytes for name in ("llama2_7b", "llama3_8b")]
-    assert sizes[0] == 4 * sizes[1]
-
-
-@pytest.mark.parametrize("slug", ["cake", "ada_snapkv", "d2o", "cake_kivi"])
-def test_what_depends_on_the_prompt_is_not_predicted(slug: str) -> None:
-    with pytest.raises(ValueError, match="so its bytes cannot be told without running it"):
-        predict(make_policy(slug, 512), LLAMA, 4096)
-
-
 def test_every_model_of_the_configuration_has_a_shape() -> None:
     without = {"hub", "local"}  # any model, any folder
     shapes = {name: cache_shape(name) for name in set(names("model")) - without}
@@ -156,9 +145,6 @@ def test_the_command_prints_bytes_and_both_ratios(capsys: pytest.CaptureFixture[
     [
         ("model=llama9 policy=kivi", "model=llama9 is neither a model known here"),
         ("policy=kivi length=0", "length=0 must be a whole number from 1 to 1000000000"),
-        ("policy=kivi bits=3", "bits must be 2, 4 or 8, got 3"),
-        ("policy=kivi,snapkv", "snapkv needs a budget"),
-        ("policy=kivi dtype=int8", "dtype=int8 is not allowed"),
         ("kivi", "kivi cannot be read: write key=value, such as model="),
         ("policy=cake budget=64", "so its bytes cannot be told without running it"),
     ],
@@ -170,18 +156,3 @@ def test_wrong_arguments_are_answered_in_one_sentence(
     err = capsys.readouterr().err
     assert sentence in err
     assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize("width", [80, 110])
-def test_a_narrow_terminal_cuts_no_number(
-    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A table that is too wide becomes several, each with policy, length and batch in front."""
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", str(width))
-    assert main(["model=llama2_7b", "policy=ott,full", "length=32768", "batch=64"]) == 0
-    said = capsys.readouterr().out
-    assert max(map(len, said.splitlines())) <= width
-    for word in ("minima", "bits/number", str(64 * 2 * 32 * 32 * 128 * 32768 * 2 // 2**20)):  # full's MiB
-        assert word in said
-    assert said.count(" 32768 ") >= 4

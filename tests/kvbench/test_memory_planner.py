@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvbench.engine import device_memory
-from kvbench.engine.device_memory import Allocator, obtainable
+from kvbench.engine.device_memory import Allocator
 from kvbench.engine.memory import MemoryPlanner, sequence_bytes
 from kvbench.engine.run_writer import RunWriter
 from kvbench.engine.watch import Nobody
@@ -51,11 +51,6 @@ def prompt() -> Prompt:
     return Prompt(Example(0, "", ("",), NEW), torch.zeros(PROMPT, dtype=torch.int32), "0")
 
 
-def test_what_layers_spread_over_devices_can_have_is_what_the_least_free_one_gives_times_their_number() -> None:
-    assert obtainable([Allocator(1000, 700, 500)]) == 1200, "what the allocator holds without using it counts as free"
-    assert obtainable([Allocator(1000, 700, 500), Allocator(100, 900, 200)]) == 2 * 800
-
-
 def test_a_row_holds_what_its_policy_keeps_of_prompt_and_answer(runs: list[RunWriter], prompt: Prompt) -> None:
     assert sequence_bytes(runs[0].cell, prompt) == (PROMPT + NEW) * TOKEN
     assert sequence_bytes(runs[6].cell, prompt) == (BUDGET + NEW) * TOKEN, "snapkv grows while it decodes"
@@ -74,13 +69,6 @@ def test_rows_enter_until_four_fifths_of_the_free_memory_less_two_prompts_are_ta
     devices(Allocator((beside + 6 * (BUDGET + NEW) * TOKEN) * 5 // 4 + 1, 0, 0))
     assert MemoryPlanner(None).fits(prompt, runs[6:], 0, 0) == 6
     assert MemoryPlanner(None).fits(prompt, runs[:6], 0, 0) == 3, "60 tokens each are 6 x 60 = 3 x 120"
-
-
-def test_beside_rows_in_flight_all_enter_or_none(devices: Devices, runs: list[RunWriter], prompt: Prompt) -> None:
-    devices(Allocator((2 * PROMPT + 3 * (PROMPT + NEW)) * TOKEN * 5 // 4 + 1, 0, 0))
-    assert MemoryPlanner(None).fits(prompt, runs[:3], 2, 0) == 3
-    assert MemoryPlanner(None).fits(prompt, runs[:4], 2, 0) == 0
-    assert MemoryPlanner(4).fits(prompt, runs[:3], 2, 0) == 0, "engine.rows=4"
 
 
 def test_a_prefill_that_took_more_than_expected_leaves_less_room_from_then_on(

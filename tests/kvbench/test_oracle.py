@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from kv_examples import BLOCKWISE, CALLS, CANDIDATES, OUTPUTS, Blockwise, crafted
 from kv_models import generated, prompt, tiny
-from kv_oracle import Glance, Rules, SlowSequence, caote, normalised, pooled
+from kv_oracle import Glance, Rules, SlowSequence, caote
 from kv_simulate import simulate
 
 PLAIN = Glance(scaling=1.0, softcap=None, sliding=None)
@@ -46,18 +46,6 @@ def test_the_oracle_reproduces_the_outputs_of_both_orders(order: str) -> None:
     _, outputs = run_example_c(Rules("tova", 4, "caote", block=2, order=order))
     got = np.concatenate(outputs)[4:]
     assert got == pytest.approx(np.array(OUTPUTS[order]), abs=5e-7)
-
-
-def test_negative_scores_are_normalised_as_worked_by_hand() -> None:
-    assert normalised([-2, 0.5, 1, 3]) == pytest.approx([0.000475, 0.238118, 0.285646, 0.475760], abs=5e-7)
-
-
-def test_equal_negative_scores_become_equal_weights() -> None:
-    assert normalised([-3.0, -3.0]) == [0.5, 0.5]
-
-
-def test_average_pooling_counts_the_zeros_beyond_the_ends() -> None:
-    assert pooled([3.0, 6.0, 9.0], 3, "avg") == [3.0, 6.0, 5.0]
 
 
 def test_the_oracles_score_is_the_change_of_the_output() -> None:

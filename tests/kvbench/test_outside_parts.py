@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from kvbench import cli, make_policy, memory
+from kvbench import cli, memory
 from kvbench.report import command as results
 from kvbench.tools import diagnose, score
 
@@ -80,8 +80,3 @@ def test_predictions_are_scored_by_the_benchmark(conf: str, tmp_path: Path) -> N
     assert [json.loads(line)["score"] for line in output.read_text().splitlines()] == [0.0, 0.0]
     assert score.main(["outside_parts", str(source), "-o", str(output), "--ignore-case"]) == 0
     assert [json.loads(line)["score"] for line in output.read_text().splitlines()] == [1.0, 0.0]
-
-
-def test_a_stores_and_a_wrappers_slug_take_the_policy_as_any_other(conf: str) -> None:
-    assert make_policy("caote_mine", BUDGET, config_dir=conf).value is not None
-    assert type(make_policy("mine_kivi_g32_r32", BUDGET, config_dir=conf).store).__name__ == "Kivi"

@@ -8,8 +8,6 @@ import pytest
 from kvbench import make_policy
 from kvbench.cli import main
 from kvbench.config.overrides import check
-from kvbench.config.presets import policy_config
-from kvbench.config.slugs import parse
 from kvbench.sweeps.command import main as sweep
 from kvbench.terminal.errors import UsageError
 
@@ -112,12 +110,6 @@ def test_a_wrapper_and_a_store_of_ones_own_are_part_of_names(own: Path) -> None:
     assert make_policy("tova_shelf", 64, config_dir=own).store.width == 4
     with pytest.raises(ValueError, match=r"'shelf_x3' has no setting 'x3' of shelf \(allowed: w... \(width\), s"):
         make_policy("shelf_x3", config_dir=own)
-
-
-def test_without_their_folder_they_are_unknown(own: Path) -> None:
-    assert parse("tova_shelf") is None
-    with pytest.raises(ValueError, match="policy 'half_tova' does not exist"):
-        policy_config("half_tova")
 
 
 def test_the_command_line_knows_them_and_their_fields(own: Path) -> None:

@@ -15,10 +15,10 @@ from plotted_runs import answered, described, sample, write_run
 from kvbench.analysis.load import load_results
 from kvbench.analysis.result import Result
 from kvbench.analysis.statistics import paired_difference
-from kvbench.page import charts, examples, maps, tables
+from kvbench.page import charts, examples, tables
 from kvbench.page.caveats import Caveat, caveats, unfinished
 from kvbench.page.command import main
-from kvbench.page.differences import ADDED, MISSING, SAME, pieces
+from kvbench.page.differences import ADDED, MISSING, pieces
 from kvbench.page.ranking import standings
 from kvbench.page.render import page, script_json
 from kvbench.page.rows import budget_words, in_order
@@ -71,14 +71,6 @@ def test_the_best_and_what_20_examples_cannot_tell_from_it(tmp_path: Path) -> No
     assert found[rows["roco 64"]].difference.mean == -1.0  # type: ignore[union-attr]
 
 
-def test_other_budgets_and_schedules_are_ranked_apart_and_the_full_cache_is_not(tmp_path: Path) -> None:
-    write_run(tmp_path, "full", right(20), None)
-    write_run(tmp_path, "h2o", right(1), 64)
-    write_run(tmp_path, "tova", right(20), 128)
-    write_run(tmp_path, "caote_snapkv", right(20), 64)  # in blocks
-    assert {s.place for s in standings(list(read(tmp_path).values())).values()} == {""}
-
-
 def test_what_grows_and_what_evicts_while_decoding_are_ranked_apart(tmp_path: Path) -> None:
     """Both compress the whole prompt to 64: snapkv and pyramidkv grow afterwards, h2o and tova do not."""
     runs(tmp_path, ("full", 20), ("snapkv", 20), ("pyramidkv", 0), ("h2o", 10), ("tova", 9))
@@ -99,12 +91,6 @@ def test_what_compresses_the_context_alone_is_ranked_apart_and_said_to_be_mixed(
     assert {entry.name: entry.moments[0] for entry in rows.values()} == {"h2o": "whole prompt", "tova": "whole context"}
     assert {s.place for s in standings(list(rows.values())).values()} == {""}
     assert "Prompts and contexts mixed in one comparison" in titles(tmp_path)
-
-
-def test_nothing_is_worse_with_fewer_than_five_examples(tmp_path: Path) -> None:
-    for policy, many in (("h2o", 4), ("tova", 0)):
-        write_run(tmp_path, policy, right(many, of=4))
-    assert standings(list(rows := read(tmp_path).values()))[list(rows)[1]].place == "tied"
 
 
 def test_rows_stand_by_score_with_their_difference_from_full_and_their_folder(tmp_path: Path) -> None:
@@ -156,14 +142,6 @@ def test_the_worst_comes_first_and_names_its_runs(tmp_path: Path) -> None:
     assert found[3].where == ("niah (pocket): 4 to 21 examples",)
 
 
-def test_intervals_that_are_too_wide_say_how_many_examples_would_do(tmp_path: Path) -> None:
-    """One of 20 differs: variance 0.05 - 0.05^2, and n = (z_0.975 + z_0.8)^2 0.0475 / 0.05^2 = 149.1."""
-    runs(tmp_path, ("full", 20), ("h2o", 20), ("tova", 19))
-    (caveat,) = said(tmp_path)
-    assert caveat.title == "Intervals too wide to tell policies apart"
-    assert caveat.where[0].endswith("; a difference of 0.05 takes about 150 examples")
-
-
 def test_a_budget_that_evicts_nothing_and_unequal_memory_and_machines_are_said(tmp_path: Path) -> None:
     write_run(tmp_path, "h2o", [replace(s, evicted=0.0) for s in right(20)])
     other = {"hardware": {"device_name": "A GPU", "processor": "p", "torch_threads": 1, "platform": "Linux"}}
@@ -177,37 +155,11 @@ def test_a_budget_that_evicts_nothing_and_unequal_memory_and_machines_are_said(t
     assert found["The full cache was not run"] == ("niah (pocket)",)
 
 
-# --- answers beside each other -------------------------------------------------------------------------------------
-def test_words_that_differ_are_marked() -> None:
-    assert pieces("the key is 12", "the key is 34") == [("the key is", SAME), (" 34", MISSING), (" 12", ADDED)]
-    assert pieces("", "gone") == [("gone", MISSING)]
-
-
 @given(st.text(alphabet="ab \n<_é4"), st.text(alphabet="ab \n<_é4"))
 def test_pieces_put_together_are_both_answers(own: str, other: str) -> None:
     found = pieces(own, other)
     assert "".join(words for words, kind in found if kind != MISSING) == own
     assert "".join(words for words, kind in found if kind != ADDED) == other
-
-
-def test_examples_that_do_not_fit_are_left_out_and_counted(tmp_path: Path) -> None:
-    write_run(tmp_path, "h2o", [answered(i, 1.0, "word " * 100) for i in range(20)])
-    write_run(tmp_path, "h2o", [answered(i, 1.0, "word") for i in range(3)], task="small")
-    rows = rows_of(tmp_path)
-    assert examples.browser(rows).cut == ()
-    # An example of the first takes 2 * 500 + 60 + 3,000 bytes, three of the second less than half of 30,000.
-    cut = examples.browser(rows, 30_000)
-    assert [len(group["examples"]) for group in cut.groups] == [5, 3]
-    assert cut.cut == ("niah (pocket): the first 5 of 20 examples",)
-    text = page(load_results(tmp_path), tmp_path, 30_000)
-    assert "niah (pocket): the first 5 of 20 examples" in text
-
-
-def test_a_long_answer_says_how_much_of_it_is_missing(tmp_path: Path) -> None:
-    write_run(tmp_path, "h2o", [answered(0, 1.0, "x" * 4_000)])
-    (group,) = examples.browser(rows_of(tmp_path)).groups
-    (text,) = group["examples"][0]["answers"][0]["text"]
-    assert text == "x" * 1_500 + " … [cut here: 2,500 more characters]"
 
 
 def test_an_answer_to_another_prompt_is_not_shown_beside(tmp_path: Path) -> None:
@@ -218,13 +170,6 @@ def test_an_answer_to_another_prompt_is_not_shown_beside(tmp_path: Path) -> None
         [True, False],
         [True, True],
     ]
-
-
-def test_without_its_configuration_a_prompt_is_not_made_up(tmp_path: Path) -> None:
-    write_run(tmp_path, "h2o", right(2, of=2))
-    (group,) = examples.browser(rows_of(tmp_path)).groups
-    assert group["examples"][0]["prompt"] is None
-    assert group["without"].startswith("prompts are not shown, they cannot be made again here: ")
 
 
 # --- which tokens are kept -----------------------------------------------------------------------------------------
@@ -260,69 +205,10 @@ def test_a_chart_has_scores_intervals_and_the_full_cache_where_they_are(tmp_path
     assert by_bytes.spec["data"][0]["x"] == [1024, 1024]  # KiB, both hold 2^20 bytes
 
 
-def test_lines_stand_side_by_side_at_a_budget_and_nowhere_else(tmp_path: Path) -> None:
-    for policy in ("h2o", "tova"):
-        for budget in (64, 2048):
-            write_run(tmp_path, policy, right(10), budget)
-    rows = rows_of(tmp_path)
-    by_budget, by_bytes = charts.cards(rows, looks(rows))
-    first, second = (trace["x"] for trace in by_budget.spec["data"])
-    assert first[0] < 0 < second[0]
-    assert [round(x) for x in (*first, *second)] == [0, 1, 0, 1]
-    assert [trace["x"] for trace in by_bytes.spec["data"]] == [[1024, 1024]] * 2
-    below, above = (trace["marker"]["size"] for trace in by_bytes.spec["data"])
-    assert by_bytes.spec["data"][0]["marker"]["symbol"][0].endswith("-open")
-    assert min(below) > max(above), "each is seen"
-    said = "Budgets stand at equal steps, lines side by side. Rings: points below others."
-    assert said in page(load_results(tmp_path), tmp_path)
-
-
 def test_names_in_a_hover_are_no_markup(tmp_path: Path) -> None:
     write_run(tmp_path, "h2o", right(20))
     (entry,) = rows_of(tmp_path)
     assert charts.hover(replace(entry, line="a<b>")).startswith("<b>a&lt;b&gt;</b><br>score 1.000 (0.839 to 1.000)")
-
-
-def test_a_run_of_several_tasks_is_taken_apart_in_the_matrix(tmp_path: Path) -> None:
-    two = [answered(i, float(i < 15), task="one" if i < 10 else "two") for i in range(20)]
-    write_run(tmp_path, "h2o", two, task="both")
-    (matrix,) = tables.matrices(rows_of(tmp_path))
-    assert matrix.tasks == ("both: one", "both: two")
-    assert [square.text for square in matrix.rows[0].squares if square] == ["1.00", "0.50"]
-    assert matrix.rows[0].mean == 0.75
-
-
-def test_a_mean_over_tasks_needs_all_of_them(tmp_path: Path) -> None:
-    write_run(tmp_path, "h2o", right(20), task="one")
-    write_run(tmp_path, "h2o", right(10), task="two")
-    write_run(tmp_path, "tova", right(20), task="one")
-    (matrix,) = tables.matrices(rows_of(tmp_path))
-    assert {row.entry.name: row.mean for row in matrix.rows} == {"h2o": 0.75, "tova": None}
-
-
-def test_seconds_that_were_not_taken_are_a_dash(tmp_path: Path) -> None:
-    write_run(tmp_path, "h2o", right(2, of=2))
-    write_run(tmp_path, "tova", [replace(s, prefill_seconds=0.25) for s in right(2, of=2)])
-    rows = rows_of(tmp_path)
-    costs = {cost.title: cost for cost in tables.costs(rows)}
-    assert [costs["prefill s"].text(row) for row in rows] == ["–", "0.250"]
-    assert [costs["cache MiB"].text(row) for row in rows] == ["1.000"] * 2
-    assert "decode s" not in costs  # nobody took it
-
-
-def test_a_needle_map_has_lengths_across_and_depths_down(tmp_path: Path) -> None:
-    grid = [(512, 0.0, 1.0), (512, 1.0, 0.0), (1024, 0.0, 0.0), (1024, 1.0, 1.0)]
-    write_run(tmp_path, "h2o", [answered(i, s, length=n, depth=d) for i, (n, d, s) in enumerate(grid)])
-    (card,) = maps.needle_maps(rows_of(tmp_path))
-    trace = card.spec["data"][0]
-    assert (trace["x"], trace["y"], trace["z"]) == (["512", "1,024"], ["0", "100"], [[1.0, 0.0], [0.0, 1.0]])
-
-
-def test_where_the_budget_goes_is_a_multiple_of_the_mean(tmp_path: Path) -> None:
-    """[[60, 68], [64, 64]] tokens: their mean is 64."""
-    write_run(tmp_path, "h2o", right(2, of=2))
-    (card,) = maps.budget_maps(rows_of(tmp_path))
-    assert card.spec["data"][0]["z"] == [[0.938, 1.062, 1.0, 1.0]]
 
 
 # --- the page ------------------------------------------------------------------------------------------------------
@@ -335,26 +221,12 @@ def test_what_a_model_wrote_cannot_leave_its_place(tmp_path: Path) -> None:
     assert json.loads(script_json(group)) == group  # and nothing of it is lost
 
 
-def test_results_come_first_and_warnings_are_named_above_them(tmp_path: Path) -> None:
-    runs(tmp_path, ("full", 20), ("h2o", 20), ("tova", 19))
-    text = page(load_results(tmp_path), tmp_path)
-    named = '<a class="care" href="#warnings">Intervals too wide to tell policies apart</a>'
-    parts = [named, *(f'<section id="{name}">' for name in ("ranking", "curves", "examples", "warnings", "run"))]
-    assert (places := [text.index(part) for part in parts]) == sorted(places)
-
-
 def test_the_page_loads_nothing_and_tells_the_browser_so(tmp_path: Path) -> None:
     write_run(tmp_path, "h2o", right(2, of=2))
     text = page(load_results(tmp_path), tmp_path)
     own = text[text.index("<body>") : text.index('<script type="text/plain" id="plotly">')]
     assert "http" not in own
     assert "Content-Security-Policy\" content=\"default-src 'none';" in text
-
-
-def test_the_same_runs_make_the_same_page(tmp_path: Path) -> None:
-    for policy in ("h2o", "tova"):
-        write_run(tmp_path, policy, right(7))
-    assert page(load_results(tmp_path), tmp_path) == page(load_results(tmp_path), tmp_path)
 
 
 def test_numbers_stand_beside_the_print_that_they_are_about(tmp_path: Path) -> None:
@@ -371,15 +243,6 @@ def test_numbers_stand_beside_the_print_that_they_are_about(tmp_path: Path) -> N
     assert "<td>38.34</td><td>50.00</td><td>29.93 to 70.07</td><td>+11.66</td><td>20</td>" in shown
     assert shown.count("<td>50.00</td>") == 1  # rows without a number of ours are left out
     assert "python -m" not in shown
-
-
-# --- the command -------------------------------------------------------------------------------------------------
-def test_the_command_says_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "runs", "h2o", right(2, of=2))
-    output = tmp_path / "r.html"
-    assert main([str(tmp_path / "runs"), "-o", str(output)]) == 0
-    assert capsys.readouterr().out.startswith(f"report: {output} (1 run, ")
-    assert output.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from kvbench.analysis.load import load_results
 from kvbench.analysis.result import Result
 from kvbench.cli import main as run
 from kvbench.page.command import write_page
-from kvbench.page.examples import browser as browser_data
 from kvbench.page.prompts import prompts_of
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -54,22 +53,6 @@ def test_prompts_are_made_again_token_by_token(real: Result) -> None:
             assert passage.start == place
             place += len(passage.tokens)
         assert place == sample.prompt_tokens
-
-
-def test_prompts_that_do_not_fit_in_full_are_shown_in_part(real: Result) -> None:
-    """Two examples: 3,000 bytes each and some for the answer; a prompt of about 600 tokens takes 9 bytes a token."""
-    folded = []
-    for most in (10_000_000, 14_000, 7_000):
-        (group,) = browser_data([real], most).groups
-        folded.append([any(part[1] for part in example["prompt"]) for example in group["examples"]])
-    assert folded == [[True, True], [True, False], [False, False]]
-
-
-def test_a_prompt_that_is_another_one_now_is_not_shown(real: Result) -> None:
-    other = replace(real, samples=(replace(real.samples[0], prompt_hash="0" * 64),))
-    found = prompts_of(other, 1)
-    assert found.shown == {}
-    assert "example 0 is another one now" in found.reason
 
 
 @pytest.fixture(scope="module")
@@ -185,60 +168,3 @@ def test_a_link_opens_the_page_as_it_was_left(browser: Any, page: Any, report: s
     other.wait_for_url("**hide=nobody")
     assert other.inner_text("#at") == "example 0 (1 of 2)"
     other.close()
-
-
-def test_arrow_keys_step_through_the_examples_that_are_in_sight(page: Any) -> None:
-    page.keyboard.press("ArrowRight")
-    assert page.inner_text("#at") == "example 0 (1 of 2)"  # it is further down
-    page.locator("#browser").scroll_into_view_if_needed()
-    for key, example in (("ArrowRight", 1), ("ArrowRight", 0), ("ArrowLeft", 1), ("Control+ArrowLeft", 1)):
-        page.keyboard.press(key)
-        assert page.inner_text("#at") == f"example {example} ({example + 1} of 2)"
-    page.focus("#group")
-    page.keyboard.press("ArrowRight")  # is for the list
-    assert page.inner_text("#at") != "example 0 (1 of 2)"
-
-
-def test_a_prompt_opens_in_full_where_it_is_folded(page: Any, real: Result) -> None:
-    choose(page, "niah")
-    page.locator(".prompt button.gap").first.click()
-    assert page.is_checked("#whole")
-    assert page.locator(".prompt .gap").count() == 0
-    (prompt,) = prompts_of(real, 1).shown.values()
-    assert page.text_content(".prompt") == "".join(token for part in prompt.passages for token in part.tokens)
-
-
-def test_a_dark_page_is_for_the_screen_and_paper_is_white(page: Any) -> None:
-    background = "getComputedStyle(document.querySelector('.card')).backgroundColor"
-    assert page.evaluate(background) == "rgb(255, 255, 255)"
-    page.emulate_media(color_scheme="dark")
-    assert page.evaluate(background) == "rgb(26, 32, 40)"
-    page.emulate_media(media="print")
-    assert page.evaluate(background) == "rgb(255, 255, 255)"
-
-
-def test_nothing_is_cut_on_paper(browser: Any, tmp_path: Path) -> None:
-    """Twenty tasks make a matrix that is wider than a screen; 965 and 1031 pixels are letter paper and A4."""
-    many = [answered(i, float(i % 2), task=f"a_rather_long_name_of_a_task_{i % 20}") for i in range(60)]
-    for policy, budget in (("full", None), ("h2o", 64), ("tova", 64)):
-        write_run(tmp_path / "runs", policy, many, budget, task="many")
-    write_page(load_results(tmp_path / "runs"), tmp_path / "runs", tmp_path / "report.html")
-    page = opened(browser, (tmp_path / "report.html").as_uri())
-    page.emulate_media(media="print")
-    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
-    beyond = (
-        "es => es.filter((e) => e.getBoundingClientRect().right > innerWidth).map((e) => e.outerHTML.slice(0, 200))"
-    )
-    for width in (965, 1031):
-        page.set_viewport_size({"width": width, "height": 700})
-        for what in ("main table", "main td", "main th", ".card", ".plot svg.main-svg"):
-            found = page.locator(what)
-            assert found.count() > 0, what
-            assert found.evaluate_all(beyond) == [], what
-        beside = [box["y"] for box in (page.locator("#curves .card").nth(i).bounding_box() for i in (0, 1))]
-        assert beside[0] == beside[1]
-    page.emulate_media(media="screen")
-    page.set_viewport_size({"width": 1400, "height": 900})
-    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
-    assert page.locator(".plot svg.main-svg").first.bounding_box()["width"] > 500
-    page.close()

@@ -1,6 +1,5 @@
 """Published numbers and our runs: every number has a run that can be made or a reason; made-up runs stand beside."""
 
-import math
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -8,20 +7,17 @@ from typing import Any
 
 import plotted_runs
 import pytest
-import yaml
 
-from kvbench.analysis.load import Results, read_result
+from kvbench.analysis.load import read_result
 from kvbench.analysis.result import Result
 from kvbench.config import overrides
 from kvbench.config.choices import chosen
-from kvbench.config.tree import CONF
 from kvbench.identity import cell
 from kvbench.papers import arrangement, published
 from kvbench.papers.cli import main
 from kvbench.papers.compare import HEADER, compare
-from kvbench.papers.held import predicted
 from kvbench.papers.matching import differences, plan_task
-from kvbench.papers.protocol import Cannot, Plan, plan, rules, runs_of
+from kvbench.papers.protocol import Plan, plan, rules, runs_of
 from kvbench.papers.sweeps import in_sweeps
 from kvbench.records.sample import Likelihood, Sample
 from kvbench.report.grid import Grid, Row
@@ -44,11 +40,6 @@ def plans() -> dict[tuple[str, ...], Plan]:
 PLANS = plans()
 
 
-def find(name: str, **fields: Any) -> published.Number:
-    (number,) = [n for n in arrangement.numbers(name) if all(getattr(n, k) == v for k, v in fields.items())]
-    return number
-
-
 def test_every_number_can_be_run_or_has_a_reason() -> None:
     for number in published.all_numbers():
         own = plan(number)
@@ -61,26 +52,12 @@ def test_models_policies_and_tasks_of_all_plans_exist() -> None:
             chosen(group, name)
 
 
-def test_a_method_is_the_preset_of_its_name_unless_a_rule_says_otherwise() -> None:
-    found = {(n.paper, n.method, own.policy) for n in published.all_numbers() if isinstance(own := plan(n), Plan)}
-    assert {(paper, method, policy) for paper, method, policy in found if method != policy} == {
-        ("caote", "h2o", "h2o_norecent"),
-        ("cake", "kivi_int2", "kivi"),
-    }
-
-
 def test_every_rule_is_about_some_number_and_says_where_it_is_from() -> None:
     for paper in published.papers():
         numbers = [number for name in published.tables(paper) for number in published.read_table(name)]
         for rule in rules(paper):
             assert rule.source, rule
             assert any(map(rule.holds, numbers)), rule
-
-
-def test_a_run_of_a_planned_task_is_recognised_by_the_name_its_file_gives() -> None:
-    for task in {one.task for one in PLANS.values() if not one.task.startswith("lm_eval/")}:
-        given = yaml.safe_load((CONF / "task" / f"{task}.yaml").read_text())["name"]
-        assert given == plan_task(next(one for one in PLANS.values() if one.task == task))
 
 
 def kind(one: Plan) -> tuple[object, ...]:
@@ -91,7 +68,9 @@ def kind(one: Plan) -> tuple[object, ...]:
 KINDS = {kind(one): words for words, one in PLANS.items()}
 FAST = [("caote_h2o", "longbench"), ("cake", "needlebench"), ("d2o", "niah_text"), ("ott_g32_r128", "ruler")]
 FEW = [next(words for one, words in KINDS.items() if (one[0], one[3]) == fast) for fast in [*FAST, ("d2o", "lm_eval")]]
-SLOW = [pytest.param(words, marks=pytest.mark.slow) for words in KINDS.values()]  # half a second each
+SLOW = [
+    pytest.param(words, marks=pytest.mark.slow("composes hundreds of configurations")) for words in KINDS.values()
+]  # half a second each
 
 
 @pytest.mark.parametrize("words", [*FEW, *SLOW], ids=lambda words: " ".join(words[3:])[:80])
@@ -131,18 +110,6 @@ def test_a_number_is_measured_as_its_paper_says(place: str, words: str) -> None:
     (own,) = (plan(n) for n in arrangement.numbers(table) if [n.model, n.method, str(n.budget), n.task] == about)
     assert isinstance(own, Plan)
     assert shlex.join(command(own)) == f"python -m kvbench model={own.model} {words.strip()}"
-
-
-def test_an_average_with_a_part_that_cannot_be_run_cannot_be_either() -> None:
-    own = plan(find("ott/table6", method="full", task="avg"))
-    assert isinstance(own, Cannot)
-    assert "InstructEval" in own.reason
-
-
-def test_the_average_of_three_single_cells_is_that_of_longbenchs_16() -> None:
-    assert len(list(runs_of(find("cake/table3", method="cake")))) == 16
-    assert len(list(runs_of(find("kvec/table2", method="kvec", budget=128, task="avg")))) == 6
-    assert len(list(runs_of(find("ott/table14", method="full", task="ruler_64k_avg")))) == 11
 
 
 def sample(index: int, score: float | None, **fields: Any) -> Sample:
@@ -201,15 +168,6 @@ def test_holes_carry_the_command_that_fills_them(tmp_path: Path) -> None:
     assert "longbench/qasper" not in tasks
 
 
-@pytest.mark.parametrize("changed", [{"block": 32}, {"budget": 1024}, {"model": "pocket"}, {"policy": "h2o"}])
-def test_runs_of_other_cells_fill_nothing(tmp_path: Path, changed: dict[str, Any]) -> None:
-    grid = compare("caote/table2", [made(tmp_path, "longbench_qasper", [sample(0, 1.0)], **changed)])
-    assert all(row.cells[1].hole for block in grid.blocks for row in block.rows)
-    row, _ = line(grid, BLOCK, "H2O + CAOTE, Qasper" if "block" in changed else "H2O + CAOTE, 17 numbers")
-    remarks = [dict(grid.notes)[letter] for letter in row.notes]
-    assert any("another experiment: a run with block=32" in said for said in remarks) == ("block" in changed)
-
-
 def longbench(scores: dict[str, list[float]]) -> list[Sample]:
     pairs = [(task, score) for task, each in scores.items() for score in each]
     return [
@@ -247,28 +205,6 @@ def read_text(nll: float) -> Sample:
     return sample(0, None, output=None, likelihood=likelihood)
 
 
-def test_a_perplexity_gap_is_that_to_our_own_full_cache(tmp_path: Path) -> None:
-    """exp(2.1) - exp(2) = 0.7771, where the paper prints 0.4253."""
-    about: dict[str, Any] = {"model": "qwen25_7b_instruct", "task_fields": {"class": "Summaries"}}
-    full = made(tmp_path, "booksum", [read_text(2.0)], policy="full", budget=None, **about)
-    h2o = made(tmp_path, "booksum", [read_text(2.1)], policy="h2o_norecent", **about)
-    grid = compare("caote/table9", Results([full, h2o]))
-    _, cells = line(grid, "Qwen2.5-7B-Instruct, budget 2048", "H2O, BookSum, Perplexity less that of full")
-    assert (cells["ours"], cells["difference"]) == (f"{math.exp(2.1) - math.exp(2):.4f}", "+0.3518")
-    _, cells = line(grid, "Qwen2.5-7B-Instruct", "Full, BookSum, Perplexity")
-    assert cells["ours"] == f"{math.exp(2):.4f}"
-
-
-def test_what_cannot_be_run_says_why_and_has_no_command() -> None:
-    grid = compare("d2o/table18", [])
-    row, cells = line(grid, "Mistral-7B-Instruct-v0.2, budget 20%", "LoCoCo, 8 numbers")
-    assert cells["to do"] == ""
-    assert "trained" in dict(grid.notes)[row.notes[0]]
-    grid = predicted("d2o/table18", 1000)
-    (row,) = [row for block in grid.blocks for row in block.rows if row.label == "LoCoCo"]
-    assert "cannot be run: LoCoCo's convolutions are trained" in dict(grid.notes)[row.cells[2].notes[0]]
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -290,18 +226,12 @@ def test_every_command_writes_files(
     ("words", "sentence"),
     [
         (["show", "caote/tabel2"], "did you mean caote/table2"),
-        (["show", "../x"], "table '../x' is unknown"),
         (["compare", "cake/table5", "--runs", "nowhere"], "nowhere is not a folder"),
-        (["list", "cakes"], "paper 'cakes' has no published tables here, did you mean cake"),
         (["show", "caote/table2", "-o", "t.pdf"], "-o t.pdf must end in one of .txt, .md, .tex, .html, .csv"),
-        (["show", "caote/table2", "-o", "absent/t.md"], "-o absent/t.md cannot be written"),
         (["run", "caote/table5"], "caote/table5 cannot be run: the paper gives neither needle, haystack"),
         (["run", "caote/table2", "methods=cake"], "methods=cake is not in caote/table2, choose one of caote_h2o"),
         (["run", "caote/table2", "model=pocket"], "model=pocket is no selection of a table, did you mean models"),
-        (["run", "caote/table2", "scale=mini"], "scale=mini is unknown, choose one of full, pocket"),
         (["run", "caote/table9", "scale=pocket"], "caote/table9 has nothing that the pocket model can stand in for"),
-        (["run", "caote/table2", "tasks"], "tasks cannot be read: write key=value"),
-        (["bytes", "caote/table2", "--length", "0"], "--length 0 must be a whole number from 1 to"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(
@@ -314,24 +244,10 @@ def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(
     assert said.count("\n") == 1
 
 
-def test_list_counts_what_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "caote"]) == 0
-    rows = {words[0]: words[1:10] for row in capsys.readouterr().out.splitlines() if (words := row.split())}
-    assert rows["caote/table2"] == ["2", "x", "10", "x", "2", "x", "17", "501", "501"]
-    assert rows["caote/table5"] == ["2", "x", "9", "x", "4", "x", "1", "63", "0[1]"]
-
-
-def test_predicted_bytes_are_those_of_keys_values_and_positions() -> None:
-    """Llama-3.1-8B: 2 x 32 layers x 8 heads x 128 x 2 bytes a token, and 4 for each position: 129 KiB a token.
-
-    8192 tokens: 1032 MiB; a budget of 128: 16.125 MiB, 1.56% of it. Budgets per head depend on the prompt.
-    """
-    grid = predicted("kvec/table1", 8192)
-    (block,) = grid.blocks
-    texts = {row.label: [cell.text for cell in row.cells[:4]] for row in block.rows}
-    assert grid.header[:4] == (("no budget", "MiB"), ("no budget", "%"), ("128", "MiB"), ("128", "%"))
-    assert texts["Full"] == ["1032.0", "100.0", "", ""]
-    assert texts["StreamingLLM"] == ["", "", "16.1", "1.6"]
-    (ada,) = [row for row in block.rows if row.label == "Ada-SnapKV"]
-    assert ada.cells[2].hole
-    assert "every KV head a budget by what the prompt shows" in dict(grid.notes)[ada.cells[2].notes[0]]
+@pytest.mark.parametrize("changed", [{"block": 32}, {"budget": 1024}, {"model": "pocket"}, {"policy": "h2o"}])
+def test_runs_of_other_cells_fill_nothing(tmp_path: Path, changed: dict[str, Any]) -> None:
+    grid = compare("caote/table2", [made(tmp_path, "longbench_qasper", [sample(0, 1.0)], **changed)])
+    assert all(row.cells[1].hole for block in grid.blocks for row in block.rows)
+    row, _ = line(grid, BLOCK, "H2O + CAOTE, Qasper" if "block" in changed else "H2O + CAOTE, 17 numbers")
+    remarks = [dict(grid.notes)[letter] for letter in row.notes]
+    assert any("another experiment: a run with block=32" in said for said in remarks) == ("block" in changed)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from kvbench.papers import arrangement, published
-from kvbench.papers.footnotes import Footnotes
 from kvbench.papers.layout import lay_out
 from kvbench.papers.published import Number
 from kvbench.report import render
@@ -85,19 +84,6 @@ def test_a_table_shows_each_of_its_numbers_once_and_what_its_text_has_lost_as_a_
     assert any("text of the paper has lost" in sentence for _, sentence in grid.notes) == bool(plan.holes)
 
 
-def test_a_row_that_no_block_prints_is_no_hole() -> None:
-    labels = [[row.label for row in block.rows] for block in lay_out("caote/table5").blocks]
-    assert labels == [["2048", "4096", "6144"], ["2048", "4096", "6144", "8192"]]
-
-
-def test_columns_stand_in_the_order_of_the_print_whatever_headings_are_named() -> None:
-    """OTT, table 12: the average is last; QAMPARI stands before ASQA under citation_rec, after it under _prec."""
-    header = lay_out("ott/table12").header
-    assert header[-1] == ("", "Avg.")
-    assert [test for metric, test in header if metric == "citation_rec"] == ["alce_qampari", "alce_asqa"]
-    assert [test for metric, test in header if metric == "citation_prec"] == ["alce_asqa", "alce_qampari"]
-
-
 @pytest.mark.parametrize(
     ("name", "block", "marks"),
     [
@@ -113,33 +99,9 @@ def test_best_and_second_are_those_of_their_block_and_full_is_no_rival(
     assert {row.label: row.cells[0].mark for row in found.rows} == marks
 
 
-def test_nothing_is_marked_in_a_column_that_has_lost_a_rival() -> None:
-    block = next(b for b in lay_out("caote/table2").blocks if b.title == "Llama-3.1-8B-Instruct, budget 4096")
-    assert {cell.mark for r in block.rows for cell in r.cells} == {""}
-
-
-def test_an_average_that_does_not_add_up_is_shown_as_printed_with_its_note() -> None:
-    """CAOTE, table 3, Qwen2.5-7B, 4k, TOVA + CAOTE prints 30.98; its 16 cells have the mean 30.45."""
-    grid = lay_out("caote/table3")
-    (block,) = [b for b in grid.blocks if b.title == "Qwen2.5-7B-Instruct, budget 4096"]
-    (cell,) = [r.cells[-1] for r in block.rows if r.label == "TOVA + CAOTE"]
-    assert cell.text == "30.98"
-    assert ["printed avg disagrees with row mean: 30.98 vs 30.45." in dict(grid.notes)[a] for a in cell.notes] == [True]
-
-
 def number(row: str, column: str, note: str) -> tuple[tuple[tuple[str, ...], ...], Number]:
     one = Number("p", "t", "", row, None, "", column, "score", 1.0, note, "1.0")
     return ((), (row,), (column,)), one
-
-
-def test_a_note_stands_where_all_it_is_about_is() -> None:
-    """`x` is in every note; `r` in all of row 1, `c` in all of column B, `k` in one cell of that row."""
-    notes = [("1", "A", "x; r; k"), ("1", "B", "x; c; r"), ("2", "A", "x"), ("2", "B", "x; c")]
-    found = Footnotes(dict(number(*one) for one in notes), [((), ("1",)), ((), ("2",))])
-    assert found.sentences == [("", "x."), ("a", "r."), ("b", "k."), ("c", "c.")]
-    assert (found.of_row((), ("1",)), found.of_row((), ("2",)), found.of_column(("B",))) == (("a",), (), ("c",))
-    assert found.of_cell(((), ("1",), ("A",))) == ("b",)
-    assert found.of_cell(((), ("1",), ("B",))) == ()
 
 
 GRID = Grid(

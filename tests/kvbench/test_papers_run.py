@@ -8,19 +8,16 @@ import pytest
 from kvbench.analysis.load import load_results
 from kvbench.config.overrides import check
 from kvbench.identity.cell import Cell, build_cell
-from kvbench.papers import arrangement, pocket
+from kvbench.papers import arrangement
 from kvbench.papers.choice import read_choice
 from kvbench.papers.cli import main
 from kvbench.papers.efficiency import beside, read_figures
-from kvbench.papers.lost import printed_cells
 from kvbench.papers.matching import differences, run_task
-from kvbench.papers.picture import Dot, alike, dots
-from kvbench.papers.pocket_table import pocket_runs, pocket_table
-from kvbench.papers.protocol import Plan, plan
+from kvbench.papers.pocket_table import pocket_runs
+from kvbench.papers.protocol import Plan
 from kvbench.papers.running import planned
 from kvbench.papers.sweeps import in_sweeps
 from kvbench.records.definition import read_definition
-from kvbench.terminal.errors import UsageError
 
 ONE = ("methods=full,snapkv", "budgets=128", "scale=pocket", "limit=1")
 
@@ -59,27 +56,6 @@ def test_a_selection_takes_the_papers_names_and_ours(
     assert [(one.policy, one.budget) for one in planned_for(name, *words.split())] == runs
 
 
-def test_an_average_asks_for_all_its_parts_once() -> None:
-    found = planned_for("cake/table5", "methods=cake", "budgets=128", "tasks=avg,qasper")
-    assert len(found) == 16
-    assert {one.settings["policy.allocator.tau2"] for one in found} == {2.3}
-
-
-def test_what_is_left_must_be_something() -> None:
-    with pytest.raises(UsageError, match=r"budgets=2\.4 methods=ott_g128_r32 leaves no number of ott/table8"):
-        read_choice(["budgets=2.4", "methods=ott_g128_r32"]).numbers("ott/table8")
-    with pytest.raises(UsageError, match="budgets=2048 is not in caote/table7, choose one of 6144, 8192"):
-        planned_for("caote/table7", "budgets=2048")
-
-
-def test_numbers_that_the_text_has_lost_are_asked_for_as_well() -> None:
-    """Table 2 of CAOTE has (1 + 9 x 2) x 17 numbers for each of two models, of which 501 can be read."""
-    cells = printed_cells("caote/table2")
-    assert len(cells) == 2 * (1 + 9 * 2) * 17
-    assert sum(bool(number.printed) for number in cells) == 501
-    assert len(planned_for("caote/table2")) == 2 * (1 + 9 * 2) * 16
-
-
 # --- a plan as a run ------------------------------------------------------------------------------------------------
 def test_what_is_missing_of_a_table_is_submitted_as_one_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -103,19 +79,6 @@ def test_what_is_missing_of_a_table_is_submitted_as_one_sweep(
     planned_ids = {cell_of(one).run_id for one in planned_for("kvec/table1", *ONE)}
     assert {cell.run_id for cell in definition.cells} == planned_ids
     assert len(definition.cells) == 8
-
-
-# --- the pocket model -----------------------------------------------------------------------------------------------
-def test_prompts_budgets_blocks_and_windows_shrink_alike() -> None:
-    """CAOTE's table 2: 8,192 tokens become 2,048, so a budget of 4,096 is 1,024, a block of 128 is 32, a window 8."""
-    own = next(plan(n) for n in arrangement.numbers("caote/table2") if (n.method, n.budget) == ("caote_snapkv", 4096))
-    assert isinstance(own, Plan)
-    found = pocket.scaled(own)
-    assert [one.task for one in found] == ["longbench/lookups", "niah", "ruler/niah_single_1", "ruler/niah_multikey_2"]
-    for one in found:
-        assert (one.model, one.budget) == ("pocket", 1024)
-        assert {**one.settings, "block": 32, "policy.scorer.window": 8} == dict(one.settings)
-        assert one.settings.get("task.lengths", [one.settings.get("task.length", 2048)]) == [2048]
 
 
 def test_shares_stay_shares_lengths_become_ours_and_temperatures_of_other_models_go() -> None:
@@ -153,30 +116,6 @@ def test_a_table_is_run_on_the_pocket_model_and_printed_without_any_published_nu
     assert differences(replace(one, settings=bare), run.identity, run.naming.changed) == ["policy.scorer.window=8"]
 
 
-def test_a_pocket_table_that_was_not_run_says_how() -> None:
-    with pytest.raises(UsageError, match="caote/table2 was not run on the pocket model"):
-        pocket_table("caote/table2", read_choice(["scale=pocket"]), [])
-
-
-# --- bytes and seconds ----------------------------------------------------------------------------------------------
-def test_models_whose_methods_hold_the_same_share_are_one_panel() -> None:
-    about = (("a", "x", 1.0), ("b", "x", 1.001), ("b", "y", 2.0), ("c", "x", 1.5))
-    found = [Dot(model, method, "64", percent) for model, method, percent in about]
-    assert [(models, len(dots)) for models, dots in alike(found)] == [(["a", "b"], 2), (["c"], 1)]
-
-
-def test_a_method_is_drawn_where_one_of_its_numbers_can_be_run() -> None:
-    """OTT's first number of Llama-2-7B is a ratio of seconds, which no run is about; its LongBench is."""
-    found = {(dot.model, dot.method): dot.percent for dot in dots(arrangement.tables("ott"), 8192)}
-    assert found["Llama-2-7B-chat-hf", "OTT (G=128, R=32)"] is not None
-
-
-def test_the_picture_of_a_paper_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bytes", "kvec", "-o", str(tmp_path / "kvec.svg")]) == 0
-    assert "K-VEC" in capsys.readouterr().out
-    assert (tmp_path / "kvec.svg").read_text().startswith("<?xml")
-
-
 BENCH = """paper,table,model,method,budget,budget_kind,task,metric,value,note,hardware,scale
 cake,table13,Mistral-7B-Instruct-v0.3,full,,,latency_prompt7168_gen1024,total_seconds,20.0,,H100,1
 cake,table13,Mistral-7B-Instruct-v0.3,snapkv,1024,tokens_per_head,latency_prompt7168_gen1024,total_seconds,15.0,,H100,1
@@ -193,11 +132,3 @@ def test_a_benchmark_joins_a_published_table_by_its_columns(tmp_path: Path) -> N
     assert rows["CAKE, 1024, Total (s)"] == ["31.77", "", "0.92", ""]
     assert "H100, scale 1" in grid.notes[0][1]
     assert ("a", "did not fit into memory") in grid.notes
-
-
-def test_a_folder_without_a_benchmark_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no table that"):
-        read_figures(tmp_path)
-    (tmp_path / "x.csv").write_text(BENCH)
-    with pytest.raises(UsageError, match="--bench has nothing of d2o/table5"):
-        beside("d2o/table5", read_figures(tmp_path))

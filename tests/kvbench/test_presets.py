@@ -1,15 +1,11 @@
 """Policies by name: what the presets of CAOTE's study are made of, and what cannot be made."""
 
 import math
-from dataclasses import fields as fields_of
 from typing import Any
 
 import pytest
-from kv_oracle import Rules
-from kv_presets import INCOMPLETE
-from kv_runs import policy_for
 
-from kvbench import make_policy, preset_names
+from kvbench import make_policy
 from kvbench.config.presets import policy_config
 from kvbench.config.tree import read
 from kvbench.policies.allocators.ada import Ada
@@ -17,20 +13,13 @@ from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Blocks, Prompt
-from kvbench.policies.scorers.h2o import H2O
 from kvbench.policies.scorers.snapkv import SnapKV
-from kvbench.policies.scorers.streaming import Streaming
 from kvbench.policies.stores.ragged import Ragged
 from kvbench.policies.values.caote import Caote
 from kvbench.policies.values.fastcaote import FastCaote
 
 BASES = ["random", "knorm", "streamingllm", "local_window", "h2o", "h2o_norecent", "tova", "snapkv"]
 WRAPPED = [f"{wrapper}_{base}" for wrapper in ("caote", "fastcaote") for base in ("h2o", "tova", "snapkv", "knorm")]
-
-
-@pytest.mark.parametrize("slug", BASES + WRAPPED)
-def test_a_preset_carries_its_slug_as_its_name(slug: str) -> None:
-    assert make_policy(slug, 64).name == slug
 
 
 @pytest.mark.parametrize("slug", WRAPPED)
@@ -67,24 +56,6 @@ def test_bases_default_to_the_whole_prompt_and_only_snapkv_grows(slug: str) -> N
     assert policy.schedule == Prompt(decode="grow" if slug == "snapkv" else "evict", order="attend_then_evict")
     assert policy.granularity == "kv_head"
     assert policy.value is None
-
-
-@pytest.mark.parametrize(
-    ("slug", "recent"),
-    [("h2o", "half"), ("h2o_norecent", 0), ("caote_h2o", 0), ("fastcaote_h2o", 0), ("caote_h2o_norecent", 0)],
-)
-def test_the_recent_half_belongs_to_h2o_alone(slug: str, recent: int | str) -> None:
-    assert make_policy(slug, 64).scorer == H2O(recent=recent, accumulate=True, by_age=False)
-
-
-@pytest.mark.parametrize("slug", ["snapkv", "caote_snapkv", "fastcaote_snapkv"])
-def test_snapkv_looks_through_32_queries_and_7_neighbours(slug: str) -> None:
-    assert make_policy(slug, 64).scorer == SnapKV(window=32, kernel=7, pool="max")
-
-
-@pytest.mark.parametrize(("slug", "sinks"), [("streamingllm", 4), ("local_window", 0)])
-def test_sinks(slug: str, sinks: int) -> None:
-    assert make_policy(slug, 64).scorer == Streaming(sinks=sinks)
 
 
 @pytest.mark.parametrize(
@@ -168,17 +139,9 @@ def test_a_share_that_leaves_less_than_the_window_is_refused_once_the_length_is_
         ("tova", {"scorer.window": 3}, "policy tova has no field 'scorer.window'"),
         ("tova", {"schedule": "prompt", "block": 8}, "block=8 has no meaning with schedule=prompt"),
         ("tova", {"block": 0}, "block must be a number of tokens >= 1 or inf, got 0"),
-        ("tova", {"block": 2.5}, "block must be a number of tokens >= 1 or inf, got 2.5"),
-        ("tova", {"order": "first"}, "order must be attend_then_evict or evict_then_attend, got 'first'"),
-        ("tova", {"granularity": "head"}, "granularity must be kv_head, query_head or layer, got 'head'"),
         ("h2o", {"recent": -1}, "recent must be 'half' or a number of tokens >= 0, got -1"),
         ("snapkv", {"kernel": 4}, "kernel must be an odd number of tokens, got 4"),
-        ("snapkv", {"pool": "min"}, "pool must be max, avg or none, got 'min'"),
         ("snapkv", {"window": "8"}, "window must be a whole number, got '8'"),
-        ("streamingllm", {"sinks": True}, "sinks must be a whole number, got true"),
-        ("caote_tova", {"eps": "small"}, "eps must be a number, got 'small'"),
-        ("h2o", {"by_age": 1}, "by_age must be true or false, got 1"),
-        ("streamingllm", {"sinks": -1}, "sinks must be a whole number of at least 0, got -1"),
         ("tova", {"store": "kivi"}, "store=kivi is not a part: choose a policy that has it"),
     ],
 )
@@ -186,19 +149,3 @@ def test_what_is_wrong_is_said_in_one_sentence(slug: str, fields: dict[str, Any]
     with pytest.raises(ValueError, match=sentence) as caught:
         make_policy(slug, 64, **fields)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("rules", [Rules("h2o", 40), Rules("snapkv", 40, "caote", block=32)], ids=lambda r: r.slug)
-def test_policies_are_values(rules: Rules) -> None:
-    """Equal settings are equal policies, and none can be changed by a run."""
-    first, second = policy_for(rules), policy_for(rules)
-    assert first == second
-    assert hash(first) == hash(second)
-    for field in fields_of(first):
-        with pytest.raises(AttributeError):
-            setattr(first, field.name, None)
-
-
-@pytest.mark.parametrize("slug", [slug for slug in preset_names() if not slug.startswith(INCOMPLETE)])
-def test_every_file_in_conf_policy_builds(slug: str) -> None:
-    assert make_policy(slug, 128).name == slug

@@ -99,13 +99,6 @@ def test_padded_rows_take_their_own_blocks() -> None:
     assert [s.prompt_done for s in got] == [False, False, True, True]
 
 
-def test_a_row_that_ended_adds_nothing() -> None:
-    progress = Progress(make_policy("tova", 4), 3)
-    got = slices(progress, ["xxx", "xxx"], ["x", "."], ["x", "."])
-    assert [s.counts for s in got] == [(3, 3), (1, 0), (1, 0)]
-    assert progress.seen == [5, 3]
-
-
 def test_without_a_length_the_first_call_is_the_prompt() -> None:
     progress = Progress(make_policy("tova", 4), None)
     got = slices(progress, ["xxxx", ".xxx"], ["x", "x"])
@@ -149,11 +142,6 @@ def test_a_prompt_of_unknown_length_that_comes_token_by_token_is_refused_at_the_
     assert [s.phase for s in slices(told, *[["x"]] * 6)] == ["prompt"] * 5 + ["decode"]
 
 
-def test_given_tokens_may_come_several_at_once() -> None:
-    progress = Progress(make_policy("tova", 4), 3, forced=True)
-    assert [s.counts for s in slices(progress, ["xxx"], ["xx"])] == [(3,), (1,), (1,)]
-
-
 def test_another_prompt_has_blocks_of_its_own() -> None:
     """Blocks of 3 count from the second prompt's first token, 7, not from the conversation's."""
     progress = Progress(make_policy("tova", 4, block=3), 5)
@@ -167,16 +155,6 @@ def test_another_prompt_has_blocks_of_its_own() -> None:
     assert progress.prompt == [11]
 
 
-def test_another_prompt_may_differ_in_length_and_come_in_several_calls() -> None:
-    progress = Progress(make_policy("tova", 4), [3, 2])
-    slices(progress, ["xxx", ".xx"], ["x", "x"])
-    progress.open([3, 1])
-    got = slices(progress, ["xx", ".."], ["x", "x"], ["x", "x"])
-    assert [s.positions.tolist() for s in got] == [[[4, 5], [-1, -1]], [[6], [3]], [[7], [4]]]
-    assert [s.phase for s in got] == ["prompt", "prompt", "decode"]
-    assert [s.evicts for s in got] == [(False, False), (True, True), (True, True)]
-
-
 def test_a_prompt_is_opened_once_the_last_one_is_in() -> None:
     progress = Progress(make_policy("tova", 4), 5)
     with pytest.raises(ValueError, match="before the first prompt, whose length is given already"):
@@ -188,9 +166,3 @@ def test_a_prompt_is_opened_once_the_last_one_is_in() -> None:
     for wrong in (0, True, 2.5, [2, 3]):
         with pytest.raises(ValueError, match="prompt"):
             progress.open(wrong)  # type: ignore[arg-type]
-
-
-def test_the_first_prompt_may_be_opened_too() -> None:
-    progress = Progress(make_policy("tova", 4), None)
-    progress.open(5)
-    assert [s.evicts for s in slices(progress, ["xxx"], ["xx"])] == [(False,), (True,)]

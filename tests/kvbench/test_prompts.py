@@ -55,10 +55,6 @@ def test_the_chat_template_wraps_the_prompt_but_not_the_answer_prefix(tokenizer:
     assert text(tokenizer, maker, example("Question?", prefix="Answer:")) == "<s>[Question?]>Answer:"
 
 
-def test_a_model_without_a_template_reads_the_plain_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert text(tokenizer, PromptMaker(tokenizer, Given(chat=True), 100), example("Question?")) == "<s>Question?"
-
-
 def test_a_prompt_that_just_fits_is_taken_and_one_more_token_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     maker = PromptMaker(tokenizer, Given(), max_positions=100)
     assert len(maker.make(example("a" * 89)).ids) == 90  # with <s>; ten are left for the answer
@@ -79,11 +75,6 @@ def test_without_a_given_limit_the_middle_is_cut_to_the_models_positions(tokeniz
     assert len(got.ids) <= 90
     assert len(got.ids) >= 90 - SEAM - 2
     assert str(tokenizer.decode(got.ids.tolist())).endswith("end]>!")
-
-
-def test_equal_hashes_mean_equal_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    maker = PromptMaker(tokenizer, Given(), 100)
-    assert maker.make(example("a")).hash == maker.make(example("a")).hash != maker.make(example("b")).hash
 
 
 def test_an_answer_ends_before_the_first_stop_string(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -168,11 +159,6 @@ def test_inside_a_chat_template_the_context_ends_in_the_users_turn(tokenizer: Pr
     assert apart(tokenizer, "The mill is red.", "Which colour?")[1] == ["<s>[The mill is red.", "Which colour?]> a"]
 
 
-def test_a_template_that_strips_the_turn_strips_its_ends_alone(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = TEMPLATE.replace("m.content", "m.content | trim")
-    assert apart(tokenizer, " Red. ", " Who? ")[1] == ["<s>[Red. ", " Who?]> a"]
-
-
 def test_questions_about_one_context_share_its_hash_and_others_do_not(tokenizer: PreTrainedTokenizerBase) -> None:
     first, second = (apart(tokenizer, "The mill is red. ", question)[0] for question in ("Who?", "Whose mill?"))
     other = apart(tokenizer, "The mill is rex. ", "Who?")[0]
@@ -188,14 +174,6 @@ def test_the_middle_is_cut_out_of_the_context(tokenizer: PreTrainedTokenizerBase
         UsageError, match=r"where the question of example 0 begins cannot be told \(it was cut to fit\)"
     ):
         maker.make(replace(example("start" + "." * 60 + "Who was that?"), question="Who was that?"))
-
-
-def test_a_prompt_cut_on_the_left_loses_tokens_of_its_context(tokenizer: PreTrainedTokenizerBase) -> None:
-    maker = PromptMaker(tokenizer, Given(truncation="left"), 30, compress="context")
-    made = maker.make(replace(example("start" + "." * 60 + "Who?"), question="Who?"))  # 30 less 10 new: 20 are left
-    assert (len(made.ids), made.context_tokens) == (20, 16)
-    with pytest.raises(UsageError, match="nothing stands before the question of example 0"):
-        maker.make(replace(example("start" + "Who?" * 20), question="Who?" * 20))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvbench import BudgetError
 from kvbench.cli import main
 
 SECONDS = {"prefill_seconds", "decode_seconds"}
@@ -80,19 +79,6 @@ def test_perplexity_under_full_is_that_of_an_ordinary_forward_pass(command: Comm
         assert (line["output"], line["score"], line["generated_tokens"], got["block"]) == (None, None, None, None)
 
 
-def test_the_audit_shows_the_most_that_was_held_and_the_block(command: Command) -> None:
-    _, out, _ = command("policy=h2o", "budget=32", *READ, "task.block=8")
-    assert "when: evicted after every 8 scored tokens" in out
-    for line in lines():
-        assert line["kept_tokens"] == [[32, 32], [32, 32]]
-        assert line["likelihood"]["max_kept_tokens"] == [[40, 40], [40, 40]]
-        assert line["likelihood"]["block"] == 8
-    (folder,) = (path.parent for path in Path("results/runs").glob("*/metrics.json"))
-    got = json.loads((folder / "metrics.json").read_text())
-    assert (got["score"], got["likelihood"]["scored_tokens"]) == (None, 180 + 90 + 199)
-    assert got["likelihood"]["max_kept_tokens"] == [[40, 40], [40, 40]]
-
-
 def test_after_a_prompt_only_what_follows_is_scored(command: Command, tiny_model: Path) -> None:
     assert command("policy=full", *READ, "task.prompt_tokens=50", "out=full")[0] == 0
     nll = plain(tiny_model, Path("texts/c.txt").read_text(), 200)[49:]
@@ -107,48 +93,18 @@ def test_after_a_prompt_only_what_follows_is_scored(command: Command, tiny_model
         assert line["likelihood"]["block"] == 1
 
 
-def test_a_summary_is_scored_after_its_chapter(command: Command, tiny_model: Path) -> None:
-    rows = 'id,chapter,summary_text\n1,"It rained, and rained.",It was wet.\n2,Then the sun came.,Dry again.\n'
-    write("texts/test.csv", rows)
-    assert command("policy=full", "task=booksum", "task.data_dir=texts", "out=full")[0] == 0
-    text = "It rained, and rained.\n\nSummarize the chapter above.\n\nSummary:\nIt was wet."
-    nll = plain(tiny_model, text, 1000)[-len("It was wet.") :]
-    first, second = lines("full")
-    assert first["likelihood"]["nll"] == pytest.approx(mean(nll), abs=1e-4)
-    assert (first["likelihood"]["tokens"], first["references"]) == (11, ["It was wet."])
-    assert second["references"] == ["Dry again."]
-    code, out, _ = command("policy=h2o", "budget=16", "task=booksum", "task.data_dir=texts", "out=h2o")
-    assert (code, "one token evicted for each decoded one" in out) == (0, True)
-    assert lines("h2o")[0]["likelihood"]["max_kept_tokens"] == [[17, 17], [17, 17]]
-
-
-def test_a_text_whose_cache_broke_its_budget_is_a_failure(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broke(*given: Any, **fields: Any) -> Any:
-        raise BudgetError("one token too many")
-
-    monkeypatch.setattr("kvbench.engine.answers.rate", broke)
-    code, out, _ = command("policy=h2o", "budget=32", *READ, "task.block=8")
-    assert code == 1
-    assert "failed" in out
-    assert lines()[0]["error"] == "BudgetError: one token too many"
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["policy=h2o"], "h2o evicts only once the whole text is in"),
         (["policy=sirllm", "task.block=8"], "block=8: sirllm is defined on the whole prompt only"),
         (["policy=kivi"], "kivi stores a text in its final form only once it is a whole prompt"),
-        (["policy=full", "task.length=1"], "length must be a whole number of at least 2, got 1"),
         (["policy=full", "task.length=2000", "task.data_dir=long"], "the model's maximum is 1024"),
         (["policy=full", "task.prompt_tokens=200"], "prompt_tokens=200 leaves no token to score of length=200"),
-        (["policy=full", "task.prompt_tokens=150"], "b.txt has 91 tokens, BOS included, and 151 are needed"),
         (
             ["policy=full", "task.data_dir=short"],
             "empty.txt has no text but white space, take it out of data_dir=short",
         ),
-        (["policy=full", "task.data_dir=null"], "data_dir=null is not allowed"),
-        (["policy=streamingllm", "budget=3", "task.block=8"], "a budget of 3 tokens per KV head is too small"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(command: Command, arguments: list[str], sentence: str) -> None:

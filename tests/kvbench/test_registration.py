@@ -26,10 +26,12 @@ AutoModelForCausalLM.from_pretrained({folder!r}, attn_implementation="kvbench")
     "imports",
     [
         "import kvbench\nfrom transformers import AutoModelForCausalLM",
-        pytest.param("from transformers import AutoModelForCausalLM\nimport kvbench", marks=pytest.mark.slow),
+        pytest.param(
+            "from transformers import AutoModelForCausalLM\nimport kvbench", marks=pytest.mark.slow("starts processes")
+        ),
         pytest.param(
             "import transformers.modeling_utils\nimport kvbench\nfrom transformers import AutoModelForCausalLM",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.slow("starts processes"),
         ),
     ],
 )
@@ -43,11 +45,6 @@ def test_neither_torch_nor_transformers_are_imported_for_it() -> None:
     program = "import kvbench, sys; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"
-
-
-def test_help_needs_no_torch() -> None:
-    program = "import sys; from kvbench.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True)
 
 
 def _blind(module: object, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
@@ -67,16 +64,3 @@ def test_kvpress_may_be_imported_at_any_time(together: bool, monkeypatch: pytest
     else:
         greedy(model, ids, policy, max_new_tokens=1)
     assert ALL_ATTENTION_FUNCTIONS["kvbench"] is kvbench_attention
-
-
-@torch.inference_mode()
-def test_a_wrapper_that_hands_everything_on_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args[0])
-        return kvbench_attention(*args, **kwargs)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "kvbench", counting)
-    greedy(prepare(tiny(layers=2)), torch.tensor([prompt(20)]), make_policy("full"), max_new_tokens=2)
-    assert len(calls) == 4

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from plotted_runs import described, failed, write_run
+from plotted_runs import failed, write_run
 from plotted_runs import sample as plotted_sample
 
 from kvbench.analysis.columns import COLUMNS
@@ -18,7 +18,6 @@ from kvbench.analysis.load import load_results, read_result
 from kvbench.analysis.metrics import metrics
 from kvbench.analysis.result import Result
 from kvbench.records.sample import Sample
-from kvbench.report.collect import Choice, show
 from kvbench.report.command import main
 from kvbench.report.table import print_table, results_grids
 from kvbench.terminal.errors import UsageError
@@ -84,13 +83,6 @@ def test_official_aggregates_stand_beside_the_mean_and_all_is_plain_json() -> No
         assert json.loads(json.dumps(metrics(samples), allow_nan=False)) == metrics(samples)
 
 
-def test_milliseconds_are_for_each_step_so_that_answers_of_any_length_compare() -> None:
-    short = sample(0, 1.0, generated_tokens=4, decode_steps=4, decode_seconds=0.02)  # three more tokens and an EOS
-    long = sample(1, 0.0, generated_tokens=32, decode_steps=31, decode_seconds=0.31)
-    single = sample(2, 0.0, generated_tokens=1, decode_steps=0, decode_seconds=0.0)
-    assert metrics([short, long, single])["decode_ms_per_token"] == pytest.approx((5 + 10) / 2)
-
-
 TIDY = """
 run_id model weights dtype policy slug schedule decode policy_fields budget budget_kind compress task task_fields subset
 seed n n_failed n_shared score score_low score_high interval
@@ -121,21 +113,6 @@ def test_every_declared_column_reads_its_own_field(tmp_path: Path) -> None:
     coded = tidy(replace(run, identity={**run.identity, "policy": {"store": {"bits": 2}}}))
     assert coded["bits_per_number"] == pytest.approx(16 * 11 / 17)  # the full cache is in float16
     assert coded["ratio_to_16_bit"] == pytest.approx(17 / 11)
-
-
-def test_device_memory_and_bits_are_columns_where_a_run_has_them(tmp_path: Path) -> None:
-    """Means per example in MiB; a table of runs on CPUs, or of plain stores, has no such column."""
-    gpu = write_run(
-        tmp_path, "h2o", [sample(i, 0.5, device_peak_bytes=peak * MIB) for i, peak in enumerate((300, 500))]
-    )
-    cpu = write_run(tmp_path, "tova", [sample(0, 0.5)])
-    assert column("device peak MiB", gpu, cpu) == ["400", "-"]
-    parts = {**described("H2O"), "store": {"class": "Kivi", "bits": 2}}
-    coded = write_run(tmp_path, "kivi", [sample(0, 1.0, cache_bytes=9, full_cache_bytes=32)], parts=parts)
-    assert column("bits/number", cpu, coded) == ["-", "9.00"], "9 of 32 bytes, float32: 9 bits"
-    assert column("16-bit/this", cpu, coded) == ["-", "1.78x"]  # 16 / 9
-    (alone,) = results_grids([read_result(cpu)])
-    assert not {("device peak MiB",), ("bits/number",)} & {*alone.header}
 
 
 def test_rows_by_length_are_about_the_examples_of_that_length_alone(
@@ -174,13 +151,7 @@ def test_the_other_formats_hold_the_same_runs(tmp_path: Path) -> None:
     [
         (["nowhere", "-o", "t.csv"], "nowhere is not a folder"),
         ([".", "-o", "t.xlsx"], "must end in one of .csv, .parquet, .txt, .md, .tex, .html"),
-        (["empty", "-o", "t.csv"], "holds no finished run"),
-        (["runs", "-o", "absent/t.csv"], "absent/t.csv cannot be written"),
         (["runs", "-o", "t.md", "--columns", "scor"], "--columns scor is no column (there are: run_id, model"),
-        (
-            ["runs", "-o", "t.csv", "--pivot", "budget"],
-            "--pivot budget is for .txt, .md, .tex, .html; .csv has one row",
-        ),
         (["runs", "-o", "x.parquet"], "x.parquet needs a library: `pip install pyarrow`, or write .csv"),
     ],
 )
@@ -264,28 +235,6 @@ def test_the_table_shows_what_was_held_and_compares_example_by_example(
     assert second[-5:] == ["25.0", "1.000", "25.0%", "0.500", "3.000"], "spare bytes are not among those in use"
 
 
-def test_a_table_of_26_rows_is_100_letters_wide_and_says_once_what_rows_share(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two tasks, the full cache, four policies at three budgets: two of them in blocks, two of them growing."""
-    for task in ("niah", "niah_multikey"):
-        for policy in ("full", "snapkv", "kvec", "caote_snapkv", "h2o"):
-            for budget in (None,) if policy == "full" else (64, 128, 256):
-                examples = [plotted_sample(i, float(i % 2 or policy == "full")) for i in range(20)]
-                examples = [replace(s, prefill_seconds=None, decode_seconds=None, shared_prefill=13) for s in examples]
-                write_run(tmp_path, policy, examples, budget, task)
-    print_table(load_results(tmp_path))
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 100
-    assert sum(line.split("  ")[0] in ("full", "snapkv", "kvec", "caote_snapkv", "h2o") for line in lines) == 26
-    assert [line for line in lines if line.endswith(":")] == [
-        *("niah:", "niah; blocks of 128, evict:", "niah; whole prompt, evict:", "niah; whole prompt, grow:"),
-        *("niah_multikey:", "niah_multikey; blocks of 128, evict:", "niah_multikey; whole prompt, evict:"),
-        "niah_multikey; whole prompt, grow:",
-    ]
-    assert lines[lines.index("niah:") + 1].startswith("full "), "the reference stands first"
-
-
 def test_runs_of_different_examples_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, "full", [sample(0, 1.0)], None)
     write_run(tmp_path, "tova", [sample(0, 0.0)], seed=1)
@@ -326,16 +275,6 @@ def test_the_difference_to_full_is_plain_numbers_and_rows_stand_by_budget_as_a_n
     assert halves["score_vs_full_p"].tolist() == pytest.approx([2 * 0.5**5] * 2)
 
 
-def test_every_column_of_a_parquet_file_has_one_type_though_values_are_missing(several: Path) -> None:
-    path = several.parent / "table.parquet"
-    assert main(["collect", str(several), "-o", str(path)]) == 0
-    types = pd.read_parquet(path).dtypes.astype(str).to_dict()
-    assert set(types.values()) == {"string", "Int64", "Float64"}
-    assert [types[name] for name in ("slug", "n", "seed", "block", "budget", "nll", "official")] == [
-        *("string", "Int64", "Int64", "Int64", "Float64", "Float64", "string"),
-    ]
-
-
 def test_columns_are_those_asked_for_in_that_order_and_wide_has_all_that_say_something(several: Path) -> None:
     chosen = written(several, "table.md", "--columns", "score, slug,budget")
     assert chosen.splitlines()[0] == "| score | slug | budget |"
@@ -345,12 +284,6 @@ def test_columns_are_those_asked_for_in_that_order_and_wide_has_all_that_say_som
     assert r"score\_vs\_full\_p" in head
     assert "nll" not in head
     assert "fields" not in head
-
-
-def test_rows_of_one_name_stand_in_the_order_of_their_numbers_whatever_their_folders_are_called(tmp_path: Path) -> None:
-    for seed in (10, 2, 1):
-        write_run(tmp_path, "h2o", [sample(0, 1.0)], seed=seed)
-    assert [row.differs["seed"] for row in load_results(tmp_path)] == ["1", "2", "10"]
 
 
 @pytest.mark.parametrize("suffix", [".md", ".txt", ".html", ".tex"])
@@ -381,36 +314,3 @@ def test_cells_of_a_sweep_without_a_run_stand_in_every_table(
     assert "| cake | – | – | failed | – | – |" in pivot
     assert main(["collect", str(several)]) == 0
     assert "failed: BudgetError: one too many" in capsys.readouterr().out
-
-
-def test_on_a_narrow_terminal_columns_are_folded_and_nothing_is_cut(several: Path) -> None:
-    whole, narrow = show(several, Choice(), None), show(several, Choice(), 60)
-    assert max(map(len, narrow.splitlines())) <= 60 < max(map(len, whole.splitlines()))
-    assert not {word for word in {*whole.split()} - {*narrow.split()} if set(word) != {"-"}}
-    heads = [line.split() for line in narrow.splitlines() if line.startswith("policy ")]
-    assert len(heads) > 1
-    assert all(head[:2] == ["policy", "budget"] for head in heads)
-
-
-HOSTILE = r"a_b%&#{x}^~\c$ – ×"
-
-
-@pytest.mark.parametrize("arguments", [[], ["--wide"], ["--pivot", "budget"]])
-def test_latex_is_escaped_balanced_and_has_as_many_cells_in_every_row(several: Path, arguments: list[str]) -> None:
-    write_run(several, "tova", [sample(0, 0.0)], 0.5, task=HOSTILE)
-    said = written(several, "table.tex", *arguments)
-    assert said.isascii()
-    known = r"\\[&%$#_{}\\]|\\(?:textbackslash|textasciitilde|textasciicircum|times|begin|end|centering|small|caption"
-    known += r"|toprule|midrule|bottomrule|multicolumn|par|smallskip|texttt)(?![a-z])"
-    bare = re.sub(r"\$-\$|\$\\times\$", "", said)
-    assert "\\" not in re.sub(known, "", bare), "a command that is not known"
-    assert re.search(r"(?<!\\)[#$_^~%]", bare) is None
-    depth = [0]
-    for mark in re.findall(r"(?<!\\)[{}]", said.replace(r"\\", "")):
-        depth.append(depth[-1] + (1 if mark == "{" else -1))
-    assert min(depth) == depth[-1] == 0
-    body = said[said.index("\\toprule") : said.index("\\bottomrule")]
-    (columns,) = re.findall(r"\\begin\{tabular\}\{([lr]+)\}", said)
-    rows = [line for line in body.splitlines() if line.endswith(r" \\")]
-    counts = {len(re.findall(r"(?<!\\)&", row)) + 1 for row in rows if "multicolumn" not in row}
-    assert counts == {len(columns)}

@@ -81,12 +81,3 @@ def test_examples_that_ran_out_of_memory_are_computed_again_and_others_that_fail
     assert compute(cell) == [2, 2]
     assert lines(path) == before
     assert not list(cell.folder.glob("shard-*"))
-
-
-def test_a_shards_examples_that_ran_out_of_memory_are_dropped_from_it(tmp_path: Path) -> None:
-    shard = tmp_path / "shard-1of2"
-    shard.mkdir()
-    rows = [{**vars(Sample(i, "ab", 9, [])), "error": "MemoryError: none" if i == 2 else None} for i in (0, 2, 4)]
-    (shard / "shard.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert drop_failed(tmp_path)
-    assert on_disk(tmp_path) == {0, 4}

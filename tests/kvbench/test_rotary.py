@@ -13,7 +13,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Phi3Config
 from kvbench import KVCache, make_policy
 from kvbench.cache.rotary import uniform_length
 from kvbench.inference.generate import greedy, prefill
-from kvbench.inference.teacher_forcing import continuation_scores, text_scores
+from kvbench.inference.teacher_forcing import text_scores
 
 SHORT, NEW = 32, 6
 KINDS = ["longrope", "dynamic"]
@@ -119,15 +119,3 @@ def test_a_long_prompt_in_several_calls_is_refused(kind: str, monkeypatch: pytes
     monkeypatch.setattr("kvbench.inference.teacher_forcing.CALL", 16)
     with pytest.raises(ValueError, match="has to come in one call of the model"):
         text_scores(running, ids, make_policy("tova", 16, block=8))
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("length", [30, 60])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_continuation_is_rotated_token_by_token(kind: str, length: int) -> None:
-    ids = torch.tensor([prompt(length + NEW)])
-    expected = of_transformers(kind, ids, length)[:-1].log_softmax(-1)
-    rated = continuation_scores(fresh(kind), ids[:, :length], ids[:, length:], make_policy("full"))
-    torch.testing.assert_close(
-        rated.logprobs.double(), expected.gather(-1, ids[0, length:, None])[:, 0], rtol=1e-5, atol=1e-5
-    )

@@ -46,7 +46,6 @@ def test_rows_keep_and_answer_what_the_slow_oracle_does() -> None:
     for some, expected in zip(found, traces, strict=True):
         assert some[0].sharing == len(WHOLE)
         for row, trace, rules in zip(some, expected, every, strict=True):
-            assert row.cache is not None
             assert row.error is None
             assert row.tokens == trace.tokens, rules
             assert kept_now(row.cache)[0] == trace.kept[-1], rules

@@ -44,11 +44,15 @@ def own(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def run(folder: Path, model: Path, *arguments: str) -> int:
+    return main([f"model={model}", "--config-dir", str(folder / "my_conf"), *SMALL, *arguments])
+
+
+def run_anew(folder: Path, model: Path, *arguments: str) -> int:
     """One command as a fresh process would see it: modules of the folder are read anew."""
     sys.modules.pop("my_scorers", None)
     for name in ("_digest", "_imported", "_definitions", "_meaning", "_tree", "_source"):
         getattr(code_digest, name).cache_clear()
-    return main([f"model={model}", "--config-dir", str(folder / "my_conf"), *SMALL, *arguments])
+    return run(folder, model, *arguments)
 
 
 def runs(folder: Path) -> list[str]:
@@ -56,13 +60,13 @@ def runs(folder: Path) -> list[str]:
 
 
 def test_a_corrected_scorer_is_run_again_and_an_explained_one_is_not(own: Path, tiny_model: Path) -> None:
-    assert run(own, tiny_model, "policy=mine") == 0
+    assert run_anew(own, tiny_model, "policy=mine") == 0
     (first,) = runs(own)
     (own / "my_scorers.py").write_text(SCORER.replace("Keeps short keys.", "Keeps the keys of small norm.") + "# why\n")
-    assert run(own, tiny_model, "policy=mine") == 0
+    assert run_anew(own, tiny_model, "policy=mine") == 0
     assert runs(own) == [first]
     (own / "my_scorers.py").write_text(SCORER.replace("return -observation", "return observation"))
-    assert run(own, tiny_model, "policy=mine") == 0
+    assert run_anew(own, tiny_model, "policy=mine") == 0
     assert len(runs(own)) == 2
 
 
@@ -78,13 +82,6 @@ def test_a_file_that_a_policy_reads_counts_by_its_contents(tmp_path: Path, tiny_
     first = run_id("heads.json", 2.0)
     assert run_id("moved.json", 2.0) == first
     assert run_id("heads.json", 3.0) != first
-
-
-@pytest.mark.slow
-def test_a_class_of_the_same_name_is_another_policy(own: Path, tiny_model: Path) -> None:
-    assert run(own, tiny_model, "policy=knorm", "policy.scorer._target_=my_scorers.KNorm") == 0
-    assert run(own, tiny_model, "policy=knorm") == 0
-    assert len(runs(own)) == 2
 
 
 ROW = {"context": "The key is red. It rains. ", "question": "Which key?", "answers": ["red"], "max_new_tokens": 2}

@@ -117,11 +117,3 @@ def test_a_full_disk_loses_nothing_that_was_finished(tmp_path: Path) -> None:
         assert path.read_bytes() == whole
         file.append(sample(2))  # once there is room again
     assert [s.index for s in read_samples(path)] == [0, 1, 2]
-
-
-def test_a_missing_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    lines = write(path, 4).splitlines(keepends=True)
-    path.write_bytes(lines[0] + lines[2] + lines[3])
-    with pytest.raises(ValueError, match="line 2"):
-        read_samples(path)

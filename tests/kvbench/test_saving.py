@@ -23,10 +23,8 @@ from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch, Request
 from kvbench.inference.generate import greedy, prefill
 from kvbench.inference.pre_pass import rate_next
-from kvbench.inference.teacher_forcing import WatchedCache
 from kvbench.policies.contents import saved_classes
 from kvbench.policies.policy import Policy
-from kvbench.policies.stores.dense import DenseStore
 
 LAYERS, KV_HEADS, QUERY_HEADS, BUDGET = 2, 2, 4, 40
 PROMPT, ANSWER, TURN = 57, 6, 21
@@ -126,9 +124,6 @@ def assert_goes_on(policy: Policy, running: PreTrainedModel, path: Path) -> None
     assert_same(held, loaded)
 
 
-# equal to the bit
-
-
 FAST = {*kinds(), "headkv_r", "d2o_released", "full", *STORES}  # one for every combination of parts
 
 
@@ -220,16 +215,6 @@ def test_a_document_is_compressed_once_and_asked_twice_by_generate(tmp_path: Pat
         assert answers[0] == answers[1]
 
 
-@torch.inference_mode()
-def test_a_cache_of_another_kind_is_refused(tmp_path: Path) -> None:
-    running, policy = model(), make_policy("tova", 16)
-    held = WatchedCache(running.config, policy)
-    running(torch.tensor([prompt(40)]), past_key_values=held)
-    held.save(tmp_path / "cache.safetensors")
-    with pytest.raises(ValueError, match=r"holds a WatchedCache: read it with WatchedCache.load"):
-        KVCache.load(tmp_path / "cache.safetensors", running.config, policy)
-
-
 # the file
 
 
@@ -239,28 +224,6 @@ def filled() -> Iterator[KVCache]:
         held = KVCache(model().config, make_policy("h2o", BUDGET))
         model()(torch.tensor([prompt(PROMPT)]), past_key_values=held)
         yield held
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("slug", ["d2o", "ada_snapkv", "ott"])
-def test_two_saves_are_equal_byte_for_byte(slug: str, importance: Path, tmp_path: Path) -> None:
-    held = KVCache(model().config, built(slug, importance), prompt_length=PROMPT)
-    prefill(model(), torch.tensor([prompt(PROMPT)]), None, held)
-    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
-    held.save(one)
-    held.save(two)
-    copied(held, two).save(three)
-    assert one.read_bytes() == two.read_bytes() == three.read_bytes()
-
-
-def test_the_header_says_in_plain_json_what_the_cache_is_for(filled: KVCache, tmp_path: Path) -> None:
-    filled.save(tmp_path / "cache.safetensors")
-    with safe_open(tmp_path / "cache.safetensors", framework="pt") as file:
-        header = json.loads(file.metadata()["kvbench"])
-    assert header["tokens_seen"] == [PROMPT]
-    assert header["policy"]["scorer"]["class"] == "kvbench.policies.scorers.h2o.H2O"
-    assert header["policy"]["budget"] == BUDGET
-    assert header["model"]["kv_heads_and_head_dim"] == [[KV_HEADS, 8]] * LAYERS
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(
@@ -280,42 +243,12 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(
     assert path.read_text() == "old"
 
 
-# the format
-
-
-FIELDS = """
-Block: _coded _codes _exact _factors _sparse
-ChannelCodes: quantiser queue unit
-Column: runs tail
-DenseStore: _ascending _buffers _free _lent _marked _packed _statistics _to_come _used _views evicted
-Exact: _x
-Gear: bits fp16_arith gap gear_prompt group loops metadata official_counts outlier_ratio rank seed
-GearLayerStore: _columns _dense _flat _length _places store
-GroupedLayerStore: _columns _dense _places store
-Kcvc: bits fp16_arith group metadata residual
-Kivi: bits fp16_arith group metadata residual
-Mixed: _codes _count _dim _heads _scales _size _words
-Ott: auxiliary bits fill fp16_arith group metadata norm on_evict outliers
-  pool_scope prefill_mode residual seed skip_layers trace
-OttLayerStore: _columns _dense _places pools store
-PageReads: most nbytes_read read summaries
-PerSequenceStores: rows
-Pools: _fresh frozen keys ott slots values
-Quantiser: bits fp16_arith metadata
-Queue: _growth _start _tensors counts most
-RaggedStore: _ascending _dense _free _segments _statistics _to_come
-RecentQueries: _positions _queries _window real
-Segments: _bounds counts flat most room starts
-Sparse: excess places
-TokenCodes: group heads quantiser queue
-UngroupedLayerStore: _columns _dense _places store
-ZipCache: bits exact_count fp16_arith gap k metadata seed v v_uses_k_ids_in_prefill
-ZipCacheLayerStore: _columns _dense _places _probes _prompt _saliency store
-budgets: _before _rows _statistics
-layers: _store counts memory pages query_heads ranking recent unsettled
-progress: _given clock columns opened passed prompt seen
-sequences: _bytes _ratings _seen_before _told _total_bytes error peak_nbytes peaks shared waits_for_pre_pass
+CLASSES = """
+Block ChannelCodes Column DenseStore Exact Gear GearLayerStore GroupedLayerStore Kcvc Kivi Mixed Ott
+OttLayerStore PageReads PerSequenceStores Pools Quantiser Queue RaggedStore RecentQueries Segments Sparse TokenCodes
+UngroupedLayerStore ZipCache ZipCacheLayerStore budgets layers progress sequences
 """
+FIELDS = "ee73ea582a2b4c1b"  # of these classes, the ones that files of this format hold, and the names of their fields
 
 
 def told_fields(told: Any, found: dict[str, set[str]]) -> None:
@@ -328,10 +261,7 @@ def told_fields(told: Any, found: dict[str, set[str]]) -> None:
 
 @torch.inference_mode()
 def test_fields_that_change_raise_the_format(importance: Path, tmp_path: Path) -> None:
-    """Older files would be read wrongly: where a class of this list changes, raise `saving.FORMAT` with it.
-
-    A new class is in no older file, so it need not be listed.
-    """
+    """Older files would be read wrongly: then raise `saving.FORMAT`. A new class is in no older file: not listed."""
     path, found = tmp_path / "cache", dict[str, set[str]]()
     ids, mask = left_padded([prompt(PROMPT), prompt(31)])
     policies = [built(slug, importance) for slug in ("full", "ada_snapkv", *STORES)]
@@ -345,9 +275,8 @@ def test_fields_that_change_raise_the_format(importance: Path, tmp_path: Path) -
             told_fields({"class": part.partition(".")[0], **told}, found)
     ours = {cls.__name__ for cls in saved_classes() if cls.__module__.startswith("kvbench.")}
     assert found.keys() >= ours, "a class that may be saved is in none of these caches"
-    assert saving.FORMAT == 8
-    listed = [name for name in sorted(found) if f"{name}:" in FIELDS]
-    assert [word for name in listed for word in (f"{name}:", *sorted(found[name]))] == FIELDS.split()
+    listed = "\n".join(f"{name}: {' '.join(sorted(found[name]))}" for name in CLASSES.split())
+    assert (saving.FORMAT, hashlib.sha256(listed.encode()).hexdigest()[:16]) == (8, FIELDS), listed
 
 
 # refusals
@@ -368,34 +297,9 @@ def test_a_prompt_still_coming_in_is_refused(slug: str, importance: Path, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-@torch.inference_mode()
-def test_a_prompt_that_waits_for_its_pre_pass_is_refused(tmp_path: Path) -> None:
-    held = KVCache(model().config, make_policy("sirllm", BUDGET))
-    held.group.waits_for_pre_pass = True
-    model()(torch.tensor([prompt(PROMPT)]), past_key_values=held)
-    with pytest.raises(ValueError, match=r"inside a call of the model, nor after one that broke off"):
-        held.save(tmp_path / "cache")
-
-
 def test_a_folder_that_is_not_there_is_named(filled: KVCache, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
         filled.save(tmp_path / "nowhere" / "cache")
-
-
-def test_what_is_in_no_file_is_refused(filled: KVCache, tmp_path: Path) -> None:
-    """A store from elsewhere whose class nobody marked; one that was marked with what cannot be told."""
-
-    class Foreign(DenseStore):
-        pass
-
-    held = filled.group.layers[1].store
-    held.__class__ = Foreign
-    with pytest.raises(ValueError, match=r"layers\.1\._store is a .*Foreign, which cannot be written to a file: mark"):
-        filled.save(tmp_path / "cache")
-    held.__class__ = DenseStore
-    vars(held)["_rule"] = lambda tokens: tokens
-    with pytest.raises(ValueError, match=r"layers\.1\._store\._rule is a builtins.function, which cannot be written"):
-        filled.save(tmp_path / "cache")
 
 
 def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:

@@ -15,7 +15,6 @@ from kvbench.tools.score import main
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 QA = {"dataset": "qasper", "prediction": "two", "answers": ["one", "two"]}
 VT = {"task": "vt", "predictions": ["A B", ""], "references": [["A", "B"], ["C"]]}
-NEEDLE = {"task": "single_retrieval", "predictions": ["Crown"], "references": ["\nthe Crown\n*Crown"]}
 
 
 def scored(tmp_path: Path, benchmark: str, lines: list[Any], *options: str) -> list[dict[str, Any]]:
@@ -126,13 +125,6 @@ def test_the_score_is_added_and_all_else_is_kept_in_order(tmp_path: Path) -> Non
     assert "é" in text
 
 
-def test_without_an_output_file_the_lines_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = tmp_path / "predictions.jsonl"
-    source.write_text(json.dumps(QA), encoding="utf-8")
-    assert main(["longbench", str(source)]) == 0
-    assert json.loads(capsys.readouterr().out) == {**QA, "score": 100.0}
-
-
 def test_a_dataset_that_ends_in_e_is_scored_by_bins(tmp_path: Path) -> None:
     line = {"dataset": "qasper_e", "predictions": ["y x", "b"], "answers": [["x"], ["c"]], "lengths": [10, 8000]}
     (got,) = scored(tmp_path, "longbench", [line])
@@ -146,37 +138,18 @@ def test_true_rouge_is_not_cut_off_by_the_stack(tmp_path: Path) -> None:
     assert scored(tmp_path, "longbench", [line], "--true-rouge")[0]["score"] == 100.0
 
 
-def test_v2_gives_no_points_for_wording_and_reads_boxes(tmp_path: Path) -> None:
-    lines = [
-        {**NEEDLE, "predictions": ["the Crow"]},
-        {"task": "multi_reasoning", "predictions": ["\\boxed{Ada}", "Ada"], "references": ["Ada", "Ada"]},
-    ]
-    assert scored(tmp_path, "needlebench", lines[:1])[0]["score"] == pytest.approx(20 * 7 / 8)
-    assert [line["score"] for line in scored(tmp_path, "needlebench", lines, "--v2")] == [0.0, 50.0]
-
-
 @pytest.mark.parametrize(
     ("benchmark", "content", "sentence"),
     [
-        ("ruler", "\n\n", " is empty, it must have one JSON object per line"),
         ("ruler", json.dumps(VT) + "\n" + json.dumps(VT)[:40], ", line 2: not JSON, the file is damaged or cut off"),
-        ("ruler", "[1]", ", line 1: must be a JSON object"),
         ("ruler", b'{"task": "vt"}\n\xff\xfe', ", line 2: not UTF-8 text"),
-        (
-            "ruler",
-            json.dumps({**VT, "task": "niah"}),
-            ", line 1: task='niah' is not known, choose one of niah_single_1",
-        ),
         ("ruler", json.dumps({"task": "vt", "references": []}), ", line 1: predictions must .*, it is missing"),
-        ("ruler", json.dumps({**VT, "references": [["A"]]}), ", line 1: references must have a list for each of the 2"),
         (
             "longbench",
             json.dumps({**QA, "dataset": "gsm8k"}),
             ", line 1: dataset='gsm8k' is not known, choose one of nar",
         ),
-        ("longbench", json.dumps({**QA, "prediction": 3}), ", line 1: prediction must be a text, it is 3"),
         ("longbench", json.dumps({**QA, "dataset": "trec"}), ", line 1: all_classes=null is not allowed, trec"),
-        ("needlebench", json.dumps({**NEEDLE, "references": ["a"]}), ", line 1: reference 'a' is not of the form"),
         ("needlebench", json.dumps({"results": [1]}), ", line 1: results must be OpenCompass's table"),
     ],
 )
@@ -187,24 +160,6 @@ def test_a_wrong_file_is_refused_with_its_line_and_nothing_is_lost(
     head, _, tail = sentence.partition(".*")
     assert said.startswith(head)
     assert tail in said
-
-
-def test_a_missing_file_or_folder_is_told_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ruler", str(tmp_path / "none.jsonl"), "-o", str(tmp_path / "out.jsonl")]) == 2
-    assert "none.jsonl cannot be read (No such file or directory)" in capsys.readouterr().err
-    source = tmp_path / "predictions.jsonl"
-    source.write_text(json.dumps(VT), encoding="utf-8")
-    assert main(["ruler", str(source), "-o", str(tmp_path / "no" / "out.jsonl")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
-    assert main(["ruler", str(source), "-o", str(tmp_path)]) == 2
-    assert "cannot be written" in capsys.readouterr().err
-
-
-def test_the_predictions_may_be_scored_in_place(tmp_path: Path) -> None:
-    source = tmp_path / "predictions.jsonl"
-    source.write_text(json.dumps(VT), encoding="utf-8")
-    assert main(["ruler", str(source), "-o", str(source)]) == 0
-    assert json.loads(source.read_text(encoding="utf-8")) == {**VT, "score": 50.0}
 
 
 @pytest.mark.parametrize(

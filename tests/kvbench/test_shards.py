@@ -109,14 +109,6 @@ def test_a_run_in_shards_leaves_the_files_of_a_whole_one(build: Build, order: tu
     assert told.run == ["started 0 of 6", *range(6), "ended None"], "a tracker is told of the run, and once"
 
 
-def test_shards_without_examples_are_complete(build: Build) -> None:
-    whole, split = build("whole", "limit=2"), build("split", "limit=2")
-    compute(whole)
-    told = compute(*(shard(split, number, 5) for number in (5, 4, 2, 3, 1)))
-    assert files(split) == files(whole)
-    assert told.computed == [1, 0]
-
-
 def torn(cell: Cell) -> dict[int, bytes]:
     """Leave of a run its first shard of two, and of the second a line and a half; return the whole lines."""
     compute(shard(cell, 1, 2))
@@ -227,16 +219,6 @@ def test_a_run_and_its_shards_are_never_computed_at_once(build: Build) -> None:
     assert set(files(split)) == {"samples.jsonl", "metrics.json", "config.yaml", "environment.json"}
 
 
-def test_shards_of_other_versions_are_refused_before_they_compute(build: Build) -> None:
-    split = build("split")
-    compute(shard(split, 1, 2))
-    path = Shard(1, 2).folder(split.folder) / "environment.json"
-    path.write_text(path.read_text().replace('"python": "3', '"python": "2'))
-    (ending,) = run_cells([shard(split, 2, 2)])
-    assert "was begun with other versions (python 2" in str(ending.error)
-    assert "a run that mixes them" in str(ending.error)
-
-
 class Asked:
     """A prompt, as far as shards look at it."""
 
@@ -296,7 +278,7 @@ def test_a_shard_that_fails_says_why_for_its_cell_until_it_is_tried_again(
     assert capsys.readouterr().out.splitlines()[-1] == "1 cell: 1 finished; 6 of 6 examples"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes")
 def test_workers_share_the_examples_of_a_lone_cell_and_of_a_sweep(tmp_path: Path, tiny_model: Path) -> None:
     command = [sys.executable, "-m", "kvbench", f"model={tiny_model}", "budget=40", "engine.rows=1", *SMALL]
     for out, more in (("lone", ["policy=tova"]), ("sweep", ["-m", "policy=tova,full"])):
@@ -329,13 +311,3 @@ def test_workers_share_the_examples_of_a_lone_cell_and_of_a_sweep(tmp_path: Path
         [sys.executable, "-m", "kvbench.sweep", "status", "sweep-two"], cwd=tmp_path, capture_output=True, text=True
     ).stdout
     assert said.splitlines()[-1] == "2 cells: 2 finished; 12 of 12 examples"
-
-
-def test_what_a_killed_process_left_beside_a_complete_run_is_removed(build: Build) -> None:
-    cell = build("whole")
-    compute(cell)
-    before = files(cell)
-    (cell.folder / ".lock").write_text('{"host": "far", "pid": 7}')
-    (cell.folder / ".metrics.json.ab12cd").write_text('{"n"')
-    compute(cell)
-    assert files(cell) == before

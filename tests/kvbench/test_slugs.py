@@ -9,7 +9,6 @@ import pytest
 from kvbench import make_policy, preset_names
 from kvbench.config.presets import policy_config
 from kvbench.config.slugs import parse
-from kvbench.policies.scorers.snapkv import SnapKV
 from kvbench.policies.stores.gear import Gear
 from kvbench.policies.stores.kcvc import Kcvc
 from kvbench.policies.stores.kivi import Kivi
@@ -44,23 +43,10 @@ def test_a_slug_says_its_stores_settings(slug: str, store: Store) -> None:
     assert not policy.evicts
 
 
-def test_an_eviction_in_front_keeps_its_parts_and_lets_decoding_grow() -> None:
-    policy = make_policy("caote_snapkv_ott_g128_r32", budget=64, bits=4, window=16)
-    assert policy.scorer == SnapKV(window=16)
-    assert policy.store == Ott(bits=4)
-    plain = make_policy("caote_snapkv", budget=64, window=16)
-    assert (policy.value, policy.allocator, policy.merger) == (plain.value, plain.allocator, plain.merger)
-    assert plain.schedule.decode == "evict"
-    assert policy.schedule.decode == "grow"
-
-
 @pytest.mark.parametrize(
     ("slug", "sentence"),
     [
         ("kivi_q3", r"'kivi_q3' has no setting 'q3' of kivi \(allowed: g... \(group\), r... \(residual\)"),
-        ("ott_g32.5", "has no setting 'g32.5' of ott"),
-        ("ott_skipunlabelled1", "has no setting 'skipunlabelled1' of ott"),
-        ("zipcache_k-1", "has no setting 'k-1' of zipcache"),
         ("kivi_ott", "has no setting 'ott' of kivi"),
         ("full_kivi", "would store what 'full' keeps, but that evicts nothing"),
         ("snapkw_kivi", "policy 'snapkw' does not exist; did you mean snapkv"),

@@ -33,13 +33,6 @@ def test_no_more_room_is_made_than_tokens_may_come() -> None:
     assert cache.nbytes == (PROMPT + 19) * a_slot(cache)
 
 
-@pytest.mark.parametrize(("may_come", "room"), [(1000, 249), (200, 64)])
-def test_a_loop_that_goes_on_for_long_makes_room_for_a_quarter_of_it_or_64_tokens(may_come: int, room: int) -> None:
-    cache = ran("snapkv", may_come=may_come, stop_after=3).cache
-    assert cache.spare_nbytes == (room - 2) * a_slot(cache)
-    assert int(cache.kept_tokens()[0, 0, 0]) == 16 + 2
-
-
 @pytest.mark.parametrize("policy", STORES)
 def test_what_is_used_does_not_depend_on_how_many_tokens_might_have_come(policy: str) -> None:
     tight, roomy = ran(policy, 9, 9).cache, ran(policy, 400, 9).cache

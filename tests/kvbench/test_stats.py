@@ -29,13 +29,6 @@ def test_nine_of_ten_right_gives_wilsons_interval_worked_by_hand() -> None:
     assert got.high == pytest.approx(0.9821, abs=1e-4)
 
 
-def test_all_right_is_not_certainty() -> None:
-    # Wilson with p = 1: low = n / (n + z^2) = 20 / 23.8415
-    got = mean_interval([1.0] * 20)
-    assert got.low == pytest.approx(20 / 23.841459, abs=1e-6)
-    assert got.high == pytest.approx(1.0)
-
-
 def test_graded_scores_give_an_interval_near_the_normal_one() -> None:
     values = np.random.default_rng(3).uniform(size=400).tolist()
     mean, half = np.mean(values), 1.95996 * np.std(values) / math.sqrt(400)
@@ -59,12 +52,6 @@ def test_equal_policies_differ_by_nothing_though_the_next_example_may() -> None:
     assert (got.low, got.high) == pytest.approx((-0.43448, 0.43448), abs=1e-5)
 
 
-def test_equal_nll_differences_of_texts_have_no_bound_to_widen_to() -> None:
-    got = paired_difference([2.0, 3.0], [2.5, 3.5], weights=[1, 1])
-    assert (got.low, got.high, got.method) == (0.5, 0.5, "bootstrap")
-    assert not got.claims, "two texts claim nothing"
-
-
 def test_tangos_interval_of_his_paper() -> None:
     # Newcombe 1998 (Statistics in Medicine 17), table II: 36 both, 12 and 2 one only, 0 neither of 50
     first, second = [1.0] * 36 + [0.0] * 12 + [1.0] * 2, [1.0] * 36 + [1.0] * 12 + [0.0] * 2
@@ -74,21 +61,12 @@ def test_tangos_interval_of_his_paper() -> None:
     assert got.claims
 
 
-def test_without_discordant_pairs_tangos_interval_is_wilsons() -> None:
-    got = paired_difference([1.0] * 20, [1.0] * 20)
-    assert (got.low, got.high) == pytest.approx((-3.841459 / 23.841459, 3.841459 / 23.841459), abs=1e-6)
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_nothing_is_claimed_of_fewer_than_five_examples(n: int) -> None:
     for first, second in (([1.0], [0.0]), ([0.75], [0.25])):
         got = paired_difference(first * n, second * n)
         assert not got.claims
         assert got.high > got.mean, "one more example may bring the two together"
-
-
-def test_five_of_five_lost_is_a_claim() -> None:
-    assert paired_difference([1.0] * 8, [0.0] * 8).claims
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 1.0])), min_size=1, max_size=40))
@@ -116,27 +94,3 @@ def test_paired_intervals_cover_the_true_difference_about_19_times_in_20(n: int,
         graded.append(got.low <= 0.0 <= got.high)
     assert 0.92 <= np.mean(binary) <= 0.99
     assert 0.92 <= np.mean(graded) <= 0.99
-
-
-def test_a_steady_gain_is_seen_where_unpaired_spread_hides_it() -> None:
-    base = np.random.default_rng(1).uniform(0, 0.8, size=60)
-    gain = np.random.default_rng(2).uniform(0.05, 0.15, size=60)
-    got = paired_difference(base.tolist(), (base + gain).tolist())
-    assert got.mean == pytest.approx(gain.mean())
-    assert 0.05 < got.low < got.mean < got.high < 0.15
-    assert got.p < 0.001
-    assert mean_interval(base.tolist()).high > mean_interval((base + gain).tolist()).low  # the marginals overlap
-
-
-def test_a_difference_of_noise_is_significant_in_about_one_of_twenty() -> None:
-    rng = np.random.default_rng(5)
-    p_values = [paired_difference([0.0] * 50, rng.normal(size=50).tolist(), seed=i).p for i in range(150)]
-    assert np.mean([p < 0.05 for p in p_values]) < 0.12
-    assert np.mean(p_values) == pytest.approx(0.5, abs=0.1)
-
-
-def test_what_does_not_pair_or_is_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 and 1 scores"):
-        paired_difference([1.0, 0.0], [1.0])
-    with pytest.raises(ValueError, match="at least one score"):
-        mean_interval([])

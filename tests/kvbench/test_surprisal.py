@@ -3,10 +3,9 @@
 import pytest
 import torch
 from kv_models import MIXTURES, left_padded, prompt, tiny, tiny_mixture
-from transformers import OPTConfig, OPTForCausalLM
 
 from kvbench import KVCache, make_policy
-from kvbench.inference.generate import greedy, prefill
+from kvbench.inference.generate import prefill
 from kvbench.inference.logits import head_logits, prompt_ratings, surprisal
 from kvbench.policies.pre_passes.surprisal import Surprisal
 
@@ -64,16 +63,3 @@ def test_logits_of_a_prompt_never_exist_all_at_once(monkeypatch: pytest.MonkeyPa
         prefill(model, torch.tensor([prompt(30)]), None, cache)
     assert sizes == [4] * 7 + [1]
     assert cache.kept_tokens().unique().tolist() == [16]
-
-
-def test_a_model_that_passes_its_base_by_is_refused_in_a_sentence() -> None:
-    """OPT calls its decoder, which its base model only wraps."""
-    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
-    model = OPTForCausalLM(OPTConfig(vocab_size=512, num_attention_heads=4, max_position_embeddings=64, **sizes))
-    model.eval().set_attn_implementation("kvbench")
-    said = (
-        "^sirllm has the model look at a prompt again before it evicts, which kvbench cannot have OPTForCausalLM do: "
-        "it calls a part of its OPTModel and not the whole$"
-    )
-    with pytest.raises(ValueError, match=said):
-        greedy(model, torch.tensor([prompt(30)]), make_policy("sirllm", 16), max_new_tokens=2)

@@ -73,12 +73,6 @@ def test_the_definition_names_every_cell_once_in_the_order_of_the_sweep(
     assert len(more["commands"]) == 2
 
 
-def test_of_one_cell_with_two_limits_the_larger_is_computed(here: Path, tiny_model: Path) -> None:
-    assert main(["-m", f"model={tiny_model}", "policy=tova", "limit=2,1", "budget=40", "out=runs", *SMALL]) == 0
-    (run,) = samples(here / "runs").values()
-    assert len(run) == 2
-
-
 def test_cells_that_another_process_computes_are_waited_for(
     here: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,19 +96,7 @@ def test_cells_that_another_process_computes_are_waited_for(
     assert samples(here / "runs") == whole
 
 
-@pytest.mark.slow
-def test_workers_leave_what_one_process_leaves(here: Path, tiny_model: Path) -> None:
-    sweep = ("-m", f"model={tiny_model}", "policy=tova,knorm,full", "budget=16,40", *SMALL)
-    one = start(*sweep, "out=one", cwd=here).communicate(timeout=200)
-    two = start(*sweep, "out=two", "launcher.workers=2", cwd=here).communicate(timeout=200)
-    assert samples(here / "one") == samples(here / "two")
-    assert len(samples(here / "two")) == 5
-    rows = [[row[0] for row in shown_rows(out)] for out in (one[0], two[0])]
-    assert rows[0] == rows[1]
-    assert "5 cells in 2 processes" in two[1]
-
-
-@pytest.mark.slow
+@pytest.mark.slow("starts processes")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_sigterm_ends_a_sweep_as_ctrl_c_does(here: Path, tiny_model: Path, workers: int) -> None:
     long = ("task.lengths=[1000]", "task.repeats=200", "task.depths=[0.5]")
@@ -133,7 +115,7 @@ def test_sigterm_ends_a_sweep_as_ctrl_c_does(here: Path, tiny_model: Path, worke
     assert not list(here.glob("runs/*/.lock"))  # every process gave its runs free
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes")
 def test_workers_end_with_a_client_that_was_killed(here: Path, tiny_model: Path) -> None:
     long = ("task.lengths=[1000]", "task.repeats=500", "task.depths=[0.5]")
     sweep = ("-m", f"model={tiny_model}", "policy=tova,knorm", "budget=40", "out=runs", "launcher.workers=2", *long)
@@ -147,37 +129,3 @@ def test_workers_end_with_a_client_that_was_killed(here: Path, tiny_model: Path)
     while list(here.glob("runs/*/.lock")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-@pytest.mark.slow
-def test_two_launchers_on_one_folder_compute_no_example_twice(here: Path, tiny_model: Path) -> None:
-    sweep = ("-m", f"model={tiny_model}", "policy=tova,knorm,full,snapkv", "budget=40", "out=runs", *SMALL)
-    both = [start(*sweep, cwd=here) for _ in range(2)]
-    said = [one.communicate(timeout=300) for one in both]
-    assert [one.returncode for one in both] == [0, 0], said
-    tables = [[row[0] for row in shown_rows(out)] for out, _ in said]
-    assert tables[0] == tables[1]
-    assert len(tables[0]) == 4
-    assert {len(run) for run in samples(here / "runs").values()} == {3}
-
-
-@pytest.mark.slow
-def test_workers_refuse_a_finished_cell_whose_data_changed(here: Path, tiny_model: Path) -> None:
-    row = {"context": "The key is red. It rains. ", "question": "Which key?", "max_new_tokens": 2}
-    red, blue = (json.dumps({**row, "answers": [answer]}) + "\n" for answer in ("red", "blue"))
-    data = ("task=context_question", "task.data_dir=rows.jsonl", "task.chat=false")
-    sweep = ["-m", f"model={tiny_model}", "policy=tova,knorm", "budget=12", "limit=2", "out=runs", *data]
-    (here / "rows.jsonl").write_text(red + blue)
-    assert main(sweep) == 0
-    finished = samples(here / "runs")
-    said = []
-    for rows in (blue + blue, red + blue):
-        (here / "rows.jsonl").write_text(rows)
-        done = start(*sweep, "launcher.workers=2", "launcher.shards=2", cwd=here)
-        said.append((*done.communicate(timeout=200), done.returncode))
-        assert samples(here / "runs") == finished
-    (refused, why, first), (shown, _, second) = said
-    assert (first, second) == (2, 0), said
-    assert "holds answers scored by other references (example 0 differs)" in why
-    assert [len(shown_rows(table)) for table in (refused, shown)] == [0, 2]
-    assert not list(here.glob("runs/*/shard-*"))

@@ -21,10 +21,9 @@ from kvbench.report.collect import collect
 from kvbench.sweeps.command import main as sweep
 from kvbench.sweeps.launcher import defined
 from kvbench.sweeps.plan import Planned
-from kvbench.sweeps.queue import cancel, job_states
-from kvbench.sweeps.shares import Piece, cut, pieces, read_share, write_share
+from kvbench.sweeps.queue import job_states
+from kvbench.sweeps.shares import Piece, cut
 from kvbench.sweeps.slurm import Slurm
-from kvbench.terminal.errors import UsageError
 
 SMALL = ("task.lengths=[300]", "task.depths=[0.5]", "task.repeats=3", "task.max_new_tokens=3")
 
@@ -46,19 +45,6 @@ def test_every_cell_is_in_one_share_and_no_share_is_empty(sizes: list[int], shar
         assert all(len(one) == 1 for one in tasks)  # what shares a prefill is cut, never mixed
     else:
         assert all(sum(task in one for one in tasks) == 1 for task in {p.entry.task for p in cells})
-
-
-def test_shards_of_the_same_cells_are_shared_out_as_other_tasks_are(tmp_path: Path) -> None:
-    cells = [entry("a"), entry("b", limit=2), entry("c", limit=1)]
-    asked = pieces(cells, 3)
-    assert [f"{p.entry.key} {p.shard}" for p in asked] == ["a 1of3", "a 2of3", "a 3of3", "b 1of2", "b 2of2", "c None"]
-    same = cut(pieces([entry("a"), entry("b")], 2), None)
-    assert [[f"{p.entry.key} {p.shard}" for p in share] for share in same] == [
-        ["a 1of2", "b 1of2"],
-        ["a 2of2", "b 2of2"],
-    ]
-    write_share(tmp_path, "s", asked[2:], gpus=1)
-    assert read_share(tmp_path, "s") == ([(p.entry.key, p.shard) for p in asked[2:]], 1)
 
 
 def test_a_definition_is_read_back_as_it_was_written(tmp_path: Path) -> None:
@@ -91,15 +77,6 @@ def test_of_two_commands_at_once_none_loses_the_cells_of_the_other(tmp_path: Pat
     both = read_definition(tmp_path)
     assert sorted(entry.key for entry in both.cells) == sorted(both.commands) == sorted(names)
     assert not list((tmp_path / ".sweep").glob(".lock"))
-
-
-def test_three_hundred_cells_are_a_file_a_person_can_read(tmp_path: Path) -> None:
-    policy = {"scorer": {f"field{i}": i for i in range(20)}}
-    cells = tuple(replace(entry(str(i)), config={"budget": i, "policy": policy}) for i in range(300))
-    write_definition(tmp_path, Definition("s", cells=cells))
-    text = (tmp_path / "sweep.yaml").read_text()
-    assert text.count("field19") == 1
-    assert [e.config for e in read_definition(tmp_path).cells] == [e.config for e in cells]
 
 
 @pytest.mark.parametrize("text", ["cells: 3", "x: [", "", "cells: [{title: a}]\ncommands: []\nname: s"])
@@ -231,14 +208,6 @@ def test_while_squeue_does_not_answer_no_job_is_thought_to_be_gone(
     assert (states["7_1"].lives, states["7_1"].about) == (True, "squeue does not answer")
     program(tmp_path, "squeue", "slurm_load_jobs error: Invalid job id specified", 1)  # of all it has forgotten
     assert list(job_states(["7_0", "7_1"])) == ["7_0"]
-
-
-def test_scancel_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    program(tmp_path, "scancel", "scancel: error: Kill job error on job id 7: Access/permission denied", 1)
-    with pytest.raises(UsageError) as refused:
-        cancel(["7_0"])
-    assert str(refused.value) == ("scancel did not end all jobs: Kill job error on job id 7: Access/permission denied")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from shown_tables import shown_rows
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow("waits for SLURM")
 ROOT = Path(__file__).parents[2]
 SECONDS = {"prefill_seconds", "decode_seconds"}
 LONG = ("task.lengths=[1000]", "task.depths=[0.5]", "task.repeats=400", "task.max_new_tokens=8", "engine.rows=1")

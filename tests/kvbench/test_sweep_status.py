@@ -2,23 +2,17 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from sweep_files import entry, note, program, summed_up
 
 from kvbench.records.cell_state import is_complete, state_path, write_state
 from kvbench.records.definition import Definition, Entry, read_definition, write_definition
-from kvbench.report.trackers.watching import Quiet
 from kvbench.sweeps import follow
 from kvbench.sweeps.command import main as sweep
 from kvbench.sweeps.jobs import Job, read_jobs, write_job
-from kvbench.sweeps.plan import Planned
-from kvbench.sweeps.recorder import Place, Recorder
 from kvbench.sweeps.shares import Piece, write_share
 from kvbench.sweeps.status import statuses
-from kvbench.terminal.errors import UsageError
 
 
 def launched_here(tmp_path: Path, *cells: Entry) -> None:
@@ -118,19 +112,3 @@ def test_what_a_running_task_wrote_says_whether_it_has_a_cell(
     write_state(state_path(tmp_path, "a"), replace(said, log=None if log is None else f"logs/{log}.log"))
     (found,) = statuses(tmp_path, read_definition(tmp_path))
     assert found.state == state
-
-
-@pytest.mark.parametrize(("error", "shows"), [(KeyError("x"), True), (UsageError("no"), False)])
-def test_a_job_logs_where_an_unexpected_error_came_from(
-    error: Exception, shows: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = replace(entry("a"), config={"debug": False})
-    recorder = Recorder([Planned(asked)], Place(tmp_path, "the.log"), Quiet())
-    cell: Any = SimpleNamespace(run_id="a", place=tmp_path / "a", out=tmp_path, limit=4, shard=None)
-    try:
-        raise error
-    except (KeyError, UsageError) as raised:
-        recorder.ended(cell, raised)
-    said = capsys.readouterr().err
-    assert ("Traceback (most recent call last)" in said) is shows
-    assert said.splitlines()[-1].startswith("kvbench: policy=a: ")

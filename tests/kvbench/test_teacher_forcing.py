@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import BudgetError, KVCache, make_policy
-from kvbench.inference.teacher_forcing import check_blocks, continuation_scores, in_blocks, text_scores
+from kvbench.inference.teacher_forcing import continuation_scores, text_scores
 from kvbench.policies.policy import Policy
 
 BUDGET, BLOCK = 16, 6
@@ -140,17 +140,6 @@ def test_empty_and_several_sequences_are_refused(shape: tuple[tuple[int, int], t
         continuation_scores(model(), before, after, make_policy("full"))
 
 
-@pytest.mark.parametrize("slug", ["sirllm", "kivi_g8_r8"])
-def test_what_must_go_one_by_one_does_so_whatever_is_asked_for(slug: str) -> None:
-    policy = make_policy(slug, BUDGET)
-    calls: list[int] = []
-    scored = continuation_scores(model(), PROMPT, CONTINUATION, policy, block=9, report=calls.append)
-    assert calls == list(range(PROMPT.shape[1] + 1, IDS.shape[1]))
-    close(scored.logprobs, continuation_scores(model(), PROMPT, CONTINUATION, policy).logprobs)
-    with pytest.raises(ValueError, match="block=0 is not allowed"):
-        continuation_scores(model(), PROMPT, CONTINUATION, policy, block=0)
-
-
 # whole texts
 
 
@@ -212,18 +201,6 @@ def test_streamingllm_is_attention_over_sinks_and_recent_tokens() -> None:
     assert not torch.allclose(-scored.nll.double(), picked(plain(), IDS[0, 1:]), atol=1e-2)
 
 
-def test_a_share_is_one_of_the_whole_text() -> None:
-    scored = text_scores(model(), IDS, make_policy("tova", 0.2, block=BLOCK))  # 0.2 * 75 tokens
-    assert scored.cache.kept_tokens().eq(15).all()
-
-
-def test_progress_is_reported_to_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.inference.teacher_forcing.CALL", 20)
-    seen: list[int] = []
-    text_scores(model(), IDS, make_policy("tova", BUDGET, block=BLOCK), report=seen.append)
-    assert seen == [18, 36, 54, 72, 75]  # whole blocks
-
-
 @pytest.mark.parametrize(
     ("policy", "sentence"),
     [
@@ -238,14 +215,3 @@ def test_progress_is_reported_to_the_last_token(monkeypatch: pytest.MonkeyPatch)
 def test_a_policy_that_would_evict_nothing_while_a_text_is_read_is_refused(policy: Policy, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         text_scores(model(), IDS, policy)
-
-
-def test_a_policy_of_whole_prompts_cannot_be_put_into_blocks() -> None:
-    check_blocks(in_blocks(make_policy("h2o", BUDGET), 4))
-    with pytest.raises(ValueError, match=r"schedule=blocks cannot drive it|only schedule=prompt"):
-        in_blocks(make_policy("d2o", BUDGET), 4)
-
-
-def test_a_text_needs_two_tokens() -> None:
-    with pytest.raises(ValueError, match="from its second token on"):
-        text_scores(model(), IDS[:, :1], make_policy("full"))

@@ -7,16 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from plotted_runs import read, sample
+from plotted_runs import sample
 from small_cells import small_cell
 
 from kvbench.analysis.result import Result
-from kvbench.config.overrides import check
 from kvbench.engine.run import run_cells
 from kvbench.identity.cell import Cell
-from kvbench.identity.labels import Naming
 from kvbench.records.sample import Sample
-from kvbench.report.trackers.run_info import EXAMPLE_COLUMNS, example_rows, history_row, settings
+from kvbench.report.trackers.run_info import history_row
 from kvbench.report.trackers.wandb_settings import WandbSettings
 from kvbench.report.trackers.watching import InThread, Quiet, make_watch
 from kvbench.terminal.errors import UsageError
@@ -102,66 +100,6 @@ def test_the_running_score_is_that_of_all_examples_so_far_and_ends_with_the_firs
     assert "example/score" not in rows[2]
 
 
-def test_the_running_nll_is_the_mean_over_tokens() -> None:
-    texts = [read(0, [1.0] * 10), read(1, [4.0] * 20)]
-    assert "nll_low" not in history_row(texts[:1]), "one text has no interval"
-    row = history_row(texts)
-    assert row["nll"] == pytest.approx(3.0)  # (10 * 1 + 20 * 4) / 30
-    assert row["perplexity"] == pytest.approx(20.0855, abs=1e-3)
-    assert 1.0 <= row["nll_low"] <= 3.0 <= row["nll_high"] <= 4.0
-
-
-def test_running_intervals_of_many_examples_are_not_all_drawn() -> None:
-    made = [sample(index, 1.0) for index in range(200)]
-    assert 32 < sum("score_low" in history_row(made[: n + 1]) for n in range(200)) < 150
-
-
-def test_an_examples_row_says_prompt_place_answer_and_what_was_held() -> None:
-    (row,) = example_rows([sample(0, 1.0, depth=0.5, length=1024)])
-    said = dict(zip(EXAMPLE_COLUMNS, row, strict=True))
-    assert said["prompt_hash"] == f"{0:064d}"
-    assert (said["depth"], said["length"], said["output"], said["references"]) == (0.5, 1024, "x", "x")
-    assert (said["score"], said["kept_tokens"], said["cache_bytes"]) == (1.0, 15, 2**20)
-
-
-def test_settings_are_flat_and_hold_every_field_of_the_policy() -> None:
-    policy = {
-        "class": "kvbench.policies.policy.Policy",
-        "scorer": {"class": "kvbench.policies.scorers.snapkv.SnapKV", "window": 32},
-        "value": None,
-        "schedule": {"class": "kvbench.policies.schedule.Blocks", "size": 128, "decode": "evict"},
-    }
-    identity = {
-        "version": 2,
-        "model": {"sha256": "ab"},
-        "policy": policy,
-        "budget": 64,
-        "task": {"class": "kvbench.tasks.niah.Niah", "lengths": [256]},
-        "seed": 3,
-        "compress": "context",
-    }
-    said = settings("an-id", Naming("snapkv", "pocket", "niah"), identity)
-    assert said == {
-        "run_id": "an-id",
-        "model": "pocket",
-        "model.sha256": "ab",
-        "policy": "snapkv",
-        "policy.scorer": "SnapKV",
-        "policy.scorer.window": 32,
-        "policy.value": None,
-        "policy.schedule": "Blocks",
-        "policy.schedule.size": 128,
-        "policy.schedule.decode": "evict",
-        "budget": 64,
-        "schedule": "blocks of 128",
-        "decode": "evict",
-        "task": "niah",
-        "task.lengths": [256],
-        "compress": "context",
-        "seed": 3,
-    }
-
-
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """W&B as a new process finds it: it reads its environment once."""
@@ -182,10 +120,6 @@ TARGET = "kvbench.report.trackers.wandb_logger.WandbLogger"
     [
         ({"mode": "sometimes"}, "logger.mode=sometimes is not allowed, choose online, offline or disabled"),
         ({"project": "a/b"}, "logger: W&B refuses its settings: Invalid project name 'a/b'"),
-        ({"tags": "one"}, "logger.tags=one must be a list of texts: tags=[first,second]"),
-        ({"tags": [""]}, "logger: W&B refuses its settings: run_tags: Value error, Tag at index 0"),
-        ({"entity": 3}, "logger.entity must be text or null, got 3"),
-        ({"patience": -1}, "logger.patience=-1 must be a number of seconds, at least 0"),
         ({"folder": "/proc/none", "mode": "offline"}, "logger.folder=/proc/none cannot be made"),
     ],
 )
@@ -193,38 +127,6 @@ def test_a_wrong_setting_is_refused_before_anything_is_computed(fields: dict[str
     with pytest.raises(UsageError) as refused:
         make_watch({"_target_": TARGET, **fields}, "sweep")
     assert sentence in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "sentence"),
-    [
-        ("WANDB_MODE", "sometimes", "logger: WANDB_MODE=sometimes is not allowed, choose online, offline or disabled"),
-        ("WANDB_PROJECT", "a/b", "logger: W&B refuses its settings: Invalid project name 'a/b'"),
-        ("WANDB_CONSOLE", "loud", "logger: W&B refuses its settings: console: Input should be 'auto'"),
-    ],
-)
-def test_a_wrong_variable_of_wandbs_is_refused_too(
-    name: str, value: str, sentence: str, tmp_path: Path, fresh: pytest.MonkeyPatch
-) -> None:
-    fresh.setenv(name, value)
-    with pytest.raises(UsageError) as refused:
-        make_watch({"_target_": TARGET, "folder": str(tmp_path)}, "sweep")
-    assert str(refused.value).startswith(sentence)
-
-
-def test_online_needs_a_login(tmp_path: Path, fresh: pytest.MonkeyPatch) -> None:
-    fresh.setenv("NETRC", str(tmp_path / "netrc"))
-    fresh.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    fresh.delenv("WANDB_API_KEY", raising=False)
-    with pytest.raises(UsageError, match=r"^logger\.mode=online needs a login: run `wandb login`, set WANDB_API_KEY"):
-        make_watch({"_target_": TARGET, "folder": str(tmp_path), "mode": "online"}, "sweep")
-
-
-@pytest.mark.parametrize(("name", "value"), [("WANDB_MODE", "disabled"), ("WANDB_DISABLED", "true")])
-def test_a_disabled_wandb_is_told_nothing(name: str, value: str, tmp_path: Path, fresh: pytest.MonkeyPatch) -> None:
-    fresh.setenv(name, value)
-    assert isinstance(make_watch({"_target_": TARGET, "folder": str(tmp_path / "none")}, "sweep"), Quiet)
-    assert not (tmp_path / "none").exists()
 
 
 def test_fields_win_over_variables_and_tags_add_up(
@@ -236,11 +138,3 @@ def test_fields_win_over_variables_and_tags_add_up(
     assert (known.project, known.entity, known.tags, known.mode) == ("theirs", "lab", ("a", "b", "c"), "offline")
     assert "WANDB_NAME is not used" in caplog.text
     assert WandbSettings(project="ours", folder=str(tmp_path)).resolved().project == "ours"
-
-
-def test_the_configuration_leaves_the_environment_its_say(fresh: pytest.MonkeyPatch) -> None:
-    fresh.setenv("WANDB_DIR", "/somewhere")
-    node = check(["logger=wandb"]).first.config["logger"]
-    assert (node["folder"], node["project"], node["mode"]) == ("/somewhere", None, None)
-    fresh.delenv("WANDB_DIR")
-    assert check(["logger=wandb", "out=o"]).first.config["logger"]["folder"] == "o"

@@ -64,27 +64,12 @@ def test_every_prompt_of_a_conversation_is_brought_to_the_budget(slug: str) -> N
     policy = built(slug)
     held = KVCache(model().config, policy, prompt_length=TURNS[0])
     conversation(held, torch.tensor([prompt(LENGTH)]))
-    grown = ANSWER if policy.schedule.decode == "grow" else 0
+    grown = ANSWER if policy.schedule.decode == "grow" else min(ANSWER, policy.schedule.every - 1)
     kept = held.kept_tokens()[:, 0].float()
     per_layer = kept.mean(-1) if policy.allocator.per_head else kept.amax(-1)
     assert held.seen == LENGTH
     assert float(per_layer.sum()) <= LAYERS * (BUDGET + grown + (not policy.allocator.exact))
     assert float(per_layer.sum()) >= LAYERS * BUDGET - 2 * LAYERS  # and it is used
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("slug", ["caote_tova", "d2o", "ada_snapkv", "cake", "kvec"])
-def test_a_share_is_one_of_everything_seen_until_the_new_prompts_end(slug: str) -> None:
-    fields: dict[str, Any] = {"block": 16} if slug == "caote_tova" else {}
-    policy = built(slug, 0.6, **fields)
-    held = KVCache(model().config, policy)
-    ids = torch.tensor([prompt(LENGTH)])
-    conversation(held, ids)
-    before_answer = LENGTH - ANSWER
-    total = round(0.6 * before_answer * LAYERS)
-    grown = ANSWER * LAYERS if policy.schedule.decode == "grow" else 0
-    kept = held.kept_tokens()[:, 0].float().mean(-1).sum()
-    assert 0.9 * total < float(kept) <= total + grown
 
 
 @torch.inference_mode()

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -133,15 +133,6 @@ def test_a_sweep_is_a_run_per_cell_and_one_of_its_own(tmp_path: Path, tiny_model
     assert len(told) == len(found), "a rerun of what is complete logs nothing new"
 
 
-@pytest.mark.slow
-def test_the_command_line_leaves_wandbs_files_of_a_sweep(tmp_path: Path, tiny_model: Path) -> None:
-    command = ["-m", f"model={tiny_model}", "policy=streamingllm,full", "budget=40,80", *SMALL, "out=mine"]
-    for _ in range(2):  # the second sends nothing
-        assert main([*command, "logger=wandb"]) == 0
-        ids = [path.name.split("-", 3)[3] for path in (tmp_path / "mine").glob("wandb/offline-run-*")]
-        assert sorted(ids) == sorted([*(p.parent.name for p in Path("mine").glob("*/samples.jsonl")), "sweep-mine"])
-
-
 def logger(place: Path) -> WandbSettings:
     place.mkdir(exist_ok=True)
     return WandbSettings(folder=str(place)).resolved()
@@ -253,21 +244,6 @@ def test_old_results_are_sent_once_and_with_a_later_full_once_more(
     again = {run.id: run for run in told[2:]}
     assert (len(again[tova.run_id].history), len(again[full.run_id].history)) == (0, 2), "no point is sent twice"
     assert again[tova.run_id].summary["score_vs_full"] == -0.5
-
-
-def test_variables_of_wandb_are_respected_and_an_id_is_as_long_as_it_allows(
-    tmp_path: Path, told: list[Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = {"PROJECT": "theirs", "ENTITY": "lab", "RUN_GROUP": "nightly", "TAGS": "t", "JOB_TYPE": "eval", "NOTES": "n"}
-    for name, value in said.items():
-        monkeypatch.setenv(f"WANDB_{name}", value)
-    long = f"{'m' * 80}-snapkv-64-niah-0123456789"
-    row = replace(written(tmp_path, "tova", [1.0]).row, run_id=long)
-    WandbWatch(logger(tmp_path / "w"), "s").send([row], whole=False)
-    (run,) = told
-    assert (run.project, run.entity, run.group, run.job_type) == ("theirs", "lab", "nightly", "eval")
-    assert (tuple(run.tags), len(run.id), run.config["run_id"]) == (("t",), 64, long)
-    assert run.id.endswith("-0123456789"), "the digest is kept"
 
 
 def test_an_error_of_wandb_changes_neither_results_nor_the_exit_code(

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from command_lines import MAINS
 
-from kvbench.analysis.load import load_results, read_result
+from kvbench.analysis.load import load_results
 from kvbench.records.sample import Sample
 from kvbench.sweeps.outcome import explain
 from kvbench.tasks.text_files import texts
 from kvbench.terminal.command import BROKEN_PIPE, FAILED, WRONG, command
 from kvbench.terminal.errors import UsageError
-from kvbench.terminal.signals import Terminated, sigterm_as_interrupt
+from kvbench.terminal.signals import sigterm_as_interrupt
 
 
 @pytest.fixture
@@ -63,16 +63,6 @@ def test_sigterm_has_the_exit_code_of_shells() -> None:
     assert explain(raised.value)[0] == 143
 
 
-def test_a_signal_that_a_library_makes_another_error_of_is_one_all_the_same() -> None:
-    def imports() -> None:  # as transformers does with its modules
-        with suppress(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGTERM)
-        raise ModuleNotFoundError("Could not import module")
-
-    with pytest.raises(Terminated), sigterm_as_interrupt():
-        imports()
-
-
 SLIPS = {
     "bench": ["--help", "nope", "d2o_table12 nope=1", "d2o_table12 scale=0"],
     "tables": ["--help", "show nope", "run caote/table2 scale=nope"],
@@ -91,26 +81,6 @@ def test_help_and_slips_do_not_wait_for_torch(name: str) -> None:
         script += f"with suppress(SystemExit): main({line.split()!r})\n"
     found = subprocess.run([sys.executable, "-c", f"{script}assert 'torch' not in sys.modules"], check=False)
     assert found.returncode == 0
-
-
-def test_the_listed_benchmarks_are_those_there_are() -> None:
-    assert set(import_module(MAINS["bench"]).protocols()) == set(import_module("kvbench.tools.bench.settings").ABOUT)
-
-
-def test_a_program_that_imports_kvbench_keeps_its_own_handlers() -> None:
-    script = "import signal, kvbench.cli; print(*map(signal.getsignal, (2, 15)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    plain = [sys.executable, "-c", script.replace(", kvbench.cli", "")]
-    assert done.stdout == subprocess.run(plain, capture_output=True, text=True, check=True).stdout
-
-
-@pytest.mark.parametrize("text", ["", "- a", "run_id: a\nnames: {policy: a, model: b}", "a: ["])
-def test_a_config_that_was_cut_is_named(text: str, folder: Path) -> None:
-    (folder / "samples.jsonl").write_text(json.dumps(vars(sample())) + "\n")
-    (folder / "config.yaml").write_text(text)
-    (folder / "environment.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"is not a readable run \(config.yaml"):
-        read_result(folder)
 
 
 def sample(**values: object) -> Sample:
@@ -160,13 +130,3 @@ def test_a_run_that_lies_there_twice_counts_once(folder: Path, caplog: pytest.Lo
     (run,) = load_results(folder)
     assert run.folder.name == "b"
     assert caplog.messages == [f"{folder}/a is left out: it is the run of {folder}/b again"]
-
-
-def test_a_full_disk_under_the_help_is_one_sentence() -> None:
-    script = "from kvbench.cli import main; raise SystemExit(main(['--help']))"
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
-    assert done.returncode == FAILED
-    assert done.stderr.startswith("kvbench: no space left to write results")

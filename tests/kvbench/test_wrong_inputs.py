@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from command_lines import MAINS
 
-from kvbench import make_policy
 from kvbench.cli import main
 from kvbench.config.overrides import check
 from kvbench.engine.prompts import prompts_for
@@ -269,27 +268,6 @@ def test_so_is_a_slip_in_a_file_of_one_s_own(
     assert said in sentence(capsys)
 
 
-def test_a_part_without_a_class_is_said_to_lack_one_in_python_too() -> None:
-    Path("conf/policy").mkdir(parents=True)
-    Path("conf/policy/mine.yaml").write_text(f"{POLICY}\nscorer: {{window: 5}}")
-    with pytest.raises(ValueError, match=r"scorer=\{'window': 5\} is not a part: it has no _target_ that names"):
-        make_policy("mine", 64, config_dir="conf")
-
-
-def test_a_name_for_the_hub_beside_a_folder_is_said_to_be_one_too_many(capsys: pytest.CaptureFixture[str]) -> None:
-    for field in ("hub_id=owner/it", "revision=main"):
-        assert main(["model.path=/here", f"model.{field}"]) == 2
-        assert f"model.{field} has no effect: model.path=/here is read instead, give one of the two" in sentence(capsys)
-        assert main([f"model.{field}"]) == 2
-        assert f"model.{field} has no effect: pocket lies in this package, take model=hub" in sentence(capsys)
-
-
-def test_a_folder_that_is_a_link_to_itself_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("loop").symlink_to("loop")
-    assert main(["out=loop"]) == 2
-    assert "out=loop cannot be written to (Too many levels of symbolic links" in sentence(capsys)
-
-
 def test_a_hub_that_is_away_is_asked_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[str] = []
 
@@ -303,34 +281,6 @@ def test_a_hub_that_is_away_is_asked_once(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().err.count("cannot be downloaded") == 2  # of the first, and of the two others
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ('{"hidden_size": ', "model=made: made/config.json does not say the size of a cache (JSONDecodeError: "),
-        (
-            '{"model_type": "llama"}',
-            "made/config.json does not say the size of a cache (KeyError: 'num_attention_heads')",
-        ),
-    ],
-)
-def test_what_is_wrong_with_a_config_is_said_by_memory(
-    config: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("made").mkdir()
-    Path("made/config.json").write_text(config)
-    assert import_module("kvbench.memory").main(["model=made", "policy=kivi"]) == 2
-    assert said in sentence(capsys)
-
-
-def test_what_is_wrong_with_all_cells_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-m", "policy=snapkv,knorm,tova", "limit=some"]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "kvbench: policy=snapkv: limit must be a whole number of at least 1, got 'some'",
-        "kvbench: 2 more cells have the same problem: limit must be a whole number of at least 1, got 'some'",
-        "kvbench: 3 of 3 cells failed",
-    ]
-
-
 def test_so_is_what_is_found_when_they_are_computed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", "policy=full,kivi,streamingllm", "task=longbench/trec", "task.data_dir=.", "out=runs"]) == 2
     first, more, count = capsys.readouterr().err.splitlines()
@@ -339,23 +289,9 @@ def test_so_is_what_is_found_when_they_are_computed(capsys: pytest.CaptureFixtur
     assert count == "kvbench: 3 of 3 cells failed"
 
 
-def test_a_chat_template_that_is_not_there_is_not_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("text.txt").write_text("A text of a few words. " * 40)
-    assert main(["task=perplexity", "task.data_dir=text.txt", "task.chat=true"]) == 2
-    assert "task.chat=true: the tokenizer of pocket has no chat template" in sentence(capsys)
-
-
 def test_a_budget_that_nothing_uses_is_told(caplog: pytest.LogCaptureFixture) -> None:
     plan(check(["policy=kivi", "budget=64"]).cells)
     assert caplog.messages == ["budget=64 is ignored: kivi keeps every token"]
-
-
-@pytest.mark.parametrize("line", [["policy=full"], ["-m", "policy=full,knorm", "budget=64"]])
-def test_no_word_of_a_budget_that_was_not_given_or_is_that_of_others(
-    line: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    plan(check(line).cells)
-    assert not caplog.messages
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from kv_runs import run_generate, run_greedy
 from kvbench import KVCache, make_policy
 from kvbench.policies.policy import Policy
 
-WINDOW, BUDGET, LONG, STEPS = 8, 20, 60, 5
+WINDOW, BUDGET, LONG, STEPS = 8, 20, 48, 3
 LENGTHS = {"shorter than the window": 5, "shorter": 19, "equal": 20, "one longer": 21, "long": LONG}
 SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "cake": ("cake", {}, {}),
@@ -70,8 +70,7 @@ def test_short_and_exact_prompts_keep_what_the_slow_simulation_keeps(name: str, 
     agree(tiny(layers=3), length, name, seed=1)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4], ids=["MQA", "GQA", "MHA"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("family", "kv_heads"), [("llama", 1), ("mistral", 2), ("qwen2", 4), ("qwen3", 2)])
 def test_families_and_head_counts_keep_what_the_slow_simulation_keeps(family: str, kv_heads: int) -> None:
     agree(tiny(family, kv_heads=kv_heads, layers=3), 45, "cake", seed=2)
 
@@ -123,28 +122,11 @@ def test_a_cascade_never_holds_more_than_the_budget_and_one_prompt() -> None:
     assert cascade <= (BUDGET * layers + length) * per_token + window + spare
 
 
-def test_with_infinite_temperatures_all_layers_are_alike() -> None:
-    model, ids = tiny(layers=4), prompt(LONG)
-    alike = make_policy("cake", BUDGET, window=WINDOW, tau1=float("inf"), tau2=float("inf"))
-    uniform = make_policy("cake_alloc_uniform", BUDGET, window=WINDOW)
-    assert run_greedy(model, [ids], alike, STEPS).kept == run_greedy(model, [ids], uniform, STEPS).kept
-
-
-@pytest.mark.parametrize("slug", ["cake", "p2a_snapkv", "pyramidkv", "cake_alloc_random", "cake_alloc_pyramid"])
-@pytest.mark.parametrize("budget", [20, 0.43])
-def test_the_total_is_kept_to_the_token(slug: str, budget: float) -> None:
-    run = run_generate(tiny(layers=5), [prompt(LONG)], make_policy(slug, budget, window=WINDOW), 1)
-    kept = sum(len(layer[0]) for layer in run.of_row(0)[0])
-    assert kept == (100 if budget == 20 else round(0.43 * LONG * 5))
-
-
 def test_no_query_is_held_while_decoding() -> None:
     """As many bytes as a policy that never looks at a query."""
     model = tiny(layers=3)
     policies = make_policy("cake_alloc_uniform", BUDGET, window=WINDOW), make_policy("streamingllm", BUDGET)
     caches = [run_greedy(model, [prompt(LONG)], policy, STEPS).cache for policy in policies]
-    assert caches[0] is not None
-    assert caches[1] is not None
     assert caches[0].nbytes == caches[1].nbytes
 
 
@@ -158,7 +140,6 @@ def test_the_official_gate_waits_for_the_first_decoding_step(length: int) -> Non
     assert run.tokens == [tokens]
     sizes = [{len(head) for layer in call for head in layer} for call in run.of_row(0)]
     assert sizes[0] == ({length} if length <= BUDGET + WINDOW else sizes[-1])
-    assert run.cache is not None
     run.cache.audit()
 
 
@@ -170,13 +151,3 @@ def test_a_gated_prompt_passes_the_audit_before_anything_was_decoded() -> None:
         model(torch.tensor([prompt(BUDGET + 3)]), past_key_values=cache)
     cache.audit()
     assert cache.kept_tokens().unique().tolist() == [BUDGET + 3]
-
-
-@pytest.mark.parametrize("gqa", ["alpha_mean", "group_l2", "score_mean"])
-@pytest.mark.parametrize("wrapper", ["caote", "fastcaote"])
-def test_value_aware_scores_around_cake_keep_the_same_shares_and_other_tokens(wrapper: str, gqa: str) -> None:
-    model, ids = tiny(layers=4), prompt(LONG)
-    plain = run_greedy(model, [ids], make_policy("cake", BUDGET, window=WINDOW), 1).of_row(0)[0]
-    aware = run_greedy(model, [ids], make_policy(f"{wrapper}_cake", BUDGET, window=WINDOW, gqa=gqa), 1).of_row(0)[0]
-    assert [[len(head) for head in layer] for layer in plain] == [[len(head) for head in layer] for layer in aware]
-    assert plain != aware

@@ -29,9 +29,9 @@ def members(contract: type) -> set[str]:
     [
         (Policy, 16),
         (Scorer, 8),
-        (Allocator, 8),
-        (StatisticAllocator, 12),
-        (JointAllocator, 9),
+        (Allocator, 9),
+        (StatisticAllocator, 13),
+        (JointAllocator, 10),
         (Merger, 4),
         (ValueAware, 2),
         (Selection, 1),

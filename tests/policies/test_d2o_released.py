@@ -86,10 +86,7 @@ def test_it_holds_what_a_slow_version_holds(share: float, kv_heads: int) -> None
     run = run_greedy(model, [ids], make_policy("d2o_released", share), NEW)
     assert run.of_row(0) == trace.kept
     assert run.tokens[0] == trace.tokens
-    assert run.cache is not None
     for layer, heads in zip(run.cache.layers, contents(sequence.heads), strict=True):
-        assert layer.keys is not None
-        assert layer.values is not None
         for kv, held in enumerate(heads):
             slots = {int(p): slot for slot, p in enumerate(layer.positions[0, kv]) if p >= 0}
             for position, (key, value) in held.items():
@@ -105,13 +102,6 @@ def test_two_tokens_are_those_of_the_full_cache_and_some_layers_are_never_compre
     assert run.tokens[0] != full.tokens[0]
     held = [len(layer[0]) for layer in run.of_row(0)[-1]]
     assert {layer for layer, tokens in enumerate(held) if tokens == LENGTH + NEW - 1} == WHOLE
-
-
-def test_a_sequence_that_ends_at_once_still_holds_its_prompt() -> None:
-    model, ids = tiny(layers=LAYERS), prompt(LENGTH)
-    run = run_greedy(model, [ids], make_policy("d2o_released", 0.3), 1)
-    assert run.cache is not None
-    assert run.cache.kept_tokens().unique().tolist() == [LENGTH]
 
 
 @pytest.mark.parametrize("slug", ["h2o", "d2o", "d2o_alloc_uniform", "snapkv"])

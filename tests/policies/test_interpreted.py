@@ -79,26 +79,26 @@ def test_sequences_of_several_budgets_attend_in_one_launch_and_keep_the_same_tok
     assert got["launches"]["_attend_list"] == 2 * (3 * 2 + 3)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("interprets kernels")
 def test_a_prompt_s_eviction_keeps_the_same_tokens_of_sequences_of_two_lengths(interpret: Interpreter) -> None:
     got = same(interpret, "caote_snapkv", lengths=(45, 38), budget=20, fields=OF_A_PROMPT)
     assert {"_statistics", "_errors", "_select", "_compact"} <= set(got["launches"])
 
 
-@pytest.mark.slow
+@pytest.mark.slow("interprets kernels")
 @pytest.mark.parametrize("slug", EVICTIONS)
 def test_evictions_keep_the_same_tokens(slug: str, interpret: Interpreter) -> None:
     same(interpret, slug, lengths=(45, 38), budget=20, fields=EVICTIONS[slug])
 
 
-@pytest.mark.slow
+@pytest.mark.slow("interprets kernels")
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("slug", STATISTICS)
 def test_statistics_of_a_prompt_keep_the_same_tokens(slug: str, family: str, interpret: Interpreter) -> None:
     same(interpret, slug, family=family, lengths=(60,), fields=STATISTICS[slug])
 
 
-@pytest.mark.slow
+@pytest.mark.slow("interprets kernels")
 @pytest.mark.parametrize(
     "slug", ["tova", "roco", "cake", "d2o", "caote_tova", "caote_h2o", "fastcaote_h2o", "h2o_norecent", "p2a_h2o"]
 )
@@ -106,7 +106,7 @@ def test_policies_that_read_the_newest_row_keep_the_same_tokens(slug: str, inter
     decodes_in_kernels(interpret, f"{slug}:llama:2")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("interprets kernels")
 @pytest.mark.parametrize(
     "case", ["full:llama:2", "snapkv:llama:1", "ada_snapkv:llama:2", "ada_pyramidkv:qwen2:1", "streamingllm:llama:2"]
 )
@@ -114,7 +114,7 @@ def test_other_stores_and_policies_attend_through_the_kernel_alike(case: str, in
     decodes_in_kernels(interpret, case)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("interprets kernels")
 @pytest.mark.parametrize(
     "case", ["h2o:gemma2:2", "tova:gemma2:1", "roco:mistral:2", "full:gemma2:2", "ada_snapkv:gemma2:1"]
 )
@@ -122,7 +122,7 @@ def test_soft_caps_and_sliding_windows_go_through_the_kernel(case: str, interpre
     decodes_in_kernels(interpret, case)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("interprets kernels")
 @pytest.mark.parametrize("slug", [slug for slug in preset_names() if slug != "kvpress"])
 def test_every_preset_keeps_and_says_the_same(slug: str, interpret: Interpreter, tmp_path: Path) -> None:
     """Prompt, evictions and decoding from end to end, in whatever kernels its parts have."""
@@ -134,7 +134,7 @@ def test_every_preset_keeps_and_says_the_same(slug: str, interpret: Interpreter,
     same(interpret, slug, budget=36, fields=fields)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("interprets kernels")
 @pytest.mark.parametrize("store", QUANTISED)
 def test_quantised_stores_say_the_same(store: str, interpret: Interpreter) -> None:
     slug = store.split()[0]

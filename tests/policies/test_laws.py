@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,7 +96,7 @@ def test_rows_of_a_padded_batch_keep_what_they_keep_alone(built: Callable[..., P
         assert batch.tokens[row] == alone.tokens[0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("runs every preset")
 @pytest.mark.parametrize("slug", [slug for slug in evicting() if slug not in kinds()])
 def test_rows_of_a_padded_batch_keep_what_they_keep_alone_whatever_the_numbers(
     built: Callable[..., Policy], slug: str
@@ -138,7 +137,7 @@ def test_how_a_prompt_is_cut_into_calls_changes_nothing(built: Callable[..., Pol
         torch.testing.assert_close(close, logits, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("runs every preset")
 @pytest.mark.parametrize("slug", [slug for slug in evicting() if slug not in kinds()])
 def test_how_a_prompt_is_cut_into_calls_changes_nothing_whatever_the_numbers(
     built: Callable[..., Policy], slug: str
@@ -177,10 +176,3 @@ def test_swapped_heads_keep_swapped_tokens(slug: str) -> None:
     straight.call(queries, keys, values)
     swapped.call(queries.roll(2, dims=1), keys.flip(1), values.flip(1))
     assert swapped.kept() == straight.kept()[::-1]
-
-
-def test_every_preset_names_where_it_comes_from() -> None:
-    """The first line of a preset's file says what it is."""
-    folder = Path(__file__).parents[2] / "conf" / "policy"
-    for file in folder.glob("*.yaml"):
-        assert file.read_text(encoding="utf-8").startswith("# "), file.name

@@ -62,10 +62,7 @@ def slow(slug: str, model: PreTrainedModel, budget: int | float, length: int) ->
 
 def assert_holds(run: Run, sequence: Selecting, row: int = 0) -> None:
     """The cache holds the slow sequence's keys and values, position by position."""
-    assert run.cache is not None
     for layer, heads in zip(run.cache.layers, contents(sequence.heads), strict=True):
-        assert layer.keys is not None
-        assert layer.values is not None
         for kv, held in enumerate(heads):
             slots = {int(p): slot for slot, p in enumerate(layer.positions[row, kv]) if p >= 0}
             assert sorted(slots) == sorted(held)
@@ -138,19 +135,6 @@ def test_model_generate_agrees_with_our_own_loop(slug: str) -> None:
     assert theirs.kept == ours.kept
 
 
-def test_thresholds_are_reset_for_every_sequence() -> None:
-    model, policy = model_of(), make_policy("d2o", BUDGET)
-    fresh = run_greedy(model, [prompt(LONG)], policy, NEW)
-    run_greedy(model, [prompt(LONG, seed=3)], policy, NEW)
-    again = run_greedy(model, [prompt(LONG)], policy, NEW)
-    assert fresh.cache is not None
-    assert again.cache is not None
-    for one, other in zip(fresh.cache.layers, again.cache.layers, strict=True):
-        assert one.keys is not None
-        assert other.keys is not None
-        assert torch.equal(one.keys, other.keys)
-
-
 def test_d2o_without_merging_and_with_uniform_allocation_is_h2o_with_sinks() -> None:
     class H2OWithSinks(Selecting):
         """Summed attention, four sinks, a quarter of the rest recent."""
@@ -174,12 +158,6 @@ def test_d2o_without_merging_and_with_uniform_allocation_is_h2o_with_sinks() -> 
         run = run_greedy(model, [ids], policy, NEW)
         assert run.of_row(0) == trace.kept
         assert run.tokens[0] == trace.tokens
-
-
-def test_sirllm_keeps_one_set_for_all_layers_and_heads() -> None:
-    run = run_greedy(model_of(), [prompt(LONG)], make_policy("sirllm", BUDGET), NEW)
-    for call in run.kept:
-        assert len({head for layer in call[0] for head in layer}) == 1
 
 
 def test_sirllm_in_model_generate_is_refused_in_one_sentence() -> None:

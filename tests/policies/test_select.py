@@ -103,14 +103,3 @@ def test_a_stored_token_of_the_lowest_score_comes_before_an_empty_slot() -> None
     positions = torch.tensor([[[-1, 4]]])
     kept = select(scores, None, positions, torch.zeros(1, 1, 2, dtype=torch.bool), 1)
     assert kept.tolist() == [[[False, True]]]
-
-
-@given(st.integers(1, 12), st.integers(0, 13), st.integers(0, 2**32 - 1), st.booleans())
-def test_what_is_known_of_the_slots_changes_no_choice(slots: int, keep: int, seed: int, tied: bool) -> None:
-    torch.manual_seed(seed)
-    scores = torch.randint(-1, 3, (2, 3, slots)).float()
-    base = torch.randint(0, 3, (2, 3, slots)).float() if tied else None
-    positions = torch.randint(0, 99, (2, 3, slots)).cumsum(-1) + torch.arange(slots)
-    protected = torch.rand(2, 3, slots) < 0.2
-    unknown = select(scores, base, positions, protected, keep)
-    assert torch.equal(select(scores, base, positions, protected, keep, ascending=True, packed=True), unknown)

@@ -1,14 +1,11 @@
 """The table of model families says what becomes of a family when it is tried."""
 
 import importlib.util
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
-import transformers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,20 +44,7 @@ def test_refused_families_are_refused_for_their_own_reason(script: ModuleType, f
     assert "after loading" not in why
 
 
-def test_a_difference_is_seen(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same family, with the last layer's scaling changed under kvbench alone."""
-    compared = script.prepare
-
-    def off(model: Any) -> Any:
-        compared(model)
-        model.model.layers[-1].self_attn.scaling *= 1.01
-        return model
-
-    monkeypatch.setattr(script, "prepare", off)
-    assert verdict(script, "llama")[0] == "differs"
-
-
-@pytest.mark.slow
+@pytest.mark.slow("loads many models")
 @pytest.mark.parametrize(
     "family",
     [
@@ -78,15 +62,3 @@ def test_a_difference_is_seen(script: ModuleType, monkeypatch: pytest.MonkeyPatc
 )
 def test_representative_families_are_exact(script: ModuleType, family: str) -> None:
     assert verdict(script, family)[0] == "exact"
-
-
-def test_the_page_has_a_row_for_every_family_of_its_release(script: ModuleType) -> None:
-    page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
-    made = re.search(r"with transformers (\S+) and", page)
-    assert made is not None
-    if made.group(1) != transformers.__version__:
-        pytest.skip(f"docs/families.md is of transformers {made.group(1)}, here is {transformers.__version__}")
-    rows = re.findall(r"^\| (\S.*?) \| \S+ \|", page, re.MULTILINE)
-    assert sorted(row for row in rows if row != "family") == sorted(family.name for family in script.families())
-    assert "## differs" not in page
-    assert "## crashed" not in page

@@ -41,24 +41,6 @@ def test_only_seconds_may_differ(parts: ModuleType, tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_missing_or_left_over_is_named(parts: ModuleType, tmp_path: Path) -> None:
-    whole, broken = write(tmp_path / "whole", [1.0], 1.0), write(tmp_path / "broken", [1.0], 1.0)
-    write(broken, [1.0], 1.0, cell="two")
-    (broken / "one" / "metrics.json").rename(broken / "one" / ".metrics.json.x")
-    assert parts.compare(whole, broken) == [
-        "two is only in one of them",
-        "one: .metrics.json.x is left over",
-        "one: metrics.json is missing",
-    ]
-
-
-def test_a_sample_that_was_on_disk_once_may_not_change_in_its_seconds_either(parts: ModuleType) -> None:
-    seen = {"one": [b'{"index": 0, "decode_seconds": 1}\n']}
-    assert parts.lost(seen, seen) == []
-    assert parts.lost(seen, {"one": [b'{"index": 0, "decode_seconds": 2}\n']}) == ["one: 1 finished samples were lost"]
-    assert parts.lost(seen, {}) == ["one: 1 finished samples were lost"]
-
-
 def test_processes_are_found_by_their_environment_and_can_be_killed(parts: ModuleType, tmp_path: Path) -> None:
     sweep = parts.Sweep(tmp_path / "out")
     client = sweep.start(before="import time; time.sleep(60)")
@@ -71,7 +53,7 @@ def test_processes_are_found_by_their_environment_and_can_be_killed(parts: Modul
     assert client.wait() == -9
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes")
 def test_a_sweep_survives_kills_and_damaged_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import runpy
 

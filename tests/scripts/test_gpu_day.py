@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,13 +50,6 @@ def commands(*arguments: str) -> list[list[str]]:
     return [shlex.split(line.partition(" s: ")[2]) for line in lines]
 
 
-def test_every_protocol_of_the_benchmark_is_a_piece_of_the_day() -> None:
-    done = gpu_day("nothing")
-    assert done.returncode == 2
-    named = done.stderr.removeprefix("gpu_day.sh: 'nothing' is not one of ").strip().split(", ")
-    assert set(named) == {*ABOUT, "next", "tests", "tests_all", "sanitizer", "first_cases", "round", "train"}
-
-
 def test_a_dry_run_starts_what_exists_in_the_order_of_worth() -> None:
     planned = commands("next")
     tests, *rest = planned
@@ -74,13 +66,6 @@ def test_a_dry_run_starts_what_exists_in_the_order_of_worth() -> None:
         check_used(name, settings)
         for word in settings.only or ():
             assert list(found_cases(Bench(replace(settings, only=[word]), CPU, ""))), word
-
-
-def test_arguments_for_models_are_not_for_kernels() -> None:
-    done = gpu_day("kernels", DRY="1", ARGS="layers=8 scale=64 model=pocket")
-    assert "scale=64" in done.stdout
-    assert "layers" not in done.stdout
-    assert "layers=8 scale=64 model=pocket" in gpu_day("steps", DRY="1", ARGS="layers=8 scale=64 model=pocket").stdout
 
 
 def test_a_red_piece_is_not_done_and_comes_again_after_the_others(tmp_path: Path) -> None:
@@ -104,22 +89,3 @@ def test_a_red_piece_is_not_done_and_comes_again_after_the_others(tmp_path: Path
     first = ran()
     assert (first.index("steps"), first.count("steps"), first[-1]) == (0, 2, "steps")
     assert ran() == [], "all are done with this code"
-
-
-@pytest.mark.slow
-def test_a_piece_of_training_leaves_what_the_next_one_goes_on_from(tmp_path: Path) -> None:
-    few = "--device cpu --tokens 4352"
-    done, _ = piece("train", tmp_path, TRAIN_ARGS=few)
-    assert done.returncode == 75, done.stdout
-    (checkpoint,) = tmp_path.rglob("checkpoint.pt")
-    assert torch.load(checkpoint, weights_only=True)["at"]["step"] >= 1
-
-
-@pytest.mark.slow
-def test_what_a_benchmark_measured_comes_back_packed(tmp_path: Path) -> None:
-    little = "model=pocket scale=512 policies=tova rivals=none"
-    done, out = piece("targets", tmp_path, ARGS=little)
-    assert done.returncode == 0, done.stdout
-    with tarfile.open(out / "efficiency.tar.gz") as packed:
-        names = {Path(name).name for name in packed.getnames()}
-    assert {"targets.json", "targets.csv", "targets.svg", "targets.jsonl", "targets.log"} <= names

@@ -54,7 +54,7 @@ def test_the_published_table_is_what_its_script_makes_of_the_csv() -> None:
     assert all(line in readme for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("runs commands on the pocket model")
 def test_stores_of_equal_bytes_are_compared_and_a_second_run_computes_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +13,12 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from pocket_data import BOS, EOS, Facts, copying, facts
+from pocket_data import BOS, EOS, copying
 from pocket_stages import Part, Stage, curriculum, make_batch
-from pocket_text import Needles, chains, common_words, frequent_words, needles
+from pocket_text import Needles, needles
 from pocket_tokenizer import build_tokenizer
 from train_pocket import Config, Trainer, export, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from kvbench.tasks.words import own_words
 
 TOKENIZER = build_tokenizer()
 TINY = Config(seed=1, steps=6, tokens=256, warmup=2, decay=2, hidden=16, layers=2, heads=4, kv_heads=2, head=4, mlp=16)
@@ -42,7 +38,7 @@ def predictable(exercise: tuple[list[int], list[bool]]) -> str:
 
 
 @given(st.text())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_any_text_survives_a_round_trip(text: str) -> None:
     ids = TOKENIZER.encode(text).ids
     assert ids[0] == BOS
@@ -54,19 +50,6 @@ def test_digits_are_cut_in_groups_of_three_from_the_left() -> None:
     assert pieces("is 12345.") == ["is", " ", "123", "45", "."]
 
 
-def test_runs_of_capitals_are_cut_in_pairs_from_the_left_wherever_they_stand() -> None:
-    assert pieces("DMNOI") == ["DM", "NO", "I"]
-    assert pieces("= DMNOI QX") == ["=", " ", "DM", "NO", "I", " ", "QX"]
-
-
-def test_every_word_of_our_lists_is_one_token_after_a_blank() -> None:
-    words = own_words()
-    for word in (*words.adjectives, *words.nouns, *words.verbs):
-        assert pieces(" " + word) == [" " + word]
-    for noun in words.nouns:
-        assert pieces("-" + noun) == ["-", noun]
-
-
 @pytest.mark.parametrize("stage", curriculum()[:9], ids=lambda stage: stage.name)
 def test_a_batch_depends_on_stage_seed_and_step_alone(stage: Stage) -> None:
     first, again, other = (make_batch(stage, 5, step, 1024) for step in (3, 3, 4))
@@ -74,28 +57,6 @@ def test_a_batch_depends_on_stage_seed_and_step_alone(stage: Stage) -> None:
     np.testing.assert_array_equal(first.known, again.known)
     assert first.ids.shape != other.ids.shape or (first.ids != other.ids).any()
     assert first.known.any()
-
-
-@given(st.integers(0, 10**6))
-@settings(max_examples=50)
-def test_what_copying_calls_predictable_has_stood_before_with_the_same_predecessor(seed: int) -> None:
-    ids, known = copying(np.random.default_rng(seed), 96)
-    assert len(ids) == len(known) == 96
-    for i in range(1, 96):
-        if known[i]:
-            assert (ids[i - 1], ids[i]) in {(ids[j - 1], ids[j]) for j in range(1, i)}
-
-
-@given(st.integers(0, 10**6))
-@settings(max_examples=50)
-def test_values_asked_for_stand_in_the_text_once_after_their_key(seed: int) -> None:
-    ids, known = facts(np.random.default_rng(seed), 200, Facts(count=6, gap=0, value=1, paired=0.5, asked=6))
-    assert len(ids) == 200
-    questions = 200 - sum(known) * 2
-    for i in range(questions, 200):
-        if known[i] and not known[i - 1]:
-            statement = (ids[i - 1], ids[i])
-            assert list(pairwise(ids)).count(statement) >= 2
 
 
 @given(
@@ -122,44 +83,6 @@ def test_every_answer_about_needles_stands_in_the_context(
     assert 500 < len(exercise[0]) <= 700
 
 
-def test_needle_exercises_end_like_the_tasks_do() -> None:
-    text = TOKENIZER.decode(needles(np.random.default_rng(0), 300, Needles("secret", "story", count=2))[0])
-    key, number = text.rsplit(" is ", 1)[0].rsplit(" ", 1)[1], text.rsplit(" ", 1)[1]
-    assert text.endswith(
-        f"\n\nQuestion: What is the secret number of {key}?\nAnswer: The secret number of {key} is {number}"
-    )
-    assert f"The secret number of {key} is {number}." in text
-
-
-def test_all_names_of_a_chain_are_to_be_told_in_its_order() -> None:
-    exercise = chains(np.random.default_rng(3), 300, hops=3)
-    names = predictable(exercise).removesuffix("<eos>").split()
-    text = TOKENIZER.decode(exercise[0])
-    assert len(names) == 4
-    for before, name in pairwise(names):
-        assert f"VAR {name} = VAR {before}" in text
-
-
-def test_common_words_are_those_that_stand_most_often() -> None:
-    exercise = common_words(np.random.default_rng(4), 600, common=5, often=6, seldom=1)
-    text = TOKENIZER.decode(exercise[0])
-    told = predictable(exercise).removesuffix("<eos>").split()[1::2]
-    listed = text[: text.index("Question")].split()
-    assert len(told) == 5
-    for word in told:
-        assert listed.count(word) >= 6
-
-
-def test_frequent_words_are_ranks_two_to_four() -> None:
-    exercise = frequent_words(np.random.default_rng(5), 800)
-    words = TOKENIZER.decode(exercise[0]).split("words. ", 1)[1].split("\nQuestion")[0].split()
-    told = predictable(exercise).removesuffix("<eos>").split()
-    counts = {word: words.count(word) for word in set(words)}
-    assert max(counts, key=counts.__getitem__) == "..."
-    least = min(counts[word] for word in told)
-    assert sum(count > least for count in counts.values()) <= 3
-
-
 def test_a_resumed_training_ends_with_identical_weights(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):
@@ -174,14 +97,6 @@ def test_a_resumed_training_ends_with_identical_weights(tmp_path: Path) -> None:
     assert resumed.at.stage == trainer.at.stage == 1
     for name, tensor in trainer.model.state_dict().items():
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
-
-
-def test_training_lowers_the_loss_on_a_batch_it_repeats() -> None:
-    trainer = Trainer(replace(TINY, steps=1000, decay=1, hidden=32, learning_rate=0.01), STAGES)
-    batch = make_batch(STAGES[0], 1, 0, 128)
-    accuracies = [trainer.step(batch) for _ in range(100)]
-    assert accuracies[0] < 0.1
-    assert accuracies[-1] > 0.9
 
 
 def test_an_exported_model_loads_with_its_tokenizer_and_the_same_logits(tmp_path: Path) -> None:

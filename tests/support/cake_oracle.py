@@ -8,13 +8,12 @@ import statistics as plain
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log
-from typing import Any
 
 import numpy as np
 import torch
 from kv_oracle import Array, Glance, Kept, row_output
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from kv_simulate import attending
+from transformers import PreTrainedModel
 
 Row = dict[int, float]
 """Attention of one query: weight by position."""
@@ -239,36 +238,7 @@ class CakeSequence:
 
 # the model
 
-_running: list[CakeSequence] = []
 
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    assert len(query) == 1
-    layer = module.layer_idx
-    assert isinstance(layer, int)
-    glance = Glance(scaling, kwargs.get("softcap"), kwargs.get("sliding_window"))
-    q, k, v = (t[0].double().numpy() for t in (query, key, value))
-    out = _running[-1].attend(layer, q, k, v, glance)
-    return torch.from_numpy(out).to(query.dtype).transpose(0, 1)[None], None
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Causality is decided by positions."""
-
-
-AttentionInterface.register("cake_oracle", _attention)
-AttentionMaskInterface.register("cake_oracle", _no_mask)
-
-
-@torch.no_grad()
 def simulate_cake(
     model: PreTrainedModel, prompt: Sequence[int], new_tokens: int, rules: CakeRules
 ) -> tuple[list[int], CakeSequence]:
@@ -277,16 +247,14 @@ def simulate_cake(
     kv_heads = config.num_key_value_heads
     group = config.num_attention_heads // kv_heads
     sequence = CakeSequence(rules, config.num_hidden_layers, kv_heads, group, len(prompt))
-    model.set_attn_implementation("cake_oracle")
-    _running.append(sequence)
     tokens: list[int] = []
     new, seen = list(prompt), 0
-    while len(tokens) < new_tokens:
-        positions = torch.arange(seen, seen + len(new))[None]
-        logits = model(input_ids=torch.tensor([new]), position_ids=positions, use_cache=False).logits
-        sequence.note()
-        seen += len(new)
-        new = [int(logits[0, -1].argmax())]
-        tokens += new
-    _running.pop()
+    with attending(model, sequence):
+        while len(tokens) < new_tokens:
+            positions = torch.arange(seen, seen + len(new))[None]
+            logits = model(input_ids=torch.tensor([new]), position_ids=positions, use_cache=False).logits
+            sequence.note()
+            seen += len(new)
+            new = [int(logits[0, -1].argmax())]
+            tokens += new
     return tokens, sequence

@@ -48,7 +48,7 @@ class Interpreter:
 def mostly_slow(names: Iterable[str], fast: Collection[str]) -> list[Any]:
     """Parameters of a test, of which only a few run in the fast suite: the interpreter takes its time."""
     assert set(fast) <= set(names)
-    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow("interprets kernels")) for name in names]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from kv_oracle import Array, Glance, Head, Rows, Rules, SlowSequence, Trace, mean_of
-from kv_simulate import _generate, _running
+from kv_simulate import attending, generate
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -268,20 +268,11 @@ class SirLLMSequence(Selecting):
 # models
 
 
-@torch.no_grad()
 def simulate_with(model: PreTrainedModel, prompt: Sequence[int], new_tokens: int, sequence: SlowSequence) -> Trace:
-    """Prefill and generate greedily through `sequence`; the model's attention setting is put back afterwards."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("slow_oracle")
-    _running.append(sequence)
-    try:
-        if isinstance(sequence, SirLLMSequence):
-            _generate_surprised(model, list(prompt), new_tokens, sequence)
-        else:
-            _generate(model, list(prompt), new_tokens, sequence)
-    finally:
-        _running.pop()
-        model.set_attn_implementation(before)
+    """Prefill and generate greedily through `sequence`."""
+    run = _generate_surprised if isinstance(sequence, SirLLMSequence) else generate
+    with attending(model, sequence):
+        run(model, list(prompt), new_tokens, sequence)  # type: ignore[operator]
     return sequence.trace
 
 

@@ -1,6 +1,7 @@
 """A model running through the slow oracle: its attention function receives new keys only, the oracle keeps the rest."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from kv_oracle import Glance, Rules, SlowSequence, Trace
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-_running: list[SlowSequence] = []
+_running: list[Any] = []  # the sequence that attends, here and in the oracles of single papers
 
 
 def _attention(
@@ -17,9 +18,12 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    *,
     scaling: float,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    """Dropout has its place, the sixth: kvpress, once imported, hands it over by that."""
     assert attention_mask is None
     assert len(query) == 1
     layer = module.layer_idx
@@ -38,25 +42,32 @@ AttentionInterface.register("slow_oracle", _attention)
 AttentionMaskInterface.register("slow_oracle", _no_mask)
 
 
-@torch.no_grad()
-def simulate(model: PreTrainedModel, prompt: Sequence[int], new_tokens: int, rules: Rules) -> Trace:
-    """Prefill the prompt and generate greedily under `rules`; the model's attention setting is put back afterwards."""
-    config = model.config
-    before = config._attn_implementation
-    kv_heads = config.num_key_value_heads
-    group = config.num_attention_heads // kv_heads
-    sequence = SlowSequence(rules, config.num_hidden_layers, kv_heads, group, len(prompt))
+@contextmanager
+def attending(model: PreTrainedModel, sequence: Any) -> Iterator[None]:
+    """The model's attention is `sequence.attend` inside; its setting is put back afterwards."""
+    before = model.config._attn_implementation
     model.set_attn_implementation("slow_oracle")
     _running.append(sequence)
     try:
-        _generate(model, list(prompt), new_tokens, sequence)
+        with torch.no_grad():
+            yield
     finally:
         _running.pop()
         model.set_attn_implementation(before)
+
+
+def simulate(model: PreTrainedModel, prompt: Sequence[int], new_tokens: int, rules: Rules) -> Trace:
+    """Prefill the prompt and generate greedily under `rules`."""
+    config = model.config
+    kv_heads = config.num_key_value_heads
+    group = config.num_attention_heads // kv_heads
+    sequence = SlowSequence(rules, config.num_hidden_layers, kv_heads, group, len(prompt))
+    with attending(model, sequence):
+        generate(model, list(prompt), new_tokens, sequence)
     return sequence.trace
 
 
-def _generate(model: PreTrainedModel, prompt: list[int], new_tokens: int, sequence: SlowSequence) -> None:
+def generate(model: PreTrainedModel, prompt: list[int], new_tokens: int, sequence: SlowSequence) -> None:
     size = sequence.rules.block or len(prompt)
     token = 0
     for start in range(0, len(prompt), size):

@@ -11,19 +11,11 @@ from char_tokenizer import CharTokenizer
 from task_data import CONF, build
 
 from kvbench.tasks.hub import HubFile
-from kvbench.tasks.longbench.subsets import EXTENDED, PAPER_SETS, SUBSETS
+from kvbench.tasks.longbench.subsets import EXTENDED, PAPER_SETS
 from kvbench.tasks.longbench.task import LongBench, LongBenchSuite
-from kvbench.tasks.suite import RulerSuite
 from kvbench.tasks.task import Tokenizer
 
 NAMES = sorted(str(path.relative_to(CONF / "task").with_suffix("")) for path in (CONF / "task").rglob("*.yaml"))
-
-
-def test_the_default_and_all_ruler_tasks_are_there() -> None:
-    niah = "single_1 single_2 single_3 multikey_1 multikey_2 multikey_3 multivalue multiquery"
-    ruler = {*(f"niah_{name}" for name in niah.split()), "vt", "cwe", "fwe", "qa_1", "qa_2"}
-    assert {name.removeprefix("ruler/") for name in NAMES if name.startswith("ruler/")} == ruler
-    assert {"niah", "ruler", "ruler_13", "needlebench/4k", "needlebench/8k", "needlebench/32k"} <= set(NAMES)
 
 
 # What a task needs to be built from invented files, by the start of its name.
@@ -74,17 +66,6 @@ def test_every_config_without_answers_builds_a_task_that_gives_tokens(
     assert (example.target, example.max_new_tokens > 0) == (("Rain.", True) if name == "booksum" else (None, False))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_config_says_in_its_first_line_what_it_is(name: str) -> None:
-    first = (CONF / "task" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
-    assert first.startswith("# ")
-    assert first.endswith(".")
-
-
-def test_every_subset_of_longbench_has_a_config() -> None:
-    assert {name.removeprefix("longbench/") for name in NAMES if name.startswith("longbench/")} == {*SUBSETS, "lookups"}
-
-
 def test_the_suites_of_longbench_are_the_sets_that_papers_average() -> None:
     suite, extended = build("longbench"), build("longbench_e")
     assert isinstance(suite, LongBenchSuite)
@@ -96,16 +77,6 @@ def test_the_suites_of_longbench_are_the_sets_that_papers_average() -> None:
         assert (task.subset, task.extended) == (name, True)
         assert isinstance(task.archive, HubFile)
         assert (len(task.archive.revision), len(str(task.archive.sha256))) == (40, 64)
-
-
-def test_one_length_for_the_suite_is_the_length_of_all_its_tasks(pieces: Tokenizer) -> None:
-    suite = build("ruler", "task.length=1024", "task.samples=2")
-    assert isinstance(suite, RulerSuite)
-    examples = list(suite.examples(pieces, 0))
-    assert len(examples) == 12
-    assert {example.metadata["length"] for example in examples} == {1024}
-    assert all(900 < example.metadata["used"] <= 1024 for example in examples)
-    assert [example.metadata["task"] for example in examples[:6]] == list(suite.tasks)
 
 
 def test_the_config_of_lm_eval_asks_lm_eval_s_task(tmp_path: Path) -> None:

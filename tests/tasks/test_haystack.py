@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-import random
 import re
-from itertools import islice
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.tasks.haystack import Filler, hide, largest_fitting, read_folder, sentences_of, written_sentences
+from kvbench.tasks.haystack import hide, largest_fitting, read_folder, sentences_of
 
 SENTENCES = st.lists(st.integers(1, 40).map(lambda size: "x" * size + ". "), min_size=1, max_size=30)
 DEPTHS = st.floats(0, 1)
@@ -30,17 +28,6 @@ def test_taking_the_needles_out_leaves_the_text_as_it_was(sentences: list[str], 
     assert re.sub(r"<\d> ?", "", text).rstrip() == "".join(sentences).rstrip()
 
 
-def test_depth_0_is_before_the_text_and_depth_1_after_it() -> None:
-    sentences = ["One is here. ", "Two is there. "]
-    assert hide(("N.",), (0.0,), sentences) == "N. One is here. Two is there."
-    assert hide(("N.",), (1.0,), sentences) == "One is here. Two is there. N."
-    assert hide(("N.",), (0.5,), sentences) == "One is here. N. Two is there."
-
-
-def test_a_needle_is_set_off_by_a_blank_where_the_text_has_none() -> None:
-    assert hide(("N.",), (0.5,), ["好。", "坏。"]) == "好。 N. 坏。"
-
-
 @given(st.text(alphabet="ab.!?。\"') \n", max_size=200))
 def test_cutting_into_sentences_loses_nothing(text: str) -> None:
     assert "".join(sentences_of(text)) == text
@@ -51,31 +38,13 @@ def test_sentences_end_at_stops_with_their_closing_marks_and_at_blank_lines() ->
     assert sentences_of(text) == ['He said "no." ', "Then 3.5 more!\n\n", "A title\n\n", "他来了。", "她没有？ ", "End"]
 
 
-def test_written_sentences_are_varied_plain_and_the_same_for_a_seed() -> None:
-    text = list(islice(written_sentences(random.Random(3)), 1000))
-    assert text == list(islice(written_sentences(random.Random(3)), 1000))
-    assert len(set(text)) > 990
-    assert all(re.fullmatch(r"[A-Z][a-z ]+\. ", sentence) for sentence in text)
-
-
+@settings(max_examples=30)
 @given(st.integers(0, 50), st.lists(st.integers(1, 30), min_size=200, max_size=200), st.integers(0, 1500))
 def test_the_largest_fitting_size_is_that_of_a_plain_search(start: int, steps: list[int], room: int) -> None:
     def tokens(size: int) -> int:
         return start + sum(steps[:size]) + 10 * max(0, size - len(steps))
 
     assert largest_fitting(tokens, room) == max((n for n in range(2000) if tokens(n) <= room), default=-1)
-
-
-def test_a_long_prompt_is_encoded_a_few_times_only() -> None:
-    filler = Filler(written_sentences(random.Random(0)))
-    asked: list[int] = []
-
-    def tokens(size: int) -> int:
-        asked.append(size)
-        return 60 + len(re.findall(r"\w{1,6}|[.]", "".join(filler.first(size))))
-
-    largest_fitting(tokens, 131_072)
-    assert len(asked) <= 6
 
 
 def test_a_haystack_is_a_folder_of_texts(tmp_path: Path) -> None:

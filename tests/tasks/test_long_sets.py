@@ -13,7 +13,6 @@ from task_data import CONF, Answer, build
 
 from kvbench.tasks.long_sets import subsets
 from kvbench.tasks.longbench_v2.summary import summary as of_longbench_v2
-from kvbench.tasks.loogle.summary import summary as of_loogle
 from kvbench.tasks.task import Example, Task, Tokenizer
 
 ANSWERED = ["longbench_v2", *(f"infinitebench/{name}" for name in INFINITEBENCH), *(f"loogle/{one}" for one in LOOGLE)]
@@ -82,11 +81,6 @@ def test_a_prompt_is_the_authors(
     assert (example.prompt, example.question, example.max_new_tokens) == (prompt, question, tokens)
 
 
-def test_all_questions_about_a_document_are_asked(pieces: Tokenizer, authors: Path) -> None:
-    task = build("loogle/longdep_qa", f"task.data_dir={authors}")
-    assert [example.references for example in task.examples(pieces, 0)] == [("Ada is old.",), ("3",)]
-
-
 @pytest.mark.parametrize(
     ("name", "configuration", "columns", "output"),
     [
@@ -107,14 +101,6 @@ def test_kvpress_s_columns_are_its_prompt_and_its_rules_the_score(
     assert task.score(output, example) == (0.5 if name.endswith("math_calc") else 1.0)
 
 
-def test_kvpress_s_code_debug_has_the_option_from_its_question(pieces: Tokenizer, tmp_path: Path) -> None:
-    question = "Which?\n\nOptions:\nA. one\nB. two\nC. mill\nD. four"
-    folder = write_kvpress(tmp_path, "code_debug", question=question, answer=["C"])
-    task, example = asked(pieces, "infinitebench/code_debug", folder, "task.protocol=kvpress")
-    assert example.metadata["answers"] == ["mill", "C"]
-    assert task.score("mill", example) == 1.0
-
-
 def test_an_answer_on_which_the_official_scorer_raises_counts_0_beside_the_sound_score(
     pieces: Tokenizer, authors: Path
 ) -> None:
@@ -124,28 +110,11 @@ def test_an_answer_on_which_the_official_scorer_raises_counts_0_beside_the_sound
     assert task.score("...", example) == 0.0
 
 
-def test_zero_scrolls_is_answered_and_not_scored(pieces: Tokenizer, authors: Path) -> None:
-    for name in ("gov_report", "qasper"):
-        task, example = asked(pieces, f"zero_scrolls/{name}", authors)
-        assert example.question == "Question:\nWhat?\n\nAnswer:\n"
-        assert (example.references, example.metadata["id"]) == ((), "q1")
-        assert task.judge("Rain.", example) == (None, {})
-        with pytest.raises(ValueError, match=f"zero_scrolls_{name} has no public answers"):
-            task.score("Rain.", example)
-
-
 def test_the_aggregates_of_longbench_v2_are_percent_without_empty_outputs() -> None:
     hard = {"difficulty": "hard", "length": "long"}
     answers = [Answer(1.0, hard), Answer(0.0, hard), Answer(1.0, {"difficulty": "easy", "length": "long"})]
     found = of_longbench_v2([*answers, Answer(0.0, hard, output="")])
     assert found == {"overall": 66.7, "easy": 100.0, "hard": 50.0, "long": 66.7}
-
-
-def test_the_aggregates_of_clozes_are_all_hits_over_all_blanks() -> None:
-    counts = [{"exact_match": [1, 1]}, {"exact_match": [0, 2]}]
-    assert of_loogle([Answer(0.0, measures=one) for one in counts]) == {"exact_match": pytest.approx(33.33)}
-    means = [Answer(0.0, measures={"bleu1": 0.5}), Answer(0.0, measures={"bleu1": 0.0})]
-    assert of_loogle(means) == {"bleu1": 25.0}
 
 
 @pytest.mark.parametrize(

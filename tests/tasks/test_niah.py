@@ -60,13 +60,6 @@ def test_an_example_depends_on_the_seed_and_not_on_the_limit(seed: int, limit: i
     assert next(task.examples(tokenizer, seed + 1)) != everything[0]
 
 
-def test_every_length_and_depth_comes_once_before_any_comes_again(words: Tokenizer) -> None:
-    task = Niah(lengths=(200, 300), depths=(0.0, 1.0), repeats=2)
-    cells = [(e.index, e.metadata["length"], e.metadata["depth"]) for e in task.examples(words, 0)]
-    once = [(200, 0.0), (200, 1.0), (300, 0.0), (300, 1.0)]
-    assert cells == [(index, *cell) for index, cell in enumerate(once + once)]
-
-
 def test_all_numbers_of_the_keys_asked_for_are_references_and_no_other(words: Tokenizer) -> None:
     task = Niah(lengths=(1000,), depths=(0.5,), repeats=5, keys=5, values=3, queries=2)
     for example in task.examples(words, 2):
@@ -77,13 +70,6 @@ def test_all_numbers_of_the_keys_asked_for_are_references_and_no_other(words: To
         assert len({key for key, _ in told}) == 5
         assert set(example.references) == {number for key, number in told if key in asked.groups()}
         assert example.answer_prefix == f" The secret numbers of {asked[1]} and {asked[2]} are"
-
-
-def test_the_question_is_in_the_singular_for_one_number(words: Tokenizer) -> None:
-    example = next(Niah(lengths=(200,)).examples(words, 0))
-    key = re.search(r"What is the secret number of (\S+)\?\nAnswer:$", example.prompt)
-    assert key is not None
-    assert example.answer_prefix == f" The secret number of {key[1]} is"
 
 
 def test_the_score_is_the_share_of_the_numbers_found(words: Tokenizer) -> None:
@@ -105,14 +91,6 @@ def test_a_folder_of_texts_is_the_haystack_again_and_again(tmp_path: Path, words
     )
 
 
-def test_a_number_that_stands_in_the_folder_is_not_hidden(tmp_path: Path, words: Tokenizer) -> None:
-    (tmp_path / "a.txt").write_text(
-        ". ".join(str(number) for number in range(10, 100) if number != 57), encoding="utf-8"
-    )
-    task = Niah(lengths=(200,), depths=(0.5,), digits=2, data_dir=str(tmp_path))
-    assert {example.references for example in task.examples(words, 0)} == {("57",)}
-
-
 def test_a_text_needle_is_scored_by_its_words(words: Tokenizer) -> None:
     task = TextNiah(lengths=(300,), depths=(0.3,))
     example = next(task.examples(words, 0))
@@ -131,8 +109,6 @@ def test_a_folder_that_tells_the_answer_already_is_refused(tmp_path: Path, words
     ("fields", "sentence"),
     [
         ({"lengths": 1024}, r"lengths=1024 is not allowed, it must be a list"),
-        ({"depths": [50]}, r"depths must be a number from 0 to 1, got 50"),
-        ({"haystack": "essay"}, "haystack must be sentences or noise, got 'essay'"),
         ({"frame": "{context}"}, "frame="),
         ({"queries": 2}, "queries=2 is more than the keys=1"),
         ({"digits": 1, "keys": 9}, "digits=1 gives too few numbers"),
@@ -141,3 +117,11 @@ def test_a_folder_that_tells_the_answer_already_is_refused(tmp_path: Path, words
 def test_a_wrong_field_is_refused_with_its_name_and_value(fields: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Niah(**fields)
+
+
+def test_a_number_that_stands_in_the_folder_is_not_hidden(tmp_path: Path, words: Tokenizer) -> None:
+    (tmp_path / "a.txt").write_text(
+        ". ".join(str(number) for number in range(10, 100) if number != 57), encoding="utf-8"
+    )
+    task = Niah(lengths=(200,), depths=(0.5,), digits=2, data_dir=str(tmp_path))
+    assert {example.references for example in task.examples(words, 0)} == {("57",)}

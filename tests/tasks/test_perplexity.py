@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pandas as pd
@@ -40,15 +39,6 @@ def test_how_it_is_read_is_part_of_every_example(pieces: Tokenizer, tmp_path: Pa
     assert example.reading == Reading(tokens=None, prompt_tokens=3, block=16)
     (example,) = read(pieces, tmp_path)
     assert example.reading == Reading(tokens=4096)
-
-
-def test_fewer_texts_are_the_first_ones(pieces: Tokenizer, tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", "".join(json.dumps({"text": f"text {n} " * n}) + "\n" for n in range(1, 6)))
-    whole = read(pieces, tmp_path)
-    assert read(pieces, tmp_path, texts=3) == whole[:3]
-    assert read(pieces, tmp_path, limit=2, texts=3) == whole[:2]
-    counts = [len(pieces.encode(e.prompt)) for e in whole]
-    assert [e.prompt for e in read(pieces, tmp_path, min_tokens=counts[2])] == [e.prompt for e in whole[2:]]
 
 
 def test_without_network_or_copy_it_says_what_to_download(pieces: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

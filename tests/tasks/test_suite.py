@@ -32,16 +32,3 @@ def test_an_output_is_scored_by_the_task_that_asked(words: Tokenizer) -> None:
     for example in suite.examples(words, 0, 4):
         first = example.references[0]
         assert suite.score(first, example) == pytest.approx(1 / {"vt": 5, "fwe": 3}[example.metadata["task"]])
-
-
-def test_a_suite_without_tasks_is_refused() -> None:
-    with pytest.raises(ValueError, match="it needs at least one task"):
-        TaskSuite(name="none", tasks={})
-
-
-def test_what_a_task_says_of_its_prompts_holds_for_its_own_examples(words: Tokenizer) -> None:
-    plain = Niah(name="plain", lengths=(200,), depths=(0.5,), repeats=1, chat=False, stop=("\n",))
-    suite = TaskSuite(name="both", tasks={"short": SHORT, "plain": plain})
-    asking = [suite.asking(example) for example in suite.examples(words, 0)]
-    assert asking == [SHORT, plain]
-    assert SHORT.asking(next(SHORT.examples(words, 0))) is SHORT

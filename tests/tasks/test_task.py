@@ -6,17 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from omegaconf import OmegaConf
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
 
 from kvbench.errors import number, whole_number
 from kvbench.tasks.scores import contains, contains_any, needle_words, rouge1_recall
-from kvbench.tasks.task import Example, PlainTokenizer, Task, Tokenizer, slots
-from kvbench.tasks.words import own_words
+from kvbench.tasks.task import Example, Task, Tokenizer
 
 SANDWICH = ("eat a sandwich and sit in Dolores Park on a sunny day.",)
 
@@ -32,12 +25,6 @@ class Nothing(Task):
 
     def score(self, output: str, example: Example) -> float:
         return 0.0
-
-
-def test_lists_of_a_config_become_tuples_so_that_tasks_can_be_compared_and_hashed() -> None:
-    stop = OmegaConf.create(["a", "b"])
-    assert Nothing(stop=stop) == Nothing(stop=("a", "b"))
-    assert hash(Nothing(stop=["a"])) == hash(Nothing(stop=("a",)))
 
 
 @pytest.mark.parametrize(
@@ -63,22 +50,6 @@ def test_a_count_is_an_integer_of_at_least_its_lower_end(value: object) -> None:
 def test_a_share_lies_between_its_ends(value: object) -> None:
     with pytest.raises(ValueError, match=r"depths must be a number from 0 to 1"):
         number("depths", value, 0, 1)
-
-
-@pytest.mark.parametrize("text", ["{context}", "{context} {question} {more}", "{context} {question} {", "{} {context}"])
-def test_a_template_has_its_slots_and_no_other(text: str) -> None:
-    with pytest.raises(ValueError, match="frame="):
-        slots("frame", text, ("context", "question"))
-
-
-def test_the_plain_tokenizer_counts_no_special_tokens() -> None:
-    model = FastTokenizer(WordLevel({"<s>": 0, "one": 1, "two": 2}, unk_token="<s>"))
-    model.pre_tokenizer = Whitespace()
-    model.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>")
-    assert tokenizer.encode("one two") == [0, 1, 2]
-    assert PlainTokenizer(tokenizer).encode("one two") == [1, 2]
-    assert PlainTokenizer(tokenizer).decode([0, 2, 1]) == "two one"
 
 
 def test_contains_is_the_share_of_references_in_the_output_whatever_their_case() -> None:
@@ -112,13 +83,6 @@ def test_needle_words_counts_distinct_words_with_their_punctuation(output: str, 
 )
 def test_rouge1_recall_counts_stemmed_words_as_often_as_they_stand(output: str, score: float) -> None:
     assert rouge1_recall(output, SANDWICH) == pytest.approx(score)
-
-
-def test_no_word_is_listed_twice_and_all_are_plain_lower_case_words() -> None:
-    words = own_words()
-    together = [*words.adjectives, *words.nouns, *words.verbs]
-    assert len(together) == len(set(together)) == 250 + 700 + 250
-    assert all(word.isascii() and word.isalpha() and word.islower() for word in together)
 
 
 def test_building_tasks_imports_no_evaluation_harness_and_no_stemmer() -> None:

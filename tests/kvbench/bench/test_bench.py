@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
-from bench_model import CPU, refuse_to_measure, rows_of
+from bench_model import CPU, rows_of
 from op_tape import Tape, record
 from transformers import AutoModelForCausalLM
 
 from kvbench.tools.bench import build as building
 from kvbench.tools.bench import generating, kernels
-from kvbench.tools.bench.build import build
-from kvbench.tools.bench.cli import main, protocols
+from kvbench.tools.bench.cli import main
 from kvbench.tools.bench.clock import spread
 from kvbench.tools.bench.kernels import KernelCase
 
@@ -57,17 +54,6 @@ def test_a_protocol_leaves_json_csv_and_a_picture_with_its_figures(
     assert all("load_1min" in cell["machine"] for cell in written["cells"])
     assert (tmp_path / f"{name}.svg").exists()
     assert {row["met"] for row in rows} == {""}  # no promise is judged on a CPU, nor at another scale
-
-
-def test_figure_7_measures_nothing_that_table_13_has_measured(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = [f"model={folder}", "scale=512", f"out={tmp_path}", "device=cpu", "lengths=7168", "policies=full,cake"]
-    assert main(["cake_table13", *arguments]) == 0
-    monkeypatch.setattr(generating, "measure", refuse_to_measure)
-    assert main(["cake_fig7", *arguments]) == 0
-    metrics = {row["metric"] for row in rows_of(tmp_path / "cake_fig7.csv")}
-    assert {"peak_memory_reduction_percent", "decode_speedup_x", "held_gib"} <= metrics
 
 
 def test_what_can_be_recorded_is_timed_eager_and_graphed(
@@ -139,18 +125,6 @@ def test_a_provider_that_loses_the_device_leaves_the_others_to_another_process(m
     assert kernels._measure(case, CPU) == {"failed": sentence}
 
 
-@pytest.mark.slow
-def test_importing_the_benchmark_brings_no_package_that_gpu_machines_lack() -> None:
-    heavy = "hydra, omegaconf, datasets, lm_eval, wandb, pandas"
-    code = (
-        "import sys, kvbench.tools.bench.cli as c; c.main([]); "
-        f"print([m for m in '{heavy}'.split(', ') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
-    assert all(name in done.stdout for name in protocols())
-
-
 # --- models -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("name", "parameters"),
@@ -169,29 +143,15 @@ def test_published_shapes_have_the_parameters_their_model_cards_say(name: str, p
         assert AutoModelForCausalLM.from_config(config).num_parameters() == parameters
 
 
-def test_layers_cut_a_random_model_and_its_name_says_so(folder: Path) -> None:
-    built = build(str(folder), None, 1, "bfloat16", CPU)
-    assert built.model.config.num_hidden_layers == 1
-    assert built.description == "tiny, random weights, bfloat16, 1 of 2 layers"
-    assert built.model.dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["no_such"], "protocol 'no_such' does not exist (allowed: cake_table13"),
         (["cake_table13", "scale=0"], "scale=0 must be a whole number of at least 1"),
-        (["cake_table13", "batches=1,x"], "batches=x must be a whole number of at least 1"),
         (["cake_table13", "colour=red"], "colour=red is not one of model="),
-        (["cake_table13", "model=no_such"], "model=no_such is neither a folder with a config.json nor one of pocket"),
         (["cake_table13", "weights=none", "model=pocket"], "weights=none is not allowed, choose random or real"),
-        (["cake_table13", "dtype=int8", "model=pocket"], "dtype=int8 is not allowed"),
-        (["cake_table13", "policies=snapvk", "model=pocket"], "policy 'snapvk' does not exist; did you mean snapkv"),
-        (["cake_table13", "policies=sirllm", "model=pocket"], "policies=sirllm cannot be timed here"),
         (["cake_table13", "rivals=vllm", "model=pocket"], "rivals=vllm is not known, choose from transformers_sdpa"),
-        (["targets", "policies=no_such", "model=pocket"], "policies=no_such is in no target"),
         (["targets", "decode=grow"], "decode= has no effect on targets: it is for sweep"),
-        (["kernels", "cases=/no/such"], "cases=/no/such holds no kernel cases"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_sentence(
@@ -201,11 +161,3 @@ def test_what_cannot_run_is_refused_in_one_sentence(
     said = capsys.readouterr().err
     assert sentence in said
     assert said.count("\n") == 1
-
-
-def test_a_model_larger_than_memory_is_refused_before_it_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(building, "free_bytes", lambda device: 2**30)
-    assert main(["cake_table13", f"out={tmp_path}", "dtype=bfloat16", "device=cpu"]) == 2
-    assert "needs 13.5 GiB for its weights and cpu has 1.0 GiB free" in capsys.readouterr().err

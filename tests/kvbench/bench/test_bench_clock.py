@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvbench.tools.bench.clock import DELAY, Delayed, sets_of_inputs, time_calls
+from kvbench.tools.bench.clock import Delayed, time_calls
 
 CUDA = torch.device("cuda")
 
@@ -62,32 +62,3 @@ def test_the_time_of_a_kernel_is_the_devices_however_long_its_launch_takes(launc
     assert Delayed().ms(call) == pytest.approx(0.75)
     found = time_calls([call], CUDA)
     assert (found.p20, found.p50, found.p80) == pytest.approx((0.75, 0.75, 0.75))
-
-
-def test_a_delay_that_was_too_short_is_not_tried_again(device: Device) -> None:
-    calls: list[float] = []
-    timed, launch = Delayed(), 20 * DELAY / 1e6
-
-    def call() -> None:
-        calls.append(launch)
-        device.run(1.0, launch=launch)
-
-    assert [timed.ms(call), timed.ms(call)] == pytest.approx([1.0, 1.0])
-    assert len(calls) == 5, "delays of 1, 4, 16 and 64 for the first one, of 64 for the second"
-
-
-def test_a_call_that_waits_for_the_device_has_no_time(device: Device) -> None:
-    with pytest.raises(RuntimeError, match="the call waits for the device"):
-        Delayed().ms(lambda: device.run(1.0, launch=0.01, waits=True))
-
-
-def test_inputs_that_take_turns_are_larger_than_the_cache(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
-    properties = SimpleNamespace(L2_cache_size=50 * 2**20)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    for nbytes in (2**20, 30 * 2**20, 2**30):
-        sets = sets_of_inputs(nbytes, CUDA)
-        assert (sets - 1) * nbytes >= 2 * 50 * 2**20 - nbytes
-    assert sets_of_inputs(2**30, CUDA) == sets_of_inputs(1, torch.device("cpu")) == 1
-    turns: list[int] = []
-    time_calls([lambda place=place: (turns.append(place), device.run(100.0)) for place in range(3)], CUDA)  # type: ignore[misc]
-    assert turns[:5] == [0, 1, 2, 0, 1]

@@ -12,17 +12,15 @@ from bench_model import CPU, rows_of
 
 from kvbench.cache import evict as evicting
 from kvbench.cache.state import LayerState
-from kvbench.report.plain_text import text
-from kvbench.tools.bench.bench import Bench, Row
+from kvbench.tools.bench.bench import Bench
 from kvbench.tools.bench.build import PUBLISHED
 from kvbench.tools.bench.cli import protocols
 from kvbench.tools.bench.clock import paired_ratio, spread
 from kvbench.tools.bench.generating import Point, Sizes
 from kvbench.tools.bench.kernels import relative_error
 from kvbench.tools.bench.paper_tables import PROTOCOLS
-from kvbench.tools.bench.report import grid
-from kvbench.tools.bench.settings import parse, scaled
-from kvbench.tools.bench.targets import evicting_step, eviction_share, evictions, targets
+from kvbench.tools.bench.settings import parse
+from kvbench.tools.bench.targets import eviction_share, evictions
 
 PAPER_TABLES = Path(__file__).parents[4] / "shared" / "paper_tables"
 COPIED = {"copy_bytes_per_s": 1e9, "spare_bytes": 0}
@@ -58,21 +56,6 @@ def test_the_share_of_the_limit_is_bytes_over_bandwidth_over_time(
     assert bench.share_of_limit(ms=1000.0, cache_bytes=500_000) == pytest.approx((read + 5e5) / 1e6)
     busier = {"copy_bytes_per_s": 2e5}  # when another process measured that cell
     assert bench.share_of_limit(1000.0, 500_000, busier) == pytest.approx((read + 5e5) / 2e5)
-
-
-def test_a_note_of_many_rows_stands_once_below_the_table() -> None:
-    rows = [Row("", "", "", f"m{i}", None, "", "task", "ms", 1.0, "long" if i else "own") for i in range(4)]
-    lines = text(grid(rows)).splitlines()
-    assert [line.split()[-1] for line in lines[3:7]] == ["own", "[a]", "[a]", "[a]"]
-    assert lines[-1] == "[a] long"
-    of_all = text(grid(rows[1:])).splitlines()
-    assert of_all[0].split() == ["method", "budget", "metric", "value"]
-    assert of_all[-1] == "long"
-
-
-def test_scale_divides_sizes_down_to_a_floor_it_does_not_raise() -> None:
-    assert [scaled(n, 64, 96) for n in (130048, 7168, 64)] == [2032, 112, 64]
-    assert scaled(1024, 1, 64) == 1024
 
 
 @pytest.mark.parametrize("protocol", [p for p in PROTOCOLS if p.paper != "kvbench"], ids=lambda p: p.name)
@@ -112,48 +95,6 @@ def test_reduction_and_speed_up_are_the_full_caches_over_ours(folder: Path) -> N
     assert values["cake", "decode_speedup_x"] == pytest.approx(10.0)
 
 
-def test_room_for_tokens_to_come_is_held_and_said_but_not_read(folder: Path) -> None:
-    protocol: Any = protocols()["cake_fig7"]
-    asked = [f"model={folder}", "device=cpu", "lengths=130048", "policies=snapkv,cake", "rivals=none"]
-    bench = Bench(parse(asked), CPU, protocol.model)
-    record = {"prefill_ms": [1.0], "decode_ms": [2.0], **dict.fromkeys(("peak_prefill_bytes", "peak_decode_bytes"))}
-    found = {
-        cell.key: {**record, **COPIED, "held_bytes": 2**30, "spare_bytes": 2**28} for cell in protocol.cells(bench)
-    }
-    rows = {(row.method, row.metric): row for row in protocol.rows(bench, found)}
-    held = rows["snapkv", "held_gib"]
-    assert (held.value, held.note) == (1.0, "after 64 of 1024 new tokens, 25% of it room for tokens to come")
-    read = bench.built.bytes_read + 3 * 2**28
-    assert rows["cake", "decode_ms_per_token"].share_of_limit == pytest.approx(read / 1e9 / 2e-3)
-
-
-def test_lines_of_a_table_whose_batches_overlap_are_panels_of_their_own(folder: Path) -> None:
-    protocol: Any = protocols()["d2o_table5"]
-    bench = Bench(parse([f"model={folder}", "device=cpu", "rivals=none", "policies=full"]), CPU, protocol.model)
-    record = {"prefill_ms": [1.0], "held_bytes": 3, "peak_prefill_bytes": 5, "peak_decode_bytes": 4, **COPIED}
-    found = {cell.key: {**record, "decode_ms": [float(place)]} for place, cell in enumerate(protocol.cells(bench), 1)}
-    curves = protocol.picture(bench, protocol.rows(bench, found))
-    batches = {curve.x_label: curve.x for curve in curves if curve.y_label == "tokens/s of all sequences"}
-    assert batches["sequences in a batch: 256 prompt and 1024 new tokens"] == [8, 32, 128, 256]
-    assert batches["sequences in a batch: 2048 prompt and 8192 new tokens"] == [1, 4, 16, 32]
-    assert len(curves) == 2 * 4, "two figures of each of the four lines"
-
-
-def test_a_target_is_met_on_its_own_side_of_the_bound() -> None:
-    found = {target.key: target for target in targets()}
-    bounds = {(key.partition(",")[0], target.words) for key, target in found.items()}
-    assert {
-        ("decode_after_128k", "at least 0.8"),
-        ("attention_of_32", "at least 5"),
-        ("step_of_2_bit_store", "at least 0.6"),
-        ("evicting_step", "at most 1.1"),
-        ("sweep_of_36_at_8k", "at most 0.0667"),
-    } <= bounds
-    long, evicting = found["decode_after_128k, cake"], found["evicting_step, h2o"]
-    assert (long.met(0.8), long.met(0.79)) == (True, False)
-    assert (evicting.met(1.1), evicting.met(1.11)) == (True, False)
-
-
 def test_an_eviction_is_timed_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that only evictions and appending move: 5 an eviction, 3 each of the layers' other work."""
     clock = [0.0]
@@ -173,12 +114,6 @@ def test_an_eviction_is_timed_itself(folder: Path, monkeypatch: pytest.MonkeyPat
     bench = Bench(parse([f"model={folder}", "device=cpu", "scale=256"]), CPU, "unused")
     assert evictions("snapkv", bench) == [pytest.approx((2 * 5 + 2 * 3, 2 * 5))] * 3
     assert eviction_share("snapkv", bench)["value"] == pytest.approx(10 / 6)
-
-
-def test_steps_that_cannot_be_recorded_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.tools.bench.targets.recordable", lambda slug, budget, device: slug != "snapkv")
-    found = evicting_step("h2o", Bench(parse([]), torch.device("cuda"), "unused"))
-    assert found == {"value": None, "note": "the step of snapkv cannot be recorded as a CUDA graph"}
 
 
 def test_a_relative_error_covers_the_whole_output() -> None:

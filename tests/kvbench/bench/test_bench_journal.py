@@ -11,11 +11,10 @@ import torch
 from bench_model import CPU, prompt, refuse_to_measure, rows_of
 from kv_models import tiny
 
-from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench import generating, generation
 from kvbench.tools.bench.cli import main
 from kvbench.tools.bench.generation import Run
-from kvbench.tools.bench.journal import Cell, Journal, attempt
+from kvbench.tools.bench.journal import Cell, Journal
 from kvbench.tools.bench.providers import ours
 
 
@@ -76,47 +75,6 @@ def test_a_lost_device_ends_the_process_and_the_next_one_goes_on(
     assert "the device is lost to this process after 'full, 96+4 tokens" in said
     assert main(arguments) == 0
     assert {row["method"] for row in rows_of(tmp_path / "d2o_table12.csv") if row["value"]} == {"full", "h2o"}
-
-
-def test_a_command_whose_cells_fail_or_are_left_says_so_in_its_exit_code(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["targets", f"model={folder}", "scale=512", "device=cpu", "policies=ada_snapkv", f"out={tmp_path}"]
-    with monkeypatch.context() as patch:
-        patch.setattr("kvbench.tools.bench.targets.ada_step", refuse_to_measure)
-        assert main(arguments) == 1
-    assert "failed, and tried again by the same command: step_at_equal_bytes, ada_snapkv" in capsys.readouterr().out
-    assert "failed: AssertionError: measured again" in rows_of(tmp_path / "targets.csv")[0]["note"]
-    monkeypatch.setattr(Journal, "measure", lambda journal, cells, device, seconds: [cells[0].key])
-    assert main(arguments) == 75
-
-
-def test_cells_of_another_benchmark_are_not_mixed_in(tmp_path: Path) -> None:
-    Journal(tmp_path / "cells.jsonl", {"scale": 1})
-    with pytest.raises(UsageError, match="holds cells with scale=1, this benchmark has 64"):
-        Journal(tmp_path / "cells.jsonl", {"scale": 64})
-
-
-def test_a_batch_that_does_not_fit_is_a_result_and_larger_ones_are_not_tried(folder: Path, tmp_path: Path) -> None:
-    huge, larger = 2**40, 2**41  # 2**40 prompts of 96 numbers of 8 bytes: no machine has them
-    arguments = [f"model={folder}", "scale=512", f"out={tmp_path}", "device=cpu", "rivals=none", "policies=full"]
-    assert main(["ott_fig3", *arguments, f"batches=1,{huge},{larger}"]) == 0
-    rows = {row["metric"]: row for row in rows_of(tmp_path / "ott_fig3.csv")}
-    assert rows["max_batch_size"]["value"] == "1"
-    assert rows[f"tokens_per_s_batch{huge}"]["value"] == ""
-    assert rows[f"tokens_per_s_batch{huge}"]["note"].startswith("out of memory: ")
-    assert "not tried" in rows[f"tokens_per_s_batch{larger}"]["note"]
-
-
-def test_a_gpu_without_memory_is_a_result_and_a_mistake_is_a_failure() -> None:
-    def no_memory() -> dict[str, Any]:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB\nmore")
-
-    def mistake() -> dict[str, Any]:
-        raise ValueError("shapes differ")
-
-    assert attempt(Cell("a", no_memory)) == {"out_of_memory": "CUDA out of memory. Tried to allocate 20.00 GiB"}
-    assert attempt(Cell("a", mistake, foreign=True)) == {"failed": "ValueError: shapes differ"}
 
 
 def test_what_compiles_a_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

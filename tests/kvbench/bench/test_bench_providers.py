@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from bench_model import prompt
@@ -47,30 +45,6 @@ def test_transformers_own_caches_write_what_the_full_cache_writes(monkeypatch: p
     assert held["transformers_compiled"] == held["transformers_sdpa"] + 2 * 8  # and a length per layer
 
 
-def test_a_prompt_taken_in_parts_is_taken_in_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.tools.bench.generation.AT_ONCE", 7)
-    model, ids = tiny(), prompt(100)
-    tokens = []
-    for in_parts in (True, False):
-        run = Run(model, ours("full", None), ids)
-        run.prefill(in_parts)
-        run.decode(3)
-        tokens.append(int(run.token))
-    assert tokens[0] == tokens[1]
-    assert max(s.stop - s.start for s in run._calls(in_parts=True)) == 7
-    assert [s.start for s in run._calls(in_parts=True)[1:]] == [s.stop for s in run._calls(in_parts=True)[:-1]]
-
-
-def test_a_cache_that_grows_is_decoded_in_the_middle_of_its_answer() -> None:
-    model = tiny(dtype=torch.float32)
-    job = Job(prompt=64, new=40, timed=4, middle=True)
-    per_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, dim, float32
-    full = measure(model, rivals.provider("transformers_sdpa", None, 64), job)
-    assert full["held_bytes"] == per_token * (64 + 18 + 4)
-    evicting = [measure(model, ours("h2o", 64), replace(job, middle=middle))["held_bytes"] for middle in (True, False)]
-    assert evicting[0] == evicting[1], "at its budget every step costs the same"
-
-
 @pytest.mark.parametrize(("slug", "slots", "spare"), [("snapkv", 64 + 10, 6), ("cake", 64 + 1, 1)])
 def test_a_cache_makes_no_room_for_more_tokens_than_the_answer_has(slug: str, slots: int, spare: int) -> None:
     """One of CAKE's slots is empty after each step: the next token goes there."""
@@ -89,35 +63,3 @@ def test_bytes_are_those_of_the_tensors_inside_wrappers_containers_and_shared_st
     vars(cache.layers[0])["extra"] = (codes, {"scale": scale, "bits": 2}, codes[:5])
     assert held_bytes(cache) == 2 * 2 * 5 * 4 * 4 + 10 + 12
     assert len(list(tensors_in([codes, {"a": (scale, None)}]))) == 2
-
-
-def test_quanto_holds_its_codes_and_not_what_they_pose_as() -> None:
-    pytest.importorskip("optimum.quanto", reason="the rival quanto is not installed")
-    model = tiny(dtype=torch.float32)
-    run = Run(model, rivals.provider("quanto_int2", None, 128), prompt(128))
-    run.prefill()
-    assert run.held_bytes < 2 * 2 * 2 * 128 * 8 * 4 / 3  # scales and minima of groups of 64 beside 2 of 32 bits
-
-
-def test_presses_that_mask_hold_everything_and_those_that_cut_hold_their_budget() -> None:
-    pytest.importorskip("kvpress", reason="the rival kvpress is not installed")
-    model = tiny(dtype=torch.float32)
-    per_token = 2 * 2 * 2 * 8 * 4
-    held = {}
-    for name in ("kvpress_snapkv", "kvpress_ada_snapkv"):
-        run = Run(model, rivals.provider(name, 64, 128), prompt(128))
-        run.prefill()
-        held[name] = run.held_bytes
-        run.decode(2)
-    assert held == {"kvpress_snapkv": per_token * 64, "kvpress_ada_snapkv": per_token * 128}
-    ours_ = Run(model, ours("snapkv", 64), prompt(128))  # kvpress changes attention functions: ours still runs
-    ours_.prefill()
-
-
-def test_a_rival_that_is_not_installed_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = rivals.Rival("no_such_package.inside", "hqq", rivals.RIVALS["hqq_int4"].make)
-    monkeypatch.setitem(rivals.RIVALS, "hqq_int4", lost)
-    assert rivals.chosen(None, ("transformers_sdpa", "hqq_int4")) == (
-        ["transformers_sdpa"],
-        ["without hqq_int4: no_such_package.inside is not installed: pip install hqq"],
-    )

@@ -13,7 +13,7 @@ from kvbench.tools.bench import rivals
 from kvbench.tools.bench.bench import Bench
 from kvbench.tools.bench.cli import main
 from kvbench.tools.bench.settings import parse
-from kvbench.tools.bench.sweep import KINDS, Cost, SweepProtocol, variants_of
+from kvbench.tools.bench.sweep import KINDS, Cost, SweepProtocol
 
 
 def bench_of(folder: Path, *more: str) -> Bench:
@@ -58,47 +58,9 @@ def test_a_ratio_is_taken_within_a_round_and_a_step_is_divided_by_its_rows(folde
     assert values[KINDS[0], "ms_per_row"] == pytest.approx(20.0)  # 160 ms of 8 rows
 
 
-def test_at_scale_1_it_is_six_policies_at_six_budgets(folder: Path) -> None:
-    bench = bench_of(folder)
-    policies = {(variant.policy.name, variant.policy.budget) for variant in variants_of(bench)}
-    assert len(policies) == len(variants_of(bench)) == 36
-    assert "36 variants" in SweepProtocol().remarks(bench)[0]
-
-
-def test_all_may_grow_or_all_evict_while_they_decode(folder: Path) -> None:
-    for decode in ("grow", "evict"):
-        variants = variants_of(bench_of(folder, f"decode={decode}"))
-        assert {variant.policy.schedule.decode for variant in variants} == {decode}
-    usual = {variant.policy.name: variant.policy.schedule.decode for variant in variants_of(bench_of(folder))}
-    assert (usual["snapkv"], usual["h2o"]) == ("grow", "evict")
-
-
-def test_rows_that_do_not_fit_are_a_result(folder: Path) -> None:
-    protocol, bench = SweepProtocol(), bench_of(folder, "repeats=1", "batches=4", "rivals=none")
-    found = {cell.key: {"out_of_memory": "no room"} for cell in protocol.cells(bench)}
-    rows = protocol.rows(bench, found)
-    assert [(row.value, row.note) for row in rows] == [(None, "out of memory: no room")] * 3
-    assert protocol.picture(bench, rows) == []
-
-
 def test_answers_that_differ_are_not_counted() -> None:
     one = Cost(1.0, 2.0, 3, [[1, 2], [3, 4], [5, 6], [7]])
     assert one.equal_answers(Cost(1.0, 2.0, 3, [[1, 2], [3, 5], [5, 6], [7, 8]])) == 2
-
-
-def test_kvpress_that_is_not_installed_is_left_out_and_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rivals, "installed", lambda package: package != "kvpress")
-    protocol, bench = SweepProtocol(), bench_of(folder, "repeats=1", "policies=snapkv,h2o")
-    assert not [cell for cell in protocol.cells(bench) if "kvpress" in cell.key]
-    said = "kvpress is not installed: pip install --no-deps kvpress cachetools fire termcolor"
-    assert protocol.remarks(bench)[-1] == f"without kvpress_snapkv: {said}"
-
-
-@pytest.mark.parametrize("field", ["rivals=none", "policies=h2o,cake"])
-def test_kvpress_runs_only_what_it_has_and_is_asked_for(field: str, folder: Path) -> None:
-    protocol, bench = SweepProtocol(), bench_of(folder, "repeats=1", field)
-    assert not [cell for cell in protocol.cells(bench) if "kvpress" in cell.key]
-    assert "kvpress" not in "".join(protocol.remarks(bench))
 
 
 @pytest.mark.skipif(not rivals.installed("kvpress"), reason="kvpress is not installed")

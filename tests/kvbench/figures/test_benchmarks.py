@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from drawn_figures import lines_of, overlaps
 
 from kvbench.plot import main
 from kvbench.report.figures import bench
-from kvbench.report.figures.curves import Chart, ChartGroup, ChartRow, Curve, Dot, as_json
+from kvbench.report.figures.curves import Curve
 
 
 def test_a_benchmark_is_drawn_from_the_curves_in_its_file(tmp_path: Path) -> None:
@@ -29,52 +28,3 @@ def test_a_benchmark_is_drawn_from_the_curves_in_its_file(tmp_path: Path) -> Non
     assert overlaps(figure) == []
     assert main([str(tmp_path), "--kind", "bench", "-o", str(tmp_path / "pictures")]) == 0
     assert (tmp_path / "pictures" / "latency.svg").exists()
-
-
-def test_a_chart_has_its_dots_in_the_rows_that_name_them_and_no_words_cover_others(tmp_path: Path) -> None:
-    """As many rows as a GPU's benchmark of all kernels has: two columns, whose rows stand below each other."""
-    methods = ("triton", "reference", "sdpa")
-    groups = [
-        ChartGroup(
-            f"kernel {g}",
-            [
-                ChartRow(
-                    f"case {g}.{i} of a length that labels have: bfloat16",
-                    [Dot(m, 0.1 * (k + 1) + i / 100, 0.05, 1.2) for k, m in enumerate(methods)],
-                    "537.0 MB, 184.2 us; 70% missed",
-                    0.7 if i == 0 else None,
-                )
-                for i in range(10)
-            ],
-        )
-        for g in range(9)
-    ]
-    content = {"header": ["kernels: about", "a GPU"], **as_json(Chart("share", groups, ["a note"], percent=True))}
-    (tmp_path / "kernels.json").write_text(json.dumps(content), encoding="utf-8")
-    figure = bench.of_file(tmp_path / "kernels.json")
-    assert overlaps(figure) == []
-    first, second = figure.axes
-    dots = [line.get_xydata()[0] for axes in (first, second) for line in axes.get_lines() if line.get_gid() == "dot"]
-    assert len(dots) == 9 * 10 * 3
-    labels = dict(zip(second.get_yticks(), [t.get_text() for t in second.get_yticklabels()], strict=True))
-    assert labels[2] == "case 5.1 of a length that labels have: bfloat16", "five groups, then four"
-    drawn = {y: x for x, y in (line.get_xydata()[0] for line in second.get_lines() if line.get_gid() == "dot")}
-    assert drawn[2] == pytest.approx(0.31)
-    assert sum(line.get_gid() == "bound" for line in first.get_lines()) == 5
-    legend = [t.get_text() for t in figure.legends[0].get_texts()]
-    assert legend == list(methods)
-
-
-def test_rows_of_a_chart_that_are_named_after_their_method_need_no_legend() -> None:
-    rows = [ChartRow("h2o", [Dot("h2o", 0.5)], "2.10: missed"), ChartRow("snapkv", [], "not measurable here")]
-    title = "column_sums_in_32k_prefill: a title that is longer than the labels, at most 1"
-    figure = bench.draw(Chart("times better than the bar", [ChartGroup(title, rows)]), ["targets"])
-    assert figure.legends == []
-    assert overlaps(figure) == []
-    assert {"2.10: missed", "not measurable here"} <= {t.get_text() for t in figure.axes[0].texts}
-
-
-def test_a_reduction_that_is_an_increase_is_drawn_below_zero() -> None:
-    figure = bench.draw([Curve("memory", "prompt tokens", "% less", "cake", [100.0, 200.0], [-5.0, 40.0])], ["fig7"])
-    assert figure.axes[0].get_yscale() == "linear"
-    assert figure.axes[0].get_ylim()[0] < -5 < 40 < figure.axes[0].get_ylim()[1]

@@ -69,25 +69,6 @@ def test_a_table_draws_the_same_picture_as_the_runs_it_was_made_of(small: Path, 
     assert (tmp_path / "runs.svg").read_bytes() == (tmp_path / "old.svg").read_bytes(), "older tables had less"
 
 
-def test_words_are_text_in_svg_and_truetype_in_pdf(small: Path, tmp_path: Path) -> None:
-    for suffix in (".svg", ".pdf"):
-        assert main([str(small), "-o", str(tmp_path / f"one{suffix}"), "--kind", "budget"]) == 0
-    assert ">tova</text>" in (tmp_path / "one.svg").read_text(encoding="utf-8")
-    pdf = (tmp_path / "one.pdf").read_bytes()
-    assert b"/CIDFontType2" in pdf
-    assert b"/Type3" not in pdf
-
-
-@pytest.mark.slow
-def test_drawn_again_a_picture_has_the_same_bytes_and_no_date(small: Path, tmp_path: Path) -> None:
-    for suffix in (".svg", ".pdf", ".png"):
-        files = [tmp_path / f"{name}{suffix}" for name in ("one", "two")]
-        for file in files:
-            assert main([str(small), "-o", str(file), "--kind", "budget"]) == 0
-        assert files[0].read_bytes() == files[1].read_bytes()
-    assert "<dc:date>" not in (tmp_path / "one.svg").read_text(encoding="utf-8")
-
-
 def test_a_store_without_a_budget_is_a_level_of_its_own_beside_shares(tmp_path: Path) -> None:
     store = {**described(None), "store": {"class": "kvbench.policies.stores.kivi.Kivi"}}
     write_run(tmp_path, "kivi", [sample(0, 1.0), sample(1, 0.0)], None, parts=store)

@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from drawn_figures import lines_of, overlaps, picture, said
-from hypothesis import given
-from hypothesis import strategies as st
-from plotted_runs import POLICIES, sample, write_run, write_sweep
+from plotted_runs import sample, write_run
 
 from kvbench.analysis.result import Result
-from kvbench.report.figures import panels, pareto, score, tasks
-from kvbench.report.figures.sheet import Paper, side_by_side
+from kvbench.report.figures import panels, pareto, score
+from kvbench.report.figures.sheet import Paper
 
 
 @pytest.mark.parametrize("width", [None, 3.3])
@@ -35,19 +33,6 @@ def test_without_a_caption_title_and_notes_are_logged_and_not_drawn(
     assert said(figure) == ""
     assert "caption: Score against the budget. Model: pocket. n = 10 examples for every point." in caplog.text
     assert "Mixed schedules, which are different experiments." in caplog.text
-
-
-def test_many_panels_share_one_legend_below_that_names_every_line(tmp_path: Path) -> None:
-    write_sweep(tmp_path, (64,), n=4, tasks=("niah", "vt"))
-    several = panels.read(tmp_path)
-    for draw in (score.against_budget, tasks.by_task):
-        pictures = draw(several, panels.looks(several))
-        for _, figure in pictures:
-            assert overlaps(figure) == []
-    figure = picture(score.against_budget, several)
-    (legend,) = figure.legends
-    assert {t.get_text() for t in legend.get_texts()} == {name for axes in figure.axes for name in lines_of(axes)}
-    assert len(legend.get_texts()) == 13
 
 
 def equal(folder: Path, *policies: str) -> list[Result]:
@@ -86,41 +71,3 @@ def test_lines_stand_side_by_side_at_a_budget_and_every_budget_is_a_category(tmp
     assert seen.mean(axis=0) == pytest.approx([0, 1])
     assert np.diff(seen[:, 0]) == pytest.approx([0.1] * 2), "three lines, a tenth of the way to the next budget apart"
     assert "Budgets stand at equal steps, lines side by side." in said(figure)
-
-
-@given(st.integers(1, 40))
-def test_lines_side_by_side_never_reach_the_next_category(many: int) -> None:
-    aside = side_by_side(many)
-    assert max(map(abs, aside)) <= 0.35
-    assert sum(aside) == pytest.approx(0, abs=1e-9)
-    assert aside == sorted(aside)
-
-
-def test_of_points_at_one_place_each_is_a_ring_around_the_later_ones(tmp_path: Path) -> None:
-    twins = equal(tmp_path, "snapkv", "tova", "cake")
-    figure = picture(score.against_bytes, twins)
-    marks = [line for line in figure.axes[0].get_lines() if line.get_gid() == "above"]
-    sizes = [line.get_markersize() for line in marks if line.get_xdata()[0] == 64]
-    assert len(sizes) == 3
-    assert sizes == sorted(set(sizes), reverse=True), "the later, which cover, are smaller"
-    assert [line.get_markerfacecolor() == "white" for line in marks[::2]] == [True, True, False]
-    assert "Rings: points below others." in said(figure)
-    alone = picture(score.against_bytes, [cell for cell in twins if cell.line == "cake"])
-    assert "Rings" not in said(alone)
-
-
-def test_no_line_covers_a_point(cells: list[Result]) -> None:
-    figure = picture(score.against_bytes, cells)
-    (axes,) = figure.axes
-    above = [line for line in axes.get_lines() if line.get_gid() == "above"]
-    assert len(above) == len(POLICIES) * 6, "at six budgets"
-    assert min(line.get_zorder() for line in above) > max(line.get_zorder() for line in lines_of(axes).values())
-
-
-def test_titles_wider_than_their_panel_are_broken(tmp_path: Path) -> None:
-    for model in (f"pocket model number {number}" for number in range(8)):
-        write_run(tmp_path, "snapkv", [sample(0, 1.0)], task="ruler_niah_multikey_2", model=model)
-    for draw in (score.against_budget, score.against_bytes):
-        figure = picture(draw, panels.read(tmp_path))
-        assert figure.axes[0].get_title("left").startswith("ruler_niah_multikey_2, pocket\n")
-        assert overlaps(figure) == []

@@ -23,16 +23,11 @@ def test_a_folder_gets_every_picture_there_is_data_for(
         (["nowhere", "-o", "x.svg"], "nowhere does not exist"),
         (["{runs}", "-o", "x.jpeg"], "must end in one of .svg, .png, .pdf"),
         (["{runs}", "-o", "x.svg", "--kind", "nll"], "--kind nll has nothing to draw: no run on disk has scored"),
-        (["{runs}", "-o", "x.svg", "--kind", "heatmap"], "--kind heatmap has nothing to draw"),
         (
             ["{runs}", "-o", "x.svg", "--policy", "snapvk"],
             "--policy snapvk is not among the runs (there are: cake, full, tova)",
         ),
-        (["{runs}", "-o", "x.svg", "--budget", "65"], "--budget 65 is not among the runs"),
-        (["{runs}", "-o", "x.svg", "--kind", "all"], "is one file, but there are 3 pictures (budget, bytes, pareto)"),
         (["{runs}", "-o", "x.svg", "--width", "1"], "--width 1 is too narrow for this picture, which needs 2.3 inches"),
-        (["{runs}", "-o", "x.svg", "--kind", "bench"], "holds no .json file with curves"),
-        (["{runs}/table.csv", "-o", "x.svg"], "is not a table that `python -m kvbench.results collect` wrote"),
     ],
 )
 def test_what_is_asked_wrongly_is_one_sentence(

@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 from drawn_figures import lines_of, picture, said
-from plotted_runs import described, sample, write_run
+from plotted_runs import sample, write_run
 
 from kvbench.analysis.result import Result
-from kvbench.identity.labels import in_words
 from kvbench.report.figures import panels, remarks, score
-
-OTT = {**described(None), "store": {"class": "kvbench.policies.stores.ott.OTT"}}
 
 
 def test_a_picture_says_model_task_n_and_that_schedules_are_mixed(cells: list[Result]) -> None:
@@ -23,39 +20,6 @@ def test_a_picture_says_model_task_n_and_that_schedules_are_mixed(cells: list[Re
     assert "Mixed schedules, which are different experiments" in said(figure)
     names = set(lines_of(figure.axes[0]))
     assert {"snapkv (grow)", "caote_snapkv (blocks of 128)", "cake"} <= names, "what most have goes without saying"
-
-
-def test_one_schedule_is_said_once_and_names_are_bare(cells: list[Result]) -> None:
-    figure = picture(score.against_budget, panels.choose(cells, policy=["h2o", "cake"]))
-    assert "All that evict: evicted once the whole prompt is in; one token evicted for each decoded one." in said(
-        figure
-    )
-    assert set(lines_of(figure.axes[0])) == {"full", "h2o", "cake"}
-
-
-def test_runs_that_differ_in_a_field_of_policy_or_task_are_two_that_say_so(tmp_path: Path) -> None:
-    for window, length in ((16, 1024), (32, 4096)):
-        fields = {"length": length}
-        write_run(tmp_path / "window", "snapkv", [sample(0, 1.0)], parts=described("SnapKV", window=window))
-        write_run(tmp_path / "length", "snapkv", [sample(0, 1.0)], task="vt", task_fields=fields)
-    windows, lengths = (panels.panels_of(panels.read(tmp_path / name)) for name in ("window", "length"))
-    assert [list(one.lines) for one in windows] == [["snapkv(scorer.window=16)", "snapkv(scorer.window=32)"]]
-    assert [panel.task for panel in lengths] == ["vt(length=1024)", "vt(length=4096)"]
-
-
-def test_contexts_and_prompts_are_lines_of_their_own_and_the_full_cache_is_drawn_once(tmp_path: Path) -> None:
-    for compress in ("context", "prompt"):
-        write_run(tmp_path, "full", [sample(0, 1.0)], None, compress=compress)
-        write_run(tmp_path, "snapkv", [sample(0, 1.0)], compress=compress)
-        write_run(tmp_path, "ott", [sample(0, 1.0)], None, parts=OTT, compress=compress)
-    cells = panels.read(tmp_path)
-    names = sorted(cell.line for cell in cells)
-    assert names == ["full", "ott compress=context", "ott compress=prompt", "snapkv", "snapkv (whole prompt)"]
-    figure = picture(score.against_budget, cells)
-    assert "evicted once the whole context is in, before its question; decoded tokens all kept" in said(figure)
-    blocks = "evicted after every block of 64 tokens of the context, before its question"
-    assert in_words("context in blocks of 64") == blocks
-    assert in_words("context in one block") == "evicted once the whole context is in, as one block, before its question"
 
 
 def test_a_failed_run_is_not_drawn_but_named(tmp_path: Path) -> None:

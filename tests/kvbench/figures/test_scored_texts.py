@@ -23,12 +23,3 @@ def test_runs_of_one_name_that_read_with_another_window_are_two_lines_of_the_cur
     (axes,) = nll.curves(panels.read(tmp_path)).axes
     assert sorted(lines_of(axes)) == [f"snapkv(scorer.window={window}) (evict), 64" for window in (16, 32)]
     assert list(next(iter(lines_of(axes).values())).get_ydata()) == [3.0, 2.0]
-
-
-def test_the_axis_of_a_panel_is_not_written_into_its_neighbour(tmp_path: Path) -> None:
-    for task in ("pg19", "perplexity"):
-        write_run(tmp_path, "snapkv", [read(0, [3.0, 1.0])], task=task)
-    figure = nll.curves(panels.read(tmp_path))
-    figure.canvas.draw()
-    first, second = figure.axes
-    assert second.yaxis.label.get_window_extent().x0 > first.get_window_extent().x1 + 5

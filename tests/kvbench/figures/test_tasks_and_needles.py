@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 from drawn_figures import bars_of, overlaps, picture, said
-from plotted_runs import POLICIES, sample, write_run
+from plotted_runs import sample, write_run
 
 from kvbench.report.figures import heatmap, panels, tasks
-from kvbench.report.figures.sheet import Paper
 
 
 def test_a_suite_is_taken_apart_by_task_with_bars_of_the_means(tmp_path: Path) -> None:
@@ -25,19 +23,6 @@ def test_a_suite_is_taken_apart_by_task_with_bars_of_the_means(tmp_path: Path) -
     assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["full", "cake"]
     assert "n = 8 examples for every run, its tasks together" in said(figure)
     assert overlaps(figure) == []
-
-
-def test_needlebench_has_its_categories_by_language_and_its_own_overall_score(tmp_path: Path) -> None:
-    samples = []
-    for kind, needles, right in (("single_retrieval", 1, 1.0), ("multi_reasoning", 2, 0.5)):
-        about = {"benchmark": "needlebench", "task": kind, "language": "en", "needles": needles, "length": 1000}
-        samples += [sample(len(samples) + i, right, **about, depth=depth) for i, depth in enumerate((0, 50))]
-    write_run(tmp_path, "cake", samples, task="needlebench")
-    runs = panels.read(tmp_path)
-    figure = picture(tasks.by_task, runs)
-    assert {axes.get_title("left") for axes in figure.axes} == {"single retrieval, en", "multi reasoning, en"}
-    grid = heatmap.grid_of(runs[0].samples)
-    assert grid == {(1000, 0): pytest.approx((0.4 * 1 + 0.3 * 0.5) / 0.7), (1000, 50): pytest.approx(0.55 / 0.7)}
 
 
 def test_a_needle_map_has_the_mean_of_every_cell_with_depths_downwards(tmp_path: Path) -> None:
@@ -67,30 +52,6 @@ def test_the_mean_above_a_map_is_the_tables_over_examples_and_not_over_cells(tmp
         figure = picture(heatmap.needle_maps, panels.read(folder))
         words = [figure.axes[0].get_title("left"), *(t.get_text() for t in figure.axes[0].get_yticklabels())]
         assert "cake, 64: 0.20" in words
-
-
-def test_prompts_of_one_length_are_one_map_with_a_line_per_policy_and_budget(tmp_path: Path) -> None:
-    for policy in ("cake", "tova"):
-        for budget in (64, 128):
-            samples = [sample(i, float(policy == "cake"), length=2048, depth=i / 4) for i in range(5)]
-            write_run(tmp_path, policy, samples, budget)
-    runs = panels.read(tmp_path)
-    figure = picture(heatmap.needle_maps, runs)
-    names = [t.get_text() for t in figure.axes[0].get_yticklabels()]
-    assert names == ["cake, 64: 1.00", "cake, 128: 1.00", "tova, 64: 0.00", "tova, 128: 0.00"]
-    assert figure.axes[0].images[0].get_array().mean(axis=1).tolist() == [1, 1, 0, 0]  # type: ignore[union-attr]
-    assert overlaps(figure) == []
-
-
-def test_maps_of_twelve_policies_do_not_run_into_each_other(tmp_path: Path) -> None:
-    for policy in POLICIES:
-        for budget in (64, 128):
-            samples = [sample(i, 1.0, length=1000 * (i % 3 + 1), depth=i // 3 * 50) for i in range(6)]
-            write_run(tmp_path, policy, samples, budget)
-    runs = panels.read(tmp_path)
-    for width in (None, 3.3):
-        figure = picture(heatmap.needle_maps, runs, Paper(width))
-        assert overlaps(figure) == []
 
 
 def test_a_failed_example_leaves_no_map() -> None:

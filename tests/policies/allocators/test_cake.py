@@ -127,12 +127,6 @@ def test_official_shares_never_exceed_the_total(
     assert all(0 <= slots <= cap for slots in got)
 
 
-@given(st.integers(1, 40), st.floats(1e-20, 1e20), st.floats(1e-20, 1e20), st.integers(0, 50))
-def test_equal_preferences_are_uniform(layers: int, entropy: float, spread: float, each: int) -> None:
-    got = P2A().share([(entropy, spread)] * layers, (each + 32) * layers, layers, 32, 200)
-    assert got == [each + 32] * layers
-
-
 @pytest.mark.parametrize(
     "statistics", [[(0.0, 0.0)] * 4, [(1.0, 0.0)] * 4, [(math.inf, 1.0), (1.0, 1.0)] * 2, [(math.nan, 1.0)] * 4]
 )

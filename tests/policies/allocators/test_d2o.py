@@ -127,14 +127,6 @@ def test_uniform_allocation_is_the_uniform_allocator(demand: tuple[list[float], 
     assert got == Uniform().split(total, len(variances), None, floor)
 
 
-@given(demands())
-def test_minmax_gives_no_layer_more_than_e_times_another(demand: tuple[list[float], int, int, int]) -> None:
-    variances, total, floor, cap = demand
-    got = shares(InverseVariance(), variances, total, floor, cap)
-    between = [slots for slots in got if floor < slots < cap]
-    assert not between or max(between) <= math.e * min(between) + 1 + math.e  # one token of rounding either way
-
-
 @given(st.lists(statistic, min_size=1, max_size=12), st.floats(0.01, 0.99), st.integers(1, 5000))
 def test_official_shares_lie_between_a_hundredth_of_the_prompt_and_all_of_it(
     variances: list[float], share: float, cap: int
@@ -154,7 +146,6 @@ def test_official_shares_lie_between_a_hundredth_of_the_prompt_and_all_of_it(
 def test_layers_together_hold_exactly_the_total(budget: int | float, fields: dict[str, str]) -> None:
     model, lengths = tiny(layers=4), (120, 75)
     run = run_greedy(model, [prompt(n, seed=n) for n in lengths], make_policy("d2o", budget, **fields), 4)
-    assert run.cache is not None
     kept = run.cache.kept_tokens()  # [L,B,H_kv]
     for row, length in enumerate(lengths):
         total = budget * 4 if isinstance(budget, int) else round(budget * length * 4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.policies.mergers.cam import CaM, follow, hand_on
+from kvbench.policies.mergers.cam import CaM, hand_on
 from kvbench.policies.mergers.merger import Eviction, OneEviction, Vectors
 
 # Token 0 goes; the next two hold values (1,0) and (0,1) and drew attention 0.5 and 0.3.
@@ -37,8 +37,8 @@ def test_a_value_is_handed_on_in_equal_parts_or_not_at_all() -> None:
 
 
 def test_it_is_handed_on_with_the_probability_of_the_example() -> None:
-    taken = [merged([0.2, 0.5, 0.3], seed)[1, 0].item() == 2.0 for seed in range(2000)]
-    assert sum(taken) / 2000 == pytest.approx(0.5, abs=0.05)  # four standard deviations are 0.045
+    taken = [merged([0.2, 0.5, 0.3], seed)[1, 0].item() == 2.0 for seed in range(500)]
+    assert sum(taken) / 500 == pytest.approx(0.5, abs=0.09)  # four standard deviations
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,6 @@ def test_handing_on_in_pieces_is_handing_on_one_by_one(tokens: int) -> None:
                 if handed[row, head, i]:
                     expected[row, head, i + 1 : i + 1 + m] += expected[row, head, i] / m
     torch.testing.assert_close(hand_on(values, handed, reach), expected)
-
-
-def test_sums_of_the_entries_before() -> None:
-    got = follow(torch.tensor([[[1.0, 2.0, 4.0, 8.0], [1.0, 2.0, 4.0, 8.0]]]), torch.tensor([[2, 1]]))
-    assert got.tolist() == [[[0.0, 1.0, 3.0, 6.0], [0.0, 1.0, 2.0, 4.0]]]
 
 
 @pytest.mark.parametrize("m", [1, 3, 32])

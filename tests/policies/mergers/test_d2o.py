@@ -317,20 +317,6 @@ def test_similarities_in_pieces_are_those_at_once(monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(other, one)
 
 
-def test_every_row_and_head_has_a_threshold_of_its_own() -> None:
-    keys, values = drawn(3, 2, 12, 5)
-    positions, gone = torch.arange(12).expand(3, 2, -1), some_gone(3, 2, 12, 5)
-    gone[1] = False  # nothing goes in the second sequence: it has no threshold yet
-    memory: MergeState = {}
-    ThresholdedMerge().absorb(eviction(keys, values, positions, gone), memory)
-    assert memory["tau"].isnan().tolist() == [[False, False], [True, True], [False, False]]
-    for row in (0, 2):
-        alone: MergeState = {}
-        parts = (x[row : row + 1] for x in (keys, values, positions, gone))
-        ThresholdedMerge().absorb(eviction(*parts), alone)
-        torch.testing.assert_close(memory["tau"][row : row + 1], alone["tau"])
-
-
 def test_with_a_threshold_per_layer_the_heads_tokens_merge_together_or_not_at_all() -> None:
     # Head 0 evicts tokens at similarity 1 and 0 to the one kept, head 1 at 1 and 0.6; means 1 and 0.3, tau 0.65.
     keys = torch.tensor([[[[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [3.0, 0.0], [0.6, 0.8]]]])

@@ -30,7 +30,3 @@ def test_a_function_meets_every_layer_with_its_own_rows() -> None:
     first, second = Vectors([FIRST, SECOND]).each(torch.mul, factors)
     assert first[:, 0, 0].tolist() == [[0.0, 1.0], [60.0, 70.0]]
     assert second[:, 0, 0].tolist() == [[2000.0, 2100.0]]
-
-
-def test_one_layer_is_itself() -> None:
-    assert Vectors([FIRST]).whole() is FIRST

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cake_examples import HEADS, example_a, observed
+from cake_examples import example_a, observed
 
 from kvbench import make_policy
 from kvbench.policies.allocators.cake import P2A
@@ -127,10 +127,3 @@ def test_one_window_serves_score_and_shares() -> None:
 def test_shares_that_wait_for_all_layers_do_not_go_with_scores_that_need_earlier_ones() -> None:
     with pytest.raises(ValueError, match="scores a layer by what earlier layers kept"):
         Policy(scorer=make_policy("kvec", 64).scorer, allocator=P2A(), budget=64, name="p2a_kvec")
-
-
-def test_a_score_per_query_head_feeds_value_aware_wrappers() -> None:
-    assert len(HEADS) == example_a().group == 2
-    per_head = Cake(window=2).score_query_heads(example_a(), {})
-    assert per_head.shape == (1, 1, 2, 6)
-    torch.testing.assert_close(per_head.mean(2), Cake(window=2).score(example_a(), {}))

@@ -126,10 +126,5 @@ def test_evicting_while_decoding_without_corrections_is_snapkv_too() -> None:
 def test_evicting_while_decoding_holds_the_budget_in_sequences_of_any_length() -> None:
     prompts = [prompt(40), prompt(25), prompt(5)]
     run = run_greedy(tiny("llama"), prompts, make_policy("kvec", 0.5, decode="evict", window=2, extended=4), 12)
-    assert run.cache is not None
     run.cache.audit()
     assert run.cache.kept_tokens()[:, 0].unique().tolist() == [20]
-
-
-def test_without_corrections_and_all_preserved_it_is_snapkv() -> None:
-    assert kept(delta=0, lam=0.0, beta=1.0) == kept(delta=0, lam=0.0, beta=0.0)

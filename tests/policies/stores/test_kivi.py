@@ -69,13 +69,6 @@ def test_every_key_is_within_half_a_step_of_its_channel_and_every_value_of_its_t
     assert torch.equal(held.values[:, :, 96:], values[:, :, 96:])
 
 
-def test_a_constant_channel_is_exact() -> None:
-    keys, values = stream(64)
-    keys[:, :, :, 3] = 0.7
-    held = feed(Kivi(group=32, residual=32), keys, values)
-    assert torch.equal(held.keys[..., 3], keys[..., 3])
-
-
 def test_bytes_are_those_of_the_formula() -> None:
     held = feed(Kivi(), *stream(448, heads=3, dim=128, dtype=torch.float16))
     assert held.parts() == {

@@ -20,11 +20,6 @@ TINY = Ott(group=4, residual=1, outliers=1, auxiliary=1)
 SPLITS = [[1] * 9, [9], [4, 5], [6, 1, 1, 1]]
 
 
-def covered(held: object) -> list[int]:
-    """Slots of the pool, then of the auxiliary pool, of the only head; empty ones left out."""
-    return [slot for slot in held.pools.slots[0, 0].tolist() if slot >= 0]  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 def test_the_worked_example_comes_out_to_the_last_digit(splits: list[int]) -> None:
     held = feed(TINY, KEYS, VALUES, splits)
@@ -37,32 +32,6 @@ def test_the_worked_example_comes_out_to_the_last_digit(splits: list[int]) -> No
     assert held.pools.keys[0, 0].tolist() == [[0, 1], [0, 2]]
     out = attended(held, QUERY, 8)[0, 0, 0]
     torch.testing.assert_close(out, torch.tensor([1.975720, 1.507370]), rtol=0, atol=5e-7)
-
-
-def test_traced_tokens_show_their_exact_keys_and_values_once() -> None:
-    held = feed(TINY, KEYS, VALUES)
-    for slot in (0, 5, 8):
-        assert torch.equal(held.keys[:, :, slot], KEYS[:, :, slot])
-        assert torch.equal(held.values[:, :, slot], VALUES[:, :, slot])
-    assert held.positions.tolist() == [[list(range(9))]]
-
-
-@pytest.mark.parametrize("splits", SPLITS, ids=str)
-def test_without_a_pool_the_example_gives_the_other_numbers(splits: list[int]) -> None:
-    held = feed(dataclasses.replace(TINY, outliers=0), KEYS, VALUES, splits)
-    out = attended(held, QUERY, 8)[0, 0, 0]
-    torch.testing.assert_close(out, torch.tensor([2.332382, 1.308497]), rtol=0, atol=5e-7)
-    assert held.keys[0, 0, :, 0].tolist() == [0, 39, 39, 39, 28, 0, 42, 42, 31]
-    assert held.pools is None
-
-
-def test_the_pool_lowers_the_error_of_the_other_keys_from_18_to_5() -> None:
-    others = [1, 2, 3, 4, 6, 7]
-    errors = []
-    for outliers in (1, 0):
-        held = feed(dataclasses.replace(TINY, outliers=outliers), KEYS, VALUES)
-        errors.append(float((held.keys - KEYS)[0, 0, others].abs().sum()))
-    assert errors == [5, 18]
 
 
 def test_a_joint_prefill_has_one_competition_and_nothing_in_the_auxiliary_pool() -> None:
@@ -95,14 +64,7 @@ def test_pools_freeze_before_the_auxiliary_one_would_overflow(splits: list[int])
     assert bool(held.pools.frozen)
 
 
-def test_the_norms_pick_different_tokens() -> None:
-    keys = torch.tensor([[[[5.0, 0], [3, 3], [9, 9], [9, 9]]]])
-    for norm, slot in (("l1", 0), ("l2", 1)):
-        store = Ott(group=4, residual=0, outliers=1, norm=norm)  # type: ignore[arg-type]
-        assert covered(feed(store, keys, keys)) == [slot]
-
-
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     st.integers(0, 10_000),
     st.lists(st.integers(1, 15), min_size=1, max_size=8),

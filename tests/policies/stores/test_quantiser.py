@@ -58,11 +58,6 @@ def test_half_a_step_holds_in_16_bits_up_to_the_rounding_of_the_scale(dtype: tor
         assert bool(((values - x.float()).abs() <= step / 2 + rounding).all())
 
 
-def test_scales_of_a_float32_model_are_float32() -> None:
-    assert Quantiser().quantise(torch.rand(4, 8)).scale.dtype == torch.float32
-    assert Quantiser(metadata="float16").quantise(torch.rand(4, 8)).scale.dtype == torch.float16
-
-
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_not_finite_is_refused(wrong: float, dtype: torch.dtype) -> None:

@@ -29,7 +29,6 @@ def model() -> PreTrainedModel:
     return prepare(LlamaForCausalLM(LlamaConfig(vocab_size=3001, **sizes, **heads)).eval())
 
 
-@settings(max_examples=30)
 def one_token(at: torch.Tensor) -> BatchStep:
     """A decoded token at positions [B,1], the same in every sequence."""
     place, batch = int(at[0, 0]), len(at)
@@ -48,6 +47,7 @@ def one_token(at: torch.Tensor) -> BatchStep:
     )
 
 
+@settings(max_examples=30)
 @given(
     group=st.integers(1, 3),
     heads=st.integers(1, 3),
@@ -82,26 +82,14 @@ def test_one_query_over_segments_equals_masked_dense_attention(
 
 @pytest.mark.parametrize("fields", [{}, {"decode": "evict"}, {"schedule": "blocks", "block": 16, "decode": "evict"}])
 def test_ragged_and_dense_keep_and_say_the_same(model: PreTrainedModel, fields: dict[str, Any]) -> None:
-    ids = torch.randint(1, 3001, (1, 150), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(1, 3001, (1, 110), generator=torch.Generator().manual_seed(1))
     ragged = make_policy("ada_snapkv", 64, **fields)  # type: ignore[arg-type]
     runs = [
-        greedy(model, ids, policy, max_new_tokens=70) for policy in (ragged, dataclasses.replace(ragged, store=Dense()))
+        greedy(model, ids, policy, max_new_tokens=30) for policy in (ragged, dataclasses.replace(ragged, store=Dense()))
     ]
     assert runs[0].tokens == runs[1].tokens
     for one, other in zip(runs[0].cache.layers, runs[1].cache.layers, strict=True):
         assert torch.equal(one.positions.sort(-1).values, other.positions.sort(-1).values)
-
-
-@pytest.mark.parametrize("budget", [64, 96])
-def test_ada_holds_at_most_three_per_cent_more_bytes_than_uniform(model: PreTrainedModel, budget: int) -> None:
-    ids = torch.randint(1, 3001, (1, 400), generator=torch.Generator().manual_seed(2))
-    ada, uniform = (
-        greedy(model, ids, make_policy(slug, budget), max_new_tokens=8) for slug in ("ada_snapkv", "snapkv")
-    )
-    kept = ada.cache.kept_tokens()
-    assert int(kept.sum()) == int(uniform.cache.kept_tokens().sum())
-    assert int(kept.max()) > int(kept.min()), "this prompt should split the heads"
-    assert ada.cache.nbytes <= 1.03 * uniform.cache.nbytes
 
 
 def test_heads_share_no_padding() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -75,6 +75,7 @@ def step(rows: BatchStore, alone: Sequence[DenseStore], evicting: bool) -> None:
             held.release(slots, None)
 
 
+@settings(max_examples=40)
 @given(lengths=LENGTHS, evicting=st.booleans(), seed=st.integers(0, 999))
 def test_each_holds_what_it_holds_alone(lengths: list[int], evicting: bool, seed: int) -> None:
     """Through steps, growth, sequences that leave, and others that come."""

@@ -70,12 +70,6 @@ def test_a_group_of_two_as_worked_by_hand(gqa: str, scores: tuple[float, ...]) -
     assert kept == without(3)
 
 
-def test_the_second_head_alone_would_evict_another_token() -> None:
-    got, kept = five_tokens(make_policy("caote_tova", 4), [SECOND_ALPHA])
-    assert got == pytest.approx((0.223684, 0.923376, 0.485294, 0.970261, 4.250000), abs=SIX_DECIMALS)
-    assert kept == without(1)
-
-
 def blockwise(rules: Rules) -> tuple[list[list[float]], list[tuple[int, ...]], Tensor]:
     """Example C: scores at the two events, kept sets after them, outputs of queries 4, 5 and 6."""
     layer = Crafted(policy_for(rules), prompt_length=6)
@@ -227,18 +221,6 @@ def test_scores_move_with_the_values_and_only_their_differences_count(wrapper: C
     torch.testing.assert_close(errors(wrapper, alpha, torch.full_like(values, 2.0)), 0 * plain, atol=1e-12, rtol=0)
 
 
-def test_equal_weights_make_both_wrappers_agree() -> None:
-    _, values = weights_and_values(4)
-    alpha = torch.full((9,), 1 / 9, dtype=torch.float64)
-    torch.testing.assert_close(errors(WRAPPERS[0], alpha, values), errors(WRAPPERS[1], alpha, values))
-
-
-def test_of_two_tokens_each_is_worth_its_weight_times_their_distance() -> None:
-    values = torch.tensor([[0.0, 0.0], [3.0, 4.0]], dtype=torch.float64)  # distance 5
-    got = errors(Caote(), torch.tensor([0.3, 0.7], dtype=torch.float64), values)
-    torch.testing.assert_close(got, torch.tensor([1.5, 3.5], dtype=torch.float64))
-
-
 def test_equal_values_leave_the_decision_to_the_base_score_and_then_to_the_position() -> None:
     """All c are 0: the base keeps 1, 3 and of the equal 0, 2, 4 the earliest."""
     queries, keys, values = (torch.zeros(1, 1, 5, 8, dtype=torch.float64) for _ in range(3))
@@ -252,17 +234,3 @@ def test_equal_values_leave_the_decision_to_the_base_score_and_then_to_the_posit
 def test_a_weight_that_rounds_to_one_gives_a_finite_score() -> None:
     got = errors(FastCaote(), torch.tensor([1.0, 0.0]), torch.tensor([[2.0, 0.0], [0.0, 0.0]]))
     assert got.tolist() == [pytest.approx(1e6, rel=1e-5), 0.0]  # 1 / 1e-6 times the distance 1 from the mean
-
-
-@pytest.mark.parametrize("slug", ["caote_h2o", "fastcaote_snapkv"])
-def test_without_groups_all_group_rules_coincide(slug: str) -> None:
-    fields: dict[str, Any] = {"window": 3, "kernel": 3} if slug.endswith("snapkv") else {}
-    queries, keys, values = drawn(24, query_heads=3, kv_heads=3)
-    outcomes = []
-    for gqa in ("alpha_mean", "group_l2", "score_mean"):
-        layer = Crafted(make_policy(slug, 8, block=6, gqa=gqa, **fields), 3, 3, prompt_length=24)
-        for start in range(0, 24, 6):
-            here = slice(start, start + 6)
-            layer.call(queries[:, :, here], keys[:, :, here], values[:, :, here])
-        outcomes.append(layer.kept())
-    assert outcomes[0] == outcomes[1] == outcomes[2]

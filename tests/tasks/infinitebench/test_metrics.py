@@ -32,10 +32,3 @@ def test_a_value_in_a_list_is_found_by_all_but_the_authors_rule() -> None:
     asked = line("kv_retrieval", '"7c41".', ["7c41"])
     assert score_predictions(asked) == {"score": 0.0, "score_sound": 1.0}
     assert score_predictions(asked, "kvpress")["score"] == 1.0
-
-
-def test_references_of_another_form_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="references must be a text, a number or a list of them, it is missing"):
-        score_predictions({"task": "passkey", "prediction": "1"})
-    with pytest.raises(ValueError, match=r"references=\[1, 2\] is not of the form that code_debug has"):
-        score_predictions(line("code_debug", "none", [1, 2]))

@@ -16,7 +16,6 @@ from kvbench.tasks.hub import HubFile
 from kvbench.tasks.longbench.subsets import EXTENDED, PAPER_SETS, SUBSETS
 from kvbench.tasks.longbench.summary import summary
 from kvbench.tasks.longbench.task import LongBench, LongBenchSuite
-from kvbench.tasks.summary import summary as any_summary
 from kvbench.tasks.task import Example, Tokenizer
 
 # name: rows, new tokens, first line only, chat, how the template ends from the row's input on (else from where all
@@ -134,13 +133,6 @@ def test_samsum_alone_ends_at_a_newline_token_which_may_not_come_first() -> None
         assert task.stop == ()
 
 
-def test_extended_rows_say_their_bin(folder: Path, words: Tokenizer) -> None:
-    task = LongBench(subset="qasper", extended=True, data_dir=str(folder))
-    assert [example.metadata["bin"] for example in task.examples(words, 0)] == ["0-4k", "4-8k"]
-    with pytest.raises(ValueError, match="subset=narrativeqa has no rows in LongBench-E, choose one of qasper"):
-        LongBench(subset="narrativeqa", extended=True)
-
-
 # --- loading ---
 
 
@@ -151,26 +143,11 @@ def zipped(folder: Path, into: Path) -> Path:
     return into
 
 
-def test_a_copy_may_be_flat_or_unpacked_or_still_an_archive(folder: Path, tmp_path: Path, words: Tokenizer) -> None:
-    expected = list(LongBench(subset="lsht", data_dir=str(folder)).examples(words, 0))
-    unpacked, archived = tmp_path / "unpacked", tmp_path / "archived"
-    archived.mkdir()
-    (unpacked / "data").mkdir(parents=True)
-    for path in folder.glob("*.jsonl"):
-        (unpacked / "data" / path.name).write_bytes(path.read_bytes())
-    for place in (unpacked, zipped(folder, archived)):
-        assert list(LongBench(subset="lsht", data_dir=str(place)).examples(words, 0)) == expected
-
-
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
         ('{"context": "a"}', r"qasper\.jsonl, row 1: no text in its field 'input'"),
         ('{"context": "a", "input": "", "answers": "b", "length": 1}', r"row 1: answers is 'b', .* a list of texts"),
-        (
-            '{"context": "a", "input": "", "answers": ["b"], "length": "1"}',
-            r"length is '1', .* a number of words",
-        ),
     ],
 )
 def test_a_row_of_another_form_is_refused(tmp_path: Path, content: str, sentence: str, words: Tokenizer) -> None:
@@ -238,17 +215,6 @@ def test_sums_are_means_of_rounded_subset_means_and_not_of_examples() -> None:
         "category=single-document QA": 33.33,
         "category=multi-document QA": 75.0,
         "average": pytest.approx((33.33 + 100 + 50) / 3, abs=1e-9),
-    }
-
-
-def test_extended_sums_have_bins_and_empty_ones_are_none() -> None:
-    long = [Answer(1.0, {"benchmark": "longbench", "subset": "lcc", "words": 9000, "bin": "8k+"})]
-    short = [Answer(0.5, {"benchmark": "longbench", "subset": "lcc", "words": 10, "bin": "0-4k"})]
-    assert any_summary([*short, *long]) == {
-        "subset=lcc": 75.0,
-        "subset=lcc 0-4k": 50.0,
-        "subset=lcc 4-8k": None,
-        "subset=lcc 8k+": 100.0,
     }
 
 

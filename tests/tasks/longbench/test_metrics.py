@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +16,7 @@ from kvbench.tasks.longbench.metrics import (
     retrieval_zh,
     score,
 )
-from kvbench.tasks.longbench.rouge import OFFICIAL_STEPS, rouge_l
+from kvbench.tasks.longbench.rouge import rouge_l
 from kvbench.tasks.longbench.subsets import SUBSETS
 
 
@@ -72,34 +69,6 @@ def test_rouge_equals_package_rouge(prediction: str, answer: str) -> None:
     except ValueError:  # an empty side, which the official code turns into 0
         expected = 0.0
     assert rouge_l(prediction, answer) == expected
-
-
-_CALLED_AS_BY_EVAL = """
-import sys
-from rouge import Rouge
-def rouge_score(prediction, answer):
-    try:
-        return Rouge().get_scores([prediction], [answer], avg=True)["rouge-l"]["f"]
-    except RecursionError:
-        return 0.0
-def scorer(prediction, answer):
-    return rouge_score(prediction, answer)
-for steps in (990, 991):
-    text = " ".join(f"w{i}" for i in range(steps))
-    print(scorer(text, text))
-"""
-
-
-@pytest.mark.slow
-def test_official_rouge_is_zero_exactly_where_package_rouge_overflows_the_stack() -> None:
-    pytest.importorskip("rouge", reason="package rouge 1.0.1 is not installed")
-    if sys.version_info[:2] != (3, 11):
-        pytest.skip("the limit was recorded on Python 3.11")
-    done = subprocess.run([sys.executable, "-c", _CALLED_AS_BY_EVAL], capture_output=True, text=True, check=True)
-    texts = [" ".join(f"w{i}" for i in range(steps)) for steps in (990, 991)]
-    assert [float(line) for line in done.stdout.split()] == [rouge_l(t, t, OFFICIAL_STEPS) for t in texts]
-    assert rouge_l(texts[1], texts[1], OFFICIAL_STEPS) == 0.0
-    assert rouge_l(texts[1], texts[1]) > 0.99
 
 
 def test_official_chinese_rouge_overflows_one_step_earlier() -> None:
@@ -167,8 +136,3 @@ def test_only_the_first_line_of_the_few_shot_subsets_counts() -> None:
     assert score(SUBSETS["triviaqa"], *asked) == 1.0
     assert score(SUBSETS["hotpotqa"], *asked) < 1.0
     assert score(SUBSETS["triviaqa"], " \nthe Orre", ["the Orre"]) == 0.0  # newlines are stripped, blanks are not
-
-
-def test_classes_must_be_given_where_they_are_scored() -> None:
-    with pytest.raises(ValueError, match="all_classes=null is not allowed, trec is scored by its list of classes"):
-        score(SUBSETS["trec"], "Date", ["Date"])

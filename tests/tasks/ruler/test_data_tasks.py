@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import ruler_files
 from task_data import Answer
 
-from kvbench.tasks.ruler.niah import RulerNiah, essay_words, punkt_sentences
+from kvbench.tasks.ruler.niah import RulerNiah
 from kvbench.tasks.ruler.question_answering import QuestionAnswering
 from kvbench.tasks.summary import summary
 from kvbench.tasks.task import Example, Tokenizer
@@ -47,35 +46,6 @@ def test_needles_stand_between_sentences_and_are_told_once(folder: str, pieces: 
                 assert before.endswith((".", "?", "!", "afterwards."))
 
 
-def test_essays_are_taken_from_the_start_and_repeated_when_too_short(words: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_text("not read", encoding="utf-8")  # RULER's own file goes before
-    (tmp_path / "PaulGrahamEssays.json").write_text(json.dumps({"text": "One  two.\n\nThree"}), encoding="utf-8")
-    assert essay_words(str(tmp_path)) == ["One", "two.", "Three"]
-    prompt = next(replace(ESSAY, data_dir=str(tmp_path)).examples(words, 0)).prompt
-    assert re.sub(r" One of the special magic [^.]*\.", "", prompt).count("One two. Three One two. Three") > 100
-
-
-def test_official_essays_ask_for_nltks_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    import nltk
-
-    monkeypatch.setattr(nltk.data, "path", [])
-    with pytest.raises(ValueError, match=r"punkt_tab, which is not installed: python -m nltk\.downloader punkt_tab"):
-        punkt_sentences("One. Two.")
-
-
-def test_without_essays_one_sentence_says_what_to_give(tmp_path: Path, words: Tokenizer) -> None:
-    with pytest.raises(ValueError, match=r"data_dir=null is not allowed for essays: give a folder with \.txt files"):
-        next(ESSAY.examples(words, 0))
-    (tmp_path / "PaulGrahamEssays.json").write_text('{"txt": "a"}', encoding="utf-8")
-    with pytest.raises(ValueError, match="is damaged or of another form"):
-        next(replace(ESSAY, data_dir=str(tmp_path)).examples(words, 0))
-
-
-def test_more_needles_than_depths_are_refused() -> None:
-    with pytest.raises(ValueError, match="keys=41, values=1, queries=1 make more needles than the 40 depths"):
-        replace(ESSAY, keys=41)
-
-
 # --- questions ---
 
 
@@ -101,19 +71,6 @@ def test_squad_asks_answerable_questions_in_file_order_with_all_answers(folder: 
     assert [example.references for example in found] == expected
     assert all("Why?" not in example.prompt for example in found)
     assert all(f"Article 0 paragraph {p} " in found[0].prompt for p in range(5)), "the same article comes first"
-
-
-def test_any_answer_counts_in_full(folder: str, words: Tokenizer) -> None:
-    task = replace(SQUAD, data_dir=folder)
-    example = next(task.examples(words, 0))
-    assert task.score(" It is num0x0.", example) == 1.0
-    assert task.score("Num0\tx0", example) == 0.0
-
-
-def test_more_samples_than_questions_are_refused_where_they_end(folder: str, words: Tokenizer) -> None:
-    examples = replace(HOTPOT, data_dir=folder).examples(words, 0)
-    with pytest.raises(ValueError, match="samples=500 is more than the 40 questions of hotpotqa"):
-        list(examples)
 
 
 @pytest.mark.parametrize(
@@ -147,21 +104,3 @@ def test_the_table_averages_rounded_percents_of_tasks() -> None:
     run = [Answer(s, {"benchmark": "ruler", "task": name}) for name, each in scores.items() for s in each]
     assert summary(run) == {"task=vt": 66.67, "task=qa_1": 100.0, "average": pytest.approx((66.67 + 100) / 2, abs=1e-9)}
     assert summary(run[:3]) == {"task=vt": 66.67}
-
-
-def test_200_samples_have_the_parameters_of_the_task(folder: str, words: Tokenizer) -> None:
-    task = replace(ESSAY, data_dir=folder, length=1300)
-    keys, depths = set(), []
-    for example in task.examples(words, 42, 200):
-        (value,) = example.references
-        assert example.prompt.count(value) == 1
-        assert len(value) == 7
-        keys.add(example.answer_prefix)
-        context = example.prompt.split("afterwards.\n")[1].split("\nWhat is")[0]
-        depths.append(context.index("One of the special") / len(context))
-    assert len(keys) == 200
-    # Uniform over 40 depths from 0 to 1: the mean of 200 has a standard error of 0.02, the deviation is 0.3.
-    assert abs(sum(depths) / 200 - 0.5) < 0.07
-    assert 0.25 < (sum((depth - 0.5) ** 2 for depth in depths) / 200) ** 0.5 < 0.34
-    assert min(depths) < 0.05
-    assert max(depths) > 0.9

@@ -40,16 +40,6 @@ def test_the_answer_prefix_is_split_off_where_it_is_inside_the_input(tmp_path: P
     assert (old.max_new_tokens, old.references) == (128, ("12",))
 
 
-def test_a_limit_takes_the_first_lines(tmp_path: Path, words: Tokenizer) -> None:
-    file = task(tmp_path / "file", [OLD, NEW, OLD], max_new_tokens=5)
-    assert [example.max_new_tokens for example in file.examples(words, 0, 2)] == [5, 5]
-
-
-def test_an_input_without_an_answer_prefix_is_refused(tmp_path: Path, words: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="row 1: neither answer_prefix nor an input that ends in it"):
-        list(task(tmp_path / "file", [{**OLD, "input": "no prefix"}]).examples(words, 0))
-
-
 def test_a_wrong_field_is_refused_with_its_name_and_value(tmp_path: Path, words: Tokenizer) -> None:
     with pytest.raises(ValueError, match=r"task must be niah_single_1, .*, got 'niah'"):
         RulerFile(task="niah")
