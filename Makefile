@@ -22,6 +22,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): about 3 GB of packages are downloaded, most of it PyTorch. Once; then no network is needed."
 	$(BIN)/python -m pip install --disable-pip-version-check torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps kvpress cachetools fire termcolor
 	@echo "Installed."
 	@touch $@
 
