@@ -29,6 +29,10 @@ class ConfigError(UsageError):
         said = f"{field}={written}{' ' * (why[:1] not in ':,')}{why}"
         super().__init__(said if why else f"{field} must be {allowed}, got {got}")
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
+        """As processes hand it on."""
+        return type(self), (self.field, self.value, self.allowed, self.why)
+
     def at(self, *place: str) -> ConfigError:
         """The same error with its field named from further up: `policy.scorer.window`."""
         return ConfigError(".".join((*place, self.field)), self.value, self.allowed, self.why)

@@ -102,9 +102,11 @@ def test_a_preset_of_every_kind_gives_what_it_gives_alone() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_preset_gives_what_it_gives_alone_beside_other_prompts(family: str) -> None:
     model = prepare(tiny(family))
+    windowed = getattr(model.config, "sliding_window", None)  # which refuses keys that move
+    every = [slug for slug in EVERY if not (windowed and make_policy(slug, 40).schedule.rerotate)]
     requests = [asked(90, 1), asked(71, 2, max_new_tokens=5), asked(33, 3), asked(130, 4), asked(17, 5)]
     rows = DecodeBatch(model)
-    found = rows.admit_examples(requests, variants(EVERY))
+    found = rows.admit_examples(requests, variants(every))
     while rows.in_flight:
         rows.step()
     for row in chain(*found):

@@ -1,5 +1,6 @@
 """Wrong command lines, one by one: each is answered in one sentence with exit code 2, and nothing is computed."""
 
+import pickle
 import shlex
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +11,7 @@ from command_lines import MAINS
 from kvbench.cli import main
 from kvbench.config.overrides import check
 from kvbench.engine.prompts import prompts_for
+from kvbench.errors import ConfigError
 from kvbench.models import loading
 from kvbench.sweeps.plan import plan
 
@@ -303,3 +305,8 @@ def test_answers_that_are_cut_off_are_told(most: int, said: list[str], caplog: p
     assert planned.cell is not None
     prompts_for([planned.cell])
     assert caplog.messages == said
+
+
+def test_a_wrong_value_is_told_by_another_process_as_well() -> None:
+    error = ConfigError("budget", 0, "at least 1").at("policy")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error) == "policy.budget must be at least 1, got 0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,10 @@ def test_every_preset_keeps_and_says_the_same(slug: str, interpret: Interpreter,
     """Prompt, evictions and decoding from end to end, in whatever kernels its parts have."""
     windowed = slug.startswith(("cake", "kvec", "headkv")) or slug.endswith(("snapkv", "pyramidkv"))
     fields: dict[str, Any] = {"window": 6} if windowed else {"layer": 1} if slug == "gemfilter" else {}
-    if slug.startswith("headkv"):
-        (tmp_path / "heads.json").write_text(json.dumps({f"{i}-{h}": 1 + i + h for i in range(2) for h in range(4)}))
+    if slug.startswith(("headkv", "duoattention")):
+        heads = 4 if slug.startswith("headkv") else 2  # query heads, or KV heads
+        names = [f"{layer}-{head}" for layer in range(2) for head in range(heads)]
+        (tmp_path / "heads.json").write_text(json.dumps(dict(zip(names, count(1)))))
         fields["importance"] = str(tmp_path / "heads.json")
     same(interpret, slug, budget=36, fields=fields)
 
