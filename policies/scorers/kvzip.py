@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.policies.constants import on_device
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.pre_passes.pre_pass import PrePass
@@ -46,4 +47,7 @@ class KVzip(Scorer):
 
     def score(self, observation: Observation, state: State) -> Tensor:
         drawn = state["repeated"][..., 0]
-        return torch.where(drawn > 0, drawn, drawn.amax(-1, keepdim=True))
+        if observation.phase != "decode":
+            return drawn
+        prompts = on_device(observation.prompts, drawn.device)[:, None, None]
+        return torch.where(observation.positions >= prompts, drawn.amax(-1, keepdim=True), drawn)
