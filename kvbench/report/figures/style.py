@@ -137,16 +137,16 @@ def _shade(hue: str, place: int) -> str:
 
 
 def family(policy: Mapping[str, Any]) -> str:
-    """The family of a policy, which has one hue: its scorer, else its pre-pass, else its store; else `full`.
+    """The family of a policy, which has one hue: its scorer, reader, press or pre-pass, else its store; else `full`.
 
     policy: its parts, each with "class" (as runs describe them) or "_target_" (as presets do).
     """
-    for part in ("scorer", "pre_pass", "filter", "store"):  # older runs say filter
+    for part in ("scorer", "reader", "press", "pre_pass", "filter", "store"):  # older runs say filter
         described = policy.get(part) or {}
         name = str(described.get("class", described.get("_target_", ""))).rpartition(".")[2].lower()
         if name and not (part == "store" and name == "dense"):
             return name
-    return BASELINE
+    return "kvpress" if "press" in policy else BASELINE
 
 
 def family_of(slug: str) -> str:
