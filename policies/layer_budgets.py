@@ -29,6 +29,8 @@ def layer_budgets(policy: Policy, layers: int, length: int | None) -> list[int]:
     scorer, allocator = policy.scorer, policy.allocator
     assert scorer is not None
     total = total_slots(policy, layers, length)
+    if policy.budget is None:  # a prompt shorter than what is always kept stays whole
+        return allocator.split(total, layers, length, 0)
     check_protected(policy.name, scorer, allocator, total // layers)
     budgets = allocator.split(total, layers, length, least_budget(scorer, allocator))
     assert sum(budgets) == total or not allocator.exact, "an allocator must deal out exactly the total"
