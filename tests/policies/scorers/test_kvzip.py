@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvbench import KVCache, make_policy
 from kvbench.inference.generate import greedy
 from kvbench.policies.pre_passes.repetition import Repetition
+from kvbench.policies.scorers.kvzip import KVzip
 
 LENGTH, BUDGET, CHUNK, SINKS = 50, 20, 24, 4
 KV_HEADS, GROUP = 2, 2
@@ -132,3 +133,10 @@ def test_kept_sets_are_those_of_kvpress(family: str, layerwise: bool, monkeypatc
         gone = set(zip(heads, masked, strict=True))
         expected.append([[j for j in range(LENGTH) if (h, j) not in gone] for h in range(KV_HEADS)])
     assert kept(compressed(ours, "kvzip_layerwise" if layerwise else "kvzip")) == expected
+
+
+@pytest.mark.parametrize(("phase", "expected"), [("prompt", [0.0, 0.5, 0.2, 0.0]), ("decode", [0.0, 0.5, 0.2, 0.5])])
+def test_only_a_decoded_token_scores_as_the_best_do_where_it_drew_nothing(phase: str, expected: list[float]) -> None:
+    state = {"repeated": torch.tensor([0.0, 0.5, 0.2, 0.0]).view(1, 1, 4, 1)}
+    seen: Any = SimpleNamespace(phase=phase, prompts=(3,), positions=torch.arange(4).view(1, 1, 4))
+    assert torch.equal(KVzip().score(seen, state), torch.tensor(expected).view(1, 1, 4))
