@@ -1,12 +1,14 @@
 """What a press of kvpress keeps of a prompt, and what one of our policies keeps of it: positions, layer by layer."""
 
+import copy
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from kv_models import prompt, tiny
+from kv_models import CodePoints, prompt, tiny
 from kv_oracle import Kept
 from kv_runs import kept_now
 from torch import Tensor
@@ -90,3 +92,33 @@ def rank_correlation(x: Tensor, y: Tensor) -> float:
     """Spearman's, of two vectors."""
     ranks = torch.stack([z.flatten().argsort().argsort().double() for z in (x, y)])
     return float(torch.corrcoef(ranks)[0, 1])
+
+
+class _Tokenizer(CodePoints):
+    """The words of a tiny model, as KVzipPress asks for them."""
+
+    chat_template = None
+
+    def encode(self, text: str, **how: object) -> Any:
+        return torch.tensor([super().encode(text)], dtype=torch.long)
+
+
+@torch.inference_mode()
+def kvzip_press_keeps(family: str, ids: Sequence[int], ratio: float, **how: Any) -> list[list[list[int]]]:
+    """The positions that KVzipPress does not mask, in every layer and KV head of a tiny model in float32."""
+    presses()
+    from kvpress.presses import kvzip_press as module
+
+    model = tiny(family, dtype=torch.float32)
+    model.config = copy.deepcopy(model.config)
+    model.set_attn_implementation("sdpa")
+    words = SimpleNamespace(from_pretrained=lambda name: _Tokenizer())
+    with patch.object(module, "AutoTokenizer", words), module.KVzipPress(ratio, **how)(model):
+        model.model(input_ids=torch.tensor([ids]), past_key_values=DynamicCache())
+    kept = []
+    for layer in model.model.layers:
+        _, heads, masked = (x.tolist() for x in layer.self_attn.masked_key_indices)
+        gone = set(zip(heads, masked, strict=True))
+        own = range(model.config.num_key_value_heads)
+        kept.append([[j for j in range(len(ids)) if (head, j) not in gone] for head in own])
+    return kept
