@@ -24,6 +24,14 @@ def installed_version() -> str:
         raise ValueError(f"policy=kvpress runs presses of kvpress, which is not installed: {INSTALL}") from error
 
 
+def ratio_for(kept: int, tokens: int) -> float:
+    """The `compression_ratio` at which a press keeps so many of a prompt's tokens, all where there are no more.
+
+    It keeps int(tokens * (1 - ratio)): half a token more is safe from rounding.
+    """
+    return max(0.0, 1 - (kept + 0.5) / tokens)
+
+
 @dataclass(frozen=True)
 class KVPress(Policy):
     """Any press of an installed kvpress, run as its own pipeline runs it: the cache is compressed once, then it grows.

@@ -20,7 +20,7 @@ from kvbench.errors import UsageError
 from kvbench.inference.answer import Answer, choose
 from kvbench.inference.context import parted
 from kvbench.inference.generate import Generation, now
-from kvbench.policies.press import KVPress
+from kvbench.policies.press import KVPress, ratio_for
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +77,7 @@ def press_for(policy: KVPress, tokens: int) -> Any:  # noqa: ANN401 - a package 
     """The press for a prompt of so many tokens: one of its own, as presses remember prompts, at the policy's budget."""
     press: Any = copy.deepcopy(policy.press)
     if policy.budget is not None and not press.compression_ratio:
-        # A press keeps int(tokens * (1 - ratio)): half a token more is safe from rounding.
-        press.compression_ratio = max(0.0, 1 - (_tokens(policy, tokens) + 0.5) / tokens)
+        press.compression_ratio = ratio_for(_tokens(policy, tokens), tokens)
     return press
 
 
@@ -106,14 +105,20 @@ def _call(model: PreTrainedModel, ids: Tensor, place: int, held: PressedCache) -
 def _attending(model: PreTrainedModel, attention: str) -> Iterator[None]:
     """The model with an attention function of transformers, its own again afterwards."""
     before = model.config._attn_implementation
+    own = {module: module._modules.get("rotary_emb") for module in _attentions(model)}
     model.set_attn_implementation(attention)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
-        for module in _attentions(model):
-            module.__dict__.pop("masked_key_indices", None)  # what presses leave behind
+        for (
+            module,
+            rotary,
+        ) in own.items():  # presses leave a mask behind, and the model's rotation in the place of its own
+            module.__dict__.pop("masked_key_indices", None)
             module._modules.pop("rotary_emb", None)
+            if rotary is not None:
+                module.rotary_emb = rotary
 
 
 @contextmanager

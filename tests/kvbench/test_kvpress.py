@@ -109,10 +109,12 @@ def test_a_ratio_of_its_own_is_the_budget() -> None:
 def test_the_model_is_ours_again_afterwards(model: PreTrainedModel) -> None:
     ids, ours = ids_of(40), make_policy("knorm", 20)
     before = greedy(model, ids, ours, max_new_tokens=NEW).tokens
+    own = model.model.layers[0].self_attn.rotary_emb = torch.nn.Identity()
     names = [name for name, _ in model.named_modules()]
     press_greedy(model, ids, policy("AdaKVPress", 20), max_new_tokens=NEW)
     assert greedy(model, ids, ours, max_new_tokens=NEW).tokens == before
     assert [name for name, _ in model.named_modules()] == names
+    assert model.model.layers[0].self_attn.rotary_emb is own
 
 
 def test_what_a_press_cannot_do_is_refused_in_a_sentence(model: PreTrainedModel) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache
 
+from kvbench.policies.press import ratio_for
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench.providers import Provider
 
@@ -55,8 +56,7 @@ def _pressed(press: Callable[[Any, float], Any], name: str, budget: int | None, 
     import kvpress  # patches every attention function of transformers once it is imported: not before it is needed
 
     assert budget is not None
-    share = max(0.0, 1 - (budget + 0.5) / length)  # it keeps int(length * (1 - share)): half a token below is too few
-    made = press(kvpress, share)
+    made = press(kvpress, ratio_for(budget, length))
     # its hooks read `cache_position`, which transformers 5.3 and later no longer hand on
     return Provider(name, "sdpa", lambda *_: DynamicCache(), budget, prefilling=made, told_positions=True)
 
