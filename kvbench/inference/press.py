@@ -111,10 +111,8 @@ def _attending(model: PreTrainedModel, attention: str) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
-        for (
-            module,
-            rotary,
-        ) in own.items():  # presses leave a mask behind, and the model's rotation in the place of its own
+        # Presses leave a mask behind, and the model's rotation in the place of a layer's own.
+        for module, rotary in own.items():
             module.__dict__.pop("masked_key_indices", None)
             module._modules.pop("rotary_emb", None)
             if rotary is not None:
