@@ -28,7 +28,8 @@ from kvbench.cache.interface import (
     NoRecurrentStates,
     check_interface,
 )
-from kvbench.cache.layer import KVLayer
+from kvbench.cache.layer import EmptyLayer, KVLayer
+from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.saving import load, save
 from kvbench.cache.step import LayerStep, Projected
@@ -78,7 +79,6 @@ class KVCache(NoRecurrentStates, Cache):
         answer = model.generate(ids, past_key_values=cache, max_new_tokens=64, do_sample=False)
     """
 
-    layers: list[KVLayer]  # type: ignore[assignment]
     _teacher_forced: ClassVar[bool] = False
     """Whether tokens after the prompt are given and may come several at once, each a decoded one all the same."""
 
@@ -93,8 +93,12 @@ class KVCache(NoRecurrentStates, Cache):
         self._batch: DeviceBatch | None = None  # see `on_device`
         self._evictions = Evictions()
         self._caller = Caller(self.config)
-        layers = range(self.config.num_hidden_layers)
-        super().__init__(layers=[KVLayer(self.groups, index) for index in layers])
+        self.layout = layout_of(self.config)
+        self.attention_layers = [KVLayer(self.groups, place) for place in range(len(self.layout.attention))]
+        own = dict(zip(self.layout.attention, self.attention_layers, strict=True))
+        layers: list[Any] = [own.get(index) or EmptyLayer() for index in range(self.layout.layers)]
+        super().__init__(layers=layers)
+        self._places = self.layout.places
         self._is_user_defined = False  # transformers sets it where `model.generate` is given the cache
 
     def _new_group(self, policy: Policy) -> PolicyGroup:
@@ -110,9 +114,10 @@ class KVCache(NoRecurrentStates, Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[LayerCall, LayerCall]:
         """Hand the new keys and values [B,H_kv,M,D] of a layer on to its attention, which appends them."""
-        if layer_idx == 0:
+        place = self._places[layer_idx]
+        if place == 0:
             self._caller.check_attention()
-        call = LayerCall(layer_idx, partial(self._called, layer_idx, key_states, value_states))
+        call = LayerCall(layer_idx, partial(self._called, place, key_states, value_states))
         return call, call
 
     def _called(self, index: int, keys: Tensor, values: Tensor, reader: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
@@ -141,7 +146,7 @@ class KVCache(NoRecurrentStates, Cache):
         else:
             parts = [self._attend_isolated(group, index, new.rows(rows), params) for group, rows in self._rows()]
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if index == len(self.layers) - 1:
+        if index == len(self.attention_layers) - 1:
             self._end_call()
         return out
 
@@ -354,12 +359,12 @@ class KVCache(NoRecurrentStates, Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor held, over all layers."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self.attention_layers)
 
     @property
     def spare_nbytes(self) -> int:
         """Bytes reserved but unused: capacity for new tokens, and the slots of evicted ones."""
-        return sum(layer.spare_nbytes for layer in self.layers)
+        return sum(layer.spare_nbytes for layer in self.attention_layers)
 
     @property
     def held_nbytes(self) -> int:
@@ -372,9 +377,9 @@ class KVCache(NoRecurrentStates, Cache):
         return sum(group.peak_nbytes for group in self.groups)
 
     def kept_tokens(self) -> Tensor:
-        """[L,B,H_kv] tokens held."""
-        first = self.layers[0].positions.device  # of a model on several devices
-        return torch.stack([layer.kept_tokens().to(first) for layer in self.layers])
+        """[L,B,H_kv] tokens held by the attention layers."""
+        first = self.attention_layers[0].positions.device  # of a model on several devices
+        return torch.stack([layer.kept_tokens().to(first) for layer in self.attention_layers])
 
     def audit(self) -> None:
         """Raise BudgetError unless every layer holds at most what its policy promises, at valid positions."""

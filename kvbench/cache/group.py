@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvbench.cache.budgets import Budgets
+from kvbench.cache.layout import attention_layers
 from kvbench.cache.rotary import uniform_length
 from kvbench.cache.state import Context, LayerState
 from kvbench.cache.steps import BatchStep, Progress
@@ -43,7 +44,7 @@ class PolicyGroup:
         prompt_length: int | Sequence[int] | None,
         several_tokens: bool = False,
     ) -> None:
-        layers = config.num_hidden_layers
+        layers = attention_layers(config)
         self.policy = policy
         self.progress = Progress(policy, prompt_length, several_tokens, uniform_length(config))
         self.budgets = Budgets(policy, layers, self.progress)

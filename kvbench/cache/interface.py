@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
+from kvbench.cache.layout import layout_of
+
 KINDS = ("full_attention", "sliding_attention")
 """Types of layers kvbench follows; every other type sees or keeps something else than a window of past tokens."""
 RECURRENT = ("linear", "mamba", "conv", "recurrent", "delta", "ssm", "hybrid")
@@ -92,10 +94,9 @@ def check_heads(heads: set[int], name: str) -> None:
 
 
 def kv_shapes(config: PreTrainedConfig) -> list[tuple[int, int]]:
-    """KV heads and head dim of every layer, as the text configuration says."""
-    layers = config.num_hidden_layers
+    """KV heads and head dim of every attention layer, as the text configuration says."""
     own = getattr(config, "per_layer_attributes", None)
-    return [_kv_shape(config.per_layer_config[i] if own else config) for i in range(layers)]
+    return [_kv_shape(config.per_layer_config[i] if own else config) for i in layout_of(config).attention]
 
 
 def _kv_shape(config: Any) -> tuple[int, int]:  # noqa: ANN401 - a configuration, or what one says of one layer

@@ -114,7 +114,7 @@ def _shown(cell: Cell, prompt: Prompt, cache: KVCache | PressedCache) -> KeptHea
         return None
     if isinstance(cache, PressedCache):  # transformers' own remembers no positions
         return None
-    return kept_heads((layer.positions[0] for layer in cache.layers), len(prompt.ids))
+    return kept_heads((layer.positions[0] for layer in cache.attention_layers), len(prompt.ids))
 
 
 def failed(cell: Cell, prompt: Prompt, error: Exception) -> Sample:

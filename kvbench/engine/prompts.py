@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvbench.cache.layout import attention_layers
 from kvbench.config.naming import refusing_in
 from kvbench.identity.cell import Cell
 from kvbench.identity.reading import is_read, policy_for
@@ -96,7 +97,7 @@ def make_prompts(cell: Cell) -> list[Prompt]:
 def check_policy(cell: Cell, prompts: Sequence[Prompt]) -> None:
     """Raise UsageError where a cell's policy cannot bring one of the prompts to its budget, or cannot read it."""
     if cell.policy.evicts:
-        layers = cell.checkpoint.config.get_text_config().num_hidden_layers
+        layers = attention_layers(cell.checkpoint.config)
         with refusing(f"budget={cell.budget}: "):
             for length in {length for prompt in prompts for length in prompt.lengths}:
                 layer_budgets(cell.policy, layers, length)

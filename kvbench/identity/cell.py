@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvbench.cache.interface import kv_shapes
+from kvbench.cache.layout import attention_layers
 from kvbench.config.naming import refusing_in
 from kvbench.config.presets import SCHEDULE, build_policy, scheduled
 from kvbench.config.tree import build, part_class
@@ -271,7 +272,7 @@ def modules_of(described: object) -> Iterator[str]:
 def check_shapes(policy: Policy, config: PreTrainedConfig) -> None:
     """ValueError if a model lacks a layer that the policy names, or its heads do not divide into the store's groups."""
     text = config.get_text_config(decoder=True)
-    check_layers(text.num_hidden_layers, policy.allocator, policy.store, policy.pre_pass)
+    check_layers(attention_layers(text), policy.allocator, policy.store, policy.pre_pass)
     for heads, dim in dict.fromkeys(kv_shapes(text)):
         policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
 

@@ -20,6 +20,7 @@ from kvbench.cache.attention import attend
 from kvbench.cache.cache import KVCache
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.interface import InterfaceError
+from kvbench.cache.layout import attention_layers
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.step import LayerStep, Projected
 from kvbench.cache.steps import BatchStep
@@ -290,7 +291,7 @@ class _Probe(KVCache):
 
 def _chosen(model: PreTrainedModel, input_ids: Tensor, policy: Policy, choice: PromptChoice) -> Tensor:
     """The prompt [1,T] as a pre-pass leaves it, [1,k]; the same tensor where all of it fits the budget."""
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    layers = attention_layers(model.config)
     if choice.layer >= layers:
         raise ValueError(f"{policy.name} filters at layer {choice.layer}, the model's layers are 0 to {layers - 1}")
     if len(input_ids) != 1:

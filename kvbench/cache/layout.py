@@ -1,0 +1,50 @@
+"""What every layer of a model keeps of its past: keys and values of its own, a recurrent state, both, another's, none.
+
+A policy, its budget and its statistics know only the layers with keys and values of their own and count them from 0:
+the attention layers of a cache. Everything that names a layer to a reader gives the model's index.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedConfig
+
+RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+"""Types of layers with a convolutional or recurrent state; the hybrid ones keep keys and values too."""
+NOTHING = ("moe", "mlp")
+"""Types of layers that keep nothing."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layers of a model, by its own indices.
+
+    layers: how many there are. attention: those with keys and values of their own, in order. recurrent: those with a
+    state. owners: for a layer that reads another's keys and values, that layer. chunks: the tokens of a chunk, for
+    layers where a token sees its own chunk only.
+    """
+
+    layers: int
+    attention: tuple[int, ...]
+    recurrent: tuple[int, ...] = ()
+    owners: Mapping[int, int] = field(default_factory=dict)
+    chunks: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Where each attention layer stands among those of the cache, by its index in the model."""
+        return {index: place for place, index in enumerate(self.attention)}
+
+
+def layout_of(config: PreTrainedConfig) -> Layout:
+    """The layout of the model of a text configuration."""
+    count = config.num_hidden_layers
+    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
+    attention = [index for index, kind in enumerate(kinds) if kind not in ("linear_attention", "conv", *NOTHING)]
+    recurrent = [index for index, kind in enumerate(kinds) if kind in RECURRENT]
+    return Layout(count, tuple(attention), tuple(recurrent))
+
+
+def attention_layers(config: PreTrainedConfig) -> int:
+    """How many layers of a model have keys and values of their own: those a policy shares its budget among."""
+    return len(layout_of(config.get_text_config(decoder=True)).attention)
