@@ -30,13 +30,15 @@ def generate(
     min_new_tokens: int = 0,
     stop: Sequence[str] = (),
     context_tokens: int | None = None,
+    question: int | Sequence[int] | None = None,
 ) -> Generation:
     """Generate greedily under any policy, those with a pre-pass included, and audit the cache at the end.
 
     prompt: token ids [B,T], left-padded where attention_mask [B,T] is 0, or a text, which needs its `tokenizer`, as do
     pre-passes made of text (KVzip) and `stop`: strings after which an answer ends. context_tokens: only so many are
-    compressed; what follows is a question, read after that. The answer's tokens are `tokens`, and `cache` says what
-    was kept.
+    compressed; what follows is a question, read after that. question: tokens before the question, where all is
+    compressed by a policy that asks for it (FINCH), one number or one per sequence. The answer's tokens are `tokens`,
+    and `cache` says what was kept.
     Raises ValueError for a wrong value, BudgetError where the policy held more than it promised.
     """
     if tokenizer is None and (isinstance(prompt, str) or stop):
@@ -56,7 +58,9 @@ def generate(
         if isinstance(policy, KVPress):
             return press_greedy(model, prompt.to(model.device), policy, **how)
         encoder = None if tokenizer is None else Encoder(tokenizer)
-        return greedy(model, prompt.to(model.device), policy, attention_mask=mask, encoder=encoder, **how)
+        return greedy(
+            model, prompt.to(model.device), policy, attention_mask=mask, question=question, encoder=encoder, **how
+        )
 
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str]) -> list[int]:

@@ -83,6 +83,7 @@ def request(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Request:
         eos_token_ids=tuple(end_tokens(loaded.model.generation_config, tokenizer, task.end_texts, task.stop)),
         stop=stop_test(tokenizer, task.stop),
         context_tokens=prompt.context_tokens,
+        question=prompt.question,
         encoder=Encoder(tokenizer),
     )
 
