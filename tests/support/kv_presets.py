@@ -21,9 +21,10 @@ def evicting() -> list[str]:
     """Presets that evict tokens from a cache to a budget.
 
     GemFilter rewrites the prompt instead; the released D2O never compresses three layers; what protects the prompt
-    takes none beyond the budget; two set their budget by themselves. They have tests of their own.
+    takes none beyond the budget; two set their budget by themselves; FINCH in chunks takes no padding. They have tests
+    of their own.
     """
-    out = {"d2o_released", "duoattention", "simlayerkv", *protecting()}
+    out = {"d2o_released", "duoattention", "finch_chunks", "simlayerkv", *protecting()}
     return [slug for slug in preset_names() if policy_config(slug).get("scorer") and slug not in out]
 
 
