@@ -168,7 +168,7 @@ def _generate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
     if isinstance(cell.policy, KVPress):
         done = press_greedy(loaded.model, asked.input_ids, cell.policy, **how)
     else:
-        how |= {"cuda_graph": cell.cuda_graph, "encoder": asked.encoder}
+        how |= {"cuda_graph": cell.cuda_graph, "question": asked.question, "encoder": asked.encoder}
         done = greedy(loaded.model, asked.input_ids, cell.policy, **how)
     seconds = done.prefill_seconds, done.decode_seconds
     return answered(cell, prompt, Completion(done.tokens[0], done.cache, done.decode_steps, 1, 1, *seconds))

@@ -104,6 +104,10 @@ def test_a_run_tells_it_where_questions_begin(tiny_model: Path, tmp_path: Path) 
     asked = [prompt.question for prompt in make_prompts(cells[0])]
     assert asked == [prompt.context_tokens for prompt in make_prompts(context)]
     assert [ending.error for ending in run_cells(cells)] == [None] * 3
+    alone = small_cell(tmp_path / "alone", tiny_model, "finch_chunks", 200, "block=64", "engine.rows=1")
+    assert run_cells([alone])[0].error is None
+    answers = [[s.output for s in read_result(cell.folder).samples] for cell in (cells[1], alone)]
+    assert answers[0] == answers[1]
     passes = [sample.pre_pass_tokens for sample in read_result(cells[1].folder).samples]
     ends = [range(64, len(prompt.ids), 64) for prompt in make_prompts(cells[1])]
     left = [[last.stop - max(end, place or 0) for end in last] for last, place in zip(ends, asked, strict=True)]
