@@ -43,10 +43,11 @@ class PolicyGroup:
         policy: Policy,
         prompt_length: int | Sequence[int] | None,
         several_tokens: bool = False,
+        question: int | Sequence[int] | None = None,
     ) -> None:
         layers = attention_layers(config)
         self.policy = policy
-        self.progress = Progress(policy, prompt_length, several_tokens, uniform_length(config))
+        self.progress = Progress(policy, prompt_length, several_tokens, uniform_length(config), question)
         self.budgets = Budgets(policy, layers, self.progress)
         self.layers = [LayerState(policy, index) for index in range(layers)]
         self.shared: dict[str, Tensor] = {}
@@ -151,7 +152,7 @@ class PolicyGroup:
 
     def context(self, known: Known | None = None) -> Context:
         """What a layer needs to know for a step."""
-        return Context(self.budgets, self.progress.prompt, self.shared, known)
+        return Context(self.budgets, self.progress.prompt, self.progress.question, self.shared, known)
 
     def note_bytes(self, index: int) -> None:
         """Keep the running total and its peak true after layer `index` changed what it holds."""
