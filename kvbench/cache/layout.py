@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedConfig
 
+from kvbench.cache.rotary import beyond, uniform_length
+
 RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 """Types of layers with a convolutional or recurrent state; the hybrid ones keep keys and values too."""
 NOTHING = ("moe", "mlp")
@@ -48,6 +50,17 @@ def layout_of(config: PreTrainedConfig) -> Layout:
     number = getattr(config, "number_of_conv_states", None) or 1
     states = {index: number for index, kind in enumerate(kinds) if kind in RECURRENT}
     return Layout(count, tuple(attention), states, config.model_type not in BEGIN_ANEW)
+
+
+def continues(config: PreTrainedConfig) -> bool:
+    """Whether a call of several tokens goes on where the last one ended; see `Layout`."""
+    return layout_of(config.get_text_config(decoder=True)).continues
+
+
+def in_one_call(config: PreTrainedConfig, tokens: int) -> bool:
+    """Whether a prompt that ends after so many tokens has to come in one call: several would read it otherwise."""
+    text = config.get_text_config(decoder=True)
+    return not continues(text) or beyond(uniform_length(text), tokens)
 
 
 def attention_layers(config: PreTrainedConfig) -> int:
