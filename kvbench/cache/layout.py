@@ -16,7 +16,7 @@ RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 NOTHING = ("moe", "mlp")
 """Types of layers that keep nothing."""
 BEGIN_ANEW = ("jamba", "zamba")
-"""Models whose recurrences (the first Mamba's) transformers begins with an empty state at every call of several tokens."""
+"""Models whose recurrences (the first Mamba's) transformers begins anew at every call of several tokens."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Layout:
 
     layers: how many there are. attention: those with keys and values of their own, in order. states: how many a layer
     with recurrent or convolutional states has. continues: whether such a layer goes on from its state where a call
-    brings several tokens; else it begins anew. owners: for a layer that reads another's keys and values, that layer. chunks: the tokens of a chunk, for
-    layers where a token sees its own chunk only.
+    brings several tokens; else it begins anew. owners: for a layer that reads another's keys and values, that layer.
+    chunks: the tokens of a chunk, for layers where a token sees its own chunk only.
     """
 
     layers: int

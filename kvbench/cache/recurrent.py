@@ -83,7 +83,9 @@ class RecurrentLayer(NoRollback, LinearAttentionCacheLayerMixin):
     def _held(self, state: str) -> Tensor | None:
         """A state of all sequences, None before the first token."""
         name = f"{self._name}.{state}"
-        parts = [held for group in self._groups if (held := group.states.get(name)) is not None]
+        for group in self._groups:
+            group.free_state(name)
+        parts = [group.states[name] for group in self._groups if name in group.states]
         if not parts:
             return None
         if len(parts) == 1:

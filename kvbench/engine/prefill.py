@@ -138,7 +138,7 @@ def prefill_blocks(
 
     share: they all read one sequence, [1,T] (`together`). encoder: for policies with a pre-pass that is made of text.
     """
-    cache = together(caches, share)
+    cache = together(caches, share and len(caches) > 1)  # what one cache alone reads may come in several steps
     logits = None
     for block in ids.split(size, dim=1):
         places = torch.arange(begin, begin + block.shape[1]).expand_as(block)
