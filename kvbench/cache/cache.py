@@ -23,13 +23,15 @@ from kvbench.cache.caller import Caller, check_policy
 from kvbench.cache.device_batch import DeviceBatch, can_join
 from kvbench.cache.evict import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
-from kvbench.cache.hook import LayerCall
+from kvbench.cache.hook import LayerCall, SharedCall
 from kvbench.cache.interface import check_interface
 from kvbench.cache.layer import EmptyLayer, KVLayer
 from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer
 from kvbench.cache.saving import load, save
+from kvbench.cache.shared import SharedReads
+from kvbench.cache.state import LayerState
 from kvbench.cache.step import LayerStep, Projected
 from kvbench.cache.steps import BatchStep
 from kvbench.cache.uncompiled import uncompiled
@@ -92,6 +94,7 @@ class KVCache(Cache):
         self._evictions = Evictions()
         self._caller = Caller(self.config)
         self.layout = layout_of(self.config)
+        self._shared = SharedReads(self.layout)
         self._places = self.layout.places
         layers: list[Any] = [self._new_layer(index) for index in range(self.layout.layers)]
         self.attention_layers: list[KVLayer] = [layers[index] for index in self.layout.attention]
@@ -124,7 +127,16 @@ class KVCache(Cache):
         if place == 0:
             self._caller.check_attention()
         call = LayerCall(layer_idx, partial(self._called, place, key_states, value_states))
+        if place in self.layout.owned:
+            call = SharedCall(call, partial(self._read, place, key_states.shape[2]))
         return call, call
+
+    def _read(self, owner: int, columns: int, queries: Tensor, params: AttentionParams) -> Tensor:
+        """Attention of a layer that reads another's keys and values, for the last queries of a call of `columns`."""
+        out = self._shared.attend(owner, columns, queries, params, dict(self._rows()))
+        if self._shared.all_read:
+            self._end_call()
+        return out
 
     def _called(self, index: int, keys: Tensor, values: Tensor, reader: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
         """What the attention function calls. reader: the module that attends; args: queries, mask, parameters."""
@@ -152,12 +164,13 @@ class KVCache(Cache):
         else:
             parts = [self._attend_isolated(group, index, new.rows(rows), params) for group, rows in self._rows()]
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if index == len(self.attention_layers) - 1:
+        if index == len(self.attention_layers) - 1 and not self.layout.owners:
             self._end_call()
         return out
 
     def _begin_call(self, new: Projected, mask: Tensor | None) -> None:
         self._evictions.end_call()  # of a model whose last layers hold no cache of their own
+        self._shared.begin()
         assert mask is None or len(self.groups) == 1, "sequences of several policies are never padded"
         if self._batch is not None:
             if new.queries.shape[2] == 1 and mask is None and self._batch.room > 0:
@@ -217,10 +230,16 @@ class KVCache(Cache):
         group.note_bytes(index)
         if policy.schedule.order == "attend_then_evict":
             out = attend(step, policy.needs)
-            self._evictions.add(group, layer, step)
+            self._shared.add(group, layer, step, new.values)
+            self._evict(group, layer, step)
             return out
         self._evictions.add(group, layer, step)
+        self._shared.add(group, layer, step, new.values)
         return attend_to_survivors(step, new.values)
+
+    def _evict(self, group: PolicyGroup, layer: LayerState, step: LayerStep) -> None:
+        later = self._shared.holds_up(layer, step)
+        (self._evictions.add_later if later else self._evictions.add)(group, layer, step)
 
     def _attend_once(self, index: int, new: Projected, params: AttentionParams) -> Tensor:
         """A prompt that several policies read whole: attention is computed once, and what they observe too."""
@@ -241,9 +260,10 @@ class KVCache(Cache):
             return _nothing(new)
         reader = min(steps, key=_cost)
         out = attend(steps[reader], reader.policy.needs)
+        self._shared.add(reader, reader.layers[index], steps[reader], new.values)
         for group, step in steps.items():
             try:
-                self._evictions.add(group, group.layers[index], step)
+                self._evict(group, group.layers[index], step)
             except Exception as error:
                 group.fail(error)
         return out
@@ -271,9 +291,10 @@ class KVCache(Cache):
     def on_device(self, wanted: bool = True) -> DeviceBatch | None:
         """Take decoding steps of all groups that can at once, whose lengths then stand on the device, or end that.
 
-        None where no group can. What changes the groups ends it, as does a step for which a store has to grow.
+        None where no group can, and where layers read what others store. What changes the groups ends it, as does a
+        step for which a store has to grow.
         """
-        if wanted and self._batch is None:
+        if wanted and self._batch is None and not self.layout.owners:
             groups = [group for group in self.groups if can_join(group)]
             self._batch = DeviceBatch(groups) if groups else None
         elif not wanted and self._batch is not None:

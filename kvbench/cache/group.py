@@ -31,11 +31,11 @@ def same(*parts: object) -> object:
 class PolicyGroup:
     """How far these sequences came, their budgets, and what every layer holds of them.
 
-    several_tokens: tokens after the prompt may come several at once. shared: what scorers of several layers tell each
-    other within a call. states: of recurrent layers, [B,...] by name. isolated: an error ends this group alone; error: then, what it was. peak_nbytes: the most bytes
-    held at any time; peaks: those of each sequence before it joined this group. on_change: called with a layer's index
-    whenever what it holds changed; on_evict: with a layer, its scores and what stays, bool [B,H_kv,T], before several
-    tokens are evicted.
+    several_tokens: tokens after the prompt may come several at once. shared: what scorers of several layers tell
+    each other within a call. states: of recurrent layers, [B,...] by name. isolated: an error ends this group
+    alone; error: then, what it was. peak_nbytes: the most bytes held at any time; peaks: those of each sequence
+    before it joined this group. on_change: called with a layer's index whenever what it holds changed; on_evict:
+    with a layer, its scores and what stays, bool [B,H_kv,T], before several tokens are evicted.
     """
 
     def __init__(

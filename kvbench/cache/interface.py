@@ -83,12 +83,6 @@ def _check_own_cache(config: PreTrainedConfig, name: str) -> None:
             f"layers {', '.join(map(str, crossing))} of {name} attend to another input than the tokens of the text "
             f"(cross_attention_layers), so they hold none that could be evicted; {INSTEAD}"
         )
-    sharing = getattr(config, "num_kv_shared_layers", None)
-    if sharing:
-        raise InterfaceError(
-            f"the last {sharing} layers of {name} read the keys and values of earlier layers (num_kv_shared_layers), "
-            f"while kvbench evicts from each layer what that layer reads; {INSTEAD}"
-        )
     check_heads({heads for heads, _ in kv_shapes(config)}, name)
 
 

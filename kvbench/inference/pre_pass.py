@@ -155,7 +155,7 @@ class _NoEncoder:
 
 
 def _pass_over(model: PreTrainedModel, group: PolicyGroup, asked: ExtraPasses, row: int, one: Pass) -> None:
-    """Let the tokens of a pass look at all that is held of a sequence, as if they followed it; nothing of it changes."""
+    """Let the tokens of a pass look at all that is held of a sequence, as if they followed it. It stays as it is."""
     begin = group.progress.seen[row]
     ids = torch.tensor([one.tokens], device=model.device)
     now = _step(torch.arange(begin, begin + len(one.tokens), device=model.device)[None])
@@ -235,7 +235,9 @@ class _PassCache(KVCache):
         stored = {name: x[here, :, :used] for name, x in stored.items()}
         both = {name: torch.cat([x, own[name]], dim=2) for name, x in stored.items()}
         over = DenseStore.of(both, (), store.ascending)
-        out = attend(LayerStep(new.queries, now, params, over, fresh=False), Needs())
+        looks = LayerStep(new.queries, now, params, over, fresh=False)
+        out = attend(looks, Needs())
+        self._shared.add(self.group, layer, looks, new.values)
         step = PassStep(
             layer=index,
             queries=new.queries,

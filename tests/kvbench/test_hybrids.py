@@ -305,5 +305,5 @@ def test_recurrent_layers_cannot_be_rolled_back() -> None:
 
 def test_a_model_without_attention_is_refused() -> None:
     config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8)
-    with pytest.raises(ValueError, match="^MambaForCausalLM has recurrent layers alone"):
+    with pytest.raises(ValueError, match=r"^MambaForCausalLM has recurrent layers alone"):
         try_out(config)
