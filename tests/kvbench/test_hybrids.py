@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,18 +15,26 @@ from kv_models import CodePoints, generated, left_padded, prompt
 from kv_oracle import Rules
 from kv_runs import kept_now, policy_for
 from kv_simulate import simulate
+from op_tape import Tape, record
 from torch import Tensor
-from transformers import DynamicCache, MambaConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvbench import KVCache, make_policy
+from kvbench.analysis.load import read_result
 from kvbench.cache.hook import prepare
+from kvbench.cache.join import fork
+from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.run import run_cells
 from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.engine.watch import Nobody
 from kvbench.inference.generate import Generation, greedy, prefill
 from kvbench.inference.teacher_forcing import continuation_scores, text_scores
-from kvbench.models.trial import try_out
+from kvbench.models.trial import state_bytes
 from kvbench.policies.policy import Policy
+from kvbench.report.table import results_grids
+from kvbench.tools.diagnose import cells_of
 
 BUDGET, NEW = 16, 6
 CONTINUING = [family for family in HYBRIDS if family not in ("jamba", "zamba")]
@@ -263,6 +272,55 @@ def test_states_are_counted_beside_keys_and_values_and_do_not_grow(family: str, 
     assert held.state_nbytes == 2 * nbytes
 
 
+@pytest.mark.parametrize(("family", "nbytes"), BYTES.items())
+def test_states_are_known_before_a_model_is_loaded(family: str, nbytes: int) -> None:
+    assert state_bytes(tiny_hybrid(family).config, torch.float32) == nbytes
+
+
+def test_a_run_tells_the_states_beside_what_its_policy_keeps(tiny_model: Path, tmp_path: Path) -> None:
+    """`full` is 100%, a policy's share counts the states on both sides, and the table has a column for them."""
+    folder = shutil.copytree(tiny_model, tmp_path / "hybrid")
+    tiny_hybrid("qwen3_5_text").save_pretrained(folder)
+    given = [f"model={folder}", f"out={tmp_path / 'runs'}", "policy=full,snapkv", "budget=40", "device=cpu"]
+    given += ["task=niah", "task.lengths=[300]", "task.depths=[0.5]", "task.max_new_tokens=4", "task.repeats=1"]
+    cells = cells_of(given)
+    assert [ending.error for ending in run_cells(cells, Nobody())] == [None, None]
+    full, snapkv = (read_result(cell.folder) for cell in cells)
+    assert full.state_bytes == snapkv.state_bytes == BYTES["qwen3_5_text"]
+    assert full.cache_share == 1
+    tokens = 2 * 2 * (2 * 8 * 4 + 4)  # two layers, two KV heads: keys and values of 8 numbers, and a position
+    assert full.cache_bytes == BYTES["qwen3_5_text"] + tokens * full.kept_tokens
+    assert snapkv.cache_share == (snapkv.cache_bytes or 0) / (full.cache_bytes or 1)
+    shown = str(results_grids([full, snapkv]))
+    assert "state MiB" in shown
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches decode at once, and a tape stands for a CUDA graph."""
+    monkeypatch.setattr(engine, "use_triton", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr("kvbench.policies.ranking.at_hand", lambda x: False)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("replayed", [False, True])
+def test_batches_that_decode_at_once_are_what_they_are_alone(family: str, replayed: bool, as_on_a_gpu: None) -> None:
+    policies = [make_policy(slug, BUDGET, decode="evict") for slug in ("h2o", "tova")]
+    flight, found = DecodeBatch(model(family), cuda_graph=replayed), []
+    for length in (37, 24):
+        found += flight.admit(Request(torch.tensor([prompt(length, seed=length)]), 12), policies)
+        flight.step()
+    finished(flight)
+    for row in found:
+        assert row.error is None
+        one = alone(family, row.request.input_ids[0].tolist(), row.policy, max_new_tokens=12)
+        assert row.tokens == one.tokens[0]
+        assert row.cache is not None
+        assert_same_states(row.cache, one.cache)
+
+
 def test_a_reset_forgets_the_states() -> None:
     running, ids = model("qwen3_5_text"), torch.tensor([prompt(30)])
     held = KVCache(running.config, make_policy("full"))
@@ -273,8 +331,6 @@ def test_a_reset_forgets_the_states() -> None:
 
 
 def test_a_forked_question_leaves_the_states_of_the_other_alone() -> None:
-    from kvbench.cache.join import fork
-
     running, ids = model("qwen3_5_text"), torch.tensor([prompt(34)])
     held = KVCache(running.config, make_policy("full"), prompt_length=30)
     read(running, held, ids[:, :30], 30)
@@ -301,9 +357,3 @@ def test_recurrent_layers_cannot_be_rolled_back() -> None:
         held.crop(-2)
     with pytest.raises(ValueError, match="kvbench caches do not follow beam search"):
         held.reorder_cache(torch.tensor([0]))
-
-
-def test_a_model_without_attention_is_refused() -> None:
-    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8)
-    with pytest.raises(ValueError, match=r"^MambaForCausalLM has recurrent layers alone"):
-        try_out(config)

@@ -248,7 +248,7 @@ Block ChannelCodes Column DenseStore Exact Gear GearLayerStore GroupedLayerStore
 OttLayerStore PageReads PerSequenceStores Pools Quantiser Queue RaggedStore RecentQueries Segments Sparse TokenCodes
 UngroupedLayerStore ZipCache ZipCacheLayerStore budgets layers progress sequences
 """
-FIELDS = "ee73ea582a2b4c1b"  # of these classes, the ones that files of this format hold, and the names of their fields
+FIELDS = "0badab0f6f5c0750"  # of these classes, the ones that files of this format hold, and the names of their fields
 
 
 def told_fields(told: Any, found: dict[str, set[str]]) -> None:
@@ -325,7 +325,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-100]), r"cache is damaged, or no file of KVCache"),
     "other tensors": (lambda path: save_file({"x": torch.ones(2)}, path), r"none that KVCache\.save wrote"),
     "no header": (lambda path: save_file({}, path, {"kvbench": "{}"}), r"its header does not say.*'format'"),
-    "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 8"),
+    "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 9"),
     "a class of nobody": (
         edited(lambda header: header["state"]["layers.0"]["_store"].update({"class": "os.system"})),
         r"its header does not say what a cache holds \(KeyError\('os.system'\)\)",
