@@ -116,12 +116,12 @@ class KVCache(Cache):
 
     def _new_layer(self, index: int) -> KVLayer | RecurrentLayer | EmptyLayer:
         """A layer of the model, by its index there."""
-        place, states = self._places.get(index), self.layout.states.get(index)
-        if states is None:
+        place = self._places.get(index)
+        if index not in self.layout.states:
             return EmptyLayer() if place is None else KVLayer(self.groups, place)
         if place is None:
-            return RecurrentLayer(self.groups, index, states)
-        return RecurrentKVLayer(self.groups, place, index, states)
+            return RecurrentLayer(self.groups, index, self.layout)
+        return RecurrentKVLayer(self.groups, place, index, self.layout)
 
     # --- one call of the model, layer by layer ---------------------------------------------------------------------
     @uncompiled  # transformers hands on to attention what this returns, keys and values or not

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
+from kvbench.cache.layout import in_one_call
 from kvbench.cache.pressed import PressedCache
-from kvbench.cache.rotary import beyond, forget_lengths, uniform_length
+from kvbench.cache.rotary import forget_lengths
 from kvbench.inference.answer import Answer, choose
 from kvbench.inference.calls import next_logits
 from kvbench.inference.context import ContextCache, check_context, parted, take_question
@@ -150,8 +151,11 @@ def prefill(
     schedule = cache.policy.schedule
     # Padding shifts the blocks of a sequence against the columns: a call would end inside a block.
     shifted = mask is not None and schedule.order == "evict_then_attend"
-    alike = uniform_length(model.config.get_text_config(decoder=True))
-    size = total if shifted or beyond(alike, cache.seen + total) else schedule.call_size(total)
+    whole = shifted or in_one_call(model.config, cache.seen + total)
+    size = total if whole else schedule.call_size(total)
+    if cache.layout.states:
+        # A later prompt goes on by single tokens where several would begin anew; padding is no token of a call's own.
+        size = 1 if cache.seen and not cache.layout.continues else size if mask is None else max(2, size)
     if not cache.seen:
         forget_lengths(model)
     positions = torch.arange(cache.seen, cache.seen + total).expand(len(input_ids), -1)

@@ -185,11 +185,12 @@ class _NoEncoder:
 
 
 def _pass_over(model: PreTrainedModel, group: PolicyGroup, asked: ExtraPasses, row: int, one: Pass) -> None:
-    """Let the tokens of a pass look at all that is held of a sequence."""
+    """Let the tokens of a pass look at all that is held of a sequence, as if they followed it. It stays as it is."""
     begin = group.progress.seen[row]
     ids = torch.tensor([one.tokens], device=model.device)
     now = _step(torch.arange(begin, begin + len(one.tokens), device=model.device)[None])
     over = _PassCache(model.config, Policy(name="full"))
+    over.group.states = {name: state[row : row + 1].clone() for name, state in group.states.items()}
     over.asked, over.held, over.row, over.one, over.now, over.hidden = asked, group, row, one, now, None
     with over.noting_hidden(model) if asked.reads_layer else nullcontext():
         model.base_model(input_ids=ids, position_ids=now.positions, past_key_values=over, use_cache=True)
