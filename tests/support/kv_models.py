@@ -15,6 +15,8 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -45,8 +47,31 @@ def _config(family: str, sizes: Sizes) -> PreTrainedConfig:
             attn_logit_softcapping=5.0,
             final_logit_softcapping=30.0,
         ),
+        "gemma3n": lambda: Gemma3nTextConfig(
+            **sharing(sizes), intermediate_size=[48] * 5, activation_sparsity_pattern=[0.0] * 5, altup_num_inputs=2
+        ),
+        "gemma4": lambda: Gemma4TextConfig(**sharing(sizes), global_head_dim=16, intermediate_size=48),
     }
     return makers[family]()
+
+
+SHARING = ("gemma3n", "gemma4")
+"""Five layers, of which 3 reads what 2 stored (both look through a window) and 4 what 0 stored."""
+
+
+def sharing(sizes: Sizes) -> Sizes:
+    """The fields of a Gemma whose last layers read what earlier ones stored."""
+    window, full = "sliding_attention", "full_attention"
+    own = {
+        "num_hidden_layers": 5,
+        "layer_types": [full, window, window, window, full],
+        "num_kv_shared_layers": 2,
+        "head_dim": 8,
+        "sliding_window": SLIDING,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+    }
+    return {name: value for name, value in sizes.items() if name != "intermediate_size"} | own
 
 
 def tiny(

@@ -31,7 +31,7 @@ class Run:
 
 def kept_now(cache: KVCache) -> list[Kept]:
     """Positions held, ascending: [row][layer][KV head]."""
-    layers = [layer.positions for layer in cache.layers]
+    layers = [layer.positions for layer in cache.attention_layers]
     rows = range(layers[0].shape[0])
     return [
         [[tuple(sorted(int(p) for p in head if p >= 0)) for head in positions[row]] for positions in layers]

@@ -1,10 +1,11 @@
 """A model running through the slow oracle: its attention function receives new keys only, the oracle keeps the rest."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from kv_layers import SlowLayers
 from kv_oracle import Glance, Rules, SlowSequence, Trace
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -56,12 +57,22 @@ def attending(model: PreTrainedModel, sequence: Any) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def simulate(model: PreTrainedModel, prompt: Sequence[int], new_tokens: int, rules: Rules) -> Trace:
-    """Prefill the prompt and generate greedily under `rules`."""
+def simulate(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    new_tokens: int,
+    rules: Rules,
+    owners: Mapping[int, int] | None = None,
+    chunks: Mapping[int, int] | None = None,
+) -> Trace:
+    """Prefill the prompt and generate greedily under `rules`; owners, chunks: see `SlowLayers`."""
     config = model.config
     kv_heads = config.num_key_value_heads
     group = config.num_attention_heads // kv_heads
-    sequence = SlowSequence(rules, config.num_hidden_layers, kv_heads, group, len(prompt))
+    layers = config.num_hidden_layers
+    sequence = SlowSequence(rules, layers, kv_heads, group, len(prompt))
+    if owners or chunks:
+        sequence = SlowLayers(rules, layers, kv_heads, group, len(prompt), owners or {}, chunks or {})
     with attending(model, sequence):
         generate(model, list(prompt), new_tokens, sequence)
     return sequence.trace
