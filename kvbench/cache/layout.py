@@ -14,20 +14,24 @@ RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 """Types of layers with a convolutional or recurrent state; the hybrid ones keep keys and values too."""
 NOTHING = ("moe", "mlp")
 """Types of layers that keep nothing."""
+BEGIN_ANEW = ("jamba", "zamba")
+"""Models whose recurrences (the first Mamba's) transformers begins with an empty state at every call of several tokens."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """The layers of a model, by its own indices.
 
-    layers: how many there are. attention: those with keys and values of their own, in order. recurrent: those with a
-    state. owners: for a layer that reads another's keys and values, that layer. chunks: the tokens of a chunk, for
+    layers: how many there are. attention: those with keys and values of their own, in order. states: how many a layer
+    with recurrent or convolutional states has. continues: whether such a layer goes on from its state where a call
+    brings several tokens; else it begins anew. owners: for a layer that reads another's keys and values, that layer. chunks: the tokens of a chunk, for
     layers where a token sees its own chunk only.
     """
 
     layers: int
     attention: tuple[int, ...]
-    recurrent: tuple[int, ...] = ()
+    states: Mapping[int, int] = field(default_factory=dict)
+    continues: bool = True
     owners: Mapping[int, int] = field(default_factory=dict)
     chunks: Mapping[int, int] = field(default_factory=dict)
 
@@ -49,8 +53,9 @@ def layout_of(config: PreTrainedConfig) -> Layout:
     owners = _owners(config, kinds)
     without = ("linear_attention", "conv", *NOTHING)
     attention = [index for index, kind in enumerate(kinds) if kind not in without and index not in owners]
-    recurrent = [index for index, kind in enumerate(kinds) if kind in RECURRENT]
-    return Layout(count, tuple(attention), tuple(recurrent), owners)
+    number = getattr(config, "number_of_conv_states", None) or 1
+    states = {index: number for index, kind in enumerate(kinds) if kind in RECURRENT}
+    return Layout(count, tuple(attention), states, config.model_type not in BEGIN_ANEW, owners)
 
 
 def _owners(config: PreTrainedConfig, kinds: Sequence[str]) -> dict[int, int]:
