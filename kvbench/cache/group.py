@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -168,10 +169,16 @@ class PolicyGroup:
         return sum(state.nbytes for state in self.states.values())
 
     def hold_state(self, name: str, state: Tensor) -> None:
-        """Hold the first state [B,...] of a recurrent layer, which stays as large as it is."""
+        """Hold another state [B,...] of a recurrent or chunked layer than before."""
+        before = self.states.get(name)
         self.states[name] = state
-        self._total_bytes += state.nbytes
+        self._total_bytes += state.nbytes - (0 if before is None else before.nbytes)
         self.peak_nbytes = max(self.peak_nbytes, self._total_bytes)
+
+    def free_state(self, name: str) -> None:
+        """Let a state be written to outside of inference mode, where it was made inside."""
+        if name in self.states and self.states[name].is_inference() and not torch.is_inference_mode_enabled():
+            self.states[name] = self.states[name].clone()
 
     def settle(self, index: int, prompt_done: bool) -> None:
         """A step of layer `index` is over: once every prompt is in, the store brings it into its final form."""

@@ -228,6 +228,14 @@ class _PassCache(KVCache):
             params = params._replace(model=model_layer(reader, queries))
         return self.attend(index, Projected(queries, keys, values), mask, params)
 
+    def _begin(self, *args: object) -> None:
+        """Nothing of its own begins."""
+
+    _end = _begin
+
+    def _steps(self, group: PolicyGroup, like: Tensor) -> list[BatchStep]:
+        return [self.now.to(like.device)]
+
     def attend(self, index: int, new: Projected, mask: Tensor | None, params: AttentionParams) -> Tensor:
         layer = self.held.layers[index]
         new, store = layer.prepare(new), layer.store

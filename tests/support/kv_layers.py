@@ -46,7 +46,8 @@ class SlowLayers(SlowSequence):
         for i, position in enumerate(range(self.seen, self.seen_after)):
             for kv, head in enumerate(self.heads[layer]):
                 if position % self.chunks[layer] == 0:
-                    head.drop(list(head.keys))
+                    head.keys.clear()
+                    head.values.clear()
                 head.keys[position], head.values[position] = keys[kv, i], values[kv, i]
             out.append(self._look(self.heads[layer], queries[:, i : i + 1], glance, first=position))
         return np.concatenate(out, axis=1)
