@@ -170,9 +170,10 @@ class PolicyGroup:
         return sum(state.nbytes for state in self.states.values())
 
     def hold_state(self, name: str, state: Tensor) -> None:
-        """Hold the first state [B,...] of a recurrent layer, which stays as large as it is."""
+        """Hold another state [B,...] of a recurrent or chunked layer than before."""
+        before = self.states.get(name)
         self.states[name] = state
-        self._total_bytes += state.nbytes
+        self._total_bytes += state.nbytes - (0 if before is None else before.nbytes)
         self.peak_nbytes = max(self.peak_nbytes, self._total_bytes)
 
     def free_state(self, name: str) -> None:

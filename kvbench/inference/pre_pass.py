@@ -110,15 +110,22 @@ def pre_pass(
     for group in groups:
         group.waits_for_pre_pass = True
     hook = model.base_model.register_forward_hook(find)
+    before = model.base_model.register_forward_pre_hook(_whole, with_kwargs=True)
     try:
         yield
     finally:
         hook.remove()
+        before.remove()
     if not done:
         raise ValueError(
             f"{groups[0].policy.name} has the model look at a prompt again before it evicts, which kvbench cannot have "
             f"{type(model).__name__} do: it calls a part of its {type(model.base_model).__name__} and not the whole"
         )
+
+
+def _whole(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The last hidden states of the whole prompt, where a base would leave out those that no logit is asked of."""
+    return args, kwargs | ({"logits_to_keep": 0} if "logits_to_keep" in kwargs else {})
 
 
 def _alike(groups: list[PolicyGroup]) -> list[list[PolicyGroup]]:
@@ -251,6 +258,14 @@ class _PassCache(KVCache):
             self.noted.clear()
             params = params._replace(model=model_layer(reader, queries))
         return self.attend(index, Projected(queries, keys, values), mask, params)
+
+    def _begin(self, *args: object) -> None:
+        """Nothing of its own begins."""
+
+    _end = _begin
+
+    def _steps(self, group: PolicyGroup, like: Tensor) -> list[BatchStep]:
+        return [self.now.to(like.device)]
 
     def attend(self, index: int, new: Projected, mask: Tensor | None, params: AttentionParams) -> Tensor:
         layer = self.held.layers[index]
