@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvbench.config.naming import refusing_in
 from kvbench.identity.cell import Cell
 from kvbench.identity.reading import is_read, policy_for
+from kvbench.inference.turns import check_turns
 from kvbench.models.prompts import Prompt, PromptMaker
 from kvbench.policies.layer_budgets import layer_budgets, read_budget
 from kvbench.records.sample import Sample
@@ -104,6 +105,9 @@ def check_policy(cell: Cell, prompts: Sequence[Prompt]) -> None:
         with refusing(f"budget={cell.budget}: "):
             for length in {length for prompt in prompts for length in prompt.lengths}:
                 read_budget(cell.policy, length)
+    if any(prompt.turns for prompt in prompts):
+        with refusing(f"task {cell.task.name}: "):
+            check_turns(cell.policy)
     for prompt in filter(is_read, prompts):
         with refusing(f"task {cell.task.name}: "):
             policy_for(cell.policy, prompt)

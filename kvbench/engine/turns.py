@@ -19,6 +19,11 @@ class Turn:
     runs: tuple[RunWriter, ...]
 
     @property
+    def talk(self) -> tuple[int, ...]:
+        """What turns of one conversation have in common, and no other example: where it begins."""
+        return (self.index - len(self.prompt.turns),) if self.prompt.turns else (self.index, 0)
+
+    @property
     def lacking(self) -> list[RunWriter]:
         """Those of its runs for which it is still to be computed."""
         return [run for run in self.runs if not run.ended and not run.has(self.index)]
