@@ -132,7 +132,7 @@ class PromptMaker:
     def _in_shared_cache(self, example: Example, shared: Shared) -> Prompt:
         """A question in the cache of others: its context, or the turns up to it, each text tokenised alone.
 
-        Where the first text is too long its middle tokens go, as SCBench's code cuts it: the same for all its questions.
+        Where the first text is too long its middle tokens go, as in SCBench's code: the same for all its questions.
         """
         chat = bool(self.task.asking(example).chat and self.tokenizer.chat_template)
         texts = shared_texts(self.tokenizer, example, shared, chat)

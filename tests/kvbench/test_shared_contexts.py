@@ -146,6 +146,7 @@ def result(line: Line) -> Line:
             "holds what it kept of a prompt in a compressed form, from which no token can be evicted",
         ),
         ("gemfilter policy.pre_pass.layer=1", "rewrites a prompt before it is read, so none can follow it"),
+        ("kvpress policy.press=KnormPress", "is a press of kvpress, which compresses a single prompt: use mode=scdq"),
         ("d2o_released", "and in a conversation the next prompt follows"),
     ],
 )
@@ -153,6 +154,8 @@ def test_a_policy_that_takes_no_next_prompt_is_refused_in_one_sentence(
     policy: str, said: str, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, *fields = policy.split()
+    if name == "kvpress":
+        pytest.importorskip("kvpress", reason="kvpress is not installed: pip install --no-deps kvpress cachetools")
     run("multi_turn", *fields, policies=name, fails=2)
     told = capsys.readouterr().err.splitlines()
     assert [said in line for line in told] == [True]
