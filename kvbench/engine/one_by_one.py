@@ -16,7 +16,7 @@ def one_by_one(loaded: LoadedModel, turns: Sequence[Turn], advance: Advance) -> 
     steps = InStep(turns)
     for run in {run for turn in turns for run in turn.runs}:
         run.apart = False  # here each is by itself, and what lacks is waited for
-    for _, some in groupby(turns, key=lambda turn: turn.talk):
+    for _, some in groupby(turns, key=lambda turn: turn.first):
         asked = list(some)
         for run in {run: None for turn in asked for run in turn.lacking}:
             talk = conversation(run.cell, loaded, asked[0].prompt)
@@ -27,7 +27,7 @@ def one_by_one(loaded: LoadedModel, turns: Sequence[Turn], advance: Advance) -> 
                         run.deliver(sample)
                         if sample.error:  # nobody knows what its cache holds
                             talk = conversation(run.cell, loaded, turn.prompt)
-            steps.write()
+                    steps.write()
 
 
 class _Report:

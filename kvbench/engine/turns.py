@@ -19,9 +19,9 @@ class Turn:
     runs: tuple[RunWriter, ...]
 
     @property
-    def talk(self) -> tuple[int, ...]:
-        """What turns of one conversation have in common, and no other example: where it begins."""
-        return (self.index - len(self.prompt.turns),) if self.prompt.turns else (self.index, 0)
+    def first(self) -> int:
+        """The example of the first turn of its conversation; itself where it is no part of one."""
+        return self.index - max(0, len(self.prompt.turns) - 1)
 
     @property
     def lacking(self) -> list[RunWriter]:

@@ -27,10 +27,13 @@ SCDQ_SPARE = 1000  # positions that the official code keeps free for a question 
 class SCBench(SharedContext):
     """One task of SCBench: each turn of each context is an example, scored by the official rule.
 
-    turns_asked: the first so many of every context. data_dir: a copy of the rows, a file or a folder of them, in place
-    of those at `hub`. revision: a commit there, or a branch, which may move. metadata has `answers` as the scorer takes
-    them. An answer on which the official scorer raises counts 0; where an official rule is broken, the mean of a sound
-    one is printed beside it as `score_sound`. A first prompt that is too long loses its middle.
+    metadata has `answers` as the scorer takes them. An answer on which the official scorer raises counts 0; where an
+    official rule is broken, the mean of a sound one is printed beside it as `score_sound`. A first prompt that is too
+    long loses its middle.
+
+    subset: which task. turns_asked: the first so many of every context. max_new_tokens: None for the authors'.
+    data_dir: a copy of the rows, a file or a folder of them, in place of those at the hub. hub: the data set there.
+    revision: a commit of it, or a branch, which may move.
     Source: microsoft/MInference at fb56c91, scbench/eval_utils.py and scbench/run_scbench.py.
     """
 
