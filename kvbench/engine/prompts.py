@@ -94,7 +94,7 @@ def _each_sample(prompt: Prompt, samples: int) -> list[Prompt]:
     if samples == 1:
         return [prompt]
     if prompt.turns:
-        raise ConfigError("generation.samples", samples, why="is not allowed: a conversation goes on from one answer")
+        raise UsageError(f"generation.samples={samples} is not allowed: a conversation goes on from one answer")
     first = prompt.example.index * samples
     return [replace(prompt, example=replace(prompt.example, index=first + i), sample=i) for i in range(samples)]
 
