@@ -74,7 +74,7 @@ class DecodeBatch:
         return self.admit_questions([request], policies)[0]
 
     def admit_questions(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[LiveSequence]]:
-        """The same for several questions about one context (`joins`), which is prefilled once; sequences by request."""
+        """The same for questions about one context, or samples of one prompt (`joins`): one prefill; by request."""
         assert all(self.joins(requests[0], request) for request in requests[1:])
         return self._admitted(requests, policies, prefill_prompt)
 
@@ -114,7 +114,7 @@ class DecodeBatch:
         return whole and not any(map(self._stretches, (first, second)))
 
     def joins(self, first: Request, second: Request) -> bool:
-        """Whether two requests ask about the same context, so that one reading of it serves both.
+        """Whether two requests have the same prompt, a context say, so that one reading serves both.
 
         Or whether the second goes on with the conversation of the first.
         """
@@ -122,7 +122,7 @@ class DecodeBatch:
             read = first.input_ids.shape[1]
             goes_on = second.turns[: len(first.turns)] == first.turns
             return goes_on and torch.equal(second.input_ids[:, :read], first.input_ids) and not self._stretches(second)
-        if first.context_tokens is None or first.context_tokens != second.context_tokens:
+        if first.context_tokens != second.context_tokens:
             return False
         return torch.equal(first.prompt, second.prompt) and not any(map(self._stretches, (first, second)))
 

@@ -10,8 +10,9 @@ from itertools import accumulate
 from torch import Tensor
 
 from kvbench.cache.cache import KVCache
-from kvbench.inference.answer import NOT_A_NUMBER, Answer, likeliest
+from kvbench.inference.answer import NOT_A_NUMBER, Answer, next_tokens
 from kvbench.inference.context import parted
+from kvbench.inference.sampling import Draws
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TextEncoder
 
@@ -22,7 +23,8 @@ class Request:
 
     context_tokens: so many of them are the policies' prompt, the others a question about it; None: all are the prompt.
     turns: of a conversation the tokens of each turn's prompt, the answered one last; () elsewhere.
-    encoder: for policies with a pre-pass that is made of text.
+    encoder: for policies with a pre-pass that is made of text. draws: makes what an answer draws its tokens by; None:
+    decoding is greedy.
     """
 
     input_ids: Tensor
@@ -33,6 +35,7 @@ class Request:
     context_tokens: int | None = None
     encoder: TextEncoder | None = None
     turns: tuple[int, ...] = ()
+    draws: Callable[[], Draws] | None = None
 
     @property
     def prompt(self) -> Tensor:
@@ -86,7 +89,8 @@ class LiveSequence:
 
 def new_sequence(request: Request, policy: Policy) -> LiveSequence:
     """A sequence that has read nothing yet."""
-    answer = Answer(request.eos_token_ids, request.stop, request.max_new_tokens, request.min_new_tokens)
+    draws = None if request.draws is None else request.draws()
+    answer = Answer(request.eos_token_ids, request.stop, request.max_new_tokens, request.min_new_tokens, draws)
     return LiveSequence(request, policy, answer)
 
 
@@ -97,7 +101,7 @@ def choose_next(sequences: Sequence[LiveSequence], logits: Tensor) -> None:
     """
     if len(logits) < len(sequences):
         logits = logits.repeat(len(sequences), 1)
-    tokens, broken = likeliest(logits, [sequence.answer for sequence in sequences])
+    tokens, broken = next_tokens(logits, [sequence.answer for sequence in sequences])
     for index, (sequence, token, wrong) in enumerate(zip(sequences, tokens.tolist(), broken, strict=True)):
         if sequence.error is None and wrong:
             sequence.error = FloatingPointError(NOT_A_NUMBER)

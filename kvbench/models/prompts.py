@@ -39,6 +39,7 @@ class Prompt:
     compressed and continuations to be rated, where it gives those; ids is then the context of the longest.
     context_tokens: so many of ids are a context that is compressed by itself; None: the whole prompt is compressed.
     turns: of a conversation the tokens of each turn's prompt, which are ids together; () elsewhere.
+    sample: the number of the answer, from 0, where several are sampled; example.index then counts answers.
     """
 
     example: Example
@@ -48,15 +49,18 @@ class Prompt:
     pairs: tuple[Pair, ...] = ()
     context_tokens: int | None = None
     turns: tuple[int, ...] = ()
+    sample: int | None = None
 
     @property
     def context_hash(self) -> str | None:
-        """The sha256 of the tokens read first: equal where prompts ask other questions about the same context.
+        """The sha256 of what one reading serves: a context that others ask about too, a prompt answered repeatedly.
 
         Of a conversation its first prompt's.
         """
         first = self.turns[0] if self.turns else self.context_tokens
-        return None if first is None else hashlib.sha256(self.ids[:first].numpy().tobytes()).hexdigest()
+        if first is None and self.sample is None:
+            return None
+        return hashlib.sha256(self.ids[:first].numpy().tobytes()).hexdigest()
 
     @property
     def own(self) -> bool:

@@ -24,6 +24,7 @@ _OPTIONAL = (
     *("likelihood", "measures", "context_tokens", "kept_heads"),
     *("shared_prefill", "rows_in_flight", "max_new_tokens", "pre_pass_tokens", "read_tokens", "read_bytes"),
     "recomputed_tokens",
+    "sample",
 )
 
 log = logging.getLogger(__name__)
