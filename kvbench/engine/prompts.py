@@ -127,6 +127,8 @@ def check_policy(cell: Cell, prompts: Sequence[Prompt]) -> None:
     if any(prompt.turns for prompt in prompts):
         with refusing(f"task {cell.task.name}: "):
             check_turns(cell.policy)
+            if any(prompt.own for prompt in prompts) and not (cell.sampling is None or cell.sampling.greedy):
+                raise ValueError("history=own goes with greedy decoding, since a turn repeats the answers before it")
     for prompt in filter(is_read, prompts):
         with refusing(f"task {cell.task.name}: "):
             policy_for(cell.policy, prompt)
