@@ -198,7 +198,10 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("name", ["caote/always-average", "cake/needle-best", "d2o/needle", "ott/beats-kivi", "today/two-and-a-half-bits", *SLOW])
+@pytest.mark.parametrize(
+    "name",
+    ["caote/always-average", "cake/needle-best", "d2o/needle", "ott/beats-kivi", "today/two-and-a-half-bits", *SLOW],
+)
 def test_the_command_of_a_claim_is_one_that_runs(name: str) -> None:
     trial = ALL[name].trial
     assert trial is not None
