@@ -104,7 +104,8 @@ def _placed(entries: Sequence[Entry]) -> list[Entry]:
     """The entries with their places: each is compared with the best of those that hold no more, Holm over all."""
     compared: list[tuple[Entry, Entry | None, Difference | None]] = []
     for entry in entries:
-        rival = max((other for other in entries if _beats(other, entry)), key=lambda e: e.value, default=None)
+        better = [] if entry.first.is_full else [other for other in entries if _beats(other, entry)]
+        rival = max(better, key=lambda e: e.value, default=None)
         compared.append((entry, rival, None if rival is None else _compared(rival, entry)))
     adjusted = iter(holm([difference.p for *_, difference in compared if difference is not None]))
     found = []

@@ -27,7 +27,7 @@ PAGE, TABLE, SAMPLES = "index.html", "leaderboard.csv", "samples"
 OVERALL = "mean"
 _KEPT = ("samples.jsonl", "config.yaml", "environment.json", "metrics.json")
 WIDTH, HEIGHT, LEFT, BELOW = 900, 300, 46, 34  # of the picture, and its margins
-_LABEL = 120, 13  # room that a name takes
+_LABEL = 95, 13  # room that a name takes
 
 
 @dataclass(frozen=True)
