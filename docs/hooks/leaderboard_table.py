@@ -8,7 +8,7 @@ from pathlib import Path
 from md import table
 
 FILE = Path(__file__).parents[2] / "results" / "leaderboard" / "leaderboard.csv"
-PLACES = {"best": "**best**", "tied": "≈ best", "worse": "", "": "reference"}
+PLACES = {"best": "**best**", "tied": "≈&nbsp;best", "worse": "", "": "reference"}
 
 
 def leaderboard() -> str:
@@ -29,7 +29,8 @@ def leaderboard() -> str:
         (
             f"`{row['policy']}`",
             row["budget"] or "–",
-            f"{float(row['score']):.2f} ({float(row['low']):.2f}–{float(row['high']):.2f})",
+            f"{float(row['score']):.2f}",
+            f"{float(row['low']):.2f}&nbsp;to&nbsp;{float(row['high']):.2f}",
             f"{int(row['cache_bytes']) / 1024:,.0f}",
             f"{float(row['cache_share']):.1%}",
             PLACES[row["place"]],

@@ -23,14 +23,15 @@ from kvbench.cache.caller import Caller, check_policy
 from kvbench.cache.device_batch import DeviceBatch, can_join
 from kvbench.cache.evict import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
-from kvbench.cache.hook import LayerCall
-from kvbench.cache.interface import (
-    NoRecurrentStates,
-    check_interface,
-)
-from kvbench.cache.layer import KVLayer
+from kvbench.cache.hook import LayerCall, SharedCall
+from kvbench.cache.interface import check_interface
+from kvbench.cache.layer import EmptyLayer, KVLayer
+from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
+from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer
 from kvbench.cache.saving import load, save
+from kvbench.cache.shared import SharedReads
+from kvbench.cache.state import LayerState
 from kvbench.cache.step import LayerStep, Projected
 from kvbench.cache.steps import BatchStep
 from kvbench.cache.uncompiled import uncompiled
@@ -42,7 +43,7 @@ from kvbench.policies.stores.slots import owned
 __all__ = ["BudgetError", "KVCache", "ScoreError"]
 
 
-class KVCache(NoRecurrentStates, Cache):
+class KVCache(Cache):
     """A cache that holds what its policy keeps; pass it to `model.generate` or to the model itself.
 
     prompt_length: tokens of the prompt, one number or one per sequence. Without it the first call is the whole prompt:
@@ -78,7 +79,6 @@ class KVCache(NoRecurrentStates, Cache):
         answer = model.generate(ids, past_key_values=cache, max_new_tokens=64, do_sample=False)
     """
 
-    layers: list[KVLayer]  # type: ignore[assignment]
     _teacher_forced: ClassVar[bool] = False
     """Whether tokens after the prompt are given and may come several at once, each a decoded one all the same."""
 
@@ -93,8 +93,12 @@ class KVCache(NoRecurrentStates, Cache):
         self._batch: DeviceBatch | None = None  # see `on_device`
         self._evictions = Evictions()
         self._caller = Caller(self.config)
-        layers = range(self.config.num_hidden_layers)
-        super().__init__(layers=[KVLayer(self.groups, index) for index in layers])
+        self.layout = layout_of(self.config)
+        self._shared = SharedReads(self.layout)
+        self._places = self.layout.places
+        layers: list[Any] = [self._new_layer(index) for index in range(self.layout.layers)]
+        self.attention_layers: list[KVLayer] = [layers[index] for index in self.layout.attention]
+        super().__init__(layers=layers)
         self._is_user_defined = False  # transformers sets it where `model.generate` is given the cache
 
     def _new_group(self, policy: Policy) -> PolicyGroup:
@@ -104,16 +108,35 @@ class KVCache(NoRecurrentStates, Cache):
         several = self._teacher_forced or (policy.store.exact and not policy.evicts)
         return PolicyGroup(self.config, policy, self._prompt_length, several)
 
+    def _new_layer(self, index: int) -> KVLayer | RecurrentLayer | EmptyLayer:
+        """A layer of the model, by its index there."""
+        place, states = self._places.get(index), self.layout.states.get(index)
+        if states is None:
+            return EmptyLayer() if place is None else KVLayer(self.groups, place)
+        if place is None:
+            return RecurrentLayer(self.groups, index, states)
+        return RecurrentKVLayer(self.groups, place, index, states)
+
     # --- one call of the model, layer by layer ---------------------------------------------------------------------
     @uncompiled  # transformers hands on to attention what this returns, keys and values or not
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[LayerCall, LayerCall]:
         """Hand the new keys and values [B,H_kv,M,D] of a layer on to its attention, which appends them."""
-        if layer_idx == 0:
+        place = self._places[layer_idx]
+        if place == 0:
             self._caller.check_attention()
-        call = LayerCall(layer_idx, partial(self._called, layer_idx, key_states, value_states))
+        call = LayerCall(layer_idx, partial(self._called, place, key_states, value_states))
+        if place in self.layout.owned:
+            call = SharedCall(call, partial(self._read, place, key_states.shape[2]))
         return call, call
+
+    def _read(self, owner: int, columns: int, queries: Tensor, params: AttentionParams) -> Tensor:
+        """Attention of a layer that reads another's keys and values, for the last queries of a call of `columns`."""
+        out = self._shared.attend(owner, columns, queries, params, dict(self._rows()))
+        if self._shared.all_read:
+            self._end_call()
+        return out
 
     def _called(self, index: int, keys: Tensor, values: Tensor, reader: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
         """What the attention function calls. reader: the module that attends; args: queries, mask, parameters."""
@@ -141,12 +164,13 @@ class KVCache(NoRecurrentStates, Cache):
         else:
             parts = [self._attend_isolated(group, index, new.rows(rows), params) for group, rows in self._rows()]
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if index == len(self.layers) - 1:
+        if index == len(self.attention_layers) - 1 and not self.layout.owners:
             self._end_call()
         return out
 
     def _begin_call(self, new: Projected, mask: Tensor | None) -> None:
         self._evictions.end_call()  # of a model whose last layers hold no cache of their own
+        self._shared.begin()
         assert mask is None or len(self.groups) == 1, "sequences of several policies are never padded"
         if self._batch is not None:
             if new.queries.shape[2] == 1 and mask is None and self._batch.room > 0:
@@ -206,10 +230,16 @@ class KVCache(NoRecurrentStates, Cache):
         group.note_bytes(index)
         if policy.schedule.order == "attend_then_evict":
             out = attend(step, policy.needs)
-            self._evictions.add(group, layer, step)
+            self._shared.add(group, layer, step, new.values)
+            self._evict(group, layer, step)
             return out
         self._evictions.add(group, layer, step)
+        self._shared.add(group, layer, step, new.values)
         return attend_to_survivors(step, new.values)
+
+    def _evict(self, group: PolicyGroup, layer: LayerState, step: LayerStep) -> None:
+        later = self._shared.holds_up(layer, step)
+        (self._evictions.add_later if later else self._evictions.add)(group, layer, step)
 
     def _attend_once(self, index: int, new: Projected, params: AttentionParams) -> Tensor:
         """A prompt that several policies read whole: attention is computed once, and what they observe too."""
@@ -230,9 +260,10 @@ class KVCache(NoRecurrentStates, Cache):
             return _nothing(new)
         reader = min(steps, key=_cost)
         out = attend(steps[reader], reader.policy.needs)
+        self._shared.add(reader, reader.layers[index], steps[reader], new.values)
         for group, step in steps.items():
             try:
-                self._evictions.add(group, group.layers[index], step)
+                self._evict(group, group.layers[index], step)
             except Exception as error:
                 group.fail(error)
         return out
@@ -260,9 +291,10 @@ class KVCache(NoRecurrentStates, Cache):
     def on_device(self, wanted: bool = True) -> DeviceBatch | None:
         """Take decoding steps of all groups that can at once, whose lengths then stand on the device, or end that.
 
-        None where no group can. What changes the groups ends it, as does a step for which a store has to grow.
+        None where no group can, and where layers read what others store. What changes the groups ends it, as does a
+        step for which a store has to grow.
         """
-        if wanted and self._batch is None:
+        if wanted and self._batch is None and not self.layout.owners:
             groups = [group for group in self.groups if can_join(group)]
             self._batch = DeviceBatch(groups) if groups else None
         elif not wanted and self._batch is not None:
@@ -354,12 +386,17 @@ class KVCache(NoRecurrentStates, Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor held, over all layers."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self.attention_layers) + self.state_nbytes
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of the states of recurrent layers, which no policy makes smaller."""
+        return sum(group.state_nbytes for group in self.groups)
 
     @property
     def spare_nbytes(self) -> int:
         """Bytes reserved but unused: capacity for new tokens, and the slots of evicted ones."""
-        return sum(layer.spare_nbytes for layer in self.layers)
+        return sum(layer.spare_nbytes for layer in self.attention_layers)
 
     @property
     def held_nbytes(self) -> int:
@@ -371,10 +408,18 @@ class KVCache(NoRecurrentStates, Cache):
         """The most bytes held at any time."""
         return sum(group.peak_nbytes for group in self.groups)
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen before the call that is running, by every layer; between calls all that were seen."""
+        return max((group.seen_before for group in self.groups), default=0)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Tokens seen by the end of the call, by every layer, and where they begin."""
+        return self.get_seq_length() + query_length, 0
+
     def kept_tokens(self) -> Tensor:
-        """[L,B,H_kv] tokens held."""
-        first = self.layers[0].positions.device  # of a model on several devices
-        return torch.stack([layer.kept_tokens().to(first) for layer in self.layers])
+        """[L,B,H_kv] tokens held by the attention layers."""
+        first = self.attention_layers[0].positions.device  # of a model on several devices
+        return torch.stack([layer.kept_tokens().to(first) for layer in self.attention_layers])
 
     def audit(self) -> None:
         """Raise BudgetError unless every layer holds at most what its policy promises, at valid positions."""

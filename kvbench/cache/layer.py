@@ -15,6 +15,19 @@ from kvbench.cache.state import LayerState
 from kvbench.policies.stores.slots import biases, padded
 
 
+class EmptyLayer(NoRollback):
+    """A layer of a model that keeps no keys and values of its own."""
+
+    is_initialized = True
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+    keys = values = None
+
+    def get_max_length(self) -> int:
+        return -1
+
+
 class KVLayer(NoRollback, CacheLayerMixin):
     """One layer of all sequences; those that hold fewer tokens end in empty slots."""
 

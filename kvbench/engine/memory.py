@@ -8,6 +8,7 @@ from math import ceil
 
 import torch
 
+from kvbench.cache.layout import attention_layers
 from kvbench.engine import device_memory
 from kvbench.engine.run_writer import RunWriter
 from kvbench.engine.sequence import LiveSequence
@@ -111,7 +112,7 @@ def _kept_share(cell: Cell, length: int, tokens: int) -> float:
         copies = int(config.num_attention_heads) // int(getattr(config, "num_key_value_heads", None) or 1)
     if policy.budget is None or policy.reader is not None:
         return copies
-    layers = int(config.num_hidden_layers)
+    layers = attention_layers(config)
     kept = total_slots(policy, layers, length) / layers
     grown = tokens - length
     if policy.evicts and policy.schedule.decode == "evict":

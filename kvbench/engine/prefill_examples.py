@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.join import pick
+from kvbench.cache.layout import attention_layers
 from kvbench.cache.rotary import forget_lengths
 from kvbench.engine.prefill import TOKENS_AT_ONCE, prefill_blocks, prefill_prompt
 from kvbench.engine.sequence import LiveSequence
@@ -28,7 +29,7 @@ def prefill_examples(model: PreTrainedModel, examples: Sequence[Sequence[LiveSeq
     The sequences of all have the same policies in the same order. One that fails has its error afterwards.
     """
     forget_lengths(model)
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    layers = attention_layers(model.config)
     sizes: dict[int, list[list[LiveSequence]]] = {}
     for variant in zip(*examples, strict=True):
         several = [sequence for sequence in variant if _block(sequence) < _length(sequence)]

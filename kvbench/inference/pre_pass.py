@@ -20,6 +20,7 @@ from kvbench.cache.attention import attend
 from kvbench.cache.cache import KVCache
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.interface import InterfaceError
+from kvbench.cache.layout import attention_layers
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.step import LayerStep, Projected
 from kvbench.cache.steps import BatchStep
@@ -233,7 +234,9 @@ class _PassCache(KVCache):
         stored = {name: x[here, :, :used] for name, x in stored.items()}
         both = {name: torch.cat([x, own[name]], dim=2) for name, x in stored.items()}
         over = DenseStore.of(both, (), store.ascending)
-        out = attend(LayerStep(new.queries, now, params, over, fresh=False), Needs())
+        looks = LayerStep(new.queries, now, params, over, fresh=False)
+        out = attend(looks, Needs())
+        self._shared.add(self.group, layer, looks, new.values)
         step = PassStep(
             layer=index,
             queries=new.queries,
@@ -290,7 +293,7 @@ class _Probe(KVCache):
 
 def _chosen(model: PreTrainedModel, input_ids: Tensor, policy: Policy, choice: PromptChoice) -> Tensor:
     """The prompt [1,T] as a pre-pass leaves it, [1,k]; the same tensor where all of it fits the budget."""
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    layers = attention_layers(model.config)
     if choice.layer >= layers:
         raise ValueError(f"{policy.name} filters at layer {choice.layer}, the model's layers are 0 to {layers - 1}")
     if len(input_ids) != 1:

@@ -67,7 +67,7 @@ class WatchedCache(KVCache):
         """Start to remember, from what is held now."""
         self._most = {}
         self.group.on_change = self._note
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.attention_layers):
             if layer.is_initialized:
                 self._note(index)
 
@@ -75,12 +75,12 @@ class WatchedCache(KVCache):
     def most_kept(self) -> Tensor:
         """[L,H_kv] the most tokens held at any time, over all sequences."""
         assert self._most, "nothing was watched"
-        return torch.stack([self._most[index].cpu() for index in range(len(self.layers))])
+        return torch.stack([self._most[index].cpu() for index in range(len(self.attention_layers))])
 
     def _note(self, index: int) -> None:
         """Called whenever a layer appended or evicted tokens."""
         assert self._most is not None
-        held = self.layers[index].kept_tokens().amax(0)
+        held = self.attention_layers[index].kept_tokens().amax(0)
         before = self._most.get(index, held)
         self._most[index] = torch.maximum(before, held)
 

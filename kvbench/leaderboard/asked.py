@@ -19,7 +19,7 @@ from kvbench.records.files import read_yaml
 from kvbench.terminal.errors import UsageError
 
 FILE_NAME = "submission.yaml"
-FIXED = ("seed", "compress", "schedule", "block", "decode", "every", "protect")
+FIXED = ("seed", "generation", "compress", "schedule", "block", "decode", "every", "protect")
 """Fields of a run that a leaderboard sets for all."""
 _PLACE = ("data_dir", "path")
 """Fields that say where files lie on a machine, not what is in them."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
+from kvbench.analysis.averages import of_prompts
 from kvbench.analysis.result import Result
 from kvbench.analysis.statistics import (
     ALPHA,
@@ -129,4 +130,4 @@ def _compared(rival: Entry, entry: Entry) -> Difference:
 
 
 def _scores(row: Result) -> list[float]:
-    return [sample.score for sample in row.samples if sample.score is not None]
+    return [one.score for one in of_prompts(row.samples) if one.score is not None]

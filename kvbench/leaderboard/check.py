@@ -33,6 +33,7 @@ from kvbench.records.samples import FILE_NAME, read_samples
 from kvbench.terminal.errors import UsageError
 
 _SET = {
+    "sample": "it is another answer of its prompt than the set's",
     "prompt_hash": "its prompt is not the set's",
     "prompt_tokens": "its prompt is longer or shorter than the set's",
     "references": "its references are not the set's",
@@ -129,8 +130,8 @@ class Checker:
         """The prompts of the whole set, made once for all runs that read them."""
         key = json.dumps([cell.identity[name] for name in ("model", "dtype", "task", "seed", "compress", "generation")])
         if key not in self._prompts:
-            cell = replace(cell, limit=wanted.limit)
-            self._prompts[key] = prompts_for([cell]).first(wanted.limit)
+            cell = replace(cell, limit=None if wanted.limit is None else wanted.limit * cell.samples)
+            self._prompts[key] = prompts_for([cell]).first(cell.limit)
         return self._prompts[key]
 
     def _missing(self, cells: Sequence[Cell], wanted: Asked) -> Iterator[str]:
@@ -152,7 +153,7 @@ class Checker:
     def _anew(self, cells: Sequence[Cell]) -> Iterator[str]:
         """The first examples of every run, computed on this machine."""
         with TemporaryDirectory() as folder:
-            again = [replace(cell, limit=self.again, out=Path(folder)) for cell in cells]
+            again = [replace(cell, limit=self.again * cell.samples, out=Path(folder)) for cell in cells]
             for run, ending in zip(self.runs, run_cells(again), strict=True):
                 if ending.folder is None:
                     yield f"{run.run_id}: it could not be computed again ({ending.error})"

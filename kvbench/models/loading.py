@@ -29,6 +29,7 @@ from transformers import (
 
 from kvbench.cache.hook import prepare
 from kvbench.cache.interface import kv_shapes
+from kvbench.cache.layout import layout_of
 from kvbench.models.trial import try_out
 from kvbench.terminal.errors import UsageError, refusing
 
@@ -102,7 +103,9 @@ class Checkpoint:
     def _layers(self) -> list[tuple[int, int, int | None]]:
         """(KV heads, head dimension, window) of every layer; asked for every row and every example."""
         windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=self.config).layers]
-        shapes = kv_shapes(self.config.get_text_config(decoder=True))
+        text = self.config.get_text_config(decoder=True)
+        shapes = kv_shapes(text)
+        windows = [windows[index] for index in layout_of(text).attention if index < len(windows)]
         # Where a configuration names no layers, transformers makes them as they are met, and none of them slides.
         windows = windows if len(windows) == len(shapes) else [None] * len(shapes)
         return [(heads, dim, window) for (heads, dim), window in zip(shapes, windows, strict=True)]

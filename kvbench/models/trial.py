@@ -29,7 +29,8 @@ def try_out(config: PreTrainedConfig) -> None:
         return
     cache = KVCache(model.config, make_policy("full"), prompt_length=TOKENS)
     if _finishes(model, cache):
-        without = [str(index) for index, layer in enumerate(cache.layers) if not layer.is_initialized]
+        layers = zip(cache.layout.attention, cache.attention_layers, strict=True)
+        without = [str(index) for index, layer in layers if not layer.is_initialized]
         if without:
             raise InterfaceError(
                 f"layers {', '.join(without)} of {type(model).__name__} keep nothing in the cache, so kvbench could "

@@ -32,7 +32,10 @@ def measure(probe: Probe) -> list[dict[str, object]]:
         statistics = cache.group.budgets.statistics(0)
         for place, name in enumerate(names):
             columns[name] = [layer[place] for layer in statistics]
-    return [{"layer": n, **{name: values[n] for name, values in columns.items()}} for n in range(len(cache.layers))]
+    return [
+        {"layer": n, **{name: values[n] for name, values in columns.items()}}
+        for n in range(len(cache.attention_layers))
+    ]
 
 
 def draw(table: pd.DataFrame, figure: Figure) -> None:

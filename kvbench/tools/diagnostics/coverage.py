@@ -37,7 +37,7 @@ def measure(probe: Probe) -> list[dict[str, object]]:
 
 def _row(probe: Probe, rate: float | None, budget: float | None) -> dict[str, object]:
     cache = probe.prefilled()
-    kept = torch.cat([layer.positions.flatten() for layer in cache.layers])
+    kept = torch.cat([layer.positions.flatten() for layer in cache.attention_layers])
     distinct = int((kept.unique() >= 0).sum())
     return {"rate": rate, "budget": budget, "tokens": probe.length, "coverage": 100 * distinct / probe.length}
 

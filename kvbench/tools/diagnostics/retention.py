@@ -12,7 +12,7 @@ TITLE = "KV heads that keep each token, by layer"
 def measure(probe: Probe) -> list[dict[str, object]]:
     """One row per layer and prompt position: the number of KV heads that hold it at the end of the prompt."""
     rows: list[dict[str, object]] = []
-    for index, layer in enumerate(probe.prefilled().layers):
+    for index, layer in enumerate(probe.prefilled().attention_layers):
         positions = layer.positions.flatten()
         counts = positions[positions >= 0].bincount(minlength=probe.length).tolist()
         rows += [{"layer": index, "position": p, "heads": n} for p, n in enumerate(counts)]

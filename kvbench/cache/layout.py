@@ -1,0 +1,70 @@
+"""What every layer of a model keeps of its past: keys and values of its own, a recurrent state, both, another's, none.
+
+A policy, its budget and its statistics know only the layers with keys and values of their own and count them from 0:
+the attention layers of a cache. Everything that names a layer to a reader gives the model's index.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from transformers import PreTrainedConfig
+
+RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+"""Types of layers with a convolutional or recurrent state; the hybrid ones keep keys and values too."""
+NOTHING = ("moe", "mlp")
+"""Types of layers that keep nothing."""
+BEGIN_ANEW = ("jamba", "zamba")
+"""Models whose recurrences (the first Mamba's) transformers begins with an empty state at every call of several tokens."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layers of a model, by its own indices.
+
+    layers: how many there are. attention: those with keys and values of their own, in order. states: how many a layer
+    with recurrent or convolutional states has. continues: whether such a layer goes on from its state where a call
+    brings several tokens; else it begins anew. owners: for a layer that reads another's keys and values, that layer. chunks: the tokens of a chunk, for
+    layers where a token sees its own chunk only.
+    """
+
+    layers: int
+    attention: tuple[int, ...]
+    states: Mapping[int, int] = field(default_factory=dict)
+    continues: bool = True
+    owners: Mapping[int, int] = field(default_factory=dict)
+    chunks: Mapping[int, int] = field(default_factory=dict)
+
+    @cached_property
+    def owned(self) -> frozenset[int]:
+        """The places of attention layers that others read too."""
+        return frozenset(self.places[owner] for owner in self.owners.values())
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Where each attention layer stands among those of the cache, by its index in the model."""
+        return {index: place for place, index in enumerate(self.attention)}
+
+
+def layout_of(config: PreTrainedConfig) -> Layout:
+    """The layout of the model of a text configuration."""
+    count = config.num_hidden_layers
+    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
+    owners = _owners(config, kinds)
+    without = ("linear_attention", "conv", *NOTHING)
+    attention = [index for index, kind in enumerate(kinds) if kind not in without and index not in owners]
+    number = getattr(config, "number_of_conv_states", None) or 1
+    states = {index: number for index, kind in enumerate(kinds) if kind in RECURRENT}
+    return Layout(count, tuple(attention), states, config.model_type not in BEGIN_ANEW, owners)
+
+
+def _owners(config: PreTrainedConfig, kinds: Sequence[str]) -> dict[int, int]:
+    """The last layers read what the last one of their type before them stored (Gemma 3n, Gemma 4)."""
+    first = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    last = {kind: index for index, kind in enumerate(kinds[:first])}
+    return {index: last[kinds[index]] for index in range(first, len(kinds))}
+
+
+def attention_layers(config: PreTrainedConfig) -> int:
+    """How many layers of a model have keys and values of their own: those a policy shares its budget among."""
+    return len(layout_of(config.get_text_config(decoder=True)).attention)
