@@ -120,6 +120,10 @@ class Checker:
             raise RefusedError(f"its {unlike[0] if unlike else 'identity'} is not what its configuration makes here")
         if not run.run_id.endswith(f"-{digest_of(run.identity)}"):
             raise RefusedError("its run id is not the digest of its identity")
+        named = chosen("model", run.naming.model) if config["model"]["path"] is None else {}
+        sources = [(named.get(key), config["model"][key]) for key in ("hub_id", "bundled")]
+        if run.naming.task != cell.task.name or any(told not in (None, own) for told, own in sources):
+            raise RefusedError(f"it is called {run.naming.model} on {run.naming.task}, but it is another's run")
         plain = {**config, **dict.fromkeys(SCHEDULE), "policy": chosen("policy", run.naming.policy)}
         changed = {key for key in changed_fields(config, plain) if key.startswith("policy.")}
         if changed != {key for key in run.naming.changed if key.startswith("policy.")}:

@@ -180,6 +180,11 @@ DOCTORED: dict[str, tuple[str, Doctor, str]] = {
         config(lambda x: x["identity"]["model"].update(sha256="0" * 64)),
         "its model is not what its configuration makes",
     ),
+    "another model's name": (
+        "snapkv",
+        config(lambda x: x["naming"].update(model="llama31_8b_instruct")),
+        "it is called llama31_8b_instruct on ruler_niah_single_1, but it is another's run",
+    ),
     "another policy": (
         "snapkv",
         config(lambda x: x["naming"].update(policy="knorm")),
