@@ -16,15 +16,8 @@ def leaderboard() -> str:
     rows = list(csv.DictReader(FILE.read_text(encoding="utf-8").splitlines()))
     tasks = list(dict.fromkeys(row["task"] for row in rows if row["task"] != "mean"))
     scores = {(row["policy"], row["budget"], row["task"]): f"{float(row['score']):.2f}" for row in rows}
-    columns = (
-        "policy",
-        "budget:",
-        "mean (95% interval):",
-        "KiB held:",
-        "of full:",
-        "",
-        *(f"{task}:" for task in tasks),
-    )
+    short = [f"{task.removeprefix('ruler_').partition('(')[0]}:" for task in tasks]
+    columns = ("policy", "budget:", "mean:", "95% interval:", "KiB held:", "of full:", "", *short)
     shown = [
         (
             f"`{row['policy']}`",

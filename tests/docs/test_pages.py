@@ -101,6 +101,8 @@ def test_the_leaderboard_shows_every_policy_at_its_budgets_and_the_full_cache_as
     assert sum(row.startswith("| `snapkv` |") for row in rows) == len(experiment["budget"].split(","))
     (full,) = [row for row in rows if row.startswith("| `full` |")]
     assert "| 100.0% | reference |" in full
+    assert {row.count("|") for row in rows} == {rows[0].count("|")}
+    assert rows[0].split("|")[-4:-1] == ["  ", " niah_multikey_2 ", " niah_single_1 "]
 
 
 def test_what_a_page_would_fetch_from_elsewhere_is_found_and_links_are_not() -> None:
