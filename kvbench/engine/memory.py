@@ -99,7 +99,7 @@ class MemoryPlanner:
 
 def sequence_bytes(cell: Cell, prompt: Prompt) -> int:
     """Bytes of the dense keys and values a policy keeps at the end of the longest answer to a prompt."""
-    tokens = len(prompt.ids) + prompt.example.max_new_tokens
+    tokens = len(prompt.ids) + prompt.most_new_tokens
     return ceil(cell.checkpoint.full_cache_bytes(tokens) * _kept_share(cell, prompt.length, tokens))
 
 

@@ -22,7 +22,7 @@ class Request:
 
     context_tokens: so many of them are the policies' prompt, the others a question about it; None: all are the prompt.
     encoder: for policies with a pre-pass that is made of text. draws: makes what an answer draws its tokens by; None:
-    decoding is greedy.
+    decoding is greedy. dictated: tokens with which its answer begins, among max_new_tokens and min_new_tokens.
     """
 
     input_ids: Tensor
@@ -33,6 +33,7 @@ class Request:
     context_tokens: int | None = None
     encoder: TextEncoder | None = None
     draws: Callable[[], Draws] | None = None
+    dictated: tuple[int, ...] = ()
 
     @property
     def prompt(self) -> Tensor:
@@ -73,7 +74,8 @@ class LiveSequence:
 def new_sequence(request: Request, policy: Policy) -> LiveSequence:
     """A sequence that has read nothing yet."""
     draws = None if request.draws is None else request.draws()
-    answer = Answer(request.eos_token_ids, request.stop, request.max_new_tokens, request.min_new_tokens, draws)
+    most, least = request.max_new_tokens, request.min_new_tokens
+    answer = Answer(request.eos_token_ids, request.stop, most, least, draws, request.dictated)
     return LiveSequence(request, policy, answer)
 
 

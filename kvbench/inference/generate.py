@@ -54,6 +54,7 @@ def greedy(
     context_tokens: int | None = None,
     encoder: TextEncoder | None = None,
     draws: Sequence[Draws] = (),
+    dictated: Sequence[int] = (),
 ) -> Generation:
     """Generate for input_ids [B,T] (left-padded where attention_mask [B,T] is 0) under a policy.
 
@@ -62,6 +63,7 @@ def greedy(
     tokens. cuda_graph: decoding steps are replayed from a recording, while all sequences go on. context_tokens: the
     policy's prompt is so long; what follows of input_ids is a question, read as `take_question` does. encoder: for
     policies with a pre-pass that is made of text. draws: what each sequence draws its tokens by; (): greedily.
+    dictated: the tokens with which every answer begins, among max_new_tokens and min_new_tokens.
 
     Raises BudgetError if the promise is broken, ValueError for an empty prompt or padding on the right, and where steps
     cannot be recorded or a context cannot be compressed by itself, FloatingPointError where the model's output is not a
@@ -83,7 +85,7 @@ def greedy(
     if isinstance(cache, ContextCache):
         logits = take_question(model, cache, question, logits)
     answers = [
-        Answer(eos_token_ids, stop, max_new_tokens, min_new_tokens, draws[row] if draws else None)
+        Answer(eos_token_ids, stop, max_new_tokens, min_new_tokens, draws[row] if draws else None, dictated)
         for row in range(len(lengths))
     ]
     step = choose(logits, answers)

@@ -37,6 +37,7 @@ class Prompt:
     target [M] int32: tokens to be scored as its continuation, where the example gives one. pairs: contexts to be
     compressed and continuations to be rated, where it gives those; ids is then the context of the longest.
     context_tokens: so many of ids are a context that is compressed by itself; None: the whole prompt is compressed.
+    dictated: token ids with which its answer begins, whatever the model would write.
     sample: the number of the answer, from 0, where several are sampled; example.index then counts answers.
     """
 
@@ -47,6 +48,12 @@ class Prompt:
     pairs: tuple[Pair, ...] = ()
     context_tokens: int | None = None
     sample: int | None = None
+    dictated: tuple[int, ...] = ()
+
+    @property
+    def most_new_tokens(self) -> int:
+        """The most tokens that can follow it, dictated ones included."""
+        return self.example.max_new_tokens + len(self.dictated)
 
     @property
     def context_hash(self) -> str | None:
@@ -98,17 +105,19 @@ class PromptMaker:
         whole = self._encode(text) if example.reading is None else self._read(text, example)
         ids = self._cut_left(whole, example)
         context = self._context(prompt, text, whole, ids, example) if self.compress == "context" else None
-        needed = len(ids) + example.max_new_tokens
+        dictated = tuple(self.tokenizer.encode(example.dictated, add_special_tokens=False, verbose=False))
+        needed = len(ids) + len(dictated) + example.max_new_tokens
         if self.max_positions is not None and needed > self.max_positions:
             raise UsageError(
                 f"task {self.task.name}: example {example.index} needs {needed} positions ({len(ids)} tokens of prompt "
                 f"and {example.max_new_tokens} of answer), the model's maximum is {self.max_positions}: "
                 f"choose a shorter length"
             )
-        digest = hashlib.sha256((text + (example.target or "")).encode()).hexdigest()
+        digest = hashlib.sha256((text + example.dictated + (example.target or "")).encode()).hexdigest()
         target = None if example.target is None else self._target(example)
-        bare = replace(example, prompt="", question="")
-        return Prompt(bare, torch.tensor(ids, dtype=torch.int32), digest, target, context_tokens=context)
+        bare = replace(example, prompt="", question="", dictated="")
+        tokens = torch.tensor(ids, dtype=torch.int32)
+        return Prompt(bare, tokens, digest, target, context_tokens=context, dictated=dictated)
 
     def _check_question(self, example: Example) -> None:
         """UsageError for an example whose context cannot be compressed by itself."""
@@ -194,7 +203,8 @@ class PromptMaker:
         if not self.task.asking(example).chat or not self.tokenizer.chat_template:
             return prompt
         turn = [{"role": "user", "content": prompt}]
-        return str(self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+        given = dict(self.task.asking(example).chat_template_args or {})
+        return str(self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **given))
 
     def _fit(self, example: Example) -> str:
         """The prompt, its middle cut out where the task allows that and the unwrapped prompt is too long.
