@@ -137,9 +137,10 @@ class NeedleGrid(Task):
 def _dictating(example: Example, tokens: int, tokenizer: Tokenizer) -> Example:
     """The example with its prompt cut after so many tokens, and all that follows dictated."""
     words = re.findall(r"\s*\S+", example.prompt)
-    size = largest_fitting(lambda count: len(tokenizer.encode("".join(words[:count]))), tokens)
-    begins = "".join(words[: min(size, len(words))])
-    if size < 1 or begins == example.prompt:
+    read = tokenizer.encode(example.prompt)
+    size = largest_fitting(lambda count: len(tokenizer.encode("".join(words[:count]))), min(tokens, len(read) - 1))
+    begins = "".join(words[:size])
+    if size < 1 or tokens >= len(read):
         raise ConfigError("dictate_after", tokens, why="leaves nothing to read or nothing to dictate")
     rest = example.prompt.removeprefix(begins) + example.answer_prefix
     return replace(example, prompt=begins, question="", answer_prefix="", dictated=rest)

@@ -40,7 +40,7 @@ def test_prompt_and_dictation_are_the_whole_prompt(tiny_model: Path) -> None:
 
 
 def test_what_is_dictated_is_evicted_from_while_it_is_decoded_and_not_counted(tiny_model: Path, tmp_path: Path) -> None:
-    given = [f"model={tiny_model}", "device=cpu", "limit=3", "task=niah_dictated", "task.lengths=[300]"]
+    given = [f"model={tiny_model}", "device=cpu", "limit=2", "task=niah_dictated", "task.lengths=[300]"]
     given += ["task.dictate_after=40", "task.max_new_tokens=6", "policy=full,streamingllm,h2o", "budget=32"]
     together, alone, whole = (
         list(cells_of([*given, "decode=evict", "every=8", f"out={tmp_path / out}", *fields]))
@@ -59,7 +59,7 @@ def test_what_is_dictated_is_evicted_from_while_it_is_decoded_and_not_counted(ti
         assert sample["prompt_tokens"] <= 41
         assert sample["generated_tokens"] == 6
         assert sample["decode_steps"] > 200
-        assert other["peak_bytes"] < 0.3 * sample["peak_bytes"], "nothing ever held what was dictated"
+        assert other["peak_bytes"] < 0.4 * sample["peak_bytes"], "nothing ever held what was dictated"
 
 
 @dataclass(frozen=True, kw_only=True)
