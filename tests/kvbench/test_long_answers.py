@@ -11,9 +11,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvbench.analysis.metrics import metrics
+from kvbench.config.overrides import check
 from kvbench.engine.run import run_cells
+from kvbench.inference.sampling import Sampling
 from kvbench.models.prompts import PromptMaker
 from kvbench.records.sample import Sample
+from kvbench.sweeps.plan import plan
 from kvbench.tasks.niah import Niah
 from kvbench.tasks.task import Example, PlainTokenizer, Task
 from kvbench.tools.diagnose import cells_of
@@ -97,3 +100,14 @@ def test_cut_answers_tokens_written_and_score_per_1000_held_by_hand() -> None:
     assert (told["generated_tokens"], told["cut_share"]) == (370, 0.5)
     assert told["score_per_1000_held"] == pytest.approx(0.5 / 0.2)
     assert metrics([*run, Sample(4, "p", 9, [], error="BudgetError: x")])["score_per_1000_held"] is None
+
+
+def test_the_reasoning_experiment_has_each_policy_at_each_budget_with_the_prompt_protected_or_not() -> None:
+    found = plan(check(["experiment=reasoning", "task=niah_dictated", "device=cpu"]).cells)
+    cells = [one.cell for one in found if one.cell is not None]
+    told = {(c.policy_name, c.budget, c.policy.schedule.protect) for c in cells if c.policy_name != "full"}
+    five, budgets = ("rkv", "random_attention", "snapkv", "h2o", "streamingllm"), (512, 1024, 2048, 4096)
+    assert told == {(name, budget, protect) for name in five for budget in budgets for protect in ("none", "prompt")}
+    assert [c.policy_name for c in cells].count("full") == 1
+    assert {c.policy.schedule.every for c in cells} == {128}
+    assert {(c.samples, c.sampling) for c in cells} == {(4, Sampling(0.6, 0.95))}
