@@ -17,6 +17,7 @@ from kvbench.inference.sampling import Sampling
 from kvbench.models.prompts import PromptMaker
 from kvbench.records.sample import Sample
 from kvbench.sweeps.plan import plan
+from kvbench.tasks.lm_eval.chat import chat_text
 from kvbench.tasks.niah import Niah
 from kvbench.tasks.task import Example, PlainTokenizer, Task
 from kvbench.tools.diagnose import cells_of
@@ -89,6 +90,8 @@ def test_a_template_reads_the_task_s_arguments(tiny_model: Path) -> None:
 
     assert text(Thinking(chat_template_args={"enable_thinking": True})) == "1+1? Think."
     assert text(Thinking()) == "1+1?"
+    turns = [{"role": "user", "content": "1+1?"}]
+    assert chat_text(tokenizer, turns, True, {"enable_thinking": True}) == "1+1? Think.", "as for tasks of lm-eval"
 
 
 def test_cut_answers_tokens_written_and_score_per_1000_held_by_hand() -> None:
