@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -49,7 +50,9 @@ class NeedleGrid(Task):
     data_dir: a folder whose .txt files are the haystack instead, in the order of their names, from their first sentence
     on, and again from the start where they are too short.
     frame: the prompt, with slots context and question. metric: "contains", "needle_words" or "rouge1_recall".
-    template_tokens: what the model's chat template adds, to be left free.
+    template_tokens: what the model's chat template adds, to be left free. dictate_after: so many tokens, in whole
+    words, are the prompt; what follows, the question included, is dictated as the beginning of the model's own answer,
+    so that policies evict while it is decoded.
     """
 
     length_field: ClassVar[str | None] = "lengths"
@@ -63,6 +66,7 @@ class NeedleGrid(Task):
     metric: str = "contains"
     max_new_tokens: int = 32
     template_tokens: int = 0
+    dictate_after: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +77,7 @@ class NeedleGrid(Task):
             whole_number("lengths", length, 1)
         for depth in self.depths:
             number("depths", depth, 0, 1)
-        counts(self, 1, "repeats", "max_new_tokens")
+        counts(self, 1, "repeats", "max_new_tokens", "dictate_after")
         counts(self, 0, "template_tokens")
         choice("haystack", self.haystack, *HAYSTACKS)
         choice("metric", self.metric, *METRICS)
@@ -133,10 +137,22 @@ class NeedleGrid(Task):
             question=question_part(self.frame, "{question}").format(question=planted.question),
             metadata={"task": self.name, "length": length, "depth": depth},
         )
-        return example, planted
+        return example if self.dictate_after is None else _dictating(example, self.dictate_after, tokenizer), planted
 
     def _filler(self, rng: random.Random) -> Iterator[str]:
         return written_sentences(rng) if self.haystack == "sentences" else repeated(noise_line() + " ")
+
+
+def _dictating(example: Example, tokens: int, tokenizer: Tokenizer) -> Example:
+    """The example with its prompt cut after so many tokens, and all that follows dictated."""
+    words = re.findall(r"\s*\S+", example.prompt)
+    read = tokenizer.encode(example.prompt)
+    size = largest_fitting(lambda count: len(tokenizer.encode("".join(words[:count]))), min(tokens, len(read) - 1))
+    begins = "".join(words[:size])
+    if size < 1 or tokens >= len(read):
+        raise ConfigError("dictate_after", tokens, why="leaves nothing to read or nothing to dictate")
+    rest = example.prompt.removeprefix(begins) + example.answer_prefix
+    return replace(example, prompt=begins, question="", answer_prefix="", dictated=rest)
 
 
 @dataclass(frozen=True, kw_only=True)

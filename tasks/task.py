@@ -89,8 +89,9 @@ class Example:
     """One prompt and what its score needs.
 
     The model reads wrap(prompt) + answer_prefix, where wrap is the chat template if the task asks for one, and then
-    generates up to `max_new_tokens` tokens. Three fields replace generation. target: a continuation that is scored
-    token by token. reading, without a target: the prompt itself is scored. rated: pairs of a context and its
+    generates up to `max_new_tokens` tokens. dictated: how its answer begins; these tokens are fed one by one, as if it
+    had written them, and are neither counted nor scored. Three fields replace generation. target: a continuation that
+    is scored token by token. reading, without a target: the prompt itself is scored. rated: pairs of a context and its
     continuation, each rated with the context as the prompt.
     question: the end of `prompt`, which another question about the same context could replace; everything before it
     is the context. "" where the task does not tell them apart. shared: where it is asked in the cache of others.
@@ -105,6 +106,7 @@ class Example:
     references: tuple[str, ...]
     max_new_tokens: int
     answer_prefix: str = ""
+    dictated: str = ""
     question: str = ""
     target: str | None = None
     reading: Reading | None = None
@@ -138,8 +140,10 @@ class Scored(Protocol):
 class Task(ABC):
     """A seeded source of examples and the score of one output. It knows no policy and no model.
 
-    name: its name in tables. chat: wrap prompts in the model's chat template, where it has one. stop: strings that end
-    an answer (the answer ends before them). end_texts: texts whose last token, each encoded alone, ends an answer as
+    name: its name in tables. chat: wrap prompts in the model's chat template, where it has one. chat_template_args:
+    what the template reads besides, such as {enable_thinking: false}. think_end: the text that ends thinking, such as
+    </think>: what stands before the last one is not scored; an answer without it is scored whole. stop: strings that
+    end an answer (which ends before them). end_texts: texts whose last token, each encoded alone, ends an answer as
     EOS does. min_new_tokens: the first so many tokens of an answer are neither EOS nor such a token. truncation: of a
     prompt longer than the model's context: "refuse" is an error, "middle" keeps its first and last halves, "left" its
     end.
@@ -156,6 +160,8 @@ class Task(ABC):
 
     name: str
     chat: bool = False
+    chat_template_args: Mapping[str, Any] | None = None
+    think_end: str | None = None
     stop: tuple[str, ...] = ()
     end_texts: tuple[str, ...] = ()
     min_new_tokens: int = 0
@@ -170,6 +176,10 @@ class Task(ABC):
             raise ConfigError("name", self.name, why="is not allowed, it must be a word that tables can show")
         choice("truncation", self.truncation, *TRUNCATIONS)
         whole_number("min_new_tokens", self.min_new_tokens, 0)
+        if self.chat_template_args is not None and not isinstance(self.chat_template_args, Mapping):
+            raise ConfigError("chat_template_args", self.chat_template_args, "fields, such as {enable_thinking: false}")
+        if self.think_end is not None and (not isinstance(self.think_end, str) or not self.think_end):
+            raise ConfigError("think_end", self.think_end, "a text, such as </think>, or null")
         for name in ("stop", "end_texts"):
             texts = getattr(self, name)
             if not are_texts(texts):
@@ -190,6 +200,11 @@ class Task(ABC):
     @abstractmethod
     def score(self, output: str, example: Example) -> float:
         """Score of one output, 0 to 1, higher is better. `output` is the new text only, without the answer prefix."""
+
+    def after_thinking(self, output: str) -> str:
+        """The part of an output that is scored."""
+        thought = self.think_end is not None and self.think_end in output
+        return output.rpartition(str(self.think_end))[2].lstrip() if thought else output
 
     def judge(self, output: str, example: Example) -> tuple[float | None, Mapping[str, Any]]:
         """The score of one output, and by name what else the benchmark's own aggregates are made of.

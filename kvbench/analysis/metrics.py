@@ -58,6 +58,19 @@ def _ms_per_token(sample: Sample) -> float | None:
     return 1000 * sample.decode_seconds / sample.decode_steps
 
 
+def _cut(sample: Sample) -> float | None:
+    """Whether an answer ended because it may have no more tokens; None where nobody knows."""
+    if sample.generated_tokens is None or not sample.max_new_tokens:
+        return None
+    return float(sample.generated_tokens >= sample.max_new_tokens)
+
+
+def _per_1000_held(samples: Sequence[Sample]) -> float | None:
+    """The mean score over thousands of tokens held, where no example failed."""
+    held, score = _mean_of(mean_kept)(samples), _score(samples)["score"]
+    return 1000 * score / held if held and score is not None else None
+
+
 def _pass_at_k(samples: Sequence[Sample]) -> float | None:
     """Share of prompts with a right answer among their k, where answers are right or wrong."""
     if not any(s.sample for s in samples) or any(s.score not in (0, 1) for s in samples):
@@ -72,6 +85,8 @@ class Numbers:
 
     prompt_tokens: float | None = number("mean per example", over="all")
     generated_tokens: float | None = number("mean per example")
+    cut_share: float | None = number("share of the answers that were cut off at max_new_tokens", _mean_of(_cut))
+    score_per_1000_held: float | None = number("score over thousands of kept_tokens", _per_1000_held, over="all")
     pass_at_k: float | None = number(
         "of several sampled answers: share of prompts with a right one among them", _pass_at_k, over="all"
     )

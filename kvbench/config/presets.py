@@ -189,6 +189,8 @@ def scheduled(
         config["schedule"]["size"] = math.inf if block == "inf" else block
     if decode == "grow":  # nothing returns to the budget, so nothing of how is left
         config["schedule"] = {k: v for k, v in config["schedule"].items() if k not in ("every", "protect")}
+    if config.get("scorer", "?") is None and protect in ("prompt", "none"):
+        protect = None  # nothing is evicted: `full` beside others is one run, whatever they protect
     given = {"decode": decode, "every": every, "protect": protect}
     config["schedule"] |= {name: value for name, value in given.items() if value is not None}
     return config

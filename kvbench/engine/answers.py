@@ -83,8 +83,8 @@ def request(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Request:
     task = cell.task.asking(example)
     return Request(
         prompt.ids[None].to(cell.device, torch.long),
-        max_new_tokens=example.max_new_tokens,
-        min_new_tokens=task.min_new_tokens,
+        max_new_tokens=prompt.most_new_tokens,
+        min_new_tokens=task.min_new_tokens + len(prompt.dictated) * bool(task.min_new_tokens),
         eos_token_ids=tuple(end_tokens(loaded.model.generation_config, tokenizer, task.end_texts, task.stop)),
         stop=stop_test(tokenizer, task.stop),
         context_tokens=prompt.context_tokens,
@@ -92,6 +92,7 @@ def request(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Request:
         encoder=Encoder(tokenizer),
         draws=_draws(cell, prompt),
         turns=prompt.turns,
+        dictated=prompt.dictated,
     )
 
 
@@ -107,13 +108,14 @@ def _draws(cell: Cell, prompt: Prompt) -> Callable[[], Draws] | None:
 
 def answered(cell: Cell, prompt: Prompt, done: Completion) -> Sample:
     """The sample of an example whose answer was generated."""
-    output = answer(cell.checkpoint.tokenizer(), list(done.tokens), cell.task.asking(prompt.example).stop)
+    tokens = list(done.tokens[len(prompt.dictated) :])
+    output = answer(cell.checkpoint.tokenizer(), tokens, cell.task.asking(prompt.example).stop)
     return replace(
         blank(prompt),
         **_judged(cell, output, prompt.example),
         **_held(cell, done.cache, _fed(prompt, done)),
         recomputed_tokens=None if prompt.example.shared is None else done.recomputed,
-        generated_tokens=len(done.tokens),
+        generated_tokens=len(tokens),
         decode_steps=done.decode_steps,
         shared_prefill=done.shared_prefill,
         rows_in_flight=done.rows_in_flight,
@@ -207,6 +209,7 @@ def _generate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
         "stop": asked.stop,
         "context_tokens": asked.context_tokens,
         "draws": () if asked.draws is None else [asked.draws()],
+        "dictated": asked.dictated,
     }
     if isinstance(cell.policy, KVPress):
         done = press_greedy(loaded.model, asked.input_ids, cell.policy, **how)
@@ -276,7 +279,7 @@ def _read(cell: Cell, loaded: LoadedModel, prompt: Prompt, report: Callable[[int
 
 def _judged(cell: Cell, output: str, example: Example) -> dict[str, Any]:
     """An output, its score, and what else its benchmark measures of it."""
-    score, measures = cell.task.judge(output, example)
+    score, measures = cell.task.judge(cell.task.asking(example).after_thinking(output), example)
     return {"output": output, "score": None if score is None else float(score), "measures": dict(measures) or None}
 
 

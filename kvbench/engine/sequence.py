@@ -24,7 +24,8 @@ class Request:
     context_tokens: so many of them are the policies' prompt, the others a question about it; None: all are the prompt.
     question: where the question in the prompt begins, for policies that ask. encoder: for policies with a pre-pass that
     is made of text. draws: makes what an answer draws its tokens by; None: decoding is greedy. turns: of a conversation
-    the tokens of each turn's prompt, the answered one last; () elsewhere.
+    the tokens of each turn's prompt, the answered one last; () elsewhere. dictated: tokens with which its answer
+    begins, among max_new_tokens and min_new_tokens.
     """
 
     input_ids: Tensor
@@ -37,6 +38,7 @@ class Request:
     encoder: TextEncoder | None = None
     draws: Callable[[], Draws] | None = None
     turns: tuple[int, ...] = ()
+    dictated: tuple[int, ...] = ()
 
     @property
     def prompt(self) -> Tensor:
@@ -91,7 +93,8 @@ class LiveSequence:
 def new_sequence(request: Request, policy: Policy) -> LiveSequence:
     """A sequence that has read nothing yet."""
     draws = None if request.draws is None else request.draws()
-    answer = Answer(request.eos_token_ids, request.stop, request.max_new_tokens, request.min_new_tokens, draws)
+    most, least = request.max_new_tokens, request.min_new_tokens
+    answer = Answer(request.eos_token_ids, request.stop, most, least, draws, request.dictated)
     return LiveSequence(request, policy, answer)
 
 

@@ -15,7 +15,8 @@ class Answer:
     """The new tokens of one sequence, EOS left out.
 
     It ends at an EOS id, where `stop` says so of its tokens, or after `most`; no EOS is among its first `least` tokens.
-    draws: what it draws its tokens by; None: the likeliest is taken.
+    draws: what it draws its tokens by; None: the likeliest is taken. dictated: its first tokens, whatever the model
+    says, of which `stop` does not hear.
     """
 
     def __init__(
@@ -25,10 +26,12 @@ class Answer:
         most: int,
         least: int = 0,
         draws: Draws | None = None,
+        dictated: Sequence[int] = (),
     ) -> None:
         self.tokens: list[int] = []
         self.done = False
         self.draws = draws
+        self.dictated = dictated
         self._eos, self._stop, self._most, self._least = frozenset(eos), stop, most, least
 
     @property
@@ -36,13 +39,22 @@ class Answer:
         """Tokens that may not come next: the EOS ids, while the answer is too short."""
         return sorted(self._eos) if len(self.tokens) < self._least else []
 
+    @property
+    def given(self) -> int | None:
+        """The token that is dictated next."""
+        return self.dictated[len(self.tokens)] if len(self.tokens) < len(self.dictated) else None
+
     def take(self, token: int) -> None:
         """One more token."""
+        if self.given is not None:
+            self.tokens.append(token)
+            return
         if token in self._eos:
             self.done = True
             return
         self.tokens.append(token)
-        self.done = len(self.tokens) >= self._most or bool(self._stop and self._stop(self.tokens))
+        own = self.tokens[len(self.dictated) :]
+        self.done = len(self.tokens) >= self._most or bool(self._stop and self._stop(own))
 
 
 def choose(logits: Tensor, answers: Sequence[Answer]) -> Tensor:
@@ -65,7 +77,7 @@ NOT_A_NUMBER = "the model's logits are not numbers (NaN): its weights, or its ar
 
 
 def next_tokens(logits: Tensor, answers: Sequence[Answer]) -> tuple[Tensor, list[bool]]:
-    """The next token of each sequence [B], the likeliest allowed or a drawn one, and whether its logits are no numbers.
+    """The next token of each sequence [B], dictated, drawn or the likeliest allowed; whether its logits are no numbers.
 
     Sequences that draw do so by the same `Sampling`.
     """
@@ -74,8 +86,15 @@ def next_tokens(logits: Tensor, answers: Sequence[Answer]) -> tuple[Tensor, list
             logits[index, answer.forbidden] = -torch.inf
     best = logits.max(-1)  # NaN is the largest of all
     tokens = best.indices
-    sampled = {index: answer.draws for index, answer in enumerate(answers) if answer.draws and not answer.done}
+    given = {index: token for index, answer in enumerate(answers) if (token := answer.given) is not None}
+    sampled = {
+        index: answer.draws
+        for index, answer in enumerate(answers)
+        if answer.draws and not answer.done and index not in given
+    }
     if sampled:
         rows = list(sampled)
         tokens[rows] = drawn(logits if len(rows) == len(logits) else logits[rows], list(sampled.values()))
+    if given:
+        tokens[list(given)] = torch.tensor(list(given.values()), device=tokens.device)
     return tokens, best.values.isnan().tolist()

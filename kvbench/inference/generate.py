@@ -56,6 +56,7 @@ def greedy(
     question: int | Sequence[int] | None = None,
     encoder: TextEncoder | None = None,
     draws: Sequence[Draws] = (),
+    dictated: Sequence[int] = (),
 ) -> Generation:
     """Generate for input_ids [B,T] (left-padded where attention_mask [B,T] is 0) under a policy.
 
@@ -65,7 +66,7 @@ def greedy(
     policy's prompt is so long; what follows of input_ids is a question, read as `take_question` does. question: where
     the question of a prompt that is compressed with it begins, one position or one per sequence, for policies that ask.
     encoder: for policies with a pre-pass that is made of text. draws: what each sequence draws its tokens by; ():
-    greedily.
+    greedily. dictated: the tokens with which every answer begins, among max_new_tokens and min_new_tokens.
 
     Raises BudgetError if the promise is broken, ValueError for an empty prompt or padding on the right, and where steps
     cannot be recorded or a context cannot be compressed by itself, FloatingPointError where the model's output is not a
@@ -87,7 +88,7 @@ def greedy(
     if isinstance(cache, ContextCache):
         logits = take_question(model, cache, later, logits)
     answers = [
-        Answer(eos_token_ids, stop, max_new_tokens, min_new_tokens, draws[row] if draws else None)
+        Answer(eos_token_ids, stop, max_new_tokens, min_new_tokens, draws[row] if draws else None, dictated)
         for row in range(len(lengths))
     ]
     step = choose(logits, answers)

@@ -39,6 +39,7 @@ def press_greedy(
     min_new_tokens: int = 0,
     context_tokens: int | None = None,
     draws: Sequence[Draws] = (),
+    dictated: Sequence[int] = (),
 ) -> Generation:
     """Generate for input_ids [1,T] as kvpress's pipeline does; arguments as for `greedy`.
 
@@ -58,7 +59,7 @@ def press_greedy(
     with _told(policy):
         press = press_for(policy, prompt.shape[1])
     held = PressedCache()
-    answer = Answer(eos_token_ids, stop, max_new_tokens, min_new_tokens, *draws)
+    answer = Answer(eos_token_ids, stop, max_new_tokens, min_new_tokens, draws[0] if draws else None, dictated)
     steps = 0
     with _attending(model, policy.attention):
         began = now(model)

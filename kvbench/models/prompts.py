@@ -39,6 +39,7 @@ class Prompt:
     target [M] int32: tokens to be scored as its continuation, where the example gives one. pairs: contexts to be
     compressed and continuations to be rated, where it gives those; ids is then the context of the longest.
     context_tokens: so many of ids are a context that is compressed by itself; None: the whole prompt is compressed.
+    dictated: token ids with which its answer begins, whatever the model would write.
     sample: the number of the answer, from 0, where several are sampled; example.index then counts answers.
     question: where the question begins in a prompt that is compressed with it, where a policy asks and it can be told.
     turns: of a conversation the tokens of each turn's prompt, which are ids together; () elsewhere.
@@ -53,6 +54,12 @@ class Prompt:
     sample: int | None = None
     question: int | None = None
     turns: tuple[int, ...] = ()
+    dictated: tuple[int, ...] = ()
+
+    @property
+    def most_new_tokens(self) -> int:
+        """The most tokens that can follow it, dictated ones included."""
+        return self.example.max_new_tokens + len(self.dictated)
 
     @property
     def context_hash(self) -> str | None:
@@ -129,11 +136,13 @@ class PromptMaker:
         elif self.asks and example.question.strip() and example.target is None and example.reading is None:
             with suppress(UsageError):
                 question = self._context(prompt, text, whole, ids, example)
-        self._check_positions(example, len(ids), example.max_new_tokens)
-        digest = hashlib.sha256((text + (example.target or "")).encode()).hexdigest()
+        dictated = tuple(self.tokenizer.encode(example.dictated, add_special_tokens=False, verbose=False))
+        self._check_positions(example, len(ids), len(dictated) + example.max_new_tokens)
+        digest = hashlib.sha256((text + example.dictated + (example.target or "")).encode()).hexdigest()
         target = None if example.target is None else self._target(example)
-        bare = replace(example, prompt="", question="")
-        return Prompt(bare, torch.tensor(ids, dtype=torch.int32), digest, target, (), context, question)
+        bare, tokens = replace(example, prompt="", question="", dictated=""), torch.tensor(ids, dtype=torch.int32)
+        found = Prompt(bare, tokens, digest, target, context_tokens=context)
+        return replace(found, question=question, dictated=dictated)
 
     def _check_positions(self, example: Example, prompt: int, answer: int) -> None:
         """UsageError where the model has no positions for so many tokens."""
@@ -269,7 +278,8 @@ class PromptMaker:
         if not self.task.asking(example).chat or not self.tokenizer.chat_template:
             return prompt
         turn = [{"role": "user", "content": prompt}]
-        return str(self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+        given = dict(self.task.asking(example).chat_template_args or {})
+        return str(self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **given))
 
     def _fit(self, example: Example) -> str:
         """The prompt, its middle cut out where the task allows that and the unwrapped prompt is too long.

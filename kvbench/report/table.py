@@ -15,6 +15,7 @@ from kvbench.terminal.folding import terminal_width
 
 NONE = "-"
 POLICY, SUBSET, BUDGET, EXAMPLES, STATE, WHEN = "policy", "subset", "budget", "n", "state", "when"
+LONG_ANSWER = 256  # tokens written on average, from which on their number is told
 WIDE = 100  # letters of a line at most
 
 
@@ -152,6 +153,8 @@ def _numbers(rows: Sequence[Result]) -> Iterator[_Number]:
     compares = any(row.baseline is not None for row in rows)
     yield from (x for x in (_READ if reads else _SCORED) if compares or "vs full" not in x.title)
     chooses = any(row.read_tokens is not None for row in rows)
+    yield from _PASS if any(row.pass_at_k is not None for row in rows) else []
+    yield from _LONG if any((row.generated_tokens or 0) >= LONG_ANSWER for row in rows) else []
     yield _KEPT
     yield from _READS[:1] if chooses else []
     yield from _READ_HELD if reads else []
@@ -291,6 +294,12 @@ _BYTES = [
     _number("peak MiB", "peak_bytes", ".3f", scale=2**-20),
 ]
 _STATES = [_number("state MiB", "state_bytes", ".3f", scale=2**-20)]
+_PASS = [_number("pass@k", "pass_at_k", ".3f")]
+_LONG = [
+    _number("tokens", "generated_tokens", ".0f"),
+    _number("cut off", "cut_share", ".1f", "%", 100),
+    _number("score/1k held", "score_per_1000_held", ".3f"),
+]
 _DEVICE = [_number("device peak MiB", "device_peak_bytes", ".0f", scale=2**-20)]
 _READS = [
     _read("read/KV head", "read_tokens", "kept_tokens", ".1f"),

@@ -10,15 +10,22 @@ from jinja2.exceptions import TemplateError
 HONOURED = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k")
 
 
-def chat_text(tokenizer: Any, turns: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:  # noqa: ANN401
+def chat_text(
+    tokenizer: Any,  # noqa: ANN401
+    turns: Sequence[dict[str, str]],
+    add_generation_prompt: bool = True,
+    also: Mapping[str, Any] | None = None,
+) -> str:
     """The turns in a Hugging Face tokenizer's chat template.
 
-    add_generation_prompt: open a new turn for the answer, else leave the last one open. Templates that know no system
+    add_generation_prompt: open a new turn for the answer, else leave the last one open. also: what the template reads
+    besides. Templates that know no system
     turn get the others, as lm-eval does it. Raises ValueError where the tokenizer has no template.
     """
     if not tokenizer.chat_template:
         raise ValueError("apply_chat_template=true, but the model's tokenizer has no chat template")
     ways = {
+        **(also or {}),
         "tokenize": False,
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": not add_generation_prompt,

@@ -126,7 +126,7 @@ class LmEval(Task):
         template = getattr(tokenizer, "tokenizer", None)
 
         def render(turns: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            return chat_text(template, turns, add_generation_prompt)
+            return chat_text(template, turns, add_generation_prompt, self.chat_template_args or {})
 
         for number, document in enumerate(task.task_docs):
             context = task.fewshot_context(

@@ -143,6 +143,14 @@ def test_a_score_is_the_mean_over_answers_and_its_interval_is_over_prompts() -> 
     assert (difference.difference.n, difference.difference.mean) == (4, pytest.approx(0.5))
 
 
+def test_evaluate_samples_and_its_limit_counts_prompts(tiny_model: Path, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"lengths": [300], "depths": [0.0, 0.5, 1.0], "max_new_tokens": 3, "out": tmp_path}
+    sampled = {"generation.temperature": 1.3, "generation.samples": 2}
+    for limit in (2, 1):  # the second reads what the first has computed
+        (row,) = kvbench.evaluate(tiny_model, policies="full", limit=limit, **how, **sampled)
+        assert (row.n, len(row.samples)) == (limit, 2 * limit)
+
+
 @pytest.mark.parametrize(
     ("field", "sentence"),
     [

@@ -126,7 +126,7 @@ LINES = {
     "task=perplexity task.data_dir=/dev/null": "task.data_dir=/dev/null is neither folder nor file",
     "task=vt": "task=vt is unknown, did you mean ruler/vt",
     "task=ruler/niah": "did you mean ruler/niah_multikey_1",
-    "task=gsm8k": "those of lm-eval are chosen as task=lm_eval/gsm8k",
+    "task=arc_easy": "those of lm-eval are chosen as task=lm_eval/arc_easy",
     "task.nothing=1": "task.nothing is not a field of task",
     # models, loggers, launchers
     "model.path=/nowhere": "model.path=/nowhere is not a folder",

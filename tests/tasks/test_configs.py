@@ -22,9 +22,10 @@ NAMES = sorted(str(path.relative_to(CONF / "task").with_suffix("")) for path in 
 ESSAYS = [f"ruler/niah_{name}" for name in ("single_2", "single_3", "multikey_1", "multivalue", "multiquery")]
 READS_DATA = ("longbench", "needlebench", "ruler/qa", "ruler_13", *ESSAYS)
 READS_ALOUD = ("perplexity", "pg19", "booksum")  # tokens are given and scored: there are no answers
-OF_LM_EVAL = ("lm_eval",)  # its prompts and scores are not ours
+OF_LM_EVAL = ("lm_eval", "aime24", "aime25", "gsm8k")  # its prompts and scores are not ours
 WORKS_OUT = ("arithmetic",)  # its answers stand nowhere in the text
 LONG_SETS = ("infinitebench/", "loogle/", "longbench_v2", "scbench/", "zero_scrolls/")  # see test_long_sets.py
+LONG_SETS += ("math500",)  # see math/test_task.py
 IN_MODEL_TOKENS = ["task.counted_in=model"]  # the encoding of NeedleBench is a download
 
 
@@ -44,7 +45,7 @@ def test_every_config_builds_a_task_that_asks(name: str, pieces: Tokenizer, data
     assert task.name == name.replace("/", "_")
     example = next(task.examples(CharTokenizer() if name.startswith("needlebench") else pieces, 0))
     reference = example.references[0].split("*")[0]  # NeedleBench's is "needle*keyword"
-    assert (reference in example.prompt) or name in WORKS_OUT
+    assert (reference in example.prompt + example.dictated) or name in WORKS_OUT
     assert example.prompt.endswith(example.question)
     assert task.score(" ".join(example.references), example) == pytest.approx(1.0)
     assert task.score("§§§", example) == 0.0

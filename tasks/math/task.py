@@ -1,0 +1,60 @@
+"""Mathematical problems whose answer stands in a box at the end of a long text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from kvbench.errors import choice
+from kvbench.tasks.hub import HubFile, data_file
+from kvbench.tasks.math.predictions import answered, score, sound
+from kvbench.tasks.task import Example, Task, Tokenizer, counts, slots
+from kvbench.tasks.text_files import rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoxedMath(Task):
+    """The rows of a file with the columns problem and answer, such as MATH-500's, in their order.
+
+    prompt: with slot problem. protocol: "sound" reads the last box to the brace that closes it, "kvpress" the first
+    one to the next brace, by which a nested answer is always wrong; both stand among the measures. hub, revision, file:
+    where the rows are; data_dir: a copy instead, a file or a folder that has it.
+    """
+
+    name: str = "math500"
+    chat: bool = True
+    think_end: str | None = "</think>"
+    protocol: str = "sound"
+    prompt: str = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+    max_new_tokens: int = 32768
+    data_dir: str | None = None
+    hub: str = "HuggingFaceH4/MATH-500"
+    revision: str = "main"
+    file: str = "test.jsonl"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choice("protocol", self.protocol, "sound", "kvpress")
+        counts(self, 1, "max_new_tokens")
+        slots("prompt", self.prompt, ("problem",))
+
+    def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
+        """See `Task.examples`: nothing is drawn, the seed changes nothing."""
+        path = data_file(self.data_dir, ("", self.file), HubFile(self.hub, self.revision, self.file))
+        for index, row in enumerate(islice(rows(path, path.name, ("problem", "answer")), limit)):
+            about = {key: row[key] for key in ("subject", "level") if isinstance(row.get(key), str | int)}
+            metadata = {"task": self.name, **about, "groups": list(about)}
+            prompt = self.prompt.format(problem=row["problem"])
+            yield Example(index, prompt, (row["answer"],), self.max_new_tokens, metadata=metadata)
+
+    def judge(self, output: str, example: Example) -> tuple[float, Mapping[str, Any]]:
+        """The score by the protocol's rule, both rules', and whether there is a box."""
+        (answer,) = example.references
+        found = {"sound": sound(output, answer), "kvpress": score("math500", output, answer)}
+        return found[self.protocol], {**found, "answered": answered(output)}
+
+    def score(self, output: str, example: Example) -> float:
+        """The score by the protocol's rule."""
+        return self.judge(output, example)[0]

@@ -1,0 +1,116 @@
+"""Long answers: what is dictated is decoded and not counted, thinking is not scored, what was cut off is told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from kvbench.analysis.metrics import metrics
+from kvbench.config.overrides import check
+from kvbench.engine.run import run_cells
+from kvbench.inference.sampling import Sampling
+from kvbench.models.prompts import PromptMaker
+from kvbench.records.sample import Sample
+from kvbench.sweeps.plan import plan
+from kvbench.tasks.lm_eval.chat import chat_text
+from kvbench.tasks.niah import Niah
+from kvbench.tasks.task import Example, PlainTokenizer, Task
+from kvbench.tools.diagnose import cells_of
+
+HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}
+SMALL: dict[str, Any] = {"lengths": (300,), "depths": (0.5,), "max_new_tokens": 6}
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """What a run wrote, but for how it ran."""
+    written = (json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if k not in HOW} for line in written]
+
+
+def test_prompt_and_dictation_are_the_whole_prompt(tiny_model: Path) -> None:
+    tokenizer = PlainTokenizer(AutoTokenizer.from_pretrained(tiny_model))
+    (whole, *_), (example, *_) = (
+        list(Niah(dictate_after=tokens, **SMALL).examples(tokenizer, 3)) for tokens in (None, 40)
+    )
+    assert example.prompt + example.dictated == whole.prompt + whole.answer_prefix
+    assert 30 <= len(tokenizer.encode(example.prompt)) <= 40
+    with pytest.raises(ValueError, match="dictate_after=900 leaves nothing to read or nothing to dictate"):
+        next(Niah(dictate_after=900, **SMALL).examples(tokenizer, 3))
+
+
+def test_what_is_dictated_is_evicted_from_while_it_is_decoded_and_not_counted(tiny_model: Path, tmp_path: Path) -> None:
+    given = [f"model={tiny_model}", "device=cpu", "limit=2", "task=niah_dictated", "task.lengths=[300]"]
+    given += ["task.dictate_after=40", "task.max_new_tokens=6", "policy=full,streamingllm,h2o", "budget=32"]
+    together, alone, whole = (
+        list(cells_of([*given, "decode=evict", "every=8", f"out={tmp_path / out}", *fields]))
+        for out, fields in (
+            ("together", ()),
+            ("alone", ("engine.rows=1",)),
+            ("whole", ("task.dictate_after=null",)),
+        )
+    )
+    for ending in run_cells([*together, *alone, *whole]):
+        assert ending.error is None
+    assert [lines(cell.folder) for cell in together] == [lines(cell.folder) for cell in alone]
+    full, streaming, _ = (lines(cell.folder) for cell in together)
+    for sample, other, undictated in zip(full, streaming, lines(whole[0].folder), strict=True):
+        assert sample["output"] == undictated["output"], "the full cache is the same, however it was filled"
+        assert sample["prompt_tokens"] <= 41
+        assert sample["generated_tokens"] == 6
+        assert sample["decode_steps"] > 200
+        assert other["peak_bytes"] < 0.4 * sample["peak_bytes"], "nothing ever held what was dictated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thinking(Task):
+    """Everything is a thought."""
+
+    name: str = "thinking"
+    chat: bool = True
+
+    def examples(self, tokenizer: object, seed: int, limit: int | None = None) -> Any:
+        yield Example(0, "1+1?", ("2",), 4)
+
+    def score(self, output: str, example: Example) -> float:
+        return 0.0
+
+
+def test_a_template_reads_the_task_s_arguments(tiny_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking %} Think.{% endif %}"
+    (example,) = Thinking().examples(tokenizer, 0)
+
+    def text(task: Task) -> str:
+        return str(tokenizer.decode(PromptMaker(tokenizer, task, 300).make(example).ids, skip_special_tokens=True))
+
+    assert text(Thinking(chat_template_args={"enable_thinking": True})) == "1+1? Think."
+    assert text(Thinking()) == "1+1?"
+    turns = [{"role": "user", "content": "1+1?"}]
+    assert chat_text(tokenizer, turns, True, {"enable_thinking": True}) == "1+1? Think.", "as for tasks of lm-eval"
+
+
+def test_cut_answers_tokens_written_and_score_per_1000_held_by_hand() -> None:
+    run = [
+        Sample(i, "p", 9, [], score=score, generated_tokens=tokens, max_new_tokens=400, kept_tokens=[[held]])
+        for i, (score, tokens, held) in enumerate([(1.0, 300, 100), (0.0, 400, 300), (1.0, 380, 200), (0.0, 400, 200)])
+    ]
+    told = metrics(run)
+    assert (told["generated_tokens"], told["cut_share"]) == (370, 0.5)
+    assert told["score_per_1000_held"] == pytest.approx(0.5 / 0.2)
+    assert metrics([*run, Sample(4, "p", 9, [], error="BudgetError: x")])["score_per_1000_held"] is None
+
+
+def test_the_reasoning_experiment_has_each_policy_at_each_budget_with_the_prompt_protected_or_not() -> None:
+    found = plan(check(["experiment=reasoning", "task=niah_dictated", "device=cpu"]).cells)
+    cells = [one.cell for one in found if one.cell is not None]
+    told = {(c.policy_name, c.budget, c.policy.schedule.protect) for c in cells if c.policy_name != "full"}
+    five, budgets = ("rkv", "random_attention", "snapkv", "h2o", "streamingllm"), (512, 1024, 2048, 4096)
+    assert told == {(name, budget, protect) for name in five for budget in budgets for protect in ("none", "prompt")}
+    assert [c.policy_name for c in cells].count("full") == 1
+    assert {c.policy.schedule.every for c in cells} == {128}
+    assert {(c.samples, c.sampling) for c in cells} == {(4, Sampling(0.6, 0.95))}
