@@ -12,15 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import Strides, jit, next_power_of_two, require_triton, strides, tl, use_triton
+from kvbench.kernels.jit import View, at_head, jit, next_power_of_two, require_triton, tl, use_triton, view
 
 
 class Column(NamedTuple):
-    """What slots hold of one kind: flat storage, the tokens' own [B,H,1,...], and their strides."""
+    """What slots hold of one kind: flat storage, and the tokens' own [B,H,1,...]."""
 
     flat: Tensor
-    tokens: Tensor
-    strides: Strides
+    tokens: View
 
 
 def append_ref(flat: Mapping[str, Tensor], tokens: Mapping[str, Tensor], starts: Tensor, slots: Tensor) -> None:
@@ -49,9 +48,9 @@ def _append(
     for i in tl.static_range(len(BLOCKS)):
         x = columns[i]
         numbers = tl.arange(0, BLOCKS[i])
-        at = x.tokens + row // H * x.strides.batch + row % H * x.strides.head
-        token = tl.load(at + numbers, mask=numbers < GIVEN[i], other=0).to(x.flat.dtype.element_ty)
-        tl.store(x.flat + slot * WIDTHS[i] + numbers, token, mask=numbers < WIDTHS[i])
+        token = tl.load(at_head(x.tokens, row, H) + numbers, mask=numbers < GIVEN[i], other=0)
+        at = x.flat + slot * WIDTHS[i] + numbers
+        tl.store(at, token.to(x.flat.dtype.element_ty), mask=numbers < WIDTHS[i])
 
 
 def append_triton(flat: Mapping[str, Tensor], tokens: Mapping[str, Tensor], starts: Tensor, slots: Tensor) -> None:
@@ -63,7 +62,7 @@ def append_triton(flat: Mapping[str, Tensor], tokens: Mapping[str, Tensor], star
     for name, stored in flat.items():
         token = tokens.get(name, starts.unsqueeze(-1))  # which is then not read
         token = token.contiguous() if token.dim() > 3 and token.stride(-1) != 1 else token
-        columns.append(Column(stored, token, strides(token)))
+        columns.append(Column(stored, view(token)))
     widths = tuple(x.shape[1:].numel() for x in flat.values())
     with torch.cuda.device_of(starts):
         _append[batch * heads,](

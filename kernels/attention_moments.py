@@ -6,19 +6,18 @@ Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, R of
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_rows, widen
-from kvbench.kernels.jit import jit, strides, tl, use_triton
+from kvbench.kernels.jit import at_head, jit, tl, use_triton, view
 from kvbench.kernels.prompt_attention import one_for_all, prompt_attention_triton
 from kvbench.kernels.prompt_tiles import (
     LITTLE,
-    capped,
     hidden,
-    products,
+    logits_of,
     query_blocks,
     query_places,
     same_dtype,
@@ -57,30 +56,24 @@ def attention_moments_ref(
 
 @jit
 def _moments(
-    q_ptr: tl.tensor,
-    k_ptr: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
     q_pos_ptr: tl.tensor,
     k_pos_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     squares_ptr: tl.tensor,
-    q_strides: tl.tensor,
-    k_strides: tl.tensor,
-    H_q: tl.tensor,
+    H_kv: tl.tensor,
     G: tl.tensor,
     M: tl.tensor,
     T: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
     window: tl.tensor,
-    D: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    WHOLE_D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    DIMS: tl.constexpr,
 ) -> None:
     """One program: BLOCK_T slots of one KV head, the group's summed weights and their squares over all M queries.
 
@@ -88,47 +81,33 @@ def _moments(
     """
     row = tl.program_id(0).to(tl.int64)  # of B * H_kv
     start = tl.program_id(1) * BLOCK_T
-    heads = H_q // G
-    batch, head = row // heads, row % heads
-    q_ptr += batch * q_strides.batch + head * G * q_strides.head
-    k_ptr += batch * k_strides.batch + head * k_strides.head
-    q_pos_ptr += batch * M
+    q_ptr = at_head(q, row * G, H_kv * G)
+    q_pos_ptr += row // H_kv * M
     k_pos_ptr += row * T
     lse_ptr += row * G * M
     slots = start + tl.arange(0, BLOCK_T)
     k_place = slot_places(k_pos_ptr, slots, T, ALIGNED)
-    begin, blocks, masked = query_blocks(
-        q_pos_ptr, k_place, start, M, T, window, WINDOWED, ALIGNED, BLOCK_M, BLOCK_T
-    )  # fmt: skip
-    if WHOLE_D == BLOCK_D:
-        k = tile(k_ptr, slots, T, k_strides.row, k_strides.dim, 0, D, BLOCK_D)
+    begin, blocks, masked = query_blocks(q_pos_ptr, k_place, start, M, T, window, ALIGNED, BLOCK_M, BLOCK_T)
+    k_rows = at_head(k, row, H_kv) + slots.to(tl.int64) * k.row
+    held = tile(k_rows, slots < T, k.dim, 0, DIMS.D, DIMS.BLOCK)
     sums = tl.zeros([BLOCK_T], tl.float32)
     squares = tl.zeros([BLOCK_T], tl.float32)
     group = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)  # weights of the heads so far
     for part in tl.static_range(2):  # the queries that see some of these slots, then those that see all of them
-        first = 0
-        steps = masked
+        first, steps = 0, masked
         if part == 1:
-            first = masked
-            steps = blocks - masked
+            first, steps = masked, blocks - masked
         for step in range(steps * G):
             queries = begin + (first + step // G) * BLOCK_M + tl.arange(0, BLOCK_M)
-            member = step % G
-            lse_at = lse_ptr + member.to(tl.int64) * M + queries
-            lse = tl.load(lse_at, mask=queries < M, other=float("inf")) * 1.4426950408889634
-            q_here = q_ptr + member.to(tl.int64) * q_strides.head
-            if WHOLE_D == BLOCK_D:
-                q = tile(q_here, queries, M, q_strides.row, q_strides.dim, 0, D, BLOCK_D)
-                logits = tl.dot(k, tl.trans(q), input_precision="ieee")
-            else:
-                logits = products(
-                    k_ptr, slots, T, k_strides.row, k_strides.dim, q_here, queries, M, q_strides.row, q_strides.dim,
-                    D, WHOLE_D, BLOCK_D,
-                )  # fmt: skip
-            logits = capped(logits, scale, cap, CAPPED)
+            there, member = queries < M, (step % G).to(tl.int64)
+            lse = tl.load(lse_ptr + member * M + queries, mask=there, other=float("inf")) * 1.4426950408889634
+            q_rows = q_ptr + member * q.head + queries.to(tl.int64) * q.row
+            logits = logits_of(
+                held, k_rows, slots < T, k.dim, q_rows, there, q.dim, scale, cap, DIMS
+            )  # fmt: skip
             if part == 0:
                 q_place = query_places(q_pos_ptr, queries, M, T, ALIGNED)
-                logits = hidden(logits, q_place[None, :], k_place[:, None], window, WINDOWED)
+                logits = hidden(logits, q_place[None, :], k_place[:, None], window)
             group += tl.exp2(logits - lse[None, :])
             done = (member == G - 1).to(tl.float32)
             sums += tl.sum(group, 1) * done
@@ -138,7 +117,7 @@ def _moments(
     tl.store(squares_ptr + row * T + slots, squares / (G * G), mask=slots < T)
 
 
-def tiles(dim: int, dtype: torch.dtype, shared: int = LITTLE) -> dict[str, int]:
+def tiles(dim: int, dtype: torch.dtype, shared: int = LITTLE) -> dict[str, Any]:
     """As `sum_tiles`, but half as many queries at a time: a group's weights are in registers besides.
 
     64 of them spill on Blackwell, 8 bytes a thread, and 64 where positions are read (Triton 3.9, up to D = 128).
@@ -167,7 +146,7 @@ def attention_moments_triton(
     positions = query_positions.contiguous(), key_positions.contiguous()
     if log_sum_exp is None:
         log_sum_exp = prompt_attention_triton(
-            queries, keys, None, *positions, scaling, softcap, sliding_window, one_for_all(sinks), aligned=aligned
+            queries, keys, None, *positions, scaling, softcap, sliding_window, one_for_all(sinks), aligned
         ).log_sum_exp
     batch, query_heads, new, dim = queries.shape
     heads, slots = keys.shape[1:3]
@@ -175,9 +154,9 @@ def attention_moments_triton(
     how = tiles(dim, queries.dtype, shared_memory(queries.device))
     with torch.cuda.device_of(queries):
         _moments[batch * heads, -(-slots // how["BLOCK_T"])](
-            queries, keys, *positions, log_sum_exp.contiguous(), sums, squares, strides(queries), strides(keys),
-            query_heads, query_heads // heads, new, slots, *scale_and_cap(scaling, softcap), sliding_window or 0,
-            D=dim, CAPPED=softcap is not None, WINDOWED=sliding_window is not None, ALIGNED=aligned, **how,
+            view(queries), view(keys), *positions, log_sum_exp.contiguous(), sums, squares, heads,
+            query_heads // heads, new, slots, *scale_and_cap(scaling, softcap), sliding_window,
+            ALIGNED=aligned, **how,
         )  # fmt: skip
     return Moments(sums, squares)
 

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_rows, widen
-from kvbench.kernels.jit import jit, strides, tl, use_triton
+from kvbench.kernels.jit import at_head, jit, tl, use_triton, view
 from kvbench.kernels.prompt_attention import one_for_all, prompt_attention_triton
 from kvbench.kernels.prompt_tiles import (
-    capped,
     hidden,
-    products,
+    logits_of,
     query_blocks,
     query_places,
     same_dtype,
@@ -47,14 +46,12 @@ def column_sums_ref(
 
 @jit
 def _column_sums(
-    q_ptr: tl.tensor,
-    k_ptr: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
     q_pos_ptr: tl.tensor,
     k_pos_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    q_strides: tl.tensor,
-    k_strides: tl.tensor,
     H_q: tl.tensor,
     G: tl.tensor,
     M: tl.tensor,
@@ -62,14 +59,10 @@ def _column_sums(
     scale: tl.tensor,
     cap: tl.tensor,
     window: tl.tensor,
-    D: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    WHOLE_D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    DIMS: tl.constexpr,
 ) -> None:
     """One program: BLOCK_T slots of one query head, exp2(logit - lse) summed over all M queries in fp32.
 
@@ -79,41 +72,30 @@ def _column_sums(
     blocks_of_slots = tl.cdiv(T, BLOCK_T)
     start = tl.program_id(0) % blocks_of_slots * BLOCK_T
     row = (tl.program_id(0) // blocks_of_slots).to(tl.int64)  # of B * H_q
-    batch, head = row // H_q, row % H_q
-    q_ptr += batch * q_strides.batch + head * q_strides.head
-    k_ptr += batch * k_strides.batch + head // G * k_strides.head
-    q_pos_ptr += batch * M
+    q_ptr = at_head(q, row, H_q)
+    q_pos_ptr += row // H_q * M
     k_pos_ptr += row // G * T
-    lse_ptr += row * M
     slots = start + tl.arange(0, BLOCK_T)
     k_place = slot_places(k_pos_ptr, slots, T, ALIGNED)
-    begin, blocks, masked = query_blocks(
-        q_pos_ptr, k_place, start, M, T, window, WINDOWED, ALIGNED, BLOCK_M, BLOCK_T
-    )  # fmt: skip
-    if WHOLE_D == BLOCK_D:
-        k = tile(k_ptr, slots, T, k_strides.row, k_strides.dim, 0, D, BLOCK_D)
+    begin, blocks, masked = query_blocks(q_pos_ptr, k_place, start, M, T, window, ALIGNED, BLOCK_M, BLOCK_T)
+    k_rows = at_head(k, row // G, H_q // G) + slots.to(tl.int64) * k.row
+    held = tile(k_rows, slots < T, k.dim, 0, DIMS.D, DIMS.BLOCK)
     sums = tl.zeros([BLOCK_T], tl.float32)
     for part in tl.static_range(2):  # the queries that see some of these slots, then those that see all of them
-        first = 0
-        steps = masked
+        first, steps = 0, masked
         if part == 1:
-            first = masked
-            steps = blocks - masked
+            first, steps = masked, blocks - masked
         for step in range(steps):  # Triton 3.9 overlaps loads with sums only in loops that start at 0
             queries = begin + (first + step) * BLOCK_M + tl.arange(0, BLOCK_M)
-            lse = tl.load(lse_ptr + queries, mask=queries < M, other=float("inf")) * 1.4426950408889634
-            if WHOLE_D == BLOCK_D:
-                q = tile(q_ptr, queries, M, q_strides.row, q_strides.dim, 0, D, BLOCK_D)
-                logits = tl.dot(k, tl.trans(q), input_precision="ieee")
-            else:
-                logits = products(
-                    k_ptr, slots, T, k_strides.row, k_strides.dim, q_ptr, queries, M, q_strides.row, q_strides.dim,
-                    D, WHOLE_D, BLOCK_D,
-                )  # fmt: skip
-            logits = capped(logits, scale, cap, CAPPED)
+            there = queries < M
+            lse = tl.load(lse_ptr + row * M + queries, mask=there, other=float("inf")) * 1.4426950408889634
+            q_rows = q_ptr + queries.to(tl.int64) * q.row
+            logits = logits_of(
+                held, k_rows, slots < T, k.dim, q_rows, there, q.dim, scale, cap, DIMS
+            )  # fmt: skip
             if part == 0:
                 q_place = query_places(q_pos_ptr, queries, M, T, ALIGNED)
-                logits = hidden(logits, q_place[None, :], k_place[:, None], window, WINDOWED)
+                logits = hidden(logits, q_place[None, :], k_place[:, None], window)
             sums += tl.sum(tl.exp2(logits - lse[None, :]), 1)
     tl.store(out_ptr + row * T + slots, sums, mask=slots < T)
 
@@ -138,17 +120,16 @@ def column_sums_triton(
     positions = query_positions.contiguous(), key_positions.contiguous()
     if log_sum_exp is None:
         log_sum_exp = prompt_attention_triton(
-            queries, keys, None, *positions, scaling, softcap, sliding_window, one_for_all(sinks), aligned=aligned
+            queries, keys, None, *positions, scaling, softcap, sliding_window, one_for_all(sinks), aligned
         ).log_sum_exp
     batch, query_heads, new, dim = queries.shape
     heads, slots = keys.shape[1:3]
     sums = queries.new_empty(batch, heads, query_heads // heads, slots, dtype=torch.float32)
-    how = sum_tiles(dim, queries.dtype, shared_memory(queries.device))
+    tiles = sum_tiles(dim, queries.dtype, shared_memory(queries.device))
     with torch.cuda.device_of(queries):
-        _column_sums[-(-slots // how["BLOCK_T"]) * batch * query_heads,](
-            queries, keys, *positions, log_sum_exp.contiguous(), sums, strides(queries), strides(keys),
-            query_heads, query_heads // heads, new, slots, *scale_and_cap(scaling, softcap), sliding_window or 0,
-            D=dim, CAPPED=softcap is not None, WINDOWED=sliding_window is not None, ALIGNED=aligned, **how,
+        _column_sums[-(-slots // tiles["BLOCK_T"]) * batch * query_heads,](
+            view(queries), view(keys), *positions, log_sum_exp.contiguous(), sums, query_heads, query_heads // heads,
+            new, slots, *scale_and_cap(scaling, softcap), sliding_window, ALIGNED=aligned, **tiles,
         )  # fmt: skip
     return sums
 

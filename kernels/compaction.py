@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import Strides, jit, next_power_of_two, require_triton, strides, tl
+from kvbench.kernels.jit import View, at_head, jit, next_power_of_two, require_triton, rows, tl
 
 
 def kept_slots_ref(mask: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -36,10 +36,9 @@ def compact_ref(buffers: dict[str, Tensor], slots: Tensor, counts: Tensor, spare
 
 @jit
 def _kept_slots(
-    mask_ptr: tl.tensor,
+    mask: tl.tensor,
     slots_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    mask_strides: tl.tensor,
     H: tl.tensor,
     T: tl.tensor,
     most: tl.tensor,
@@ -47,7 +46,7 @@ def _kept_slots(
 ) -> None:
     """One program: the slots of one KV head under the mask in order, then the others, the first `most` of them."""
     row = tl.program_id(0).to(tl.int64)
-    mask_ptr += row // H * mask_strides.batch + row % H * mask_strides.head
+    mask_ptr = at_head(mask, row, H)
     slots_ptr += row * most
     lanes = tl.zeros([BLOCK], tl.int32)
     for start in range(0, T, BLOCK):
@@ -66,11 +65,10 @@ def _kept_slots(
 
 
 class Column(NamedTuple):
-    """What slots hold of one kind: before, after (contiguous), and strides before."""
+    """What slots hold of one kind: before, and after (contiguous)."""
 
-    old: Tensor
+    old: View
     new: Tensor
-    strides: Strides
 
 
 @jit
@@ -88,18 +86,16 @@ def _compact(
 ) -> None:
     """One program: BLOCK slots of one KV head, positions and all columns, of WIDTHS numbers, BLOCKS filled up."""
     row = tl.program_id(0).to(tl.int64)
-    batch, head = row // H, row % H
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slots = tl.load(slots_ptr + row * most + places, mask=places < most, other=0)
     count = tl.load(counts_ptr + row)
-    at = positions.old + batch * positions.strides.batch + head * positions.strides.head
-    kept = tl.load(at + slots * positions.strides.row, mask=places < count, other=-1)
+    kept = tl.load(at_head(positions.old, row, H) + slots * positions.old.row, mask=places < count, other=-1)
     tl.store(positions.new + row * C + places, kept, mask=places < C)
     for i in tl.static_range(len(BLOCKS)):
         x = columns[i]
         numbers = tl.arange(0, BLOCKS[i])[None, :]
         inside = (places < C)[:, None] & (numbers < WIDTHS[i])
-        at = x.old + batch * x.strides.batch + head * x.strides.head + slots[:, None] * x.strides.row
+        at = at_head(x.old, row, H) + slots[:, None] * x.old.row
         found = tl.load(at + numbers, mask=inside & (places < most)[:, None], other=0)  # spare slots are 0
         tl.store(x.new + (row * C + places)[:, None] * WIDTHS[i] + numbers, found, mask=inside)
 
@@ -112,14 +108,13 @@ def kept_slots_triton(mask: Tensor, most: int) -> tuple[Tensor, Tensor]:
     require_triton("kept_slots", mask.device)
     batch, heads, length = mask.shape
     assert 0 <= most <= length, "no head keeps more slots than there are"
-    mask = mask if mask.stride(-1) == 1 else mask.contiguous()
     slots = torch.empty(batch, heads, most, dtype=torch.int64, device=mask.device)
     counts = torch.zeros(batch, heads, dtype=torch.int32, device=mask.device)
     block = min(4096, max(128, next_power_of_two(length)))
     if mask.numel():
         with torch.cuda.device_of(mask):
-            sizes = strides(mask), heads, length, most
-            _kept_slots[batch * heads,](mask, slots, counts, *sizes, BLOCK=block, num_warps=max(1, block // 512))
+            how = {"BLOCK": block, "num_warps": max(1, block // 512)}
+            _kept_slots[batch * heads,](rows(mask), slots, counts, heads, length, most, **how)
     return slots, counts
 
 
@@ -142,13 +137,12 @@ def compact_triton(buffers: dict[str, Tensor], slots: Tensor, counts: Tensor, sp
     require_triton("compact", slots.device)
     batch, heads, most = slots.shape
     slots, counts = slots.contiguous(), counts.contiguous()
-    sources = {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in buffers.items()}
-    kept = {name: x.new_empty(batch, heads, most + spare, *x.shape[3:]) for name, x in sources.items()}
+    kept = {name: x.new_empty(batch, heads, most + spare, *x.shape[3:]) for name, x in buffers.items()}
     if not kept["positions"].numel():
         return kept
-    columns = {name: Column(x, kept[name], strides(x)) for name, x in sources.items()}
+    columns = {name: Column(rows(x), kept[name]) for name, x in buffers.items()}
     positions = columns.pop("positions")
-    widths = tuple(sources[name].shape[3:].numel() for name in columns)
+    widths = tuple(buffers[name].shape[3:].numel() for name in columns)
     how = tiles(max(widths), buffers["keys"].element_size())
     with torch.cuda.device_of(slots):
         _compact[batch * heads, -(-(most + spare) // how["BLOCK"])](

@@ -12,17 +12,17 @@ D head dim of queries and keys, D_v of values. Logits are in base 2 (GPUs have e
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_logits, visible, widen
-from kvbench.kernels.decode_tile import Strides, append_token, attend_tile, tile
-from kvbench.kernels.jit import fit_heads, jit, next_power_of_two, require_triton, tl, use_triton
+from kvbench.kernels.decode_tile import append_token, attend_tile, store_part
+from kvbench.kernels.jit import View, at_head, fit_heads, jit, next_power_of_two, require_triton, tl, use_triton, view
 from kvbench.kernels.join_splits import Asked, Parts, finish
-from kvbench.kernels.prompt_tiles import scale_and_cap
-from kvbench.kernels.work_list import CHUNK, row_of, tiles_before
+from kvbench.kernels.prompt_tiles import Dims, scale_and_cap, tile
+from kvbench.kernels.work_list import CHUNK, share_of
 
 REGISTERS = 255  # of a thread, at most; left alone, ptxas takes 168 of four warps and spills a few
 
@@ -43,9 +43,9 @@ class NewTokens(NamedTuple):
     """Tokens that flat storage takes in before it is attended to: keys, values [B,H_kv,1,...] into slots [B,H_kv],
     int64 and contiguous, counted from where their segments start, each inside its segment."""
 
-    keys: Tensor | None
-    values: Tensor | None
-    slots: Tensor | None
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
 
 
 def decode_attention_ref(
@@ -86,21 +86,20 @@ def decode_attention_ref(
 
 @partial(jit, varying=("R", "T", "window"))
 def _attend_list(
-    q_ptr: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    q_pos_ptr: tl.tensor,
-    k_pos_ptr: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    q_pos: tl.tensor,
+    k_pos: tl.tensor,
     starts_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    new_k_ptr: tl.tensor,
-    new_v_ptr: tl.tensor,
+    new_k: tl.tensor,
+    new_v: tl.tensor,
     new_slots_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
+    bias: tl.tensor,
     logits_ptr: tl.tensor,
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
-    strides: tl.tensor,
     H_kv: tl.tensor,
     G: tl.tensor,
     M: tl.tensor,
@@ -109,67 +108,51 @@ def _attend_list(
     scale: tl.tensor,
     cap: tl.tensor,
     window: tl.tensor,
-    PLACED: tl.constexpr,
-    FLAT: tl.constexpr,
-    APPENDS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    BIASED: tl.constexpr,
-    LOGITS: tl.constexpr,
-    D: tl.constexpr,
     D_V: tl.constexpr,
-    WHOLE_D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    DIMS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """One program: its share of all tiles, KV head after KV head, for ROWS of the G * M query rows of each."""
+    """One program: its share of all tiles, KV head after KV head, for ROWS of the G * M query rows of each.
+
+    Without starts and counts every KV head has T slots; without positions all are seen.
+    """
     program = tl.program_id(0).to(tl.int64)
-    _, total_tiles = tiles_before(counts_ptr, program, R, T, FLAT, BLOCK_T, CHUNK)
-    working = tl.maximum(tl.minimum(tl.num_programs(0), total_tiles), 1)
-    begin = tl.minimum(program * total_tiles // working, total_tiles)
-    end = tl.minimum((program + 1) * total_tiles // working, total_tiles)
-    first_row, before = row_of(counts_ptr, begin, R, T, FLAT, BLOCK_T, CHUNK)
-    last_row, _ = row_of(counts_ptr, tl.maximum(end - 1, 0), R, T, FLAT, BLOCK_T, CHUNK)
+    begin, end, first_row, last_row, before = share_of(
+        counts_ptr, program, tl.num_programs(0), R, T, BLOCK_T, CHUNK
+    )  # fmt: skip
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # row g * M + m: query m of query head g of the group
-    there = rows < G * M
-    dims = tl.arange(0, BLOCK_V)
-    for kv_row in range(first_row, tl.where(begin < end, last_row + 1, first_row)):
-        batch, head = kv_row // H_kv, kv_row % H_kv
-        q_rows = q_ptr + batch * strides.q_batch + (head * G + rows // M) * strides.q_head
-        q_rows += (rows % M).to(tl.int64) * strides.q_row
-        q = tile(q_rows, there, strides.q_dim, 0, D, BLOCK_D)
+    there, dims = rows < G * M, tl.arange(0, BLOCK_V)
+    for kv_row in range(first_row, last_row):
+        q_rows = at_head(q, kv_row * G, H_kv * G) + (rows // M).to(tl.int64) * q.head
+        q_rows += (rows % M).to(tl.int64) * q.row
+        held = tile(q_rows, there, q.dim, 0, DIMS.D, DIMS.BLOCK)
         length, slot = T, tl.zeros([], tl.int64)
-        if FLAT:
+        if counts_ptr is not None:
             slot = tl.load(starts_ptr + kv_row).to(tl.int64)
             length = tl.load(counts_ptr + kv_row).to(tl.int32)
-        k_here = k_ptr + batch * strides.k_batch + head * strides.k_head + slot * strides.k_row
-        v_here = v_ptr + batch * strides.v_batch + head * strides.v_head + slot * strides.v_row
-        k_pos_here, q_pos, newest, oldest = k_pos_ptr, rows, 0, 0
-        if PLACED:
-            k_pos_here += batch * strides.k_pos_batch + head * strides.k_pos_head + slot * strides.k_pos_row
-            q_pos_at = q_pos_ptr + batch * strides.q_pos_batch + rows % M * strides.q_pos_row
-            q_pos = tl.load(q_pos_at, mask=there, other=-1).to(tl.int32)
-            newest = tl.max(q_pos, 0)
-            oldest = tl.min(tl.where(q_pos < 0, 2**30, q_pos), 0)
-        bias_here = bias_ptr
-        if BIASED:
-            bias_here += batch * strides.bias_batch + head * strides.bias_head
-        logits_at = logits_ptr
-        if LOGITS:
-            logits_at += (kv_row * G * M + rows) * T
+        k_here = at_head(k, kv_row, H_kv) + slot * k.row
+        v_here = at_head(v, kv_row, H_kv) + slot * v.row
+        k_pos_here, bias_here, logits_at, q_place, newest, oldest = None, None, None, rows, 0, 0
+        if k_pos is not None:
+            k_pos_here = at_head(k_pos, kv_row, H_kv) + slot * k_pos.row
+            q_place = tl.load(at_head(q_pos, kv_row, H_kv) + rows % M * q_pos.row, mask=there, other=-1).to(tl.int32)
+            newest = tl.max(q_place, 0)
+            oldest = tl.min(tl.where(q_place < 0, 2**30, q_place), 0)
+        if bias is not None:
+            bias_here = at_head(bias, kv_row, H_kv)
+        if logits_ptr is not None:
+            logits_at = logits_ptr + (kv_row * G * M + rows) * T
         tiles = tl.cdiv(length, BLOCK_T)
         first = tl.maximum(begin - before, 0).to(tl.int32)
         steps = tl.minimum(end - before, tiles).to(tl.int32) - first
-        if APPENDS:  # whoever reads a new token's slot writes it before
+        if new_slots_ptr is not None:  # whoever reads a new token's slot writes it before
             new = tl.load(new_slots_ptr + kv_row)
             here, past = first * BLOCK_T, (first + steps) * BLOCK_T
-            k_new = new_k_ptr + batch * strides.new_k_batch + head * strides.new_k_head
-            v_new = new_v_ptr + batch * strides.new_v_batch + head * strides.new_v_head
-            append_token(k_here, new, strides.k_row, strides.k_dim, k_new, strides.new_k_dim, here, past, D, WHOLE_D)
-            append_token(v_here, new, strides.v_row, strides.v_dim, v_new, strides.new_v_dim, here, past, D_V, BLOCK_V)
+            append_token(k, k_here, new_k, kv_row, H_kv, new, here, past, DIMS.D, DIMS.WHOLE)
+            append_token(v, v_here, new_v, kv_row, H_kv, new, here, past, D_V, BLOCK_V)
             tl.debug_barrier()  # of all its threads
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -177,19 +160,15 @@ def _attend_list(
         for step in range(steps):
             slots = (first + step) * BLOCK_T + tl.arange(0, BLOCK_T)
             top, total, out = attend_tile(
-                q, q_rows, q_pos, there, k_here, v_here, k_pos_here, bias_here, logits_at, slots, length, newest,
-                oldest, top, total, out, strides, scale, cap, window, PLACED, CAPPED, WINDOWED, BIASED, LOGITS, D, D_V,
-                WHOLE_D, BLOCK_D, BLOCK_V,
+                held, q_rows, q.dim, q_place, there, k, v, k_pos, bias, k_here, v_here, k_pos_here, bias_here,
+                logits_at, slots, length, newest, oldest, top, total, out, scale, cap, window, DIMS, D_V,
+                BLOCK_V,
             )  # fmt: skip
-        some = tl.where(total > 0, total, 1.0)
-        place = (program + kv_row) * G * M + rows
-        tl.store(lse_ptr + place, (top + tl.log2(some)) * 0.6931471805599453, mask=there)
-        at = out_ptr + place[:, None] * D_V + dims[None, :]
-        tl.store(at, out / some[:, None], mask=there[:, None] & (dims < D_V)[None, :])
+        store_part(out_ptr, lse_ptr, (program + kv_row) * G * M + rows, there, top, total, out, dims, D_V)
         before += tiles
 
 
-def tiles(rows: int, dim: int, value_dim: int, dtype: torch.dtype, placed: bool) -> dict[str, int]:
+def tiles(rows: int, dim: int, value_dim: int, dtype: torch.dtype, placed: bool) -> dict[str, Any]:
     """Tile sizes and launch options for `rows` query rows per KV head: no spills, at most 99 KiB of shared memory.
 
     16-bit keys and values: 16 KiB of each at a time, two tiles on their way (four half as wide). Where positions are
@@ -199,18 +178,12 @@ def tiles(rows: int, dim: int, value_dim: int, dtype: torch.dtype, placed: bool)
     whole, wide = max(16, next_power_of_two(dim)), max(16, next_power_of_two(value_dim))
     warps = 4 if max(whole, wide) <= 128 else 8
     if dtype == torch.float32:
-        sizes = {
-            "WHOLE_D": max(32, whole),
-            "BLOCK_D": 32 if warps == 4 else 16,
-            "BLOCK_V": wide,
-            "ROWS": 16,
-            "BLOCK_T": 16,
-        }
-        return {**sizes, "num_warps": warps, "num_stages": 2}
+        dims = Dims(dim, max(32, whole), 32 if warps == 4 else 16)
+        return {"DIMS": dims, "BLOCK_V": wide, "ROWS": 16, "BLOCK_T": 16, "num_warps": warps, "num_stages": 2}
     most_rows = 32 if max(whole, wide) <= (64 if placed else 128) else 16  # more spill
     slots = max(16, min(64, 8192 // max(whole, wide)))
     ahead = 2 if max(whole, wide) > 64 else 4
-    sizes = {"WHOLE_D": whole, "BLOCK_D": whole, "BLOCK_V": wide, "BLOCK_T": slots}
+    sizes = {"DIMS": Dims(dim, whole, whole), "BLOCK_V": wide, "BLOCK_T": slots}
     fitting = min(most_rows, max(16, next_power_of_two(rows)))
     return {**sizes, "ROWS": fitting, "num_warps": warps, "num_stages": 1 + 2 * ahead if placed else 1 + ahead}
 
@@ -252,29 +225,26 @@ def launch(
     sizes = tiles(rows, dim, value_dim, keys.dtype, positions is not None)
     if programs is None:
         programs = max(1, min(programs_at_once(queries.device), pairs * -(-slots // sizes["BLOCK_T"])))
+    group = query_heads // heads
     part_out = queries.new_empty(programs + pairs, rows, value_dim, dtype=torch.float32)
     part_lse = queries.new_empty(programs + pairs, rows, dtype=torch.float32)
     scored = weights or sums is not None
-    logits = part_lse.new_empty(batch, heads, query_heads // heads, new, slots) if scored else None
-    starts, counts = (None, None) if segments is None else segments
-    tokens = new_tokens or NewTokens(None, None, None)
+    logits = part_lse.new_empty(batch, heads, group, new, slots) if scored else None
+    starts, counts = segments or (None, None)
     flat = () if segments is None else (0, 0)
-    places = (0,) * 5 if positions is None else (*positions[0].stride(), *flat, *positions[1].stride())
-    each = (s for x in tokens[:2] if x is not None for s in (x.stride(0), x.stride(1), x.stride(3)))
-    strides = Strides(*queries.stride(), *flat, *keys.stride(), *flat, *values.stride(), *places, *each)
-    if bias is not None:
-        bias_strides = zip(("bias_batch", "bias_head", "bias_row"), bias.stride(), strict=True)
-        strides = strides._replace(**dict(bias_strides))
+    k, v = (View(x, *flat, *x.stride()) for x in (keys, values))
+    q_pos, k_pos = None, None
+    if positions is not None:
+        q_pos = View(positions[0], positions[0].stride(0), 0, positions[0].stride(1))
+        k_pos = View(positions[1], *flat, *positions[1].stride())
+    tokens: tuple[object, ...] = (None, None, None)
+    if new_tokens is not None:
+        tokens = view(new_tokens.keys), view(new_tokens.values), new_tokens.slots
     with torch.cuda.device_of(queries):
         _attend_list[programs, -(-rows // sizes["ROWS"])](
-            queries, keys, values, *(positions or (None, None)), starts, counts, *tokens, bias, logits, part_out,
-            part_lse, strides, heads, query_heads // heads, new, pairs, slots, *scale_and_cap(scaling, softcap),
-            sliding_window or 0,
-            PLACED=positions is not None, FLAT=segments is not None, APPENDS=new_tokens is not None,
-            CAPPED=softcap is not None,
-            WINDOWED=sliding_window is not None, BIASED=bias is not None, LOGITS=scored, D=dim, D_V=value_dim,
-            CHUNK=CHUNK,
-            maxnreg=REGISTERS, **sizes,
+            view(queries), k, v, q_pos, k_pos, starts, counts, *tokens, None if bias is None else view(bias), logits,
+            part_out, part_lse, heads, group, new, pairs, slots, *scale_and_cap(scaling, softcap), sliding_window,
+            D_V=value_dim, CHUNK=CHUNK, maxnreg=REGISTERS, **sizes,
         )  # fmt: skip
         parts = Parts(part_out, part_lse, programs, sizes["BLOCK_T"], slots)
         asked = Asked(logits, weights, sums, segments, sinks)

@@ -84,9 +84,6 @@ def decode_attention_flat_triton(
 
 
 def _append(keys: Tensor, values: Tensor, starts: Tensor, new: NewTokens) -> None:
-    assert new.keys is not None
-    assert new.values is not None
-    assert new.slots is not None
     append_ref({"keys": keys, "values": values}, {"keys": new.keys, "values": new.values}, starts, new.slots)
 
 

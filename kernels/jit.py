@@ -1,5 +1,7 @@
 """The one place that imports Triton, so that every kernel file can be read where Triton has no wheels."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,25 +15,31 @@ try:
 except ImportError:  # wheels exist for Linux only; the PyTorch paths need none
     triton = tl = None
 
-__all__ = ["INTERPRETED", "Strides", "fit_heads", "jit", "next_power_of_two", "require_triton", "strides", "tl"]
-__all__ += ["triton", "use_triton"]
+__all__ = ["INTERPRETED", "View", "at_head", "fit_heads", "jit", "next_power_of_two", "require_triton", "rows", "tl"]
+__all__ += ["triton", "use_triton", "view"]
 
 LARGEST_HEAD = 256
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-class Strides(NamedTuple):
-    """Of a tensor [B,H,T,D], as kernels take them; 0 for dimensions that it has not."""
+class View(NamedTuple):
+    """A tensor [B,H,T,D] as kernels take it, and its strides; 0 for dimensions that it has not."""
 
+    ptr: Tensor
     batch: int
     head: int
     row: int = 0
     dim: int = 0
 
 
-def strides(x: Tensor) -> Strides:
-    """Those of x, whose first dimensions are B, H, T and D."""
-    return Strides(*x.stride())
+def view(x: Tensor) -> View:
+    """x, whose first dimensions are B, H, T and D."""
+    return View(x, *x.stride())
+
+
+def rows(x: Tensor) -> View:
+    """x, or a copy of it, with the numbers of its last dimension side by side."""
+    return view(x if x.stride(-1) == 1 else x.contiguous())
 
 
 def use_triton(x: Tensor) -> bool:
@@ -62,3 +70,9 @@ def fit_heads(kernel: str, *dims: int) -> None:
 def next_power_of_two(n: int) -> int:
     """The smallest power of two >= n, for n >= 1: tiles have no other sizes."""
     return 1 << (n - 1).bit_length()
+
+
+@jit
+def at_head(x: tl.tensor, row: tl.tensor, heads: tl.tensor) -> tl.tensor:
+    """Where KV head `row` of B * heads begins in a `View`."""
+    return x.ptr + row // heads * x.batch + row % heads * x.head

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import jit, next_power_of_two, tl
+from kvbench.kernels.jit import View, at_head, jit, next_power_of_two, tl
 from kvbench.kernels.work_list import CHUNK, parts_of
 
 SLOTS_A_PROGRAM = 256  # whose logits become weights
@@ -50,15 +50,6 @@ class Asked(NamedTuple):
 NOTHING = Asked()
 
 
-class Sums(NamedTuple):
-    """Strides of the sums."""
-
-    batch: int
-    head: int
-    row: int
-    group: int
-
-
 @jit
 def _log_sum_exp(
     lse_ptr: tl.tensor,
@@ -69,12 +60,11 @@ def _log_sum_exp(
     first: tl.tensor,
     count: tl.tensor,
     width: tl.tensor,
-    SUNK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> tl.tensor:
     """Natural log-sum-exp of query rows [n] of query heads [n] out of `count` parts from `first` on."""
     top = tl.where(there, float("-inf"), float("-inf"))
-    if SUNK:
+    if sinks_ptr is not None:
         top = tl.load(sinks_ptr + heads, mask=there, other=float("-inf")).to(tl.float32)
     total = tl.where(top == float("-inf"), 0.0, 1.0)
     for start in range(0, count, AT_ONCE):
@@ -101,7 +91,6 @@ def _join(
     first: tl.tensor,
     count: tl.tensor,
     width: tl.tensor,
-    SUNK: tl.constexpr,
     D_V: tl.constexpr,
     BLOCK_V: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -110,7 +99,7 @@ def _join(
     one = tl.zeros([1], tl.int64)
     lse = tl.max(
         _log_sum_exp(
-            parts_lse_ptr, sinks_ptr, one + part_row, one + head, one == 0, first, count, width, SUNK, AT_ONCE
+            parts_lse_ptr, sinks_ptr, one + part_row, one + head, one == 0, first, count, width, AT_ONCE
         ), 0
     )  # fmt: skip
     tl.store(lse_ptr + row, lse)
@@ -127,6 +116,51 @@ def _join(
     tl.store(out_ptr + row * D_V + dims, out.to(out_ptr.dtype.element_ty), mask=dims < D_V)
 
 
+@jit
+def _weigh(
+    parts_lse_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    sums: tl.tensor,
+    sums_ptr: tl.tensor,
+    kv_row: tl.tensor,
+    head: tl.tensor,
+    G: tl.tensor,
+    M: tl.tensor,
+    T: tl.tensor,
+    slots: tl.tensor,
+    length: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    WEIGHTS: tl.constexpr,
+    PER_QUERY_HEAD: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+) -> None:
+    """Logits of a KV head at some slots become WEIGHTS, in place, and are added to its sums at sums_ptr, if any."""
+    heads = tl.arange(0, BLOCK_G)
+    drawn = tl.zeros([BLOCK_G, BLOCK_T], tl.float32)
+    there = (heads < G)[:, None] & (slots < length)[None, :]
+    for query in range(M):
+        rows = heads * M + query
+        lse = _log_sum_exp(parts_lse_ptr, sinks_ptr, rows, head * G + heads, heads < G, first, count, G * M, AT_ONCE)
+        shift = tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634)
+        at = logits_ptr + (kv_row * G * M + rows)[:, None] * T + slots[None, :]
+        weights = tl.exp2(tl.load(at, mask=there, other=float("-inf")) - shift[:, None])
+        if WEIGHTS:
+            tl.store(at, weights, mask=(heads < G)[:, None] & (slots < T)[None, :])
+        drawn += weights
+    if sums is not None:
+        at = sums_ptr + slots.to(tl.int64) * sums.row
+        if PER_QUERY_HEAD:
+            each = at[None, :] + heads[:, None] * sums.dim
+            tl.store(each, tl.load(each, mask=there, other=0.0) + drawn, mask=there)
+        else:
+            before = tl.load(at, mask=slots < length, other=0.0)
+            tl.store(at, before + tl.sum(drawn, 0) / G, mask=slots < length)
+
+
 @partial(jit, varying=("T", "programs", "joined"))
 def _finish(
     parts_ptr: tl.tensor,
@@ -137,7 +171,6 @@ def _finish(
     logits_ptr: tl.tensor,
     starts_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
     sums: tl.tensor,
     H_kv: tl.tensor,
     G: tl.tensor,
@@ -145,10 +178,7 @@ def _finish(
     T: tl.tensor,
     programs: tl.tensor,
     joined: tl.tensor,
-    FLAT: tl.constexpr,
-    SUNK: tl.constexpr,
     WEIGHTS: tl.constexpr,
-    SUMS: tl.constexpr,
     PER_QUERY_HEAD: tl.constexpr,
     TILE: tl.constexpr,
     D_V: tl.constexpr,
@@ -164,43 +194,25 @@ def _finish(
     part = tl.program_id(1)
     first, count = kv_row * programs, programs
     if TILE > 0:
-        first, count = parts_of(counts_ptr, kv_row, tl.num_programs(0), T, programs, FLAT, TILE, CHUNK)
+        first, count = parts_of(counts_ptr, kv_row, tl.num_programs(0), T, programs, TILE, CHUNK)
     if part < joined:
         _join(
             parts_ptr, parts_lse_ptr, sinks_ptr, out_ptr, lse_ptr, kv_row * G * M + part, head * G + part // M, part,
-            first, count, G * M, SUNK, D_V, BLOCK_V, AT_ONCE,
+            first, count, G * M, D_V, BLOCK_V, AT_ONCE,
         )  # fmt: skip
-    elif WEIGHTS or SUMS:
+    elif logits_ptr is not None:
         slots = (part - joined) * BLOCK_T + tl.arange(0, BLOCK_T)
-        length = T
-        if FLAT:
+        length, sums_ptr = T, None
+        if counts_ptr is not None:
             length = tl.load(counts_ptr + kv_row).to(tl.int32)
-        heads = tl.arange(0, BLOCK_G)
-        drawn = tl.zeros([BLOCK_G, BLOCK_T], tl.float32)
-        for query in range(M):
-            rows = heads * M + query
-            lse = _log_sum_exp(
-                parts_lse_ptr, sinks_ptr, rows, head * G + heads, heads < G, first, count, G * M, SUNK, AT_ONCE
-            )  # fmt: skip
-            shift = tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634)
-            at = logits_ptr + (kv_row * G * M + rows)[:, None] * T + slots[None, :]
-            there = (heads < G)[:, None] & (slots < length)[None, :]
-            weights = tl.exp2(tl.load(at, mask=there, other=float("-inf")) - shift[:, None])
-            if WEIGHTS:
-                tl.store(at, weights, mask=(heads < G)[:, None] & (slots < T)[None, :])
-            drawn += weights
-        if SUMS:
-            sums_ptr += kv_row // H_kv * sums.batch + head * sums.head
-            if FLAT:
+        if sums is not None:
+            sums_ptr = at_head(sums, kv_row, H_kv)
+            if counts_ptr is not None:
                 sums_ptr += tl.load(starts_ptr + kv_row).to(tl.int64) * sums.row
-            at = sums_ptr + slots.to(tl.int64) * sums.row
-            if PER_QUERY_HEAD:
-                each = at[None, :] + heads[:, None] * sums.group
-                there = (heads < G)[:, None] & (slots < length)[None, :]
-                tl.store(each, tl.load(each, mask=there, other=0.0) + drawn, mask=there)
-            else:
-                before = tl.load(at, mask=slots < length, other=0.0)
-                tl.store(at, before + tl.sum(drawn, 0) / G, mask=slots < length)
+        _weigh(
+            parts_lse_ptr, sinks_ptr, logits_ptr, sums, sums_ptr, kv_row, head, G, M, T, slots, length, first, count,
+            WEIGHTS, PER_QUERY_HEAD, BLOCK_G, BLOCK_T, AT_ONCE,
+        )  # fmt: skip
 
 
 def finish(
@@ -213,14 +225,13 @@ def finish(
     out = queries.new_empty(batch, query_heads, new, value_dim, dtype=dtype)
     log_sum_exp = queries.new_empty(batch, query_heads, new, dtype=torch.float32)
     slots = 0 if logits is None else logits.shape[-1]
-    starts, counts = (None, None) if asked.segments is None else asked.segments
-    strides = Sums(0, 0, 0, 0) if sums is None else Sums(*(0,) * (4 - sums.dim()), *sums.stride())
+    starts, counts = asked.segments or (None, None)
+    added = None if sums is None else View(sums, *(0,) * (4 - sums.dim()), *sums.stride())
     _finish[batch * heads, group * new + -(-slots // SLOTS_A_PROGRAM)](
-        parts.out, parts.log_sum_exp, asked.sinks, out, log_sum_exp, logits, starts, counts, sums, strides,
-        heads, group, new, parts.slots, parts.programs, group * new,
-        FLAT=asked.segments is not None, SUNK=asked.sinks is not None, WEIGHTS=asked.weights, SUMS=sums is not None,
-        PER_QUERY_HEAD=sums is not None and sums.shape[-1] > 1, TILE=parts.tile, D_V=value_dim,
-        BLOCK_V=block_v, BLOCK_G=next_power_of_two(group), BLOCK_T=SLOTS_A_PROGRAM,
-        CHUNK=CHUNK, AT_ONCE=max(1, 4096 // block_v), maxnreg=128,  # left alone, ptxas takes 40 and spills
+        parts.out, parts.log_sum_exp, asked.sinks, out, log_sum_exp, logits, starts, counts, added,
+        heads, group, new, parts.slots, parts.programs, group * new, WEIGHTS=asked.weights,
+        PER_QUERY_HEAD=sums is not None and sums.shape[-1] > 1, TILE=parts.tile, D_V=value_dim, BLOCK_V=block_v,
+        BLOCK_G=next_power_of_two(group), BLOCK_T=SLOTS_A_PROGRAM, CHUNK=CHUNK, AT_ONCE=max(1, 4096 // block_v),
+        maxnreg=128,  # left alone, ptxas takes 40 and spills
     )  # fmt: skip
     return out, log_sum_exp

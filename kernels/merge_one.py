@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import jit, next_power_of_two, strides, tl
+from kvbench.kernels.jit import at_head, jit, next_power_of_two, tl, view
 from kvbench.kernels.nearest import NORM_FLOOR, check, cosines, margin, readable
 
 PROGRAMS = 512  # pieces of all heads together where one token is matched
@@ -63,14 +63,21 @@ def merge_one_ref(
 
 
 @jit
+def _vector(
+    x: tl.tensor, row: tl.tensor, H: tl.tensor, slot: tl.tensor, D: tl.tensor, BLOCK_D: tl.constexpr
+) -> tl.tensor:
+    """What KV head `row` of x holds at a slot, in float32."""
+    dims = tl.arange(0, BLOCK_D)
+    return tl.load(at_head(x, row, H) + slot * x.row + dims, mask=dims < D, other=0.0).to(tl.float32)
+
+
+@jit
 def _products_piece(
-    x_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
+    x: tl.tensor,
+    positions: tl.tensor,
     victims_ptr: tl.tensor,
     products_ptr: tl.tensor,
     best_ptr: tl.tensor,
-    x_strides: tl.tensor,
-    positions_strides: tl.tensor,
     H: tl.tensor,
     T: tl.tensor,
     D: tl.tensor,
@@ -81,11 +88,10 @@ def _products_piece(
 ) -> None:
     """One program: the victim's product with each of a piece of one KV head's slots at length 1, and the largest."""
     row = tl.program_id(0).to(tl.int64)
-    x_ptr += row // H * x_strides.batch + row % H * x_strides.head
-    positions_ptr += row // H * positions_strides.batch + row % H * positions_strides.head
+    x_ptr, positions_ptr = at_head(x, row, H), at_head(positions, row, H)
     victim = tl.load(victims_ptr + row)
     dims = tl.arange(0, BLOCK_D)
-    gone = tl.load(x_ptr + victim * x_strides.row + dims, mask=dims < D, other=0.0).to(tl.float32)
+    gone = _vector(x, row, H, victim, D, BLOCK_D)
     first = tl.program_id(1) * piece
     best = tl.full([BLOCK_T], float("-inf"), tl.float32)
     for start in range(0, piece, BLOCK_T):
@@ -93,9 +99,10 @@ def _products_piece(
         inside = (start + tl.arange(0, BLOCK_T) < piece) & (slots < T)
         there = inside & (slots != victim)
         there = there & (tl.load(positions_ptr + slots, mask=there, other=-1) >= 0)
-        rows = x_ptr + slots.to(tl.int64)[:, None] * x_strides.row + dims[None, :]
-        x = tl.load(rows, mask=there[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
-        product = tl.sum(x * gone[None, :], 1) / tl.maximum(tl.sqrt(tl.sum(x * x, 1)), floor)
+        rows = x_ptr + slots.to(tl.int64)[:, None] * x.row + dims[None, :]
+        vectors = tl.load(rows, mask=there[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
+        product = tl.sum(vectors * gone[None, :], 1)
+        product /= tl.maximum(tl.sqrt(tl.sum(vectors * vectors, 1)), floor)
         product = tl.where(there, product, float("-inf"))
         tl.store(products_ptr + row * T + slots, product, mask=inside)
         best = tl.maximum(best, product)
@@ -128,11 +135,10 @@ def _oldest(
 
 @jit
 def _mix(
-    x_ptr: tl.tensor,
+    x: tl.tensor,
     out_ptr: tl.tensor,
-    offset: tl.tensor,
-    x_slot: tl.tensor,
     row: tl.tensor,
+    H: tl.tensor,
     victim: tl.tensor,
     slot: tl.tensor,
     share: tl.tensor,
@@ -140,18 +146,18 @@ def _mix(
     BLOCK_D: tl.constexpr,
 ) -> None:
     """(1 - share) of the vector at `slot` and share of the victim's; the former as it is where share is 0."""
-    dims = tl.arange(0, BLOCK_D)
-    own = tl.load(x_ptr + offset + slot * x_slot + dims, mask=dims < D, other=0.0).to(tl.float32)
-    gone = tl.load(x_ptr + offset + victim * x_slot + dims, mask=dims < D, other=0.0).to(tl.float32)
+    own, gone = _vector(x, row, H, slot, D, BLOCK_D), _vector(x, row, H, victim, D, BLOCK_D)
     mixed = tl.where(share > 0, own + share * (gone - own), own)
+    dims = tl.arange(0, BLOCK_D)
     tl.store(out_ptr + row * D + dims, mixed.to(out_ptr.dtype.element_ty), mask=dims < D)
 
 
 @jit
 def _merge_one(
-    keys_ptr: tl.tensor,
-    values_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    judged: tl.tensor,
+    positions: tl.tensor,
     victims_ptr: tl.tensor,
     old_ptr: tl.tensor,
     products_ptr: tl.tensor,
@@ -161,39 +167,28 @@ def _merge_one(
     new_keys_ptr: tl.tensor,
     new_values_ptr: tl.tensor,
     new_ptr: tl.tensor,
-    keys_strides: tl.tensor,
-    values_strides: tl.tensor,
-    positions_strides: tl.tensor,
     H: tl.tensor,
     T: tl.tensor,
     D: tl.tensor,
     D_V: tl.tensor,
+    D_J: tl.tensor,
     piece: tl.tensor,
     pieces: tl.tensor,
     beta: tl.tensor,
     floor: tl.tensor,
     near: tl.tensor,
-    JUDGED: tl.constexpr,
     AVERAGE: tl.constexpr,
-    BY_VALUES: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BLOCK_J: tl.constexpr,
 ) -> None:
     """One program: one KV head's nearest slot of all pieces, its threshold moved, its key and value mixed."""
     row = tl.program_id(0).to(tl.int64)
-    batch, head = row // H, row % H
     victim = tl.load(victims_ptr + row)
-    keys_at = batch * keys_strides.batch + head * keys_strides.head
-    values_at = batch * values_strides.batch + head * values_strides.head
-    if BY_VALUES:
-        dims = tl.arange(0, BLOCK_V)
-        gone = tl.load(values_ptr + values_at + victim * values_strides.row + dims, mask=dims < D_V, other=0.0)
-    else:
-        dims = tl.arange(0, BLOCK_D)
-        gone = tl.load(keys_ptr + keys_at + victim * keys_strides.row + dims, mask=dims < D, other=0.0)
-    length = tl.maximum(tl.sqrt(tl.sum(gone.to(tl.float32) * gone.to(tl.float32), 0)), floor)
+    gone = _vector(judged, row, H, victim, D_J, BLOCK_J)
+    length = tl.maximum(tl.sqrt(tl.sum(gone * gone, 0)), floor)
     lanes = tl.arange(0, PIECES)
     bests = tl.load(best_ptr + row * pieces + lanes, mask=lanes < pieces, other=float("-inf"))
     best = tl.max(bests, 0)
@@ -201,7 +196,7 @@ def _merge_one(
     left = (lanes < pieces) & (bests >= least)
     age = tl.full([], 2147483647, tl.int32)
     slot = tl.full([], 0, tl.int32)
-    places = positions_ptr + batch * positions_strides.batch + head * positions_strides.head
+    places = at_head(positions, row, H)
     for _ in range(tl.sum(left.to(tl.int32), 0)):
         at = tl.min(tl.where(left, lanes, PIECES), 0)
         left = left & (lanes != at)
@@ -214,15 +209,15 @@ def _merge_one(
         mass = tl.exp(similarity)
         share = mass / (mass + 2.718281828459045)
     new = similarity
-    if JUDGED:
+    if old_ptr is not None:
         old = tl.load(old_ptr + row)
         share = tl.where(similarity < old - near, 0.0, share)  # against NaN, the threshold before the first, it is not
         new = tl.where(old == old, old + beta * (similarity - old), similarity)
     tl.store(similarity_ptr + row, similarity)
     tl.store(nearest_ptr + row, slot)
     tl.store(new_ptr + row, new)
-    _mix(keys_ptr, new_keys_ptr, keys_at, keys_strides.row, row, victim, slot, share, D, BLOCK_D)
-    _mix(values_ptr, new_values_ptr, values_at, values_strides.row, row, victim, slot, share, D_V, BLOCK_V)
+    _mix(keys, new_keys_ptr, row, H, victim, slot, share, D, BLOCK_D)
+    _mix(values, new_values_ptr, row, H, victim, slot, share, D_V, BLOCK_V)
 
 
 def merge_one_triton(
@@ -252,28 +247,27 @@ def merge_one_triton(
     keys, values = readable(keys), readable(values)
     positions = positions if positions.stride(-1) == 1 else positions.contiguous()
     victims = victims.contiguous()
-    judged = values if by_values else keys
-    block = next_power_of_two(judged.shape[3])
+    judged_dim = wide if by_values else dim
+    block = next_power_of_two(judged_dim)
     tile = max(16, 4096 // block)
     piece = -(-slots // max(1, min(PROGRAMS // rows, -(-slots // max(PIECE, tile)))))
     pieces = -(-slots // piece)
-    similarity, moved, unread = torch.empty(3, batch, heads, dtype=torch.float32, device=keys.device).unbind(0)
+    similarity, moved = torch.empty(2, batch, heads, dtype=torch.float32, device=keys.device).unbind(0)
     found = torch.empty(batch, heads, 1, dtype=torch.int64, device=keys.device)
     products, best = moved.new_empty(rows, slots), moved.new_empty(rows, pieces)
     key, value = keys.new_empty(batch, heads, 1, dim), values.new_empty(batch, heads, 1, wide)
-    near = strides(judged), strides(positions)
-    mixed = strides(keys), strides(values), strides(positions)
-    old = unread if threshold is None else threshold.contiguous()
+    old = None if threshold is None else threshold.contiguous()
+    judged, places = view(values if by_values else keys), view(positions)
     with torch.cuda.device_of(keys):
         _products_piece[rows, pieces](
-            judged, positions, victims, products, best, *near, heads, slots, judged.shape[3], piece, NORM_FLOOR,
+            judged, places, victims, products, best, heads, slots, judged_dim, piece, NORM_FLOOR,
             BLOCK_T=tile, BLOCK_D=block, num_warps=4,
         )  # fmt: skip
         _merge_one[rows,](
-            keys, values, positions, victims, old, products, best, similarity, found, key, value, moved, *mixed,
-            heads, slots, dim, wide, piece, pieces, beta, NORM_FLOOR, margin(best.dtype),
-            JUDGED=threshold is not None, AVERAGE=average, BY_VALUES=by_values, PIECES=next_power_of_two(pieces),
-            BLOCK_T=SCAN, BLOCK_D=next_power_of_two(dim), BLOCK_V=next_power_of_two(wide), num_warps=2,
+            view(keys), view(values), judged, places, victims, old, products, best, similarity, found, key, value,
+            moved, heads, slots, dim, wide, judged_dim, piece, pieces, beta, NORM_FLOOR, margin(best.dtype),
+            AVERAGE=average, PIECES=next_power_of_two(pieces), BLOCK_T=SCAN, BLOCK_D=next_power_of_two(dim),
+            BLOCK_V=next_power_of_two(wide), BLOCK_J=block, num_warps=2,
             maxnreg=128,  # left alone, ptxas takes 32 and spills
         )  # fmt: skip
     return OneMerge(similarity.unsqueeze(-1), found, key.to(wanted[0]), value.to(wanted[1]), moved)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import fit_heads, jit, next_power_of_two, require_triton, strides, tl
+from kvbench.kernels.jit import at_head, fit_heads, jit, next_power_of_two, require_triton, tl, view
 
 NORM_FLOOR = 1e-6
 
@@ -60,14 +60,11 @@ def _products(
 
 @jit
 def _nearest(
-    gone_ptr: tl.tensor,
-    own_ptr: tl.tensor,
-    present_ptr: tl.tensor,
+    gone: tl.tensor,
+    own: tl.tensor,
+    present: tl.tensor,
     best_ptr: tl.tensor,
     place_ptr: tl.tensor,
-    gone_strides: tl.tensor,
-    own_strides: tl.tensor,
-    present_strides: tl.tensor,
     H: tl.tensor,
     E: tl.tensor,
     C: tl.tensor,
@@ -81,25 +78,23 @@ def _nearest(
     """One program: the nearest kept token of BLOCK_E evicted ones of one KV head, the first of equally near ones."""
     blocks = tl.cdiv(E, BLOCK_E)
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    batch, head = row // H, row % H
-    gone_ptr += batch * gone_strides.batch + head * gone_strides.head
-    own_ptr += batch * own_strides.batch + head * own_strides.head
-    present_ptr += batch * present_strides.batch + head * present_strides.head
+    own_ptr, present_ptr = at_head(own, row, H), at_head(present, row, H)
     entries = tl.program_id(0) % blocks * BLOCK_E + tl.arange(0, BLOCK_E)
     dims = tl.arange(0, BLOCK_D)
     inside = (entries < E)[:, None] & (dims < D)[None, :]
-    gone = tl.load(gone_ptr + entries.to(tl.int64)[:, None] * gone_strides.row + dims[None, :], mask=inside, other=0.0)
+    rows = at_head(gone, row, H) + entries.to(tl.int64)[:, None] * gone.row + dims[None, :]
+    vectors = tl.load(rows, mask=inside, other=0.0)
     best = tl.full([BLOCK_E], float("-inf"), tl.float32)
     for start in range(0, C, BLOCK_C):
         places = start + tl.arange(0, BLOCK_C)
-        products = _products(gone, own_ptr, present_ptr, own_strides.row, places, dims, C, D, floor)
+        products = _products(vectors, own_ptr, present_ptr, own.row, places, dims, C, D, floor)
         best = tl.maximum(best, tl.max(products, 1))
-    length = tl.maximum(tl.sqrt(tl.sum(gone.to(tl.float32) * gone.to(tl.float32), 1)), floor)
+    length = tl.maximum(tl.sqrt(tl.sum(vectors.to(tl.float32) * vectors.to(tl.float32), 1)), floor)
     least = best - near * length
     place = tl.full([BLOCK_E], 2147483647, tl.int32)
     for start in range(0, C, BLOCK_C):
         places = start + tl.arange(0, BLOCK_C)
-        products = _products(gone, own_ptr, present_ptr, own_strides.row, places, dims, C, D, floor)
+        products = _products(vectors, own_ptr, present_ptr, own.row, places, dims, C, D, floor)
         first = tl.min(tl.where(products >= least[:, None], places[None, :], 2147483647), 1)
         place = tl.minimum(place, first)
     tl.store(best_ptr + row * E + entries, best / length, mask=entries < E)
@@ -149,10 +144,9 @@ def nearest_triton(gone: Tensor, own: Tensor, present: Tensor) -> tuple[Tensor, 
         return best, place
     gone, own, present = readable(gone), readable(own), present.contiguous()
     how = tiles(dim, gone.dtype)
-    layout = strides(gone), strides(own), strides(present)
     with torch.cuda.device_of(gone):
         _nearest[-(-evicted // how["BLOCK_E"]) * batch * heads,](
-            gone, own, present, best, place, *layout, heads, evicted, own.shape[2], dim, NORM_FLOOR,
+            view(gone), view(own), view(present), best, place, heads, evicted, own.shape[2], dim, NORM_FLOOR,
             margin(best.dtype), **how,
         )  # fmt: skip
     return best, place

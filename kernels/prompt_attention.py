@@ -6,26 +6,26 @@ Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, T sl
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_logits, visible, widen
-from kvbench.kernels.jit import jit, next_power_of_two, strides, tl, use_triton
+from kvbench.kernels.jit import at_head, jit, next_power_of_two, tl, use_triton, view
 from kvbench.kernels.prompt_tiles import (
     LITTLE,
-    capped,
+    dims_of,
     hidden,
-    products,
+    logits_of,
     query_places,
     same_dtype,
     scale_and_cap,
     shared_memory,
+    slot_blocks,
     slot_places,
-    span,
     tile,
-    whole_dim,
+    weighed,
 )
 
 FLASH, CUDNN = 1, 3  # torch.nn.attention.SDPBackend: the two that give out their log-sum-exp and share grouped heads
@@ -78,18 +78,14 @@ def prompt_attention_ref(
 
 @jit
 def _forward(
-    q_ptr: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    out: tl.tensor,
+    lse_ptr: tl.tensor,
     q_pos_ptr: tl.tensor,
     k_pos_ptr: tl.tensor,
-    sink_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    lse_ptr: tl.tensor,
-    q_strides: tl.tensor,
-    k_strides: tl.tensor,
-    v_strides: tl.tensor,
-    o_strides: tl.tensor,
+    sinks_ptr: tl.tensor,
     H_q: tl.tensor,
     G: tl.tensor,
     M: tl.tensor,
@@ -97,118 +93,78 @@ def _forward(
     scale: tl.tensor,
     cap: tl.tensor,
     window: tl.tensor,
-    D: tl.constexpr,
-    D_v: tl.constexpr,
-    VALUES: tl.constexpr,
-    SINKS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    D_V: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    WHOLE_D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    DIMS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_M queries of one query head over all they see; BLOCK_V numbers of their output."""
+    """One program: BLOCK_M queries of one query head over all they see; BLOCK_V numbers of their output, if any."""
     blocks = tl.cdiv(M, BLOCK_M)
-    block = blocks - 1 - tl.program_id(0) % blocks  # late queries see most: they start first
+    start = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M  # late queries see most: they start first
     row = (tl.program_id(0) // blocks).to(tl.int64)  # of B * H_q
-    batch, head = row // H_q, row % H_q
-    q_ptr += batch * q_strides.batch + head * q_strides.head
-    k_ptr += batch * k_strides.batch + head // G * k_strides.head
-    v_start = tl.program_id(1) * BLOCK_V
-    v_ptr += batch * v_strides.batch + head // G * v_strides.head
-    q_pos_ptr += batch * M
+    q_pos_ptr += row // H_q * M
     k_pos_ptr += row // G * T
-    queries = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    queries = start + tl.arange(0, BLOCK_M)
     q_place = query_places(q_pos_ptr, queries, M, T, ALIGNED)
-    if ALIGNED:
-        begin = 0
-        if WINDOWED:
-            begin = tl.maximum(0, block * BLOCK_M + T - M - window + 1)
-        end = tl.minimum(T, block * BLOCK_M + BLOCK_M + T - M)
-        blocks = tl.cdiv(end - begin, BLOCK_T)
-        free = 0  # blocks that all queries see whole
-        if not WINDOWED:
-            free = (block * BLOCK_M + T - M + 1) // BLOCK_T
-    else:
-        low = 0
-        if WINDOWED:
-            low = tl.min(tl.where(q_place < 0, 2**30, q_place), 0) - window + 1
-        begin, blocks = span(k_pos_ptr, T, low, tl.max(q_place, 0), BLOCK_T)
-        free = 0
+    begin, blocks, free = slot_blocks(k_pos_ptr, q_place, start, M, T, window, ALIGNED, BLOCK_M, BLOCK_T)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS:
-        sink = tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + row % H_q).to(tl.float32) * 1.4426950408889634
         top = tl.where(q_place >= 0, sink, float("-inf"))
         total = tl.where(q_place >= 0, 1.0, 0.0)
-    out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    if WHOLE_D == BLOCK_D:
-        q = tile(q_ptr, queries, M, q_strides.row, q_strides.dim, 0, D, BLOCK_D)
-    v_dims = v_start + tl.arange(0, BLOCK_V)
+    sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    q_rows = at_head(q, row, H_q) + queries.to(tl.int64) * q.row
+    held = tile(q_rows, queries < M, q.dim, 0, DIMS.D, DIMS.BLOCK)
+    k_ptr, v_ptr = at_head(k, row // G, H_q // G), at_head(v, row // G, H_q // G)
+    v_dims = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     for part in tl.static_range(2):  # first the blocks without a mask, then the others
-        first = 0
-        steps = free
+        first, steps = 0, free
         if part == 1:
-            first = free
-            steps = blocks - free
+            first, steps = free, blocks - free
         for step in range(steps):  # Triton 3.9 overlaps loads with sums only in loops that start at 0
             slots = begin + (first + step) * BLOCK_T + tl.arange(0, BLOCK_T)
-            if WHOLE_D == BLOCK_D:
-                k = tile(k_ptr, slots, T, k_strides.row, k_strides.dim, 0, D, BLOCK_D)
-                logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-            else:
-                logits = products(
-                    q_ptr, queries, M, q_strides.row, q_strides.dim, k_ptr, slots, T, k_strides.row,
-                    k_strides.dim, D, WHOLE_D, BLOCK_D,
-                )  # fmt: skip
-            logits = capped(logits, scale, cap, CAPPED)
+            k_rows = k_ptr + slots.to(tl.int64) * k.row
+            logits = logits_of(
+                held, q_rows, queries < M, q.dim, k_rows, slots < T, k.dim, scale, cap, DIMS
+            )  # fmt: skip
             if part == 1:
                 k_place = slot_places(k_pos_ptr, slots, T, ALIGNED)
-                logits = hidden(logits, q_place[:, None], k_place[None, :], window, WINDOWED)
-            new_top = tl.maximum(top, tl.max(logits, 1))
-            shift = new_top
-            if part == 1:
-                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(logits - shift[:, None])
-            fading = tl.exp2(top - shift)
-            total = total * fading + tl.sum(weights, 1)
-            top = new_top
-            if VALUES:
-                v_at = v_ptr + slots.to(tl.int64)[:, None] * v_strides.row
-                v_at += v_dims.to(tl.int64)[None, :] * v_strides.dim
-                v = tl.load(v_at, mask=(slots < T)[:, None] & (v_dims < D_v)[None, :], other=0.0)
+                logits = hidden(logits, q_place[:, None], k_place[None, :], window)
+            weights, top, total, fading = weighed(logits, top, total)
+            if out is not None:
+                v_at = v_ptr + slots.to(tl.int64)[:, None] * v.row + v_dims.to(tl.int64)[None, :] * v.dim
+                values = tl.load(v_at, mask=(slots < T)[:, None] & (v_dims < D_V)[None, :], other=0.0)
                 if part == 1 and not ALIGNED:  # an empty slot may hold anything, and 0 times NaN is not 0
-                    v = tl.where((k_place < 2**30)[:, None], v, 0.0)
-                out = out * fading[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    some = total > 0
-    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453, float("inf"))
+                    values = tl.where((k_place < 2**30)[:, None], values, 0.0)
+                sums = sums * fading[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    some = tl.where(total > 0, total, 1.0)
+    lse = tl.where(total > 0, (top + tl.log2(some)) * 0.6931471805599453, float("inf"))
     if tl.program_id(1) == 0:
         tl.store(lse_ptr + row * M + queries, lse, mask=queries < M)
-    if VALUES:
-        out = out / tl.where(some, total, 1.0)[:, None]
-        o_at = out_ptr + batch * o_strides.batch + head * o_strides.head + v_dims[None, :]
-        o_at += queries.to(tl.int64)[:, None] * o_strides.row
-        tl.store(o_at, out.to(out_ptr.dtype.element_ty), mask=(queries < M)[:, None] & (v_dims < D_v)[None, :])
+    if out is not None:
+        at = at_head(out, row, H_q) + queries.to(tl.int64)[:, None] * out.row + v_dims[None, :]
+        sums = (sums / some[:, None]).to(out.ptr.dtype.element_ty)
+        tl.store(at, sums, mask=(queries < M)[:, None] & (v_dims < D_V)[None, :])
 
 
-def tiles(dim: int, value_dim: int, dtype: torch.dtype, aligned: bool, shared: int = LITTLE) -> dict[str, int]:
+def tiles(dim: int, value_dim: int, dtype: torch.dtype, aligned: bool, shared: int = LITTLE) -> dict[str, Any]:
     """Tile sizes and launch options: no register spills, no more shared memory than there is; stages as `sum_tiles`.
 
     Where positions are read, as many queries and slots at a time would spill on Ampere beyond 64 dimensions (72 bytes a
     thread, Triton 3.9).
     """
-    whole, values = whole_dim(dim, dtype), max(16, next_power_of_two(value_dim))
+    dims, values = dims_of(dim, dtype), max(16, next_power_of_two(value_dim))
     if dtype == torch.float32:
-        return {**whole, "BLOCK_V": min(values, 64), "BLOCK_M": 32, "BLOCK_T": 32, "num_warps": 4, "num_stages": 2}
+        return {"DIMS": dims, "BLOCK_V": min(values, 64), "BLOCK_M": 32, "BLOCK_T": 32, "num_warps": 4, "num_stages": 2}
     stages = 3 if shared >= 136 * 1024 else 2
-    if max(whole["WHOLE_D"], values) > 128:
-        return {**whole, "BLOCK_V": values, "BLOCK_M": 64, "BLOCK_T": 32, "num_warps": 8, "num_stages": stages}
-    many = aligned or max(whole["WHOLE_D"], values) <= 64
+    if max(dims.WHOLE, values) > 128:
+        return {"DIMS": dims, "BLOCK_V": values, "BLOCK_M": 64, "BLOCK_T": 32, "num_warps": 8, "num_stages": stages}
+    many = aligned or max(dims.WHOLE, values) <= 64
     block = {"BLOCK_M": 128, "BLOCK_T": 64, "num_warps": 8} if many else {"BLOCK_M": 64, "BLOCK_T": 32, "num_warps": 4}
-    return {**whole, **block, "BLOCK_V": values, "num_stages": stages}
+    return {"DIMS": dims, **block, "BLOCK_V": values, "num_stages": stages}
 
 
 def prompt_attention_triton(
@@ -240,11 +196,8 @@ def prompt_attention_triton(
     parts = 1 if values is None else -(-value_dim // how["BLOCK_V"])
     with torch.cuda.device_of(q):
         _forward[-(-new // how["BLOCK_M"]) * batch * query_heads, parts](
-            q, k, v, *places, log_sum_exp if sinks is None else sinks, out, log_sum_exp,
-            strides(q), strides(k), strides(v), strides(out), *sizes,
-            *scale_and_cap(scaling, softcap), sliding_window or 0,
-            D=dim, D_v=value_dim, VALUES=values is not None, SINKS=sinks is not None,
-            CAPPED=softcap is not None, WINDOWED=sliding_window is not None, ALIGNED=aligned, **how,
+            view(q), view(k), view(v), None if values is None else view(out), log_sum_exp, *places, sinks, *sizes,
+            *scale_and_cap(scaling, softcap), sliding_window, D_V=value_dim, ALIGNED=aligned, **how,
         )  # fmt: skip
     return Attention(out, log_sum_exp)
 

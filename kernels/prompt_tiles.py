@@ -1,4 +1,4 @@
-# ruff: noqa: N803 - in kernels, sizes have the names they have in shapes
+# ruff: noqa: N803, N806 - in kernels, sizes have the names they have in shapes
 """What the kernels over whole prompts have in common: tiles of logits, who sees whom, and how a call becomes arguments.
 
 Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, T slots, D head dim. Logits are in base 2,
@@ -6,6 +6,8 @@ softmax(x) = exp2(x log2(e) - lse log2(e)): GPUs have exp2 in hardware.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +41,6 @@ def query_blocks(
     M: tl.tensor,
     T: tl.tensor,
     window: tl.tensor,
-    WINDOWED: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -52,15 +53,15 @@ def query_blocks(
         before = T - M  # slots that are older than the first query
         begin = tl.maximum(0, start - before)
         end = M
-        if WINDOWED:
+        if window is not None:
             end = tl.maximum(begin, tl.minimum(M, start + BLOCK_T - 1 + window - before))
         blocks = tl.cdiv(end - begin, BLOCK_M)
         masked = blocks
-        if not WINDOWED:
+        if window is None:
             masked = tl.minimum(blocks, tl.cdiv(tl.maximum(0, start + BLOCK_T - 1 - before - begin), BLOCK_M))
     else:
         high = 2**30
-        if WINDOWED:
+        if window is not None:
             high = tl.max(tl.where(k_place == 2**30, -1, k_place), 0) + window - 1
         begin, blocks = span(q_pos_ptr, M, tl.min(k_place, 0), high, BLOCK_M)
         masked = blocks
@@ -89,74 +90,98 @@ def slot_places(ptr: tl.tensor, slots: tl.tensor, T: tl.tensor, ALIGNED: tl.cons
 
 
 @jit
+def slot_blocks(
+    k_pos_ptr: tl.tensor,
+    q_place: tl.tensor,
+    start: tl.tensor,
+    M: tl.tensor,
+    T: tl.tensor,
+    window: tl.tensor,
+    ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The slots that queries start..start+BLOCK_M see: the first one, how many blocks, how many need no mask.
+
+    The blocks that need none come first.
+    """
+    free = 0
+    if ALIGNED:
+        begin, before = 0, T - M
+        if window is not None:
+            begin = tl.maximum(0, start + before - window + 1)
+        else:
+            free = (start + before + 1) // BLOCK_T
+        blocks = tl.cdiv(tl.minimum(T, start + BLOCK_M + before) - begin, BLOCK_T)
+    else:
+        low = 0
+        if window is not None:
+            low = tl.min(tl.where(q_place < 0, 2**30, q_place), 0) - window + 1
+        begin, blocks = span(k_pos_ptr, T, low, tl.max(q_place, 0), BLOCK_T)
+    return begin, blocks, free
+
+
+@jit
 def tile(
-    ptr: tl.tensor,
-    rows: tl.tensor,
-    length: tl.tensor,
-    row: tl.tensor,
-    dim: tl.tensor,
-    start: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    rows: tl.tensor, there: tl.tensor, dim: tl.tensor, start: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ) -> tl.tensor:
-    """Numbers start..start+BLOCK_D of some rows of a [length,D] matrix, [rows,BLOCK_D]; 0 outside of it."""
+    """Numbers start..start+BLOCK_D of D at pointers `rows` [n], `dim` apart: [n,BLOCK_D], 0 where there is nothing."""
     dims = start + tl.arange(0, BLOCK_D)
-    at = ptr + rows.to(tl.int64)[:, None] * row + dims.to(tl.int64)[None, :] * dim
-    there = (rows < length)[:, None]
+    mask = there[:, None]
     if start + BLOCK_D > D:
-        there = there & (dims < D)[None, :]
-    return tl.load(at, mask=there, other=0.0)
+        mask = mask & (dims < D)[None, :]
+    return tl.load(rows[:, None] + dims.to(tl.int64)[None, :] * dim, mask=mask, other=0.0)
 
 
 @jit
-def products(
-    a_ptr: tl.tensor,
+def logits_of(
+    first: tl.tensor,
     a_rows: tl.tensor,
-    a_length: tl.tensor,
-    a_row: tl.tensor,
+    a_there: tl.tensor,
     a_dim: tl.tensor,
-    b_ptr: tl.tensor,
     b_rows: tl.tensor,
-    b_length: tl.tensor,
-    b_row: tl.tensor,
+    b_there: tl.tensor,
     b_dim: tl.tensor,
-    D: tl.constexpr,
-    WHOLE_D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    DIMS: tl.constexpr,
 ) -> tl.tensor:
-    """Inner products of rows of two matrices in full float32, BLOCK_D numbers at a time: [rows of a, rows of b]."""
-    out = 0.0
-    for start in tl.static_range(0, WHOLE_D, BLOCK_D):
-        a = tile(a_ptr, a_rows, a_length, a_row, a_dim, start, D, BLOCK_D)
-        b = tile(b_ptr, b_rows, b_length, b_row, b_dim, start, D, BLOCK_D)
-        out += tl.dot(a, tl.trans(b), input_precision="ieee")
-    return out
+    """Logits in base 2 of vectors a and b, as `tile` takes them: [a,b]. first: a's first numbers, held already."""
+    b = tile(b_rows, b_there, b_dim, 0, DIMS.D, DIMS.BLOCK)
+    products = tl.dot(first, tl.trans(b), input_precision="ieee")
+    WHOLE: tl.constexpr = DIMS.WHOLE  # Triton 3.6 takes no field here
+    BLOCK: tl.constexpr = DIMS.BLOCK
+    for start in tl.static_range(BLOCK, WHOLE, BLOCK):
+        a = tile(a_rows, a_there, a_dim, start, DIMS.D, BLOCK)
+        b = tile(b_rows, b_there, b_dim, start, DIMS.D, BLOCK)
+        products = tl.dot(a, tl.trans(b), products, input_precision="ieee")
+    return capped(products * scale, cap)
 
 
 @jit
-def softcapped(logits: tl.tensor, cap: tl.tensor) -> tl.tensor:
+def capped(logits: tl.tensor, cap: tl.tensor) -> tl.tensor:
     """cap * tanh(logit / cap), scaled as `scale_and_cap` says: tanh(y) = 1 - 2 / (exp(2y) + 1), 2y in base 2."""
-    return cap * (1 - 2 / (tl.exp2(logits) + 1))
-
-
-@jit
-def capped(products: tl.tensor, scale: tl.tensor, cap: tl.tensor, CAPPED: tl.constexpr) -> tl.tensor:
-    """Logits in base 2 from inner products."""
-    logits = products * scale
-    if CAPPED:
-        logits = softcapped(logits, cap)
+    if cap is not None:
+        logits = cap * (1 - 2 / (tl.exp2(logits) + 1))
     return logits
 
 
 @jit
-def hidden(
-    logits: tl.tensor, q_place: tl.tensor, k_place: tl.tensor, window: tl.tensor, WINDOWED: tl.constexpr
-) -> tl.tensor:
+def hidden(logits: tl.tensor, q_place: tl.tensor, k_place: tl.tensor, window: tl.tensor) -> tl.tensor:
     """The logits, -inf where a query may not read a slot; places broadcast against them."""
     seen = k_place <= q_place
-    if WINDOWED:
+    if window is not None:
         seen = seen & (k_place > q_place - window)
     return tl.where(seen, logits, float("-inf"))
+
+
+@jit
+def weighed(logits: tl.tensor, top: tl.tensor, total: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Weights of the next logits [R,T] of a softmax in base 2; its maximum and sum [R]; what older sums fade to."""
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights, fading = tl.exp2(logits - shift[:, None]), tl.exp2(top - shift)
+    return weights, new_top, total * fading + tl.sum(weights, 1), fading
 
 
 def same_dtype(kernel: str, queries: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
@@ -173,14 +198,22 @@ def same_dtype(kernel: str, queries: Tensor, *others: Tensor) -> tuple[Tensor, .
     return tuple(x.to(dtype) for x in (queries, *others))
 
 
-def scale_and_cap(scaling: float, softcap: float | None) -> tuple[float, float]:
+def scale_and_cap(scaling: float, softcap: float | None) -> tuple[float, float | None]:
     """What inner products are multiplied with, and the soft cap, both as the kernels' base 2 wants them."""
     if softcap is None:
-        return LOG2E * scaling, 0.0
+        return LOG2E * scaling, None
     return 2 * LOG2E * scaling / softcap, LOG2E * softcap
 
 
-def whole_dim(dim: int, dtype: torch.dtype) -> dict[str, int]:
+class Dims(NamedTuple):
+    """Numbers of a head, filled up to a power of two, and how many of them are multiplied at a time."""
+
+    D: int
+    WHOLE: int
+    BLOCK: int
+
+
+def dims_of(dim: int, dtype: torch.dtype) -> Dims:
     """A head's size in a tile, and how much of it is multiplied at a time.
 
     16-bit tiles go to the tensor cores whole. float32 in full precision is summed by ordinary cores, 32 dimensions at
@@ -188,8 +221,8 @@ def whole_dim(dim: int, dtype: torch.dtype) -> dict[str, int]:
     """
     whole = max(16, next_power_of_two(dim))
     if dtype == torch.float32:
-        return {"WHOLE_D": max(32, whole), "BLOCK_D": 32}
-    return {"WHOLE_D": whole, "BLOCK_D": whole}
+        return Dims(dim, max(32, whole), 32)
+    return Dims(dim, whole, whole)
 
 
 LITTLE = 99 * 1024  # bytes of shared memory that a block may ask for on any GPU since 2020
@@ -203,17 +236,17 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(known, "shared_memory_per_block_optin", LITTLE))
 
 
-def sum_tiles(dim: int, dtype: torch.dtype, shared: int = LITTLE) -> dict[str, int]:
+def sum_tiles(dim: int, dtype: torch.dtype, shared: int = LITTLE) -> dict[str, Any]:
     """Tile sizes and launch options of sums over queries: no register spills, no more shared memory than there is.
 
     Three stages: with two, Triton asks for the next tile only once this one is multiplied. At 64 to 128 dimensions two
     blocks fit a multiprocessor, so that one takes exponentials while the other multiplies.
     """
-    whole = whole_dim(dim, dtype)
+    dims = dims_of(dim, dtype)
     if dtype == torch.float32:
         block = 16 if dim > 128 else 32
-        return {**whole, "BLOCK_M": 32, "BLOCK_T": block, "num_warps": 4, "num_stages": 2}
-    if whole["WHOLE_D"] > 128:
+        return {"DIMS": dims, "BLOCK_M": 32, "BLOCK_T": block, "num_warps": 4, "num_stages": 2}
+    if dims.WHOLE > 128:
         stages = 3 if shared >= 136 * 1024 else 2
-        return {**whole, "BLOCK_M": 64, "BLOCK_T": 64, "num_warps": 4, "num_stages": stages}
-    return {**whole, "BLOCK_M": 64, "BLOCK_T": 128, "num_warps": 4, "num_stages": 3}
+        return {"DIMS": dims, "BLOCK_M": 64, "BLOCK_T": 64, "num_warps": 4, "num_stages": stages}
+    return {"DIMS": dims, "BLOCK_M": 64, "BLOCK_T": 128, "num_warps": 4, "num_stages": 3}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import jit, next_power_of_two, require_triton, strides, tl
+from kvbench.kernels.jit import at_head, jit, next_power_of_two, require_triton, tl, view
 
 WORD = 32
 LARGEST_GROUP = 1024  # numbers a program holds of a group at once
@@ -77,14 +77,45 @@ def _rounded(x: tl.tensor, ARITHMETIC: tl.constexpr) -> tl.tensor:
 
 
 @jit
+def _coded(
+    numbers: tl.tensor,
+    there: tl.tensor,
+    inside: tl.tensor,
+    HELD_IN: tl.constexpr,
+    BITS: tl.constexpr,
+    ARITHMETIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Scale, minimum and words of BLOCK groups of WIDTH numbers, of those that are there; 0 of groups not inside."""
+    PER_WORD: tl.constexpr = 32 // BITS
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    low = tl.min(tl.where(there, numbers, float("inf")), 1)
+    low = tl.where(tl.max((numbers != numbers).to(tl.int32), 1) > 0, float("nan"), low)  # min and max skip NaN
+    high = tl.max(tl.where(there, numbers, float("-inf")), 1)
+    low, high = tl.where(inside, low, 0.0), tl.where(inside, high, 0.0)
+    span = _rounded(high - low, ARITHMETIC)
+    scale = _rounded(tl.div_rn(span, tl.full([BLOCK], LEVELS, tl.float32)), ARITHMETIC).to(HELD_IN)
+    minimum = low.to(HELD_IN)
+    step = _rounded(scale.to(tl.float32), ARITHMETIC)
+    step = tl.where(step == 0, float("inf"), step)
+    above = _rounded(numbers - _rounded(minimum.to(tl.float32), ARITHMETIC)[:, None], ARITHMETIC)
+    codes = _rounded(tl.div_rn(above, tl.broadcast_to(step[:, None], above.shape)), ARITHMETIC)
+    codes = tl.minimum(tl.maximum(codes, 0.0), LEVELS)
+    codes = (codes + 12582912.0) - 12582912.0  # adding 1.5 * 2^23 leaves no room for fractions: halves round to even
+    codes = tl.where(there, codes, 0.0).to(tl.int32)
+    codes = tl.reshape(codes, (BLOCK, WIDTH // PER_WORD, PER_WORD))
+    return scale, minimum, tl.sum(codes << (tl.arange(0, PER_WORD) * BITS)[None, None, :], 2)
+
+
+@jit
 def _quantise(
-    x_ptr: tl.tensor,
+    x: tl.tensor,
     traced_ptr: tl.tensor,
     fill_ptr: tl.tensor,
     words_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     minimum_ptr: tl.tensor,
-    x_strides: tl.tensor,
     H: tl.tensor,
     T: tl.tensor,
     groups: tl.tensor,
@@ -99,8 +130,6 @@ def _quantise(
     WIDTH: tl.constexpr,
 ) -> None:
     """One program: BLOCK of the `groups` groups of one KV head, each of U numbers in WIDTH places."""
-    PER_WORD: tl.constexpr = 32 // BITS
-    LEVELS: tl.constexpr = (1 << BITS) - 1
     blocks = tl.cdiv(groups, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     group = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -110,33 +139,19 @@ def _quantise(
     else:
         token, dim = group[:, None] // D * U + number, group[:, None] % D + number * 0
     there = (group < groups)[:, None] & (number < U)
-    x_ptr += row // H * x_strides.batch + row % H * x_strides.head
-    at = x_ptr + token.to(tl.int64) * x_strides.row + dim.to(tl.int64) * x_strides.dim
-    x = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    at = at_head(x, row, H) + token.to(tl.int64) * x.row + dim.to(tl.int64) * x.dim
+    numbers = tl.load(at, mask=there, other=0.0).to(tl.float32)
     if FILL_EACH > 0:
         traced = tl.load(traced_ptr + row * T + token, mask=there, other=0) != 0
         fill = tl.load(
             fill_ptr + (row * (T // FILL_EACH) + token // FILL_EACH) * D + dim, mask=there & traced, other=0.0
         )
-        x = tl.where(traced, _rounded(fill, ARITHMETIC), x)
-    x = _rounded(x, ARITHMETIC)
-    low = tl.min(tl.where(there, x, float("inf")), 1)
-    low = tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), low)  # min and max skip NaN
-    high = tl.max(tl.where(there, x, float("-inf")), 1)
-    low, high = tl.where(group < groups, low, 0.0), tl.where(group < groups, high, 0.0)
-    span = _rounded(high - low, ARITHMETIC)
-    scale = _rounded(tl.div_rn(span, tl.full([BLOCK], LEVELS, tl.float32)), ARITHMETIC).to(scale_ptr.dtype.element_ty)
-    minimum = low.to(minimum_ptr.dtype.element_ty)
-    step = _rounded(scale.to(tl.float32), ARITHMETIC)
-    step = tl.where(step == 0, float("inf"), step)
-    above = _rounded(x - _rounded(minimum.to(tl.float32), ARITHMETIC)[:, None], ARITHMETIC)
-    codes = _rounded(tl.div_rn(above, tl.broadcast_to(step[:, None], above.shape)), ARITHMETIC)
-    codes = tl.minimum(tl.maximum(codes, 0.0), LEVELS)
-    codes = (codes + 12582912.0) - 12582912.0  # adding 1.5 * 2^23 leaves no room for fractions: halves round to even
-    codes = tl.where(there, codes, 0.0).to(tl.int32)
-    codes = tl.reshape(codes, (BLOCK, WIDTH // PER_WORD, PER_WORD))
-    words = tl.sum(codes << (tl.arange(0, PER_WORD) * BITS)[None, None, :], 2)
-    word = tl.arange(0, WIDTH // PER_WORD)[None, :]
+        numbers = tl.where(traced, _rounded(fill, ARITHMETIC), numbers)
+    numbers = _rounded(numbers, ARITHMETIC)
+    scale, minimum, words = _coded(
+        numbers, there, group < groups, scale_ptr.dtype.element_ty, BITS, ARITHMETIC, BLOCK, WIDTH
+    )  # fmt: skip
+    word = tl.arange(0, WIDTH * BITS // 32)[None, :]
     place = row * groups + group
     tl.store(scale_ptr + place, scale, mask=group < groups)
     tl.store(minimum_ptr + place, minimum, mask=group < groups)
@@ -171,7 +186,7 @@ def quantise_triton(
         traced, rows = traced.to(torch.uint8).contiguous(), rows.contiguous()
     with torch.cuda.device_of(x):
         _quantise[-(-groups // block) * batch * heads,](
-            x, traced, rows, packed, scale, minimum, strides(x), heads, tokens, groups,
+            view(x), traced, rows, packed, scale, minimum, heads, tokens, groups,
             D=dim, U=unit, W=words, BITS=bits, PER_TOKEN=per_token, FILL_EACH=each,
             ARITHMETIC=getattr(tl, str(arithmetic).removeprefix("torch.")), BLOCK=block, WIDTH=width, num_warps=4,
         )  # fmt: skip

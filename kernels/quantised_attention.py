@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.decode_attention import programs_at_once
-from kvbench.kernels.jit import fit_heads, jit, next_power_of_two, require_triton, tl
+from kvbench.kernels.decode_tile import store_part
+from kvbench.kernels.jit import at_head, fit_heads, jit, next_power_of_two, require_triton, tl, view
 from kvbench.kernels.join_splits import Parts, finish
 from kvbench.kernels.packed import Packed, Side
 from kvbench.kernels.prompt_tiles import scale_and_cap
-from kvbench.kernels.quantised_tiles import Stored, attended, coded, exact, places
+from kvbench.kernels.quantised_tiles import Groups, Stored, attended, channels, coded, held, places
 
 MOST_SPLITS = 128
 ROWS = 16  # query heads of a KV head, filled up: the fewest rows tensor cores take
@@ -91,7 +92,7 @@ def _among(tokens: tl.tensor, slots_ptr: tl.tensor, E: tl.constexpr) -> tl.tenso
 
 @partial(jit, varying=("key_coded", "value_coded", "length"))
 def _attend_codes(
-    q_ptr: tl.tensor,
+    q: tl.tensor,
     q_pos_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
@@ -99,38 +100,20 @@ def _attend_codes(
     lse_ptr: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
-    q_batch: tl.tensor,
-    q_head: tl.tensor,
     H: tl.tensor,
     key_coded: tl.tensor,
     value_coded: tl.tensor,
     length: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    TOKENS: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
     E: tl.constexpr,
-    KEY_PER_TOKEN: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    KEY_U: tl.constexpr,
-    KEY_W: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    KEY_WORDS: tl.constexpr,
-    VALUE_PER_TOKEN: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    VALUE_U: tl.constexpr,
-    VALUE_W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    VALUE_WORDS: tl.constexpr,
-    BITS: tl.constexpr,
-    U: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WORDS: tl.constexpr,
-    REST: tl.constexpr,
-    EVEN: tl.constexpr,
-    CAPPED: tl.constexpr,
-    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -139,93 +122,63 @@ def _attend_codes(
 ) -> None:
     """One program: every num_programs(1)-th tile of one KV head's tokens, then of those not in codes and outliers.
 
-    A tile is what WORDS words of a channel hold (REST words, where not all is codes), in groups of BITS, U and WIDTH.
+    Tokens are in the order of TOKENS, the groups of a side per channel: WORDS, then REST, of its words are a tile.
     """
     PRODUCTS: tl.constexpr = tl.float16 if HALF else tl.float32
     row = tl.program_id(0).to(tl.int64)  # of B * H
     part, parts = tl.program_id(1), tl.num_programs(1)
-    batch, head = row // H, row % H
-    if not EVEN:  # [3,B*H]: keys in codes, values in codes, all
+    if lengths_ptr is not None:  # [3,B*H]: keys in codes, values in codes, all
         key_coded = tl.load(lengths_ptr + row)
         value_coded = tl.load(lengths_ptr + tl.num_programs(0) + row)
         length = tl.load(lengths_ptr + 2 * tl.num_programs(0) + row)
-    asked = tl.load(q_pos_ptr + batch) >= 0  # a padded sequence asks nothing
-    k_dims, v_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    k_there, v_there = k_dims < D, v_dims < D_V
-    if KEY_PER_TOKEN:
-        k_dims, k_there = places(0, KEY_WORDS * 32 // KEY_BITS, KEY_BITS, KEY_U, KEY_WIDTH)
-        k_there = k_there & (k_dims < D)
-    if VALUE_PER_TOKEN:
-        v_dims, v_there = places(0, VALUE_WORDS * 32 // VALUE_BITS, VALUE_BITS, VALUE_U, VALUE_WIDTH)
-        v_there = v_there & (v_dims < D_V)
-    heads = tl.arange(0, HEADS)
-    q_rows = q_ptr + batch * q_batch + (head * G + heads)[:, None] * q_head
-    q = tl.load(q_rows + k_dims[None, :], mask=(heads < G)[:, None] & k_there[None, :], other=0.0)
-    q = (q.to(tl.float32) * scale).to(PRODUCTS)
-    outliers = tl.full([BLOCK_E], -1, tl.int32)
+    asked = tl.load(q_pos_ptr + row // H) >= 0  # a padded sequence asks nothing
+    k_dims, k_there = channels(KEY, D, BLOCK_D)
+    v_dims, v_there = channels(VALUE, D_V, BLOCK_V)
+    heads = tl.arange(0, ROWS)
+    q_rows = at_head(q, row * G, H * G) + heads[:, None] * q.head + k_dims[None, :]
+    numbers = tl.load(q_rows, mask=(heads < G)[:, None] & k_there[None, :], other=0.0)
+    numbers = (numbers.to(tl.float32) * scale).to(PRODUCTS)
     if E > 0:
+        slots_ptr += row * E
         entries = tl.arange(0, BLOCK_E)
-        outliers = tl.load(slots_ptr + row * E + entries, mask=entries < E, other=-1)
-    top = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    out = tl.zeros([HEADS, v_dims.shape[0]], tl.float32)
-    whole = tl.minimum(key_coded, value_coded) // U * WIDTH // WORDS  # tiles of nothing but codes
-    tiles = tl.cdiv(tl.cdiv(length + E, U) * WIDTH - whole * WORDS, REST)
+        outliers = tl.load(slots_ptr + entries, mask=entries < E, other=-1)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, v_dims.shape[0]], tl.float32)
+    whole = tl.minimum(key_coded, value_coded) // TOKENS.U * TOKENS.WIDTH // TOKENS.WORDS  # tiles of nothing but codes
     for tile in tl.range(part, tl.where(asked, whole, 0), parts, num_stages=STAGES):
-        first = tile * WORDS
-        tokens, seen = places(first, WORDS * 32 // BITS, BITS, U, WIDTH)
-        k = coded(
-            keys, batch, head, first, tokens, key_coded, KEY_PER_TOKEN, KEY_BITS, KEY_U, KEY_W, KEY_WIDTH,
-            KEY_WORDS if KEY_PER_TOKEN else WORDS, D, BLOCK_D, PRODUCTS,
-        )  # fmt: skip
-        v = coded(
-            values, batch, head, first, tokens, value_coded, VALUE_PER_TOKEN, VALUE_BITS, VALUE_U, VALUE_W,
-            VALUE_WIDTH, VALUE_WORDS if VALUE_PER_TOKEN else WORDS, D_V, BLOCK_V, PRODUCTS,
-        )  # fmt: skip
+        first = tile * TOKENS.WORDS
+        tokens, seen = places(first, TOKENS.WORDS, TOKENS)
+        k = coded(keys, row, H, first, tokens, key_coded, KEY, TOKENS.WORDS, D, BLOCK_D, PRODUCTS)
+        v = coded(values, row, H, first, tokens, value_coded, VALUE, TOKENS.WORDS, D_V, BLOCK_V, PRODUCTS)
         if E > 0:  # few tiles have outliers
-            near = (outliers >= first // WIDTH * U) & (outliers < (first + WORDS + WIDTH - 1) // WIDTH * U)
+            past = (first + TOKENS.WORDS + TOKENS.WIDTH - 1) // TOKENS.WIDTH * TOKENS.U
+            near = (outliers >= first // TOKENS.WIDTH * TOKENS.U) & (outliers < past)
             if tl.max(near.to(tl.int32), 0) > 0:
-                seen = seen & ~_among(tokens, slots_ptr + row * E, E)
-        top, total, out = attended(
-            q, k, v, seen, top, total, out, cap, CAPPED, KEY_PER_TOKEN, VALUE_PER_TOKEN
-        )  # fmt: skip
-    kt = keys.tail + batch * keys.tail_batch + head * keys.tail_head
-    vt = values.tail + batch * values.tail_batch + head * values.tail_head
+                seen = seen & ~_among(tokens, slots_ptr, E)
+        top, total, out = attended(numbers, k, v, seen, top, total, out, cap, KEY, VALUE)
+    first = whole * TOKENS.WORDS
+    tiles = tl.cdiv(tl.cdiv(length + E, TOKENS.U) * TOKENS.WIDTH - first, TOKENS.REST)
     for tile in range(part, tl.where(asked, tiles, 0), parts):
-        first = whole * WORDS + tile * REST
-        tokens, placed = places(first, REST * 32 // BITS, BITS, U, WIDTH)
-        seen = placed & (tokens < length)
-        k = coded(
-            keys, batch, head, first, tokens, key_coded, KEY_PER_TOKEN, KEY_BITS, KEY_U, KEY_W, KEY_WIDTH,
-            KEY_WORDS if KEY_PER_TOKEN else REST, D, BLOCK_D, PRODUCTS,
-        )  # fmt: skip
-        k += exact(
-            kt, keys.tail_token, tokens - key_coded, seen & (tokens >= key_coded), k_dims, k_there, KEY_PER_TOKEN,
-            PRODUCTS,
-        )  # fmt: skip
-        v = coded(
-            values, batch, head, first, tokens, value_coded, VALUE_PER_TOKEN, VALUE_BITS, VALUE_U, VALUE_W,
-            VALUE_WIDTH, VALUE_WORDS if VALUE_PER_TOKEN else REST, D_V, BLOCK_V, PRODUCTS,
-        )  # fmt: skip
-        v += exact(
-            vt, values.tail_token, tokens - value_coded, seen & (tokens >= value_coded), v_dims, v_there,
-            VALUE_PER_TOKEN, PRODUCTS,
-        )  # fmt: skip
+        here = first + tile * TOKENS.REST
+        tokens, placed = places(here, TOKENS.REST, TOKENS)
+        seen, entry, inside = placed & (tokens < length), tokens, placed
         if E > 0:  # they stand behind the last token
             entry = tokens - length
             inside = placed & (entry >= 0) & (entry < E)
-            inside = inside & (tl.load(slots_ptr + row * E + entry, mask=inside, other=-1) >= 0)
-            seen = (seen & ~_among(tokens, slots_ptr + row * E, E)) | inside
-            k += exact(keys.exact + row * E * D, D, entry, inside, k_dims, k_there, KEY_PER_TOKEN, PRODUCTS)
-            v += exact(values.exact + row * E * D_V, D_V, entry, inside, v_dims, v_there, VALUE_PER_TOKEN, PRODUCTS)
-        top, total, out = attended(
-            q, k, v, seen, top, total, out, cap, CAPPED, KEY_PER_TOKEN, VALUE_PER_TOKEN
+            inside = inside & (tl.load(slots_ptr + entry, mask=inside, other=-1) >= 0)
+        k = held(
+            keys, row, H, here, tokens, seen, key_coded, entry, inside, KEY, TOKENS.REST, E, D, BLOCK_D, PRODUCTS
         )  # fmt: skip
-    some = tl.where(total > 0, total, 1.0)
-    place = (row * parts + part) * G + heads
-    tl.store(lse_ptr + place, (top + tl.log2(some)) * 0.6931471805599453, mask=heads < G)  # -inf of nothing
-    out = (out / some[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + place[:, None] * D_V + v_dims[None, :], out, mask=(heads < G)[:, None] & v_there[None, :])
+        v = held(
+            values, row, H, here, tokens, seen, value_coded, entry, inside, VALUE, TOKENS.REST, E, D_V, BLOCK_V,
+            PRODUCTS,
+        )  # fmt: skip
+        if E > 0:
+            seen = (seen & ~_among(tokens, slots_ptr, E)) | inside
+        top, total, out = attended(numbers, k, v, seen, top, total, out, cap, KEY, VALUE)
+    v_dims = tl.where(v_there, v_dims, D_V)  # what fills a group up is stored nowhere
+    store_part(out_ptr, lse_ptr, (row * parts + part) * G + heads, heads < G, top, total, out, v_dims, D_V)
 
 
 def tiles(dim: int, value_dim: int, dtype: torch.dtype, outliers: bool) -> dict[str, Any]:
@@ -233,8 +186,9 @@ def tiles(dim: int, value_dim: int, dtype: torch.dtype, outliers: bool) -> dict[
     wide = max(dim, value_dim) > 128
     if dtype == torch.float32:
         return {"tokens": 16 if wide else 32, "rest": 16, "HALF": False, "STAGES": 1, "num_warps": 8}
-    tokens = 64 if wide or outliers else 128
-    return {"tokens": tokens, "rest": 32, "HALF": True, "STAGES": 2, "num_warps": 8 if wide else 4}
+    sizes = {"tokens": 64, "rest": 16} if outliers else {"tokens": 64 if wide else 128, "rest": 32}
+    registers = 128 if max(dim, value_dim) <= 64 and not outliers else 255  # left alone, ptxas spills a few
+    return {**sizes, "HALF": True, "STAGES": 2, "num_warps": 8 if wide else 4, "maxnreg": registers}
 
 
 def quantised_attention_triton(
@@ -261,26 +215,25 @@ def quantised_attention_triton(
         queries = queries.float()  # Triton's interpreter multiplies the bit patterns of bfloat16
     queries = queries if queries.stride(-1) == 1 else queries.contiguous()
     how = tiles(dim, value_dim, queries.dtype, outliers is not None)
-    layout = _layout(keys.packed, values.packed, how.pop("tokens"), how.pop("rest"))
+    key, value, tokens = _layout(keys.packed, values.packed, how.pop("tokens"), how.pop("rest"))
     pool = None if outliers is None else Outliers(*(x.contiguous() for x in outliers))
     stored = _stored(keys, pool and pool.keys), _stored(values, pool and pool.values)
     even, entries = keys.even and values.even, 0 if pool is None else pool.slots.shape[2]
-    lengths = queries.new_empty(1, dtype=torch.int32)
+    lengths = None
     if not even:
         lengths = torch.stack([keys.coded(), values.coded(), keys.lengths()]).to(torch.int32).contiguous()
-    longest = keys.packed.tokens + keys.tail.shape[2]
-    blocks = -(-(-(-(longest + entries) // layout["U"]) * layout["WIDTH"]) // layout["WORDS"])
+    longest, group = keys.packed.tokens + keys.tail.shape[2], query_heads // heads
+    blocks = -(-(-(-(longest + entries) // tokens.U) * tokens.WIDTH) // tokens.WORDS)
     parts = splits_for(batch * heads, blocks, programs_at_once(queries.device))
-    part_out = queries.new_empty(batch * heads * parts, query_heads // heads, value_dim, dtype=torch.float32)
+    part_out = queries.new_empty(batch * heads * parts, group, value_dim, dtype=torch.float32)
     part_lse = part_out.new_empty(part_out.shape[:2])
     with torch.cuda.device_of(queries):
         _attend_codes[batch * heads, parts](
-            queries, query_positions.contiguous(), lengths if pool is None else pool.slots, lengths, part_out, part_lse,
-            *stored, *queries.stride()[:2], heads, keys.packed.tokens, values.packed.tokens, longest,
-            *scale_and_cap(scaling, softcap), G=query_heads // heads, D=dim, D_V=value_dim, E=entries, **layout,
-            EVEN=even, CAPPED=softcap is not None, HEADS=max(ROWS, next_power_of_two(query_heads // heads)),
-            BLOCK_D=max(16, next_power_of_two(dim)), BLOCK_V=max(16, next_power_of_two(value_dim)),
-            BLOCK_E=next_power_of_two(max(entries, 1)), **how,
+            view(queries), query_positions.contiguous(), pool and pool.slots, lengths, part_out, part_lse, *stored,
+            heads, keys.packed.tokens, values.packed.tokens, longest, *scale_and_cap(scaling, softcap),
+            KEY=key, VALUE=value, TOKENS=tokens, G=group, D=dim, D_V=value_dim, E=entries,
+            ROWS=max(ROWS, next_power_of_two(group)), BLOCK_D=max(16, next_power_of_two(dim)),
+            BLOCK_V=max(16, next_power_of_two(value_dim)), BLOCK_E=next_power_of_two(max(entries, 1)), **how,
         )  # fmt: skip
         out, log_sum_exp = finish(Parts(part_out, part_lse, parts), queries, heads, queries.dtype)
     return Attention(out.to(kept), log_sum_exp)
@@ -301,21 +254,21 @@ def splits_for(programs: int, blocks: int, at_once: int) -> int:
     return next(splits for splits in choices if 16 * chain(splits) <= 17 * shortest)
 
 
-def _layout(keys: Packed, values: Packed, tokens: int, rest: int) -> dict[str, int]:
-    """How groups lie in words, and the words of a tile, of `tokens` or what is not all codes."""
-    found: dict[str, int] = {"BITS": 32, "U": tokens, "WIDTH": tokens}  # tokens in order will do
-    for side, packed in (("KEY", keys), ("VALUE", values)):
-        width = next_power_of_two(packed.words.shape[-1])
-        own = {"BITS": packed.bits, "U": packed.unit, "WIDTH": width}
+def _layout(keys: Packed, values: Packed, tokens: int, rest: int) -> tuple[Groups, Groups, Groups]:
+    """How keys, values and tokens lie in words; a tile has `tokens` of these, or `rest` where not all are codes."""
+    sides = []
+    order = Groups(False, 32, tokens, tokens, tokens, 0)  # in order will do
+    for packed in (keys, values):
+        words = packed.words.shape[-1]
+        own = Groups(packed.per_token, packed.bits, packed.unit, words, next_power_of_two(words), 0)
         if packed.per_token:
-            words = next_power_of_two(packed.words.shape[3]) * width
-            words = max(words, 16 * packed.bits // 32)  # a product takes 16 channels
+            least = 16 * packed.bits // 32  # a product takes 16 channels
+            own = own._replace(WORDS=max(next_power_of_two(packed.words.shape[3]) * own.WIDTH, least))
         else:
-            assert found["BITS"] == 32 or own.items() <= found.items(), "keys and values per channel share their groups"
-            found, words = found | own, 0
-        found |= {f"{side}_{name}": value for name, value in own.items()}
-        found |= {f"{side}_PER_TOKEN": packed.per_token, f"{side}_W": packed.words.shape[-1], f"{side}_WORDS": words}
-    return found | {"WORDS": tokens * found["BITS"] // 32, "REST": rest * found["BITS"] // 32}
+            assert order.BITS == 32 or order == own, "keys and values per channel share their groups"
+            order = own
+        sides.append(own)
+    return *sides, order._replace(WORDS=tokens * order.BITS // 32, REST=rest * order.BITS // 32)  # type: ignore[return-value]
 
 
 def _stored(side: Side, outliers: Tensor | None) -> Stored:
@@ -330,4 +283,4 @@ def _stored(side: Side, outliers: Tensor | None) -> Stored:
     if not tail.is_cuda and tail.dtype == torch.bfloat16:
         tail = tail.float()
     strides = *words.stride()[:3], *scale.stride()[:3], *tail.stride()[:3]
-    return Stored(words, scale, minimum, tail, tail if outliers is None else outliers, *strides)
+    return Stored(words, scale, minimum, tail, outliers, *strides)

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import jit, next_power_of_two, require_triton, strides, tl
+from kvbench.kernels.jit import at_head, jit, next_power_of_two, require_triton, rows, tl
 
 
 def best_first_ref(scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor) -> list[int]:
@@ -113,7 +113,8 @@ def _cut(
             keys, among = _score_keys(scores_ptr, protected_ptr, positions_ptr, slots, T)
             if STAGE > 0:
                 among = among & (keys == score_cut)
-                keys = _base_keys(base_ptr, slots, among & (slots < base_end))
+                if base_ptr is not None:
+                    keys = _base_keys(base_ptr, slots, among & (slots < base_end))
             if STAGE == 2:
                 among = among & ((keys == base_cut) | (slots >= base_end))
                 keys = _age_keys(positions_ptr, slots, among)
@@ -130,44 +131,64 @@ def _cut(
 
 
 @jit
-def _select(
-    scores_ptr: tl.tensor,
+def _above(
+    score_keys: tl.tensor,
+    stored: tl.tensor,
     base_ptr: tl.tensor,
     positions_ptr: tl.tensor,
-    protected_ptr: tl.tensor,
-    keep_ptr: tl.tensor,
+    slots: tl.tensor,
+    score_cut: tl.tensor,
+    base_cut: tl.tensor,
+    age_cut: tl.tensor,
+    base_end: tl.tensor,
+    age_end: tl.tensor,
+    ASCENDING: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Which slots come before the cuts, by score, base score and age in turn, and which are equal to all of them."""
+    stays = stored & (score_keys > score_cut)
+    at_cut = stored & (score_keys == score_cut)
+    if base_ptr is not None:
+        keys = _base_keys(base_ptr, slots, at_cut & (slots < base_end))
+        stays = stays | (at_cut & (slots < base_end) & (keys > base_cut))
+        at_cut = at_cut & ((slots >= base_end) | (keys == base_cut))
+    if not ASCENDING:
+        keys = _age_keys(positions_ptr, slots, at_cut & (slots < age_end))
+        stays = stays | (at_cut & (slots < age_end) & (keys > age_cut))
+        at_cut = at_cut & ((slots >= age_end) | (keys == age_cut))
+    return stays, at_cut
+
+
+@jit
+def _select(
+    scores: tl.tensor,
+    base: tl.tensor,
+    positions: tl.tensor,
+    protected: tl.tensor,
+    counts_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    scores_strides: tl.tensor,
-    base_strides: tl.tensor,
-    positions_strides: tl.tensor,
-    protected_strides: tl.tensor,
     H: tl.tensor,
     T: tl.tensor,
     keep: tl.tensor,
-    COUNTS: tl.constexpr,
-    BASED: tl.constexpr,
     ASCENDING: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: which slots of one KV head stay. COUNTS: every head its own number, from keep_ptr."""
+    """One program: which slots of one KV head stay: `keep`, or every head its own number, at counts_ptr."""
     row = tl.program_id(0).to(tl.int64)
-    batch, head = row // H, row % H
-    scores_ptr += batch * scores_strides.batch + head * scores_strides.head
-    base_ptr += batch * base_strides.batch + head * base_strides.head
-    positions_ptr += batch * positions_strides.batch + head * positions_strides.head
-    protected_ptr += batch * protected_strides.batch + head * protected_strides.head
-    out_ptr += row * T
+    scores_ptr, positions_ptr = at_head(scores, row, H), at_head(positions, row, H)
+    protected_ptr = at_head(protected, row, H)
+    base_ptr = None
+    if base is not None:
+        base_ptr = at_head(base, row, H)
     need = keep + tl.full([], 0, tl.int32)
-    if COUNTS:
-        need = tl.load(keep_ptr + row).to(tl.int32)
+    if counts_ptr is not None:
+        need = tl.load(counts_ptr + row).to(tl.int32)
     base_cut = tl.full([], 0, tl.uint32)
     age_cut = tl.full([], 0, tl.uint32)
-    base_end = 0  # the slots to look through for a later cut: none where all that are equal at the cut before it stay
-    age_end = 0
+    base_end, age_end = 0, 0  # slots to look through for a later cut: none where all equal at the one before stay
     score_cut, need, equal = _cut(
         scores_ptr, base_ptr, positions_ptr, protected_ptr, T, need, T, base_cut, base_end, base_cut, 0, BLOCK
     )  # fmt: skip
-    if BASED:
+    if base is not None:
         base_end = tl.where(need < equal, T, 0)
         base_cut, left, tied = _cut(
             scores_ptr, base_ptr, positions_ptr, protected_ptr, T, need, base_end, score_cut, base_end, base_cut,
@@ -185,68 +206,51 @@ def _select(
     before = 0
     for start in range(0, T, BLOCK):
         slots = start + tl.arange(0, BLOCK)
-        keys, at_cut = _score_keys(scores_ptr, protected_ptr, positions_ptr, slots, T)
-        stays = at_cut & (keys > score_cut)
-        at_cut = at_cut & (keys == score_cut)
-        if BASED:
-            keys = _base_keys(base_ptr, slots, at_cut & (slots < base_end))
-            stays = stays | (at_cut & (slots < base_end) & (keys > base_cut))
-            at_cut = at_cut & ((slots >= base_end) | (keys == base_cut))
-        if not ASCENDING:
-            keys = _age_keys(positions_ptr, slots, at_cut & (slots < age_end))
-            stays = stays | (at_cut & (slots < age_end) & (keys > age_cut))
-            at_cut = at_cut & ((slots >= age_end) | (keys == age_cut))
+        keys, stored = _score_keys(scores_ptr, protected_ptr, positions_ptr, slots, T)
+        stays, at_cut = _above(
+            keys, stored, base_ptr, positions_ptr, slots, score_cut, base_cut, age_cut, base_end, age_end, ASCENDING
+        )  # fmt: skip
         ties = at_cut.to(tl.int32)
         rank = before + tl.cumsum(ties, 0) - ties
         before += tl.sum(ties, 0)
-        tl.store(out_ptr + slots, stays | (at_cut & (rank < need)), mask=slots < T)
+        tl.store(out_ptr + row * T + slots, stays | (at_cut & (rank < need)), mask=slots < T)
 
 
 @jit
 def _victim(
-    scores_ptr: tl.tensor,
-    base_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    protected_ptr: tl.tensor,
+    scores: tl.tensor,
+    base: tl.tensor,
+    positions: tl.tensor,
+    protected: tl.tensor,
     out_ptr: tl.tensor,
-    scores_strides: tl.tensor,
-    base_strides: tl.tensor,
-    positions_strides: tl.tensor,
-    protected_strides: tl.tensor,
     H: tl.tensor,
     T: tl.tensor,
-    BASED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """One program: the slot to give up of one KV head; every lane keeps the worst of its slots, then they compare."""
     row = tl.program_id(0).to(tl.int64)
-    batch, head = row // H, row % H
-    scores_ptr += batch * scores_strides.batch + head * scores_strides.head
-    base_ptr += batch * base_strides.batch + head * base_strides.head
-    positions_ptr += batch * positions_strides.batch + head * positions_strides.head
-    protected_ptr += batch * protected_strides.batch + head * protected_strides.head
     worst = tl.full([BLOCK], float("inf"), tl.float32)
     worst_base = tl.zeros([BLOCK], tl.float32)
     newest = tl.full([BLOCK], -1, tl.int32)
     found = tl.full([BLOCK], 0, tl.int32)
     for start in range(0, T, BLOCK):
         slots = start + tl.arange(0, BLOCK)
-        positions = tl.load(positions_ptr + slots, mask=slots < T, other=-1).to(tl.int32)
-        may_go = (positions >= 0) & (tl.load(protected_ptr + slots, mask=slots < T, other=1) == 0)
-        scores = _number(tl.load(scores_ptr + slots, mask=may_go, other=0.0))
-        equal = positions > newest
-        base = worst_base
-        if BASED:
-            base = _number(tl.load(base_ptr + slots, mask=may_go, other=0.0))
-            equal = (base < worst_base) | ((base == worst_base) & equal)
-        worse = may_go & ((newest < 0) | (scores < worst) | ((scores == worst) & equal))
-        worst = tl.where(worse, scores, worst)
-        worst_base = tl.where(worse, base, worst_base)
-        newest = tl.where(worse, positions, newest)
+        places = tl.load(at_head(positions, row, H) + slots, mask=slots < T, other=-1).to(tl.int32)
+        may_go = (places >= 0) & (tl.load(at_head(protected, row, H) + slots, mask=slots < T, other=1) == 0)
+        own = _number(tl.load(at_head(scores, row, H) + slots, mask=may_go, other=0.0))
+        equal = places > newest
+        own_base = worst_base
+        if base is not None:
+            own_base = _number(tl.load(at_head(base, row, H) + slots, mask=may_go, other=0.0))
+            equal = (own_base < worst_base) | ((own_base == worst_base) & equal)
+        worse = may_go & ((newest < 0) | (own < worst) | ((own == worst) & equal))
+        worst = tl.where(worse, own, worst)
+        worst_base = tl.where(worse, own_base, worst_base)
+        newest = tl.where(worse, places, newest)
         found = tl.where(worse, slots, found)
     goes = newest >= 0
     goes = goes & (worst == tl.min(tl.where(goes, worst, float("inf")), 0))
-    if BASED:
+    if base is not None:
         goes = goes & (worst_base == tl.min(tl.where(goes, worst_base, float("inf")), 0))
     newest = tl.where(goes, newest, -1)
     goes = goes & (newest == tl.max(newest, 0))
@@ -268,11 +272,6 @@ def _capability(device: torch.device) -> int:
     """80, 90 or the like; what the interpreter is given is any."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     return 10 * major + minor
-
-
-def _rows(x: Tensor) -> Tensor:
-    """The same numbers with the slots of a head side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _check(kernel: str, scores: Tensor, tie_break: Tensor | None) -> None:
@@ -301,16 +300,12 @@ def select_triton(
     kept = torch.empty(batch, heads, slots, dtype=torch.bool, device=positions.device)
     if not kept.numel():
         return kept
-    counts = keep.expand(batch, heads).contiguous() if isinstance(keep, Tensor) else kept
-    views = [_rows(x) for x in (scores, scores if tie_break is None else tie_break, positions, protected)]
-    layout = [strides(view) for view in views]
+    counts = keep.expand(batch, heads).contiguous() if isinstance(keep, Tensor) else None
     number = 0 if isinstance(keep, Tensor) else max(-1, min(keep, slots))
+    how = {"ASCENDING": ascending, **tiles(slots, _capability(scores.device))}
+    call = rows(scores), None if tie_break is None else rows(tie_break), rows(positions), rows(protected)
     with torch.cuda.device_of(scores):
-        _select[batch * heads,](
-            *views, counts, kept, *layout, heads, slots, number,
-            COUNTS=isinstance(keep, Tensor), BASED=tie_break is not None, ASCENDING=ascending,
-            **tiles(slots, _capability(scores.device)),
-        )  # fmt: skip
+        _select[batch * heads,](*call, counts, kept, heads, slots, number, **how)
     return kept
 
 
@@ -324,11 +319,7 @@ def victim_triton(scores: Tensor, tie_break: Tensor | None, positions: Tensor, p
     victims = torch.empty(batch, heads, 1, dtype=torch.int64, device=positions.device)
     if not victims.numel():
         return victims
-    views = [_rows(x) for x in (scores, scores if tie_break is None else tie_break, positions, protected)]
-    layout = [strides(view) for view in views]
+    call = rows(scores), None if tie_break is None else rows(tie_break), rows(positions), rows(protected)
     with torch.cuda.device_of(scores):
-        _victim[batch * heads,](
-            *views, victims, *layout, heads, slots, BASED=tie_break is not None,
-            **tiles(slots, _capability(scores.device)),
-        )  # fmt: skip
+        _victim[batch * heads,](*call, victims, heads, slots, **tiles(slots, _capability(scores.device)))
     return victims

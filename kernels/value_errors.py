@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import jit, next_power_of_two, require_triton, strides, tl
+from kvbench.kernels.jit import at_head, jit, next_power_of_two, require_triton, rows, tl
 
 PROGRAMS = 512  # pieces of all heads together: a few for each of 132 processors
 PIECE = 64  # slots of a piece, at least
@@ -36,31 +36,41 @@ def value_errors_ref(
 
 
 @jit
+def _counting(counted: tl.tensor, row: tl.tensor, H: tl.tensor, slots: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """Which of a KV head's slots `inside` count: all, without flags."""
+    if counted is not None:
+        inside = inside & (tl.load(at_head(counted, row, H) + slots, mask=inside, other=0) != 0)
+    return inside
+
+
+@jit
+def _numbers(
+    x: tl.tensor, row: tl.tensor, H: tl.tensor, slots: tl.tensor, there: tl.tensor, D: tl.tensor, BLOCK_D: tl.constexpr
+) -> tl.tensor:
+    """Values of a KV head in float32, [slots,BLOCK_D], 0 where there is none."""
+    dims = tl.arange(0, BLOCK_D)
+    rows = at_head(x, row, H) + slots.to(tl.int64)[:, None] * x.row + dims[None, :]
+    return tl.load(rows, mask=there[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
+
+
+@jit
 def _centres(
-    scores_ptr: tl.tensor,
-    values_ptr: tl.tensor,
-    counted_ptr: tl.tensor,
+    scores: tl.tensor,
+    values: tl.tensor,
+    counted: tl.tensor,
     totals_ptr: tl.tensor,
     sums_ptr: tl.tensor,
-    scores_strides: tl.tensor,
-    values_strides: tl.tensor,
-    counted_strides: tl.tensor,
     H: tl.tensor,
     T: tl.tensor,
     D: tl.tensor,
     piece: tl.tensor,
     K: tl.constexpr,
-    ALL: tl.constexpr,
     FROM_MEAN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
     """One program: a piece of one KV head's slots. Sums of scores and of values so weighted; row K: plain ones."""
     row = tl.program_id(0).to(tl.int64)
-    batch, head = row // H, row % H
-    scores_ptr += batch * scores_strides.batch + head * scores_strides.head
-    values_ptr += batch * values_strides.batch + head * values_strides.head
-    counted_ptr += batch * counted_strides.batch + head * counted_strides.head
     out = (row * tl.num_programs(1) + tl.program_id(1)) * (K + 1)
     dims = tl.arange(0, BLOCK_D)
     first = tl.program_id(1) * piece
@@ -71,20 +81,19 @@ def _centres(
         plain = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
         for start in range(0, piece, BLOCK_T):
             slots = first + start + tl.arange(0, BLOCK_T)
-            counts = (slots < T) & (start + tl.arange(0, BLOCK_T) < piece)
-            if not ALL:
-                counts = counts & (tl.load(counted_ptr + slots, mask=counts, other=0) != 0)
-            weights = tl.load(scores_ptr + tl.cast(k, tl.int64) * scores_strides.row + slots, mask=counts, other=0.0)
+            counts = _counting(counted, row, H, slots, (slots < T) & (start + tl.arange(0, BLOCK_T) < piece))
+            weights = tl.load(
+                at_head(scores, row, H) + tl.cast(k, tl.int64) * scores.row + slots, mask=counts, other=0.0
+            )
             there = counts
             if FROM_MEAN:
                 there = counts & (slots < T - k * T)  # the mean is the same for all rows: values are read once
-            rows = values_ptr + slots.to(tl.int64)[:, None] * values_strides.row + dims[None, :]
-            values = tl.load(rows, mask=there[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
-            plain += values
+            own = _numbers(values, row, H, slots, there, D, BLOCK_D)
+            plain += own
             number += tl.where(counts, 1.0, 0.0)
             total += weights
             if not FROM_MEAN:
-                sums += weights[:, None] * values
+                sums += weights[:, None] * own
         tl.store(totals_ptr + out + k, tl.sum(total, 0))
         tl.store(totals_ptr + out + K, tl.sum(number, 0))
         if FROM_MEAN:
@@ -110,15 +119,12 @@ def _added_up(
 
 @jit
 def _errors(
-    scores_ptr: tl.tensor,
-    values_ptr: tl.tensor,
-    counted_ptr: tl.tensor,
+    scores: tl.tensor,
+    values: tl.tensor,
+    counted: tl.tensor,
     totals_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    scores_strides: tl.tensor,
-    values_strides: tl.tensor,
-    counted_strides: tl.tensor,
     H: tl.tensor,
     T: tl.tensor,
     D: tl.tensor,
@@ -126,7 +132,6 @@ def _errors(
     pieces: tl.tensor,
     eps: tl.tensor,
     K: tl.constexpr,
-    ALL: tl.constexpr,
     FROM_MEAN: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -134,13 +139,8 @@ def _errors(
 ) -> None:
     """One program: the errors of a piece of one KV head's slots, for all its score rows."""
     row = tl.program_id(0).to(tl.int64)
-    batch, head = row // H, row % H
-    scores_ptr += batch * scores_strides.batch + head * scores_strides.head
-    values_ptr += batch * values_strides.batch + head * values_strides.head
-    counted_ptr += batch * counted_strides.batch + head * counted_strides.head
     totals_ptr += row * pieces * (K + 1)
     sums_ptr += row * pieces * (K + 1) * BLOCK_D
-    dims = tl.arange(0, BLOCK_D)
     lanes = tl.arange(0, PIECES)
     number = tl.sum(tl.load(totals_ptr + lanes * (K + 1) + K, mask=lanes < pieces, other=0.0), 0)
     number = tl.maximum(number, 1.0)
@@ -157,16 +157,15 @@ def _errors(
         for start in range(0, piece, BLOCK_T):
             slots = tl.program_id(1) * piece + start + tl.arange(0, BLOCK_T)
             inside = (slots < T) & (start + tl.arange(0, BLOCK_T) < piece)
-            counts = inside
-            if not ALL:
-                counts = counts & (tl.load(counted_ptr + slots, mask=counts, other=0) != 0)
-            rows = values_ptr + slots.to(tl.int64)[:, None] * values_strides.row + dims[None, :]
-            values = tl.load(rows, mask=counts[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
-            scores = tl.load(scores_ptr + tl.cast(k, tl.int64) * scores_strides.row + slots, mask=counts, other=0.0)
+            counts = _counting(counted, row, H, slots, inside)
+            own = _numbers(values, row, H, slots, counts, D, BLOCK_D)
+            weights = tl.load(
+                at_head(scores, row, H) + tl.cast(k, tl.int64) * scores.row + slots, mask=counts, other=0.0
+            )
             if not FROM_MEAN:  # X is the value that has all weight: what its quotient rounds, 1 / eps would make large
-                scores = tl.where(scores == total, 0.0, scores)
-            alpha = tl.where(some, scores, 1.0) / divisor
-            away = values - centre[None, :]  # both are 0 beyond D
+                weights = tl.where(weights == total, 0.0, weights)
+            alpha = tl.where(some, weights, 1.0) / divisor
+            away = own - centre[None, :]  # both are 0 beyond D
             errors = alpha / tl.maximum(1 - alpha, eps) * tl.sqrt(tl.sum(away * away, 1))
             tl.store(out_ptr + (row * K + k) * T + slots, tl.where(counts, errors, 0.0), mask=inside)
 
@@ -196,8 +195,7 @@ def value_errors_triton(
     if torch.float64 in (scores.dtype, values.dtype):
         raise ValueError("value_errors_triton sums in float32 and takes no float64 tensors")
     batch, heads, length, dim = values.shape
-    rows = scores.shape[2]
-    errors = torch.empty(batch, heads, rows, length, dtype=torch.float32, device=values.device)
+    errors = torch.empty(batch, heads, scores.shape[2], length, dtype=torch.float32, device=values.device)
     if not errors.numel():
         return errors
     if not values.is_cuda and values.dtype == torch.bfloat16:
@@ -206,15 +204,14 @@ def value_errors_triton(
     least = max(PIECE, how["BLOCK_T"])
     piece = -(-length // max(1, min(PROGRAMS // (batch * heads), -(-length // least))))
     pieces = -(-length // piece)
-    totals = errors.new_empty(batch * heads, pieces, rows + 1)
-    sums = errors.new_empty(batch * heads, pieces, rows + 1, how["BLOCK_D"])
-    views = [x if x.stride(-1) == 1 else x.contiguous() for x in (scores.float(), values)]
-    mask = errors[:, :, 0] if counted is None else counted if counted.stride(-1) == 1 else counted.contiguous()
-    sizes = *map(strides, (*views, mask)), heads, length, dim
-    flags = {"K": rows, "ALL": counted is None, "FROM_MEAN": from_mean, **how}
+    number = scores.shape[2]
+    totals = errors.new_empty(batch * heads, pieces, number + 1)
+    sums = errors.new_empty(batch * heads, pieces, number + 1, how["BLOCK_D"])
+    views = rows(scores.float()), rows(values), None if counted is None else rows(counted)
+    sizes = heads, length, dim, piece
+    flags = {"K": number, "FROM_MEAN": from_mean, **how}
     with torch.cuda.device_of(values):
-        _centres[batch * heads, pieces](*views, mask, totals, sums, *sizes, piece, **flags)
+        _centres[batch * heads, pieces](*views, totals, sums, *sizes, **flags)
         flags["PIECES"] = next_power_of_two(pieces)
-        call = *views, mask, totals, sums, errors, *sizes, piece, pieces, eps
-        _errors[batch * heads, pieces](*call, **flags, maxnreg=REGISTERS)
+        _errors[batch * heads, pieces](*views, totals, sums, errors, *sizes, pieces, eps, **flags, maxnreg=REGISTERS)
     return errors

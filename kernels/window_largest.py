@@ -6,13 +6,15 @@ Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, W queries of th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_rows
-from kvbench.kernels.jit import jit, strides, tl, use_triton
-from kvbench.kernels.prompt_tiles import capped, hidden, products, scale_and_cap, slot_places, tile
-from kvbench.kernels.window_statistics import prepared
+from kvbench.kernels.jit import at_head, jit, tl, use_triton
+from kvbench.kernels.prompt_tiles import scale_and_cap, slot_places, tile
+from kvbench.kernels.window_statistics import prepared, window_weights
 
 
 def window_largest_ref(
@@ -34,12 +36,11 @@ def window_largest_ref(
 @jit
 def _largest(
     q_ptr: tl.tensor,
-    k_ptr: tl.tensor,
+    k: tl.tensor,
     q_pos_ptr: tl.tensor,
     k_pos_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    k_strides: tl.tensor,
     H_kv: tl.tensor,
     G: tl.tensor,
     W: tl.tensor,
@@ -47,13 +48,9 @@ def _largest(
     scale: tl.tensor,
     cap: tl.tensor,
     window: tl.tensor,
-    D: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    WHOLE_D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    DIMS: tl.constexpr,
 ) -> None:
     """One program: BLOCK_T slots of one sequence, the mean weights of its KV heads in turn and the largest so far."""
     batch = tl.program_id(1).to(tl.int64)
@@ -63,36 +60,26 @@ def _largest(
     largest = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
     for head in range(H_kv):
         row = batch * H_kv + head
-        k_here = k_ptr + batch * k_strides.batch + (row - batch * H_kv) * k_strides.head
+        k_rows = at_head(k, row, H_kv) + slots.to(tl.int64) * k.row
         k_place = slot_places(k_pos_ptr + row * T, slots, T, False)
-        if WHOLE_D == BLOCK_D:
-            k = tile(k_here, slots, T, k_strides.row, k_strides.dim, 0, D, BLOCK_D)
+        held = tile(k_rows, slots < T, k.dim, 0, DIMS.D, DIMS.BLOCK)
         group = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
         for g in range(G):
-            first = (row * G + g) * W
-            lse = tl.load(lse_ptr + first + members, mask=members < W, other=float("inf"))
-            if WHOLE_D == BLOCK_D:
-                q = tile(q_ptr + first * D, members, W, D, 1, 0, D, BLOCK_D)
-                logits = tl.dot(k, tl.trans(q), input_precision="ieee")
-            else:
-                logits = products(
-                    k_here, slots, T, k_strides.row, k_strides.dim, q_ptr + first * D, members, W, D, 1,
-                    D, WHOLE_D, BLOCK_D,
-                )  # fmt: skip
-            logits = capped(logits, scale, cap, CAPPED)
-            logits = hidden(logits, q_place[None, :], k_place[:, None], window, WINDOWED)
-            group += tl.exp2(logits - lse[None, :])
+            group += window_weights(
+                held, k_rows, slots < T, k.dim, k_place, q_ptr, q_place, lse_ptr, (row * G + g) * W, W, scale, cap,
+                window, DIMS, BLOCK_W,
+            )  # fmt: skip
         largest = tl.maximum(largest, group)
     tl.store(out_ptr + batch * T + slots, tl.sum(largest, 1) / G, mask=slots < T)
 
 
-def narrowed(how: dict[str, int]) -> dict[str, int]:
+def narrowed(how: dict[str, Any]) -> dict[str, Any]:
     """The tiles of `window_statistics`, more warps for fewer slots: the largest head's weights are in registers too.
 
     No register spills for windows of up to 64 queries. Left alone, ptxas takes 128 registers of wide heads and spills.
     """
     slots, warps = (64, 4) if how["BLOCK_W"] <= 16 else (64, 8) if how["BLOCK_W"] <= 32 else (32, 8)
-    registers = {"maxnreg": 255} if how["WHOLE_D"] > 128 else {}
+    registers = {"maxnreg": 255} if how["DIMS"].WHOLE > 128 else {}
     return {**how, "BLOCK_T": min(slots, how["BLOCK_T"]), "num_warps": warps, **registers}
 
 
@@ -107,15 +94,14 @@ def window_largest_triton(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """`window_largest` in three launches, like `window_statistics_triton`."""
-    (batch, query_heads, new, dim), (heads, slots) = queries.shape, keys.shape[1:3]
-    logits = *scale_and_cap(scaling, softcap), sliding_window or 0
-    flags = {"D": dim, "CAPPED": softcap is not None, "WINDOWED": sliding_window is not None}
-    rows, how = prepared(queries, keys, query_positions, key_positions, sinks, logits, flags)
+    (batch, query_heads, new, _), (heads, slots) = queries.shape, keys.shape[1:3]
+    logits = *scale_and_cap(scaling, softcap), sliding_window
+    rows, how = prepared(queries, keys, query_positions, key_positions, sinks, logits)
     how = narrowed(how)
     out = torch.empty(batch, slots, dtype=torch.float32, device=keys.device)
     with torch.cuda.device_of(keys):
         _largest[-(-slots // how["BLOCK_T"]), batch](
-            *rows, out, strides(rows.keys), heads, query_heads // heads, new, slots, *logits, **flags, **how
+            *rows, out, heads, query_heads // heads, new, slots, *logits, **how
         )
     return out
 

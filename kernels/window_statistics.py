@@ -7,22 +7,22 @@ rows of a KV head. The rows themselves, [B,H_kv,G,W,T], are never in memory on a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_rows
-from kvbench.kernels.jit import jit, next_power_of_two, strides, tl, use_triton
+from kvbench.kernels.jit import View, at_head, jit, next_power_of_two, tl, use_triton, view
 from kvbench.kernels.prompt_tiles import (
-    capped,
+    dims_of,
     hidden,
-    products,
+    logits_of,
     same_dtype,
     scale_and_cap,
     slot_places,
     tile,
-    whole_dim,
+    weighed,
 )
 
 EPS = 1e-10  # inside the logarithm of the entropy, as in the released code of CAKE
@@ -71,11 +71,10 @@ def window_statistics_ref(
 @jit
 def _partial_sums(
     q_ptr: tl.tensor,
-    k_ptr: tl.tensor,
+    k: tl.tensor,
     q_pos_ptr: tl.tensor,
     k_pos_ptr: tl.tensor,
     parts_ptr: tl.tensor,
-    k_strides: tl.tensor,
     H_kv: tl.tensor,
     W: tl.tensor,
     R: tl.tensor,
@@ -84,43 +83,29 @@ def _partial_sums(
     scale: tl.tensor,
     cap: tl.tensor,
     window: tl.tensor,
-    D: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    WHOLE_D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    DIMS: tl.constexpr,
 ) -> None:
     """One program: base-2 log-sum-exp of BLOCK_R rows of one KV head over `each` blocks of slots; -inf of nothing."""
     tiles_of_rows = tl.cdiv(R, BLOCK_R)
     row = (tl.program_id(0) // tiles_of_rows).to(tl.int64)  # of B * H_kv
-    batch, head = row // H_kv, row % H_kv
-    q_ptr += row * R * D
-    k_ptr += batch * k_strides.batch + head * k_strides.head
-    k_pos_ptr += row * T
     rows = tl.program_id(0) % tiles_of_rows * BLOCK_R + tl.arange(0, BLOCK_R)
-    q_place = tl.load(q_pos_ptr + batch * W + rows % W, mask=rows < R, other=-1).to(tl.int32)
-    if WHOLE_D == BLOCK_D:
-        q = tile(q_ptr, rows, R, D, 1, 0, D, BLOCK_D)
+    q_place = tl.load(q_pos_ptr + row // H_kv * W + rows % W, mask=rows < R, other=-1).to(tl.int32)
+    q_rows = q_ptr + (row * R + rows) * DIMS.D
+    q = tile(q_rows, rows < R, 1, 0, DIMS.D, DIMS.BLOCK)
+    k_ptr = at_head(k, row, H_kv)
     start = tl.program_id(1) * each * BLOCK_T
     blocks = tl.minimum(each, tl.cdiv(T - start, BLOCK_T))
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     for step in range(blocks):
         slots = start + step * BLOCK_T + tl.arange(0, BLOCK_T)
-        k_place = slot_places(k_pos_ptr, slots, T, False)
-        if WHOLE_D == BLOCK_D:
-            k = tile(k_ptr, slots, T, k_strides.row, k_strides.dim, 0, D, BLOCK_D)
-            logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-        else:
-            logits = products(q_ptr, rows, R, D, 1, k_ptr, slots, T, k_strides.row, k_strides.dim, D, WHOLE_D, BLOCK_D)
-        logits = capped(logits, scale, cap, CAPPED)
-        logits = hidden(logits, q_place[:, None], k_place[None, :], window, WINDOWED)
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
-        top = new_top
+        k_place = slot_places(k_pos_ptr + row * T, slots, T, False)
+        k_rows = k_ptr + slots.to(tl.int64) * k.row
+        logits = logits_of(q, q_rows, rows < R, 1, k_rows, slots < T, k.dim, scale, cap, DIMS)
+        logits = hidden(logits, q_place[:, None], k_place[None, :], window)
+        _, top, total, _ = weighed(logits, top, total)
     lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
     parts_ptr += (row * tl.num_programs(1) + tl.program_id(1)) * R
     tl.store(parts_ptr + rows, lse, mask=rows < R)
@@ -134,39 +119,60 @@ def _combine(
     W: tl.tensor,
     R: tl.tensor,
     splits: tl.tensor,
-    SUNK: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ) -> None:
     """One program: BLOCK_R rows' log-sum-exp from that of their parts and sinks; +inf for a query that sees nothing."""
     row = tl.program_id(0).to(tl.int64)  # of B * H_kv
     rows = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    parts_ptr += row * splits * R
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    if SUNK:
+    if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + row * (R // W) + rows // W, mask=rows < R, other=float("-inf"))
         top = sink.to(tl.float32) * 1.4426950408889634
     total = tl.where(top == float("-inf"), 0.0, 1.0)
     for part in range(splits):
-        lse = tl.load(parts_ptr + part * R + rows, mask=rows < R, other=float("-inf"))
-        new_top = tl.maximum(top, lse)
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        total = total * tl.exp2(top - shift) + tl.exp2(lse - shift)
-        top = new_top
+        lse = tl.load(parts_ptr + (row * splits + part) * R + rows, mask=rows < R, other=float("-inf"))
+        _, top, total, _ = weighed(lse[:, None], top, total)
     lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("inf"))
     tl.store(lse_ptr + row * R + rows, lse, mask=rows < R)
 
 
 @jit
+def window_weights(
+    k: tl.tensor,
+    k_rows: tl.tensor,
+    k_there: tl.tensor,
+    k_dim: tl.tensor,
+    k_place: tl.tensor,
+    q_ptr: tl.tensor,
+    q_place: tl.tensor,
+    lse_ptr: tl.tensor,
+    first: tl.tensor,
+    W: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    window: tl.tensor,
+    DIMS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+) -> tl.tensor:
+    """Weights of one query head's W rows, from `first` on, at some slots: [slots,BLOCK_W], 0 beyond the window."""
+    members = tl.arange(0, BLOCK_W)
+    lse = tl.load(lse_ptr + first + members, mask=members < W, other=float("inf"))
+    q_rows = q_ptr + (first + members) * DIMS.D
+    logits = logits_of(k, k_rows, k_there, k_dim, q_rows, members < W, 1, scale, cap, DIMS)
+    logits = hidden(logits, q_place[None, :], k_place[:, None], window)
+    return tl.exp2(logits - lse[None, :])
+
+
+@jit
 def _statistics(
     q_ptr: tl.tensor,
-    k_ptr: tl.tensor,
+    k: tl.tensor,
     q_pos_ptr: tl.tensor,
     k_pos_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     variances_ptr: tl.tensor,
     entropies_ptr: tl.tensor,
-    k_strides: tl.tensor,
     H_kv: tl.tensor,
     G: tl.tensor,
     W: tl.tensor,
@@ -175,42 +181,26 @@ def _statistics(
     cap: tl.tensor,
     window: tl.tensor,
     eps: tl.tensor,
-    D: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr,
     SPREAD: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    WHOLE_D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    DIMS: tl.constexpr,
 ) -> None:
     """One program: BLOCK_T slots of one KV head, its query heads in turn. The window's weights are in registers, so
     that the variance is that of two passes: deviations from the mean, squared."""
     tiles_of_slots = tl.cdiv(T, BLOCK_T)
     row = (tl.program_id(0) // tiles_of_slots).to(tl.int64)  # of B * H_kv
-    batch, head = row // H_kv, row % H_kv
-    q_ptr += row * G * W * D
-    lse_ptr += row * G * W
-    k_ptr += batch * k_strides.batch + head * k_strides.head
-    k_pos_ptr += row * T
     slots = tl.program_id(0) % tiles_of_slots * BLOCK_T + tl.arange(0, BLOCK_T)
-    k_place = slot_places(k_pos_ptr, slots, T, False)
+    k_place = slot_places(k_pos_ptr + row * T, slots, T, False)
     members = tl.arange(0, BLOCK_W)
-    q_place = tl.load(q_pos_ptr + batch * W + members, mask=members < W, other=-1).to(tl.int32)
-    if WHOLE_D == BLOCK_D:
-        k = tile(k_ptr, slots, T, k_strides.row, k_strides.dim, 0, D, BLOCK_D)
+    q_place = tl.load(q_pos_ptr + row // H_kv * W + members, mask=members < W, other=-1).to(tl.int32)
+    k_rows = at_head(k, row, H_kv) + slots.to(tl.int64) * k.row
+    held = tile(k_rows, slots < T, k.dim, 0, DIMS.D, DIMS.BLOCK)
     for g in range(G):
-        lse = tl.load(lse_ptr + g * W + members, mask=members < W, other=float("inf"))
-        if WHOLE_D == BLOCK_D:
-            q = tile(q_ptr + g * W * D, members, W, D, 1, 0, D, BLOCK_D)
-            logits = tl.dot(k, tl.trans(q), input_precision="ieee")
-        else:
-            logits = products(
-                k_ptr, slots, T, k_strides.row, k_strides.dim, q_ptr + g * W * D, members, W, D, 1, D, WHOLE_D, BLOCK_D
-            )  # fmt: skip
-        logits = capped(logits, scale, cap, CAPPED)
-        logits = hidden(logits, q_place[None, :], k_place[:, None], window, WINDOWED)
-        weights = tl.exp2(logits - lse[None, :])  # [BLOCK_T,BLOCK_W], 0 beyond the window
+        weights = window_weights(
+            held, k_rows, slots < T, k.dim, k_place, q_ptr, q_place, lse_ptr, (row * G + g) * W, W, scale, cap, window,
+            DIMS, BLOCK_W,
+        )  # fmt: skip
         sums = tl.sum(weights, 1)
         out = (row * G + g) * T + slots
         tl.store(sums_ptr + out, sums, mask=slots < T)
@@ -221,26 +211,31 @@ def _statistics(
             tl.store(entropies_ptr + out, -drawn, mask=slots < T)
 
 
-def tiles(dim: int, rows: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
+def tiles(dim: int, rows: int, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
     """Tile sizes and launch options of the two passes, the second for windows of `rows` / G queries at most 128.
 
     No register spills at D = 128 and up to 64 queries.
     """
-    whole = whole_dim(dim, dtype)
+    dims = dims_of(dim, dtype)
     if dtype == torch.float32:
         first = {"BLOCK_R": 32, "BLOCK_T": 32, "num_warps": 4, "num_stages": 2}
-        return {**whole, **first}, {**whole, "BLOCK_T": 32, "num_warps": 4, "num_stages": 2}
-    wide = whole["WHOLE_D"] > 128
+        return {"DIMS": dims, **first}, {"DIMS": dims, "BLOCK_T": 32, "num_warps": 4, "num_stages": 2}
+    wide = dims.WHOLE > 128
     block = min(64 if wide else 128, max(16, next_power_of_two(rows)))
     first = {"BLOCK_R": block, "BLOCK_T": 64, "num_warps": 4, "num_stages": 2 if wide else 3}
-    return {**whole, **first}, {**whole, "BLOCK_T": 64 if wide else 128, "num_warps": 4, "num_stages": 2 if wide else 3}
+    return {"DIMS": dims, **first}, {
+        "DIMS": dims,
+        "BLOCK_T": 64 if wide else 128,
+        "num_warps": 4,
+        "num_stages": 2 if wide else 3,
+    }
 
 
 class Rows(NamedTuple):
     """A window ready for a kernel: queries [B*H_kv,R,D], keys, both positions, base-2 log-sum-exp [B*H_kv,R]."""
 
     queries: Tensor
-    keys: Tensor
+    keys: View
     query_positions: Tensor
     key_positions: Tensor
     log_sum_exp: Tensor
@@ -248,8 +243,8 @@ class Rows(NamedTuple):
 
 def prepared(
     queries: Tensor, keys: Tensor, query_positions: Tensor, key_positions: Tensor, sinks: Tensor | None,
-    logits: tuple[float, float, int], flags: dict[str, int],
-) -> tuple[Rows, dict[str, int]]:  # fmt: skip
+    logits: tuple[float, float | None, int | None],
+) -> tuple[Rows, dict[str, Any]]:  # fmt: skip
     """Two launches, log-sum-exp over parts of the slots and over all of them; and the tiles of what comes next."""
     queries, keys = same_dtype("window_statistics", queries, keys)
     batch, query_heads, new, dim = queries.shape
@@ -265,11 +260,12 @@ def prepared(
     lse = torch.empty(pairs, rows, dtype=torch.float32, device=keys.device)
     with torch.cuda.device_of(keys):
         _partial_sums[pairs * -(-rows // first["BLOCK_R"]), splits](
-            queries, keys, *positions, parts, strides(keys), heads, new, rows, slots, each, *logits, **flags, **first
+            queries, view(keys), *positions, parts, heads, new, rows, slots, each, *logits, **first
         )
-        sunk = lse if sinks is None else sinks.expand(batch, query_heads).contiguous()
-        _combine[pairs, -(-rows // 64)](parts, sunk, lse, new, rows, splits, SUNK=sinks is not None, BLOCK_R=64)
-    return Rows(queries, keys, *positions, lse), {"BLOCK_W": max(16, next_power_of_two(new)), **second}
+        sunk = None if sinks is None else sinks.expand(batch, query_heads).contiguous()
+        _combine[pairs, -(-rows // 64)](parts, sunk, lse, new, rows, splits, BLOCK_R=64)
+    how = {"BLOCK_W": max(16, next_power_of_two(new)), **second}
+    return Rows(queries, view(keys), *positions, lse), how
 
 
 def window_statistics_triton(
@@ -288,18 +284,16 @@ def window_statistics_triton(
     CUDA tensors, any strides; spread=False leaves variances and entropies out (empty). ValueError for float64, more
     than 128 queries, and where Triton is missing. Under TRITON_INTERPRET=1 CPU tensors will do.
     """
-    (batch, query_heads, new, dim), (heads, slots) = queries.shape, keys.shape[1:3]
+    (batch, query_heads, new, _), (heads, slots) = queries.shape, keys.shape[1:3]
     group = query_heads // heads
-    logits = *scale_and_cap(scaling, softcap), sliding_window or 0
-    flags = {"D": dim, "CAPPED": softcap is not None, "WINDOWED": sliding_window is not None}
-    rows, how = prepared(queries, keys, query_positions, key_positions, sinks, logits, flags)
+    logits = *scale_and_cap(scaling, softcap), sliding_window
+    rows, how = prepared(queries, keys, query_positions, key_positions, sinks, logits)
     sums = torch.empty(batch, heads, group, slots, dtype=torch.float32, device=keys.device)
     variances, entropies = (torch.empty_like(sums) if spread else sums.new_empty(0) for _ in range(2))
     with torch.cuda.device_of(keys):
         _statistics[batch * heads * -(-slots // how["BLOCK_T"]),](
-            *rows, sums, variances, entropies, strides(rows.keys), heads, group, new, slots, *logits, EPS,
-            **flags, SPREAD=spread, **how,
-        )  # fmt: skip
+            *rows, sums, variances, entropies, heads, group, new, slots, *logits, EPS, SPREAD=spread, **how
+        )
     return WindowStatistics(sums, variances, entropies)
 
 

@@ -1,6 +1,6 @@
 """What the kernels take of a GPU, compiled for one that need not be there: the table in docs/kernels.md.
 
-`python scripts/kernel_resources.py` compiles every launch at the main shapes for sm_90 and writes the table.
+`python scripts/kernel_resources.py` compiles every launch at the main shapes for three GPUs and writes the table.
 """
 
 from __future__ import annotations
@@ -8,24 +8,28 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+GPUS = (80, 90, 100)
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/kernels.md"
 MARK = "<!-- written by scripts/kernel_resources.py -->\n"
 sys.path += [str(ROOT / "tests/support"), str(ROOT)]
 
 
-def lines(capability: int = 90, dim: int = 128) -> list[str]:
-    """A line for every kernel of every call: registers of a thread, bytes spilled, shared memory of a block, warps."""
+def lines(dim: int = 128) -> list[str]:
+    """A line for every kernel of every call: warps, and on each GPU registers, bytes spilled and shared memory."""
     from kernel_calls import CALLS, launches
     from kernel_launched import compiled_launch
 
-    found = ["| call | kernel | registers | spilled | shared memory | warps |", "|---|---|--:|--:|--:|--:|"]
+    found = ["| call | kernel | warps | " + " | ".join(f"sm_{gpu}" for gpu in GPUS) + " |"]
+    found.append("|---|---|--:" + "|--:" * len(GPUS) + "|")
     for call in CALLS:
-        for launch in launches(call, dim, capability):
-            made = compiled_launch(launch, capability)
-            kernel, warps = launch.name.strip("_"), launch.arguments.get("num_warps", 4)
-            sizes = f"{made.registers} | {made.spilled} | {made.shared / 1024:.1f} KiB | {warps}"
-            found.append(f"| {call} | `{kernel}` | {sizes} |")
+        for same in zip(*(launches(call, dim, gpu) for gpu in GPUS), strict=True):
+            cells = []
+            for gpu, launch in zip(GPUS, same, strict=True):
+                made = compiled_launch(launch, gpu)
+                cells.append(f"{made.registers}, {made.spilled}, {made.shared / 1024:.1f} KiB")
+            kernel, warps = same[1].name.strip("_"), same[1].arguments.get("num_warps", 4)
+            found.append(f"| {call} | `{kernel}` | {warps} | {' | '.join(cells)} |")
     return found
 
 
