@@ -97,6 +97,7 @@ class KVCache(Cache):
         self.layout = layout_of(self.config)
         self._shared = SharedReads(self.layout)
         self._places = self.layout.places
+        self._chunks = {index: ChunkLayer(index, chunk) for index, chunk in self.layout.chunks.items()}
         layers: list[Any] = [self._new_layer(index) for index in range(self.layout.layers)]
         self.attention_layers: list[KVLayer] = [layers[index] for index in self.layout.attention]
         super().__init__(layers=layers)
@@ -112,8 +113,8 @@ class KVCache(Cache):
     def _new_layer(self, index: int) -> KVLayer | RecurrentLayer | EmptyLayer:
         """A layer of the model, by its index there."""
         place, states = self._places.get(index), self.layout.states.get(index)
-        if index in self.layout.chunks:
-            return ChunkLayer(index, self.layout.chunks[index])
+        if index in self._chunks:
+            return self._chunks[index]
         if states is None:
             return EmptyLayer() if place is None else KVLayer(self.groups, place)
         if place is None:
@@ -177,17 +178,7 @@ class KVCache(Cache):
         self._check_caller(layer, reader)
         new = Projected(queries, keys, values)
         self._begin(layer, new, mask)
-        out, read = _nothing(new), []
-        for group, rows in self._rows():
-            if group.error is None and not (read and self.one_prompt):
-                try:
-                    steps = self._steps(group, queries)
-                    out[rows] = self.layers[layer].attend(group, steps, new.rows(rows), params)
-                    read.append(group)
-                except Exception as error:
-                    group.fail(error)
-        if self.one_prompt and read:
-            self.layers[layer].copy(read[0], (group for group in self.groups if group not in read))
+        out = self._chunks[layer].attend(self._rows(), partial(self._steps, like=queries), new, params, self.one_prompt)
         self._end(layer)
         return out
 

@@ -1,6 +1,6 @@
 """Which models kvbench can hold the cache of: what their configuration says of it, and what they ask of a cache."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
@@ -94,10 +94,11 @@ def check_heads(heads: set[int], name: str) -> None:
         )
 
 
-def kv_shapes(config: PreTrainedConfig) -> list[tuple[int, int]]:
-    """KV heads and head dim of every attention layer, as the text configuration says."""
+def kv_shapes(config: PreTrainedConfig, layers: Sequence[int] | None = None) -> list[tuple[int, int]]:
+    """KV heads and head dim of some layers (None: of those a policy knows), as the text configuration says."""
     own = getattr(config, "per_layer_attributes", None)
-    return [_kv_shape(config.per_layer_config[i] if own else config) for i in layout_of(config).attention]
+    layers = layout_of(config).attention if layers is None else layers
+    return [_kv_shape(config.per_layer_config[i] if own else config) for i in layers]
 
 
 def _kv_shape(config: Any) -> tuple[int, int]:  # noqa: ANN401 - a configuration, or what one says of one layer

@@ -104,8 +104,9 @@ class Checkpoint:
         """(KV heads, head dimension, window) of every layer; asked for every row and every example."""
         windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=self.config).layers]
         text = self.config.get_text_config(decoder=True)
-        shapes = kv_shapes(text)
-        windows = [windows[index] for index in layout_of(text).attention if index < len(windows)]
+        layers = layout_of(text).attending
+        shapes = kv_shapes(text, layers)
+        windows = [windows[index] for index in layers if index < len(windows)]
         # Where a configuration names no layers, transformers makes them as they are met, and none of them slides.
         windows = windows if len(windows) == len(shapes) else [None] * len(shapes)
         return [(heads, dim, window) for (heads, dim), window in zip(shapes, windows, strict=True)]
