@@ -49,6 +49,8 @@ class KVCache(Cache):
 
     prompt_length: tokens of the prompt, one number or one per sequence. Without it the first call is the whole prompt:
     where it comes in several (`generate(..., prefill_chunk_size=...)`), nothing else tells the cache.
+    question: at which position of its prompt the question begins, one number or one per sequence, for policies that ask
+    (FINCH); for a later prompt `next_prompt` takes it, counted from that prompt's first token.
     Tokens after the prompt come one by one: several at once are refused until `next_prompt` opened another prompt
     (except by `full` outside of `generate`, to which it makes no difference).
     Raises ValueError for a model that does not follow transformers' attention interface.
@@ -84,11 +86,15 @@ class KVCache(Cache):
     """Whether tokens after the prompt are given and may come several at once, each a decoded one all the same."""
 
     def __init__(
-        self, config: PreTrainedConfig, policy: Policy, prompt_length: int | Sequence[int] | None = None
+        self,
+        config: PreTrainedConfig,
+        policy: Policy,
+        prompt_length: int | Sequence[int] | None = None,
+        question: int | Sequence[int] | None = None,
     ) -> None:
         self.config = config.get_text_config(decoder=True)
         check_interface(self.config)
-        self._prompt_length = prompt_length
+        self._prompt_length, self._question = prompt_length, question
         self.groups = [self._new_group(policy)]
         self.one_prompt = False  # all groups read one and the same sequence
         self._batch: DeviceBatch | None = None  # see `on_device`
@@ -108,18 +114,18 @@ class KVCache(Cache):
         check_policy(policy)
         # Where every token stays as it came, nothing depends on where a prompt ends.
         several = self._teacher_forced or (policy.store.exact and not policy.evicts)
-        return PolicyGroup(self.config, policy, self._prompt_length, several)
+        return PolicyGroup(self.config, policy, self._prompt_length, several, self._question)
 
     def _new_layer(self, index: int) -> KVLayer | RecurrentLayer | EmptyLayer:
         """A layer of the model, by its index there."""
-        place, states = self._places.get(index), self.layout.states.get(index)
+        place = self._places.get(index)
         if index in self._chunks:
             return self._chunks[index]
-        if states is None:
+        if index not in self.layout.states:
             return EmptyLayer() if place is None else KVLayer(self.groups, place)
         if place is None:
-            return RecurrentLayer(self.groups, index, states)
-        return RecurrentKVLayer(self.groups, place, index, states)
+            return RecurrentLayer(self.groups, index, self.layout)
+        return RecurrentKVLayer(self.groups, place, index, self.layout)
 
     # --- one call of the model, layer by layer ---------------------------------------------------------------------
     @uncompiled  # transformers hands on to attention what this returns, keys and values or not
@@ -334,9 +340,9 @@ class KVCache(Cache):
     # --- prompts ---------------------------------------------------------------------------------------------------
     def reset(self) -> None:
         """Forget everything: the cache is as it was made."""
-        self.__init__(self.config, self.policy, self._prompt_length)  # type: ignore[misc]
+        self.__init__(self.config, self.policy, self._prompt_length, self._question)  # type: ignore[misc]
 
-    def next_prompt(self, length: int | Sequence[int]) -> None:
+    def next_prompt(self, length: int | Sequence[int], question: int | Sequence[int] | None = None) -> None:
         """Let the next `length` tokens, one number or one per sequence, be another prompt (a turn of a conversation).
 
         `model.generate` feeds what the cache has not seen, the last answer's last token included: for the ids of the
@@ -351,7 +357,7 @@ class KVCache(Cache):
         self._evictions.end_call()
         for group in self.groups:
             promised = group.budgets.promised() if group.policy.evicts else {}
-            group.progress.open(length)
+            group.progress.open(length, question)
             group.budgets.reopen(promised)
             for layer in group.layers:
                 layer.reopen()

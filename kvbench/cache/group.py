@@ -31,11 +31,11 @@ def same(*parts: object) -> object:
 class PolicyGroup:
     """How far these sequences came, their budgets, and what every layer holds of them.
 
-    several_tokens: tokens after the prompt may come several at once. shared: what scorers of several layers tell each
-    other within a call. states: of recurrent layers, [B,...] by name. isolated: an error ends this group alone; error: then, what it was. peak_nbytes: the most bytes
-    held at any time; peaks: those of each sequence before it joined this group. on_change: called with a layer's index
-    whenever what it holds changed; on_evict: with a layer, its scores and what stays, bool [B,H_kv,T], before several
-    tokens are evicted.
+    several_tokens: tokens after the prompt may come several at once. shared: what scorers of several layers tell
+    each other within a call. states: of recurrent layers, [B,...] by name. isolated: an error ends this group
+    alone; error: then, what it was. peak_nbytes: the most bytes held at any time; peaks: those of each sequence
+    before it joined this group. on_change: called with a layer's index whenever what it holds changed; on_evict:
+    with a layer, its scores and what stays, bool [B,H_kv,T], before several tokens are evicted.
     """
 
     def __init__(
@@ -44,10 +44,11 @@ class PolicyGroup:
         policy: Policy,
         prompt_length: int | Sequence[int] | None,
         several_tokens: bool = False,
+        question: int | Sequence[int] | None = None,
     ) -> None:
         layers = attention_layers(config)
         self.policy = policy
-        self.progress = Progress(policy, prompt_length, several_tokens, uniform_length(config))
+        self.progress = Progress(policy, prompt_length, several_tokens, uniform_length(config), question)
         self.budgets = Budgets(policy, layers, self.progress)
         self.layers = [LayerState(policy, index) for index in range(layers)]
         self.shared: dict[str, Tensor] = {}
@@ -152,7 +153,7 @@ class PolicyGroup:
 
     def context(self, known: Known | None = None) -> Context:
         """What a layer needs to know for a step."""
-        return Context(self.budgets, self.progress.prompt, self.shared, known)
+        return Context(self.budgets, self.progress.prompt, self.progress.question, self.shared, known)
 
     def note_bytes(self, index: int) -> None:
         """Keep the running total and its peak true after layer `index` changed what it holds."""

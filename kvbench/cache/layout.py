@@ -10,12 +10,14 @@ from functools import cached_property
 
 from transformers import PreTrainedConfig
 
+from kvbench.cache.rotary import beyond, uniform_length
+
 RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 """Types of layers with a convolutional or recurrent state; the hybrid ones keep keys and values too."""
 NOTHING = ("moe", "mlp")
 """Types of layers that keep nothing."""
 BEGIN_ANEW = ("jamba", "zamba")
-"""Models whose recurrences (the first Mamba's) transformers begins with an empty state at every call of several tokens."""
+"""Models whose recurrences (the first Mamba's) transformers begins anew at every call of several tokens."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,8 @@ class Layout:
 
     layers: how many there are. attention: those with keys and values of their own, in order. states: how many a layer
     with recurrent or convolutional states has. continues: whether such a layer goes on from its state where a call
-    brings several tokens; else it begins anew. owners: for a layer that reads another's keys and values, that layer. chunks: the tokens of a chunk, for
-    layers where a token sees its own chunk only.
+    brings several tokens; else it begins anew. owners: for a layer that reads another's keys and values, that layer.
+    chunks: the tokens of a chunk, for layers where a token sees its own chunk only.
     """
 
     layers: int
@@ -69,6 +71,17 @@ def _owners(config: PreTrainedConfig, kinds: Sequence[str]) -> dict[int, int]:
     first = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
     last = {kind: index for index, kind in enumerate(kinds[:first])}
     return {index: last[kinds[index]] for index in range(first, len(kinds))}
+
+
+def continues(config: PreTrainedConfig) -> bool:
+    """Whether a call of several tokens goes on where the last one ended; see `Layout`."""
+    return layout_of(config.get_text_config(decoder=True)).continues
+
+
+def in_one_call(config: PreTrainedConfig, tokens: int) -> bool:
+    """Whether a prompt that ends after so many tokens has to come in one call: several would read it otherwise."""
+    text = config.get_text_config(decoder=True)
+    return not continues(text) or beyond(uniform_length(text), tokens)
 
 
 def attention_layers(config: PreTrainedConfig) -> int:

@@ -10,16 +10,16 @@ from kv_models import MIXTURES, prompt, tiny_mixture
 from transformers import (
     DeepseekV3Config,
     DiffLlamaConfig,
-    FalconH1Config,
     Gemma3nTextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
-    GraniteMoeHybridConfig,
-    Lfm2Config,
     Llama4TextConfig,
+    MambaConfig,
+    MiniMaxConfig,
     PhimoeConfig,
     PreTrainedConfig,
     RecurrentGemmaConfig,
+    RwkvConfig,
     StableLmConfig,
 )
 
@@ -41,18 +41,10 @@ def small(kind: type[PreTrainedConfig], **fields: object) -> Any:
 @pytest.mark.parametrize(
     ("kind", "fields", "sentence"),
     [
-        (RecurrentGemmaConfig, {}, "^RecurrentGemmaForCausalLM has recurrent "),
-        (
-            FalconH1Config,
-            {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
-            r"recurrent .* layers \(hybrid\)",
-        ),
-        (
-            GraniteMoeHybridConfig,
-            {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 4},
-            r"has recurrent or convolutional layers \((mamba|linear_attention)\), whose state is not made of tokens",
-        ),
-        (Lfm2Config, {"layer_types": ["conv", "full_attention"] * 2}, r"recurrent or convolutional layers \(conv\)"),
+        (RecurrentGemmaConfig, {}, "^RecurrentGemmaForCausalLM has recurrent layers, and keeps their states elsewhere"),
+        (MiniMaxConfig, {}, "^MiniMaxForCausalLM has recurrent layers, and keeps their states elsewhere"),
+        (RwkvConfig, {}, "^RwkvForCausalLM has recurrent layers, and keeps their states elsewhere"),
+        (MambaConfig, {}, "^MambaForCausalLM has recurrent layers alone"),
         (DeepseekV3Config, {"n_routed_experts": 8}, "what its cache holds before attention sees it.*latent attention"),
         (DiffLlamaConfig, {}, "what its cache holds before attention sees it .it asks for its 'chunk'"),
         (
