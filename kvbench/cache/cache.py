@@ -25,7 +25,7 @@ from kvbench.cache.device_batch import DeviceBatch, can_join
 from kvbench.cache.evict import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.hook import LayerCall, SharedCall
-from kvbench.cache.interface import check_interface
+from kvbench.cache.interface import check_interface, check_places
 from kvbench.cache.layer import EmptyLayer, KVLayer
 from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
@@ -219,6 +219,7 @@ class KVCache(Cache):
                     group.begin_call(new.queries[rows], mask, self._is_user_defined)
                 except Exception as error:
                     group.fail(error)
+        check_places(self.config, [seen for group in self.groups for seen in group.progress.seen])
 
     def _rows(self) -> Iterator[tuple[PolicyGroup, slice]]:
         """Every group, and which rows of a call are its sequences."""

@@ -86,6 +86,20 @@ def _check_own_cache(config: PreTrainedConfig, name: str) -> None:
     check_heads({heads for heads, _ in kv_shapes(config)}, name)
 
 
+def check_places(config: PreTrainedConfig, seen: Sequence[int]) -> None:
+    """InterfaceError where a model sharpens all queries of a call by one place (Llama 4), and sequences differ there.
+
+    seen: tokens of every sequence. Up to `floor_scale` tokens nothing is sharpened.
+    """
+    floor = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
+    if floor is not None and len(set(seen)) > 1 and max(seen) >= floor:
+        raise InterfaceError(
+            f"{name_of(config)} sharpens queries beyond {floor} tokens by one place for a whole batch "
+            f"(attn_temperature_tuning), whose sequences have {min(seen)} to {max(seen)}: run them one by one "
+            "(engine.rows=1)"
+        )
+
+
 def check_heads(heads: set[int], name: str) -> None:
     """InterfaceError if the layers of a model have different numbers of KV heads."""
     if len(heads) > 1:

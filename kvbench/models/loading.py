@@ -91,7 +91,9 @@ class Checkpoint:
 
     def full_position_bytes(self, tokens: int) -> int:
         """Bytes of the positions of these tokens: 4 for each token of each KV head, as every policy stores them."""
-        return 4 * sum(heads * held for heads, _, held in self._full(tokens))
+        layout = layout_of(self.config.get_text_config(decoder=True))
+        layers = zip(layout.attending, self._full(tokens), strict=True)  # chunked ones store no positions
+        return 4 * sum(heads * held for index, (heads, _, held) in layers if index not in layout.chunks)
 
     @cached_property
     def state_bytes(self) -> int:

@@ -29,7 +29,7 @@ NEW = 6
 def model_of(temperature: bool = False) -> PreTrainedModel:
     """Layers 0 and 2 see chunks of 16 tokens. temperature: layer 1 sharpens queries by their place in the call."""
     model: Any = tiny("llama4")
-    model.model.layers[1].self_attn.attn_temperature_tuning = temperature
+    model.model.layers[1].self_attn.attn_temperature_tuning = model.config.attn_temperature_tuning = temperature
     return prepare(model)
 
 
@@ -83,6 +83,13 @@ def test_padded_sequences_are_what_they_are_alone(fields: dict[str, Any]) -> Non
     both = greedy(model_of(), ids, policy, attention_mask=mask, max_new_tokens=20)
     alone = [greedy(model_of(), torch.tensor([one]), policy, max_new_tokens=20) for one in prompts]
     assert both.tokens == [one.tokens[0] for one in alone]
+
+
+def test_sequences_of_several_lengths_are_refused_where_queries_are_sharpened_by_one_place() -> None:
+    """Beyond 16 tokens here."""
+    ids, mask = left_padded([prompt(45, 1), prompt(30, 2)])
+    with pytest.raises(ValueError, match=r"beyond 16 tokens by one place .*, whose sequences have 30 to 45: run them"):
+        greedy(prepare(tiny("llama4")), ids, make_policy("full"), attention_mask=mask, max_new_tokens=2)
 
 
 def test_a_layer_holds_a_chunk_and_a_text_is_scored_through_it() -> None:
