@@ -25,7 +25,7 @@ from kvbench.cache.device_batch import DeviceBatch, can_join
 from kvbench.cache.evict import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.hook import LayerCall, SharedCall
-from kvbench.cache.interface import check_interface
+from kvbench.cache.interface import check_interface, check_places
 from kvbench.cache.layer import EmptyLayer, KVLayer
 from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
@@ -103,6 +103,7 @@ class KVCache(Cache):
         self.layout = layout_of(self.config)
         self._shared = SharedReads(self.layout)
         self._places = self.layout.places
+        self._chunks = {index: ChunkLayer(index, chunk) for index, chunk in self.layout.chunks.items()}
         layers: list[Any] = [self._new_layer(index) for index in range(self.layout.layers)]
         self.attention_layers: list[KVLayer] = [layers[index] for index in self.layout.attention]
         super().__init__(layers=layers)
@@ -118,8 +119,8 @@ class KVCache(Cache):
     def _new_layer(self, index: int) -> KVLayer | RecurrentLayer | EmptyLayer:
         """A layer of the model, by its index there."""
         place = self._places.get(index)
-        if index in self.layout.chunks:
-            return ChunkLayer(index, self.layout.chunks[index])
+        if index in self._chunks:
+            return self._chunks[index]
         if index not in self.layout.states:
             return EmptyLayer() if place is None else KVLayer(self.groups, place)
         if place is None:
@@ -183,17 +184,7 @@ class KVCache(Cache):
         self._check_caller(layer, reader)
         new = Projected(queries, keys, values)
         self._begin(layer, new, mask)
-        out, read = _nothing(new), []
-        for group, rows in self._rows():
-            if group.error is None and not (read and self.one_prompt):
-                try:
-                    steps = self._steps(group, queries)
-                    out[rows] = self.layers[layer].attend(group, steps, new.rows(rows), params)
-                    read.append(group)
-                except Exception as error:
-                    group.fail(error)
-        if self.one_prompt and read:
-            self.layers[layer].copy(read[0], (group for group in self.groups if group not in read))
+        out = self._chunks[layer].attend(self._rows(), partial(self._steps, like=queries), new, params, self.one_prompt)
         self._end(layer)
         return out
 
@@ -228,6 +219,7 @@ class KVCache(Cache):
                     group.begin_call(new.queries[rows], mask, self._is_user_defined)
                 except Exception as error:
                     group.fail(error)
+        check_places(self.config, [seen for group in self.groups for seen in group.progress.seen])
 
     def _rows(self) -> Iterator[tuple[PolicyGroup, slice]]:
         """Every group, and which rows of a call are its sequences."""

@@ -6,7 +6,7 @@ overwrites the last one. No policy makes it smaller; what it holds are states of
 Shapes: B batch, H_q query heads, H_kv KV heads, M new tokens, C slots (at most a chunk), D head dim.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -30,19 +30,40 @@ class ChunkLayer(EmptyLayer):
         self._names = f"{index}.keys", f"{index}.values"
         self._chunk = chunk
 
-    def attend(self, group: PolicyGroup, steps: Iterable[BatchStep], new: Projected, params: AttentionParams) -> Tensor:
-        """Take the tokens of a call in, step by step: attention output [B,H_q,M,D]."""
+    def attend(
+        self,
+        groups: Iterable[tuple[PolicyGroup, slice]],
+        steps: Callable[[PolicyGroup], Sequence[BatchStep]],
+        new: Projected,
+        params: AttentionParams,
+        one_prompt: bool,
+    ) -> Tensor:
+        """Take the tokens of a call in: attention output [B,H_q,M,D].
+
+        groups: with their rows; steps: of a group in this call. one_prompt: all groups read the same sequence.
+        """
         out = new.values.new_zeros(*new.queries.shape[:3], new.values.shape[-1])
+        read: PolicyGroup | None = None
+        for group, rows in groups:
+            if group.error is not None:
+                continue
+            try:
+                if read is not None and one_prompt:
+                    for name in self._names:
+                        group.hold_state(name, read.states[name].clone())
+                else:
+                    self._take(group, steps(group), new.rows(rows), params, out[rows])
+                    read = group
+            except Exception as error:
+                group.fail(error)
+        return out
+
+    def _take(
+        self, group: PolicyGroup, steps: Sequence[BatchStep], new: Projected, params: AttentionParams, out: Tensor
+    ) -> None:
         for step in steps:
             for now in in_chunks(step, self._chunk):
                 out[:, :, now.columns] += self._attend(group, new.columns(now.columns), now, params)
-        return out
-
-    def copy(self, group: PolicyGroup, others: Iterable[PolicyGroup]) -> None:
-        """Let other groups hold what one holds: they read the same prompt."""
-        for other in others:
-            for name in self._names:
-                other.hold_state(name, group.states[name].clone())
 
     def _attend(self, group: PolicyGroup, new: Projected, now: BatchStep, params: AttentionParams) -> Tensor:
         """Tokens of one chunk of each sequence."""
@@ -54,7 +75,7 @@ class ChunkLayer(EmptyLayer):
         places = _places(now, filled, self._chunk)
         contents["positions"] = places[:, None].expand(contents["keys"].shape[:3])
         store = DenseStore.of(contents, (), ascending=True, packed=len(set(filled)) == 1)
-        fresh = now.aligned and max(filled) == new.keys.shape[2]
+        fresh = _even(now) and max(filled) == new.keys.shape[2]
         return attend(LayerStep(new.queries, now, params, store, fresh), Needs())
 
     def _held(self, group: PolicyGroup, name: str, like: Tensor, slots: int) -> Tensor:
@@ -69,7 +90,7 @@ class ChunkLayer(EmptyLayer):
 
     def _write(self, held: Tensor, new: Tensor, now: BatchStep, filled: int) -> None:
         """Each new token [B,H_kv,M,D] goes to its slot."""
-        if now.aligned:
+        if _even(now):
             held[:, :, filled - new.shape[2] : filled] = new
             return
         rows, columns = (now.positions >= 0).nonzero().unbind(1)
@@ -88,9 +109,11 @@ def in_chunks(step: BatchStep, chunk: int) -> list[BatchStep]:
 
 def _part(step: BatchStep, firsts: list[int], begins: list[int], chunk: int) -> BatchStep:
     """The tokens of a step from `begins` on, a chunk of each sequence at most; firsts: where the step begins."""
-    ends = tuple(max(first, min(end, begin + chunk)) for first, begin, end in zip(firsts, begins, step.ends, strict=True))
+    ends = tuple(
+        max(first, min(end, begin + chunk)) for first, begin, end in zip(firsts, begins, step.ends, strict=True)
+    )
     counts = tuple(max(0, end - max(a, b)) for end, a, b in zip(ends, firsts, begins, strict=True))
-    if step.aligned:
+    if _even(step):
         first = ends[0] - counts[0] - firsts[0]
         here = slice(first, first + counts[0])
         columns = slice(step.columns.start + here.start, step.columns.start + here.stop)
@@ -102,10 +125,15 @@ def _part(step: BatchStep, firsts: list[int], begins: list[int], chunk: int) -> 
     return replace(now, ends=ends, counts=counts)
 
 
+def _even(step: BatchStep) -> bool:
+    """Whether all sequences are at the same positions; aligned ones may each be at its own, one token at a time."""
+    return step.aligned and len(set(step.ends)) == 1
+
+
 def _places(now: BatchStep, filled: list[int], chunk: int) -> Tensor:
     """The position of the token in each slot, int32 [B,C]; -1 where there is none of the chunk that is read."""
     slots = torch.arange(max(filled), dtype=torch.int32, device=now.positions.device)
-    if now.aligned:
+    if _even(now):
         return (slots + (now.ends[0] - filled[0])).expand(len(filled), -1)
     begin = slots.new_tensor([end - count for end, count in zip(now.ends, filled, strict=True)])[:, None]
     return torch.where(slots < slots.new_tensor(filled)[:, None], slots + begin, -1)

@@ -1,6 +1,6 @@
 """Which models kvbench can hold the cache of: what their configuration says of it, and what they ask of a cache."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
@@ -86,6 +86,20 @@ def _check_own_cache(config: PreTrainedConfig, name: str) -> None:
     check_heads({heads for heads, _ in kv_shapes(config)}, name)
 
 
+def check_places(config: PreTrainedConfig, seen: Sequence[int]) -> None:
+    """InterfaceError where a model sharpens all queries of a call by one place (Llama 4), and sequences differ there.
+
+    seen: tokens of every sequence. Up to `floor_scale` tokens nothing is sharpened.
+    """
+    floor = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
+    if floor is not None and len(set(seen)) > 1 and max(seen) >= floor:
+        raise InterfaceError(
+            f"{name_of(config)} sharpens queries beyond {floor} tokens by one place for a whole batch "
+            f"(attn_temperature_tuning), whose sequences have {min(seen)} to {max(seen)}: run them one by one "
+            "(engine.rows=1)"
+        )
+
+
 def check_heads(heads: set[int], name: str) -> None:
     """InterfaceError if the layers of a model have different numbers of KV heads."""
     if len(heads) > 1:
@@ -94,10 +108,11 @@ def check_heads(heads: set[int], name: str) -> None:
         )
 
 
-def kv_shapes(config: PreTrainedConfig) -> list[tuple[int, int]]:
-    """KV heads and head dim of every attention layer, as the text configuration says."""
+def kv_shapes(config: PreTrainedConfig, layers: Sequence[int] | None = None) -> list[tuple[int, int]]:
+    """KV heads and head dim of some layers (None: of those a policy knows), as the text configuration says."""
     own = getattr(config, "per_layer_attributes", None)
-    return [_kv_shape(config.per_layer_config[i] if own else config) for i in layout_of(config).attention]
+    layers = layout_of(config).attention if layers is None else layers
+    return [_kv_shape(config.per_layer_config[i] if own else config) for i in layers]
 
 
 def _kv_shape(config: Any) -> tuple[int, int]:  # noqa: ANN401 - a configuration, or what one says of one layer

@@ -24,6 +24,7 @@ from kvbench.identity.code_digest import code_digest
 from kvbench.identity.labels import Naming, flat
 from kvbench.inference.context import check_context
 from kvbench.inference.cuda_graph import can_record, check_graph
+from kvbench.inference.cuda_graph import check_layers as check_recorded
 from kvbench.inference.sampling import Sampling, check_samples
 from kvbench.models.cache_shapes import check_shape
 from kvbench.models.given import checkpoint_of
@@ -194,6 +195,9 @@ def build_cell(
     checkpoint = locate(spec, str(config["dtype"] or "null")) if given is None else checkpoint_of(given, spec)
     with refusing_in("policy", config["policy"]):
         check_shapes(policy, checkpoint.config)
+    if config["engine"]["cuda_graph"] is True:
+        with refusing():
+            check_recorded(checkpoint.config)
     _flag("allow_mixed", config["allow_mixed"])
     return Cell(
         policy=policy,

@@ -8,10 +8,11 @@ Shapes: B batch, V vocabulary.
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.device_batch import DeviceBatch, steps_alike
+from kvbench.cache.layout import layout_of
 from kvbench.inference.calls import next_logits
 from kvbench.policies.policy import Policy
 
@@ -21,6 +22,17 @@ SETTLING = 2  # steps after which all kernels are compiled and all memory of a s
 def can_record(policy: Policy) -> bool:
     """Whether a decoding step of this policy needs nothing but the token and leaves nothing but the device changed."""
     return policy.store.replayable and not policy.rates and steps_alike(policy)
+
+
+def check_layers(config: PreTrainedConfig) -> None:
+    """ValueError unless decoding steps of a model of this configuration can be recorded."""
+    layout = layout_of(config.get_text_config(decoder=True))
+    if layout.owners or layout.chunks:
+        raise ValueError(
+            "engine.cuda_graph=true needs layers that read all they store, and nothing else: this model has layers "
+            f"that {'read the keys and values of others' if layout.owners else 'see chunks of the text'}, use "
+            "engine.cuda_graph=false"
+        )
 
 
 def check_graph(policy: Policy, device: torch.device) -> None:

@@ -45,13 +45,21 @@ def prompt_ratings(
     return out
 
 
+def base_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its head, also where transformers knows it by another name than `base_model`."""
+    base: PreTrainedModel = model.base_model  # type: ignore[assignment]
+    if base is not model:
+        return base
+    return next(part for part in model.children() if isinstance(part, PreTrainedModel))
+
+
 def head_logits(model: PreTrainedModel, output: BaseModelOutputWithPast) -> Tensor:
     """The logits the model makes of last hidden states, soft-capping and scales of its own included: [B,n,V].
 
     output: of the type that the model's base gives, with last hidden states [B,n,D]. The model's whole forward runs,
     with a base that returns it: so no model's head, and nothing else it reads, has to be known here.
     """
-    base = model.base_model
+    base = base_of(model)
     own = base.__dict__.get("forward")
     base.forward = lambda *args, **kwargs: output
     try:

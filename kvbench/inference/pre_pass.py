@@ -24,7 +24,7 @@ from kvbench.cache.layout import attention_layers
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.step import LayerStep, Projected
 from kvbench.cache.steps import BatchStep
-from kvbench.inference.logits import prompt_ratings
+from kvbench.inference.logits import base_of, prompt_ratings
 from kvbench.policies.layer_budgets import total_slots
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
@@ -109,8 +109,8 @@ def pre_pass(
 
     for group in groups:
         group.waits_for_pre_pass = True
-    hook = model.base_model.register_forward_hook(find)
-    before = model.base_model.register_forward_pre_hook(_whole, with_kwargs=True)
+    hook = base_of(model).register_forward_hook(find)
+    before = base_of(model).register_forward_pre_hook(_whole, with_kwargs=True)
     try:
         yield
     finally:
@@ -119,7 +119,7 @@ def pre_pass(
     if not done:
         raise ValueError(
             f"{groups[0].policy.name} has the model look at a prompt again before it evicts, which kvbench cannot have "
-            f"{type(model).__name__} do: it calls a part of its {type(model.base_model).__name__} and not the whole"
+            f"{type(model).__name__} do: it calls a part of its {type(base_of(model)).__name__} and not the whole"
         )
 
 
@@ -200,7 +200,7 @@ def _pass_over(model: PreTrainedModel, group: PolicyGroup, asked: ExtraPasses, r
     over.group.states = {name: state[row : row + 1].clone() for name, state in group.states.items()}
     over.asked, over.held, over.row, over.one, over.now, over.hidden = asked, group, row, one, now, None
     with over.noting_hidden(model) if asked.reads_layer else nullcontext():
-        model.base_model(input_ids=ids, position_ids=now.positions, past_key_values=over, use_cache=True)
+        base_of(model)(input_ids=ids, position_ids=now.positions, past_key_values=over, use_cache=True)
     group.progress.passed[row] += len(one.tokens)
 
 
@@ -241,7 +241,7 @@ class _PassCache(KVCache):
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.noted[module] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
-        layers = [module for module in model.base_model.modules() if hasattr(module, "layer_idx")]
+        layers = [module for module in base_of(model).modules() if hasattr(module, "layer_idx")]
         hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in layers]
         try:
             yield
@@ -259,10 +259,11 @@ class _PassCache(KVCache):
             params = params._replace(model=model_layer(reader, queries))
         return self.attend(index, Projected(queries, keys, values), mask, params)
 
-    def _begin(self, *args: object) -> None:
-        """Nothing of its own begins."""
+    def _begin(self, layer: int, new: Projected, mask: Tensor | None) -> None:
+        """No call of its own begins."""
 
-    _end = _begin
+    def _end(self, layer: int) -> None:
+        """None ends."""
 
     def _steps(self, group: PolicyGroup, like: Tensor) -> list[BatchStep]:
         return [self.now.to(like.device)]

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from importlib import resources
 from os.path import expanduser
 from pathlib import Path
@@ -13,18 +13,30 @@ import torch
 from kvbench.config.tree import find, names, read
 from kvbench.errors import ConfigError, whole_number
 
+CHUNKED = {"chunked_layers", "chunk"}  # what shapes with chunked layers have beside
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """L layers of H_kv KV heads and H_q query heads with head dimension D; dtype of keys and values."""
+    """L layers of H_kv KV heads and H_q query heads with head dimension D; dtype of keys and values.
+
+    Layers that read what another one stores are not counted. chunked_layers: beside the L, those that hold the newest
+    `chunk` tokens at most, which no policy makes fewer.
+    """
 
     layers: int
     query_heads: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    chunked_layers: int = 0
+    chunk: int = 0
+
+    def chunked_bytes(self, length: int) -> int:
+        """What the chunked layers hold of a sequence."""
+        numbers = 2 * self.kv_heads * self.head_dim * min(length, self.chunk)
+        return self.chunked_layers * numbers * self.dtype.itemsize
 
 
 def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
@@ -61,9 +73,9 @@ def _of_yaml(model: str, said: Mapping[str, Any]) -> CacheShape:
 
 
 def check_shape(shape: object) -> None:
-    """ValueError unless the field `shape` of a model has the four whole numbers that the size of a cache depends on."""
-    names = [f.name for f in fields(CacheShape) if f.name != "dtype"]
-    if not isinstance(shape, Mapping) or set(shape) != set(names):
+    """ValueError unless the field `shape` of a model has the whole numbers that the size of a cache depends on."""
+    names = [f.name for f in fields(CacheShape) if f.default is MISSING and f.name != "dtype"]
+    if not isinstance(shape, Mapping) or set(shape) - CHUNKED != set(names) or len(set(shape) & CHUNKED) == 1:
         raise ConfigError("shape", shape, why=f"is not allowed, it must have {', '.join(names)}")
     for name, value in shape.items():
         whole_number(f"shape.{name}", value, 1)
@@ -74,11 +86,24 @@ def from_config(config: dict[str, Any]) -> CacheShape:
     config = config.get("text_config", config)
     heads = config["num_attention_heads"]
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    chunked = _chunked_layers(config)
     shape = {
-        "layers": config["num_hidden_layers"],
+        "layers": config["num_hidden_layers"] - (config.get("num_kv_shared_layers") or 0) - chunked,
         "query_heads": heads,
         "kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or config["hidden_size"] // max(heads, 1),  # 0 is refused below
     }
+    if chunked:
+        shape |= {"chunked_layers": chunked, "chunk": config["attention_chunk_size"]}
     check_shape(shape)
     return CacheShape(**shape, dtype=DTYPES[dtype])
+
+
+def _chunked_layers(config: dict[str, Any]) -> int:
+    """Layers whose tokens see their own chunk; Llama 4's files name those with rotations, which are the same."""
+    if not config.get("attention_chunk_size"):
+        return 0
+    if config.get("layer_types"):
+        return list(config["layer_types"]).count("chunked_attention")
+    layers: int = config["num_hidden_layers"]
+    return sum(config.get("no_rope_layers") or [1] * (layers - layers // (config.get("no_rope_layer_interval") or 4)))

@@ -91,7 +91,9 @@ class Checkpoint:
 
     def full_position_bytes(self, tokens: int) -> int:
         """Bytes of the positions of these tokens: 4 for each token of each KV head, as every policy stores them."""
-        return 4 * sum(heads * held for heads, _, held in self._full(tokens))
+        layout = layout_of(self.config.get_text_config(decoder=True))
+        layers = zip(layout.attending, self._full(tokens), strict=True)  # chunked ones store no positions
+        return 4 * sum(heads * held for index, (heads, _, held) in layers if index not in layout.chunks)
 
     @cached_property
     def state_bytes(self) -> int:
@@ -109,8 +111,9 @@ class Checkpoint:
         """(KV heads, head dimension, window) of every layer; asked for every row and every example."""
         windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=self.config).layers]
         text = self.config.get_text_config(decoder=True)
-        shapes = kv_shapes(text)
-        windows = [windows[index] for index in layout_of(text).attention if index < len(windows)]
+        layers = layout_of(text).attending
+        shapes = kv_shapes(text, layers)
+        windows = [windows[index] for index in layers if index < len(windows)]
         # Where a configuration names no layers, transformers makes them as they are met, and none of them slides.
         windows = windows if len(windows) == len(shapes) else [None] * len(shapes)
         return [(heads, dim, window) for (heads, dim), window in zip(shapes, windows, strict=True)]

@@ -52,7 +52,8 @@ class Prediction:
     def numbers(self) -> int:
         """Keys and values the prompt has."""
         shape = self.shape
-        return 2 * shape.layers * shape.kv_heads * shape.head_dim * self.length * self.batch
+        layers = shape.layers + shape.chunked_layers
+        return 2 * layers * shape.kv_heads * shape.head_dim * self.length * self.batch
 
     @property
     def bits(self) -> float:
@@ -79,6 +80,8 @@ def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> P
         if key not in sizes:
             sizes[key] = _layer_parts(policy, shape, layer, length, batch, budget)
         total.update(sizes[key])
+    if shape.chunked_layers:
+        total["chunks"] = shape.chunked_bytes(length) * batch
     return Prediction(shape, length, batch, dict(total))
 
 
@@ -135,7 +138,7 @@ def _recent(policy: Policy, shape: CacheShape, length: int, batch: int) -> int:
 
 def limit_bits(policy: Policy, shape: CacheShape) -> float:
     """Bits per number that each further token takes in a long cache."""
-    one_layer = replace(shape, layers=1)
+    one_layer = replace(shape, layers=1, chunked_layers=0)
     deep = replace(policy, store=policy.store.for_layer(shape.layers))  # a layer that no list of layers names
     short, long = (predict(deep, one_layer, length) for length in (LONG, 2 * LONG))
     return 8 * (long.nbytes - short.nbytes) / (long.numbers - short.numbers)

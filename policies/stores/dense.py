@@ -54,7 +54,7 @@ class DenseStore(LayerStore):
     def of(
         cls, contents: dict[str, Tensor], statistics: tuple[str, ...], ascending: bool, packed: bool | None = None
     ) -> "DenseStore":
-        """A layer that holds `contents` [B,H,C,...]; some slots may be empty. packed: whether none is, if that is known."""
+        """A layer that holds `contents` [B,H,C,...]; some slots may be empty; packed: none, if that is known."""
         held = cls(contents["keys"], contents["values"], statistics, width=0)
         held._buffers = contents
         held._used = contents["positions"].shape[2]

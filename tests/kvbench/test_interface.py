@@ -45,11 +45,6 @@ def small(kind: type[PreTrainedConfig], **fields: object) -> Any:
         (MiniMaxConfig, {}, "^MiniMaxForCausalLM has recurrent layers, and keeps their states elsewhere"),
         (RwkvConfig, {}, "^RwkvForCausalLM has recurrent layers, and keeps their states elsewhere"),
         (MambaConfig, {}, "^MambaForCausalLM has recurrent layers alone"),
-        (
-            Llama4TextConfig,
-            {"num_local_experts": 2},
-            "layers of type chunked_attention; kvbench knows full_attention",
-        ),
         (DeepseekV3Config, {"n_routed_experts": 8}, "what its cache holds before attention sees it.*latent attention"),
         (DiffLlamaConfig, {}, "what its cache holds before attention sees it .it asks for its 'chunk'"),
         (
@@ -73,6 +68,7 @@ def test_what_kvbench_cannot_follow_is_refused_without_weights(
     [
         (StableLmConfig, {}),  # its class lacks the flag, its attention goes through the interface
         (Gemma4TextConfig, {"layer_types": MIXED}),
+        (Llama4TextConfig, {"num_local_experts": 2}),
         (Gemma3nTextConfig, {"layer_types": MIXED, "num_kv_shared_layers": 2, "intermediate_size": 32}),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,19 @@ def test_gear_and_zipcache_take_what_their_formulas_say() -> None:
     assert gear == pytest.approx(2 + 32 / 128 + 16 * 2 / 128 + 0.01 * (16 + index), abs=0.01)
     zipcache = limit_bits(make_policy("zipcache_k0.6_v0.6"), LLAMA)
     assert zipcache == pytest.approx(2 * 0.6 + 4 * 0.4 + 1 / 128 + 32 / 4096 / 2, abs=0.01)
+
+
+@pytest.mark.parametrize(("family", "layers"), [("gemma3n", 3), ("llama4", 1)])
+def test_shared_stores_are_predicted_once_and_chunks_beside_the_policy(family: str, layers: int) -> None:
+    model = tiny(family)
+    shape = replace(from_config(model.config.to_dict()), dtype=torch.float64)
+    assert shape.layers == layers
+    for length in (13, 45):  # of chunks of 16 tokens
+        for policy in (make_policy("full"), make_policy("h2o", 8)):
+            cache = KVCache(prepare(model).config, policy)
+            with torch.inference_mode():
+                model(torch.tensor([prompt(length)]), past_key_values=cache)
+            assert predict(policy, shape, length).nbytes == cache.nbytes
 
 
 def test_every_model_of_the_configuration_has_a_shape() -> None:
