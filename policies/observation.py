@@ -39,6 +39,17 @@ MOVED = "moved"
 """The statistic that says how many places a token's key was moved on, where a schedule rotates kept keys anew."""
 
 
+class Latents(NamedTuple):
+    """How stored latents become what attention reads.
+
+    expand: of latents [B,1,T,R] and rotated keys [B,1,T,D'], the keys [B,H_q,T,D] and values [B,H_q,T,V] of all heads.
+    value_dim: V.
+    """
+
+    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    value_dim: int
+
+
 class AttentionParams(NamedTuple):
     """What the model asks of its attention besides queries, keys and values."""
 
@@ -47,6 +58,7 @@ class AttentionParams(NamedTuple):
     sliding_window: int | None = None
     sinks: Tensor | None = None  # [1,H_q] logits that take probability and hold no token
     model: ModelLayer | None = None  # where a policy needs it
+    latents: Latents | None = None  # where the store holds latents
 
 
 @dataclass(eq=False)  # not frozen: of so many fields that takes four times as long, in every layer of a step
@@ -109,6 +121,15 @@ class Observation:
     def occupied(self) -> Tensor:
         """[B,H_kv,T] bool: slots that hold a token."""
         return self.positions >= 0
+
+    @property
+    def heads(self) -> "Observation":
+        """The layer by the heads of `keys`, which are the KV heads but where they share one latent."""
+        return self
+
+    def by_kv_head(self, scores: Tensor) -> Tensor:
+        """Scores [B,H,T] of these heads as scores of those that keep tokens, [B,H_kv,T]."""
+        return scores
 
     def window_attention(self, window: int) -> Tensor:
         """Rows of the newest `window` queries (or fewer, if fewer were seen): [B,H_kv,G,window,T] float32.

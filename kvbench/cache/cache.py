@@ -23,7 +23,7 @@ from kvbench.cache.caller import Caller, check_policy
 from kvbench.cache.device_batch import DeviceBatch, can_join
 from kvbench.cache.evict import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
-from kvbench.cache.hook import LayerCall
+from kvbench.cache.hook import LayerCall, expect
 from kvbench.cache.interface import (
     NoRecurrentStates,
     check_interface,
@@ -35,6 +35,7 @@ from kvbench.cache.saving import load, save
 from kvbench.cache.step import LayerStep, Projected
 from kvbench.cache.steps import BatchStep
 from kvbench.cache.uncompiled import uncompiled
+from kvbench.policies.latents import check_latents
 from kvbench.policies.observation import AttentionParams, Known
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_next_prompt
@@ -88,12 +89,12 @@ class KVCache(NoRecurrentStates, Cache):
         self.config = config.get_text_config(decoder=True)
         check_interface(self.config)
         self._prompt_length = prompt_length
+        self.layout = layout_of(self.config)
         self.groups = [self._new_group(policy)]
         self.one_prompt = False  # all groups read one and the same sequence
         self._batch: DeviceBatch | None = None  # see `on_device`
         self._evictions = Evictions()
         self._caller = Caller(self.config)
-        self.layout = layout_of(self.config)
         self.attention_layers = [KVLayer(self.groups, place) for place in range(len(self.layout.attention))]
         own = dict(zip(self.layout.attention, self.attention_layers, strict=True))
         layers: list[Any] = [own.get(index) or EmptyLayer() for index in range(self.layout.layers)]
@@ -104,6 +105,8 @@ class KVCache(NoRecurrentStates, Cache):
     def _new_group(self, policy: Policy) -> PolicyGroup:
         """Sequences to come, under a policy. ValueError where only our own generation can drive it."""
         check_policy(policy)
+        if self.layout.latent:
+            check_latents(policy)
         # Where every token stays as it came, nothing depends on where a prompt ends.
         several = self._teacher_forced or (policy.store.exact and not policy.evicts)
         return PolicyGroup(self.config, policy, self._prompt_length, several)
@@ -112,12 +115,15 @@ class KVCache(NoRecurrentStates, Cache):
     @uncompiled  # transformers hands on to attention what this returns, keys and values or not
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[LayerCall, LayerCall]:
-        """Hand the new keys and values [B,H_kv,M,D] of a layer on to its attention, which appends them."""
+    ) -> tuple[LayerCall | Tensor, LayerCall | Tensor]:
+        """Hand the new keys and values [B,H_kv,M,D] of a layer, or its latents, on to its attention, which appends."""
         place = self._places[layer_idx]
         if place == 0:
             self._caller.check_attention()
         call = LayerCall(layer_idx, partial(self._called, place, key_states, value_states))
+        if self.layout.latent:  # the model expands them on the way, to keys and values of all heads
+            expect(call)
+            return key_states, value_states
         return call, call
 
     def _called(self, index: int, keys: Tensor, values: Tensor, reader: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
@@ -177,7 +183,7 @@ class KVCache(NoRecurrentStates, Cache):
                 return self._attend_group(group, index, new, params)
             except Exception as error:
                 group.fail(error)
-        return _nothing(new)
+        return _nothing(new, params)
 
     def _attend_on_device(self, batch: DeviceBatch, index: int, new: Projected, params: AttentionParams) -> Tensor:
         """A decoded token of every sequence: at once for those in the batch, policy by policy for the others."""
@@ -196,7 +202,7 @@ class KVCache(NoRecurrentStates, Cache):
         new, steps = group.layers[index].prepare(new), group.steps_on(new.queries)
         if len(steps) == 1 and steps[0].positions.shape[1] == new.queries.shape[2]:
             return self._step(group, index, new, steps[0], params, alone=True)
-        out = _nothing(new)
+        out = _nothing(new, params)
         for now in steps:
             part = self._step(group, index, new.columns(now.columns), now, params, alone=len(steps) == 1)
             out[:, :, now.columns] += part
@@ -214,7 +220,8 @@ class KVCache(NoRecurrentStates, Cache):
             self._evictions.add(group, layer, step)
             return out
         self._evictions.add(group, layer, step)
-        return attend_to_survivors(step, new.values)
+        own = new.values if params.latents is None else params.latents.expand(new.keys, new.values)[1]
+        return attend_to_survivors(step, own)
 
     def _attend_once(self, index: int, new: Projected, params: AttentionParams) -> Tensor:
         """A prompt that several policies read whole: attention is computed once, and what they observe too."""
@@ -232,7 +239,7 @@ class KVCache(NoRecurrentStates, Cache):
             except Exception as error:
                 group.fail(error)
         if not steps:
-            return _nothing(new)
+            return _nothing(new, params)
         reader = min(steps, key=_cost)
         out = attend(steps[reader], reader.policy.needs)
         for group, step in steps.items():
@@ -268,7 +275,7 @@ class KVCache(NoRecurrentStates, Cache):
         None where no group can. What changes the groups ends it, as does a step for which a store has to grow.
         """
         if wanted and self._batch is None:
-            groups = [group for group in self.groups if can_join(group)]
+            groups = [group for group in self.groups if not self.layout.latent and can_join(group)]
             self._batch = DeviceBatch(groups) if groups else None
         elif not wanted and self._batch is not None:
             self._batch.close()
@@ -388,9 +395,10 @@ class KVCache(NoRecurrentStates, Cache):
             audit(group)
 
 
-def _nothing(new: Projected) -> Tensor:
+def _nothing(new: Projected, params: AttentionParams) -> Tensor:
     """The attention output of queries that see nothing: 0."""
-    return new.values.new_zeros(*new.queries.shape[:3], new.values.shape[-1])
+    dim = new.values.shape[-1] if params.latents is None else params.latents.value_dim
+    return new.values.new_zeros(*new.queries.shape[:3], dim)
 
 
 def _cost(group: PolicyGroup) -> tuple[bool, bool]:

@@ -82,7 +82,7 @@ def _check_own_cache(config: PreTrainedConfig, name: str) -> None:
             f"the last {sharing} layers of {name} read the keys and values of earlier layers (num_kv_shared_layers), "
             f"while kvbench evicts from each layer what that layer reads; {INSTEAD}"
         )
-    check_heads({heads for heads, _ in kv_shapes(config)}, name)
+    check_heads({heads for heads, _, _ in kv_shapes(config)}, name)
 
 
 def check_heads(heads: set[int], name: str) -> None:
@@ -93,10 +93,17 @@ def check_heads(heads: set[int], name: str) -> None:
         )
 
 
-def kv_shapes(config: PreTrainedConfig) -> list[tuple[int, int]]:
-    """KV heads and head dim of every attention layer, as the text configuration says."""
+def kv_shapes(config: PreTrainedConfig) -> list[tuple[int, int, int]]:
+    """KV heads of every attention layer and what each stores of a token: numbers of the key and of the value.
+
+    Of latents the latent and the rotated part of the key, as the text configuration says.
+    """
+    layout = layout_of(config)
+    if layout.latent:
+        return [(1, config.kv_lora_rank, config.qk_rope_head_dim)] * len(layout.attention)
     own = getattr(config, "per_layer_attributes", None)
-    return [_kv_shape(config.per_layer_config[i] if own else config) for i in layout_of(config).attention]
+    found = [_kv_shape(config.per_layer_config[i] if own else config) for i in layout.attention]
+    return [(heads, dim, dim) for heads, dim in found]
 
 
 def _kv_shape(config: Any) -> tuple[int, int]:  # noqa: ANN401 - a configuration, or what one says of one layer
@@ -107,7 +114,7 @@ def _kv_shape(config: Any) -> tuple[int, int]:  # noqa: ANN401 - a configuration
 class NotATensor:
     """What a layer of the cache hands to the model in place of keys and values: nothing to compute with.
 
-    A model that computes with them before its attention (as multi-head latent attention does) is refused.
+    A model that computes with them before its attention is refused.
     """
 
     if not TYPE_CHECKING:  # else every attribute would seem to exist
@@ -167,9 +174,9 @@ class NoRollback:
 
 def _computes(name: str) -> str:
     return (
-        f"the model computes with what its cache holds before attention sees it (it asks for its {name!r}; multi-head "
-        "latent attention, for one, expands it there, and so may a package that wraps attention functions), while "
-        "kvbench hands keys and values to attention only; " + INSTEAD
+        f"the model computes with what its cache holds before attention sees it (it asks for its {name!r}; a package "
+        "that wraps attention functions may do so too), while kvbench hands keys and values to attention only; "
+        + INSTEAD
     )
 
 

@@ -21,7 +21,7 @@ class Layout:
 
     layers: how many there are. attention: those with keys and values of their own, in order. recurrent: those with a
     state. owners: for a layer that reads another's keys and values, that layer. chunks: the tokens of a chunk, for
-    layers where a token sees its own chunk only.
+    layers where a token sees its own chunk only. latent: attention layers keep latents, one for all heads.
     """
 
     layers: int
@@ -29,6 +29,7 @@ class Layout:
     recurrent: tuple[int, ...] = ()
     owners: Mapping[int, int] = field(default_factory=dict)
     chunks: Mapping[int, int] = field(default_factory=dict)
+    latent: bool = False
 
     @property
     def places(self) -> dict[int, int]:
@@ -42,7 +43,8 @@ def layout_of(config: PreTrainedConfig) -> Layout:
     kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
     attention = [index for index, kind in enumerate(kinds) if kind not in ("linear_attention", "conv", *NOTHING)]
     recurrent = [index for index, kind in enumerate(kinds) if kind in RECURRENT]
-    return Layout(count, tuple(attention), tuple(recurrent))
+    latent = getattr(config, "kv_lora_rank", None) is not None
+    return Layout(count, tuple(attention), tuple(recurrent), latent=latent)
 
 
 def attention_layers(config: PreTrainedConfig) -> int:

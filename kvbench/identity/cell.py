@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvbench.cache.interface import kv_shapes
-from kvbench.cache.layout import attention_layers
+from kvbench.cache.layout import layout_of
 from kvbench.config.naming import refusing_in
 from kvbench.config.presets import SCHEDULE, build_policy, scheduled
 from kvbench.config.tree import build, part_class
@@ -30,6 +30,7 @@ from kvbench.models.loading import Checkpoint, GivenModel, ModelSpec, locate, pi
 from kvbench.models.prompts import COMPRESS
 from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.describe import describe
+from kvbench.policies.latents import check_latents
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_budget, check_layers
 from kvbench.records.shards import Shard
@@ -175,6 +176,8 @@ def build_cell(
     checkpoint = locate(spec, str(config["dtype"] or "null")) if given is None else checkpoint_of(given, spec)
     with refusing_in("policy", config["policy"]):
         check_shapes(policy, checkpoint.config)
+    if cuda_graph and layout_of(checkpoint.config.get_text_config(decoder=True)).latent:
+        cuda_graph = _no_graph(config["engine"]["cuda_graph"])
     _flag("allow_mixed", config["allow_mixed"])
     return Cell(
         policy=policy,
@@ -272,8 +275,12 @@ def modules_of(described: object) -> Iterator[str]:
 def check_shapes(policy: Policy, config: PreTrainedConfig) -> None:
     """ValueError if a model lacks a layer that the policy names, or its heads do not divide into the store's groups."""
     text = config.get_text_config(decoder=True)
-    check_layers(attention_layers(text), policy.allocator, policy.store, policy.pre_pass)
-    for heads, dim in dict.fromkeys(kv_shapes(text)):
+    layout = layout_of(text)
+    check_layers(len(layout.attention), policy.allocator, policy.store, policy.pre_pass)
+    if layout.latent:
+        check_latents(policy)
+        return
+    for heads, dim, _ in dict.fromkeys(kv_shapes(text)):
         policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
 
 
@@ -286,6 +293,16 @@ def _cuda_graph(value: object, policy: Policy, device: torch.device) -> bool:
         with refusing():
             check_graph(policy, device)
     return value is True
+
+
+def _no_graph(value: object) -> bool:
+    """False, of a model whose decoding steps cannot be recorded; UsageError where that was asked for."""
+    if value is True:
+        raise UsageError(
+            "engine.cuda_graph=true replays steps over keys and values that lie in memory, and this model expands them "
+            "from latents in every step: use engine.cuda_graph=false"
+        )
+    return False
 
 
 def _flag(name: str, value: object, allowed: str = "true or false") -> None:
