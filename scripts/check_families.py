@@ -61,6 +61,11 @@ SIZES: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
     "hidden_size_per_layer_input": 16,
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "linear_num_value_heads"), 4),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "linear_head_dim"), 16),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16),
+    "linear_num_key_heads": 2,
 }
 """Small values of the fields that configurations of transformers use; a family takes those it has."""
 MIXED = ["sliding_attention", "full_attention"]
@@ -69,6 +74,18 @@ OWN: dict[str, dict[str, Any]] = {
     **{name: {"layer_types": MIXED * 2} for name in ("gemma3_text", "gemma4_text", "gemma4_unified_text")},
     "gemma3n_text": {**SHARED, "intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.0] * 4},
     **{name: {"layer_types": ["conv", "full_attention"] * 2} for name in ("lfm2", "lfm2_moe")},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention", "mamba", "moe", "attention"], "n_groups": 1},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4},
+    "zaya": {"layer_types": ["hybrid", "hybrid_sliding"] * 2, "num_experts_per_tok": 1},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "inkling_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2},
+    "inkling2_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2},
+    "recurrent_gemma": {"attention_window_size": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "xlm": {"emb_dim": 64, "n_words": VOCABULARY},
     **{name: {"rotary_dim": 8} for name in ("codegen", "gptj")},
@@ -185,8 +202,11 @@ def eager_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def full_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The logits [1,T,V] under `full`: a prompt in one call, then token by token."""
     cache = KVCache(model.config, make_policy("full"), prompt_length=PROMPT)
-    calls = [ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)]
-    return torch.cat([model(input_ids=call, past_key_values=cache).logits for call in calls], dim=1)
+    logits = []
+    for call in (ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)):
+        places = torch.arange(cache.seen, cache.seen + call.shape[1])[None]  # Bamba counts from 0 in every call
+        logits.append(model(input_ids=call, position_ids=places, past_key_values=cache).logits)
+    return torch.cat(logits, dim=1)
 
 
 def shrinks(model: PreTrainedModel, ids: Tensor) -> None:

@@ -64,6 +64,7 @@ class Example:
     continuation, each rated with the context as the prompt.
     question: the end of `prompt`, which another question about the same context could replace; everything before it
     is the context. "" where the task does not tell them apart.
+    sampling: temperature, top_p, top_k of its answer, where nobody asks for others; None: it is greedy.
 
     metadata becomes part of the samples. Its "task", "length" and "depth" are what tables show scores by, its
     "benchmark" names the module that knows the official aggregates (`tasks.summary`).
@@ -78,6 +79,7 @@ class Example:
     target: str | None = None
     reading: Reading | None = None
     rated: tuple[tuple[str, str], ...] = ()
+    sampling: Mapping[str, Any] | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -117,6 +119,9 @@ class Task(ABC):
 
     length_field: ClassVar[str | None] = None
     """The field that says how many tokens its prompts are built to fill, of a task that builds them so."""
+
+    decoding: ClassVar[str] = "greedy"
+    """How its answers are decoded where nobody asks for another way."""
 
     name: str
     chat: bool = False

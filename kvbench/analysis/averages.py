@@ -1,12 +1,27 @@
-"""How sure a benchmark's own averages are: plain means over its subsets, each of which is resampled by itself."""
+"""What means are over: prompts, whose answers count together, and subsets, each of which is resampled by itself."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
 
 from kvbench.analysis.statistics import stratified_intervals
 from kvbench.records.sample import Sample
 from kvbench.tasks.summary import by_subset, scores_of, subsets_by, summary_module
+
+
+def of_prompts(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples, several answers to a prompt as the first of them with the mean score; None where one has none."""
+    answers: dict[int, list[Sample]] = {}
+    for sample in samples:
+        answers.setdefault(sample.index - (sample.sample or 0), []).append(sample)
+    return [replace(own[0], score=_mean_score(own)) if len(own) > 1 else own[0] for own in answers.values()]
+
+
+def _mean_score(answers: Sequence[Sample]) -> float | None:
+    scores = [answer.score for answer in answers if answer.score is not None]
+    return fmean(scores) if len(scores) == len(answers) else None
 
 
 def average_intervals(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
@@ -31,4 +46,4 @@ def strata(samples: Sequence[Sample]) -> dict[str, list[float]]:
     key = subsets_by(samples)
     if key is None or any(sample.score is None for sample in samples):
         return {}
-    return {name: scores_of(group) for name, group in by_subset(samples, key).items()}
+    return {name: scores_of(group) for name, group in by_subset(of_prompts(samples), key).items()}

@@ -9,7 +9,7 @@ from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
-from kvbench.analysis.averages import average_intervals
+from kvbench.analysis.averages import average_intervals, of_prompts
 from kvbench.analysis.statistics import mean_interval, weighted_interval
 from kvbench.records.sample import Likelihood, Sample
 from kvbench.tasks.summary import summary
@@ -58,12 +58,23 @@ def _ms_per_token(sample: Sample) -> float | None:
     return 1000 * sample.decode_seconds / sample.decode_steps
 
 
+def _pass_at_k(samples: Sequence[Sample]) -> float | None:
+    """Share of prompts with a right answer among their k, where answers are right or wrong."""
+    if not any(s.sample for s in samples) or any(s.score not in (0, 1) for s in samples):
+        return None
+    right = {s.index - (s.sample or 0) for s in samples if s.score == 1}
+    return len(right) / len(of_prompts(samples))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Numbers:
     """What was measured of a run besides its score. A field is a key of metrics.json, of a `Result`, and a column."""
 
     prompt_tokens: float | None = number("mean per example", over="all")
     generated_tokens: float | None = number("mean per example")
+    pass_at_k: float | None = number(
+        "of several sampled answers: share of prompts with a right one among them", _pass_at_k, over="all"
+    )
     kept_tokens: float | None = number("held at the end, mean over examples, layers and KV heads", _mean_of(mean_kept))
     cache_bytes: float | None = number(
         "held at the end: keys, values, positions, statistics, no spare bytes; mean per example"
@@ -99,10 +110,11 @@ class Numbers:
 def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
     """The fields of `Numbers`, the score with its 95% interval, and scores by task, length and depth.
 
-    Where an example failed, no score is given: a mean over the rest would flatter the policy that broke its budget.
-    n_shared: examples that shared the model with others; where there is any, no seconds and no device_peak_bytes are
-    given. likelihood: of runs whose tokens were given, see `_likelihood`; they have no score. official: the aggregates
-    that the benchmark's own scripts print; official_intervals: 95%, of its means over subsets.
+    Several answers to a prompt count by their mean: n, the score and its interval are of prompts, n_failed and n_shared
+    of answers. Where an example failed, no score is given: a mean over the rest would flatter the policy that broke its
+    budget. n_shared: those that shared the model with others; where there is any, no seconds and no device_peak_bytes
+    are given. likelihood: of runs whose tokens were given, see `_likelihood`; they have no score. official: the
+    aggregates that the benchmark's own scripts print; official_intervals: 95%, of its means over subsets.
     """
     good = [s for s in samples if s.error is None]
     shared = sum(s.shared for s in good)
@@ -113,7 +125,7 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
         of = one.metadata["of"] or _mean_of(attrgetter(name))
         found[name] = of(chosen[one.metadata["over"]])
     return {
-        "n": len(samples),
+        "n": len(of_prompts(samples)),
         "n_failed": len(samples) - len(good),
         "n_shared": shared,
         **_score(samples),
@@ -141,8 +153,9 @@ def running(samples: Sequence[Sample], bounded: bool) -> dict[str, Any]:
 
 
 def _score(samples: Sequence[Sample]) -> dict[str, Any]:
-    scores = [s.score for s in samples if s.score is not None]
-    if len(scores) < len(samples) or not scores:
+    prompts = of_prompts(samples)
+    scores = [s.score for s in prompts if s.score is not None]
+    if len(scores) < len(prompts) or not scores:
         return {"score": None, "score_low": None, "score_high": None, "interval": None}
     interval = mean_interval(scores)
     return {
@@ -222,5 +235,7 @@ def _groups(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
     for key in dict.fromkeys((*GROUP_KEYS, *(key for s in samples for key in s.metadata.get("groups", ())))):
         members = by_value(samples, key)
         if len(members) > 1:
-            groups |= {f"{key}={value}": {"n": len(group), **_score(group)} for value, group in members.items()}
+            groups |= {
+                f"{key}={value}": {"n": len(of_prompts(group)), **_score(group)} for value, group in members.items()
+            }
     return groups

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvbench.analysis import averages, statistics
 from kvbench.analysis import metrics as computing
+from kvbench.analysis.averages import of_prompts
 from kvbench.records.files import write_json
 from kvbench.records.sample import Sample
 from kvbench.records.samples import FILE_NAME as SAMPLES
@@ -35,7 +36,7 @@ def read_metrics(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     """
     try:
         found: dict[str, Any] = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
-        if len(samples) == found["n"] and found.pop(DIGEST) == _digest(folder, samples):
+        if len(of_prompts(samples)) == found["n"] and found.pop(DIGEST) == _digest(folder, samples):
             return {**found, "official": summary(samples)}
     except (OSError, ValueError, KeyError, AttributeError, TypeError):  # none, or another version's
         pass

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import pvariance
 
+from kvbench.analysis.averages import of_prompts
 from kvbench.analysis.statistics import Difference, paired_difference
 from kvbench.records.sample import Likelihood, Sample
 
@@ -37,7 +38,8 @@ class NLLGap:
 
 def paired(first: Sequence[Sample], second: Sequence[Sample]) -> Paired | None:
     """Compare the examples of the same prompts for which both have a value; None without any."""
-    pairs = [(a, b) for a, b in zip(first, second, strict=False) if a.prompt_hash == b.prompt_hash]
+    prompts = zip(of_prompts(first), of_prompts(second), strict=False)
+    pairs = [(a, b) for a, b in prompts if a.prompt_hash == b.prompt_hash]
     read = tuple((a.likelihood, b.likelihood) for a, b in pairs if a.likelihood and b.likelihood)
     if read:
         values = [(a.nll, b.nll) for a, b in read]

@@ -72,7 +72,7 @@ def evaluate(
     )
     cells = [one.cell for one in plan(asked.combinations(), strict=True, given=given) if one.cell is not None]
     with nullcontext() if given is None else borrowed(given.model):
-        rows = [read_result(folder, limit) for folder in _folders(cells)]
+        rows = [read_result(cell.folder, cell.limit) for cell in _computed(cells)]
     return Results(rows, cells[0].out, in_order=False, held=temporary)
 
 
@@ -98,12 +98,12 @@ def _listed(items: object) -> list[Any]:
     return list(items) if isinstance(items, Iterable) else [items]
 
 
-def _folders(cells: Sequence[Cell]) -> list[Path]:
-    """Compute what is missing of the cells and return the folder of each. Raises the first error of those that fail."""
+def _computed(cells: Sequence[Cell]) -> Sequence[Cell]:
+    """The cells, once what was missing of each is computed. Raises the first error of those that fail."""
     for cell in cells:
         drop_failed(cell.folder)
     endings = run_cells(cells)
     error = next((ending.error for ending in endings if ending.error is not None), None)
     if error is not None:
         raise error
-    return [cell.folder for cell in cells]
+    return cells

@@ -1,4 +1,4 @@
-"""`kvbench.generate`: greedy generation by kvbench's own loop, which policies that rewrite the prompt need."""
+"""`kvbench.generate`: generation by kvbench's own loop, which policies that rewrite the prompt need."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvbench.errors import UsageError
 from kvbench.inference.generate import Generation, greedy
 from kvbench.inference.press import press_greedy
+from kvbench.inference.sampling import Draws, Sampling, check_samples
 from kvbench.models.given import borrowed
 from kvbench.models.prompts import end_tokens, stop_test
 from kvbench.models.tokens import Encoder, encode
@@ -30,13 +31,19 @@ def generate(
     min_new_tokens: int = 0,
     stop: Sequence[str] = (),
     context_tokens: int | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    samples: int = 1,
+    seed: int = 0,
 ) -> Generation:
-    """Generate greedily under any policy, those with a pre-pass included, and audit the cache at the end.
+    """Generate under any policy, those with a pre-pass included, and audit the cache at the end.
 
     prompt: token ids [B,T], left-padded where attention_mask [B,T] is 0, or a text, which needs its `tokenizer`, as do
     pre-passes made of text (KVzip) and `stop`: strings after which an answer ends. context_tokens: only so many are
-    compressed; what follows is a question, read after that. The answer's tokens are `tokens`, and `cache` says what
-    was kept.
+    compressed; what follows is a question, read after that. temperature: above 0 tokens are drawn, of the `top_k`
+    likeliest and the `top_p` nucleus, by a stream of numbers for each (seed, row of prompt, sample); samples: so many
+    answers to each row, which follow each other. The answer's tokens are `tokens`, and `cache` says what was kept.
     Raises ValueError for a wrong value, BudgetError where the policy held more than it promised.
     """
     if tokenizer is None and (isinstance(prompt, str) or stop):
@@ -51,7 +58,12 @@ def generate(
         "min_new_tokens": min_new_tokens,
         "context_tokens": context_tokens,
     }
-    mask = None if attention_mask is None else attention_mask.to(model.device)
+    sampling = Sampling(temperature, top_p, top_k)
+    check_samples(sampling, samples)
+    if not sampling.greedy:
+        how["draws"] = [Draws(sampling, seed, row, sample) for row in range(len(prompt)) for sample in range(samples)]
+    prompt = prompt.repeat_interleave(samples, 0)
+    mask = None if attention_mask is None else attention_mask.to(model.device).repeat_interleave(samples, 0)
     with borrowed(model):
         if isinstance(policy, KVPress):
             return press_greedy(model, prompt.to(model.device), policy, **how)

@@ -24,13 +24,11 @@ from kvbench.cache.device_batch import DeviceBatch, can_join
 from kvbench.cache.evict import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.hook import LayerCall, expect
-from kvbench.cache.interface import (
-    NoRecurrentStates,
-    check_interface,
-)
+from kvbench.cache.interface import check_interface
 from kvbench.cache.layer import EmptyLayer, KVLayer
 from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
+from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer
 from kvbench.cache.saving import load, save
 from kvbench.cache.step import LayerStep, Projected
 from kvbench.cache.steps import BatchStep
@@ -44,7 +42,7 @@ from kvbench.policies.stores.slots import owned
 __all__ = ["BudgetError", "KVCache", "ScoreError"]
 
 
-class KVCache(NoRecurrentStates, Cache):
+class KVCache(Cache):
     """A cache that holds what its policy keeps; pass it to `model.generate` or to the model itself.
 
     prompt_length: tokens of the prompt, one number or one per sequence. Without it the first call is the whole prompt:
@@ -95,11 +93,10 @@ class KVCache(NoRecurrentStates, Cache):
         self._batch: DeviceBatch | None = None  # see `on_device`
         self._evictions = Evictions()
         self._caller = Caller(self.config)
-        self.attention_layers = [KVLayer(self.groups, place) for place in range(len(self.layout.attention))]
-        own = dict(zip(self.layout.attention, self.attention_layers, strict=True))
-        layers: list[Any] = [own.get(index) or EmptyLayer() for index in range(self.layout.layers)]
-        super().__init__(layers=layers)
         self._places = self.layout.places
+        layers: list[Any] = [self._new_layer(index) for index in range(self.layout.layers)]
+        self.attention_layers: list[KVLayer] = [layers[index] for index in self.layout.attention]
+        super().__init__(layers=layers)
         self._is_user_defined = False  # transformers sets it where `model.generate` is given the cache
 
     def _new_group(self, policy: Policy) -> PolicyGroup:
@@ -110,6 +107,15 @@ class KVCache(NoRecurrentStates, Cache):
         # Where every token stays as it came, nothing depends on where a prompt ends.
         several = self._teacher_forced or (policy.store.exact and not policy.evicts)
         return PolicyGroup(self.config, policy, self._prompt_length, several)
+
+    def _new_layer(self, index: int) -> KVLayer | RecurrentLayer | EmptyLayer:
+        """A layer of the model, by its index there."""
+        place, states = self._places.get(index), self.layout.states.get(index)
+        if states is None:
+            return EmptyLayer() if place is None else KVLayer(self.groups, place)
+        if place is None:
+            return RecurrentLayer(self.groups, index, states)
+        return RecurrentKVLayer(self.groups, place, index, states)
 
     # --- one call of the model, layer by layer ---------------------------------------------------------------------
     @uncompiled  # transformers hands on to attention what this returns, keys and values or not
@@ -366,7 +372,12 @@ class KVCache(NoRecurrentStates, Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor held, over all layers."""
-        return sum(layer.nbytes for layer in self.attention_layers)
+        return sum(layer.nbytes for layer in self.attention_layers) + self.state_nbytes
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of the states of recurrent layers, which no policy makes smaller."""
+        return sum(group.state_nbytes for group in self.groups)
 
     @property
     def spare_nbytes(self) -> int:
@@ -382,6 +393,14 @@ class KVCache(NoRecurrentStates, Cache):
     def peak_nbytes(self) -> int:
         """The most bytes held at any time."""
         return sum(group.peak_nbytes for group in self.groups)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen before the call that is running, by every layer; between calls all that were seen."""
+        return max((group.seen_before for group in self.groups), default=0)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Tokens seen by the end of the call, by every layer, and where they begin."""
+        return self.get_seq_length() + query_length, 0
 
     def kept_tokens(self) -> Tensor:
         """[L,B,H_kv] tokens held by the attention layers."""

@@ -31,7 +31,7 @@ class PolicyGroup:
     """How far these sequences came, their budgets, and what every layer holds of them.
 
     several_tokens: tokens after the prompt may come several at once. shared: what scorers of several layers tell each
-    other within a call. isolated: an error ends this group alone; error: then, what it was. peak_nbytes: the most bytes
+    other within a call. states: of recurrent layers, [B,...] by name. isolated: an error ends this group alone; error: then, what it was. peak_nbytes: the most bytes
     held at any time; peaks: those of each sequence before it joined this group. on_change: called with a layer's index
     whenever what it holds changed; on_evict: with a layer, its scores and what stays, bool [B,H_kv,T], before several
     tokens are evicted.
@@ -50,6 +50,7 @@ class PolicyGroup:
         self.budgets = Budgets(policy, layers, self.progress)
         self.layers = [LayerState(policy, index) for index in range(layers)]
         self.shared: dict[str, Tensor] = {}
+        self.states: dict[str, Tensor] = {}
         self.error: Exception | None = None
         self.isolated = False
         self.on_change: Callable[[int], None] | None = None
@@ -93,9 +94,13 @@ class PolicyGroup:
         rows = [True] * self.size
         return all(layer.counts and tuple(layer.counts) == self.budgets.of(layer.index, rows) for layer in self.layers)
 
-    def take(self, progress: Progress, budgets: Budgets, layers: list[LayerState]) -> None:
+    def take(
+        self, progress: Progress, budgets: Budgets, layers: list[LayerState], states: dict[str, Tensor]
+    ) -> None:
         """Hold these sequences, which other groups held."""
         self.progress, self.budgets, self.layers = progress, budgets, layers
+        for name, state in states.items():
+            self.hold_state(name, state)
         for index in range(len(layers)):
             self.note_bytes(index)
 
@@ -158,6 +163,17 @@ class PolicyGroup:
         self.peak_nbytes = max(self.peak_nbytes, self._total_bytes)
         if self.on_change is not None:
             self.on_change(index)
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of the recurrent layers' states."""
+        return sum(state.nbytes for state in self.states.values())
+
+    def hold_state(self, name: str, state: Tensor) -> None:
+        """Hold the first state [B,...] of a recurrent layer, which stays as large as it is."""
+        self.states[name] = state
+        self._total_bytes += state.nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self._total_bytes)
 
     def settle(self, index: int, prompt_done: bool) -> None:
         """A step of layer `index` is over: once every prompt is in, the store brings it into its final form."""

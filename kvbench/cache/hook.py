@@ -175,12 +175,13 @@ def _refuse_kind(module: nn.Module, sliding_window: int | None) -> None:
     """InterfaceError for layers whose window does not reach attention, and for types kvbench does not know."""
     config = module.config
     kinds = getattr(config, "layer_types", None)
-    kind = kinds[module.layer_idx] if kinds else None
+    index = getattr(module, "layer_idx", None)  # None where several layers share their attention's weights
+    kind = kinds[index] if kinds and index is not None else None
     if kind not in (None, *KINDS):
         raise InterfaceError(f"{_name(module)} has a layer of type {kind!r}; kvbench knows {' and '.join(KINDS)}")
     if sliding_window is not None:
         return
-    if kind == "sliding_attention":
+    if kind in ("sliding_attention", "hybrid_sliding"):
         raise InterfaceError(
             f"{_name(module)} has sliding-window layers but does not pass sliding_window to its attention"
         )

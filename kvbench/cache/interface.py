@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
-from kvbench.cache.layout import layout_of
+from kvbench.cache.layout import NOTHING, RECURRENT, layout_of
 
-KINDS = ("full_attention", "sliding_attention")
-"""Types of layers kvbench follows; every other type sees or keeps something else than a window of past tokens."""
-RECURRENT = ("linear", "mamba", "conv", "recurrent", "delta", "ssm", "hybrid")
+KINDS = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
+"""Types of layers with attention that kvbench follows; every other sees something else than a window of past tokens."""
+ELSEWHERE = ("minimax", "recurrent_gemma")
+"""Models that keep the states of their recurrent layers elsewhere than in the layers of transformers' cache."""
 INSTEAD = "use a model whose layers all keep keys and values of their own, such as Llama, Mistral, Qwen3 or Gemma 3"
 
 
@@ -37,10 +38,7 @@ def check_interface(config: PreTrainedConfig) -> None:
     """InterfaceError unless every layer of the model of this text configuration hands its attention to transformers."""
     model_class, name = model_class_of(config), name_of(config)
     _check_kinds(config, name)
-    if model_class is not None and model_class._is_stateful:
-        raise InterfaceError(
-            f"{name} has recurrent layers, whose state is not made of tokens that could be evicted; {INSTEAD}"
-        )
+    _check_states(config, name, model_class is not None and model_class._is_stateful)
     # Not `_supports_attention_backend`: models lack that flag whose attention goes through the interface (StableLM).
     if model_class is not None and not model_class._can_set_attn_implementation():
         raise InterfaceError(written_in(name))
@@ -56,15 +54,24 @@ def written_in(name: str) -> str:
 
 
 def _check_kinds(config: PreTrainedConfig, name: str) -> None:
-    others = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind not in KINDS})
-    recurrent = [kind for kind in others if any(word in kind for word in RECURRENT)]
-    if recurrent:
-        raise InterfaceError(
-            f"{name} has recurrent or convolutional layers ({', '.join(recurrent)}), whose state is not made of tokens "
-            f"that could be evicted; {INSTEAD}"
-        )
+    known = (*KINDS, *RECURRENT, *NOTHING)
+    others = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind not in known})
     if others:
-        raise InterfaceError(f"{name} has layers of type {', '.join(others)}; kvbench knows {' and '.join(KINDS)}")
+        raise InterfaceError(f"{name} has layers of type {', '.join(others)}; kvbench knows {', '.join(known)}")
+
+
+def _check_states(config: PreTrainedConfig, name: str, stateful: bool) -> None:
+    """InterfaceError for models without attention, and where the states of recurrent layers cannot go along."""
+    layout = layout_of(config)
+    if not layout.attention:
+        raise InterfaceError(
+            f"{name} has recurrent layers alone, whose states are not made of tokens that could be evicted; {INSTEAD}"
+        )
+    if config.model_type in ELSEWHERE or (stateful and not layout.states):
+        raise InterfaceError(
+            f"{name} has recurrent layers, and keeps their states elsewhere than in transformers' cache, so kvbench "
+            f"cannot let them go along with their sequences; {INSTEAD}"
+        )
 
 
 def _check_own_cache(config: PreTrainedConfig, name: str) -> None:
@@ -178,15 +185,3 @@ def _computes(name: str) -> str:
         "that wraps attention functions may do so too), while kvbench hands keys and values to attention only; "
         + INSTEAD
     )
-
-
-class NoRecurrentStates:
-    """A cache without the states of recurrent layers: a model that asks for one is refused."""
-
-    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
-        raise InterfaceError(
-            "the model has recurrent or convolutional layers, whose state is not made of tokens that could be evicted; "
-            + INSTEAD
-        )
-
-    has_previous_state = get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = _refuse

@@ -167,7 +167,8 @@ def _of_places(cache: KVCache, places: Sequence[Place], held: Callable[[int], La
     progress = Progress.of_rows([(group.progress, row) for group, row in places])
     budgets = Budgets.of_rows([(group.budgets, row) for group, row in places], progress)
     layers = [_layer(index, places, held(index)) for index in range(len(first.layers))]
-    found.take(progress, budgets, layers)
+    states = {name: torch.stack([group.states[name][row] for group, row in places]) for name in first.states}
+    found.take(progress, budgets, layers, states)
     return found
 
 

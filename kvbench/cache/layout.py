@@ -13,20 +13,25 @@ RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 """Types of layers with a convolutional or recurrent state; the hybrid ones keep keys and values too."""
 NOTHING = ("moe", "mlp")
 """Types of layers that keep nothing."""
+BEGIN_ANEW = ("jamba", "zamba")
+"""Models whose recurrences (the first Mamba's) transformers begins with an empty state at every call of several tokens."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """The layers of a model, by its own indices.
 
-    layers: how many there are. attention: those with keys and values of their own, in order. recurrent: those with a
-    state. owners: for a layer that reads another's keys and values, that layer. chunks: the tokens of a chunk, for
-    layers where a token sees its own chunk only. latent: attention layers keep latents, one for all heads.
+    layers: how many there are. attention: those with keys and values of their own, in order. states: how many a layer
+    with recurrent or convolutional states has. continues: whether such a layer goes on from its state where a call
+    brings several tokens; else it begins anew. owners: for a layer that reads another's keys and values, that layer.
+    chunks: the tokens of a chunk, for layers where a token sees its own chunk only. latent: attention layers keep
+    latents, one for all heads.
     """
 
     layers: int
     attention: tuple[int, ...]
-    recurrent: tuple[int, ...] = ()
+    states: Mapping[int, int] = field(default_factory=dict)
+    continues: bool = True
     owners: Mapping[int, int] = field(default_factory=dict)
     chunks: Mapping[int, int] = field(default_factory=dict)
     latent: bool = False
@@ -42,9 +47,10 @@ def layout_of(config: PreTrainedConfig) -> Layout:
     count = config.num_hidden_layers
     kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
     attention = [index for index, kind in enumerate(kinds) if kind not in ("linear_attention", "conv", *NOTHING)]
-    recurrent = [index for index, kind in enumerate(kinds) if kind in RECURRENT]
+    number = getattr(config, "number_of_conv_states", None) or 1
+    states = {index: number for index, kind in enumerate(kinds) if kind in RECURRENT}
     latent = getattr(config, "kv_lora_rank", None) is not None
-    return Layout(count, tuple(attention), tuple(recurrent), latent=latent)
+    return Layout(count, tuple(attention), states, config.model_type not in BEGIN_ANEW, latent=latent)
 
 
 def attention_layers(config: PreTrainedConfig) -> int:

@@ -29,7 +29,7 @@ from kvbench.policies.contents import make_all, tell_all
 from kvbench.policies.describe import describe
 from kvbench.policies.policy import Policy
 
-FORMAT = 8
+FORMAT = 9
 """Raise it where what a class holds changes its name or its meaning: older files are then refused."""
 KEY = "kvbench"
 ROPE = ("rope_type", "rope_theta", "factor", "partial_rotary_factor")

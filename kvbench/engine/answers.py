@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvbench.identity.reading import is_read
 from kvbench.inference.generate import greedy
 from kvbench.inference.press import press_greedy
 from kvbench.inference.rating import evicted, rated
+from kvbench.inference.sampling import Draws, Sampling
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
 from kvbench.models.tokens import Encoder
@@ -84,7 +86,18 @@ def request(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Request:
         stop=stop_test(tokenizer, task.stop),
         context_tokens=prompt.context_tokens,
         encoder=Encoder(tokenizer),
+        draws=_draws(cell, prompt),
     )
+
+
+def _draws(cell: Cell, prompt: Prompt) -> Callable[[], Draws] | None:
+    """What makes the numbers that an answer draws its tokens by; None: it is greedy."""
+    sampling, sample, asked = cell.sampling, prompt.sample or 0, prompt.example.sampling
+    if sampling is None and asked is not None:
+        sampling = Sampling(**asked)
+    if sampling is None or sampling.greedy:
+        return None
+    return partial(Draws, sampling, cell.seed, (prompt.example.index - sample) // cell.samples, sample)
 
 
 def answered(cell: Cell, prompt: Prompt, done: Completion) -> Sample:
@@ -163,6 +176,7 @@ def _generate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
         "eos_token_ids": asked.eos_token_ids,
         "stop": asked.stop,
         "context_tokens": asked.context_tokens,
+        "draws": () if asked.draws is None else [asked.draws()],
     }
     if isinstance(cell.policy, KVPress):
         done = press_greedy(loaded.model, asked.input_ids, cell.policy, **how)

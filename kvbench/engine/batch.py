@@ -74,7 +74,7 @@ class DecodeBatch:
         return self.admit_questions([request], policies)[0]
 
     def admit_questions(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[LiveSequence]]:
-        """The same for several questions about one context (`joins`), which is prefilled once; sequences by request."""
+        """The same for questions about one context, or samples of one prompt (`joins`): one prefill; by request."""
         assert all(self.joins(requests[0], request) for request in requests[1:])
         return self._admitted(requests, policies, prefill_prompt)
 
@@ -114,8 +114,8 @@ class DecodeBatch:
         return whole and not any(map(self._stretches, (first, second)))
 
     def joins(self, first: Request, second: Request) -> bool:
-        """Whether two requests ask about the same context, so that one reading of it serves both."""
-        if first.context_tokens is None or first.context_tokens != second.context_tokens:
+        """Whether two requests have the same prompt, a context say, so that one reading serves both."""
+        if first.context_tokens != second.context_tokens:
             return False
         return torch.equal(first.prompt, second.prompt) and not any(map(self._stretches, (first, second)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvbench.cache.layout import attention_layers
 from kvbench.config.naming import refusing_in
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Prompts:
-    """The first prompts of a task; error: why there is no further one, where one was wanted."""
+    """The first prompts of a task, as often as each is answered; error: why there is no further one, if wanted."""
 
     made: list[Prompt] = field(default_factory=list)
     error: UsageError | None = None
@@ -37,7 +37,7 @@ class Prompts:
 def prompts_for(cells: Sequence[Cell]) -> Prompts:
     """The prompts of cells that differ in nothing a prompt depends on, up to the largest limit among them."""
     cell, limits = cells[0], [cell.limit for cell in cells]
-    limit = None if None in limits else max(n for n in limits if n is not None)
+    limit = None if None in limits else max(n for n in limits if n is not None) // cell.samples
     prompts = Prompts()
     try:
         tokenizer = cell.checkpoint.tokenizer()
@@ -50,7 +50,7 @@ def prompts_for(cells: Sequence[Cell]) -> Prompts:
             plain = PlainTokenizer(tokenizer)
             examples = cell.task.examples(plain, cell.seed, limit)
             for example in progress(examples, "prompts", limit):
-                prompts.made.append(maker.make(example))
+                prompts.made += _each_sample(maker.make(example), cell.samples)
         if not prompts.made:
             raise UsageError(f"task {cell.task.name} has no examples")
         _tell_cut_answers(cell, plain, prompts.made[0])
@@ -87,6 +87,14 @@ def _check_length(cell: Cell) -> None:
         )
 
 
+def _each_sample(prompt: Prompt, samples: int) -> list[Prompt]:
+    """A prompt once for each of its answers, numbered among all answers."""
+    if samples == 1:
+        return [prompt]
+    first = prompt.example.index * samples
+    return [replace(prompt, example=replace(prompt.example, index=first + i), sample=i) for i in range(samples)]
+
+
 def make_prompts(cell: Cell) -> list[Prompt]:
     """All prompts of a cell, and the check that each fits the model and the policy. Raises UsageError."""
     prompts = prompts_for([cell]).first(cell.limit)
@@ -115,6 +123,7 @@ def blank(prompt: Prompt) -> Sample:
     example = prompt.example
     return Sample(
         index=example.index,
+        sample=prompt.sample,
         prompt_hash=prompt.hash,
         prompt_tokens=len(prompt.ids),
         references=list(example.references),

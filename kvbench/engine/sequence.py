@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kvbench.cache.cache import KVCache
-from kvbench.inference.answer import NOT_A_NUMBER, Answer, likeliest
+from kvbench.inference.answer import NOT_A_NUMBER, Answer, next_tokens
 from kvbench.inference.context import parted
+from kvbench.inference.sampling import Draws
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TextEncoder
 
@@ -20,7 +21,8 @@ class Request:
     """One example to be answered, input_ids [1,T]: what all of its variants have in common.
 
     context_tokens: so many of them are the policies' prompt, the others a question about it; None: all are the prompt.
-    encoder: for policies with a pre-pass that is made of text.
+    encoder: for policies with a pre-pass that is made of text. draws: makes what an answer draws its tokens by; None:
+    decoding is greedy.
     """
 
     input_ids: Tensor
@@ -30,6 +32,7 @@ class Request:
     stop: Callable[[list[int]], bool] | None = None
     context_tokens: int | None = None
     encoder: TextEncoder | None = None
+    draws: Callable[[], Draws] | None = None
 
     @property
     def prompt(self) -> Tensor:
@@ -69,7 +72,8 @@ class LiveSequence:
 
 def new_sequence(request: Request, policy: Policy) -> LiveSequence:
     """A sequence that has read nothing yet."""
-    answer = Answer(request.eos_token_ids, request.stop, request.max_new_tokens, request.min_new_tokens)
+    draws = None if request.draws is None else request.draws()
+    answer = Answer(request.eos_token_ids, request.stop, request.max_new_tokens, request.min_new_tokens, draws)
     return LiveSequence(request, policy, answer)
 
 
@@ -80,7 +84,7 @@ def choose_next(sequences: Sequence[LiveSequence], logits: Tensor) -> None:
     """
     if len(logits) < len(sequences):
         logits = logits.repeat(len(sequences), 1)
-    tokens, broken = likeliest(logits, [sequence.answer for sequence in sequences])
+    tokens, broken = next_tokens(logits, [sequence.answer for sequence in sequences])
     for index, (sequence, token, wrong) in enumerate(zip(sequences, tokens.tolist(), broken, strict=True)):
         if sequence.error is None and wrong:
             sequence.error = FloatingPointError(NOT_A_NUMBER)

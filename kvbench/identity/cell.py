@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from kvbench.identity.code_digest import code_digest
 from kvbench.identity.labels import Naming, flat
 from kvbench.inference.context import check_context
 from kvbench.inference.cuda_graph import can_record, check_graph
+from kvbench.inference.sampling import Sampling, check_samples
 from kvbench.models.cache_shapes import check_shape
 from kvbench.models.given import checkpoint_of
 from kvbench.models.loading import Checkpoint, GivenModel, ModelSpec, locate, pick_device
@@ -86,6 +87,8 @@ class Cell:
     rows: int | None = None  # at most so many in flight; 1: examples one by one; None: as many as memory allows
     changed: tuple[str, ...] = ()  # fields of the identity that are not as the presets have them
     shard: Shard | None = None  # of its examples only these; None: all of them
+    sampling: Sampling | None = None  # None: as the task says
+    samples: int = 1  # answers to each prompt; limit, shards and samples count answers
 
     @property
     def budget(self) -> int | float | None:
@@ -111,9 +114,16 @@ class Cell:
             "task": task,
             "compress": self.compress,
             "seed": self.seed,
-            "generation": {"decoding": "greedy", "max_prompt_tokens": self.checkpoint.spec.max_prompt_tokens},
+            "generation": {**self._decoding, "max_prompt_tokens": self.checkpoint.spec.max_prompt_tokens},
             "code": code_digest([*COMPUTES, *modules_of(policy), *modules_of(task)]),
         }
+
+    @property
+    def _decoding(self) -> dict[str, Any]:
+        """How tokens are chosen."""
+        if self.sampling is None or self.sampling.greedy:
+            return {"decoding": self.task.decoding if self.sampling is None else "greedy"}
+        return {"decoding": "sampled", **asdict(self.sampling), "samples": self.samples}
 
     @cached_property
     def run_id(self) -> str:
@@ -160,6 +170,7 @@ def build_cell(
     whole_number("seed", seed, 0, 2**32 - 1)  # what NumPy's streams take
     if limit is not None:
         whole_number("limit", limit, 1)
+    sampling, samples = _sampling(config)
     device = pick_device(str(config["device"]))
     policy = _policy(config, policy_name)
     compress, rows = config["compress"], config["engine"]["rows"]
@@ -186,7 +197,7 @@ def build_cell(
         checkpoint=checkpoint,
         device=device,
         seed=seed,
-        limit=limit,
+        limit=None if limit is None else limit * samples,
         out=out,
         cuda_graph=cuda_graph,
         allow_mixed=config["allow_mixed"],
@@ -194,6 +205,8 @@ def build_cell(
         compress=compress,
         rows=rows,
         changed=() if preset is None else changed_fields(config, preset),
+        sampling=sampling,
+        samples=samples,
     )
 
 
@@ -234,7 +247,7 @@ def _bare(config: Mapping[str, Any]) -> dict[str, Any]:
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Every field of the identity that a configuration sets, or leaves to its part's default, by its dotted name."""
     policy = spelled_out(scheduled(dict(config["policy"]), *(config[name] for name in SCHEDULE)))
-    generation = {"max_prompt_tokens": config["model"]["max_prompt_tokens"]}
+    generation = {**config["generation"], "max_prompt_tokens": config["model"]["max_prompt_tokens"]}
     return flat({"policy": policy, "task": spelled_out(config["task"]), "generation": generation})
 
 
@@ -282,6 +295,18 @@ def check_shapes(policy: Policy, config: PreTrainedConfig) -> None:
         return
     for heads, dim, _ in dict.fromkeys(kv_shapes(text)):
         policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
+
+
+def _sampling(config: Mapping[str, Any]) -> tuple[Sampling | None, int]:
+    """How tokens are drawn, None: as the task says; and how many answers each prompt gets."""
+    given = config["generation"]
+    if not isinstance(given, Mapping) or set(given) != {"temperature", "top_p", "top_k", "samples"}:
+        names = "temperature, top_p, top_k, samples"
+        raise ConfigError("generation", given, why=f"is not allowed, set its fields: {names}")
+    with refusing_in("generation", given):
+        found = Sampling(given["temperature"] or 0, given["top_p"], given["top_k"])
+        check_samples(found, given["samples"])
+    return None if given["temperature"] is None else found, given["samples"]
 
 
 def _cuda_graph(value: object, policy: Policy, device: torch.device) -> bool:

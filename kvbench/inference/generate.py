@@ -1,4 +1,4 @@
-"""Greedy generation through a policy's cache, with honest seconds and an audit at the end.
+"""Generation through a policy's cache, with honest seconds and an audit at the end.
 
 Shapes: B batch, T prompt columns (padding included), V vocabulary.
 """
@@ -19,6 +19,7 @@ from kvbench.inference.calls import next_logits
 from kvbench.inference.context import ContextCache, check_context, parted, take_question
 from kvbench.inference.cuda_graph import Recorder, check_graph
 from kvbench.inference.pre_pass import pre_pass, rate_next, read_prompt
+from kvbench.inference.sampling import Draws
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TextEncoder
 
@@ -52,14 +53,15 @@ def greedy(
     cuda_graph: bool = False,
     context_tokens: int | None = None,
     encoder: TextEncoder | None = None,
+    draws: Sequence[Draws] = (),
 ) -> Generation:
-    """Generate greedily for input_ids [B,T] (left-padded where attention_mask [B,T] is 0) under a policy.
+    """Generate for input_ids [B,T] (left-padded where attention_mask [B,T] is 0) under a policy.
 
     A sequence ends at an EOS id, where `stop` says so of its new tokens, or after max_new_tokens; it then stops
     growing, so that its cache and its output are those of a batch of one. No EOS is among its first min_new_tokens
     tokens. cuda_graph: decoding steps are replayed from a recording, while all sequences go on. context_tokens: the
     policy's prompt is so long; what follows of input_ids is a question, read as `take_question` does. encoder: for
-    policies with a pre-pass that is made of text.
+    policies with a pre-pass that is made of text. draws: what each sequence draws its tokens by; (): greedily.
 
     Raises BudgetError if the promise is broken, ValueError for an empty prompt or padding on the right, and where steps
     cannot be recorded or a context cannot be compressed by itself, FloatingPointError where the model's output is not a
@@ -80,7 +82,10 @@ def greedy(
     cache.expect(question.shape[1] + max_new_tokens - 1)  # the last one is never stored
     if isinstance(cache, ContextCache):
         logits = take_question(model, cache, question, logits)
-    answers = [Answer(eos_token_ids, stop, max_new_tokens, min_new_tokens) for _ in lengths]
+    answers = [
+        Answer(eos_token_ids, stop, max_new_tokens, min_new_tokens, draws[row] if draws else None)
+        for row in range(len(lengths))
+    ]
     step = choose(logits, answers)
     prefilled = now(model)
     positions = torch.tensor(lengths, device=input_ids.device)[:, None] + question.shape[1]

@@ -20,6 +20,7 @@ from kvbench.errors import UsageError
 from kvbench.inference.answer import Answer, choose
 from kvbench.inference.context import parted
 from kvbench.inference.generate import Generation, now
+from kvbench.inference.sampling import Draws
 from kvbench.policies.press import KVPress, ratio_for
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,9 @@ def press_greedy(
     stop: Callable[[list[int]], bool] | None = None,
     min_new_tokens: int = 0,
     context_tokens: int | None = None,
+    draws: Sequence[Draws] = (),
 ) -> Generation:
-    """Generate greedily for input_ids [1,T] as kvpress's pipeline does; arguments as for `greedy`.
+    """Generate for input_ids [1,T] as kvpress's pipeline does; arguments as for `greedy`.
 
     The press sees all of the prompt, or, with context_tokens, what stands before the question. Raises ValueError for
     more than one sequence, and with the press's own words where it cannot compress.
@@ -50,7 +52,7 @@ def press_greedy(
     with _told(policy):
         press = press_for(policy, prompt.shape[1])
     held = PressedCache()
-    answer = Answer(eos_token_ids, stop, max_new_tokens, min_new_tokens)
+    answer = Answer(eos_token_ids, stop, max_new_tokens, min_new_tokens, *draws)
     steps = 0
     with _attending(model, policy.attention):
         began = now(model)

@@ -37,6 +37,7 @@ class Prompt:
     target [M] int32: tokens to be scored as its continuation, where the example gives one. pairs: contexts to be
     compressed and continuations to be rated, where it gives those; ids is then the context of the longest.
     context_tokens: so many of ids are a context that is compressed by itself; None: the whole prompt is compressed.
+    sample: the number of the answer, from 0, where several are sampled; example.index then counts answers.
     """
 
     example: Example
@@ -45,11 +46,12 @@ class Prompt:
     target: Tensor | None = None
     pairs: tuple[Pair, ...] = ()
     context_tokens: int | None = None
+    sample: int | None = None
 
     @property
     def context_hash(self) -> str | None:
-        """The sha256 of the context's token ids: equal where prompts ask other questions about the same context."""
-        if self.context_tokens is None:
+        """The sha256 of what one reading serves: a context that others ask about too, a prompt answered repeatedly."""
+        if self.context_tokens is None and self.sample is None:
             return None
         return hashlib.sha256(self.ids[: self.context_tokens].numpy().tobytes()).hexdigest()
 

@@ -61,7 +61,7 @@ def _tasks(entries: Sequence[Result]) -> Iterable[tuple[str, ...]]:
     for members in settings.values():
         first = members[0]
         lengths = [s.prompt_tokens for s in max((e.samples for e in members), key=len)]
-        sizes, tokens = _range([len(e.samples) for e in members]), _range(lengths)
+        sizes, tokens = _range([e.n for e in members]), _range(lengths)
         yield first.task, first.model, sizes, tokens, str(first.identity["seed"]), str(len(members))
 
 

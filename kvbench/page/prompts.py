@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -80,7 +80,8 @@ def _made(run: Result, count: int) -> Iterator[tuple[str, Shown]]:
     maker = PromptMaker(tokenizer, task, *limits, compressed(run.identity))
     examples = task.examples(PlainTokenizer(tokenizer), config["seed"], config["limit"])
     text_of = _texts(tokenizer)
-    for sample, example in zip(run.samples, islice(examples, count), strict=False):
+    asked = [sample for sample in run.samples[:count] if not sample.sample]  # one for all answers to a prompt
+    for sample, example in zip(asked, examples, strict=False):
         prompt = maker.make(example)
         if prompt.hash != sample.prompt_hash:
             raise ValueError(f"example {sample.index} is another one now (the task's data or code changed since)")

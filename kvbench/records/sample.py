@@ -45,6 +45,8 @@ class Sample:
     read_tokens: [L][H_kv] tokens that the last decoded token's query read. read_bytes: their keys, values and
     positions, and the summaries it looked through, over all layers. Both are part of the line only where the policy has
     a reader and a token was decoded; elsewhere all that is held is read.
+    sample: the number of the answer among those to one prompt, from 0, whose lines follow each other; index then counts
+    answers (part of the line only where several are sampled).
     max_new_tokens: the most that the answer could have; lines of older versions do not say.
     evicted: share of its requests whose cache held fewer tokens than were read. measures: what else the benchmark's
     own aggregates are made of, by name (part of the line only where there is any).
@@ -88,6 +90,7 @@ class Sample:
     pre_pass_tokens: int | None = None
     read_tokens: list[list[int]] | None = None
     read_bytes: int | None = None
+    sample: int | None = None
 
     @property
     def shared(self) -> bool:

@@ -8,7 +8,7 @@ T tokens of a context, M of a continuation.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from os.path import expanduser
 from pathlib import Path
@@ -29,12 +29,13 @@ from kvbench.config.presets import make_policy
 from kvbench.config.tree import find, read
 from kvbench.inference.generate import greedy
 from kvbench.inference.rating import evicted, rated
+from kvbench.inference.sampling import Draws, Sampling
 from kvbench.models.loading import ModelSpec, load, locate, pick_device
 from kvbench.models.prompts import end_tokens, stop_test
 from kvbench.models.tokens import Encoder, Pair, encode, encode_pair, prefix_token
 from kvbench.policies.checks import whole_number
 from kvbench.policies.describe import describe
-from kvbench.tasks.lm_eval.chat import chat_text, refuse_sampling
+from kvbench.tasks.lm_eval.chat import chat_text, sampling_of
 from kvbench.terminal.errors import UsageError, refusing
 
 log = logging.getLogger(__name__)
@@ -100,21 +101,27 @@ class KVBenchLM(TemplateLM):
         return self._place
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The greedy answer to each context, cut at its stop strings. Raises ValueError where sampling is asked for."""
+        """The answer to each context, cut at its stop strings; sampled where its arguments ask for that.
+
+        A request that is repeated draws other numbers, or has the same greedy answer.
+        """
         answers: list[str] = []
-        before: tuple[Any, ...] | None = None
+        before: Instance | None = None
+        repeated = 0
         for request in tqdm(requests, desc="Running generate_until requests", disable=disable_tqdm):
-            if request.args != before:  # a request that is repeated has the same greedy answer
-                before = request.args
-                answers.append(self._generate(*request.args))
-            else:
+            repeated = repeated + 1 if before is not None and request.args == before.args else 0
+            sampling = sampling_of(dict(normalize_gen_kwargs(request.args[1])))
+            if repeated and sampling is None:
                 answers.append(answers[-1])
+            else:
+                drawn = [Draws(Sampling(**sampling), 0, request.doc_id or 0, repeated)] if sampling else []
+                answers.append(self._answer(*request.args, draws=drawn))
+            before = request
             self.cache_hook.add_partial("generate_until", request.args, answers[-1])
         return answers
 
-    def _generate(self, context: str, gen_kwargs: dict[str, Any]) -> str:
+    def _answer(self, context: str, gen_kwargs: dict[str, Any], *, draws: Sequence[Draws]) -> str:
         kwargs: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
-        refuse_sampling(kwargs)
         eos = self.tokenizer.decode([self.eot_token_id]) if self.tokenizer.eos_token_id is not None else None
         until = [stop for stop in handle_stop_sequences(kwargs["until"], eos) if stop]
         new = kwargs["max_gen_toks"]
@@ -131,6 +138,7 @@ class KVBenchLM(TemplateLM):
             eos_token_ids=end_tokens(self._model.generation_config, self.tokenizer, stops=until),
             stop=stop_test(self.tokenizer, until),
             encoder=Encoder(self.tokenizer),
+            draws=draws,
         )
         self._note(done.cache, len(ids))
         text = str(self.tokenizer.decode(done.tokens[0], skip_special_tokens=True))

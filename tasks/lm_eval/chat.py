@@ -1,4 +1,4 @@
-"""lm-eval's conversations in a chat template, and the generation arguments that greedy decoding honours."""
+"""lm-eval's conversations in a chat template, and what generation arguments ask for."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-HONOURED = ("until", "max_gen_toks", "do_sample", "temperature")
-WITHOUT_EFFECT = ("top_p", "top_k", "min_p")  # they choose among what is sampled
+HONOURED = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k")
 
 
 def chat_text(tokenizer: Any, turns: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:  # noqa: ANN401
@@ -33,13 +32,18 @@ def chat_text(tokenizer: Any, turns: Sequence[dict[str, str]], add_generation_pr
         return str(tokenizer.apply_chat_template(rest, **ways))
 
 
-def refuse_sampling(kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError where normalised generation arguments ask for anything but greedy decoding."""
-    if kwargs.get("do_sample"):
-        raise ValueError(
-            f"do_sample=true (temperature={kwargs.get('temperature')}) asks for sampling, and decoding is greedy here: "
-            f"set do_sample=false in gen_kwargs, which is another protocol, or choose another task"
-        )
-    others = sorted(set(kwargs) - {*HONOURED, *WITHOUT_EFFECT})
+def sampling_of(kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Temperature, top_p and top_k that normalised generation arguments sample with; None: they are greedy.
+
+    Raises ValueError for arguments that cannot be honoured.
+    """
+    sampled = bool(kwargs.get("do_sample"))
+    others = sorted(set(kwargs) - {*HONOURED, *([] if sampled else ["min_p"])})
     if others:
         raise ValueError(f"gen_kwargs {', '.join(others)} cannot be honoured, only {', '.join(HONOURED)} can")
+    if not sampled:
+        return None
+    found = {"temperature": 1.0, **{name: kwargs[name] for name in ("temperature", "top_p", "top_k") if name in kwargs}}
+    if found["temperature"] <= 0:
+        raise ValueError(f"do_sample=true needs a temperature above 0, got {found['temperature']}")
+    return found

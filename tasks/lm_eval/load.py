@@ -15,7 +15,7 @@ from jinja2.exceptions import TemplateError
 
 from kvbench.errors import ConfigError
 from kvbench.tasks.lm_eval import squad
-from kvbench.tasks.lm_eval.chat import refuse_sampling
+from kvbench.tasks.lm_eval.chat import sampling_of
 from kvbench.tasks.lm_eval.data import CODE_REFUSED, sources
 from kvbench.tasks.lm_eval.find import asked_splits, manager
 from kvbench.tasks.sandbox import run_program
@@ -87,9 +87,14 @@ def generation(task: LmTask) -> dict[str, Any]:
         return {}
     kwargs = dict(normalize_gen_kwargs(task.config.generation_kwargs))
     try:
-        refuse_sampling(kwargs)
+        kwargs["sampling"] = sampling_of(kwargs)
     except ValueError as error:
         raise ValueError(f"{task.config.task}: {error}") from error
+    if kwargs["sampling"] and task.config.repeats > 1:
+        raise ValueError(
+            f"{task.config.task} joins {task.config.repeats} sampled answers of a document in its filters (repeats), "
+            f"which `python -m kvbench.lm_eval` does: run it there"
+        )
     return kwargs
 
 

@@ -34,6 +34,7 @@ class LmEval(Task):
     """
 
     named_by: ClassVar[str | None] = "task"
+    decoding: ClassVar[str] = "as lm-eval's task says"
 
     task: str
     truncation: str = "left"
@@ -155,6 +156,7 @@ class LmEval(Task):
             question="" if rates else _question(task, document, requests[0].args[0]),
             max_new_tokens=0 if rates else generation(task)["max_gen_toks"],
             rated=tuple(request.args for request in requests) if rates else (),
+            sampling=None if rates else generation(task)["sampling"],
             metadata={
                 "benchmark": BENCHMARK,
                 "task": name,

@@ -98,7 +98,8 @@ def test_a_small_budget_bites_and_says_so(tiny_model: Path, full: KVBenchLM) -> 
 @pytest.mark.parametrize(
     ("kwargs", "sentence"),
     [
-        ({"do_sample": True, "temperature": 0.2}, r"do_sample=true \(temperature=0.2\) asks for sampling"),
+        ({"do_sample": True, "temperature": 0.0}, r"do_sample=true needs a temperature above 0, got 0.0"),
+        ({"do_sample": True, "min_p": 0.1}, "gen_kwargs min_p cannot be honoured"),
         ({"num_beams": 4}, "gen_kwargs num_beams cannot be honoured"),
         ({"max_gen_toks": 1024}, "max_gen_toks=1024 leaves no room for a prompt: max_length is 1024"),
     ],
@@ -107,6 +108,14 @@ def test_what_cannot_be_honoured_is_refused(full: KVBenchLM, kwargs: dict[str, A
     request = [Instance("generate_until", {}, (TEXT, {"until": ["\n"], **kwargs}), 0)]
     with pytest.raises(ValueError, match=sentence):
         full.generate_until(request, disable_tqdm=True)
+
+
+def test_repeated_requests_that_sample_draw_numbers_of_their_own_again_and_again_the_same(full: KVBenchLM) -> None:
+    how = {"until": [], "do_sample": True, "temperature": 1.5, "max_gen_toks": 8}
+    asked = [Instance("generate_until", {}, (TEXT, how), 0, metadata=("t", doc, 2)) for doc in (0, 0, 1)]
+    first = full.generate_until(asked, disable_tqdm=True)
+    assert len(set(first)) == 3
+    assert full.generate_until(asked, disable_tqdm=True) == first
 
 
 def test_chat_turns_are_rendered_by_the_model_s_template(full: KVBenchLM, monkeypatch: pytest.MonkeyPatch) -> None:

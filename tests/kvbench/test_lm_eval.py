@@ -126,6 +126,22 @@ def test_prompts_with_few_shot_examples_are_lm_eval_s(bench: Bench) -> None:
     assert other[0]["prompt_hash"] != first["prompt_hash"]
 
 
+def test_a_task_that_samples_is_sampled_as_it_says(bench: Bench) -> None:
+    def outputs(*arguments: str) -> list[str]:
+        samples = bench.run("gsm8k", "policy=full", "limit=2", "num_fewshot=0", *arguments)
+        return [sample["output"] for sample in samples]
+
+    sampled = "task.gen_kwargs={do_sample: true, temperature: 1.5, top_k: 40, max_gen_toks: 8}"
+    own = outputs(sampled)
+    assert read_result(bench.folder).identity["generation"]["decoding"] == "as lm-eval's task says"
+    greedy = outputs("task.gen_kwargs={max_gen_toks: 8}")
+    assert own != greedy
+    assert own == outputs(
+        "task.gen_kwargs={max_gen_toks: 8}", "generation.temperature=1.5", "generation.top_k=40"
+    )  # whoever asks
+    assert greedy == outputs(sampled, "generation.temperature=0")
+
+
 def test_few_shots_the_seed_and_lm_eval_s_version_are_part_of_the_identity(bench: Bench) -> None:
     bench.run("gsm8k", "policy=full", "limit=1", "num_fewshot=1", "task.gen_kwargs={max_gen_toks: 2}")
     run = read_result(bench.folder)
@@ -197,7 +213,7 @@ def test_data_that_is_nowhere_is_one_sentence_that_says_what_to_download(
          "out (task.fewshot_split=test)"),
         (["num_fewshot=-1"], "num_fewshot must be a whole number of at least 0, got -1"),
         (["task.gen_kwargs=8"], "gen_kwargs=8 is not allowed, write gen_kwargs={max_gen_toks: 512}"),
-        (["task.gen_kwargs={do_sample: true}"], "gsm8k: do_sample=true (temperature=0.0) asks for sampling"),
+        (["task.gen_kwargs={do_sample: true}"], "gsm8k: do_sample=true needs a temperature above 0, got 0.0"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_with_a_test_file_alone_is_refused(

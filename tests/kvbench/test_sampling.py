@@ -1,0 +1,174 @@
+"""Sampled answers: what they are drawn from, the same alone and in company, and what is told of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+import kvbench
+from kvbench.analysis.load import read_result
+from kvbench.analysis.metrics import metrics
+from kvbench.analysis.pairs import paired
+from kvbench.engine.run import run_cells
+from kvbench.errors import UsageError
+from kvbench.identity.cell import Cell
+from kvbench.inference.sampling import Draws, Sampling, drawn, filtered
+from kvbench.records.sample import Sample
+from kvbench.tools.diagnose import cells_of
+
+HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}
+SMALL = ("task=niah", "task.lengths=[300]", "task.depths=[0.0,0.5,1.0]", "task.repeats=2", "task.max_new_tokens=6")
+Build = Callable[..., list[Cell]]
+
+
+@pytest.fixture
+def cells(tiny_model: Path, tmp_path: Path) -> Build:
+    """Cells of the tiny model that sample three answers to each of two prompts."""
+
+    def build(policies: str, *fields: str, out: str = "runs", rows: int | None = None) -> list[Cell]:
+        given = [f"model={tiny_model}", f"policy={policies}", f"out={tmp_path / out}", "limit=2", *SMALL]
+        given += ["budget=40", "device=cpu", f"engine.rows={'null' if rows is None else rows}"]
+        return list(cells_of([*given, "generation.temperature=1.3", "generation.samples=3", *fields]))
+
+    return build
+
+
+def lines(cell: Cell) -> list[dict[str, Any]]:
+    """What a run wrote."""
+    return [json.loads(line) for line in (cell.folder / "samples.jsonl").read_text().splitlines()]
+
+
+def results(cell: Cell) -> list[dict[str, Any]]:
+    """What a run wrote, but for how it ran."""
+    return [{k: v for k, v in line.items() if k not in HOW} for line in lines(cell)]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"),
+    [(0.6, 0.95, 20), (1.0, 0.5, 0), (1.7, 1.0, 5), (0.3, 0.01, 0), (1.0, 0.999, 999), (2.0, 1.0, 0)],
+)
+def test_what_is_drawn_from_is_the_distribution_of_transformers_warpers(
+    temperature: float, top_p: float, top_k: int
+) -> None:
+    logits = 3 * torch.randn(4, 60, generator=torch.Generator().manual_seed(1))
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    theirs = warpers(torch.zeros(4, 1, dtype=torch.long), logits.clone())
+    assert torch.equal(filtered(logits, Sampling(temperature, top_p, top_k)), theirs)
+
+
+class Given(Draws):
+    """Numbers given beforehand."""
+
+    def __init__(self, sampling: Sampling, number: float) -> None:
+        super().__init__(sampling, 0, 0, 0)
+        self._number = number
+
+    def next(self) -> float:
+        """The one number."""
+        return self._number
+
+
+def test_a_token_is_drawn_where_the_sum_of_probabilities_passes_the_number() -> None:
+    logits = torch.tensor([0.1, 0.2, 0.0, 0.7]).log()
+    numbers = [0.0, 0.09, 0.11, 0.29, 0.31, 0.999999]
+    draws = [Given(Sampling(1.0), number) for number in numbers]
+    assert drawn(logits.expand(6, -1), draws).tolist() == [0, 0, 1, 1, 3, 3]
+    two = [Given(Sampling(1.0, top_k=2), number) for number in numbers]  # 0.2 and 0.7 are left: 2/9 and 7/9
+    assert drawn(logits.expand(6, -1), two).tolist() == [1, 1, 1, 3, 3, 3]
+
+
+def test_a_sequence_draws_the_same_alone_in_a_batch_and_after_a_kill(cells: Build) -> None:
+    batched, alone = cells("full,snapkv,tova"), cells("full,snapkv,tova", out="alone", rows=1)
+    for ending in run_cells([*batched, *alone]):
+        assert ending.error is None
+    assert [results(cell) for cell in batched] == [results(cell) for cell in alone]
+    written = lines(batched[0])
+    assert [(line["index"], line["sample"]) for line in written] == [(0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (5, 2)]
+    assert len({line["prompt_hash"] for line in written}) == 2
+    assert len({line["output"] for line in written}) == 6
+    assert {line["shared_prefill"] for line in written} == {9}, "one prefill for three answers under three policies"
+    file = alone[0].folder / "samples.jsonl"
+    before = file.read_bytes()
+    file.write_bytes(b"".join(before.splitlines(keepends=True)[:4])[:-30])
+    (alone[0].folder / "metrics.json").unlink()
+    run_cells(alone)
+    assert results(alone[0]) == results(batched[0])
+
+
+def test_the_seed_and_every_field_of_sampling_decide_what_is_drawn_and_the_run_s_name(cells: Build) -> None:
+    changed = ("seed=1", "generation.temperature=0.9", "generation.top_k=3", "generation.top_p=0.4")
+    runs = [cells("full", *fields)[0] for fields in ((), *((field,) for field in changed), ("generation.samples=2",))]
+    run_cells(runs)
+    assert len({run.run_id for run in runs}) == 6
+    assert len({json.dumps([line["output"] for line in lines(run)]) for run in runs}) == 6
+    first, *_, fewer = runs
+    assert [line["output"] for line in lines(fewer)] == [lines(first)[i]["output"] for i in (0, 1, 3, 4)]
+    assert read_result(first.folder).n == 2
+    told = read_result(first.folder).identity["generation"]
+    assert (told["decoding"], told["temperature"], told["samples"]) == ("sampled", 1.3, 3)
+
+
+def answer(index: int, sample: int, score: float) -> Sample:
+    return Sample(index, f"prompt {index // 3}", 9, [], score=score, sample=sample)
+
+
+def test_a_score_is_the_mean_over_answers_and_its_interval_is_over_prompts() -> None:
+    scores = [(1, 1, 0), (0, 0, 0), (1, 1, 1), (0, 1, 0)]
+    run = [answer(3 * i + j, j, score) for i, three in enumerate(scores) for j, score in enumerate(three)]
+    told = metrics(run)
+    assert told["n"] == 4
+    assert told["score"] == pytest.approx((2 / 3 + 0 + 1 + 1 / 3) / 4)
+    assert told["pass_at_k"] == 0.75
+    by_prompt = metrics([Sample(i, "p", 9, [], score=sum(three) / 3) for i, three in enumerate(scores)])
+    assert (told["score_low"], told["score_high"]) == (by_prompt["score_low"], by_prompt["score_high"])
+    assert by_prompt["pass_at_k"] is None
+    difference = paired(run, [answer(s.index, s.sample or 0, 1.0) for s in run])
+    assert difference is not None
+    assert (difference.difference.n, difference.difference.mean) == (4, pytest.approx(0.5))
+
+
+@pytest.mark.parametrize(
+    ("field", "sentence"),
+    [
+        ("generation.temperature=-1", "generation.temperature must be a number of at least 0, got -1"),
+        ("generation.top_p=0", "generation.top_p must be a number above 0 and at most 1, got 0"),
+        ("generation.top_p=1.5", "generation.top_p must be a number from 0 to 1, got 1.5"),
+        ("generation.top_k=2.5", "generation.top_k must be a whole number of at least 0, got 2.5"),
+        ("generation.samples=0", "generation.samples must be a whole number of at least 1, got 0"),
+        ("generation.temperature=0", "generation.samples=3 has no effect: decoding is greedy, set temperature"),
+    ],
+)
+def test_a_wrong_value_is_one_sentence(cells: Build, field: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        cells("full", field)
+    assert str(raised.value) == sentence
+
+
+def test_generate_draws_for_each_row_and_sample(tiny_model: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    prompts, policy = torch.arange(5, 45).view(2, 20), kvbench.make_policy("full")
+    how: dict[str, Any] = {"max_new_tokens": 5, "temperature": 1.3}
+    several = kvbench.generate(model, prompts, policy, samples=2, **how).tokens
+    assert len(set(map(tuple, several))) == 4
+    assert kvbench.generate(model, prompts[:1], policy, **how).tokens == several[:1]
+    assert kvbench.generate(model, prompts, policy, seed=1, samples=2, **how).tokens != several
+    greedy = kvbench.generate(model, prompts, policy, max_new_tokens=5)
+    assert kvbench.generate(model, prompts, policy, max_new_tokens=5, temperature=0).tokens == greedy.tokens
+    with pytest.raises(ValueError, match="samples=2 has no effect: decoding is greedy, set temperature"):
+        kvbench.generate(model, prompts, policy, samples=2)
