@@ -23,13 +23,15 @@ from kvbench.cache.caller import Caller, check_policy
 from kvbench.cache.device_batch import DeviceBatch, can_join
 from kvbench.cache.evict import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
-from kvbench.cache.hook import LayerCall, expect
+from kvbench.cache.hook import LayerCall, SharedCall, expect
 from kvbench.cache.interface import check_interface
 from kvbench.cache.layer import EmptyLayer, KVLayer
 from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer
 from kvbench.cache.saving import load, save
+from kvbench.cache.shared import SharedReads
+from kvbench.cache.state import LayerState
 from kvbench.cache.step import LayerStep, Projected
 from kvbench.cache.steps import BatchStep
 from kvbench.cache.uncompiled import uncompiled
@@ -93,6 +95,7 @@ class KVCache(Cache):
         self._batch: DeviceBatch | None = None  # see `on_device`
         self._evictions = Evictions()
         self._caller = Caller(self.config)
+        self._shared = SharedReads(self.layout)
         self._places = self.layout.places
         layers: list[Any] = [self._new_layer(index) for index in range(self.layout.layers)]
         self.attention_layers: list[KVLayer] = [layers[index] for index in self.layout.attention]
@@ -130,7 +133,16 @@ class KVCache(Cache):
         if self.layout.latent:  # the model expands them on the way, to keys and values of all heads
             expect(call)
             return key_states, value_states
+        if place in self.layout.owned:
+            call = SharedCall(call, partial(self._read, place, key_states.shape[2]))
         return call, call
+
+    def _read(self, owner: int, columns: int, queries: Tensor, params: AttentionParams) -> Tensor:
+        """Attention of a layer that reads another's keys and values, for the last queries of a call of `columns`."""
+        out = self._shared.attend(owner, columns, queries, params, dict(self._rows()))
+        if self._shared.all_read:
+            self._end_call()
+        return out
 
     def _called(self, index: int, keys: Tensor, values: Tensor, reader: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
         """What the attention function calls. reader: the module that attends; args: queries, mask, parameters."""
@@ -158,12 +170,13 @@ class KVCache(Cache):
         else:
             parts = [self._attend_isolated(group, index, new.rows(rows), params) for group, rows in self._rows()]
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if index == len(self.attention_layers) - 1:
+        if index == len(self.attention_layers) - 1 and not self.layout.owners:
             self._end_call()
         return out
 
     def _begin_call(self, new: Projected, mask: Tensor | None) -> None:
         self._evictions.end_call()  # of a model whose last layers hold no cache of their own
+        self._shared.begin()
         assert mask is None or len(self.groups) == 1, "sequences of several policies are never padded"
         if self._batch is not None:
             if new.queries.shape[2] == 1 and mask is None and self._batch.room > 0:
@@ -223,11 +236,17 @@ class KVCache(Cache):
         group.note_bytes(index)
         if policy.schedule.order == "attend_then_evict":
             out = attend(step, policy.needs)
-            self._evictions.add(group, layer, step)
+            self._shared.add(group, layer, step, new.values)
+            self._evict(group, layer, step)
             return out
         self._evictions.add(group, layer, step)
+        self._shared.add(group, layer, step, new.values)
         own = new.values if params.latents is None else params.latents.expand(new.keys, new.values)[1]
         return attend_to_survivors(step, own)
+
+    def _evict(self, group: PolicyGroup, layer: LayerState, step: LayerStep) -> None:
+        later = self._shared.holds_up(layer, step)
+        (self._evictions.add_later if later else self._evictions.add)(group, layer, step)
 
     def _attend_once(self, index: int, new: Projected, params: AttentionParams) -> Tensor:
         """A prompt that several policies read whole: attention is computed once, and what they observe too."""
@@ -248,9 +267,10 @@ class KVCache(Cache):
             return _nothing(new, params)
         reader = min(steps, key=_cost)
         out = attend(steps[reader], reader.policy.needs)
+        self._shared.add(reader, reader.layers[index], steps[reader], new.values)
         for group, step in steps.items():
             try:
-                self._evictions.add(group, group.layers[index], step)
+                self._evict(group, group.layers[index], step)
             except Exception as error:
                 group.fail(error)
         return out
@@ -278,10 +298,11 @@ class KVCache(Cache):
     def on_device(self, wanted: bool = True) -> DeviceBatch | None:
         """Take decoding steps of all groups that can at once, whose lengths then stand on the device, or end that.
 
-        None where no group can. What changes the groups ends it, as does a step for which a store has to grow.
+        None where no group can, and where layers read what others store, or latents. What changes the groups ends it,
+        as does a step for which a store has to grow.
         """
-        if wanted and self._batch is None:
-            groups = [group for group in self.groups if not self.layout.latent and can_join(group)]
+        if wanted and self._batch is None and not (self.layout.owners or self.layout.latent):
+            groups = [group for group in self.groups if can_join(group)]
             self._batch = DeviceBatch(groups) if groups else None
         elif not wanted and self._batch is not None:
             self._batch.close()

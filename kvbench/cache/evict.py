@@ -35,6 +35,7 @@ class Evictions:
     """The evictions of a cache, in the order in which they are due."""
 
     def __init__(self) -> None:
+        self._readers: list[tuple[PolicyGroup, LayerState, LayerStep]] = []
         self._end_of_call: list[Pending] = []
         self._pre_pass: list[Pending] = []
 
@@ -58,8 +59,18 @@ class Evictions:
             layer.limit_window(now)
         group.settle(layer.index, now.prompt_done)
 
+    def add_later(self, group: PolicyGroup, layer: LayerState, step: LayerStep) -> None:
+        """The same once other layers, which read what this one holds, are through too."""
+        self._readers.append((group, layer, step))
+
     def end_call(self) -> None:
         """The last layer is through: carry out what waited for it."""
+        read, self._readers = self._readers, []
+        for group, layer, step in read:
+            try:
+                self.add(group, layer, step)
+            except Exception as error:
+                group.fail(error)
         due, self._end_of_call = self._end_of_call, []
         evict(due)
         for layer, pending in {pending.layer: pending for pending in due}.items():

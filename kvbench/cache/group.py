@@ -94,9 +94,7 @@ class PolicyGroup:
         rows = [True] * self.size
         return all(layer.counts and tuple(layer.counts) == self.budgets.of(layer.index, rows) for layer in self.layers)
 
-    def take(
-        self, progress: Progress, budgets: Budgets, layers: list[LayerState], states: dict[str, Tensor]
-    ) -> None:
+    def take(self, progress: Progress, budgets: Budgets, layers: list[LayerState], states: dict[str, Tensor]) -> None:
         """Hold these sequences, which other groups held."""
         self.progress, self.budgets, self.layers = progress, budgets, layers
         for name, state in states.items():

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -55,11 +55,27 @@ class LayerCall(NotATensor):
         """The layer's attention output [B,H_q,M,D]. InterfaceError where another layer reads the same keys."""
         if self._done:
             raise InterfaceError(
-                f"the model reads the keys and values of layer {self.layer} in another layer too, while kvbench "
-                "evicts from each layer what that layer reads"
+                f"the model reads the keys and values of layer {self.layer} in another layer too, which its "
+                "configuration does not say (num_kv_shared_layers)"
             )
         self._done = True
         return self._attend(reader, queries, mask, how)
+
+
+class SharedCall(LayerCall):
+    """The same for a layer whose keys and values later layers read too: `read` takes their queries."""
+
+    def __init__(self, call: LayerCall, read: Callable[[Tensor, AttentionParams], Tensor]) -> None:
+        super().__init__(call.layer, call._attend)
+        self._read = read
+
+    def __call__(self, reader: nn.Module, queries: Tensor, mask: Tensor | None, how: AttentionParams) -> Tensor:
+        """Attention output [B,H_q,M,D] of the owner, which comes first, or of a reader, maybe of the last queries."""
+        return self._read(queries, how) if self._done else super().__call__(reader, queries, mask, how)
+
+    def to(self, *args: object, **kwargs: object) -> Self:
+        """Models hand it on to the device of a reader, whose queries go to that of the store instead."""
+        return self
 
 
 class _Expected(threading.local):
@@ -117,7 +133,9 @@ def kvbench_attention(
         _WINDOWS[module] = sliding_window
     if dropout:
         raise ValueError(f"{_name(module)} asks for attention dropout {dropout}: call model.eval() before generating")
-    if attention_mask is not None and attention_mask.dim() != 2:
+    if attention_mask is not None and attention_mask.shape[1::2] == (1, 1):  # as `kvbench_mask` makes it
+        attention_mask = attention_mask[:, 0, :, 0]
+    if attention_mask is not None and (attention_mask.dim() != 2 or attention_mask.dtype != torch.bool):
         raise ValueError("kvbench takes 2D padding masks [batch, tokens]; a 4D attention mask cannot follow evictions")
     sinks = None if s_aux is None else s_aux.detach()[None]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -202,7 +220,7 @@ def kvbench_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,  # noqa: ANN401
 ) -> Tensor | None:
-    """Which of the call's new tokens are real, bool [B,M]; None if all are. Causality is decided from stored positions.
+    """Which of the call's new tokens are real, bool [B,1,M,1]; None if all are. Causality is decided from positions.
 
     ValueError if the model changes the causal mask (bidirectional blocks, packed sequences, chosen tokens), or for
     prompts padded on the right, whose next token would follow padding.
@@ -226,7 +244,7 @@ def kvbench_mask(
             "attention_mask must mark padding on the left only, so that every prompt ends in the last column: "
             'tokenize with padding_side="left"'
         )
-    return None if bool(real.all()) else real
+    return None if bool(real.all()) else real[:, None, :, None]
 
 
 AttentionInterface.register(NAME, kvbench_attention)

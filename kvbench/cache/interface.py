@@ -56,6 +56,11 @@ def written_in(name: str) -> str:
 def _check_kinds(config: PreTrainedConfig, name: str) -> None:
     known = (*KINDS, *RECURRENT, *NOTHING)
     others = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind not in known})
+    if "indexed_attention" in others:
+        raise InterfaceError(
+            f"{name} has an indexer that chooses the tokens each query reads (indexed_attention), by keys of its own "
+            f"that kvbench does not hold; {INSTEAD}"
+        )
     if others:
         raise InterfaceError(f"{name} has layers of type {', '.join(others)}; kvbench knows {', '.join(known)}")
 
@@ -82,12 +87,6 @@ def _check_own_cache(config: PreTrainedConfig, name: str) -> None:
         raise InterfaceError(
             f"layers {', '.join(map(str, crossing))} of {name} attend to another input than the tokens of the text "
             f"(cross_attention_layers), so they hold none that could be evicted; {INSTEAD}"
-        )
-    sharing = getattr(config, "num_kv_shared_layers", None)
-    if sharing:
-        raise InterfaceError(
-            f"the last {sharing} layers of {name} read the keys and values of earlier layers (num_kv_shared_layers), "
-            f"while kvbench evicts from each layer what that layer reads; {INSTEAD}"
         )
     check_heads({heads for heads, _, _ in kv_shapes(config)}, name)
 

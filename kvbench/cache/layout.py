@@ -4,8 +4,9 @@ A policy, its budget and its statistics know only the layers with keys and value
 the attention layers of a cache. Everything that names a layer to a reader gives the model's index.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from transformers import PreTrainedConfig
 
@@ -36,6 +37,11 @@ class Layout:
     chunks: Mapping[int, int] = field(default_factory=dict)
     latent: bool = False
 
+    @cached_property
+    def owned(self) -> frozenset[int]:
+        """The places of attention layers that others read too."""
+        return frozenset(self.places[owner] for owner in self.owners.values())
+
     @property
     def places(self) -> dict[int, int]:
         """Where each attention layer stands among those of the cache, by its index in the model."""
@@ -46,11 +52,20 @@ def layout_of(config: PreTrainedConfig) -> Layout:
     """The layout of the model of a text configuration."""
     count = config.num_hidden_layers
     kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
-    attention = [index for index, kind in enumerate(kinds) if kind not in ("linear_attention", "conv", *NOTHING)]
+    owners = _owners(config, kinds)
+    without = ("linear_attention", "conv", *NOTHING)
+    attention = [index for index, kind in enumerate(kinds) if kind not in without and index not in owners]
     number = getattr(config, "number_of_conv_states", None) or 1
     states = {index: number for index, kind in enumerate(kinds) if kind in RECURRENT}
     latent = getattr(config, "kv_lora_rank", None) is not None
-    return Layout(count, tuple(attention), states, config.model_type not in BEGIN_ANEW, latent=latent)
+    return Layout(count, tuple(attention), states, config.model_type not in BEGIN_ANEW, owners, latent=latent)
+
+
+def _owners(config: PreTrainedConfig, kinds: Sequence[str]) -> dict[int, int]:
+    """The last layers read what the last one of their type before them stored (Gemma 3n, Gemma 4)."""
+    first = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    last = {kind: index for index, kind in enumerate(kinds[:first])}
+    return {index: last[kinds[index]] for index in range(first, len(kinds))}
 
 
 def attention_layers(config: PreTrainedConfig) -> int:

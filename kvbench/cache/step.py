@@ -4,6 +4,7 @@ Shapes: B batch, H_q query heads, H_kv KV heads, m tokens of a step, D head dim.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -68,6 +69,23 @@ class LayerStep:
         """The step of some of the sequences, which `store` holds."""
         now = self.now.of(rows)
         return LayerStep(self.queries[rows], now, self.params, store, self.fresh, self.observe, self.alone, rows=rows)
+
+    def read_by(self, queries: Tensor, params: AttentionParams) -> "LayerStep":
+        """The step as another layer reads it: queries [B,H_q,n,D] of its last n tokens, which the policy does not see."""
+        now, fresh = self.now, self.fresh
+        if queries.shape[2] < self.queries.shape[2]:
+            now, fresh = replace(now, positions=now.positions[:, -queries.shape[2] :]), False
+        parts = tuple(part.read_by(queries[part.rows], params) for part in self.parts)
+        return LayerStep(queries, now, params, self.store, fresh, None, self.alone, self.read, self.rows, parts)
+
+    def copied(self) -> "LayerStep":
+        """The step over a copy of what is held now, which no later step changes."""
+        held = self.store
+        contents = {"keys": held.keys, "values": held.values, "positions": held.positions}
+        if held.bias is not None:
+            contents["bias"] = held.bias
+        kept = DenseStore.of({name: x.clone() for name, x in contents.items()}, (), held.ascending)
+        return replace(self, store=kept, observe=None, parts=(), read=deepcopy(self.read))
 
     @property
     def attended(self) -> LayerStore:

@@ -234,7 +234,9 @@ class _PassCache(KVCache):
         stored = {name: x[here, :, :used] for name, x in stored.items()}
         both = {name: torch.cat([x, own[name]], dim=2) for name, x in stored.items()}
         over = DenseStore.of(both, (), store.ascending)
-        out = attend(LayerStep(new.queries, now, params, over, fresh=False), Needs())
+        looks = LayerStep(new.queries, now, params, over, fresh=False)
+        out = attend(looks, Needs())
+        self._shared.add(self.group, layer, looks, new.values)
         step = PassStep(
             layer=index,
             queries=new.queries,

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from importlib import resources
 from os.path import expanduser
 from pathlib import Path
@@ -13,18 +13,31 @@ import torch
 from kvbench.config.tree import find, names, read
 from kvbench.errors import ConfigError, whole_number
 
+LATENT = {"kv_lora_rank", "qk_rope_head_dim"}  # what shapes of layers with latents have beside
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """L layers of H_kv KV heads and H_q query heads with head dimension D; dtype of keys and values."""
+    """L layers of H_kv KV heads and H_q query heads with head dimension D; dtype of keys and values.
+
+    Layers of latents have one KV head, which stores kv_lora_rank and qk_rope_head_dim numbers of a token; D is then
+    that of queries. Elsewhere both are 0.
+    """
 
     layers: int
     query_heads: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    kv_lora_rank: int = 0
+    qk_rope_head_dim: int = 0
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """Numbers that a KV head stores of a token: of its key and its value, or of its latent and its rotated key."""
+        latents = self.kv_lora_rank, self.qk_rope_head_dim
+        return latents if self.kv_lora_rank else (self.head_dim, self.head_dim)
 
 
 def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
@@ -61,9 +74,9 @@ def _of_yaml(model: str, said: Mapping[str, Any]) -> CacheShape:
 
 
 def check_shape(shape: object) -> None:
-    """ValueError unless the field `shape` of a model has the four whole numbers that the size of a cache depends on."""
-    names = [f.name for f in fields(CacheShape) if f.name != "dtype"]
-    if not isinstance(shape, Mapping) or set(shape) != set(names):
+    """ValueError unless the field `shape` of a model has the whole numbers that the size of a cache depends on."""
+    names = [f.name for f in fields(CacheShape) if f.default is MISSING and f.name != "dtype"]
+    if not isinstance(shape, Mapping) or not set(names) <= set(shape) or set(shape) - set(names) not in (set(), LATENT):
         raise ConfigError("shape", shape, why=f"is not allowed, it must have {', '.join(names)}")
     for name, value in shape.items():
         whole_number(f"shape.{name}", value, 1)
@@ -80,5 +93,8 @@ def from_config(config: dict[str, Any]) -> CacheShape:
         "kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or config["hidden_size"] // max(heads, 1),  # 0 is refused below
     }
+    if config.get("kv_lora_rank"):
+        shape |= {name: config[name] for name in LATENT}
+        shape |= {"kv_heads": 1, "head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"]}
     check_shape(shape)
     return CacheShape(**shape, dtype=DTYPES[dtype])

@@ -1,0 +1,90 @@
+"""Layers that read the keys and values of an earlier layer, their owner: what it stored, until all of them have read.
+
+The owner's policy decides what is held, by its own attention; readers see what the owner's queries saw. So an owner
+evicts once its last reader is through; where a call holds several steps of the schedule, readers get a copy of what
+was held at each of them.
+
+Shapes: B batch, H_q query heads, M new tokens of a call, n of them that a reader computes, D head dim.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kvbench.cache.attention import attend, attend_to_survivors
+from kvbench.cache.group import PolicyGroup
+from kvbench.cache.layout import Layout
+from kvbench.cache.state import LayerState
+from kvbench.cache.step import LayerStep
+from kvbench.policies.needs import Needs
+from kvbench.policies.observation import AttentionParams
+
+
+class _Read(NamedTuple):
+    """A step of an owner, as its readers take it; values [B,H_kv,m,D]: of its tokens."""
+
+    group: PolicyGroup
+    step: LayerStep
+    values: Tensor
+
+    def attend(self, queries: Tensor, params: AttentionParams) -> Tensor:
+        step = self.step.read_by(queries, params)
+        if self.group.policy.schedule.order == "attend_then_evict":
+            return attend(step, Needs())
+        return attend_to_survivors(step, self.values[:, :, -queries.shape[2] :])
+
+
+class SharedReads:
+    """What owners stored in the call that is running."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._to_come = 0  # readers
+        self._reads: dict[int, list[_Read]] = {}
+
+    def begin(self) -> None:
+        """A call begins."""
+        self._to_come = len(self._layout.owners)
+        self._reads.clear()
+
+    @property
+    def all_read(self) -> bool:
+        """Whether every reader of the call is through."""
+        return self._to_come == 0
+
+    def holds_up(self, layer: LayerState, step: LayerStep) -> bool:
+        """Whether an eviction waits for readers: an owner's, and those of the layers behind it, which keep their order."""
+        owned = self._layout.owned
+        return bool(owned) and step.alone and layer.index >= min(owned)
+
+    def add(self, group: PolicyGroup, layer: LayerState, step: LayerStep, values: Tensor) -> None:
+        """A layer attends to what it holds; `values` are those of the step's tokens."""
+        if layer.index in self._layout.owned:
+            read = _Read(group, step if step.alone else step.copied(), values)
+            self._reads.setdefault(layer.index, []).append(read)
+
+    def attend(
+        self, owner: int, columns: int, queries: Tensor, params: AttentionParams, rows: Mapping[PolicyGroup, slice]
+    ) -> Tensor:
+        """Attention [B,H_q,n,D] of the last n of a call's `columns` over what an owner's queries saw.
+
+        rows: the sequences of each group.
+        """
+        reads = self._reads[owner]
+        self._to_come -= 1
+        if self.all_read:
+            self._reads = {}
+        here, skipped = queries.to(reads[0].values.device), columns - queries.shape[2]
+        out = here.new_zeros(*here.shape[:3], reads[0].values.shape[-1])
+        for read in reads:
+            if read.group.error is not None:
+                continue
+            begin, end = (max(0, edge - skipped) for edge in (read.step.now.columns.start, read.step.now.columns.stop))
+            if begin < end:
+                mine = out[rows[read.group], :, begin:end]
+                try:
+                    mine += read.attend(here[rows[read.group], :, begin:end], params)
+                except Exception as error:
+                    read.group.fail(error)
+        return out.to(queries.device)
