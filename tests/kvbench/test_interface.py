@@ -8,7 +8,7 @@ import pytest
 import torch
 from kv_models import MIXTURES, prompt, tiny_mixture
 from transformers import (
-    DeepseekV3Config,
+    DeepseekV32Config,
     DiffLlamaConfig,
     FalconH1Config,
     Gemma3nTextConfig,
@@ -58,7 +58,7 @@ def small(kind: type[PreTrainedConfig], **fields: object) -> Any:
             {"num_local_experts": 2},
             "layers of type chunked_attention; kvbench knows full_attention",
         ),
-        (DeepseekV3Config, {"n_routed_experts": 8}, "what its cache holds before attention sees it.*latent attention"),
+        (DeepseekV32Config, {"n_routed_experts": 8}, "^DeepseekV32ForCausalLM has an indexer that chooses the tokens"),
         (DiffLlamaConfig, {}, "what its cache holds before attention sees it .it asks for its 'chunk'"),
         (
             Gemma3nTextConfig,
