@@ -7,6 +7,7 @@ reads keys or values themselves (`Needs.keys`) scores every head, and their mean
 Shapes: B batch, H_q query heads, w queries of a window, T slots, D head dim.
 """
 
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cached_property
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from kvbench.kernels.attention_moments import Moments
 from kvbench.kernels.attention_rows import attention_rows, widen
 from kvbench.policies.needs import Needs
-from kvbench.policies.observation import Observation
+from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import ExtraPasses
 from kvbench.policies.press import KVPress
@@ -62,8 +63,9 @@ class LatentObservation(Observation):
     def group(self) -> int:
         return self.queries.shape[1]
 
-    def by_kv_head(self, scores: Tensor) -> Tensor:
-        return scores if scores.shape[1] == 1 else scores.mean(1, keepdim=True)
+    def scores(self, score: Callable[[Observation, State], Tensor], state: State, of_keys: bool) -> Tensor:
+        found = score(self.heads if of_keys else self, state)
+        return found if found.shape[1] == 1 else found.mean(1, keepdim=True)
 
     def window_attention(self, window: int) -> Tensor:
         return self.heads.window_attention(window).transpose(1, 2)

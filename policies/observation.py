@@ -21,7 +21,7 @@ from kvbench.kernels.softmax_blocks import FEW_QUERIES, Attended
 from kvbench.kernels.window_largest import window_largest
 from kvbench.kernels.window_statistics import MOST_QUERIES, entropy, variance, window_statistics
 from kvbench.policies.constants import on_device
-from kvbench.policies.model_layer import ModelLayer, Rotation
+from kvbench.policies.model_layer import Latents, ModelLayer, Rotation
 from kvbench.policies.ranking import protected
 
 Phase = Literal["prompt", "block", "decode"]
@@ -37,17 +37,6 @@ Known = dict[Hashable, Tensor]
 
 MOVED = "moved"
 """The statistic that says how many places a token's key was moved on, where a schedule rotates kept keys anew."""
-
-
-class Latents(NamedTuple):
-    """How stored latents become what attention reads.
-
-    expand: of latents [B,1,T,R] and rotated keys [B,1,T,D'], the keys [B,H_q,T,D] and values [B,H_q,T,V] of all heads.
-    value_dim: V.
-    """
-
-    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    value_dim: int
 
 
 class AttentionParams(NamedTuple):
@@ -122,14 +111,9 @@ class Observation:
         """[B,H_kv,T] bool: slots that hold a token."""
         return self.positions >= 0
 
-    @property
-    def heads(self) -> "Observation":
-        """The layer by the heads of `keys`, which are the KV heads but where they share one latent."""
-        return self
-
-    def by_kv_head(self, scores: Tensor) -> Tensor:
-        """Scores [B,H,T] of these heads as scores of those that keep tokens, [B,H_kv,T]."""
-        return scores
+    def scores(self, score: Callable[["Observation", State], Tensor], state: State, of_keys: bool) -> Tensor:
+        """What a scorer makes of the layer, [B,H_kv,T] float32; of_keys: it reads keys or values themselves."""
+        return score(self, state)
 
     def window_attention(self, window: int) -> Tensor:
         """Rows of the newest `window` queries (or fewer, if fewer were seen): [B,H_kv,G,window,T] float32.

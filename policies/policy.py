@@ -131,8 +131,7 @@ class Policy:
         stays = observation.protected(first, newest)
         spared = self.scorer.spares(observation, state, stays)
         stays = stays if spared is None else stays | spared
-        seen = observation.heads if self.scorer.needs.keys else observation
-        scores = observation.by_kv_head(self.scorer.score(seen, state))
+        scores = observation.scores(self.scorer.score, state, self.scorer.needs.keys)
         if self.needs.ties:
             scores = half_the_bits(scores)
         layer_wide = self.granularity == "layer"

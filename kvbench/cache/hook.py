@@ -13,7 +13,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from kvbench.cache import NAME
 from kvbench.cache.interface import KINDS, InterfaceError, NotATensor, check_interface
 from kvbench.cache.uncompiled import uncompiled
-from kvbench.policies.observation import AttentionParams, Latents
+from kvbench.policies.model_layer import Latents
+from kvbench.policies.observation import AttentionParams
 
 HARMLESS = {
     "position_ids",

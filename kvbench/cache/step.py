@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvbench.cache.steps import BatchStep
 from kvbench.policies.latents import LatentObservation
-from kvbench.policies.observation import AttentionParams, Known, Latents, Observation
+from kvbench.policies.model_layer import Latents
+from kvbench.policies.observation import AttentionParams, Known, Observation
 from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.store import LayerStore
 

@@ -23,7 +23,7 @@ from kvbench.errors import ConfigError, UsageError
 from kvbench.identity.code_digest import code_digest
 from kvbench.identity.labels import Naming, flat
 from kvbench.inference.context import check_context
-from kvbench.inference.cuda_graph import can_record, check_graph
+from kvbench.inference.cuda_graph import can_record, can_replay, check_graph
 from kvbench.inference.sampling import Sampling, check_samples
 from kvbench.models.cache_shapes import check_shape
 from kvbench.models.given import checkpoint_of
@@ -187,8 +187,8 @@ def build_cell(
     checkpoint = locate(spec, str(config["dtype"] or "null")) if given is None else checkpoint_of(given, spec)
     with refusing_in("policy", config["policy"]):
         check_shapes(policy, checkpoint.config)
-    if cuda_graph and layout_of(checkpoint.config.get_text_config(decoder=True)).latent:
-        cuda_graph = _no_graph(config["engine"]["cuda_graph"])
+    with refusing():
+        cuda_graph = cuda_graph and can_replay(checkpoint.config, asked=config["engine"]["cuda_graph"] is True)
     _flag("allow_mixed", config["allow_mixed"])
     return Cell(
         policy=policy,
@@ -318,16 +318,6 @@ def _cuda_graph(value: object, policy: Policy, device: torch.device) -> bool:
         with refusing():
             check_graph(policy, device)
     return value is True
-
-
-def _no_graph(value: object) -> bool:
-    """False, of a model whose decoding steps cannot be recorded; UsageError where that was asked for."""
-    if value is True:
-        raise UsageError(
-            "engine.cuda_graph=true replays steps over keys and values that lie in memory, and this model expands them "
-            "from latents in every step: use engine.cuda_graph=false"
-        )
-    return False
 
 
 def _flag(name: str, value: object, allowed: str = "true or false") -> None:

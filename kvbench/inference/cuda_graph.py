@@ -8,10 +8,12 @@ Shapes: B batch, V vocabulary.
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.device_batch import DeviceBatch, steps_alike
+from kvbench.cache.interface import name_of
+from kvbench.cache.layout import layout_of
 from kvbench.inference.calls import next_logits
 from kvbench.policies.policy import Policy
 
@@ -33,6 +35,17 @@ def check_graph(policy: Policy, device: torch.device) -> None:
             f"evict, and need nothing but the token; {policy.name} has no such steps: use engine.cuda_graph=false"
             f"{' or every=1' if policy.schedule.every > 1 else ''}"
         )
+
+
+def can_replay(config: PreTrainedConfig, asked: bool) -> bool:
+    """Whether steps of a model of this configuration can be replayed. ValueError where not, though it was asked for."""
+    latent = layout_of(config.get_text_config(decoder=True)).latent
+    if asked and latent:
+        raise ValueError(
+            f"engine.cuda_graph=true replays steps over stored keys and values, which {name_of(config)} expands from "
+            "latents in every step: use engine.cuda_graph=false"
+        )
+    return not latent
 
 
 class Recorder:

@@ -24,6 +24,7 @@ from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
 from kvbench.identity.cell import check_shapes
+from kvbench.inference.cuda_graph import can_replay
 from kvbench.inference.generate import greedy
 from kvbench.models.cache_shapes import from_config
 from kvbench.models.loading import Checkpoint, ModelSpec
@@ -340,6 +341,12 @@ def test_what_latents_cannot_be_held_by_is_refused_before_a_token_came(
         KVCache(tiny().config, policy)
     with pytest.raises(ValueError, match=why):
         check_shapes(policy, tiny().config)
+
+
+def test_a_recording_that_is_asked_for_is_refused_and_else_not_made() -> None:
+    with pytest.raises(ValueError, match="which DeepseekV3ForCausalLM expands from latents in every step"):
+        can_replay(tiny().config, asked=True)
+    assert not can_replay(tiny().config, asked=False)
 
 
 def test_passes_over_stored_keys_are_refused() -> None:
