@@ -47,7 +47,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _share(samples: Sequence[Sample]) -> float | None:
-    full = sum((s.full_cache_bytes or 0) + (s.full_position_bytes or 0) for s in samples)
+    full = sum((s.full_cache_bytes or 0) + (s.full_position_bytes or 0) + (s.state_bytes or 0) for s in samples)
     return sum(s.cache_bytes or 0 for s in samples) / full if full else None
 
 
@@ -77,9 +77,10 @@ class Numbers:
     )
     kept_tokens: float | None = number("held at the end, mean over examples, layers and KV heads", _mean_of(mean_kept))
     cache_bytes: float | None = number(
-        "held at the end: keys, values, positions, statistics, no spare bytes; mean per example"
+        "held at the end: keys, values, positions, statistics, states, no spare bytes; mean per example"
     )
     spare_bytes: float | None = number("reserved at the end but unused, beside cache_bytes; mean per example")
+    state_bytes: float | None = number("of recurrent layers' states, among cache_bytes; mean per example")
     peak_bytes: float | None = number("most ever held and spare together, mean per example")
     device_peak_bytes: float | None = number(
         "most memory allocated on the CUDA devices, weights included, mean per example", over="alone"
@@ -88,7 +89,9 @@ class Numbers:
     full_position_bytes: float | None = number(
         "positions of prompt and answer, which every cache here stores; mean per example"
     )
-    cache_share: float | None = number("cache_bytes over full_cache_bytes and full_position_bytes together", _share)
+    cache_share: float | None = number(
+        "cache_bytes over full_cache_bytes, full_position_bytes and state_bytes together", _share
+    )
     evicted_share: float | None = number(
         "share of the requests in which anything was evicted", _mean_of(lambda sample: sample.evicted)
     )

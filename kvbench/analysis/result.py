@@ -161,7 +161,7 @@ class Result(Numbers):
         if not self.quantises or self.cache_bytes is None or not self.full_cache_bytes:
             return None
         width = float("".join(filter(str.isdigit, self.identity["dtype"])))
-        return width * float(self.cache_bytes / self.full_cache_bytes)
+        return width * float((self.cache_bytes - (self.state_bytes or 0)) / self.full_cache_bytes)
 
     @property
     def ratio_to_16_bit(self) -> float | None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -30,11 +31,11 @@ def same(*parts: object) -> object:
 class PolicyGroup:
     """How far these sequences came, their budgets, and what every layer holds of them.
 
-    several_tokens: tokens after the prompt may come several at once. shared: what scorers of several layers tell each
-    other within a call. states: of recurrent layers, [B,...] by name. isolated: an error ends this group alone; error: then, what it was. peak_nbytes: the most bytes
-    held at any time; peaks: those of each sequence before it joined this group. on_change: called with a layer's index
-    whenever what it holds changed; on_evict: with a layer, its scores and what stays, bool [B,H_kv,T], before several
-    tokens are evicted.
+    several_tokens: tokens after the prompt may come several at once. shared: what scorers of several layers tell
+    each other within a call. states: of recurrent layers, [B,...] by name. isolated: an error ends this group
+    alone; error: then, what it was. peak_nbytes: the most bytes held at any time; peaks: those of each sequence
+    before it joined this group. on_change: called with a layer's index whenever what it holds changed; on_evict:
+    with a layer, its scores and what stays, bool [B,H_kv,T], before several tokens are evicted.
     """
 
     def __init__(
@@ -43,10 +44,11 @@ class PolicyGroup:
         policy: Policy,
         prompt_length: int | Sequence[int] | None,
         several_tokens: bool = False,
+        question: int | Sequence[int] | None = None,
     ) -> None:
         layers = attention_layers(config)
         self.policy = policy
-        self.progress = Progress(policy, prompt_length, several_tokens, uniform_length(config))
+        self.progress = Progress(policy, prompt_length, several_tokens, uniform_length(config), question)
         self.budgets = Budgets(policy, layers, self.progress)
         self.layers = [LayerState(policy, index) for index in range(layers)]
         self.shared: dict[str, Tensor] = {}
@@ -151,7 +153,7 @@ class PolicyGroup:
 
     def context(self, known: Known | None = None) -> Context:
         """What a layer needs to know for a step."""
-        return Context(self.budgets, self.progress.prompt, self.shared, known)
+        return Context(self.budgets, self.progress.prompt, self.progress.question, self.shared, known)
 
     def note_bytes(self, index: int) -> None:
         """Keep the running total and its peak true after layer `index` changed what it holds."""
@@ -168,10 +170,16 @@ class PolicyGroup:
         return sum(state.nbytes for state in self.states.values())
 
     def hold_state(self, name: str, state: Tensor) -> None:
-        """Hold the first state [B,...] of a recurrent layer, which stays as large as it is."""
+        """Hold another state [B,...] of a recurrent or chunked layer than before."""
+        before = self.states.get(name)
         self.states[name] = state
-        self._total_bytes += state.nbytes
+        self._total_bytes += state.nbytes - (0 if before is None else before.nbytes)
         self.peak_nbytes = max(self.peak_nbytes, self._total_bytes)
+
+    def free_state(self, name: str) -> None:
+        """Let a state be written to outside of inference mode, where it was made inside."""
+        if name in self.states and self.states[name].is_inference() and not torch.is_inference_mode_enabled():
+            self.states[name] = self.states[name].clone()
 
     def settle(self, index: int, prompt_done: bool) -> None:
         """A step of layer `index` is over: once every prompt is in, the store brings it into its final form."""

@@ -10,12 +10,14 @@ from functools import cached_property
 
 from transformers import PreTrainedConfig
 
+from kvbench.cache.rotary import beyond, uniform_length
+
 RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 """Types of layers with a convolutional or recurrent state; the hybrid ones keep keys and values too."""
 NOTHING = ("moe", "mlp")
 """Types of layers that keep nothing."""
 BEGIN_ANEW = ("jamba", "zamba")
-"""Models whose recurrences (the first Mamba's) transformers begins with an empty state at every call of several tokens."""
+"""Models whose recurrences (the first Mamba's) transformers begins anew at every call of several tokens."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Layout:
         """The places of attention layers that others read too."""
         return frozenset(self.places[owner] for owner in self.owners.values())
 
+    @cached_property
+    def attending(self) -> tuple[int, ...]:
+        """The layers with keys and values of their own, those with chunks included."""
+        return tuple(sorted((*self.attention, *self.chunks)))
+
     @property
     def places(self) -> dict[int, int]:
         """Where each attention layer stands among those of the cache, by its index in the model."""
@@ -53,12 +60,13 @@ def layout_of(config: PreTrainedConfig) -> Layout:
     count = config.num_hidden_layers
     kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
     owners = _owners(config, kinds)
-    without = ("linear_attention", "conv", *NOTHING)
+    chunks = {index: config.attention_chunk_size for index, kind in enumerate(kinds) if kind == "chunked_attention"}
+    without = ("linear_attention", "conv", "chunked_attention", *NOTHING)
     attention = [index for index, kind in enumerate(kinds) if kind not in without and index not in owners]
     number = getattr(config, "number_of_conv_states", None) or 1
     states = {index: number for index, kind in enumerate(kinds) if kind in RECURRENT}
     latent = getattr(config, "kv_lora_rank", None) is not None
-    return Layout(count, tuple(attention), states, config.model_type not in BEGIN_ANEW, owners, latent=latent)
+    return Layout(count, tuple(attention), states, config.model_type not in BEGIN_ANEW, owners, chunks, latent)
 
 
 def _owners(config: PreTrainedConfig, kinds: Sequence[str]) -> dict[int, int]:
@@ -66,6 +74,17 @@ def _owners(config: PreTrainedConfig, kinds: Sequence[str]) -> dict[int, int]:
     first = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
     last = {kind: index for index, kind in enumerate(kinds[:first])}
     return {index: last[kinds[index]] for index in range(first, len(kinds))}
+
+
+def continues(config: PreTrainedConfig) -> bool:
+    """Whether a call of several tokens goes on where the last one ended; see `Layout`."""
+    return layout_of(config.get_text_config(decoder=True)).continues
+
+
+def in_one_call(config: PreTrainedConfig, tokens: int) -> bool:
+    """Whether a prompt that ends after so many tokens has to come in one call: several would read it otherwise."""
+    text = config.get_text_config(decoder=True)
+    return not continues(text) or beyond(uniform_length(text), tokens)
 
 
 def attention_layers(config: PreTrainedConfig) -> int:

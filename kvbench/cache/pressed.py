@@ -29,6 +29,11 @@ class PressedCache(DynamicCache):
         return self.nbytes
 
     @property
+    def state_nbytes(self) -> int:
+        """Bytes of recurrent layers' states: models that have any are refused."""
+        return 0
+
+    @property
     def spare_nbytes(self) -> int:
         """Bytes reserved but unused."""
         return 0

@@ -14,24 +14,26 @@ from torch.nn import functional as F
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvbench.cache.group import PolicyGroup
-from kvbench.cache.interface import NoRollback
+from kvbench.cache.interface import InterfaceError, NoRollback
 from kvbench.cache.layer import KVLayer
+from kvbench.cache.layout import Layout
 
 
 class RecurrentLayer(NoRollback, LinearAttentionCacheLayerMixin):
     """The states of one layer, of all sequences, as transformers asks for them.
 
-    index: the layer's, in the model. number_of_states: convolutions (and recurrences) of the layer.
+    index: the layer's, in the model.
     """
 
     is_compileable = False
     is_croppable = False
     record_past = False
 
-    def __init__(self, groups: Sequence[PolicyGroup], index: int, number_of_states: int = 1) -> None:
+    def __init__(self, groups: Sequence[PolicyGroup], index: int, layout: Layout) -> None:
         self._groups = groups
         self._name = str(index)
-        self.number_of_states = number_of_states
+        self._continues = layout.continues
+        self.number_of_states = layout.states[index]
         self._shown: dict[str, tuple[Tensor, list[Tensor]]] = {}
 
     @property
@@ -61,6 +63,11 @@ class RecurrentLayer(NoRollback, LinearAttentionCacheLayerMixin):
     ) -> Tensor:
         """Take in the inputs [B,D,M] of new tokens; returns those that the convolution sees, older ones before them."""
         before = self._held(f"conv.{state_idx}")
+        if before is not None and conv_states.shape[-1] > 1 and not self._continues:
+            raise InterfaceError(
+                f"a call brings {conv_states.shape[-1]} tokens after others, but the model begins its recurrent layers "
+                "anew at every call of several tokens: a prompt has to come in one call, what follows token by token"
+            )
         size = (conv_kernel_size or conv_states.shape[-1]) if before is None else before.shape[-1]
         seen = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
         if seen.shape[-1] < size:
@@ -76,7 +83,9 @@ class RecurrentLayer(NoRollback, LinearAttentionCacheLayerMixin):
     def _held(self, state: str) -> Tensor | None:
         """A state of all sequences, None before the first token."""
         name = f"{self._name}.{state}"
-        parts = [held for group in self._groups if (held := group.states.get(name)) is not None]
+        for group in self._groups:
+            group.free_state(name)
+        parts = [group.states[name] for group in self._groups if name in group.states]
         if not parts:
             return None
         if len(parts) == 1:
@@ -106,8 +115,6 @@ class RecurrentLayer(NoRollback, LinearAttentionCacheLayerMixin):
 class RecurrentKVLayer(KVLayer, RecurrentLayer):
     """A layer with a recurrent state beside keys and values. place: among the layers with keys and values."""
 
-    lazy_initialization = KVLayer.lazy_initialization
-
-    def __init__(self, groups: Sequence[PolicyGroup], place: int, index: int, number_of_states: int = 1) -> None:
+    def __init__(self, groups: Sequence[PolicyGroup], place: int, index: int, layout: Layout) -> None:
         KVLayer.__init__(self, groups, place)
-        RecurrentLayer.__init__(self, groups, index, number_of_states)
+        RecurrentLayer.__init__(self, groups, index, layout)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from kvbench.cache.cache import BudgetError, KVCache, ScoreError
 from kvbench.cache.group import in_order
 from kvbench.cache.join import empty_like, join, pick
+from kvbench.cache.layout import continues
 from kvbench.cache.rotary import beyond, uniform_length
 from kvbench.engine.prefill import prefill_prompt
 from kvbench.engine.prefill_examples import prefill_examples
@@ -110,7 +111,7 @@ class DecodeBatch:
 
     def stands_beside(self, first: Request, second: Request) -> bool:
         """Whether two prompts may be read side by side: all of both is prompt, and rotated alike."""
-        whole = first.context_tokens is None and second.context_tokens is None
+        whole = first.context_tokens is None and second.context_tokens is None and continues(self._model.config)
         return whole and not any(map(self._stretches, (first, second)))
 
     def joins(self, first: Request, second: Request) -> bool:

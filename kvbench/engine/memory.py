@@ -99,9 +99,10 @@ class MemoryPlanner:
 
 
 def sequence_bytes(cell: Cell, prompt: Prompt) -> int:
-    """Bytes of the dense keys and values a policy keeps at the end of the longest answer to a prompt."""
+    """Bytes of the dense keys and values a policy keeps at the end of the longest answer to a prompt, and of states."""
     tokens = len(prompt.ids) + prompt.example.max_new_tokens
-    return ceil(cell.checkpoint.full_cache_bytes(tokens) * _kept_share(cell, prompt.length, tokens))
+    kept = ceil(cell.checkpoint.full_cache_bytes(tokens) * _kept_share(cell, prompt.length, tokens))
+    return kept + cell.checkpoint.state_bytes
 
 
 def _kept_share(cell: Cell, length: int, tokens: int) -> float:

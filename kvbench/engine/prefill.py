@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.join import fork, together
-from kvbench.cache.rotary import beyond, forget_lengths, uniform_length
+from kvbench.cache.layout import in_one_call
+from kvbench.cache.rotary import forget_lengths
 from kvbench.engine.sequence import LiveSequence, choose_next
 from kvbench.inference.calls import next_logits
 from kvbench.inference.context import ContextCache, check_context, take_question
 from kvbench.inference.pre_pass import pre_pass, read_prompt
-from kvbench.policies.pre_passes.pre_pass import PromptChoice, TextEncoder
+from kvbench.policies.pre_passes.pre_pass import BlockPasses, PromptChoice, TextEncoder
 
 TOKENS_AT_ONCE = 8192  # prompt tokens in one call, over all sequences that read their blocks side by side
 
@@ -29,22 +30,21 @@ def prefill_prompt(model: PreTrainedModel, questions: Sequence[Sequence[LiveSequ
     Those of a first question may have some blocks already (`kvbench.engine.prefill_examples`).
     """
     forget_lengths(model)
-    alike = uniform_length(model.config.get_text_config(decoder=True))
-    for some in _prefilled_together(questions[0], alike):
+    for some in _prefilled_together(model, questions[0]):
         places = [index for index, sequence in enumerate(questions[0]) if sequence in some]
         _prefill_questions(model, [[asked[index] for index in places] for asked in questions])
 
 
-def _prefilled_together(sequences: Sequence[LiveSequence], alike: int | None) -> Iterator[list[LiveSequence]]:
+def _prefilled_together(model: PreTrainedModel, sequences: Sequence[LiveSequence]) -> Iterator[list[LiveSequence]]:
     """The sequences that can read the prompt together: whole, or block by block, as many as a call may hold."""
     total = sequences[0].request.prompt.shape[1]
     whole, blocks, alone = [], dict[tuple[int, bool], list[LiveSequence]](), []
     for sequence in sequences:
         schedule = sequence.policy.schedule
         size = schedule.call_size(total)
-        if isinstance(sequence.policy.pre_pass, PromptChoice):
+        if isinstance(sequence.policy.pre_pass, PromptChoice | BlockPasses):
             alone.append(sequence)
-        elif size < total and not beyond(alike, total):
+        elif size < total and not in_one_call(model.config, total):
             blocks.setdefault((size, sequence.cache is None), []).append(sequence)
         elif schedule.order == "attend_then_evict" and len(schedule.steps(0, total, total)) == 1:
             whole.append(sequence)
@@ -100,13 +100,14 @@ def _ask(model: PreTrainedModel, sequences: Sequence[LiveSequence], logits: Tens
 
 def _open(model: PreTrainedModel, sequences: Sequence[LiveSequence]) -> Tensor:
     """A cache for each sequence, and the prompt [1,T] as they read it."""
-    ids, context = sequences[0].request.prompt, sequences[0].request.context_tokens
+    request = sequences[0].request
+    ids, context = request.prompt, request.context_tokens
     for sequence in (sequence for sequence in sequences if sequence.cache is None):
         try:
             if context is not None:
                 check_context(sequence.policy)
             kind = KVCache if context is None else ContextCache
-            ids, sequence.cache = read_prompt(model, ids, None, sequence.policy, kind)
+            ids, sequence.cache = read_prompt(model, ids, None, sequence.policy, kind, request.question)
             sequence.cache.group.isolated = True
         except ValueError as error:
             sequence.error = error
@@ -118,11 +119,7 @@ def _prefill(model: PreTrainedModel, sequences: Sequence[LiveSequence], ids: Ten
     caches = [sequence.cache for sequence in sequences if sequence.cache is not None]
     total = ids.shape[1]
     policy = caches[0].policy
-    size = (
-        total
-        if beyond(uniform_length(model.config.get_text_config(decoder=True)), total)
-        else policy.schedule.call_size(total)
-    )
+    size = total if in_one_call(model.config, total) else policy.schedule.call_size(total)
     batch = 1 if size >= total else len(sequences)
     begin = caches[0].seen
     whole, encoder = batch == 1, sequences[0].request.encoder
@@ -142,7 +139,7 @@ def prefill_blocks(
 
     share: they all read one sequence, [1,T] (`together`). encoder: for policies with a pre-pass that is made of text.
     """
-    cache = together(caches, share)
+    cache = together(caches, share and len(caches) > 1)  # what one cache alone reads may come in several steps
     logits = None
     for block in ids.split(size, dim=1):
         places = torch.arange(begin, begin + block.shape[1]).expand_as(block)

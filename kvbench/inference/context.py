@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.group import PolicyGroup
-from kvbench.cache.rotary import beyond, uniform_length
+from kvbench.cache.layout import in_one_call
 from kvbench.inference.pre_pass import rate_next
 from kvbench.policies.policy import Policy
 
@@ -32,6 +32,11 @@ def check_context(policy: Policy) -> None:
         raise ValueError(
             f"compress=context compresses before the question is read, but {policy.name} evicts only once a token "
             "after the prompt has attended to all of it (late=true): use compress=prompt"
+        )
+    if policy.needs.question:
+        raise ValueError(
+            f"{policy.name} compresses a context by the question behind it, which compress=context keeps from it: use "
+            "compress=prompt"
         )
 
 
@@ -69,8 +74,8 @@ def _call_size(group: PolicyGroup, cache: KVCache, tokens: int) -> int:
     """Tokens of a question that one call takes.
 
     One, where each must be rated before it is appended, where a store compresses between two calls, and where the model
-    would rotate all of a call by the length of the last.
+    would rotate all of a call by the length of the last, or begin its recurrent layers anew.
     """
-    policy, alike = group.policy, uniform_length(cache.config)
-    one = policy.rates or not policy.store.exact or beyond(alike, cache.seen + tokens)
+    policy = group.policy
+    one = policy.rates or not policy.store.exact or in_one_call(cache.config, cache.seen + tokens)
     return 1 if one else CALL

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvbench.cache.layout import layout_of
 from kvbench.cache.pressed import PressedCache
 from kvbench.errors import UsageError
 from kvbench.inference.answer import Answer, choose
@@ -46,6 +47,11 @@ def press_greedy(
     """
     if len(input_ids) != 1:
         raise ValueError(f"{policy.name} compresses one sequence at a time, got {len(input_ids)}")
+    if layout_of(model.config.get_text_config(decoder=True)).states:
+        raise UsageError(
+            f"{policy.name} of kvpress compresses models whose layers all keep keys and values, and "
+            f"{type(model).__name__} has recurrent ones: use a policy of kvbench's own"
+        )
     prompt, question = input_ids, input_ids[:, :0]
     if context_tokens is not None:
         prompt, question = parted(input_ids, None, context_tokens)

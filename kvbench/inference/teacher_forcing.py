@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
-from kvbench.cache.rotary import beyond, uniform_length
+from kvbench.cache.layout import continues, in_one_call
 from kvbench.inference.answer import NOT_A_NUMBER
 from kvbench.inference.generate import now, padding, prefill
 from kvbench.inference.logits import LOGITS_AT_ONCE, surprisal
@@ -120,8 +120,8 @@ def continuation_scores(
     prefilled = now(model)
     last = continuation.shape[1] - 1
     size = min(_call_size(model, policy), block or CALL)
-    if beyond(uniform_length(model.config.get_text_config(decoder=True)), prompt.shape[1] + last):
-        size = 1  # a call of several would rotate them all by the length of the last
+    if in_one_call(model.config, prompt.shape[1] + last):
+        size = 1  # a call of several would rotate them all by the length of the last, or begin anew
     for start in range(0, last, size):
         end = min(start + size, last)
         rate_next(cache, logits[-1:], continuation[:, start:end])
@@ -209,9 +209,10 @@ def in_blocks(policy: Policy, block: int) -> Policy:
 def _call_size(model: PreTrainedModel, policy: Policy, block: int = 1) -> int:
     """Tokens a call of the model takes: whole blocks, where more than one fits.
 
-    One, where the next token must be known first (surprisal), or where a store compresses between two calls.
+    One, where the next token must be known first (surprisal), where a store compresses between two calls, and where the
+    model would begin its recurrent layers anew.
     """
-    if policy.rates or not policy.store.exact:
+    if policy.rates or not policy.store.exact or not continues(model.config):
         return 1
     vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
     most = max(1, min(CALL, LOGITS_AT_ONCE // vocabulary))

@@ -30,7 +30,7 @@ from transformers import (
 from kvbench.cache.hook import prepare
 from kvbench.cache.interface import kv_shapes
 from kvbench.cache.layout import layout_of
-from kvbench.models.trial import try_out
+from kvbench.models.trial import state_bytes, try_out
 from kvbench.terminal.errors import UsageError, refusing
 
 DEVICE_MAPS = (None, "auto", "balanced", "balanced_low_0", "sequential")
@@ -93,6 +93,11 @@ class Checkpoint:
     def full_position_bytes(self, tokens: int) -> int:
         """Bytes of the positions of these tokens: 4 for each token of each KV head, as every policy stores them."""
         return 4 * sum(heads * held for heads, _, held in self._full(tokens))
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of the states of recurrent layers, of each sequence."""
+        return state_bytes(self.config, self.dtype)
 
     def _full(self, tokens: int) -> list[tuple[int, int, int]]:
         """(KV heads, numbers a head stores of a token, tokens held) of every layer of transformers' own cache."""

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvbench.cache import NAME
 from kvbench.cache.cache import KVCache
 from kvbench.cache.interface import INSTEAD, InterfaceError, check_interface, model_class_of, written_in
+from kvbench.cache.layout import layout_of
 from kvbench.config.presets import make_policy
 
 TOKENS = 3
@@ -21,7 +22,7 @@ def try_out(config: PreTrainedConfig) -> None:
     """InterfaceError where a model of this configuration does what kvbench cannot follow; no weights are needed.
 
     The call runs on the meta device, where there are shapes and no numbers: it may end early where a model looks at
-    numbers (some routing of experts does), after its first attention. What follows is checked when it really runs.
+    numbers, after its first attention. What follows is checked when it really runs.
     """
     check_interface(config.get_text_config(decoder=True))
     model = _without_weights(config)
@@ -31,11 +32,24 @@ def try_out(config: PreTrainedConfig) -> None:
     if _finishes(model, cache):
         layers = zip(cache.layout.attention, cache.attention_layers, strict=True)
         without = [str(index) for index, layer in layers if not layer.is_initialized]
+        without += [str(index) for index in cache.layout.states if not cache.has_previous_state(index)]
         if without:
             raise InterfaceError(
                 f"layers {', '.join(without)} of {type(model).__name__} keep nothing in the cache, so kvbench could "
                 f"not make them smaller; {INSTEAD}"
             )
+
+
+def state_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes that the states of a model's recurrent layers take for each sequence."""
+    if not layout_of(config.get_text_config(decoder=True)).states:
+        return 0
+    model = _without_weights(config, dtype)
+    if model is None:
+        return 0
+    cache = KVCache(model.config, make_policy("full"), prompt_length=TOKENS)
+    _finishes(model, cache)
+    return cache.state_nbytes
 
 
 def count_parameters(config: PreTrainedConfig) -> int | None:
@@ -44,7 +58,7 @@ def count_parameters(config: PreTrainedConfig) -> int | None:
     return None if model is None else int(model.num_parameters())
 
 
-def _without_weights(config: PreTrainedConfig) -> PreTrainedModel | None:
+def _without_weights(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel | None:
     """The model as its code builds it, every weight a shape; None for code of its own, run only when it is loaded."""
     model_class: Any = model_class_of(config)
     if model_class is None:
@@ -53,8 +67,10 @@ def _without_weights(config: PreTrainedConfig) -> PreTrainedModel | None:
     own = text if model_class.config_class is type(text) else config
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = model_class._from_config(deepcopy(own), attn_implementation=NAME)
+            model: PreTrainedModel = model_class._from_config(deepcopy(own), attn_implementation=NAME, dtype=dtype)
             model.eval()
+            if model._can_set_experts_implementation():
+                model.set_experts_implementation("batched_mm")  # which asks for no numbers
             return model
     except KeyError as error:
         if error.args == (NAME,):  # it chooses from attentions of its own

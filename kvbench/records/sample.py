@@ -47,6 +47,7 @@ class Sample:
     a reader and a token was decoded; elsewhere all that is held is read.
     sample: the number of the answer among those to one prompt, from 0, whose lines follow each other; index then counts
     answers (part of the line only where several are sampled).
+    state_bytes: of recurrent layers' states, among cache_bytes (part of the line only where there are any).
     max_new_tokens: the most that the answer could have; lines of older versions do not say.
     evicted: share of its requests whose cache held fewer tokens than were read. measures: what else the benchmark's
     own aggregates are made of, by name (part of the line only where there is any).
@@ -90,6 +91,7 @@ class Sample:
     pre_pass_tokens: int | None = None
     read_tokens: list[list[int]] | None = None
     read_bytes: int | None = None
+    state_bytes: int | None = None
     sample: int | None = None
 
     @property

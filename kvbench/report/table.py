@@ -158,6 +158,7 @@ def _numbers(rows: Sequence[Result]) -> Iterator[_Number]:
     yield from _BYTES[:1]
     yield from _READS[1:] if chooses else []
     yield from _BYTES[1:]
+    yield from _STATES if any(row.state_bytes is not None for row in rows) else []
     yield from _DEVICE if any(row.device_peak_bytes is not None for row in rows) else []
     yield from _PASSED if any(row.pre_pass_tokens is not None for row in rows) else []
     yield from _CODED if any(row.quantises for row in rows) else []
@@ -289,6 +290,7 @@ _BYTES = [
     _number("spare MiB", "spare_bytes", ".3f", scale=2**-20),
     _number("peak MiB", "peak_bytes", ".3f", scale=2**-20),
 ]
+_STATES = [_number("state MiB", "state_bytes", ".3f", scale=2**-20)]
 _DEVICE = [_number("device peak MiB", "device_peak_bytes", ".0f", scale=2**-20)]
 _READS = [
     _read("read/KV head", "read_tokens", "kept_tokens", ".1f"),

@@ -10,16 +10,16 @@ from kv_models import MIXTURES, prompt, tiny_mixture
 from transformers import (
     DeepseekV32Config,
     DiffLlamaConfig,
-    FalconH1Config,
     Gemma3nTextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
-    GraniteMoeHybridConfig,
-    Lfm2Config,
     Llama4TextConfig,
+    MambaConfig,
+    MiniMaxConfig,
     PhimoeConfig,
     PreTrainedConfig,
     RecurrentGemmaConfig,
+    RwkvConfig,
     StableLmConfig,
 )
 
@@ -41,18 +41,10 @@ def small(kind: type[PreTrainedConfig], **fields: object) -> Any:
 @pytest.mark.parametrize(
     ("kind", "fields", "sentence"),
     [
-        (RecurrentGemmaConfig, {}, "^RecurrentGemmaForCausalLM has recurrent "),
-        (
-            FalconH1Config,
-            {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
-            r"recurrent .* layers \(hybrid\)",
-        ),
-        (
-            GraniteMoeHybridConfig,
-            {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 4},
-            r"has recurrent or convolutional layers \((mamba|linear_attention)\), whose state is not made of tokens",
-        ),
-        (Lfm2Config, {"layer_types": ["conv", "full_attention"] * 2}, r"recurrent or convolutional layers \(conv\)"),
+        (RecurrentGemmaConfig, {}, "^RecurrentGemmaForCausalLM has recurrent layers, and keeps their states elsewhere"),
+        (MiniMaxConfig, {}, "^MiniMaxForCausalLM has recurrent layers, and keeps their states elsewhere"),
+        (RwkvConfig, {}, "^RwkvForCausalLM has recurrent layers, and keeps their states elsewhere"),
+        (MambaConfig, {}, "^MambaForCausalLM has recurrent layers alone"),
         (
             Llama4TextConfig,
             {"num_local_experts": 2},
@@ -60,11 +52,6 @@ def small(kind: type[PreTrainedConfig], **fields: object) -> Any:
         ),
         (DeepseekV32Config, {"n_routed_experts": 8}, "^DeepseekV32ForCausalLM has an indexer that chooses the tokens"),
         (DiffLlamaConfig, {}, "what its cache holds before attention sees it .it asks for its 'chunk'"),
-        (
-            Gemma3nTextConfig,
-            {"layer_types": MIXED, "num_kv_shared_layers": 2, "intermediate_size": 32},
-            "^the last 2 layers of Gemma3nForCausalLM read the keys and values of earlier layers",
-        ),
         (
             Gemma4TextConfig,
             {"layer_types": MIXED, "num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
@@ -86,6 +73,7 @@ def test_what_kvbench_cannot_follow_is_refused_without_weights(
     [
         (StableLmConfig, {}),  # its class lacks the flag, its attention goes through the interface
         (Gemma4TextConfig, {"layer_types": MIXED}),
+        (Gemma3nTextConfig, {"layer_types": MIXED, "num_kv_shared_layers": 2, "intermediate_size": 32}),
     ],
 )
 def test_what_kvbench_can_follow_passes_the_trial(kind: type[PreTrainedConfig], fields: dict[str, Any]) -> None:

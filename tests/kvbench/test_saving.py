@@ -106,7 +106,7 @@ def assert_goes_on(policy: Policy, running: PreTrainedModel, path: Path) -> None
     """Saved after the prompt, and again after some decoding; then a later prompt, where the policy takes one."""
     ids = torch.tensor([prompt(PROMPT + 3 * ANSWER + TURN)])
     first, answer, turn, more, rest = ids.split([PROMPT, ANSWER, TURN, ANSWER, ANSWER], dim=1)
-    held = KVCache(running.config, policy, prompt_length=PROMPT)
+    held = KVCache(running.config, policy, PROMPT, question=PROMPT - ANSWER)
     prefill(running, first, None, held, CodePoints())
     loaded = copied(held, path)
     assert_same(held, loaded)
@@ -115,7 +115,7 @@ def assert_goes_on(policy: Policy, running: PreTrainedModel, path: Path) -> None
     assert_same(held, loaded)
     if not policy.evicts or policy.store.reopens:
         for one in (held, loaded):
-            one.next_prompt(TURN)
+            one.next_prompt(TURN, question=TURN - ANSWER)
         assert torch.equal(*(prefill(running, turn, None, one, CodePoints()) for one in (held, loaded)))
         assert_same(held, loaded)
     assert torch.equal(decoded(held, running, more), decoded(loaded, running, more))
@@ -248,7 +248,7 @@ Block ChannelCodes Column DenseStore Exact Gear GearLayerStore GroupedLayerStore
 OttLayerStore PageReads PerSequenceStores Pools Quantiser Queue RaggedStore RecentQueries Segments Sparse TokenCodes
 UngroupedLayerStore ZipCache ZipCacheLayerStore budgets layers progress sequences
 """
-FIELDS = "ee73ea582a2b4c1b"  # of these classes, the ones that files of this format hold, and the names of their fields
+FIELDS = "0badab0f6f5c0750"  # of these classes, the ones that files of this format hold, and the names of their fields
 
 
 def told_fields(told: Any, found: dict[str, set[str]]) -> None:
@@ -276,7 +276,7 @@ def test_fields_that_change_raise_the_format(importance: Path, tmp_path: Path) -
     ours = {cls.__name__ for cls in saved_classes() if cls.__module__.startswith("kvbench.")}
     assert found.keys() >= ours, "a class that may be saved is in none of these caches"
     listed = "\n".join(f"{name}: {' '.join(sorted(found[name]))}" for name in CLASSES.split())
-    assert (saving.FORMAT, hashlib.sha256(listed.encode()).hexdigest()[:16]) == (8, FIELDS), listed
+    assert (saving.FORMAT, hashlib.sha256(listed.encode()).hexdigest()[:16]) == (9, FIELDS), listed
 
 
 # refusals
@@ -325,7 +325,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-100]), r"cache is damaged, or no file of KVCache"),
     "other tensors": (lambda path: save_file({"x": torch.ones(2)}, path), r"none that KVCache\.save wrote"),
     "no header": (lambda path: save_file({}, path, {"kvbench": "{}"}), r"its header does not say.*'format'"),
-    "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 8"),
+    "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 9"),
     "a class of nobody": (
         edited(lambda header: header["state"]["layers.0"]["_store"].update({"class": "os.system"})),
         r"its header does not say what a cache holds \(KeyError\('os.system'\)\)",

@@ -31,7 +31,7 @@ def verdict(script: ModuleType, name: str) -> tuple[str, str]:
     ("family", "reason"),
     [
         ("bloom", "its attention is written into the model"),
-        ("mamba", "recurrent"),
+        ("mamba", "recurrent layers alone"),
         ("deepseek_v2", "what its cache holds before attention"),
         ("gemma3n_text", "the keys and values of earlier layers"),
         ("phimoe", "stands in the mask alone"),

@@ -1,13 +1,19 @@
-"""A model running through the slow oracle: its attention function receives new keys only, the oracle keeps the rest."""
+"""A model running through the slow oracle, which keeps the keys and values of all earlier calls itself.
 
-from collections.abc import Iterator, Sequence
+States of recurrent layers are transformers' own: of its cache nothing else is read.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from kv_layers import SlowLayers
 from kv_oracle import Glance, Rules, SlowSequence, Trace
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
+
+ATTENTION = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
 
 _running: list[Any] = []  # the sequence that attends, here and in the oracles of single papers
 
@@ -29,9 +35,17 @@ def _attention(
     layer = module.layer_idx
     assert isinstance(layer, int)
     glance = Glance(scaling, kwargs.get("softcap"), kwargs.get("sliding_window"))
-    q, k, v = (t[0].double().numpy() for t in (query, key, value))
-    out = _running[-1].attend(layer, q, k, v, glance)
+    new = query.shape[2]
+    q, k, v = (t[0, :, -new:].double().numpy() for t in (query, key, value))
+    place = layer if isinstance(_running[-1], SlowLayers) else _places(module.config).get(layer, layer)
+    out = _running[-1].attend(place, q, k, v, glance)
     return torch.from_numpy(out).to(query.dtype).transpose(0, 1)[None], None
+
+
+def _places(config: PreTrainedConfig) -> dict[int, int]:
+    """Where the layers with attention stand among themselves, of a model that says which these are."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return {layer: place for place, layer in enumerate(i for i, kind in enumerate(kinds) if kind in ATTENTION)}
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
@@ -56,33 +70,54 @@ def attending(model: PreTrainedModel, sequence: Any) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def simulate(model: PreTrainedModel, prompt: Sequence[int], new_tokens: int, rules: Rules) -> Trace:
-    """Prefill the prompt and generate greedily under `rules`."""
+def simulate(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    new_tokens: int,
+    rules: Rules,
+    owners: Mapping[int, int] | None = None,
+    chunks: Mapping[int, int] | None = None,
+) -> Trace:
+    """Prefill the prompt and generate greedily under `rules`; owners, chunks: see `SlowLayers`."""
     config = model.config
     kv_heads = config.num_key_value_heads
     group = config.num_attention_heads // kv_heads
-    sequence = SlowSequence(rules, config.num_hidden_layers, kv_heads, group, len(prompt))
+    layers = len(_places(config)) or config.num_hidden_layers
+    sequence = SlowSequence(rules, layers, kv_heads, group, len(prompt))
+    states = DynamicCache(config=config) if layers < config.num_hidden_layers else None
+    if owners or chunks:
+        layers, states = config.num_hidden_layers, None
+        sequence = SlowLayers(rules, layers, kv_heads, group, len(prompt), owners or {}, chunks or {})
     with attending(model, sequence):
-        generate(model, list(prompt), new_tokens, sequence)
+        generate(model, list(prompt), new_tokens, sequence, states)
     return sequence.trace
 
 
-def generate(model: PreTrainedModel, prompt: list[int], new_tokens: int, sequence: SlowSequence) -> None:
+def generate(
+    model: PreTrainedModel,
+    prompt: list[int],
+    new_tokens: int,
+    sequence: SlowSequence,
+    states: DynamicCache | None = None,
+) -> None:
     size = sequence.rules.block or len(prompt)
     token = 0
     for start in range(0, len(prompt), size):
-        token = _forward(model, prompt[start : start + size], sequence)
+        token = _forward(model, prompt[start : start + size], sequence, states)
     sequence.trace.tokens.append(token)
     sequence.may_evict = sequence.rules.decode == "evict"
     while len(sequence.trace.tokens) < new_tokens:
-        token = _forward(model, [token], sequence)
+        token = _forward(model, [token], sequence, states)
         sequence.trace.tokens.append(token)
 
 
-def _forward(model: PreTrainedModel, tokens: list[int], sequence: SlowSequence) -> int:
+def _forward(
+    model: PreTrainedModel, tokens: list[int], sequence: SlowSequence, states: DynamicCache | None = None
+) -> int:
     """Run one block; returns the most likely next token."""
     sequence.begin(len(tokens))
     positions = torch.arange(sequence.seen, sequence.seen_after)[None]
-    logits = model(input_ids=torch.tensor([tokens]), position_ids=positions, use_cache=False).logits
+    ids, kept = torch.tensor([tokens]), {"past_key_values": states} if states is not None else {"use_cache": False}
+    logits = model(input_ids=ids, position_ids=positions, **kept).logits
     sequence.end()
     return int(logits[0, -1].argmax())

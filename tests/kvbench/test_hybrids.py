@@ -1,0 +1,359 @@
+"""Hybrids: attention layers are under the policy, the states of recurrent layers go along with their sequences."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kv_hybrids import HYBRIDS, tiny_hybrid
+from kv_models import CodePoints, generated, left_padded, prompt
+from kv_oracle import Rules
+from kv_runs import kept_now, policy_for
+from kv_simulate import simulate
+from op_tape import Tape, record
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvbench import KVCache, make_policy
+from kvbench.analysis.load import read_result
+from kvbench.cache.hook import prepare
+from kvbench.cache.join import fork
+from kvbench.engine import batch as engine
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.run import run_cells
+from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.engine.watch import Nobody
+from kvbench.inference.generate import Generation, greedy, prefill
+from kvbench.inference.teacher_forcing import continuation_scores, text_scores
+from kvbench.models.trial import state_bytes
+from kvbench.policies.policy import Policy
+from kvbench.report.table import results_grids
+from kvbench.tools.diagnose import cells_of
+
+BUDGET, NEW = 16, 6
+CONTINUING = [family for family in HYBRIDS if family not in ("jamba", "zamba")]
+RULES = [
+    Rules("snapkv", window=6, kernel=3),
+    Rules("h2o", half_recent=True),
+    Rules("tova", value="caote", block=8),
+    Rules("h2o", block=8),
+]
+
+
+@cache
+def model(family: str) -> PreTrainedModel:
+    return prepare(tiny_hybrid(family))
+
+
+def read(running: PreTrainedModel, held: Cache, ids: Tensor, *calls: int) -> Tensor:
+    """Logits [B,T,V] of tokens [B,T] that come in calls of these sizes."""
+    begin, logits = held.get_seq_length(), []
+    with torch.inference_mode():
+        for part in ids.split(calls, dim=1):
+            places = torch.arange(begin, begin + part.shape[1]).expand_as(part)
+            logits.append(running(input_ids=part, position_ids=places, past_key_values=held).logits)
+            begin += part.shape[1]
+    return torch.cat(logits, dim=1)
+
+
+def states(held: KVCache) -> dict[str, Tensor]:
+    return held.group.states
+
+
+def assert_same_states(found: KVCache, expected: KVCache, row: int | slice = slice(None), within: float = 1e-4) -> None:
+    """The states of a cache, and those of some row of another."""
+    assert states(found).keys() == states(expected).keys()
+    assert states(found)
+    for name, state in states(expected).items():
+        torch.testing.assert_close(
+            states(found)[name], state[row].view_as(states(found)[name]), atol=within, rtol=within
+        )
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_full_gives_the_logits_of_the_familys_own_attention_and_cache(family: str) -> None:
+    running, ids = tiny_hybrid(family), torch.tensor([prompt(40)])
+    running.set_attn_implementation("eager")
+    calls = (32, *[1] * 8)
+    expected = read(running, DynamicCache(config=running.config), ids, *calls)
+    own = KVCache(prepare(running).config, make_policy("full"), prompt_length=32)
+    torch.testing.assert_close(read(running, own, ids, *calls), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_full_writes_what_transformers_writes(family: str) -> None:
+    running, prompts = tiny_hybrid(family), [prompt(21), prompt(34, seed=1)]
+    running.set_attn_implementation("eager")
+    expected = generated(running, prompts, NEW)
+    held = KVCache(prepare(running).config, make_policy("full"))
+    assert generated(running, prompts, NEW, past_key_values=held) == expected
+    ids, mask = left_padded(prompts)
+    assert greedy(running, ids, make_policy("full"), attention_mask=mask, max_new_tokens=NEW).tokens == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "nemotron_h", "jamba"])
+@pytest.mark.parametrize("rules", RULES, ids=lambda rules: rules.slug)
+def test_what_is_kept_and_written_is_what_the_slow_oracle_says(family: str, rules: Rules) -> None:
+    if rules.block and family not in CONTINUING:
+        pytest.skip("transformers begins its recurrences anew at every call of several tokens")
+    ids, rules = prompt(37), replace(rules, budget=BUDGET)
+    trace = simulate(model(family), ids, NEW, rules)
+    assert trace.margin() > 1e-5, "two scores nearly tie"
+    done = greedy(model(family), torch.tensor([ids]), policy_for(rules), max_new_tokens=NEW)
+    assert done.tokens == [trace.tokens]
+    assert kept_now(done.cache)[0] == trace.kept[-1]
+    assert len(trace.kept[-1]) == 2  # the layers with attention
+
+
+POLICIES = [
+    make_policy("snapkv", BUDGET, window=6),
+    make_policy("h2o", BUDGET, block=1),
+    make_policy("caote_tova", BUDGET, block=8),
+    make_policy("ada_snapkv", BUDGET, window=6),
+    make_policy("full"),
+]
+
+
+def alone(family: str, ids: list[int], policy: Policy, **more: Any) -> Generation:
+    more = {"max_new_tokens": NEW, "encoder": CodePoints(), **more}
+    return greedy(model(family), torch.tensor([ids]), policy, **more)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_sequences_of_a_padded_batch_are_what_they_are_alone(family: str) -> None:
+    prompts = [prompt(37), prompt(22, seed=1)]
+    ids, mask = left_padded(prompts)
+    for policy in POLICIES:
+        done = greedy(model(family), ids, policy, attention_mask=mask, max_new_tokens=NEW)
+        for row, some in enumerate(prompts):
+            one = alone(family, some, policy)
+            assert done.tokens[row] == one.tokens[0], policy.name
+            assert kept_now(done.cache)[row] == kept_now(one.cache)[0], policy.name
+            assert_same_states(one.cache, done.cache, row)
+
+
+def assert_alone(family: str, row: LiveSequence) -> None:
+    one = alone(family, row.request.input_ids[0].tolist(), row.policy, context_tokens=row.request.context_tokens)
+    assert row.error is None
+    assert row.cache is not None
+    assert row.tokens == one.tokens[0], row.policy.name
+    assert kept_now(row.cache) == kept_now(one.cache), row.policy.name
+    assert (row.cache.nbytes, row.cache.peak_nbytes) == (one.cache.nbytes, one.cache.peak_nbytes), row.policy.name
+    assert_same_states(row.cache, one.cache)
+
+
+def finished(flight: DecodeBatch) -> None:
+    while flight.in_flight:
+        flight.step()
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_rows_of_one_batch_are_what_they_are_alone(family: str) -> None:
+    """All policies share a reading of their prompt, and examples enter while others decode."""
+    policies = [*POLICIES, make_policy("snapkv", BUDGET + 4, window=6)]
+    flight, found = DecodeBatch(model(family)), []
+    for length in (37, 24):
+        found += flight.admit(Request(torch.tensor([prompt(length, seed=length)]), NEW), policies)
+        flight.step()
+    finished(flight)
+    for row in found:
+        assert_alone(family, row)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "jamba", "falcon_h1"])
+def test_prompts_side_by_side_are_what_they_are_alone(family: str) -> None:
+    flight = DecodeBatch(model(family))
+    requests = [Request(torch.tensor([prompt(length, seed=length)]), NEW) for length in (37, 31, 18)]
+    if not flight.stands_beside(*requests[:2]):
+        assert family not in CONTINUING
+        return
+    found = flight.admit_examples(requests, POLICIES)
+    finished(flight)
+    for row in (row for some in found for row in some):
+        assert_alone(family, row)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_questions_about_one_context_are_what_they_are_alone(family: str) -> None:
+    document = prompt(30)
+    asked = [torch.tensor([document + prompt(4, seed=seed)]) for seed in (1, 2)]
+    flight = DecodeBatch(model(family))
+    found = flight.admit_questions([Request(ids, NEW, context_tokens=30) for ids in asked], POLICIES)
+    finished(flight)
+    for row in (row for some in found for row in some):
+        assert_alone(family, row)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2", "zamba"])
+def test_a_saved_cache_goes_on_as_the_one_that_was_saved(family: str, tmp_path: Path) -> None:
+    running, ids = model(family), torch.tensor([prompt(40)])
+    for policy in POLICIES[:2]:
+        held = KVCache(running.config, policy)
+        read(running, held, ids[:, :34], 34)
+        held.save(tmp_path / "cache.safetensors")
+        loaded = KVCache.load(tmp_path / "cache.safetensors", running.config, policy)
+        assert loaded.nbytes == held.nbytes
+        expected = read(running, held, ids[:, 34:], *[1] * 6)
+        assert torch.equal(read(running, loaded, ids[:, 34:], *[1] * 6), expected)
+        assert kept_now(loaded) == kept_now(held)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_another_prompt_goes_on_from_the_states(family: str) -> None:
+    running, ids = model(family), torch.tensor([prompt(40)])
+    held = KVCache(running.config, make_policy("full"))
+    read(running, held, ids[:, :20], 20)
+    held.next_prompt(20)
+    logits = prefill(running, ids[:, 20:], None, held)
+    with torch.inference_mode():
+        expected = running(ids, past_key_values=KVCache(running.config, make_policy("full"))).logits[:, -1]
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
+    held = KVCache(running.config, make_policy("snapkv", BUDGET, window=6))
+    read(running, held, ids[:, :20], 20)
+    held.next_prompt(20)
+    prefill(running, ids[:, 20:], None, held)
+    held.audit()
+    assert held.kept_tokens().unique().tolist() == [BUDGET]
+
+
+def test_given_tokens_are_rated_as_by_transformers_own_cache() -> None:
+    """A continuation in calls of any size, and a text in blocks of a policy that evicts nothing of it."""
+    for family in ("qwen3_5_text", "jamba"):
+        running, ids = model(family), torch.tensor([prompt(40)])
+        with torch.inference_mode():
+            logits = running(ids, past_key_values=KVCache(running.config, make_policy("full"))).logits
+        expected = logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+        found = continuation_scores(running, ids[:, :25], ids[:, 25:], make_policy("full"))
+        torch.testing.assert_close(found.logprobs, expected[24:], atol=1e-3, rtol=1e-3)
+        rated = text_scores(running, ids, make_policy("tova", 64, block=8))
+        torch.testing.assert_close(-rated.nll, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("slug", ["kvzip"])
+def test_a_pass_over_the_prompt_leaves_the_states_as_they_were(slug: str) -> None:
+    ids = prompt(37)
+    plain = alone("qwen3_5_text", ids, make_policy("full"), max_new_tokens=1)
+    passed = alone("qwen3_5_text", ids, make_policy(slug, BUDGET), max_new_tokens=1)
+    assert passed.cache.group.progress.passed != [0]
+    assert passed.tokens == plain.tokens
+    assert_same_states(passed.cache, plain.cache, within=0)
+
+
+BYTES = {
+    # two layers: 4 inputs of a convolution over 2 x 2 x 8 + 4 x 8 channels, 4 heads of 8 x 8 numbers, all float32
+    "qwen3_5_text": 2 * 4 * (4 * (2 * 2 * 8 + 4 * 8) + 4 * 8 * 8),
+    "qwen3_next": 2 * 4 * (4 * (2 * 2 * 8 + 4 * 8) + 4 * 8 * 8),
+    # two layers: 4 inputs of 64 + 2 x 8 channels, 4 heads of 16 x 8
+    "bamba": 2 * 4 * (4 * (64 + 2 * 8) + 4 * 16 * 8),
+    "falcon_h1": 2 * 4 * (4 * (64 + 2 * 8) + 4 * 16 * 8),
+    "nemotron_h": 2 * 4 * (4 * (64 + 2 * 8) + 4 * 16 * 8),
+    # two layers: 3 inputs of 32 channels
+    "lfm2": 2 * 4 * 3 * 32,
+    # two layers: 4 inputs of 64 channels, 64 x 8
+    "jamba": 2 * 4 * (4 * 64 + 64 * 8),
+}
+
+
+@pytest.mark.parametrize(("family", "nbytes"), BYTES.items())
+def test_states_are_counted_beside_keys_and_values_and_do_not_grow(family: str, nbytes: int) -> None:
+    running, ids = model(family), torch.tensor([prompt(30), prompt(30, seed=1)])
+    held = KVCache(running.config, make_policy("full"), prompt_length=28)
+    read(running, held, ids[:, :28], 28)
+    assert held.state_nbytes == 2 * nbytes
+    assert held.nbytes == 2 * nbytes + sum(layer.nbytes for layer in held.attention_layers)
+    assert held.peak_nbytes >= held.nbytes
+    read(running, held, ids[:, 28:], 1, 1)
+    assert held.state_nbytes == 2 * nbytes
+
+
+@pytest.mark.parametrize(("family", "nbytes"), BYTES.items())
+def test_states_are_known_before_a_model_is_loaded(family: str, nbytes: int) -> None:
+    assert state_bytes(tiny_hybrid(family).config, torch.float32) == nbytes
+
+
+def test_a_run_tells_the_states_beside_what_its_policy_keeps(tiny_model: Path, tmp_path: Path) -> None:
+    """`full` is 100%, a policy's share counts the states on both sides, and the table has a column for them."""
+    folder = shutil.copytree(tiny_model, tmp_path / "hybrid")
+    tiny_hybrid("qwen3_5_text").save_pretrained(folder)
+    given = [f"model={folder}", f"out={tmp_path / 'runs'}", "policy=full,snapkv", "budget=40", "device=cpu"]
+    given += ["task=niah", "task.lengths=[300]", "task.depths=[0.5]", "task.max_new_tokens=4", "task.repeats=1"]
+    cells = cells_of(given)
+    assert [ending.error for ending in run_cells(cells, Nobody())] == [None, None]
+    full, snapkv = (read_result(cell.folder) for cell in cells)
+    assert full.state_bytes == snapkv.state_bytes == BYTES["qwen3_5_text"]
+    assert full.cache_share == 1
+    tokens = 2 * 2 * (2 * 8 * 4 + 4)  # two layers, two KV heads: keys and values of 8 numbers, and a position
+    assert full.cache_bytes == BYTES["qwen3_5_text"] + tokens * full.kept_tokens
+    assert snapkv.cache_share == (snapkv.cache_bytes or 0) / (full.cache_bytes or 1)
+    shown = str(results_grids([full, snapkv]))
+    assert "state MiB" in shown
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches decode at once, and a tape stands for a CUDA graph."""
+    monkeypatch.setattr(engine, "use_triton", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr("kvbench.policies.ranking.at_hand", lambda x: False)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("replayed", [False, True])
+def test_batches_that_decode_at_once_are_what_they_are_alone(family: str, replayed: bool, as_on_a_gpu: None) -> None:
+    policies = [make_policy(slug, BUDGET, decode="evict") for slug in ("h2o", "tova")]
+    flight, found = DecodeBatch(model(family), cuda_graph=replayed), []
+    for length in (37, 24):
+        found += flight.admit(Request(torch.tensor([prompt(length, seed=length)]), 12), policies)
+        flight.step()
+    finished(flight)
+    for row in found:
+        assert row.error is None
+        one = alone(family, row.request.input_ids[0].tolist(), row.policy, max_new_tokens=12)
+        assert row.tokens == one.tokens[0]
+        assert row.cache is not None
+        assert_same_states(row.cache, one.cache)
+
+
+def test_a_reset_forgets_the_states() -> None:
+    running, ids = model("qwen3_5_text"), torch.tensor([prompt(30)])
+    held = KVCache(running.config, make_policy("full"))
+    first = read(running, held, ids, 30)
+    held.reset()
+    assert held.state_nbytes == 0
+    assert torch.equal(read(running, held, ids, 30), first)
+
+
+def test_a_forked_question_leaves_the_states_of_the_other_alone() -> None:
+    running, ids = model("qwen3_5_text"), torch.tensor([prompt(34)])
+    held = KVCache(running.config, make_policy("full"), prompt_length=30)
+    read(running, held, ids[:, :30], 30)
+    other = fork(held)
+    read(running, other, ids[:, 30:], *[1] * 4)
+    again = KVCache(running.config, make_policy("full"), prompt_length=30)
+    read(running, again, ids[:, :30], 30)
+    assert_same_states(held, again, within=0)
+
+
+def test_a_family_that_begins_anew_is_given_no_later_tokens_together() -> None:
+    running, ids = model("jamba"), torch.tensor([prompt(30)])
+    held = KVCache(running.config, make_policy("full"))
+    read(running, held, ids[:, :20], 20)
+    with pytest.raises(ValueError, match="begins its recurrent layers anew at every call of several tokens"):
+        read(running, held, ids[:, 20:], 10)
+
+
+def test_recurrent_layers_cannot_be_rolled_back() -> None:
+    running = model("qwen3_5_text")
+    held = KVCache(running.config, make_policy("full"))
+    read(running, held, torch.tensor([prompt(12)]), 12)
+    with pytest.raises(ValueError, match="kvbench caches cannot be cropped"):
+        held.crop(-2)
+    with pytest.raises(ValueError, match="kvbench caches do not follow beam search"):
+        held.reorder_cache(torch.tensor([0]))
