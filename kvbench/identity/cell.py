@@ -177,11 +177,14 @@ def build_cell(
     choice("compress", compress, *COMPRESS)
     if rows is not None:
         whole_number("engine.rows", rows, 1)
+    cuda_graph = _cuda_graph(config["engine"]["cuda_graph"], policy, device)
+    task = _task(config["task"])
+    if task.compress is not None and compress not in ("prompt", task.compress):
+        raise ConfigError("compress", compress, why=f"is not what task {task.name} does in this mode, leave it out")
+    compress = task.compress or compress
     if compress == "context":
         with refusing():
             check_context(policy)
-    cuda_graph = _cuda_graph(config["engine"]["cuda_graph"], policy, device)
-    task = _task(config["task"])
     out = out_folder(config["out"])
     spec = _model_spec(config["model"], model_name)
     checkpoint = locate(spec, str(config["dtype"] or "null")) if given is None else checkpoint_of(given, spec)
