@@ -26,6 +26,7 @@ from kvbench.engine.sequence import Request
 from kvbench.identity.cell import check_shapes
 from kvbench.inference.cuda_graph import can_replay
 from kvbench.inference.generate import greedy
+from kvbench.inference.press import press_greedy
 from kvbench.models.cache_shapes import from_config
 from kvbench.models.loading import Checkpoint, ModelSpec
 from kvbench.policies.allocators.uniform import Uniform
@@ -358,3 +359,10 @@ def test_passes_over_stored_keys_are_refused() -> None:
 def test_attention_that_follows_no_cache_is_told_to_use_one() -> None:
     with pytest.raises(ValueError, match="reads a KVCache"):
         tiny()(input_ids=IDS)
+
+
+def test_presses_of_kvpress_are_refused() -> None:
+    pytest.importorskip("kvpress")
+    policy = make_policy("kvpress", BUDGET, press="SnapKVPress")
+    with pytest.raises(ValueError, match="runs a press of kvpress, which reads the keys and values of heads, while"):
+        press_greedy(tiny(), IDS, policy, max_new_tokens=1)  # type: ignore[arg-type]
