@@ -232,7 +232,8 @@ def _converse(cell: Cell, loaded: LoadedModel, prompt: Prompt, talk: Conversatio
             talk.ask(asked.prompts[turn], *ends, limits[turn], asked.min_new_tokens)
         else:
             talk.skip(asked.prompts[turn])
-    done = talk.ask(asked.prompts[-1], *ends, asked.max_new_tokens, asked.min_new_tokens)
+    draws = asked.draws() if asked.draws else None
+    done = talk.ask(asked.prompts[-1], *ends, asked.max_new_tokens, asked.min_new_tokens, draws)
     return answered(cell, prompt, _completed(done, sum(prompt.turns[turn] for turn in missed)))
 
 

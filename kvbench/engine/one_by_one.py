@@ -7,6 +7,7 @@ from itertools import groupby
 
 from kvbench.engine.answers import alone, conversation
 from kvbench.engine.turns import InStep, Turn
+from kvbench.inference.turns import Conversation
 from kvbench.models.loading import LoadedModel
 from kvbench.terminal.bars import Advance
 
@@ -19,14 +20,16 @@ def one_by_one(loaded: LoadedModel, turns: Sequence[Turn], advance: Advance) -> 
     for _, some in groupby(turns, key=lambda turn: turn.first):
         asked = list(some)
         for run in {run: None for turn in asked for run in turn.lacking}:
-            talk = conversation(run.cell, loaded, asked[0].prompt)
+            talks: dict[int | None, Conversation | None] = {}  # by sample
             for turn in asked:
                 if run in turn.lacking:
                     with run.own():
+                        number = turn.prompt.sample
+                        talk = talks.pop(number, None) or conversation(run.cell, loaded, turn.prompt)
                         sample = alone(run.cell, loaded, turn.prompt, _Report(advance), talk)
                         run.deliver(sample)
-                        if sample.error:  # nobody knows what its cache holds
-                            talk = conversation(run.cell, loaded, turn.prompt)
+                        if not sample.error:  # else nobody knows what its cache holds
+                            talks[number] = talk
                     steps.write()
 
 

@@ -94,7 +94,7 @@ def _each_sample(prompt: Prompt, samples: int) -> list[Prompt]:
     if samples == 1:
         return [prompt]
     if prompt.turns:
-        raise ConfigError("generation.samples", samples, why="is not allowed: a conversation goes on from one answer")
+        raise UsageError(f"generation.samples={samples} is not allowed: a conversation goes on from one answer")
     first = prompt.example.index * samples
     return [replace(prompt, example=replace(prompt.example, index=first + i), sample=i) for i in range(samples)]
 
@@ -127,6 +127,8 @@ def check_policy(cell: Cell, prompts: Sequence[Prompt]) -> None:
     if any(prompt.turns for prompt in prompts):
         with refusing(f"task {cell.task.name}: "):
             check_turns(cell.policy)
+            if any(prompt.own for prompt in prompts) and not (cell.sampling is None or cell.sampling.greedy):
+                raise ValueError("history=own goes with greedy decoding, since a turn repeats the answers before it")
     for prompt in filter(is_read, prompts):
         with refusing(f"task {cell.task.name}: "):
             policy_for(cell.policy, prompt)

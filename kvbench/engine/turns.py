@@ -21,7 +21,7 @@ class Turn:
     @property
     def first(self) -> int:
         """The example of the first turn of its conversation; itself where it is no part of one."""
-        return self.index - max(0, len(self.prompt.turns) - 1)
+        return self.index // self.runs[0].cell.samples - max(0, len(self.prompt.turns) - 1)
 
     @property
     def lacking(self) -> list[RunWriter]:

@@ -128,7 +128,7 @@ class Cell:
     @cached_property
     def run_id(self) -> str:
         """Readable words, then the first 10 digits of the sha256 of the identity."""
-        digest = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:10]
+        digest = digest_of(self.identity)
         words = [self.checkpoint.spec.name, self.policy_name, *([] if self.budget is None else [str(self.budget)])]
         return "-".join([*words, self.task.name, digest]).replace("/", "_")
 
@@ -146,6 +146,11 @@ class Cell:
     def naming(self) -> Naming:
         """What its labels in tables are made of."""
         return Naming(self.policy_name, self.checkpoint.spec.name, self.task.name, self.changed)
+
+
+def digest_of(identity: Mapping[str, Any]) -> str:
+    """The end of a run's id: the first 10 digits of the sha256 of its identity."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
 
 
 def build_cell(

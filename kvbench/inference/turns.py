@@ -16,6 +16,7 @@ from kvbench.inference.calls import next_logits
 from kvbench.inference.cuda_graph import Recorder
 from kvbench.inference.generate import Generation, now, prefill
 from kvbench.inference.pre_pass import rate_next, read_prompt
+from kvbench.inference.sampling import Draws
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_next_prompt
 from kvbench.policies.pre_passes.pre_pass import PromptChoice, TextEncoder
@@ -66,16 +67,22 @@ class Conversation:
 
     @torch.inference_mode()
     def ask(
-        self, prompt: Tensor, eos: Sequence[int], stop: Callable[[list[int]], bool] | None, most: int, least: int = 0
+        self,
+        prompt: Tensor,
+        eos: Sequence[int],
+        stop: Callable[[list[int]], bool] | None,
+        most: int,
+        least: int = 0,
+        draws: Draws | None = None,
     ) -> Generation:
-        """Take the next turn's prompt [1,T] in and answer greedily, with at most `most` new tokens."""
+        """Take the next turn's prompt [1,T] in and answer as an `Answer` does, with at most `most` new tokens."""
         began = now(self._model)
         logits = self._read(prompt)
         assert self._cache is not None
         cache = self._cache if self._own else fork(self._cache)
         if not self._own:
             cache.expect(most - 1)  # the last one is never stored
-        answer, steps = Answer(eos, stop, most, least), 0
+        answer, steps = Answer(eos, stop, most, least, draws), 0
         recorder = Recorder(self._model) if self._graph else None
         step = choose(logits, [answer])
         prefilled = now(self._model)

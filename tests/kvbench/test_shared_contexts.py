@@ -133,6 +133,18 @@ def test_alone_and_after_a_kill_every_turn_comes_out_the_same(mode: str, run: Ru
             assert list(map(result, lines)) == list(map(result, other))
 
 
+def test_sampled_turns_come_out_the_same_alone_and_together(run: Run) -> None:
+    drawn = "generation.temperature=1.5", "generation.samples=2"
+    together, alone = (run("multi_turn", *drawn, rows, out=rows) for rows in ("engine.rows=6", "engine.rows=1"))
+    assert list(map(result, together["full"])) == list(map(result, alone["full"]))
+    assert len({line["output"] for line in together["full"]}) > TURNS
+
+
+def test_own_answers_are_greedy(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run("own", "generation.temperature=1.5", fails=2)
+    assert "history=own goes with greedy decoding" in capsys.readouterr().err
+
+
 def result(line: Line) -> Line:
     """A sample but for how it was computed."""
     return {k: v for k, v in line.items() if k not in {*HOW, "recomputed_tokens"}}
