@@ -3,8 +3,9 @@
 Shapes: B batch, H heads, H_q query heads, n tokens, D head dim, R rotated numbers of a head.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +49,17 @@ class Rotation:
         mean = Rotation(cos, sin, self.interleaved)
         identity = torch.eye(dim, dtype=mean.cos.dtype, device=mean.cos.device)
         return mean.apply(identity.expand(*mean.cos.shape[:2], dim, dim)).mT
+
+
+class Latents(NamedTuple):
+    """How stored latents become what attention reads.
+
+    expand: of latents [B,1,T,R] and rotated keys [B,1,T,D'], the keys [B,H_q,T,D] and values [B,H_q,T,V] of all heads.
+    value_dim: V.
+    """
+
+    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    value_dim: int
 
 
 class ModelLayer(Protocol):

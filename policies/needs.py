@@ -13,6 +13,7 @@ class Needs:
     window_decoding: how many of these it looks through while decoding, beside the newest; None: all.
     statistics: running statistics, which a scorer keeps per slot (`observe`) and an allocator or a merger reads.
     sums: what a scorer reads of the attention of all of a prompt's queries.
+    keys: a scorer reads keys or values themselves, of each head; where all heads share one latent, their mean counts.
     newest_row: a scorer reads the attention of the newest query while decoding.
     model: it asks the layer of the model for its rotation or its output projection (`Observation.model`).
     memory: a scorer remembers something per sequence and layer, not per slot (`Observation.memory`).
@@ -34,6 +35,7 @@ class Needs:
     window_decoding: int | None = None
     statistics: tuple[str, ...] = ()
     sums: Literal["column_sums", "moments"] | None = None
+    keys: bool = False
     newest_row: bool = False
     model: bool = False
     memory: bool = False

@@ -21,7 +21,7 @@ from kvbench.kernels.softmax_blocks import FEW_QUERIES, Attended
 from kvbench.kernels.window_largest import window_largest
 from kvbench.kernels.window_statistics import MOST_QUERIES, entropy, variance, window_statistics
 from kvbench.policies.constants import on_device
-from kvbench.policies.model_layer import ModelLayer, Rotation
+from kvbench.policies.model_layer import Latents, ModelLayer, Rotation
 from kvbench.policies.ranking import protected
 
 Phase = Literal["prompt", "block", "decode"]
@@ -47,6 +47,7 @@ class AttentionParams(NamedTuple):
     sliding_window: int | None = None
     sinks: Tensor | None = None  # [1,H_q] logits that take probability and hold no token
     model: ModelLayer | None = None  # where a policy needs it
+    latents: Latents | None = None  # where the store holds latents
 
 
 @dataclass(eq=False)  # not frozen: of so many fields that takes four times as long, in every layer of a step
@@ -111,6 +112,10 @@ class Observation:
     def occupied(self) -> Tensor:
         """[B,H_kv,T] bool: slots that hold a token."""
         return self.positions >= 0
+
+    def scores(self, score: Callable[["Observation", State], Tensor], state: State, of_keys: bool) -> Tensor:
+        """What a scorer makes of the layer, [B,H_kv,T] float32; of_keys: it reads keys or values themselves."""
+        return score(self, state)
 
     def window_attention(self, window: int) -> Tensor:
         """Rows of the newest `window` queries (or fewer, if fewer were seen): [B,H_kv,G,window,T] float32.

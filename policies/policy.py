@@ -132,7 +132,7 @@ class Policy:
         stays = observation.protected(first, newest)
         spared = self.scorer.spares(observation, state, stays)
         stays = stays if spared is None else stays | spared
-        scores = self.scorer.score(observation, state)
+        scores = observation.scores(self.scorer.score, state, self.scorer.needs.keys)
         if self.needs.ties:
             scores = half_the_bits(scores)
         layer_wide = self.granularity == "layer"

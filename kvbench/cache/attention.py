@@ -30,6 +30,8 @@ def attend(step: LayerStep, needs: Needs) -> Tensor:
         return out
     if step.parts:
         return torch.cat([attend(part, needs) for part in step.parts])  # sequences of several lengths
+    if step.params.latents is not None:
+        step = step.of_all_heads
     if step.observed and (step.fresh or isinstance(step.store, DenseStore)):
         out = _with_statistics(step, step.store, needs)
         if out is not None:
@@ -43,7 +45,7 @@ def attend(step: LayerStep, needs: Needs) -> Tensor:
 
 def attend_to_survivors(step: LayerStep, values: Tensor) -> Tensor:
     """Attention of a step whose eviction came first (CAOTE, eq. 5-7); a query that no survivor is visible to sees
-    itself, padding and other steps' queries stay 0. values [B,H_kv,m,D] are the step's own.
+    itself, padding and other steps' queries stay 0. values [B,H_kv,m,D], as attention reads them, are the step's own.
     """
     now, params = step.now, step.params
     out = attend(replace(step, fresh=False, observe=None, parts=()), Needs())

@@ -24,7 +24,7 @@ from kvbench.cache.chunks import ChunkLayer
 from kvbench.cache.device_batch import DeviceBatch, can_join
 from kvbench.cache.evict import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
-from kvbench.cache.hook import LayerCall, SharedCall
+from kvbench.cache.hook import LayerCall, SharedCall, expect
 from kvbench.cache.interface import check_interface, check_places
 from kvbench.cache.layer import EmptyLayer, KVLayer
 from kvbench.cache.layout import layout_of
@@ -36,6 +36,7 @@ from kvbench.cache.state import LayerState
 from kvbench.cache.step import LayerStep, Projected
 from kvbench.cache.steps import BatchStep
 from kvbench.cache.uncompiled import uncompiled
+from kvbench.policies.latents import check_latents
 from kvbench.policies.observation import AttentionParams, Known
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_next_prompt
@@ -95,12 +96,12 @@ class KVCache(Cache):
         self.config = config.get_text_config(decoder=True)
         check_interface(self.config)
         self._prompt_length, self._question = prompt_length, question
+        self.layout = layout_of(self.config)
         self.groups = [self._new_group(policy)]
         self.one_prompt = False  # all groups read one and the same sequence
         self._batch: DeviceBatch | None = None  # see `on_device`
         self._evictions = Evictions()
         self._caller = Caller(self.config)
-        self.layout = layout_of(self.config)
         self._shared = SharedReads(self.layout)
         self._places = self.layout.places
         self._chunks = {index: ChunkLayer(index, chunk) for index, chunk in self.layout.chunks.items()}
@@ -112,6 +113,8 @@ class KVCache(Cache):
     def _new_group(self, policy: Policy) -> PolicyGroup:
         """Sequences to come, under a policy. ValueError where only our own generation can drive it."""
         check_policy(policy)
+        if self.layout.latent:
+            check_latents(policy)
         # Where every token stays as it came, nothing depends on where a prompt ends.
         several = self._teacher_forced or (policy.store.exact and not policy.evicts)
         return PolicyGroup(self.config, policy, self._prompt_length, several, self._question)
@@ -131,8 +134,8 @@ class KVCache(Cache):
     @uncompiled  # transformers hands on to attention what this returns, keys and values or not
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[LayerCall, LayerCall]:
-        """Hand the new keys and values [B,H_kv,M,D] of a layer on to its attention, which appends them."""
+    ) -> tuple[LayerCall | Tensor, LayerCall | Tensor]:
+        """Hand the new keys and values [B,H_kv,M,D] of a layer, or its latents, on to its attention, which appends."""
         place = self._places.get(layer_idx)
         if layer_idx == self.layout.attending[0]:
             self._caller.check_attention()
@@ -140,6 +143,9 @@ class KVCache(Cache):
             call = LayerCall(layer_idx, partial(self._in_chunk, layer_idx, key_states, value_states))
             return call, call
         call = LayerCall(layer_idx, partial(self._called, place, key_states, value_states))
+        if self.layout.latent:  # the model expands them on the way, to keys and values of all heads
+            expect(call)
+            return key_states, value_states
         if place in self.layout.owned:
             call = SharedCall(call, partial(self._read, place, key_states.shape[2]))
         return call, call
@@ -232,7 +238,7 @@ class KVCache(Cache):
                 return self._attend_group(group, index, new, params)
             except Exception as error:
                 group.fail(error)
-        return _nothing(new)
+        return _nothing(new, params)
 
     def _attend_on_device(self, batch: DeviceBatch, index: int, new: Projected, params: AttentionParams) -> Tensor:
         """A decoded token of every sequence: at once for those in the batch, policy by policy for the others."""
@@ -251,7 +257,7 @@ class KVCache(Cache):
         new, steps = group.layers[index].prepare(new), group.steps_on(new.queries)
         if len(steps) == 1 and steps[0].positions.shape[1] == new.queries.shape[2]:
             return self._step(group, index, new, steps[0], params, alone=True)
-        out = _nothing(new)
+        out = _nothing(new, params)
         for now in steps:
             part = self._step(group, index, new.columns(now.columns), now, params, alone=len(steps) == 1)
             out[:, :, now.columns] += part
@@ -271,7 +277,8 @@ class KVCache(Cache):
             return out
         self._evictions.add(group, layer, step)
         self._shared.add(group, layer, step, new.values)
-        return attend_to_survivors(step, new.values)
+        own = new.values if params.latents is None else params.latents.expand(new.keys, new.values)[1]
+        return attend_to_survivors(step, own)
 
     def _evict(self, group: PolicyGroup, layer: LayerState, step: LayerStep) -> None:
         later = self._shared.holds_up(layer, step)
@@ -293,7 +300,7 @@ class KVCache(Cache):
             except Exception as error:
                 group.fail(error)
         if not steps:
-            return _nothing(new)
+            return _nothing(new, params)
         reader = min(steps, key=_cost)
         out = attend(steps[reader], reader.policy.needs)
         self._shared.add(reader, reader.layers[index], steps[reader], new.values)
@@ -327,10 +334,11 @@ class KVCache(Cache):
     def on_device(self, wanted: bool = True) -> DeviceBatch | None:
         """Take decoding steps of all groups that can at once, whose lengths then stand on the device, or end that.
 
-        None where no group can, and where layers read what others store. What changes the groups ends it, as does a
-        step for which a store has to grow.
+        None where no group can, and where layers read what others store, or latents. What changes the groups ends it,
+        as does a step for which a store has to grow.
         """
-        if wanted and self._batch is None and not self.layout.owners and not self.layout.chunks:
+        layout = self.layout
+        if wanted and self._batch is None and not (layout.owners or layout.chunks or layout.latent):
             groups = [group for group in self.groups if can_join(group)]
             self._batch = DeviceBatch(groups) if groups else None
         elif not wanted and self._batch is not None:
@@ -464,9 +472,10 @@ class KVCache(Cache):
             audit(group)
 
 
-def _nothing(new: Projected) -> Tensor:
+def _nothing(new: Projected, params: AttentionParams) -> Tensor:
     """The attention output of queries that see nothing: 0."""
-    return new.values.new_zeros(*new.queries.shape[:3], new.values.shape[-1])
+    dim = new.values.shape[-1] if params.latents is None else params.latents.value_dim
+    return new.values.new_zeros(*new.queries.shape[:3], dim)
 
 
 def _cost(group: PolicyGroup) -> tuple[bool, bool]:

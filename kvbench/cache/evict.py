@@ -45,9 +45,13 @@ class Evictions:
         if step.observed:
             policy = group.policy
             if pending.as_batch:
-                self._end_of_call += [replace(pending, step=part) for part in step.parts or (step,)]
-                return
-            if policy.pre_pass is not None and now.phase != "decode":
+                due = [replace(pending, step=part) for part in step.parts or (step,)]
+                if step.params.latents is None:
+                    self._end_of_call += due
+                    return
+                for one in due:  # at once: what was expanded of all layers would take more memory than the cache
+                    evict([one])
+            elif policy.pre_pass is not None and now.phase != "decode":
                 layer.unsettled = True
                 self._pre_pass.append(replace(pending, step=_without_queries(step)))
             else:

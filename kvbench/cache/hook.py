@@ -1,5 +1,6 @@
 """The attention function and the mask function registered with transformers under the name `kvbench`."""
 
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Self
@@ -12,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from kvbench.cache import NAME
 from kvbench.cache.interface import KINDS, InterfaceError, NotATensor, check_interface
 from kvbench.cache.uncompiled import uncompiled
+from kvbench.policies.model_layer import Latents
 from kvbench.policies.observation import AttentionParams
 
 HARMLESS = {
@@ -46,7 +48,7 @@ class LayerCall(NotATensor):
     def __init__(
         self, layer: int, attend: Callable[[nn.Module, Tensor, Tensor | None, AttentionParams], Tensor]
     ) -> None:
-        self._layer = layer
+        self.layer = layer
         self._attend = attend
         self._done = False
 
@@ -54,7 +56,7 @@ class LayerCall(NotATensor):
         """The layer's attention output [B,H_q,M,D]. InterfaceError where another layer reads the same keys."""
         if self._done:
             raise InterfaceError(
-                f"the model reads the keys and values of layer {self._layer} in another layer too, which its "
+                f"the model reads the keys and values of layer {self.layer} in another layer too, which its "
                 "configuration does not say (num_kv_shared_layers)"
             )
         self._done = True
@@ -65,7 +67,7 @@ class SharedCall(LayerCall):
     """The same for a layer whose keys and values later layers read too: `read` takes their queries."""
 
     def __init__(self, call: LayerCall, read: Callable[[Tensor, AttentionParams], Tensor]) -> None:
-        super().__init__(call._layer, call._attend)
+        super().__init__(call.layer, call._attend)
         self._read = read
 
     def __call__(self, reader: nn.Module, queries: Tensor, mask: Tensor | None, how: AttentionParams) -> Tensor:
@@ -75,6 +77,35 @@ class SharedCall(LayerCall):
     def to(self, *args: object, **kwargs: object) -> Self:
         """Models hand it on to the device of a reader, whose queries go to that of the store instead."""
         return self
+
+
+class _Expected(threading.local):
+    call: LayerCall | None = None
+
+
+_EXPECTED = _Expected()
+"""The call of a layer whose latents the model now expands: what attention gets is then plain tensors."""
+
+
+def expect(call: LayerCall) -> None:
+    """The next attention is this layer's, whatever keys and values it is given."""
+    _EXPECTED.call = call
+
+
+def _call_of(module: nn.Module, key: LayerCall | Tensor, value: LayerCall | Tensor) -> tuple[LayerCall, Latents | None]:
+    """The call that an attention belongs to, and, where it is given expanded tensors, what expands the layer's latents.
+
+    ValueError for attention without a cache, and for a model that does not say how it expands them.
+    """
+    if isinstance(key, LayerCall):
+        return key, None
+    call, _EXPECTED.call = _EXPECTED.call, None
+    if call is None or isinstance(value, LayerCall) or call.layer != module.layer_idx:
+        raise ValueError(_without_cache(module))
+    expand: Any = getattr(module, "expand_kv", None)
+    if expand is None:
+        raise InterfaceError(f"{_name(module)} does not say how it expands its latents (it has no expand_kv)")
+    return call, Latents(expand, value.shape[-1])
 
 
 @uncompiled
@@ -96,8 +127,7 @@ def kvbench_attention(
     Honours scaling, softcap, sliding_window and s_aux [H_q] (the logits of attention sinks, as gpt-oss has them);
     ValueError for anything else that would change attention.
     """
-    if not isinstance(key, LayerCall):
-        raise ValueError(_without_cache(module))
+    call, latents = _call_of(module, key, value)
     _refuse_unknown(module, kwargs)
     if _WINDOWS.get(module, ...) != sliding_window:
         _refuse_kind(module, sliding_window)
@@ -109,8 +139,9 @@ def kvbench_attention(
     if attention_mask is not None and (attention_mask.dim() != 2 or attention_mask.dtype != torch.bool):
         raise ValueError("kvbench takes 2D padding masks [batch, tokens]; a 4D attention mask cannot follow evictions")
     sinks = None if s_aux is None else s_aux.detach()[None]
-    how = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window, sinks)
-    return key(module, query, attention_mask, how).transpose(1, 2).contiguous(), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    how = AttentionParams(scale, softcap, sliding_window, sinks, latents=latents)
+    return call(module, query, attention_mask, how).transpose(1, 2).contiguous(), None
 
 
 def _name(module: nn.Module) -> str:
@@ -195,6 +226,7 @@ def kvbench_mask(
     ValueError if the model changes the causal mask (bidirectional blocks, packed sequences, chosen tokens), or for
     prompts padded on the right, whose next token would follow padding.
     """
+    _EXPECTED.call = None  # of a call that came to no end
     if not allow_is_causal_skip:
         raise InterfaceError(
             "the model changes the causal mask (packed, bidirectional, crossing or chosen tokens), which kvbench does "

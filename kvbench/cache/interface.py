@@ -56,6 +56,11 @@ def written_in(name: str) -> str:
 def _check_kinds(config: PreTrainedConfig, name: str) -> None:
     known = (*KINDS, *RECURRENT, *NOTHING)
     others = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind not in known})
+    if "indexed_attention" in others:
+        raise InterfaceError(
+            f"{name} has an indexer that chooses the tokens each query reads (indexed_attention), by keys of its own "
+            f"that kvbench does not hold; {INSTEAD}"
+        )
     if others:
         raise InterfaceError(f"{name} has layers of type {', '.join(others)}; kvbench knows {', '.join(known)}")
 
@@ -83,7 +88,7 @@ def _check_own_cache(config: PreTrainedConfig, name: str) -> None:
             f"layers {', '.join(map(str, crossing))} of {name} attend to another input than the tokens of the text "
             f"(cross_attention_layers), so they hold none that could be evicted; {INSTEAD}"
         )
-    check_heads({heads for heads, _ in kv_shapes(config)}, name)
+    check_heads({heads for heads, _, _ in kv_shapes(config)}, name)
 
 
 def check_places(config: PreTrainedConfig, seen: Sequence[int]) -> None:
@@ -108,11 +113,18 @@ def check_heads(heads: set[int], name: str) -> None:
         )
 
 
-def kv_shapes(config: PreTrainedConfig, layers: Sequence[int] | None = None) -> list[tuple[int, int]]:
-    """KV heads and head dim of some layers (None: of those a policy knows), as the text configuration says."""
+def kv_shapes(config: PreTrainedConfig, layers: Sequence[int] | None = None) -> list[tuple[int, int, int]]:
+    """KV heads of some layers (None: of those a policy knows) and the numbers each stores of a token's key and value.
+
+    Of latents the latent and the rotated part of the key, as the text configuration says.
+    """
+    layout = layout_of(config)
+    layers = layout.attention if layers is None else layers
+    if layout.latent:
+        return [(1, config.kv_lora_rank, config.qk_rope_head_dim)] * len(layers)
     own = getattr(config, "per_layer_attributes", None)
-    layers = layout_of(config).attention if layers is None else layers
-    return [_kv_shape(config.per_layer_config[i] if own else config) for i in layers]
+    found = [_kv_shape(config.per_layer_config[i] if own else config) for i in layers]
+    return [(heads, dim, dim) for heads, dim in found]
 
 
 def _kv_shape(config: Any) -> tuple[int, int]:  # noqa: ANN401 - a configuration, or what one says of one layer
@@ -123,7 +135,7 @@ def _kv_shape(config: Any) -> tuple[int, int]:  # noqa: ANN401 - a configuration
 class NotATensor:
     """What a layer of the cache hands to the model in place of keys and values: nothing to compute with.
 
-    A model that computes with them before its attention (as multi-head latent attention does) is refused.
+    A model that computes with them before its attention is refused.
     """
 
     if not TYPE_CHECKING:  # else every attribute would seem to exist
@@ -183,7 +195,7 @@ class NoRollback:
 
 def _computes(name: str) -> str:
     return (
-        f"the model computes with what its cache holds before attention sees it (it asks for its {name!r}; multi-head "
-        "latent attention, for one, expands it there, and so may a package that wraps attention functions), while "
-        "kvbench hands keys and values to attention only; " + INSTEAD
+        f"the model computes with what its cache holds before attention sees it (it asks for its {name!r}; a package "
+        "that wraps attention functions may do so too), while kvbench hands keys and values to attention only; "
+        + INSTEAD
     )

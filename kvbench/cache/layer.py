@@ -50,7 +50,7 @@ class KVLayer(NoRollback, CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """[B,H_kv,C,D] as attention sees them, None before the first token."""
+        """[B,H_kv,C,D] as attention sees them, or latents, None before the first token."""
         return padded([state.store.keys for state in self.states]) if self.is_initialized else None
 
     @property

@@ -27,7 +27,8 @@ class Layout:
     layers: how many there are. attention: those with keys and values of their own, in order. states: how many a layer
     with recurrent or convolutional states has. continues: whether such a layer goes on from its state where a call
     brings several tokens; else it begins anew. owners: for a layer that reads another's keys and values, that layer.
-    chunks: the tokens of a chunk, for layers where a token sees its own chunk only.
+    chunks: the tokens of a chunk, for layers where a token sees its own chunk only. latent: attention layers keep
+    latents, one for all heads.
     """
 
     layers: int
@@ -36,6 +37,7 @@ class Layout:
     continues: bool = True
     owners: Mapping[int, int] = field(default_factory=dict)
     chunks: Mapping[int, int] = field(default_factory=dict)
+    latent: bool = False
 
     @cached_property
     def owned(self) -> frozenset[int]:
@@ -63,7 +65,8 @@ def layout_of(config: PreTrainedConfig) -> Layout:
     attention = [index for index, kind in enumerate(kinds) if kind not in without and index not in owners]
     number = getattr(config, "number_of_conv_states", None) or 1
     states = {index: number for index, kind in enumerate(kinds) if kind in RECURRENT}
-    return Layout(count, tuple(attention), states, config.model_type not in BEGIN_ANEW, owners, chunks)
+    latent = getattr(config, "kv_lora_rank", None) is not None
+    return Layout(count, tuple(attention), states, config.model_type not in BEGIN_ANEW, owners, chunks, latent)
 
 
 def _owners(config: PreTrainedConfig, kinds: Sequence[str]) -> dict[int, int]:

@@ -140,7 +140,7 @@ def _model_facts(config: PreTrainedConfig) -> dict[str, Any]:
         "num_hidden_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
-        "kv_heads_and_head_dim": [list(shape) for shape in kv_shapes(config)],
+        "kv_heads_and_head_dim": [list(shape[:2]) for shape in kv_shapes(config)],
         "sliding_window": getattr(config, "sliding_window", None),
         "rope_parameters": _rope(getattr(config, "rope_parameters", None) or {}),
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),

@@ -15,6 +15,7 @@ from kvbench.cache.reading import PageReads
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.cache.step import ALL, LayerStep, Projected
 from kvbench.cache.steps import BatchStep
+from kvbench.policies.latents import LatentObservation
 from kvbench.policies.observation import MOVED, AttentionParams, Known, Memory, Observation
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
@@ -144,22 +145,23 @@ class LayerState:
         read = None
         if self.pages is not None and now.phase == "decode":
             read = partial(self.pages.attend, policy, self.index, context.prompts)
-        step = LayerStep(new.queries, now, params, held, fresh, observe, alone, read)
+        step = LayerStep(new.queries, now, params, held, fresh, observe, alone, read, known=context.known)
         if isinstance(held, BatchStore):
             step.parts = tuple(step.of(rows, part) for rows, part in held.by_length)
         return step
 
     def _observe(self, context: Context, recent: tuple[Tensor, Tensor] | None, step: LayerStep) -> Observation:
         now, params, held, rows, policy = step.now, step.params, step.store, step.rows, self.policy
+        kind = Observation if params.latents is None else LatentObservation
         budgets = context.budgets.of(self.index, now.evicts, rows.start or 0, now.ends) if policy.evicts else ()
         if recent is not None and rows is not ALL:
             recent = recent[0][rows], recent[1][rows]
-        seen = Observation(
+        seen = kind(
             layer=self.index,
             queries=step.queries,
             query_positions=now.positions,
-            keys=held.keys,
-            values=held.values,
+            keys=step.attended.keys,
+            values=step.attended.values,
             positions=held.positions,
             seen=now.seen,
             scaling=params.scaling,

@@ -11,7 +11,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kvbench.cache.steps import BatchStep
-from kvbench.policies.observation import AttentionParams, Observation
+from kvbench.policies.latents import LatentObservation
+from kvbench.policies.model_layer import Latents
+from kvbench.policies.observation import AttentionParams, Known, Observation
 from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.store import LayerStore
 
@@ -19,7 +21,10 @@ ALL = slice(None)
 
 
 class Projected(NamedTuple):
-    """The new queries [B,H_q,m,D], keys and values [B,H_kv,m,D] of one layer, rotated as its attention takes them."""
+    """The new queries [B,H_q,m,D], keys and values [B,H_kv,m,D] of one layer, rotated as its attention takes them.
+
+    Of a layer that stores latents, keys are the latents [B,1,m,R] and values the part of the keys that is rotated.
+    """
 
     queries: Tensor
     keys: Tensor
@@ -43,7 +48,8 @@ class LayerStep:
     store: what the queries attend to. fresh: exactly this step's tokens are held, in order, for every head. alone: the
     call of the model is this one step. read: attention where the policy reads less than is held; it gives None where
     all is read. rows: the sequences it is about. parts: the same step by length, where sequences of several lengths
-    share a store. observe: makes what the policy sees; None where the policy sees nothing.
+    share a store. observe: makes what the policy sees; None where the policy sees nothing. known: what was computed of
+    the very same step for another policy.
     """
 
     queries: Tensor
@@ -56,7 +62,9 @@ class LayerStep:
     read: Callable[["LayerStep"], Tensor | None] | None = None
     rows: slice = field(default_factory=lambda: ALL)
     parts: tuple["LayerStep", ...] = ()
+    known: Known | None = None
     _seen: Observation | None = field(default=None, init=False, repr=False)
+    _read: LayerStore | None = field(default=None, init=False, repr=False)
 
     def of(self, rows: slice, store: LayerStore) -> "LayerStep":
         """The step of some of the sequences, which `store` holds."""
@@ -81,6 +89,26 @@ class LayerStep:
         return replace(self, store=kept, observe=None, parts=(), read=deepcopy(self.read))
 
     @property
+    def attended(self) -> LayerStore:
+        """What attention reads: the store, or, where it holds latents, keys and values of all heads made of them."""
+        latents = self.params.latents
+        if latents is None:
+            return self.store
+        if self._read is None:
+            self._read = _expanded(self.store, latents, {} if self.known is None else self.known)
+        return self._read
+
+    @property
+    def of_all_heads(self) -> "LayerStep":
+        """The step of a layer that stores latents as one of a layer that stores every head's keys and values."""
+        params, observe = self.params._replace(latents=None), None
+        if self.observed:
+            assert isinstance(self.observation, LatentObservation)
+            heads = self.observation.heads
+            observe = lambda _: heads  # noqa: E731
+        return replace(self, store=self.attended, params=params, observe=observe)
+
+    @property
     def observed(self) -> bool:
         """Whether the policy sees this step."""
         return self.observe is not None
@@ -92,3 +120,13 @@ class LayerStep:
             assert self.observe is not None, "the policy sees nothing of this step"
             self._seen = self.observe(self)
         return self._seen
+
+
+def _expanded(held: LayerStore, latents: Latents, known: Known) -> DenseStore:
+    """A view of stored latents, [B,1,C,...], with the keys and values of all heads."""
+    if "expanded keys" not in known:
+        known["expanded keys"], known["expanded values"] = latents.expand(held.keys, held.values)
+    keys, values = known["expanded keys"], known["expanded values"]
+    positions = held.positions.expand(-1, keys.shape[1], -1).contiguous()
+    contents = {"keys": keys, "values": values, "positions": positions}
+    return DenseStore.of(contents, (), held.ascending, held.packed)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvbench.cache.interface import kv_shapes
-from kvbench.cache.layout import attention_layers
+from kvbench.cache.layout import layout_of
 from kvbench.config.naming import refusing_in
 from kvbench.config.presets import SCHEDULE, build_policy, scheduled
 from kvbench.config.tree import build, part_class
@@ -23,8 +23,7 @@ from kvbench.errors import ConfigError, UsageError
 from kvbench.identity.code_digest import code_digest
 from kvbench.identity.labels import Naming, flat
 from kvbench.inference.context import check_context
-from kvbench.inference.cuda_graph import can_record, check_graph
-from kvbench.inference.cuda_graph import check_layers as check_recorded
+from kvbench.inference.cuda_graph import can_record, can_replay, check_graph
 from kvbench.inference.sampling import Sampling, check_samples
 from kvbench.models.cache_shapes import check_shape
 from kvbench.models.given import checkpoint_of
@@ -32,6 +31,7 @@ from kvbench.models.loading import Checkpoint, GivenModel, ModelSpec, locate, pi
 from kvbench.models.prompts import COMPRESS
 from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.describe import describe
+from kvbench.policies.latents import check_latents
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_budget, check_layers
 from kvbench.records.shards import Shard
@@ -195,9 +195,8 @@ def build_cell(
     checkpoint = locate(spec, str(config["dtype"] or "null")) if given is None else checkpoint_of(given, spec)
     with refusing_in("policy", config["policy"]):
         check_shapes(policy, checkpoint.config)
-    if config["engine"]["cuda_graph"] is True:
-        with refusing():
-            check_recorded(checkpoint.config)
+    with refusing():
+        cuda_graph = cuda_graph and can_replay(checkpoint.config, asked=config["engine"]["cuda_graph"] is True)
     _flag("allow_mixed", config["allow_mixed"])
     return Cell(
         policy=policy,
@@ -297,8 +296,12 @@ def modules_of(described: object) -> Iterator[str]:
 def check_shapes(policy: Policy, config: PreTrainedConfig) -> None:
     """ValueError if a model lacks a layer that the policy names, or its heads do not divide into the store's groups."""
     text = config.get_text_config(decoder=True)
-    check_layers(attention_layers(text), policy.allocator, policy.store, policy.pre_pass)
-    for heads, dim in dict.fromkeys(kv_shapes(text)):
+    layout = layout_of(text)
+    check_layers(len(layout.attention), policy.allocator, policy.store, policy.pre_pass)
+    if layout.latent:
+        check_latents(policy)
+        return
+    for heads, dim, _ in dict.fromkeys(kv_shapes(text)):
         policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
 
 

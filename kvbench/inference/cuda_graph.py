@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.device_batch import DeviceBatch, steps_alike
+from kvbench.cache.interface import name_of
 from kvbench.cache.layout import layout_of
 from kvbench.inference.calls import next_logits
 from kvbench.policies.policy import Policy
@@ -24,17 +25,6 @@ def can_record(policy: Policy) -> bool:
     return policy.store.replayable and not policy.rates and steps_alike(policy)
 
 
-def check_layers(config: PreTrainedConfig) -> None:
-    """ValueError unless decoding steps of a model of this configuration can be recorded."""
-    layout = layout_of(config.get_text_config(decoder=True))
-    if layout.owners or layout.chunks:
-        raise ValueError(
-            "engine.cuda_graph=true needs layers that read all they store, and nothing else: this model has layers "
-            f"that {'read the keys and values of others' if layout.owners else 'see chunks of the text'}, use "
-            "engine.cuda_graph=false"
-        )
-
-
 def check_graph(policy: Policy, device: torch.device) -> None:
     """ValueError unless decoding steps of this policy on this device can be recorded."""
     if device.type != "cuda":
@@ -45,6 +35,24 @@ def check_graph(policy: Policy, device: torch.device) -> None:
             f"evict, and need nothing but the token; {policy.name} has no such steps: use engine.cuda_graph=false"
             f"{' or every=1' if policy.schedule.every > 1 else ''}"
         )
+
+
+def can_replay(config: PreTrainedConfig, asked: bool) -> bool:
+    """Whether steps of a model of this configuration can be replayed. ValueError where not, though it was asked for."""
+    text = config.get_text_config(decoder=True)
+    layout = layout_of(text)
+    others = {
+        "layers of latents, expanded in every step": layout.latent,
+        "layers that read what others store": bool(layout.owners),
+        "layers that see chunks of the text": bool(layout.chunks),
+    }
+    found = [kind for kind, has in others.items() if has]
+    if asked and found:
+        raise ValueError(
+            "engine.cuda_graph=true replays steps of layers that read all they store and nothing else; "
+            f"{name_of(text)} has {found[0]}: use engine.cuda_graph=false"
+        )
+    return not found
 
 
 class Recorder:

@@ -18,7 +18,7 @@ from kvbench.cache.rotary import forget_lengths
 from kvbench.inference.answer import Answer, choose
 from kvbench.inference.calls import next_logits
 from kvbench.inference.context import ContextCache, check_context, parted, take_question
-from kvbench.inference.cuda_graph import Recorder, check_graph, check_layers
+from kvbench.inference.cuda_graph import Recorder, can_replay, check_graph
 from kvbench.inference.pre_pass import pre_pass, rate_next, read_prompt
 from kvbench.inference.sampling import Draws
 from kvbench.policies.policy import Policy
@@ -74,7 +74,7 @@ def greedy(
     """
     if cuda_graph:
         check_graph(policy, model.device)
-        check_layers(model.config)
+        can_replay(model.config, asked=True)
     mask = padding(input_ids, attention_mask)
     later = input_ids[:, :0]
     if context_tokens is not None:

@@ -334,7 +334,8 @@ class _Probe(KVCache):
 
     def attend(self, index: int, new: Projected, mask: Tensor | None, params: AttentionParams) -> Tensor:
         if index == self.reached:
-            raise _Reached(new.queries, new.keys)
+            keys = new.keys if params.latents is None else params.latents.expand(new.keys, new.values)[0]
+            raise _Reached(new.queries, keys)
         return super().attend(index, new, mask, params)
 
 

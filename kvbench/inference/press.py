@@ -22,6 +22,7 @@ from kvbench.inference.answer import Answer, choose
 from kvbench.inference.context import parted
 from kvbench.inference.generate import Generation, now
 from kvbench.inference.sampling import Draws
+from kvbench.policies.latents import check_latents
 from kvbench.policies.press import KVPress, ratio_for
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,10 @@ def press_greedy(
     """
     if len(input_ids) != 1:
         raise ValueError(f"{policy.name} compresses one sequence at a time, got {len(input_ids)}")
-    if layout_of(model.config.get_text_config(decoder=True)).states:
+    layout = layout_of(model.config.get_text_config(decoder=True))
+    if layout.latent:
+        check_latents(policy)
+    if layout.states:
         raise UsageError(
             f"{policy.name} of kvpress compresses models whose layers all keep keys and values, and "
             f"{type(model).__name__} has recurrent ones: use a policy of kvbench's own"

@@ -59,16 +59,18 @@ def bytes_refused(cell: Cell, sample: Sample) -> str | None:
     if (sample.full_cache_bytes, sample.full_position_bytes) != full:
         return f"its full cache is {sample.full_cache_bytes} bytes, {fed} tokens take {full[0]}"
     kept, held = sample.kept_tokens or [], sample.cache_bytes or 0
-    width = 2 * cell.checkpoint.dtype.itemsize if cell.policy.store.exact else 0
+    width = cell.checkpoint.dtype.itemsize if cell.policy.store.exact else 0
     positions = 0 if isinstance(cell.policy, KVPress) else POSITION
-    least = sum(sum(heads) * (width * dim + positions) for heads, (_, dim) in zip(kept, _shapes(cell), strict=True))
+    least = sum(
+        sum(heads) * (width * numbers + positions) for heads, (_, numbers) in zip(kept, _shapes(cell), strict=True)
+    )
     if held < least or (sample.peak_bytes or 0) < held:
         return f"it holds {held} bytes and {sample.peak_bytes} at its peak, its tokens alone take {least}"
     return None
 
 
 def _shapes(cell: Cell) -> list[tuple[int, int]]:
-    """Heads that hold tokens, and head dimension, of every layer."""
+    """Heads that hold tokens, and the numbers each stores of a token, of every layer."""
     text = cell.checkpoint.config.get_text_config(decoder=True)
     by_query = cell.policy.granularity == "query_head"
-    return [(text.num_attention_heads if by_query else heads, dim) for heads, dim in kv_shapes(text)]
+    return [(text.num_attention_heads if by_query else heads, key + value) for heads, key, value in kv_shapes(text)]

@@ -14,6 +14,7 @@ from kvbench.config.tree import find, names, read
 from kvbench.errors import ConfigError, whole_number
 
 CHUNKED = {"chunked_layers", "chunk"}  # what shapes with chunked layers have beside
+LATENT = {"kv_lora_rank", "qk_rope_head_dim"}  # what shapes of layers with latents have beside
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -22,7 +23,8 @@ class CacheShape:
     """L layers of H_kv KV heads and H_q query heads with head dimension D; dtype of keys and values.
 
     Layers that read what another one stores are not counted. chunked_layers: beside the L, those that hold the newest
-    `chunk` tokens at most, which no policy makes fewer.
+    `chunk` tokens at most, which no policy makes fewer. Layers of latents have one KV head, which stores kv_lora_rank
+    and qk_rope_head_dim numbers of a token; D is then that of queries. Elsewhere these four are 0.
     """
 
     layers: int
@@ -37,6 +39,15 @@ class CacheShape:
         """What the chunked layers hold of a sequence."""
         numbers = 2 * self.kv_heads * self.head_dim * min(length, self.chunk)
         return self.chunked_layers * numbers * self.dtype.itemsize
+
+    kv_lora_rank: int = 0
+    qk_rope_head_dim: int = 0
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """Numbers that a KV head stores of a token: of its key and its value, or of its latent and its rotated key."""
+        latents = self.kv_lora_rank, self.qk_rope_head_dim
+        return latents if self.kv_lora_rank else (self.head_dim, self.head_dim)
 
 
 def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
@@ -75,7 +86,8 @@ def _of_yaml(model: str, said: Mapping[str, Any]) -> CacheShape:
 def check_shape(shape: object) -> None:
     """ValueError unless the field `shape` of a model has the whole numbers that the size of a cache depends on."""
     names = [f.name for f in fields(CacheShape) if f.default is MISSING and f.name != "dtype"]
-    if not isinstance(shape, Mapping) or set(shape) - CHUNKED != set(names) or len(set(shape) & CHUNKED) == 1:
+    more = set(shape) - set(names) if isinstance(shape, Mapping) else None
+    if not isinstance(shape, Mapping) or not set(names) <= set(shape) or more not in (set(), CHUNKED, LATENT):
         raise ConfigError("shape", shape, why=f"is not allowed, it must have {', '.join(names)}")
     for name, value in shape.items():
         whole_number(f"shape.{name}", value, 1)
@@ -95,6 +107,9 @@ def from_config(config: dict[str, Any]) -> CacheShape:
     }
     if chunked:
         shape |= {"chunked_layers": chunked, "chunk": config["attention_chunk_size"]}
+    if config.get("kv_lora_rank"):
+        shape |= {name: config[name] for name in LATENT}
+        shape |= {"kv_heads": 1, "head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"]}
     check_shape(shape)
     return CacheShape(**shape, dtype=DTYPES[dtype])
 

@@ -85,9 +85,10 @@ class Checkpoint:
     def full_cache_bytes(self, tokens: int) -> int:
         """Bytes that transformers' own cache holds after `tokens` tokens, in the model's dtype: keys and values.
 
-        A layer whose attention slides over a window of w tokens holds the newest w - 1: all that the next one reads.
+        Layers of latents hold these. A layer whose attention slides over a window of w tokens holds the newest w - 1:
+        all that the next one reads.
         """
-        return 2 * self.dtype.itemsize * sum(heads * dim * held for heads, dim, held in self._full(tokens))
+        return self.dtype.itemsize * sum(heads * numbers * held for heads, numbers, held in self._full(tokens))
 
     def full_position_bytes(self, tokens: int) -> int:
         """Bytes of the positions of these tokens: 4 for each token of each KV head, as every policy stores them."""
@@ -101,14 +102,15 @@ class Checkpoint:
         return state_bytes(self.config, self.dtype)
 
     def _full(self, tokens: int) -> list[tuple[int, int, int]]:
-        """(KV heads, head dimension, tokens held) of every layer of transformers' own cache."""
+        """(KV heads, numbers a head stores of a token, tokens held) of every layer of transformers' own cache."""
         return [
-            (heads, dim, tokens if window is None else min(tokens, window - 1)) for heads, dim, window in self._layers
+            (heads, numbers, tokens if window is None else min(tokens, window - 1))
+            for heads, numbers, window in self._layers
         ]
 
     @cached_property
     def _layers(self) -> list[tuple[int, int, int | None]]:
-        """(KV heads, head dimension, window) of every layer; asked for every row and every example."""
+        """(KV heads, numbers of a token, window) of every layer; asked for every row and every example."""
         windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=self.config).layers]
         text = self.config.get_text_config(decoder=True)
         layers = layout_of(text).attending
@@ -116,7 +118,7 @@ class Checkpoint:
         windows = [windows[index] for index in layers if index < len(windows)]
         # Where a configuration names no layers, transformers makes them as they are met, and none of them slides.
         windows = windows if len(windows) == len(shapes) else [None] * len(shapes)
-        return [(heads, dim, window) for (heads, dim), window in zip(shapes, windows, strict=True)]
+        return [(heads, key + value, window) for (heads, key, value), window in zip(shapes, windows, strict=True)]
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. Raises UsageError where the folder has none that loads."""

@@ -19,6 +19,7 @@ from kvbench.cache.recent_queries import RecentQueries
 from kvbench.config.presets import make_policy
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
 from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.latents import check_latents
 from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_layers
@@ -53,7 +54,7 @@ class Prediction:
         """Keys and values the prompt has."""
         shape = self.shape
         layers = shape.layers + shape.chunked_layers
-        return 2 * layers * shape.kv_heads * shape.head_dim * self.length * self.batch
+        return layers * shape.kv_heads * sum(shape.stored) * self.length * self.batch
 
     @property
     def bits(self) -> float:
@@ -69,9 +70,12 @@ class Prediction:
 def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> Prediction:
     """What `cache.parts` of all layers will be after a prompt, exactly.
 
-    ValueError for policies whose sizes depend on what the prompt says (budgets by statistics or per head, mergers).
+    ValueError for policies whose sizes depend on what the prompt says (budgets by statistics or per head, mergers), and
+    for those that cannot hold what the layers store.
     """
     check_predictable(policy)
+    if shape.kv_lora_rank:
+        check_latents(policy)
     budgets = layer_budgets(policy, shape.layers, length) if policy.evicts else [length] * shape.layers
     sizes: dict[tuple[Any, int, bool], dict[str, int]] = {}
     total: Counter[str] = Counter()
@@ -104,10 +108,10 @@ def _layer_parts(policy: Policy, shape: CacheShape, layer: int, length: int, bat
     heads = shape.query_heads if policy.granularity == "query_head" else shape.kv_heads
     width = shape.query_heads // heads if policy.needs.query_heads else 1
     tokens = min(length, budget) + evicted * policy.schedule.spare  # slots of tokens to come are there
-    new = torch.empty(batch, heads, tokens, shape.head_dim, dtype=shape.dtype, device="meta")
-    held = policy.store.for_layer(layer).open(new, new, policy.needs.statistics, width)
+    keys, values = (torch.empty(batch, heads, tokens, n, dtype=shape.dtype, device="meta") for n in shape.stored)
+    held = policy.store.for_layer(layer).open(keys, values, policy.needs.statistics, width)
     held.evicted = evicted
-    held.append(new, new, torch.empty(batch, tokens, dtype=torch.long, device="meta"), absent=False)
+    held.append(keys, values, torch.empty(batch, tokens, dtype=torch.long, device="meta"), absent=False)
     held.settle()
     return {
         **held.parts(),
@@ -217,7 +221,10 @@ def _sizes(policies: Sequence[Policy], shape: CacheShape, lengths: Sequence[int]
         sums = (f"{p.nbytes / MIB:.2f}", f"{p.nbytes}", f"{p.bits:.3f}", f"{p.ratio:.3f}")
         rows.append((policy.name, f"{p.length}", f"{p.batch}", *mib, *sums))
     dtype = str(shape.dtype).removeprefix("torch.")
-    title = f"MiB held after a prompt; {shape.layers} layers, {shape.kv_heads} KV heads of {shape.head_dim}, {dtype}"
+    each = f"{shape.kv_heads} KV heads of {shape.head_dim}"
+    if shape.kv_lora_rank:
+        each = f"a latent of {shape.kv_lora_rank} + {shape.qk_rope_head_dim} a token"
+    title = f"MiB held after a prompt; {shape.layers} layers, {each}, {dtype}"
     return _grid(title, ("length", "batch", *kinds, "MiB", "bytes", "bits/number", "16-bit/this"), rows, keys=2)
 
 

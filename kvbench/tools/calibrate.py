@@ -77,6 +77,6 @@ def q_filters(model: PreTrainedModel, texts: Iterable[Tensor]) -> Tensor:
     shapes = set(kv_shapes(model.config.get_text_config(decoder=True)))
     if len(shapes) > 1:
         raise ValueError("qfilters takes a model whose layers have the same number of KV heads, of one size")
-    ((heads, _),) = shapes
+    ((heads, *_),) = shapes
     filters: Tensor = -found.directions().unflatten(1, (heads, -1)).mean(2)
     return filters.to(torch.float32)

@@ -30,7 +30,7 @@ class CurDKV(Scorer):
     Source: Sengupta et al. 2025, arXiv 2509.15038, section 4; windows instead of a random projection are kvpress's.
     """
 
-    needs = Needs(whole_prompt=True, never_negative=True)
+    needs = Needs(keys=True, whole_prompt=True, never_negative=True)
 
     window: int = 16
     leverage: Literal["key", "value", "kv_avg", "kv_product"] = "kv_product"

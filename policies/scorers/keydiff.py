@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.kernels.attention_rows import widen
+from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
 
@@ -20,6 +21,8 @@ class KeyDiff(Scorer):
     in blocks.
     Source: Park et al. 2025, arXiv 2504.15364, section 3.
     """
+
+    needs = Needs(keys=True)
 
     def score(self, observation: Observation, state: State) -> Tensor:
         keys = F.normalize(widen(observation.keys), dim=-1)

@@ -21,7 +21,7 @@ class KNorm(Scorer):
     Source: Devoto et al. 2024, arXiv 2406.11430, abstract. Reads keys only, keeps no state: any schedule will do.
     """
 
-    needs = Needs(ties=True)
+    needs = Needs(keys=True, ties=True)
 
     def score(self, observation: Observation, state: State) -> Tensor:
         norms: Tensor = widen(observation.keys).norm(dim=-1)

@@ -30,7 +30,7 @@ class LagKV(Scorer):
     Source: Liang et al. 2025, arXiv 2504.04704, section 3.
     """
 
-    needs = Needs(whole_prompt=True, never_negative=True)
+    needs = Needs(keys=True, whole_prompt=True, never_negative=True)
 
     lag: int = 128
     sinks: int = 4

@@ -57,7 +57,7 @@ class NonCausal(Scorer):
     Source: Chari and Van Durme 2025, arXiv 2507.08143, section 3; norm, neighbours and z-score are its code's.
     """
 
-    needs = Needs(window=LARGEST, window_decoding=0, statistics=("attention",), whole_prompt=True)
+    needs = Needs(window=LARGEST, window_decoding=0, statistics=("attention",), keys=True, whole_prompt=True)
 
     chunk: int = 256
     official: bool = False

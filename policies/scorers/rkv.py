@@ -53,7 +53,7 @@ class RKV(Scorer):
 
     @property
     def needs(self) -> Needs:
-        return Needs(window=self.window)
+        return Needs(window=self.window, keys=True)
 
     def protects(self, budget: int) -> Protected:
         return Protected(newest=self.window)

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -51,13 +51,10 @@ class DenseStore(LayerStore):
         return state
 
     @classmethod
-    def of(
-        cls, contents: dict[str, Tensor], statistics: tuple[str, ...], ascending: bool, packed: bool | None = None
-    ) -> "DenseStore":
-        """A layer that holds `contents` [B,H,C,...]; some slots may be empty; packed: none, if that is known."""
+    def of(cls, contents: State, statistics: tuple[str, ...], ascending: bool, packed: bool | None = None) -> Self:
+        """A layer that holds `contents` [B,H,C,...]; some slots may be empty. packed: whether none is, if known."""
         held = cls(contents["keys"], contents["values"], statistics, width=0)
-        held._buffers = contents
-        held._used = contents["positions"].shape[2]
+        held._buffers, held._used = contents, contents["positions"].shape[2]
         held._packed = bool((contents["positions"] >= 0).all()) if packed is None else packed
         held._ascending = ascending
         return held

@@ -62,6 +62,7 @@ class Caote(ValueAware):
     output; `score_mean` averages c over the group. norm_domain: alpha and X run over `all` stored tokens or over the
     evictable `candidates`. f_norm: how scores become weights, see `normalise`; `auto` is `sum` where no score is
     negative, else `minmax_sum`. eps: the least that 1 - alpha may be.
+    Where all heads share one latent, X and v are their outputs and values side by side.
     Source: Goel et al. 2025, arXiv 2504.14051, eq. 8 and 20-22; the group rules are ours (the paper is silent on GQA).
     """
 
@@ -120,11 +121,17 @@ class Caote(ValueAware):
         if self.norm_domain == "candidates":
             counted = observation.occupied & ~protected
         values, never_negative = observation.values, scorer.needs.never_negative
+        shared = values.shape[1] > scores.shape[1]  # one latent for all heads, whose values differ
+        if shared and counted is not None:
+            counted = counted.expand(-1, values.shape[1], -1)
         if self.gqa == "alpha_mean" and not layer_wide:
-            return self.eviction_error(scores[:, :, None], values, counted, never_negative)[:, :, 0]
+            rows = scores.expand(-1, values.shape[1], -1)[:, :, None]
+            error = self.eviction_error(rows, values, counted, never_negative)[:, :, 0]
+            return error.norm(dim=1, keepdim=True) if shared else error
         assert isinstance(scorer, AttentionScorer), "checked when the policy is built"
         rows = scorer.score_query_heads(observation, state)
-        error = self.eviction_error(rows, values, counted, never_negative)
+        error = self.eviction_error(rows.transpose(1, 2) if shared else rows, values, counted, never_negative)
         if layer_wide:
-            return error.square().sum((1, 2)).sqrt()[:, None].expand(-1, error.shape[1], -1)
+            return error.square().sum((1, 2)).sqrt()[:, None].expand_as(scores)
+        error = error.transpose(1, 2) if shared else error
         return error.norm(dim=2) if self.gqa == "group_l2" else error.mean(2)

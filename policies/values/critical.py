@@ -56,7 +56,7 @@ class Critical(ValueAware):
         layer_wide: bool,
     ) -> Tensor:
         norms = self.projected_norms(observation)
-        if layer_wide:
+        if layer_wide or norms.shape[1] > scores.shape[1]:  # one latent for all heads
             norms = norms.mean(1, keepdim=True)
         summed = scorer.needs.never_negative and scorer.needs.window
         queries = observation.window_length(scorer.needs.window) if summed else 1

@@ -152,10 +152,11 @@ INFERENCE = "answer calls context cuda_graph generate logits pre_pass press rati
 KERNELS = """append attention_moments attention_rows column_sums compaction decode_attention
     decode_attention_flat decode_tile jit join_splits layer_rows masked_attention prompt_attention
     prompt_tiles selection softmax_blocks window_largest window_statistics work_list"""
-POLICIES = """allocators.allocator allocators.uniform checks constants contents describe layer_budgets
-    mergers.drop mergers.merger model_layer needs observation policy policy_checks pre_passes.pre_pass press ranking
-    readers.reader schedule scorers.knorm scorers.scorer select selections.selection stacked stores.batch
-    stores.combined stores.dense stores.per_sequence stores.ragged stores.slots stores.store values.value"""
+POLICIES = """allocators.allocator allocators.uniform checks constants contents describe latents
+    layer_budgets mergers.drop mergers.merger model_layer needs observation policy policy_checks
+    pre_passes.pre_pass press ranking readers.reader schedule scorers.knorm scorers.scorer select
+    selections.selection stacked stores.batch stores.combined stores.dense stores.per_sequence stores.ragged
+    stores.slots stores.store values.value"""
 RECORDS = "kept_heads sample"
 
 

@@ -15,7 +15,7 @@ from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
 from kvbench.inference import generate as generating
-from kvbench.inference.cuda_graph import can_record, check_graph, check_layers
+from kvbench.inference.cuda_graph import can_record, can_replay, check_graph
 from kvbench.inference.generate import greedy
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.slots import GROWTH
@@ -144,7 +144,7 @@ def test_what_cannot_be_recorded_is_refused(slug: str, device: str, sentence: st
 @pytest.mark.parametrize(("family", "layers"), [("gemma3n", "read the keys and values of"), ("llama4", "see chunks")])
 def test_layers_that_do_not_read_what_they_store_are_refused(family: str, layers: str) -> None:
     with pytest.raises(ValueError, match=f"this model has layers that {layers}.*, use engine.cuda_graph=false$"):
-        check_layers(tiny(family).config)
+        can_replay(tiny(family).config, asked=True)
 
 
 @pytest.mark.gpu

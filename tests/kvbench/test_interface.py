@@ -8,7 +8,7 @@ import pytest
 import torch
 from kv_models import MIXTURES, prompt, tiny_mixture
 from transformers import (
-    DeepseekV3Config,
+    DeepseekV32Config,
     DiffLlamaConfig,
     Gemma3nTextConfig,
     Gemma4ForCausalLM,
@@ -45,7 +45,7 @@ def small(kind: type[PreTrainedConfig], **fields: object) -> Any:
         (MiniMaxConfig, {}, "^MiniMaxForCausalLM has recurrent layers, and keeps their states elsewhere"),
         (RwkvConfig, {}, "^RwkvForCausalLM has recurrent layers, and keeps their states elsewhere"),
         (MambaConfig, {}, "^MambaForCausalLM has recurrent layers alone"),
-        (DeepseekV3Config, {"n_routed_experts": 8}, "what its cache holds before attention sees it.*latent attention"),
+        (DeepseekV32Config, {"n_routed_experts": 8}, "^DeepseekV32ForCausalLM has an indexer that chooses the tokens"),
         (DiffLlamaConfig, {}, "what its cache holds before attention sees it .it asks for its 'chunk'"),
         (
             Gemma4TextConfig,

@@ -1,0 +1,104 @@
+"""What a policy sees of a layer that stores latents, from which keys and values of every query head are expanded.
+
+A token's latent serves all heads, so they keep one token set: to a policy that is one KV head with H_q query heads.
+Attention is that over the expanded keys, and a score the mean over all heads, as it is over a group's. A scorer that
+reads keys or values themselves (`Needs.keys`) scores every head, and their mean counts.
+
+Shapes: B batch, H_q query heads, w queries of a window, T slots, D head dim.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cached_property
+
+from torch import Tensor
+
+from kvbench.kernels.attention_moments import Moments
+from kvbench.kernels.attention_rows import attention_rows, widen
+from kvbench.policies.needs import Needs
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.policy import Policy
+from kvbench.policies.pre_passes.pre_pass import ExtraPasses
+from kvbench.policies.press import KVPress
+from kvbench.policies.stores.dense import Dense
+
+ROWS_AT_ONCE = 2**22  # numbers of attention rows that are in memory at once
+FIELDS = [field.name for field in fields(Observation) if field.init]
+
+
+def check_latents(policy: Policy) -> None:
+    """ValueError for a policy that cannot hold latents: no head's keys or values, and one token set for all heads."""
+    needs = Needs() if policy.scorer is None else policy.scorer.needs
+    reasons = {
+        "runs a press of kvpress, which reads the keys and values of heads": isinstance(policy, KVPress),
+        "gives heads budgets of their own": policy.allocator.per_head,
+        "keeps a token set for each query head": policy.granularity == "query_head",
+        "merges keys and values": policy.merger.merges,
+        "reads some of the stored keys at a time": policy.reader is not None,
+        "reads keys as they were before their rotation": needs.model,
+        "rotates kept keys anew": policy.schedule.rerotate,
+        "has other texts look at the stored keys": isinstance(policy.pre_pass, ExtraPasses),
+        "notes of every stored token what its key drew": needs.keys and bool(needs.statistics),
+        "stores keys and values in another form than the model's": type(policy.store) is not Dense,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(
+                f"{policy.name} {reason}, while this model's cache holds latents, one for all heads of a layer: use "
+                "another policy, such as snapkv or h2o"
+            )
+
+
+class LatentObservation(Observation):
+    """An observation whose keys and values [B,H_q,T,D] lie at positions [B,1,T]."""
+
+    @cached_property
+    def heads(self) -> Observation:
+        """The same layer with every query head as a KV head."""
+        given = {name: getattr(self, name) for name in FIELDS}
+        given["positions"] = self.positions.expand(-1, self.keys.shape[1], -1).contiguous()
+        return Observation(**given).knowing(self._known)
+
+    @property
+    def group(self) -> int:
+        return self.queries.shape[1]
+
+    def scores(self, score: Callable[[Observation, State], Tensor], state: State, of_keys: bool) -> Tensor:
+        found = score(self.heads if of_keys else self, state)
+        return found if found.shape[1] == 1 else found.mean(1, keepdim=True)
+
+    def window_attention(self, window: int) -> Tensor:
+        return self.heads.window_attention(window).transpose(1, 2)
+
+    def window_sums(self, window: int) -> Tensor:
+        return self.heads.window_sums(window).transpose(1, 2)
+
+    def window_mean(self, window: int) -> Tensor:
+        return self.heads.window_mean(window).mean(1, keepdim=True)
+
+    def window_variance(self, window: int) -> Tensor:
+        return self.heads.window_variance(window).transpose(1, 2)
+
+    def window_entropy(self, window: int) -> Tensor:
+        return self.heads.window_entropy(window).transpose(1, 2)
+
+    def window_largest(self, window: int) -> Tensor:
+        return self.window_mean(window)[:, 0]
+
+    def column_sums(self) -> Tensor:
+        return self.heads.column_sums().transpose(1, 2)
+
+    def moments(self) -> Moments:
+        batch, heads, new, _ = self.queries.shape
+        keys, places = self.keys, self.heads.positions
+        how = self.scaling, self.softcap, self.sliding_window, self.sinks
+        sums = places.new_zeros(self.positions.shape, dtype=widen(keys.new_empty(0)).dtype)
+        squares = sums.clone()
+        at_once = max(1, ROWS_AT_ONCE // (batch * heads * keys.shape[2]))
+        for first in range(0, new, at_once):
+            some = slice(first, first + at_once)
+            asked = self.queries[:, :, some], keys, self.query_positions[:, some], places
+            mean = attention_rows(*asked, *how).mean((1, 2))[:, None]  # [B,1,w,T]
+            sums += mean.sum(2)
+            squares += mean.square().sum(2)
+        return Moments(sums, squares)
