@@ -9,22 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import CONFIG_MAPPING
 
+from kvbench.cache.layout import attention_layers
 from kvbench.config.tree import find, names, read
 from kvbench.errors import ConfigError, whole_number
+from kvbench.models.trial import state_bytes
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+OF_HYBRIDS = ("attention_layers", "state_bytes")
+
+
 @dataclass(frozen=True)
 class CacheShape:
-    """L layers of H_kv KV heads and H_q query heads with head dimension D; dtype of keys and values."""
+    """L layers with keys and values, of H_kv KV heads and H_q query heads with head dimension D; dtype of these.
+
+    state_bytes: of the recurrent layers' states, for each sequence.
+    """
 
     layers: int
     query_heads: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    state_bytes: int = 0
 
 
 def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
@@ -57,14 +67,20 @@ def _of_yaml(model: str, said: Mapping[str, Any]) -> CacheShape:
     if said.get("dtype") not in DTYPES:
         raise ValueError(f"model={model} has a shape, so its dtype must be one of {', '.join(DTYPES)}")
     check_shape(said["shape"])
-    return CacheShape(**said["shape"], dtype=DTYPES[said["dtype"]])
+    shape = dict(said["shape"])
+    shape["layers"] = shape.pop("attention_layers", shape["layers"])
+    return CacheShape(**shape, dtype=DTYPES[said["dtype"]])
 
 
 def check_shape(shape: object) -> None:
-    """ValueError unless the field `shape` of a model has the four whole numbers that the size of a cache depends on."""
-    names = [f.name for f in fields(CacheShape) if f.name != "dtype"]
-    if not isinstance(shape, Mapping) or set(shape) != set(names):
-        raise ConfigError("shape", shape, why=f"is not allowed, it must have {', '.join(names)}")
+    """ValueError unless the field `shape` of a model has the whole numbers that the size of a cache depends on.
+
+    Of models with recurrent layers it may also say how many layers have keys and values, and the states' bytes.
+    """
+    names = [f.name for f in fields(CacheShape) if f.name not in ("dtype", "state_bytes")]
+    if not isinstance(shape, Mapping) or not set(names) <= set(shape) <= {*names, *OF_HYBRIDS}:
+        why = f"is not allowed, it must have {', '.join(names)}, and may have {' and '.join(OF_HYBRIDS)}"
+        raise ConfigError("shape", shape, why=why)
     for name, value in shape.items():
         whole_number(f"shape.{name}", value, 1)
 
@@ -74,11 +90,15 @@ def from_config(config: dict[str, Any]) -> CacheShape:
     config = config.get("text_config", config)
     heads = config["num_attention_heads"]
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    known = None
+    if config.get("model_type") in CONFIG_MAPPING:
+        known = CONFIG_MAPPING[config["model_type"]].from_dict(config).get_text_config(decoder=True)
     shape = {
-        "layers": config["num_hidden_layers"],
+        "layers": config["num_hidden_layers"] if known is None else attention_layers(known),
         "query_heads": heads,
         "kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or config["hidden_size"] // max(heads, 1),  # 0 is refused below
     }
     check_shape(shape)
-    return CacheShape(**shape, dtype=DTYPES[dtype])
+    states = 0 if known is None else state_bytes(known, DTYPES[dtype])
+    return CacheShape(**shape, dtype=DTYPES[dtype], state_bytes=states)

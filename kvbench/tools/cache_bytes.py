@@ -30,6 +30,7 @@ from kvbench.terminal.command import Parser, pairs
 from kvbench.terminal.errors import refusing
 from kvbench.terminal.folding import terminal_width
 
+STATES = "states"
 LONG = 2**16  # tokens; between this length and twice it, a cache grows as it does in the limit
 MIB = 2**20
 MOST = 10**9  # tokens or sequences: sizes beyond are no tensor's
@@ -57,7 +58,7 @@ class Prediction:
     @property
     def bits(self) -> float:
         """Bits per number of the prompt's keys and values."""
-        return 8 * self.nbytes / self.numbers
+        return 8 * (self.nbytes - self.parts.get(STATES, 0)) / self.numbers
 
     @property
     def ratio(self) -> float:
@@ -66,7 +67,7 @@ class Prediction:
 
 
 def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> Prediction:
-    """What `cache.parts` of all layers will be after a prompt, exactly.
+    """What `cache.parts` of all layers will be after a prompt, exactly, and the states of recurrent layers.
 
     ValueError for policies whose sizes depend on what the prompt says (budgets by statistics or per head, mergers).
     """
@@ -79,6 +80,7 @@ def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> P
         if key not in sizes:
             sizes[key] = _layer_parts(policy, shape, layer, length, batch, budget)
         total.update(sizes[key])
+    total.update({STATES: batch * shape.state_bytes} if shape.state_bytes else {})
     return Prediction(shape, length, batch, dict(total))
 
 
