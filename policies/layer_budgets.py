@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvbench.policies.allocators.allocator import StatisticAllocator, known
 from kvbench.policies.policy import Policy
-from kvbench.policies.policy_checks import check_prompt_fits, check_protected, least_budget
+from kvbench.policies.policy_checks import check_prompt_fits, check_protected, check_question_fits, least_budget
 
 
 def total_slots(policy: Policy, layers: int, length: int | None) -> int:
@@ -20,10 +20,11 @@ def total_slots(policy: Policy, layers: int, length: int | None) -> int:
     return round(policy.budget * length * layers)
 
 
-def layer_budgets(policy: Policy, layers: int, length: int | None) -> list[int]:
+def layer_budgets(policy: Policy, layers: int, length: int | None, question: int = 0) -> list[int]:
     """Slots per KV head of each layer for one sequence with a prompt of `length` tokens; the sum is exact.
 
-    An allocator that needs statistics splits evenly before layers are measured.
+    question: tokens of its question, which stay where the policy asks for it. An allocator that needs statistics splits
+    evenly before layers are measured.
     ValueError if a layer gets less than what is always kept.
     """
     scorer, allocator = policy.scorer, policy.allocator
@@ -38,6 +39,8 @@ def layer_budgets(policy: Policy, layers: int, length: int | None) -> list[int]:
         check_protected(policy.name, scorer, allocator, budget)
     if policy.schedule.protect == "prompt" and length is not None:
         check_prompt_fits(policy.name, scorer, length, min(budgets))
+    if policy.needs.question:
+        check_question_fits(policy.name, question, min(budgets))
     return budgets
 
 

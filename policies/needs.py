@@ -16,6 +16,7 @@ class Needs:
     newest_row: a scorer reads the attention of the newest query while decoding.
     model: it asks the layer of the model for its rotation or its output projection (`Observation.model`).
     memory: a scorer remembers something per sequence and layer, not per slot (`Observation.memory`).
+    question: it asks where the question of a prompt begins (`Observation.questions`); the window then holds it.
     layer: it reads which layer it is, so that layers cannot be scored side by side.
     kept: a scorer reads which tokens earlier layers kept (`selected`).
     query_heads: running statistics are kept per query head, not averaged over the group.
@@ -36,6 +37,7 @@ class Needs:
     newest_row: bool = False
     model: bool = False
     memory: bool = False
+    question: bool = False
     layer: bool = False
     kept: bool = False
     query_heads: bool = False

@@ -56,7 +56,8 @@ class Observation:
     queries [B,H_q,M,D] are the rotated queries of this step at query_positions [B,M]; recent_queries [B,H_q,w,D] at
     recent_positions [B,w] the newest w so far, oldest first (w = the scorer's window). keys, values [B,H_kv,T,D] lie at
     the original positions [B,H_kv,T]; seen [B] counts the tokens each sequence has shown. -1 = padding, empty slot.
-    budgets are the mean while not yet allocated; prompts: tokens of each sequence's prompt, all before it included.
+    budgets are the mean while not yet allocated; prompts: tokens of each sequence's prompt, all before it included;
+    questions: at which position its question begins, where `needs.question`.
     Several layers may be shown as one: `kvbench.policies.stacked`.
     """
 
@@ -87,6 +88,7 @@ class Observation:
     opens: tuple[bool, ...] = ()  # sequences whose block (prompt, token) begins here
     budgets: tuple[int, ...] = ()  # this layer's slots per KV head for each sequence
     prompts: tuple[int, ...] = ()
+    questions: tuple[int, ...] = ()
     # What scorers of several layers tell each other, and what was computed once.
     shared: dict[str, Tensor] = field(default_factory=dict)
     _known: Known = field(default_factory=dict, init=False, repr=False)

@@ -21,7 +21,7 @@ from kvbench.policies.policy_checks import (
     check_statistics,
     check_value,
 )
-from kvbench.policies.pre_passes.pre_pass import PrePass, TokenRating
+from kvbench.policies.pre_passes.pre_pass import BlockPasses, PrePass, TokenRating
 from kvbench.policies.ranking import Ranking, half_the_bits
 from kvbench.policies.readers.reader import Reader
 from kvbench.policies.schedule import Prompt, Schedule
@@ -72,7 +72,8 @@ class Policy:
             return
         if self.scorer.pre_pass is not None:
             check_pre_pass(self.name, self.pre_pass, self.scorer.pre_pass)
-            object.__setattr__(self, "pre_pass", self.scorer.pre_pass)
+            needless = isinstance(self.scorer.pre_pass, BlockPasses) and isinstance(self.schedule, Prompt)
+            object.__setattr__(self, "pre_pass", None if needless else self.scorer.pre_pass)
         self.allocator.check_policy(self.name, self.scorer.needs.window)
         self.store.check_policy(self.name, self.schedule.decode == "evict", self.allocator.per_head)
         check_schedule(self.name, self.schedule, self.scorer, self.allocator)
@@ -101,7 +102,7 @@ class Policy:
         model = own.model or rotates or (self.value is not None and self.value.needs.model)
         return replace(
             own,
-            statistics=(*own.statistics, *found, *[MOVED] * rotates),
+            statistics=tuple(dict.fromkeys((*own.statistics, *found, *[MOVED] * rotates))),
             window=max(own.window, self.allocator.needs.window, self.merger.needs.window),
             window_decoding=own.queries_decoding if self.schedule.decode == "evict" else 0,
             model=model,

@@ -3,7 +3,7 @@
 from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
 from kvbench.policies.checks import LARGEST, whole_number
 from kvbench.policies.mergers.merger import Merger
-from kvbench.policies.pre_passes.pre_pass import PrePass
+from kvbench.policies.pre_passes.pre_pass import BlockPasses, PrePass
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import AttentionScorer, Scorer
 from kvbench.policies.stores.dense import Dense
@@ -44,9 +44,12 @@ def check_schedule(name: str, schedule: Schedule, scorer: Scorer, allocator: All
     needs, measures = scorer.needs, isinstance(allocator, StatisticAllocator)
     waits = measures or isinstance(allocator, JointAllocator)
     whole, attends_first = isinstance(schedule, Prompt), schedule.order == "attend_then_evict"
-    late = scorer.pre_pass is not None
-    if (needs.whole_prompt or late) and not whole:
+    by_block = isinstance(scorer.pre_pass, BlockPasses)
+    late = scorer.pre_pass is not None and not (by_block and whole)
+    if (needs.whole_prompt or (late and not by_block)) and not whole:
         raise ValueError(f"{name} is defined on the whole prompt only, so schedule=blocks cannot drive it")
+    if needs.question and schedule.late:
+        raise ValueError(f"{name} evicts by the question, before a token was decoded, so late=true cannot drive it")
     if late and (measures or not attends_first or schedule.late):
         raise ValueError(
             f"{name} scores a prompt when all layers are done with it, so order=evict_then_attend, late=true "
@@ -127,6 +130,15 @@ def check_prompt_fits(name: str, scorer: Scorer, prompt: int, budget: int) -> No
         raise ValueError(
             f"protect=prompt keeps all {prompt} tokens of the prompt{beside}, but {name} has {budget} tokens per KV "
             "head: take a larger budget, shorter prompts or protect=none"
+        )
+
+
+def check_question_fits(name: str, question: int, budget: int) -> None:
+    """ValueError if a question, which is always kept where a policy asks for it, is longer than a layer's budget."""
+    if question > budget:
+        raise ValueError(
+            f"{name} keeps the question, here {question} tokens, but has {budget} tokens per KV head: take a larger "
+            "budget"
         )
 
 

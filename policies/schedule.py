@@ -62,6 +62,10 @@ class Schedule(ABC):
         """Whether each decoded token attends and then evicts one, so that a step is like every other."""
         return (self.decode, self.order, self.every) == ("evict", "attend_then_evict", 1)
 
+    def share(self, budget: int, read: int, prompt: int) -> int:
+        """The part of a layer's budget that may be held once `read` of a prompt's tokens were read."""
+        return budget
+
     def call_size(self, prompt: int) -> int:
         """The best number of prompt tokens per call of the model."""
         return prompt
@@ -115,10 +119,12 @@ class Prompt(Schedule):
 class Blocks(Schedule):
     """Evict after every block of `size` prompt tokens (CAOTE, section 2); the last block may be shorter.
 
-    size: tokens, or infinity for the whole prompt as one block.
+    size: tokens, or infinity for the whole prompt as one block. fill: the cache fills up to its budget `first`, or
+    `evenly`: after each block it holds the share of its budget that was read of the prompt (FINCH).
     """
 
     size: float = 128
+    fill: Literal["first", "evenly"] = "first"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,6 +135,9 @@ class Blocks(Schedule):
 
     def __str__(self) -> str:
         return "one block" if self.size == math.inf else f"blocks of {self.size:g}"
+
+    def share(self, budget: int, read: int, prompt: int) -> int:
+        return budget if self.fill == "first" else budget * min(read, prompt) // prompt
 
     def settled(self, tokens: int) -> int:
         return 0 if self.size == math.inf else tokens // int(self.size) * int(self.size)

@@ -38,8 +38,8 @@ class StackedObservation(Observation):
         known["bias"] = biases([(part.bias, part.positions) for part in parts])
         known["last"] = first.last if len({part.last for part in parts}) == 1 else None
         known["opens"] = tuple(chain.from_iterable(part.opens for part in parts))
-        known["budgets"] = tuple(chain.from_iterable(part.budgets for part in parts))
-        known["prompts"] = tuple(chain.from_iterable(part.prompts for part in parts))
+        for name in ("budgets", "prompts", "questions"):
+            known[name] = tuple(chain.from_iterable(getattr(part, name) for part in parts))
         self.__dict__.update(known, _known={}, _parts=parts)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - a tensor, or several by name

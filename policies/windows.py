@@ -1,4 +1,4 @@
-"""Statistics of the attention from an observation window: mean, variance and entropy per query head and slot.
+"""Statistics of the attention from an observation window, and the rows of a question's queries.
 
 Shapes: B batch, H_kv KV heads, G query heads per KV head, W queries of the window, T slots.
 """
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.window_statistics import entropy, variance
+from kvbench.policies.constants import on_device
 from kvbench.policies.observation import Observation
 
 StatsDtype = Literal["float32", "model"]
@@ -24,6 +25,19 @@ def window_mean(observation: Observation, window: int, stats_dtype: StatsDtype) 
     if stats_dtype == "model":
         return window_rows(observation, window).mean(-2)
     return observation.window_sums(window) / observation.window_length(window)
+
+
+def question_rows(observation: Observation) -> tuple[Tensor, Tensor]:
+    """Rows of the question's queries read so far, [B,H_kv,G,W,T] as of a window, and which rows are, bool [B,W].
+
+    Where a question has fewer tokens than another, or some are still to come, rows are left over, which are 0.
+    """
+    longest = max(end - begin for begin, end in zip(observation.questions, observation.prompts, strict=True))
+    rows = observation.window_attention(longest)
+    assert observation.recent_positions is not None, "a scorer that asks for the question has its queries"
+    places = observation.recent_positions[:, -rows.shape[3] :]
+    asked = places >= on_device(observation.questions, places.device)[:, None]
+    return rows.masked_fill(~asked[:, None, None, :, None], 0), asked
 
 
 def window_variance(observation: Observation, window: int, stats_dtype: StatsDtype) -> Tensor:

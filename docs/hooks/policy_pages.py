@@ -138,7 +138,7 @@ def page(name: str) -> str:
         f"---\ntitle: {title(name)} ({name})\ndescription: {about(name)!r}\nsearch: {{boost: {boost}}}\n---\n"
         f"# {title(name)} <small>`{name}`</small>",
         about(name),
-        f"    python -m kvbench policy={name}{' budget=256' * budgeted}{_NEEDED.get(name, '')}",
+        f"    python -m kvbench policy={name}{' budget=256' * budgeted}{_needed(config)}",
         *_decisions(config),
         *(_schedule(config) if _chooses(config) else []),
         "## Published numbers",
@@ -152,7 +152,12 @@ def page(name: str) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-_NEEDED = {"headkv_r": " policy.allocator.importance=scores.json", "gemfilter": " policy.pre_pass.layer=1"}
+def _needed(config: Config) -> str:
+    """What a policy cannot do without on the command line: files, and the layer at which GemFilter filters."""
+    parts = {part: given for part, given in config.items() if isinstance(given, dict)}
+    files = [(part, name) for part, given in parts.items() for name, value in given.items() if value == ""]
+    layer = " policy.pre_pass.layer=1" * ("layer" in parts.get("pre_pass", {}))
+    return "".join(f" policy.{part}.{name}=FILE" for part, name in files) + layer
 
 
 def _chooses(config: Config) -> bool:

@@ -36,14 +36,17 @@ def generate(
     top_k: int = 0,
     samples: int = 1,
     seed: int = 0,
+    question: int | Sequence[int] | None = None,
 ) -> Generation:
     """Generate under any policy, those with a pre-pass included, and audit the cache at the end.
 
     prompt: token ids [B,T], left-padded where attention_mask [B,T] is 0, or a text, which needs its `tokenizer`, as do
     pre-passes made of text (KVzip) and `stop`: strings after which an answer ends. context_tokens: only so many are
-    compressed; what follows is a question, read after that. temperature: above 0 tokens are drawn, of the `top_k`
-    likeliest and the `top_p` nucleus, by a stream of numbers for each (seed, row of prompt, sample); samples: so many
-    answers to each row, which follow each other. The answer's tokens are `tokens`, and `cache` says what was kept.
+    compressed; what follows is a question, read after that. question: tokens before the question, where all is
+    compressed by a policy that asks for it (FINCH), one number or one per sequence. temperature: above 0 tokens are
+    drawn, of the `top_k` likeliest and the `top_p` nucleus, by a stream of numbers for each (seed, row of prompt,
+    sample); samples: so many answers to each row, which follow each other. The answer's tokens are `tokens`, and
+    `cache` says what was kept.
     Raises ValueError for a wrong value, BudgetError where the policy held more than it promised.
     """
     if tokenizer is None and (isinstance(prompt, str) or stop):
@@ -63,12 +66,16 @@ def generate(
     if not sampling.greedy:
         how["draws"] = [Draws(sampling, seed, row, sample) for row in range(len(prompt)) for sample in range(samples)]
     prompt = prompt.repeat_interleave(samples, 0)
+    if isinstance(question, Sequence):
+        question = [place for place in question for _ in range(samples)]
     mask = None if attention_mask is None else attention_mask.to(model.device).repeat_interleave(samples, 0)
     with borrowed(model):
         if isinstance(policy, KVPress):
             return press_greedy(model, prompt.to(model.device), policy, **how)
         encoder = None if tokenizer is None else Encoder(tokenizer)
-        return greedy(model, prompt.to(model.device), policy, attention_mask=mask, encoder=encoder, **how)
+        return greedy(
+            model, prompt.to(model.device), policy, attention_mask=mask, question=question, encoder=encoder, **how
+        )
 
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str]) -> list[int]:

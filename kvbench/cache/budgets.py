@@ -4,6 +4,7 @@ Shapes: B batch, L layers.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import count
 from types import MappingProxyType
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from kvbench.cache.steps import Progress
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.layer_budgets import layer_budgets, leaves_whole, shared_budgets
 from kvbench.policies.policy import Policy
+from kvbench.policies.policy_checks import least_budget
 
 
 class Budgets:
@@ -58,15 +60,28 @@ class Budgets:
     def row(self, row: int) -> list[int]:
         """Slots per KV head of each layer for one sequence; what was seen before its newest prompt counts as prompt."""
         if row not in self._rows:
-            self._rows[row] = layer_budgets(self.policy(row), self._layers, self._progress.prompt[row])
+            policy, prompt = self.policy(row), self._progress.prompt[row]
+            self._rows[row] = layer_budgets(policy, self._layers, prompt, prompt - self._progress.question[row])
         return self._rows[row]
 
-    def of(self, layer: int, rows: Sequence[bool], first: int = 0) -> tuple[int, ...]:
+    def of(
+        self, layer: int, rows: Sequence[bool], first: int = 0, read: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
         """One layer's slots per KV head for the sequences of `rows`, from the `first` on; 0 for the others.
 
-        Layers a cascade has not reached yet have their even share.
+        read: tokens of each that were read; None: all of its prompt. Layers a cascade has not reached yet have their
+        even share.
         """
-        return tuple(self.row(row)[layer] if needed else 0 for row, needed in enumerate(rows, first))
+        found = [self.row(row)[layer] if needed else 0 for row, needed in enumerate(rows, first)]
+        if read is not None:
+            found = [self._share(row, n, seen) for row, n, seen in zip(count(first), found, read, strict=False)]
+        return tuple(found)
+
+    def _share(self, row: int, budget: int, read: int) -> int:
+        """What may be held of a layer's budget after `read` tokens; never fewer than what always stays."""
+        share = self._policy.schedule.share(budget, read, self._progress.prompt[row])
+        assert self._policy.scorer is not None
+        return min(budget, max(share, least_budget(self._policy.scorer, self._policy.allocator)))
 
     def exceeded(self, rows: Sequence[bool]) -> tuple[bool, ...]:
         """Which of the sequences have a prompt beyond their budget, so that something must be evicted."""
@@ -122,7 +137,8 @@ class Budgets:
         settled = self._policy.schedule.settled(seen - opened)
         before = self._before.get(row, [0] * self._layers)
         if settled:
-            before = [min(budget, opened + settled) for budget in self.row(row)]
+            read = opened + settled
+            before = [min(self._share(row, budget, read), read) for budget in self.row(row)]
         return [held + seen - opened - settled for held in before]
 
     def _length(self, row: int) -> int:

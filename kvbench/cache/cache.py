@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 from kvbench.cache.attention import attend, attend_to_survivors
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
 from kvbench.cache.caller import Caller, check_policy
+from kvbench.cache.chunks import ChunkLayer
 from kvbench.cache.device_batch import DeviceBatch, can_join
 from kvbench.cache.evict import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
@@ -48,6 +49,8 @@ class KVCache(Cache):
 
     prompt_length: tokens of the prompt, one number or one per sequence. Without it the first call is the whole prompt:
     where it comes in several (`generate(..., prefill_chunk_size=...)`), nothing else tells the cache.
+    question: at which position of its prompt the question begins, one number or one per sequence, for policies that ask
+    (FINCH); for a later prompt `next_prompt` takes it, counted from that prompt's first token.
     Tokens after the prompt come one by one: several at once are refused until `next_prompt` opened another prompt
     (except by `full` outside of `generate`, to which it makes no difference).
     Raises ValueError for a model that does not follow transformers' attention interface.
@@ -83,11 +86,15 @@ class KVCache(Cache):
     """Whether tokens after the prompt are given and may come several at once, each a decoded one all the same."""
 
     def __init__(
-        self, config: PreTrainedConfig, policy: Policy, prompt_length: int | Sequence[int] | None = None
+        self,
+        config: PreTrainedConfig,
+        policy: Policy,
+        prompt_length: int | Sequence[int] | None = None,
+        question: int | Sequence[int] | None = None,
     ) -> None:
         self.config = config.get_text_config(decoder=True)
         check_interface(self.config)
-        self._prompt_length = prompt_length
+        self._prompt_length, self._question = prompt_length, question
         self.groups = [self._new_group(policy)]
         self.one_prompt = False  # all groups read one and the same sequence
         self._batch: DeviceBatch | None = None  # see `on_device`
@@ -106,11 +113,13 @@ class KVCache(Cache):
         check_policy(policy)
         # Where every token stays as it came, nothing depends on where a prompt ends.
         several = self._teacher_forced or (policy.store.exact and not policy.evicts)
-        return PolicyGroup(self.config, policy, self._prompt_length, several)
+        return PolicyGroup(self.config, policy, self._prompt_length, several, self._question)
 
     def _new_layer(self, index: int) -> KVLayer | RecurrentLayer | EmptyLayer:
         """A layer of the model, by its index there."""
         place = self._places.get(index)
+        if index in self.layout.chunks:
+            return ChunkLayer(index, self.layout.chunks[index])
         if index not in self.layout.states:
             return EmptyLayer() if place is None else KVLayer(self.groups, place)
         if place is None:
@@ -123,9 +132,12 @@ class KVCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[LayerCall, LayerCall]:
         """Hand the new keys and values [B,H_kv,M,D] of a layer on to its attention, which appends them."""
-        place = self._places[layer_idx]
-        if place == 0:
+        place = self._places.get(layer_idx)
+        if layer_idx == self.layout.attending[0]:
             self._caller.check_attention()
+        if place is None:
+            call = LayerCall(layer_idx, partial(self._in_chunk, layer_idx, key_states, value_states))
+            return call, call
         call = LayerCall(layer_idx, partial(self._called, place, key_states, value_states))
         if place in self.layout.owned:
             call = SharedCall(call, partial(self._read, place, key_states.shape[2]))
@@ -141,8 +153,7 @@ class KVCache(Cache):
     def _called(self, index: int, keys: Tensor, values: Tensor, reader: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
         """What the attention function calls. reader: the module that attends; args: queries, mask, parameters."""
         queries, mask, params = args
-        if index == 0:
-            self._caller.check(reader)
+        self._check_caller(self.layout.attention[index], reader)
         if any(group.policy.needs.model for group in self.groups):
             params = params._replace(model=model_layer(reader, queries))
         return self.attend(index, Projected(queries, keys, values), mask, params)
@@ -152,8 +163,7 @@ class KVCache(Cache):
 
         mask [B,M] bool marks the real tokens of this call, None if all are.
         """
-        if index == 0:
-            self._begin_call(new, mask)
+        self._begin(self.layout.attention[index], new, mask)
         self._caller.check_heads(self.groups[0], index, new.keys)
         if self._batch is not None:
             out = self._attend_on_device(self._batch, index, new, params)
@@ -164,9 +174,43 @@ class KVCache(Cache):
         else:
             parts = [self._attend_isolated(group, index, new.rows(rows), params) for group, rows in self._rows()]
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if index == len(self.attention_layers) - 1 and not self.layout.owners:
-            self._end_call()
+        self._end(self.layout.attention[index])
         return out
+
+    def _in_chunk(self, layer: int, keys: Tensor, values: Tensor, reader: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
+        """What the attention function calls in a layer whose tokens see their own chunk."""
+        queries, mask, params = args
+        self._check_caller(layer, reader)
+        new = Projected(queries, keys, values)
+        self._begin(layer, new, mask)
+        out, read = _nothing(new), []
+        for group, rows in self._rows():
+            if group.error is None and not (read and self.one_prompt):
+                try:
+                    steps = self._steps(group, queries)
+                    out[rows] = self.layers[layer].attend(group, steps, new.rows(rows), params)
+                    read.append(group)
+                except Exception as error:
+                    group.fail(error)
+        if self.one_prompt and read:
+            self.layers[layer].copy(read[0], (group for group in self.groups if group not in read))
+        self._end(layer)
+        return out
+
+    def _steps(self, group: PolicyGroup, like: Tensor) -> list[BatchStep]:
+        return group.steps_on(like)
+
+    def _check_caller(self, layer: int, reader: nn.Module) -> None:
+        if layer == self.layout.attending[0]:
+            self._caller.check(reader)
+
+    def _begin(self, layer: int, new: Projected, mask: Tensor | None) -> None:
+        if layer == self.layout.attending[0]:
+            self._begin_call(new, mask)
+
+    def _end(self, layer: int) -> None:
+        if layer == self.layout.attending[-1] and not self.layout.owners:
+            self._end_call()
 
     def _begin_call(self, new: Projected, mask: Tensor | None) -> None:
         self._evictions.end_call()  # of a model whose last layers hold no cache of their own
@@ -294,7 +338,7 @@ class KVCache(Cache):
         None where no group can, and where layers read what others store. What changes the groups ends it, as does a
         step for which a store has to grow.
         """
-        if wanted and self._batch is None and not self.layout.owners:
+        if wanted and self._batch is None and not self.layout.owners and not self.layout.chunks:
             groups = [group for group in self.groups if can_join(group)]
             self._batch = DeviceBatch(groups) if groups else None
         elif not wanted and self._batch is not None:
@@ -305,9 +349,9 @@ class KVCache(Cache):
     # --- prompts ---------------------------------------------------------------------------------------------------
     def reset(self) -> None:
         """Forget everything: the cache is as it was made."""
-        self.__init__(self.config, self.policy, self._prompt_length)  # type: ignore[misc]
+        self.__init__(self.config, self.policy, self._prompt_length, self._question)  # type: ignore[misc]
 
-    def next_prompt(self, length: int | Sequence[int]) -> None:
+    def next_prompt(self, length: int | Sequence[int], question: int | Sequence[int] | None = None) -> None:
         """Let the next `length` tokens, one number or one per sequence, be another prompt (a turn of a conversation).
 
         `model.generate` feeds what the cache has not seen, the last answer's last token included: for the ids of the
@@ -322,7 +366,7 @@ class KVCache(Cache):
         self._evictions.end_call()
         for group in self.groups:
             promised = group.budgets.promised() if group.policy.evicts else {}
-            group.progress.open(length)
+            group.progress.open(length, question)
             group.budgets.reopen(promised)
             for layer in group.layers:
                 layer.reopen()

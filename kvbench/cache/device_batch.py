@@ -33,7 +33,7 @@ def steps_alike(policy: Policy) -> bool:
     if policy.granularity == "query_head" or policy.reader is not None or policy.merger.needs.bias:
         return False
     needs = policy.needs
-    return not _evicts(policy) or (policy.schedule.one_each and not (needs.model or needs.memory))
+    return not _evicts(policy) or (policy.schedule.one_each and not (needs.model or needs.memory or needs.question))
 
 
 def can_join(group: PolicyGroup) -> bool:

@@ -44,10 +44,11 @@ class PolicyGroup:
         policy: Policy,
         prompt_length: int | Sequence[int] | None,
         several_tokens: bool = False,
+        question: int | Sequence[int] | None = None,
     ) -> None:
         layers = attention_layers(config)
         self.policy = policy
-        self.progress = Progress(policy, prompt_length, several_tokens, uniform_length(config))
+        self.progress = Progress(policy, prompt_length, several_tokens, uniform_length(config), question)
         self.budgets = Budgets(policy, layers, self.progress)
         self.layers = [LayerState(policy, index) for index in range(layers)]
         self.shared: dict[str, Tensor] = {}
@@ -152,7 +153,7 @@ class PolicyGroup:
 
     def context(self, known: Known | None = None) -> Context:
         """What a layer needs to know for a step."""
-        return Context(self.budgets, self.progress.prompt, self.shared, known)
+        return Context(self.budgets, self.progress.prompt, self.progress.question, self.shared, known)
 
     def note_bytes(self, index: int) -> None:
         """Keep the running total and its peak true after layer `index` changed what it holds."""
@@ -169,9 +170,10 @@ class PolicyGroup:
         return sum(state.nbytes for state in self.states.values())
 
     def hold_state(self, name: str, state: Tensor) -> None:
-        """Hold the first state [B,...] of a recurrent layer, which stays as large as it is."""
+        """Hold another state [B,...] of a recurrent or chunked layer than before."""
+        before = self.states.get(name)
         self.states[name] = state
-        self._total_bytes += state.nbytes
+        self._total_bytes += state.nbytes - (0 if before is None else before.nbytes)
         self.peak_nbytes = max(self.peak_nbytes, self._total_bytes)
 
     def free_state(self, name: str) -> None:

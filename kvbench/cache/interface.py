@@ -8,8 +8,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from kvbench.cache.layout import NOTHING, RECURRENT, layout_of
 
-KINDS = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
-"""Types of layers with attention that kvbench follows; every other sees something else than a window of past tokens."""
+KINDS = ("full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding")
+"""Types of layers with attention that kvbench follows; every other sees something else of the past tokens."""
 ELSEWHERE = ("minimax", "recurrent_gemma")
 """Models that keep the states of their recurrent layers elsewhere than in the layers of transformers' cache."""
 INSTEAD = "use a model whose layers all keep keys and values of their own, such as Llama, Mistral, Qwen3 or Gemma 3"

@@ -42,6 +42,11 @@ class Layout:
         """The places of attention layers that others read too."""
         return frozenset(self.places[owner] for owner in self.owners.values())
 
+    @cached_property
+    def attending(self) -> tuple[int, ...]:
+        """The layers with keys and values of their own, those with chunks included."""
+        return tuple(sorted((*self.attention, *self.chunks)))
+
     @property
     def places(self) -> dict[int, int]:
         """Where each attention layer stands among those of the cache, by its index in the model."""
@@ -53,11 +58,12 @@ def layout_of(config: PreTrainedConfig) -> Layout:
     count = config.num_hidden_layers
     kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
     owners = _owners(config, kinds)
-    without = ("linear_attention", "conv", *NOTHING)
+    chunks = {index: config.attention_chunk_size for index, kind in enumerate(kinds) if kind == "chunked_attention"}
+    without = ("linear_attention", "conv", "chunked_attention", *NOTHING)
     attention = [index for index, kind in enumerate(kinds) if kind not in without and index not in owners]
     number = getattr(config, "number_of_conv_states", None) or 1
     states = {index: number for index, kind in enumerate(kinds) if kind in RECURRENT}
-    return Layout(count, tuple(attention), states, config.model_type not in BEGIN_ANEW, owners)
+    return Layout(count, tuple(attention), states, config.model_type not in BEGIN_ANEW, owners, chunks)
 
 
 def _owners(config: PreTrainedConfig, kinds: Sequence[str]) -> dict[int, int]:

@@ -54,7 +54,7 @@ class SharedReads:
         return self._to_come == 0
 
     def holds_up(self, layer: LayerState, step: LayerStep) -> bool:
-        """Whether an eviction waits for readers: an owner's, and those of the layers behind it, which keep their order."""
+        """Whether an eviction waits for readers: an owner's, and those of layers behind it, in order."""
         owned = self._layout.owned
         return bool(owned) and step.alone and layer.index >= min(owned)
 

@@ -23,13 +23,14 @@ from kvbench.policies.stores.store import LayerStore
 
 
 class Context(NamedTuple):
-    """What a layer knows of its sequences: budgets, prompt lengths in tokens, what scorers of several layers share.
+    """What a layer knows of its sequences: budgets, prompts' lengths, where questions begin, what scorers share.
 
     known: what was computed of the very same step for another policy, to be read and added to.
     """
 
     budgets: Budgets
     prompts: list[int]
+    questions: list[int]
     shared: dict[str, Tensor]
     known: Known | None = None
 
@@ -135,6 +136,9 @@ class LayerState:
             held.observe(self._observe(context, None, step), context.prompts)
         observe = None
         if policy.scorer is not None and (now.phase != "decode" or any(now.evicts)):
+            if policy.needs.question and now.phase != "decode":
+                longest = max(end - begin for begin, end in zip(context.questions, context.prompts, strict=True))
+                self.recent.reopen(max(longest, policy.needs.window))
             recent = self.recent.add(new.queries, now.positions, now.aligned)
             observe = partial(self._observe, context, recent)
         read = None
@@ -147,7 +151,7 @@ class LayerState:
 
     def _observe(self, context: Context, recent: tuple[Tensor, Tensor] | None, step: LayerStep) -> Observation:
         now, params, held, rows, policy = step.now, step.params, step.store, step.rows, self.policy
-        budgets = context.budgets.of(self.index, now.evicts, rows.start or 0) if policy.evicts else ()
+        budgets = context.budgets.of(self.index, now.evicts, rows.start or 0, now.ends) if policy.evicts else ()
         if recent is not None and rows is not ALL:
             recent = recent[0][rows], recent[1][rows]
         seen = Observation(
@@ -178,6 +182,7 @@ class LayerState:
             whole=self.counts[rows] == list(now.ends),
             budgets=budgets,
             prompts=tuple(context.prompts[rows]),
+            questions=tuple(context.questions[rows]),
             shared=context.shared,
         )
         return seen if context.known is None else seen.knowing(context.known)
@@ -198,4 +203,6 @@ class LayerState:
 def keeps_window(policy: Policy, budgets: Sequence[int]) -> bool:
     """Whether the tokens of the queries that are looked through always stay, so that each query sees one."""
     assert policy.scorer is not None
-    return all(policy.scorer.protects(budget).newest >= policy.needs.window for budget in budgets)
+    return not policy.needs.question and all(
+        policy.scorer.protects(budget).newest >= policy.needs.window for budget in budgets
+    )

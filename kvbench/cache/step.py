@@ -64,7 +64,7 @@ class LayerStep:
         return LayerStep(self.queries[rows], now, self.params, store, self.fresh, self.observe, self.alone, rows=rows)
 
     def read_by(self, queries: Tensor, params: AttentionParams) -> "LayerStep":
-        """The step as another layer reads it: queries [B,H_q,n,D] of its last n tokens, which the policy does not see."""
+        """The step as another layer reads it: queries [B,H_q,n,D] of its last n tokens, unseen by the policy."""
         now, fresh = self.now, self.fresh
         if queries.shape[2] < self.queries.shape[2]:
             now, fresh = replace(now, positions=now.positions[:, -queries.shape[2] :]), False

@@ -99,7 +99,8 @@ def _apart(step: Step) -> list[Step]:
 class Progress:
     """How far every sequence of the batch has come; splits each call of the model into the steps of the schedule.
 
-    A sequence's newest prompt takes positions opened[b] to prompt[b] - 1; without a later prompt it began at 0.
+    A sequence's newest prompt takes positions opened[b] to prompt[b] - 1; without a later prompt it began at 0. Its
+    question, where the policy asks for it, begins at question[b].
     passed: tokens that went through the model in pre-passes over it, beside its own.
     forced: tokens after it may come several at once (they are given); else such a call is refused. alike: tokens up to
     which all calls of the model rotate keys alike (see `kvbench.cache.rotary`); longer prompts come in one call.
@@ -111,14 +112,17 @@ class Progress:
         prompt_length: int | Sequence[int] | None,
         forced: bool = False,
         alike: int | None = None,
+        question: int | Sequence[int] | None = None,
     ) -> None:
         self._policy = policy
         self._given = prompt_length
+        self._asked = question
         self._forced = forced
         self._alike = alike
         self.seen: list[int] = []
         self.opened: list[int] = []
         self.prompt: list[int] = []
+        self.question: list[int] = []
         self.passed: list[int] = []
         self.columns = 0
         self._last = 0  # columns of the last call
@@ -129,17 +133,17 @@ class Progress:
         """Sequences that come from elsewhere, under policies of one schedule, each where it stands."""
         first = rows[0][0]
         found = Progress(first._policy, [part.prompt[row] for part, row in rows], first._forced, first._alike)
-        for name in ("seen", "opened", "prompt", "passed"):
+        for name in ("seen", "opened", "prompt", "question", "passed"):
             setattr(found, name, [getattr(part, name)[row] for part, row in rows])
         found.columns = max(found.seen)
         return found
 
-    def open(self, length: int | Sequence[int]) -> None:
+    def open(self, length: int | Sequence[int], question: int | Sequence[int] | None = None) -> None:
         """Let the next `length` tokens be another prompt. ValueError for a wrong length or while a prompt comes in."""
         if not self.seen:
             if self._given is not None:
                 raise ValueError("next_prompt was called before the first prompt, whose length is given already, is in")
-            self._given = length
+            self._given, self._asked = length, question
             return
         lengths = self._lengths(length, len(self.seen))
         for row, (seen, end) in enumerate(zip(self.seen, self.prompt, strict=True)):
@@ -147,8 +151,10 @@ class Progress:
                 raise ValueError(
                     f"next_prompt was called while {end - seen} tokens of the last prompt of sequence {row} are to come"
                 )
+        questions = self._questions(question, lengths)
         self.opened = list(self.seen)
         self.prompt = [seen + new for seen, new in zip(self.seen, lengths, strict=True)]
+        self.question = [seen + begin for seen, begin in zip(self.seen, questions, strict=True)]
 
     def split(
         self, batch: int, new: int, mask: Tensor | None, device: torch.device, generating: bool = False
@@ -197,6 +203,7 @@ class Progress:
     def _start(self, batch: int, counts: list[int]) -> None:
         # Without a given length the first call is the whole prompt.
         self.prompt = list(counts) if self._given is None else self._lengths(self._given, batch)
+        self.question = self._questions(self._asked, self.prompt)
         self.seen, self.opened = [0] * batch, [0] * batch
         self.passed = self.passed or [0] * batch
 
@@ -208,6 +215,23 @@ class Progress:
         if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
             raise ValueError(f"a prompt's length must be a whole number of tokens of at least 1, got {length!r}")
         return lengths
+
+    def _questions(self, question: int | Sequence[int] | None, lengths: Sequence[int]) -> list[int]:
+        """Where the question of each prompt begins; its end where no policy asks. ValueError for a wrong one."""
+        if not self._policy.needs.question:
+            return list(lengths)
+        if question is None:
+            raise ValueError(
+                f"{self._policy.name} asks where the question of a prompt begins: say it with question=, the number of "
+                "tokens before it"
+            )
+        begins = list(question) if isinstance(question, Sequence) else [question] * len(lengths)
+        if len(begins) != len(lengths):
+            raise ValueError(f"question names {len(begins)} sequences, the model was called with {len(lengths)}")
+        for begin, length in zip(begins, lengths, strict=True):
+            if isinstance(begin, bool) or not isinstance(begin, int) or not 0 <= begin < length:
+                raise ValueError(f"question must be a position in its prompt, 0 to {length - 1} here, got {begin!r}")
+        return begins
 
     def _check_prompt(self, counts: Sequence[int]) -> None:
         """ValueError for several tokens at once of which some come after the prompt."""

@@ -51,6 +51,7 @@ Other commands, each with a --help of its own:
   python -m kvbench.memory     what a policy's cache will hold, in bytes
   python -m kvbench.bench      latency, throughput and memory
   python -m kvbench.diagnose   what policies did on real prompts
+  python -m kvbench.calibrate  what a policy has to know of a model, as the file it reads
   python -m kvbench.score      predictions made elsewhere, scored as the benchmarks score them
   python -m kvbench.lm_eval    lm-eval's own command line with --model kvbench
 """

@@ -85,6 +85,7 @@ def request(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Request:
         eos_token_ids=tuple(end_tokens(loaded.model.generation_config, tokenizer, task.end_texts, task.stop)),
         stop=stop_test(tokenizer, task.stop),
         context_tokens=prompt.context_tokens,
+        question=prompt.question,
         encoder=Encoder(tokenizer),
         draws=_draws(cell, prompt),
     )
@@ -181,7 +182,7 @@ def _generate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
     if isinstance(cell.policy, KVPress):
         done = press_greedy(loaded.model, asked.input_ids, cell.policy, **how)
     else:
-        how |= {"cuda_graph": cell.cuda_graph, "encoder": asked.encoder}
+        how |= {"cuda_graph": cell.cuda_graph, "question": asked.question, "encoder": asked.encoder}
         done = greedy(loaded.model, asked.input_ids, cell.policy, **how)
     seconds = done.prefill_seconds, done.decode_seconds
     return answered(cell, prompt, Completion(done.tokens[0], done.cache, done.decode_steps, 1, 1, *seconds))

@@ -18,7 +18,7 @@ from kvbench.engine.sequence import LiveSequence, choose_next
 from kvbench.inference.calls import next_logits
 from kvbench.inference.context import ContextCache, check_context, take_question
 from kvbench.inference.pre_pass import pre_pass, read_prompt
-from kvbench.policies.pre_passes.pre_pass import PromptChoice, TextEncoder
+from kvbench.policies.pre_passes.pre_pass import BlockPasses, PromptChoice, TextEncoder
 
 TOKENS_AT_ONCE = 8192  # prompt tokens in one call, over all sequences that read their blocks side by side
 
@@ -42,7 +42,7 @@ def _prefilled_together(model: PreTrainedModel, sequences: Sequence[LiveSequence
     for sequence in sequences:
         schedule = sequence.policy.schedule
         size = schedule.call_size(total)
-        if isinstance(sequence.policy.pre_pass, PromptChoice):
+        if isinstance(sequence.policy.pre_pass, PromptChoice | BlockPasses):
             alone.append(sequence)
         elif size < total and not in_one_call(model.config, total):
             blocks.setdefault((size, sequence.cache is None), []).append(sequence)
@@ -100,13 +100,14 @@ def _ask(model: PreTrainedModel, sequences: Sequence[LiveSequence], logits: Tens
 
 def _open(model: PreTrainedModel, sequences: Sequence[LiveSequence]) -> Tensor:
     """A cache for each sequence, and the prompt [1,T] as they read it."""
-    ids, context = sequences[0].request.prompt, sequences[0].request.context_tokens
+    request = sequences[0].request
+    ids, context = request.prompt, request.context_tokens
     for sequence in (sequence for sequence in sequences if sequence.cache is None):
         try:
             if context is not None:
                 check_context(sequence.policy)
             kind = KVCache if context is None else ContextCache
-            ids, sequence.cache = read_prompt(model, ids, None, sequence.policy, kind)
+            ids, sequence.cache = read_prompt(model, ids, None, sequence.policy, kind, request.question)
             sequence.cache.group.isolated = True
         except ValueError as error:
             sequence.error = error

@@ -57,7 +57,7 @@ def _alike(policy: Policy, layers: int, lengths: Sequence[int]) -> bool:
     allocator = policy.allocator
     if policy.pre_pass is not None or policy.scorer is None or not isinstance(policy.store, Dense):
         return False
-    if policy.needs.kept or isinstance(allocator, StatisticAllocator) or allocator.per_head:
+    if policy.needs.kept or policy.needs.question or isinstance(allocator, StatisticAllocator) or allocator.per_head:
         return False
     try:
         return len({tuple(layer_budgets(policy, layers, length)) for length in lengths}) == 1

@@ -38,11 +38,12 @@ def prompts_for(cells: Sequence[Cell]) -> Prompts:
     """The prompts of cells that differ in nothing a prompt depends on, up to the largest limit among them."""
     cell, limits = cells[0], [cell.limit for cell in cells]
     limit = None if None in limits else max(n for n in limits if n is not None) // cell.samples
+    asks = any(cell.policy.needs.question for cell in cells)
     prompts = Prompts()
     try:
         tokenizer = cell.checkpoint.tokenizer()
         spec, positions = cell.checkpoint.spec, cell.checkpoint.max_positions
-        maker = PromptMaker(tokenizer, cell.task, positions, spec.max_prompt_tokens, cell.compress)
+        maker = PromptMaker(tokenizer, cell.task, positions, spec.max_prompt_tokens, cell.compress, asks)
         _check_length(cell)
         if "task.chat" in cell.changed and cell.task.chat and not tokenizer.chat_template:
             raise UsageError(f"task.chat=true: the tokenizer of {spec.name} has no chat template")
@@ -104,11 +105,18 @@ def make_prompts(cell: Cell) -> list[Prompt]:
 
 def check_policy(cell: Cell, prompts: Sequence[Prompt]) -> None:
     """Raise UsageError where a cell's policy cannot bring one of the prompts to its budget, or cannot read it."""
+    if cell.policy.needs.question:
+        untold = next((prompt for prompt in prompts if prompt.question is None), None)
+        if untold is not None:
+            raise UsageError(
+                f"task {cell.task.name}: {cell.policy_name} asks where the question of a prompt begins, and example "
+                f"{untold.example.index} has none that can be told from what stands before it"
+            )
     if cell.policy.evicts:
         layers = attention_layers(cell.checkpoint.config)
         with refusing(f"budget={cell.budget}: "):
-            for length in {length for prompt in prompts for length in prompt.lengths}:
-                layer_budgets(cell.policy, layers, length)
+            for length, asked in {(n, 0 if p.question is None else n - p.question) for p in prompts for n in p.lengths}:
+                layer_budgets(cell.policy, layers, length, asked)
     if cell.policy.reader is not None:
         with refusing(f"budget={cell.budget}: "):
             for length in {length for prompt in prompts for length in prompt.lengths}:

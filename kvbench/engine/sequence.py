@@ -21,8 +21,8 @@ class Request:
     """One example to be answered, input_ids [1,T]: what all of its variants have in common.
 
     context_tokens: so many of them are the policies' prompt, the others a question about it; None: all are the prompt.
-    encoder: for policies with a pre-pass that is made of text. draws: makes what an answer draws its tokens by; None:
-    decoding is greedy.
+    question: where the question in the prompt begins, for policies that ask. encoder: for policies with a pre-pass that
+    is made of text. draws: makes what an answer draws its tokens by; None: decoding is greedy.
     """
 
     input_ids: Tensor
@@ -31,6 +31,7 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     stop: Callable[[list[int]], bool] | None = None
     context_tokens: int | None = None
+    question: int | None = None
     encoder: TextEncoder | None = None
     draws: Callable[[], Draws] | None = None
 

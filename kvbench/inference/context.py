@@ -33,6 +33,11 @@ def check_context(policy: Policy) -> None:
             f"compress=context compresses before the question is read, but {policy.name} evicts only once a token "
             "after the prompt has attended to all of it (late=true): use compress=prompt"
         )
+    if policy.needs.question:
+        raise ValueError(
+            f"{policy.name} compresses a context by the question behind it, which compress=context keeps from it: use "
+            "compress=prompt"
+        )
 
 
 def parted(ids: Tensor, mask: Tensor | None, context_tokens: int) -> tuple[Tensor, Tensor]:

@@ -53,6 +53,7 @@ def greedy(
     min_new_tokens: int = 0,
     cuda_graph: bool = False,
     context_tokens: int | None = None,
+    question: int | Sequence[int] | None = None,
     encoder: TextEncoder | None = None,
     draws: Sequence[Draws] = (),
 ) -> Generation:
@@ -61,8 +62,10 @@ def greedy(
     A sequence ends at an EOS id, where `stop` says so of its new tokens, or after max_new_tokens; it then stops
     growing, so that its cache and its output are those of a batch of one. No EOS is among its first min_new_tokens
     tokens. cuda_graph: decoding steps are replayed from a recording, while all sequences go on. context_tokens: the
-    policy's prompt is so long; what follows of input_ids is a question, read as `take_question` does. encoder: for
-    policies with a pre-pass that is made of text. draws: what each sequence draws its tokens by; (): greedily.
+    policy's prompt is so long; what follows of input_ids is a question, read as `take_question` does. question: where
+    the question of a prompt that is compressed with it begins, one position or one per sequence, for policies that ask.
+    encoder: for policies with a pre-pass that is made of text. draws: what each sequence draws its tokens by; ():
+    greedily.
 
     Raises BudgetError if the promise is broken, ValueError for an empty prompt or padding on the right, and where steps
     cannot be recorded or a context cannot be compressed by itself, FloatingPointError where the model's output is not a
@@ -71,25 +74,25 @@ def greedy(
     if cuda_graph:
         check_graph(policy, model.device)
     mask = padding(input_ids, attention_mask)
-    question = input_ids[:, :0]
+    later = input_ids[:, :0]
     if context_tokens is not None:
         check_context(policy)
-        input_ids, question = parted(input_ids, mask, context_tokens)
+        input_ids, later = parted(input_ids, mask, context_tokens)
     began = now(model)
     kind = KVCache if context_tokens is None else ContextCache
-    input_ids, cache = read_prompt(model, input_ids, mask, policy, kind)
+    input_ids, cache = read_prompt(model, input_ids, mask, policy, kind, question)
     lengths = [input_ids.shape[1]] * len(input_ids) if mask is None else mask.sum(-1).tolist()
     logits = prefill(model, input_ids, mask, cache, encoder)
-    cache.expect(question.shape[1] + max_new_tokens - 1)  # the last one is never stored
+    cache.expect(later.shape[1] + max_new_tokens - 1)  # the last one is never stored
     if isinstance(cache, ContextCache):
-        logits = take_question(model, cache, question, logits)
+        logits = take_question(model, cache, later, logits)
     answers = [
         Answer(eos_token_ids, stop, max_new_tokens, min_new_tokens, draws[row] if draws else None)
         for row in range(len(lengths))
     ]
     step = choose(logits, answers)
     prefilled = now(model)
-    positions = torch.tensor(lengths, device=input_ids.device)[:, None] + question.shape[1]
+    positions = torch.tensor(lengths, device=input_ids.device)[:, None] + later.shape[1]
     recorder = Recorder(model) if cuda_graph and mask is None else None
     steps = 0
     while not all(answer.done for answer in answers):

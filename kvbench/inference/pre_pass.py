@@ -7,7 +7,7 @@ Shapes: B batch, T prompt columns (padding included), H_q query heads, H_kv KV h
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -29,21 +29,38 @@ from kvbench.policies.layer_budgets import total_slots
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
-from kvbench.policies.pre_passes.pre_pass import ExtraPasses, Pass, PassStep, PromptChoice, TextEncoder, TokenRating
+from kvbench.policies.pre_passes.pre_pass import (
+    BlockPasses,
+    ExtraPasses,
+    Pass,
+    PassStep,
+    PromptChoice,
+    TextEncoder,
+    TokenRating,
+)
 from kvbench.policies.stores.dense import DenseStore
 
 Kind = TypeVar("Kind", bound=KVCache)
 
 
 def read_prompt(
-    model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, policy: Policy, kind: type[Kind]
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    policy: Policy,
+    kind: type[Kind],
+    question: int | Sequence[int] | None = None,
 ) -> tuple[Tensor, Kind]:
     """The prompt [B,T] as a policy has it read, and a new cache for it. mask [B,T] bool marks real tokens.
+
+    question: where the question begins, for policies that ask.
 
     ValueError where the policy chooses the prompt's tokens and the model has no such layer, or several sequences or
     padding are given.
     """
     passed = None
+    if mask is not None and isinstance(policy.pre_pass, BlockPasses):
+        raise ValueError(f"{policy.name} reads a prompt in blocks, each with its question, so it takes no padding")
     if isinstance(policy.pre_pass, PromptChoice):
         if mask is not None:
             raise ValueError(f"{policy.name} rewrites the prompt, so it takes prompts without padding")
@@ -52,7 +69,7 @@ def read_prompt(
         passed = 0 if input_ids is whole else whole.shape[1]
         policy = dataclasses.replace(policy, pre_pass=None)
     lengths = [input_ids.shape[1]] * len(input_ids) if mask is None else mask.sum(-1).tolist()
-    cache = kind(model.config, policy, prompt_length=lengths)
+    cache = kind(model.config, policy, prompt_length=lengths, question=question)
     if passed is not None:
         cache.group.progress.passed = [passed]
     return input_ids, cache
@@ -93,15 +110,22 @@ def pre_pass(
     for group in groups:
         group.waits_for_pre_pass = True
     hook = model.base_model.register_forward_hook(find)
+    before = model.base_model.register_forward_pre_hook(_whole, with_kwargs=True)
     try:
         yield
     finally:
         hook.remove()
+        before.remove()
     if not done:
         raise ValueError(
             f"{groups[0].policy.name} has the model look at a prompt again before it evicts, which kvbench cannot have "
             f"{type(model).__name__} do: it calls a part of its {type(model.base_model).__name__} and not the whole"
         )
+
+
+def _whole(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The last hidden states of the whole prompt, where a base would leave out those that no logit is asked of."""
+    return args, kwargs | ({"logits_to_keep": 0} if "logits_to_keep" in kwargs else {})
 
 
 def _alike(groups: list[PolicyGroup]) -> list[list[PolicyGroup]]:
@@ -134,10 +158,23 @@ def _find(
     if isinstance(asked, ExtraPasses):
         for row, ids in enumerate(input_ids):
             prompt = (ids if mask is None else ids[mask[row]]).tolist()
-            for one in asked.passes(prompt, encoder or _NoEncoder(first.policy.name)):
+            for one in _passes(first, asked, row, prompt, encoder):
                 _pass_over(model, first, asked, row, one)
         for group in alike[1:]:
             _copy_findings(first, group, asked)
+
+
+def _passes(
+    group: PolicyGroup, asked: ExtraPasses, row: int, prompt: list[int], encoder: TextEncoder | None
+) -> list[Pass]:
+    """The passes over a sequence's prompt, or over the block of it that was read."""
+    if not isinstance(asked, BlockPasses):
+        return asked.passes(prompt, encoder or _NoEncoder(group.policy.name))
+    progress = group.progress
+    if progress.seen[row] == progress.prompt[row]:
+        return []
+    begin = progress.opened[row]
+    return asked.passes_after(prompt, progress.seen[row] - begin, progress.question[row] - begin)
 
 
 class _NoEncoder:
@@ -221,6 +258,14 @@ class _PassCache(KVCache):
             self.noted.clear()
             params = params._replace(model=model_layer(reader, queries))
         return self.attend(index, Projected(queries, keys, values), mask, params)
+
+    def _begin(self, *args: object) -> None:
+        """Nothing of its own begins."""
+
+    _end = _begin
+
+    def _steps(self, group: PolicyGroup, like: Tensor) -> list[BatchStep]:
+        return [self.now.to(like.device)]
 
     def attend(self, index: int, new: Projected, mask: Tensor | None, params: AttentionParams) -> Tensor:
         layer = self.held.layers[index]

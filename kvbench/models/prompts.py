@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -38,6 +39,7 @@ class Prompt:
     compressed and continuations to be rated, where it gives those; ids is then the context of the longest.
     context_tokens: so many of ids are a context that is compressed by itself; None: the whole prompt is compressed.
     sample: the number of the answer, from 0, where several are sampled; example.index then counts answers.
+    question: where the question begins in a prompt that is compressed with it, where a policy asks and it can be told.
     """
 
     example: Example
@@ -47,6 +49,7 @@ class Prompt:
     pairs: tuple[Pair, ...] = ()
     context_tokens: int | None = None
     sample: int | None = None
+    question: int | None = None
 
     @property
     def context_hash(self) -> str | None:
@@ -74,7 +77,8 @@ class PromptMaker:
     """Puts prompts together for one task and one tokenizer.
 
     max_prompt_tokens: where tasks with truncation="middle" cut. max_positions: what the model can read and write.
-    compress: "context" tells the tokens before the question from those of the question.
+    compress: "context" tells the tokens before the question from those of the question. asks: a policy that compresses
+    both asks where the question begins.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -82,6 +86,7 @@ class PromptMaker:
     max_positions: int | None
     max_prompt_tokens: int | None = None
     compress: str = "prompt"
+    asks: bool = False
 
     def make(self, example: Example) -> Prompt:
         """The prompt of an example.
@@ -97,7 +102,12 @@ class PromptMaker:
         text = self._wrap(prompt, example) + example.answer_prefix
         whole = self._encode(text) if example.reading is None else self._read(text, example)
         ids = self._cut_left(whole, example)
-        context = self._context(prompt, text, whole, ids, example) if self.compress == "context" else None
+        context, question = None, None
+        if self.compress == "context":
+            context = self._context(prompt, text, whole, ids, example)
+        elif self.asks and example.question.strip() and example.target is None and example.reading is None:
+            with suppress(UsageError):
+                question = self._context(prompt, text, whole, ids, example)
         needed = len(ids) + example.max_new_tokens
         if self.max_positions is not None and needed > self.max_positions:
             raise UsageError(
@@ -108,7 +118,7 @@ class PromptMaker:
         digest = hashlib.sha256((text + (example.target or "")).encode()).hexdigest()
         target = None if example.target is None else self._target(example)
         bare = replace(example, prompt="", question="")
-        return Prompt(bare, torch.tensor(ids, dtype=torch.int32), digest, target, context_tokens=context)
+        return Prompt(bare, torch.tensor(ids, dtype=torch.int32), digest, target, (), context, question)
 
     def _check_question(self, example: Example) -> None:
         """UsageError for an example whose context cannot be compressed by itself."""

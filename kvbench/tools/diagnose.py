@@ -78,7 +78,8 @@ def diagnose(name: str, fields: Sequence[str], config_dir: str | None = None) ->
         prompts: list[Prompt] = make_prompts(cell)
         loaded = load(cell.checkpoint, cell.device)
         for prompt in progress(prompts, f"{name} {cell.policy_name}", len(prompts)):
-            probe = Probe(loaded.model, prompt.ids[None].long().to(cell.device), cell.policy, cell.policy_name)
+            ids = prompt.ids[None].long().to(cell.device)
+            probe = Probe(loaded.model, ids, cell.policy, cell.policy_name, question=prompt.question)
             given = {"policy": cell.policy_name, "example": prompt.example.index}
             rows += [{**given, **row} for row in module.measure(probe)]
     if not rows:

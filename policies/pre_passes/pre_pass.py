@@ -1,21 +1,25 @@
 """The contract of a pre-pass: what the model computes of a prompt for a policy before anything of it is evicted.
 
 A scorer declares one (`Scorer.pre_pass`), or the policy itself where nothing scores; our own loop makes it
-(`kvbench.inference.pre_pass`). There are three kinds: `PromptChoice` chooses the tokens that are read at all,
-`TokenRating` has a number for each token from the model's logits, `ExtraPasses` has more tokens look at the prompt.
+(`kvbench.inference.pre_pass`). There are four kinds: `PromptChoice` chooses the tokens that are read at all,
+`TokenRating` has a number for each token from the model's logits, `ExtraPasses` has more tokens look at the prompt, and
+`BlockPasses` at each block of it.
 
 Shapes: H_q query heads, H_kv KV heads, T tokens of a prompt, n tokens of a pass, M of a step, V vocabulary, D head dim.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from kvbench.kernels.attention_rows import attention_logits, beside_sinks
 from kvbench.policies.observation import AttentionParams, Observation, State
+
+ROWS = 256  # queries of a pass whose attention exists at once
 
 
 class PrePass(ABC):  # noqa: B024 - its kinds have the methods
@@ -105,11 +109,31 @@ class PassStep:
     params: AttentionParams
     hidden: Tensor | None = None
 
+    def rows(self, looked_at: Tensor) -> Iterator[Tensor]:
+        """Attention [1,H_kv,G,r,slots + n] of some of the pass's queries, over slots [1,H_kv,slots] and the pass."""
+        held = self.keys.gather(2, looked_at[..., None].expand(-1, -1, -1, self.keys.shape[-1]))
+        keys, params = torch.cat([held, self.own_keys], dim=2), self.params
+        own = self.query_positions[:, None].expand(-1, looked_at.shape[1], -1)
+        places = torch.cat([self.positions.gather(2, looked_at), own], dim=2)[:, :, None, None]  # [1,H_kv,1,1,·]
+        for queries, at in zip(self.queries.split(ROWS, 2), self.query_positions.split(ROWS, 1), strict=True):
+            logits = attention_logits(queries, keys, params.scaling, params.softcap)
+            sight = (places >= 0) & (places <= at[:, None, None, :, None])
+            if params.sliding_window is not None:
+                sight &= places > at[:, None, None, :, None] - params.sliding_window
+            logits = logits.masked_fill(~sight, -torch.inf)
+            yield logits.softmax(-1) if params.sinks is None else _beside(params.sinks, logits)
+
     def slots(self, about: range) -> Tensor:
         """[1,H_kv,m] where the tokens at some positions lie, all of which are held, in order of position."""
         inside = (self.positions >= about.start) & (self.positions < about.stop)
         order = self.positions.masked_fill(~inside, torch.iinfo(self.positions.dtype).max).argsort(dim=-1, stable=True)
         return order[..., : len(about)]
+
+
+def _beside(sinks: Tensor, logits: Tensor) -> Tensor:
+    """Weights [1,H_kv,G,r,T] where attention sinks, logits [1,H_q] that hold no token, take their part."""
+    left = beside_sinks(logits.logsumexp(-1), sinks.view(1, logits.shape[1], -1, 1))
+    return logits.softmax(-1) * left[..., None]
 
 
 class ExtraPasses(PrePass):
@@ -125,3 +149,18 @@ class ExtraPasses(PrePass):
     @abstractmethod
     def observe(self, one: Pass, step: PassStep, state: State) -> None:
         """Update the statistics [1,H_kv,T,G'], in place, with what a pass did in a layer. Called for every layer."""
+
+
+class BlockPasses(ExtraPasses):
+    """Passes after each block of a prompt but the last, for a scorer that judges it by the prompt's question.
+
+    The last block holds what is left of the question: where a prompt is read at once there is none. ValueError for
+    padding, where the blocks of the sequences of a batch do not end together.
+    """
+
+    def passes(self, prompt: Sequence[int], encoder: TextEncoder) -> list[Pass]:
+        return []
+
+    @abstractmethod
+    def passes_after(self, prompt: Sequence[int], read: int, question: int) -> list[Pass]:
+        """The passes after the first `read` tokens of a prompt [T], whose question begins at `question`."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import attention_logits, beside_sinks
 from kvbench.policies.checks import whole_number
 from kvbench.policies.observation import State
 from kvbench.policies.pre_passes.pre_pass import ExtraPasses, Pass, PassStep, TextEncoder
@@ -17,7 +16,6 @@ from kvbench.policies.pre_passes.pre_pass import ExtraPasses, Pass, PassStep, Te
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 LEAD = 8  # tokens before a later chunk that tell where it starts
-ROWS = 256  # queries whose attention exists at once
 
 
 @dataclass(frozen=True)
@@ -64,20 +62,4 @@ class Repetition(ExtraPasses):
 
     def rows(self, step: PassStep, looked_at: Tensor) -> Iterator[Tensor]:
         """Attention [1,H_kv,G,r,slots + n] of some of the pass's queries, over slots [1,H_kv,slots] and the pass."""
-        held = step.keys.gather(2, looked_at[..., None].expand(-1, -1, -1, step.keys.shape[-1]))
-        keys, params = torch.cat([held, step.own_keys], dim=2), step.params
-        own = step.query_positions[:, None].expand(-1, looked_at.shape[1], -1)
-        places = torch.cat([step.positions.gather(2, looked_at), own], dim=2)[:, :, None, None]  # [1,H_kv,1,1,·]
-        for queries, at in zip(step.queries.split(ROWS, 2), step.query_positions.split(ROWS, 1), strict=True):
-            logits = attention_logits(queries, keys, params.scaling, params.softcap)
-            sight = places <= at[:, None, None, :, None]
-            if params.sliding_window is not None:
-                sight &= places > at[:, None, None, :, None] - params.sliding_window
-            logits = logits.masked_fill(~sight, -torch.inf)
-            yield logits.softmax(-1) if params.sinks is None else _beside(params.sinks, logits)
-
-
-def _beside(sinks: Tensor, logits: Tensor) -> Tensor:
-    """Weights [1,H_kv,G,r,T] where attention sinks, logits [1,H_q] that hold no token, take their part."""
-    left = beside_sinks(logits.logsumexp(-1), sinks.view(1, logits.shape[1], -1, 1))
-    return logits.softmax(-1) * left[..., None]
+        return step.rows(looked_at)

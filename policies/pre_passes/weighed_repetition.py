@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
-from kvbench.policies.pre_passes.pre_pass import PassStep
-from kvbench.policies.pre_passes.repetition import ROWS, Repetition
+from kvbench.policies.pre_passes.pre_pass import ROWS, PassStep
+from kvbench.policies.pre_passes.repetition import Repetition
 
 AT_ONCE = 2**22  # numbers of projected values that are in memory at once
 

@@ -51,12 +51,15 @@ class DenseStore(LayerStore):
         return state
 
     @classmethod
-    def of(cls, contents: dict[str, Tensor], statistics: tuple[str, ...], ascending: bool) -> "DenseStore":
-        """A layer that holds `contents` [B,H,C,...]; some slots may be empty."""
+    def of(
+        cls, contents: dict[str, Tensor], statistics: tuple[str, ...], ascending: bool, packed: bool | None = None
+    ) -> "DenseStore":
+        """A layer that holds `contents` [B,H,C,...]; some slots may be empty. packed: whether none is, if that is known."""
         held = cls(contents["keys"], contents["values"], statistics, width=0)
         held._buffers = contents
         held._used = contents["positions"].shape[2]
-        held._packed, held._ascending = bool((contents["positions"] >= 0).all()), ascending
+        held._packed = bool((contents["positions"] >= 0).all()) if packed is None else packed
+        held._ascending = ascending
         return held
 
     def parts(self) -> dict[str, int]:

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_cells import small_cell
 
-from kvbench.analysis.load import load_results
+from kvbench.analysis.load import load_results, read_result
 from kvbench.analysis.metrics import metrics
 from kvbench.analysis.result import Result, numbers
 from kvbench.cli import main
+from kvbench.engine.prompts import make_prompts
+from kvbench.engine.run import run_cells
+from kvbench.errors import UsageError
 from kvbench.identity.labels import Naming
 from kvbench.report.collect import collect
 from kvbench.report.table import unlike
@@ -91,3 +95,22 @@ def test_runs_of_older_versions_compressed_the_prompt() -> None:
     assert unlike([record(None, "Prompt"), record("prompt", "Prompt")]) == []
     (said,) = unlike([record(None, "Prompt"), record("context", "Prompt")])
     assert said.startswith("what is compressed differs (context, prompt)")
+
+
+def test_a_run_tells_it_where_questions_begin(tiny_model: Path, tmp_path: Path) -> None:
+    asking = ("finch", ""), ("finch_chunks", "block=64"), ("snapkv", "")
+    cells = [small_cell(tmp_path, tiny_model, slug, 200, *filter(None, [field])) for slug, field in asking]
+    context = small_cell(tmp_path, tiny_model, "full", 200, "compress=context")
+    asked = [prompt.question for prompt in make_prompts(cells[0])]
+    assert asked == [prompt.context_tokens for prompt in make_prompts(context)]
+    assert [ending.error for ending in run_cells(cells)] == [None] * 3
+    alone = small_cell(tmp_path / "alone", tiny_model, "finch_chunks", 200, "block=64", "engine.rows=1")
+    assert run_cells([alone])[0].error is None
+    answers = [[s.output for s in read_result(cell.folder).samples] for cell in (cells[1], alone)]
+    assert answers[0] == answers[1]
+    passes = [sample.pre_pass_tokens for sample in read_result(cells[1].folder).samples]
+    ends = [range(64, len(prompt.ids), 64) for prompt in make_prompts(cells[1])]
+    left = [[last.stop - max(end, place or 0) for end in last] for last, place in zip(ends, asked, strict=True)]
+    assert passes == [sum(tokens) for tokens in left]  # what is left of the question, after every block but the last
+    with pytest.raises(UsageError, match="finch compresses a context by the question behind it"):
+        small_cell(tmp_path, tiny_model, "finch", 200, "compress=context")

@@ -63,7 +63,7 @@ def kept(cache: KVCache) -> list[Any]:
 
 
 def generate(model: Any, policy: Policy, ids: torch.Tensor, **how: Any) -> tuple[list[list[int]], list[Any]]:
-    out = greedy(model, ids, policy, max_new_tokens=NEW, **how)
+    out = greedy(model, ids, policy, max_new_tokens=NEW, question=ids.shape[1] - 6, **how)
     return out.tokens, kept(out.cache)
 
 

@@ -1,5 +1,7 @@
 """Diagnostics: the numbers by hand on a tiny random model, and the command on wrong values."""
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 import torch
@@ -33,6 +35,13 @@ def test_coverage_of_a_local_window_is_the_window(model: PreTrainedModel) -> Non
     assert rows[0]["coverage"] == pytest.approx(100 * 9 / 90)
     assert [row["budget"] for row in rows[1:]] == [68, 45, 22, 9]  # round((1 - rate) * 90)
     assert all(row["coverage"] == pytest.approx(100 * int(str(row["budget"])) / 90) for row in rows)
+
+
+def test_a_policy_that_asks_for_the_question_is_told_it(model: PreTrainedModel) -> None:
+    asking = replace(probe(model, "finch", 20), question=85)
+    kept = asking.prefilled().layers[0].positions[0]
+    assert all(set(range(85, 90)) <= set(head) for head in kept.tolist())
+    assert {len(head) for head in kept.tolist()} == {20}
 
 
 def test_output_error_is_nothing_where_nothing_is_evicted_and_local_in_layer_0_equals_free(

@@ -360,7 +360,8 @@ class Killing(Nobody):
 
 
 def test_a_killed_sweep_has_all_variants_for_the_same_examples_and_continues(cells: Build) -> None:
-    killed = cells("full,snapkv,tova", out="killed", rows=6)
+    """One of them reads each prompt twice (kvzip)."""
+    killed = cells("full,snapkv,tova,kvzip", out="killed", rows=6)
     child = os.fork()
     if child == 0:
         run_cells(killed, Killing())
@@ -370,7 +371,7 @@ def test_a_killed_sweep_has_all_variants_for_the_same_examples_and_continues(cel
     counts = [text.count(b"\n") for text in kept]
     assert (min(counts), max(counts)) == (1, 2)
     completed(run_cells(killed))
-    whole = cells("full,snapkv,tova", out="whole")
+    whole = cells("full,snapkv,tova,kvzip", out="whole")
     completed(run_cells(whole))
     for one, other, before in zip(killed, whole, kept, strict=True):
         assert (one.folder / "samples.jsonl").read_bytes().startswith(before)

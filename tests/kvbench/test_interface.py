@@ -53,11 +53,6 @@ def small(kind: type[PreTrainedConfig], **fields: object) -> Any:
         (DeepseekV3Config, {"n_routed_experts": 8}, "what its cache holds before attention sees it.*latent attention"),
         (DiffLlamaConfig, {}, "what its cache holds before attention sees it .it asks for its 'chunk'"),
         (
-            Gemma3nTextConfig,
-            {"layer_types": MIXED, "num_kv_shared_layers": 2, "intermediate_size": 32},
-            "^the last 2 layers of Gemma3nForCausalLM read the keys and values of earlier layers",
-        ),
-        (
             Gemma4TextConfig,
             {"layer_types": MIXED, "num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
             "^the layers of Gemma4ForCausalLM differ in their number of KV heads",
@@ -78,6 +73,7 @@ def test_what_kvbench_cannot_follow_is_refused_without_weights(
     [
         (StableLmConfig, {}),  # its class lacks the flag, its attention goes through the interface
         (Gemma4TextConfig, {"layer_types": MIXED}),
+        (Gemma3nTextConfig, {"layer_types": MIXED, "num_kv_shared_layers": 2, "intermediate_size": 32}),
     ],
 )
 def test_what_kvbench_can_follow_passes_the_trial(kind: type[PreTrainedConfig], fields: dict[str, Any]) -> None:

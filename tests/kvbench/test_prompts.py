@@ -138,6 +138,8 @@ def apart(tokenizer: PreTrainedTokenizerBase, context: str, question: str) -> tu
     assert made.ids.tolist() == PromptMaker(tokenizer, task, 300).make(given).ids.tolist()  # no token is another one
     ids, n = made.ids.tolist(), made.context_tokens
     assert n is not None
+    told = PromptMaker(tokenizer, task, 300, asks=True).make(given)  # the question's place in a prompt compressed whole
+    assert (told.question, told.context_tokens, told.length) == (n, None, len(ids))
     return made, [str(tokenizer.decode(part)) for part in (ids[:n], ids[n:])]
 
 
@@ -190,6 +192,8 @@ def test_the_middle_is_cut_out_of_the_context(tokenizer: PreTrainedTokenizerBase
 def test_what_has_no_question_apart_is_refused(
     tokenizer: PreTrainedTokenizerBase, given: dict[str, Any], said: str
 ) -> None:
+    asked = replace(example("The mill. Who?"), **given)
     with pytest.raises(UsageError) as caught:
-        PromptMaker(tokenizer, Given(), 300, compress="context").make(replace(example("The mill. Who?"), **given))
+        PromptMaker(tokenizer, Given(), 300, compress="context").make(asked)
     assert said in str(caught.value)
+    assert PromptMaker(tokenizer, Given(), 300, asks=True).make(asked).question is None

@@ -49,7 +49,8 @@ def variants(slugs: Sequence[str], **fields: Any) -> list[Policy]:
 
 
 def asked(length: int, seed: int, **fields: Any) -> Request:
-    return Request(torch.tensor([prompt(length, seed)]), **{"max_new_tokens": NEW, "encoder": CodePoints(), **fields})
+    given = {"max_new_tokens": NEW, "encoder": CodePoints(), "question": length - 6, **fields}
+    return Request(torch.tensor([prompt(length, seed)]), **given)
 
 
 def finished(
@@ -77,6 +78,7 @@ def assert_alone(model: PreTrainedModel, row: LiveSequence) -> None:
         min_new_tokens=asked.min_new_tokens,
         eos_token_ids=asked.eos_token_ids,
         stop=asked.stop,
+        question=asked.question,
         encoder=asked.encoder,
     )
     name = f"{row.policy.name}, budget {row.policy.budget}, {asked.input_ids.shape[1]} tokens"

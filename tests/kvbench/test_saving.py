@@ -106,7 +106,7 @@ def assert_goes_on(policy: Policy, running: PreTrainedModel, path: Path) -> None
     """Saved after the prompt, and again after some decoding; then a later prompt, where the policy takes one."""
     ids = torch.tensor([prompt(PROMPT + 3 * ANSWER + TURN)])
     first, answer, turn, more, rest = ids.split([PROMPT, ANSWER, TURN, ANSWER, ANSWER], dim=1)
-    held = KVCache(running.config, policy, prompt_length=PROMPT)
+    held = KVCache(running.config, policy, PROMPT, question=PROMPT - ANSWER)
     prefill(running, first, None, held, CodePoints())
     loaded = copied(held, path)
     assert_same(held, loaded)
@@ -115,7 +115,7 @@ def assert_goes_on(policy: Policy, running: PreTrainedModel, path: Path) -> None
     assert_same(held, loaded)
     if not policy.evicts or policy.store.reopens:
         for one in (held, loaded):
-            one.next_prompt(TURN)
+            one.next_prompt(TURN, question=TURN - ANSWER)
         assert torch.equal(*(prefill(running, turn, None, one, CodePoints()) for one in (held, loaded)))
         assert_same(held, loaded)
     assert torch.equal(decoded(held, running, more), decoded(loaded, running, more))

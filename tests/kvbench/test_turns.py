@@ -43,7 +43,7 @@ def conversation(held: KVCache, ids: Tensor, chunks: int = 1) -> Tensor:
     out, start = [], 0
     for turn, length in enumerate(TURNS):
         if turn:
-            held.next_prompt(length)
+            held.next_prompt(length, question=length - 5)
         sizes = [length // chunks] * (chunks - 1)
         for size in [*sizes, length - sum(sizes), *[1] * ANSWER]:
             new = ids[:, start : start + size]
@@ -62,7 +62,7 @@ def conversation(held: KVCache, ids: Tensor, chunks: int = 1) -> Tensor:
 @pytest.mark.parametrize("slug", kinds())
 def test_every_prompt_of_a_conversation_is_brought_to_the_budget(slug: str) -> None:
     policy = built(slug)
-    held = KVCache(model().config, policy, prompt_length=TURNS[0])
+    held = KVCache(model().config, policy, TURNS[0], question=TURNS[0] - 5)
     conversation(held, torch.tensor([prompt(LENGTH)]))
     grown = ANSWER if policy.schedule.decode == "grow" else min(ANSWER, policy.schedule.every - 1)
     kept = held.kept_tokens()[:, 0].float()

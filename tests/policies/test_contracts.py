@@ -10,7 +10,7 @@ from kvbench.cache.cache import KVCache
 from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.policy import Policy
-from kvbench.policies.pre_passes.pre_pass import ExtraPasses, PromptChoice, TokenRating
+from kvbench.policies.pre_passes.pre_pass import BlockPasses, ExtraPasses, PromptChoice, TokenRating
 from kvbench.policies.readers.reader import Reader
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.selections.selection import Selection
@@ -40,6 +40,7 @@ def members(contract: type) -> set[str]:
         (PromptChoice, 4),
         (TokenRating, 4),
         (ExtraPasses, 5),
+        (BlockPasses, 6),
     ],
 )
 def test_a_contract_fits_a_screen(contract: type, most: int) -> None:

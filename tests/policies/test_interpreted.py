@@ -12,6 +12,7 @@ import torch
 from kernel_interpreted import Interpreter
 from kernel_policies import run, run_rows
 from kv_presets import protecting
+from safetensors.torch import save_file
 
 from kvbench import preset_names
 
@@ -135,6 +136,9 @@ def test_every_preset_keeps_and_says_the_same(slug: str, interpret: Interpreter,
         names = [f"{layer}-{head}" for layer in range(2) for head in range(heads)]
         (tmp_path / "heads.json").write_text(json.dumps(dict(zip(names, count(1)))))
         fields["importance"] = str(tmp_path / "heads.json")
+    if slug == "qfilters":
+        save_file({"q_filters": torch.eye(8)[:4].view(2, 2, 8)}, tmp_path / "filters.safetensors")
+        fields["filters"] = str(tmp_path / "filters.safetensors")
     same(interpret, slug, budget=50 if slug in protecting() else 36, fields=fields)
 
 

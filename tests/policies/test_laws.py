@@ -14,7 +14,7 @@ from kv_crafted import Crafted, drawn
 from kv_models import prompt, tiny
 from kv_oracle import Kept
 from kv_presets import evicting, kinds
-from kv_runs import Run, kept_now, run_greedy
+from kv_runs import QUESTION, Run, kept_now, run_greedy
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -108,7 +108,7 @@ def in_calls(policy: Policy, sizes: Sequence[int]) -> tuple[list[Kept], Tensor]:
     """A prompt in calls of these sizes and then NEW tokens: what is held after each of them, and all logits."""
     running = model()
     running.set_attn_implementation("kvbench")
-    held = KVCache(running.config, policy, prompt_length=LENGTH)
+    held = KVCache(running.config, policy, prompt_length=LENGTH, question=LENGTH - QUESTION)
     ids, kept = torch.tensor([[*IDS, *prompt(NEW, seed=1)]]), []
     out = []
     with torch.inference_mode():

@@ -2,6 +2,7 @@
 
 MAINS = {
     "bench": "kvbench.tools.bench.cli",
+    "calibrate": "kvbench.tools.calibrate",
     "claims": "kvbench.claims",
     "diagnose": "kvbench.tools.diagnose",
     "memory": "kvbench.memory",

@@ -15,6 +15,9 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -26,6 +29,7 @@ from transformers import (
 VOCABULARY = 512
 PADDING = 0
 SLIDING = 24
+CHUNK = 16
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 
 Sizes = dict[str, Any]
@@ -45,8 +49,41 @@ def _config(family: str, sizes: Sizes) -> PreTrainedConfig:
             attn_logit_softcapping=5.0,
             final_logit_softcapping=30.0,
         ),
+        "gemma3n": lambda: Gemma3nTextConfig(
+            **sharing(sizes), intermediate_size=[48] * 5, activation_sparsity_pattern=[0.0] * 5, altup_num_inputs=2
+        ),
+        "llama4": lambda: Llama4TextConfig(
+            **(sizes | {"num_hidden_layers": 3}),
+            head_dim=8,
+            layer_types=["chunked_attention", "full_attention", "chunked_attention"],
+            no_rope_layers=[1, 0, 1],
+            attention_chunk_size=CHUNK,
+            intermediate_size_mlp=48,
+            moe_layers=[],
+            floor_scale=16,
+        ),
+        "gemma4": lambda: Gemma4TextConfig(**sharing(sizes), global_head_dim=16, intermediate_size=48),
     }
     return makers[family]()
+
+
+SHARING = ("gemma3n", "gemma4")
+"""Five layers, of which 3 reads what 2 stored (both look through a window) and 4 what 0 stored."""
+
+
+def sharing(sizes: Sizes) -> Sizes:
+    """The fields of a Gemma whose last layers read what earlier ones stored."""
+    window, full = "sliding_attention", "full_attention"
+    own = {
+        "num_hidden_layers": 5,
+        "layer_types": [full, window, window, window, full],
+        "num_kv_shared_layers": 2,
+        "head_dim": 8,
+        "sliding_window": SLIDING,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+    }
+    return {name: value for name, value in sizes.items() if name != "intermediate_size"} | own
 
 
 def tiny(

@@ -7,8 +7,15 @@ from kvbench.config.presets import policy_config
 from kvbench.config.slugs import parse
 
 BUDGET = 40
-INCOMPLETE = ("headkv", "duoattention", "kvpress")
-"""What the slugs of presets begin with that need a field: a file of importances, a press."""
+
+
+def _complete(value: object) -> bool:
+    """Whether no field of a configuration is left to be named, such as a file."""
+    return all(map(_complete, value.values())) if isinstance(value, dict) else value != ""
+
+
+INCOMPLETE = ("kvpress", *(slug for slug in preset_names() if not _complete(policy_config(slug))))
+"""Presets that need a field: a file of importances or of filters, a press."""
 
 
 def stores() -> list[str]:
@@ -21,9 +28,12 @@ def evicting() -> list[str]:
     """Presets that evict tokens from a cache to a budget.
 
     GemFilter rewrites the prompt instead; the released D2O never compresses three layers; what protects the prompt
-    takes none beyond the budget; two set their budget by themselves. They have tests of their own.
+    takes none beyond the budget; two set their budget by themselves; FINCH in chunks takes no padding; what reads a
+    file, HeadKV aside, is given none here. They have tests
+    of their own.
     """
-    out = {"d2o_released", "duoattention", "simlayerkv", *protecting()}
+    out = {"d2o_released", "duoattention", "finch_chunks", "simlayerkv", *protecting()}
+    out |= {slug for slug in INCOMPLETE if not slug.startswith("headkv")}
     return [slug for slug in preset_names() if policy_config(slug).get("scorer") and slug not in out]
 
 

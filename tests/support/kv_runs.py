@@ -16,6 +16,9 @@ from kvbench.cache.layer import KVLayer
 from kvbench.inference.generate import greedy
 from kvbench.policies.policy import Policy
 
+QUESTION = 6
+"""Tokens of every prompt's question, which are its last."""
+
 
 @dataclass
 class Run:
@@ -86,7 +89,9 @@ def run_greedy(model: PreTrainedModel, prompts: Sequence[Sequence[int]], policy:
     run = Run()
     ids, mask = left_padded(prompts)
     with noting(model, lambda cache: run.kept.append(kept_now(cache))):
-        out = greedy(model, ids, policy, attention_mask=mask, max_new_tokens=new_tokens, encoder=CodePoints())
+        how: dict[str, Any] = {"max_new_tokens": new_tokens, "encoder": CodePoints()}
+        question = [max(0, len(p) - QUESTION) for p in prompts]  # for policies that ask
+        out = greedy(model, ids, policy, attention_mask=mask, question=question, **how)
     run.tokens, run.cache = out.tokens, out.cache
     return run
 

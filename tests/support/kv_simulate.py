@@ -3,11 +3,12 @@
 States of recurrent layers are transformers' own: of its cache nothing else is read.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from kv_layers import SlowLayers
 from kv_oracle import Glance, Rules, SlowSequence, Trace
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -36,7 +37,8 @@ def _attention(
     glance = Glance(scaling, kwargs.get("softcap"), kwargs.get("sliding_window"))
     new = query.shape[2]
     q, k, v = (t[0, :, -new:].double().numpy() for t in (query, key, value))
-    out = _running[-1].attend(_places(module.config).get(layer, layer), q, k, v, glance)
+    place = layer if isinstance(_running[-1], SlowLayers) else _places(module.config).get(layer, layer)
+    out = _running[-1].attend(place, q, k, v, glance)
     return torch.from_numpy(out).to(query.dtype).transpose(0, 1)[None], None
 
 
@@ -68,14 +70,24 @@ def attending(model: PreTrainedModel, sequence: Any) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def simulate(model: PreTrainedModel, prompt: Sequence[int], new_tokens: int, rules: Rules) -> Trace:
-    """Prefill the prompt and generate greedily under `rules`."""
+def simulate(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    new_tokens: int,
+    rules: Rules,
+    owners: Mapping[int, int] | None = None,
+    chunks: Mapping[int, int] | None = None,
+) -> Trace:
+    """Prefill the prompt and generate greedily under `rules`; owners, chunks: see `SlowLayers`."""
     config = model.config
     kv_heads = config.num_key_value_heads
     group = config.num_attention_heads // kv_heads
     layers = len(_places(config)) or config.num_hidden_layers
     sequence = SlowSequence(rules, layers, kv_heads, group, len(prompt))
     states = DynamicCache(config=config) if layers < config.num_hidden_layers else None
+    if owners or chunks:
+        layers, states = config.num_hidden_layers, None
+        sequence = SlowLayers(rules, layers, kv_heads, group, len(prompt), owners or {}, chunks or {})
     with attending(model, sequence):
         generate(model, list(prompt), new_tokens, sequence, states)
     return sequence.trace

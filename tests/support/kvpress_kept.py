@@ -31,8 +31,11 @@ def small(family: str, layers: int = 2) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def press_keeps(model: PreTrainedModel, ids: Sequence[int], press: Any) -> Kept:
-    """The positions that a press leaves in every layer and KV head, told by the keys that are left."""
+def press_keeps(model: PreTrainedModel, ids: Sequence[int], press: Any, read: Sequence[int] | None = None) -> Kept:
+    """The positions that a press leaves in every layer and KV head, told by the keys that are left.
+
+    read: the prompt with a delimiter token, which the press takes out.
+    """
     kept: Kept = []
     compress = type(press).compress
 
@@ -51,15 +54,15 @@ def press_keeps(model: PreTrainedModel, ids: Sequence[int], press: Any) -> Kept:
     with patch.object(type(press), "compress", noting), press(model):
         # transformers no longer hands `cache_position` to attention by itself, and presses ask for it.
         new = {"cache_position": torch.arange(len(ids)), "past_key_values": DynamicCache(config=model.config)}
-        model(torch.tensor([ids]), **new)
+        model(torch.tensor([ids if read is None else read]), **new)
     return kept
 
 
 @torch.inference_mode()
-def policy_keeps(model: PreTrainedModel, ids: Sequence[int], policy: Policy) -> Kept:
+def policy_keeps(model: PreTrainedModel, ids: Sequence[int], policy: Policy, question: int | None = None) -> Kept:
     """The positions that a policy keeps of a prompt that comes in one call."""
     model.set_attn_implementation("kvbench")
-    cache = KVCache(model.config, policy, prompt_length=len(ids))
+    cache = KVCache(model.config, policy, prompt_length=len(ids), question=question)
     model(torch.tensor([ids]), past_key_values=cache)
     return kept_now(cache)[0]
 

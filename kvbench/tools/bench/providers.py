@@ -70,6 +70,8 @@ def ours(slug: str, budget: int | None, *, graphed: bool = False, **fields: Any)
         raise UsageError(
             f"policies={slug} cannot be timed here: it needs more than one plain forward pass for its prompt"
         )
+    if policy.needs.question:
+        raise UsageError(f"policies={slug} cannot be timed here: it asks for a question, which random prompts have not")
     return Provider(
         name=slug,
         attention="kvbench",

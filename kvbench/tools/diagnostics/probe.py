@@ -21,13 +21,17 @@ Kind = TypeVar("Kind", bound=KVCache)
 
 @dataclass(frozen=True)
 class Probe:
-    """A model, one prompt [1,T], the policy to look at under its name, and how many tokens to decode after it."""
+    """A model, one prompt [1,T], the policy to look at under its name, and how many tokens to decode after it.
+
+    question: where the prompt's question begins, for policies that ask.
+    """
 
     model: PreTrainedModel
     ids: Tensor
     policy: Policy
     name: str
     new_tokens: int = 16
+    question: int | None = None
 
     @property
     def length(self) -> int:
@@ -40,7 +44,7 @@ class Probe:
     @torch.inference_mode()
     def prefilled(self) -> KVCache:
         """The cache at the end of the prompt."""
-        cache = KVCache(self.model.config, self.policy, prompt_length=self.length)
+        cache = self.cache_of(KVCache)
         prefill(self.model, self.ids, None, cache)
         return cache
 
@@ -57,7 +61,7 @@ class Probe:
 
     def cache_of(self, kind: type[Kind], policy: Policy | None = None) -> Kind:
         """A cache of this class for the prompt."""
-        return kind(self.model.config, policy or self.policy, prompt_length=self.length)
+        return kind(self.model.config, policy or self.policy, prompt_length=self.length, question=self.question)
 
 
 def full() -> Policy:

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from kvbench import make_policy
 from kvbench.cache.hook import prepare
 from kvbench.inference.generate import greedy
+from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench import rivals
 from kvbench.tools.bench.generation import RECORDED, Job, Run, measure
 from kvbench.tools.bench.providers import held_bytes, ours, tensors_in
@@ -63,3 +64,9 @@ def test_bytes_are_those_of_the_tensors_inside_wrappers_containers_and_shared_st
     vars(cache.layers[0])["extra"] = (codes, {"scale": scale, "bits": 2}, codes[:5])
     assert held_bytes(cache) == 2 * 2 * 5 * 4 * 4 + 10 + 12
     assert len(list(tensors_in([codes, {"a": (scale, None)}]))) == 2
+
+
+@pytest.mark.parametrize(("slug", "why"), [("kvzip", "more than one plain forward pass"), ("finch", "for a question")])
+def test_what_random_prompts_cannot_time_is_refused(slug: str, why: str) -> None:
+    with pytest.raises(UsageError, match=f"policies={slug} cannot be timed here: .*{why}"):
+        ours(slug, 64)

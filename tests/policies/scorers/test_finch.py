@@ -1,12 +1,31 @@
-"""FINCH: the question's queries weighted by what they see, and kept keys without gaps."""
+"""FINCH: the question's queries weighted by what they see, chunks of the context, and kept keys without gaps."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 from kv_crafted import observed
-from kv_models import prompt, tiny
-from kvpress_kept import assert_same, presses
+from kv_models import left_padded, prompt, tiny
+from kv_runs import kept_now
+from kvpress_kept import FAMILIES, policy_keeps, press_keeps, presses, small
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
+from kvbench.engine.batch import DecodeBatch, Request
+from kvbench.inference.generate import greedy
 from kvbench.policies.scorers.finch import Finch
+from kvbench.policies.selections.shares import Shares
+
+LENGTH, QUESTION, BUDGET = 70, 62, 24
+IDS = torch.tensor([prompt(LENGTH)])
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    running = tiny()
+    running.set_attn_implementation("kvbench")
+    return running
 
 
 def test_a_query_counts_by_the_tokens_it_sees() -> None:
@@ -14,17 +33,18 @@ def test_a_query_counts_by_the_tokens_it_sees() -> None:
     rows = torch.tensor([[[[[0.25, 0.5, 0.25, 0.0], [0.5, 0.0, 0.0, 0.5]]]]])
     keys = torch.zeros(1, 1, 4, 8)
     seen = observed(keys, recent_queries=keys[:, :, 2:], recent_positions=torch.tensor([[2, 3]]))
-    seen._known["rows", 2] = rows
+    seen.prompts, seen.questions, seen._known["rows", 2] = (4,), (2,), rows
     expected = torch.tensor([[[0.75 + 2, 1.5, 0.75, 2.0]]]) / 2
-    torch.testing.assert_close(Finch(window=2).score(seen, {}), expected)
-    official = torch.tensor([[[0.5 + 1.5, 1.0, 0.5, 1.5]]]) / 2
-    torch.testing.assert_close(Finch(window=2, official=True).score(seen, {}), official)
+    before = torch.tensor([[[0.5 + 1.5, 1.0, 0.5, 1.5]]]) / 2
+    for window in ("question", 2):
+        for official, scores in ((False, expected), (True, before)):
+            finch, state = Finch(window, official), {"asked": torch.zeros(1, 1, 4, 1)}
+            finch.observe(seen, state)
+            torch.testing.assert_close(finch.score(seen, state), scores)
 
 
-def test_kept_keys_stand_without_gaps_up_to_the_newest_token() -> None:
-    model, policy = tiny(), make_policy("finch", 20, window=6)
-    model.set_attn_implementation("kvbench")
-    cache = KVCache(model.config, policy)
+def test_kept_keys_stand_without_gaps_up_to_the_newest_token(model: PreTrainedModel) -> None:
+    cache = KVCache(model.config, make_policy("finch", 20), question=44)
     with torch.inference_mode():
         model(torch.tensor([prompt(50)]), past_key_values=cache)
     for layer in cache.layers:
@@ -32,8 +52,112 @@ def test_kept_keys_stand_without_gaps_up_to_the_newest_token() -> None:
         assert places[0].tolist() == [[float(place) for place in range(30, 50)]] * 2
 
 
-def test_it_keeps_what_kvpress_keeps() -> None:
-    press = presses().FinchPress()
-    press.window_size, press.rerotate_keys = 8, False  # keys that were moved would not be found again
-    press.delimiter_token_id = -1  # no token: the window is given
-    assert_same("finch", press, budget=24, length=70, window=8, official=True)
+@pytest.mark.parametrize("chunk", [None, 24])
+def test_it_keeps_what_kvpress_keeps_behind_its_delimiter(chunk: int | None) -> None:
+    ids = prompt(72)
+    delimiter = next(token for token in range(100) if token not in ids)
+    press = presses().FinchPress(rerotate_keys=False, chunk_length=chunk)  # moved keys would not be found again
+    press.delimiter_token_id, press.compression_ratio = delimiter, 1 - 24.5 / 72  # 8 of each 24
+    policy = make_policy("finch", 24, official=True)
+    policy = policy if chunk is None else replace(policy, selection=Shares(chunk))
+    for family in FAMILIES:
+        running = small(family)
+        theirs = press_keeps(running, ids, press, [*ids[:66], delimiter, *ids[66:]])
+        assert press.window_size == 6
+        assert policy_keeps(running, ids, policy, question=66) == theirs, family
+
+
+# --- chunk by chunk ---------------------------------------------------------------------------------------------------
+def rotated(x: Tensor, place: int) -> Tensor:
+    """A vector [D] of the tiny Llama at a place: theta 10000, halves."""
+    half, out = len(x) // 2, x.clone()
+    for i in range(half):
+        angle = torch.tensor(place * 10000.0 ** (-i / half), dtype=x.dtype)
+        out[i] = x[i] * angle.cos() - x[i + half] * angle.sin()
+        out[i + half] = x[i + half] * angle.cos() + x[i] * angle.sin()
+    return out
+
+
+@torch.inference_mode()
+def first_layer(model: PreTrainedModel, chunk: int) -> list[tuple[int, ...]]:
+    """What each KV head of layer 0, whose input no eviction changes, keeps: the paper's steps, vector by vector."""
+    layer = model.model.layers[0]
+    given = layer.input_layernorm(model.model.embed_tokens(IDS))
+    attention, dim = layer.self_attn, layer.self_attn.head_dim
+    keys, queries = (project(given)[0].unflatten(-1, (-1, dim)) for project in (attention.k_proj, attention.q_proj))
+    kept: list[list[int]] = [[] for _ in range(keys.shape[1])]
+    for begin in range(0, LENGTH, chunk):
+        end = min(begin + chunk, LENGTH)
+        asking = range(QUESTION, LENGTH)
+        for head, own in enumerate(kept):
+            held = [*own, *range(begin, end)]
+            read = [*held, *range(max(end, QUESTION), LENGTH)]  # the question stands behind the chunk, or in it
+            stored = torch.stack([rotated(keys[token, head], place) for place, token in enumerate(read)])
+            scores = torch.zeros(len(held), dtype=keys.dtype)
+            group = queries.shape[1] // keys.shape[1]
+            for token in (token for token in read if token in asking):
+                place = read.index(token)
+                for query_head in range(head * group, (head + 1) * group):
+                    query = rotated(queries[token, query_head], place)
+                    weights = (stored[: place + 1] @ query * dim**-0.5).softmax(0)
+                    seen = min(len(held), place + 1)
+                    scores[:seen] += (place + 1) * weights[:seen]
+            most = BUDGET * end // LENGTH
+            scores[[slot for slot, token in enumerate(held) if token in asking]] = torch.inf
+            best = scores.argsort(descending=True)[:most].tolist()
+            kept[head] = sorted(held[slot] for slot in best)
+    return [tuple(own) for own in kept]
+
+
+@pytest.mark.parametrize(("chunk", "passed"), [(16, 3 * 8 + 6), (31, 2 * 8), (70, 0)])
+def test_chunks_are_judged_by_the_question_as_in_the_paper(model: PreTrainedModel, chunk: int, passed: int) -> None:
+    """Blocks end before the question, inside it and behind it; its tokens to come are read once more for each."""
+    policy = make_policy("finch_chunks", BUDGET, block=chunk)
+    done = greedy(model, IDS, policy, max_new_tokens=1, question=QUESTION)
+    assert kept_now(done.cache)[0][0] == first_layer(model, chunk)
+    assert done.cache.group.progress.passed == [passed]
+
+
+def test_in_one_chunk_it_is_finch(model: PreTrainedModel) -> None:
+    whole, chunks = (
+        greedy(model, IDS, policy, max_new_tokens=5, question=QUESTION)
+        for policy in (make_policy("finch", BUDGET), make_policy("finch_chunks", BUDGET, block=LENGTH))
+    )
+    assert whole.tokens == chunks.tokens
+    assert kept_now(whole.cache) == kept_now(chunks.cache)
+
+
+def test_variants_in_one_batch_keep_what_they_keep_alone(model: PreTrainedModel) -> None:
+    policies = [make_policy(slug, b, **how) for slug, b, how in (
+        ("finch", 24, {}), ("finch_chunks", 24, {"block": 16}), ("finch_chunks", 20, {"block": 16}),
+        ("finch", 24, {"decode": "evict"}), ("ada_finch", 24, {"rerotate": False}), ("caote_finch", 24, {}),
+        ("snapkv", 24, {"window": 8}),
+    )]  # fmt: skip
+    flight = DecodeBatch(model)
+    rows = flight.admit(Request(IDS, 5, question=QUESTION), policies)
+    while flight.in_flight:
+        flight.step()
+    for row, policy in zip(rows, policies, strict=True):
+        alone = greedy(model, IDS, policy, max_new_tokens=5, question=QUESTION)
+        assert row.error is None
+        assert row.cache is not None
+        assert (row.tokens, kept_now(row.cache)) == (alone.tokens[0], kept_now(alone.cache)), policy.name
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+def test_what_has_no_question_is_refused(model: PreTrainedModel) -> None:
+    for how, sentence in (
+        ({}, "finch asks where the question of a prompt begins: say it with question="),
+        ({"question": LENGTH}, "question must be a position in its prompt, 0 to 69 here, got 70"),
+        ({"question": [1, 2]}, "question names 2 sequences, the model was called with 1"),
+        ({"question": 40}, "finch keeps the question, here 30 tokens, but has 24 tokens per KV head: take a larger"),
+        ({"context_tokens": QUESTION}, "finch compresses a context by the question behind it, which compress=context"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            greedy(model, IDS, make_policy("finch", BUDGET), max_new_tokens=1, **how)
+    ids, mask = left_padded([prompt(40), prompt(30)])
+    chunks = make_policy("finch_chunks", BUDGET, block=8)
+    with pytest.raises(ValueError, match="finch_chunks reads a prompt in blocks, each with its question, so it takes"):
+        greedy(model, ids, chunks, attention_mask=mask, max_new_tokens=1, question=[32, 22])
+    with pytest.raises(ValueError, match="finch evicts by the question, before a token was decoded, so late=true"):
+        make_policy("finch", BUDGET, decode="evict", late=True)

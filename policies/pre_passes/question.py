@@ -1,0 +1,50 @@
+"""The question, read after a block of its context.
+
+Shapes: H_kv KV heads, G query heads per KV head, n tokens of a pass, T slots.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import widen
+from kvbench.policies.observation import State
+from kvbench.policies.pre_passes.pre_pass import BlockPasses, Pass, PassStep
+
+
+@dataclass(frozen=True)
+class Question(BlockPasses):
+    """Attention that every token draws from the question's queries while the question is still to come.
+
+        a_j = sum_(q in "question") c_q A_(h,q,j), c_q = "tokens that q sees"
+
+    The question, or what is left of it, is read behind the block and forgotten.
+
+    official: c_q counts the tokens before q and not q itself.
+    """
+
+    statistics = ("asked",)
+
+    official: bool = False
+
+    def passes_after(self, prompt: Sequence[int], read: int, question: int) -> list[Pass]:
+        return [Pass(list(prompt[max(read, question) :]), range(read))]
+
+    def observe(self, one: Pass, step: PassStep, state: State) -> None:
+        slots = torch.arange(step.keys.shape[2], device=step.keys.device).expand(step.positions.shape)
+        held = (step.positions >= 0).sum(-1)[:, :, None]  # [1,H_kv,1]
+        counts = held + torch.arange(len(one.tokens), device=held.device) + (0 if self.official else 1)  # [1,H_kv,n]
+        drawn, begin = widen(step.values.new_zeros(())), 0
+        for weights in step.rows(slots):
+            seen = counts[:, :, begin : begin + weights.shape[3]].to(weights.dtype)
+            drawn = drawn + torch.einsum("bhgnt,bhn->bhgt", weights[..., : slots.shape[-1]], seen)
+            begin += weights.shape[3]
+        put(state["asked"], drawn)
+
+
+def put(statistic: Tensor, drawn: Tensor) -> None:
+    """Numbers [B,H_kv,G,T] as a statistic [B,H_kv,T,G'], the mean over the group where G' = 1; in place."""
+    drawn = drawn.mT if statistic.shape[-1] == drawn.shape[2] else drawn.mean(2)[..., None]
+    statistic.copy_(drawn)

@@ -1,0 +1,71 @@
+"""Q-Filters: keys by how far they lie where a head's queries point, measured once per model.
+
+Shapes: L layers, H KV heads, T slots, D head dim.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kvbench.errors import ConfigError
+from kvbench.kernels.attention_rows import widen
+from kvbench.policies.describe import FILE
+from kvbench.policies.needs import Needs
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.scorers.scorer import Scorer
+
+FILTERS = "q_filters"
+
+
+@dataclass(frozen=True)
+class QFilters(Scorer):
+    """Keep the keys with the largest projection on the direction of their head's queries.
+
+        s_j = - f_g k_j, f_g = - mean_(h in "group") v_h
+
+    v_h is the main right singular vector of the queries of head h over some texts, its sign the side on which they are
+    on average; queries and keys are rotated. The query times k_j is on average in proportion to v_h k_j, so the filter
+    stands for queries that nobody knows yet. It needs no attention, and decides while decoding as in a prompt.
+
+    filters: a safetensors file with `q_filters` [L,H,D], as the authors publish theirs, or of your own model:
+    `python -m kvbench.calibrate qfilters model=... task=... -o filters.safetensors`.
+    Source: Godey et al. 2025, arXiv 2503.02812, section 3.
+    """
+
+    needs = Needs(layer=True)
+
+    filters: str = field(default="", metadata={"decides": FILE})
+
+    def __post_init__(self) -> None:
+        if not self.filters:
+            why = "must name a safetensors file with q_filters: python -m kvbench.calibrate qfilters makes one"
+            raise ConfigError("filters", "", why=why)
+        _ = self._filters  # read now: the file may change later
+
+    @cached_property
+    def _filters(self) -> Tensor:
+        """[L,H,D] float32."""
+        if not Path(self.filters).is_file():
+            raise ConfigError("filters", self.filters, why="is no file")
+        try:
+            found = load_file(self.filters)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError("filters", self.filters, why="must be a safetensors file") from error
+        if FILTERS not in found or found[FILTERS].dim() != 3:
+            raise ConfigError("filters", self.filters, why="must hold q_filters [layers, KV heads, head dim]")
+        return found[FILTERS].float()
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        heads, _, dim = observation.keys.shape[1:]
+        layers, own, own_dim = self._filters.shape
+        if observation.layer >= layers or heads % own or own_dim != dim:
+            have, want = f"{layers} layers, {own} KV heads of {own_dim}", f"{heads} KV heads of {dim}"
+            why = f"is of {have}, another model's: layer {observation.layer} has {want}"
+            raise ConfigError("filters", self.filters, why=why)
+        of_layer = self._filters[observation.layer].repeat_interleave(heads // own, dim=0)  # a set per query head
+        keys = widen(observation.keys)
+        return -(keys @ of_layer.to(keys)[None, :, :, None])[..., 0]

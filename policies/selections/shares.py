@@ -1,0 +1,43 @@
+"""Each chunk of a text keeps the same share of its tokens.
+
+Shapes: B batch, H KV heads, T slots.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvbench.policies.checks import whole_number
+from kvbench.policies.ranking import Ranking
+from kvbench.policies.select import LATE
+from kvbench.policies.selections.selection import Selection
+
+
+@dataclass(frozen=True)
+class Shares(Selection):
+    """Let the tokens of each chunk compete with each other alone, so that every chunk keeps the same share of its own.
+
+        s'_j = - r_j / n, r_j = "rank of token" j "among the" n "tokens of its chunk", 1 "is the best"
+
+    Protected tokens are the best of their chunk. FINCH's code for kvpress (`chunk_length`) chooses so in a prompt that
+    is read at once.
+
+    length: tokens of a chunk, by their positions in the text; the last may be shorter.
+    Source: FinchPress of kvpress, after Corallo and Papotti 2024, arXiv 2408.00167.
+    """
+
+    length: int = 512
+
+    def __post_init__(self) -> None:
+        whole_number("length", self.length, 1)
+
+    def rank(self, ranking: Ranking) -> Ranking:
+        told = ranking.scores.double().masked_fill(ranking.protected, torch.inf)
+        chunks = (ranking.positions.long() // self.length).masked_fill(~ranking.occupied, LATE)
+        best = told.argsort(dim=-1, descending=True, stable=True)
+        order = best.gather(-1, chunks.gather(-1, best).argsort(dim=-1, stable=True))  # by chunk, then by score
+        of = chunks.gather(-1, order).contiguous()
+        begin, end = torch.searchsorted(of, of), torch.searchsorted(of, of, right=True)
+        rank = torch.arange(1, of.shape[-1] + 1, device=of.device) - begin
+        shares = torch.empty_like(told).scatter_(-1, order, -rank.double() / (end - begin))
+        return replace(ranking, scores=shares, tie_break=ranking.scores)

@@ -1,0 +1,148 @@
+"""Layers that read what an earlier layer stored: what they read, when it is evicted, and that it is counted once."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kv_models import SHARING, CodePoints, left_padded, prompt, tiny
+from kv_oracle import Rules
+from kv_runs import policy_for, run_greedy
+from kv_simulate import simulate
+from transformers import DynamicCache, PreTrainedModel
+
+from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.sequence import Request
+from kvbench.inference.generate import greedy
+from kvbench.inference.teacher_forcing import in_blocks, text_scores
+from kvbench.models.loading import Checkpoint, ModelSpec
+
+OWNERS = {3: 2, 4: 0}
+NEW = 6
+
+
+@cache
+def model_of(family: str) -> PreTrainedModel:
+    return prepare(tiny(family))
+
+
+@pytest.mark.parametrize("family", SHARING)
+def test_full_is_the_familys_eager_attention_beyond_its_window(family: str) -> None:
+    model, ids = tiny(family), torch.tensor([prompt(60)])
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        expected = model(ids, use_cache=False).logits
+        cache = KVCache(prepare(model).config, make_policy("full"), prompt_length=50)
+        got = [model(call, past_key_values=cache).logits for call in (ids[:, :50], *ids[:, 50:].split(1, 1))]
+    torch.testing.assert_close(torch.cat(got, dim=1), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "rules"),
+    [
+        ("gemma3n", Rules("snapkv", 20, window=6)),
+        ("gemma4", Rules("h2o", 20, block=8)),
+        ("gemma4", Rules("tova", 20, "caote", block=16)),
+        ("gemma4", Rules("tova", 20, block=16, order="evict_then_attend")),
+    ],
+)
+def test_what_is_kept_and_said_is_the_oracles(family: str, rules: Rules) -> None:
+    """Readers see what the owner's queries saw, and have no say in what it evicts."""
+    trace = simulate(model_of(family), prompt(45), 4, rules, OWNERS)
+    assert trace.margin() > 1e-6
+    run = run_greedy(model_of(family), [prompt(45)], policy_for(rules), 4)
+    assert run.tokens[0] == trace.tokens
+    assert run.of_row(0) == [layers[:3] for layers in trace.kept]
+
+
+def policies() -> list[Any]:
+    slugs = ("full", "snapkv", "ada_snapkv", "pyramidkv", "cake", "kivi_g8_r8", "kvzip", "sirllm")
+    return [*(make_policy(slug, 36) for slug in slugs), make_policy("h2o", 24, block=8), make_policy("quest", 16)]
+
+
+@pytest.mark.parametrize("family", SHARING)
+def test_rows_are_what_they_are_alone(family: str) -> None:
+    """One prefill for whole prompts, one batch for blocks, one of all that decodes; pre-passes and readers too."""
+    model, batch = model_of(family), DecodeBatch(model_of(family))
+    requests = [Request(torch.tensor([prompt(n, n)]), max_new_tokens=NEW, encoder=CodePoints()) for n in (50, 37)]
+    rows = [row for request in requests for row in batch.admit(request, policies())]
+    while batch.in_flight:
+        batch.step()
+    for row in rows:
+        alone = greedy(model, row.request.input_ids, row.policy, max_new_tokens=NEW, encoder=CodePoints())
+        assert row.error is None, row.policy.name
+        assert row.tokens == alone.tokens[0], row.policy.name
+        assert row.cache.peak_nbytes == alone.cache.peak_nbytes, row.policy.name
+        for mine, its in zip(row.cache.attention_layers, alone.cache.attention_layers, strict=True):
+            assert torch.equal(mine.positions.sort(-1).values, its.positions.sort(-1).values), row.policy.name
+
+
+@pytest.mark.parametrize("family", SHARING)
+@pytest.mark.parametrize("fields", [{}, {"block": 8}, {"block": 8, "order": "evict_then_attend"}])
+def test_padded_sequences_are_what_they_are_alone(family: str, fields: dict[str, Any]) -> None:
+    """Padding shifts blocks against columns: a call then holds several steps, and readers follow each of them."""
+    policy, prompts = make_policy("tova", 20, **fields), [prompt(45, 1), prompt(30, 2)]
+    ids, mask = left_padded(prompts)
+    both = greedy(model_of(family), ids, policy, attention_mask=mask, max_new_tokens=NEW)
+    alone = [greedy(model_of(family), torch.tensor([one]), policy, max_new_tokens=NEW) for one in prompts]
+    assert both.tokens == [one.tokens[0] for one in alone]
+    assert torch.equal(both.cache.kept_tokens(), torch.cat([one.cache.kept_tokens() for one in alone], dim=1))
+
+
+def test_several_steps_in_a_call_are_what_they_are_in_calls_of_their_own() -> None:
+    model, ids = model_of("gemma3n"), torch.tensor([prompt(60)])
+    expected = text_scores(model, ids, in_blocks(make_policy("caote_h2o", 20), 8))
+    cache = KVCache(model.config, make_policy("caote_h2o", 20, block=8))
+    with torch.no_grad():
+        logits = model(ids, past_key_values=cache).logits[0, :-1]
+    nll = torch.nn.functional.cross_entropy(logits.float(), ids[0, 1:], reduction="none")
+    torch.testing.assert_close(nll, expected.nll.to(nll.dtype), atol=1e-4, rtol=1e-4)
+    assert torch.equal(cache.kept_tokens(), torch.full((3, 1, 2), 20))
+
+
+def test_a_store_that_is_read_three_times_is_counted_once() -> None:
+    """Three stores of 45 tokens: 2 KV heads, keys and values in float64, positions in int32; Gemma 4's full layer has
+    16 numbers a head, its others 8.
+    """
+    model = model_of("gemma4")
+    cache = greedy(model, torch.tensor([prompt(45)]), make_policy("full"), max_new_tokens=1).cache
+    assert isinstance(cache, KVCache)
+    assert cache.held_nbytes == 2 * 45 * (2 * 8 * (16 + 8 + 8) + 3 * 4)
+
+
+@pytest.mark.parametrize("family", SHARING)
+def test_the_bytes_of_full_are_those_of_transformers_own_cache(family: str) -> None:
+    model = tiny(family)
+    theirs = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.tensor([prompt(45)]), past_key_values=theirs)
+    held = [x for layer in theirs.layers if layer.keys is not None for x in (layer.keys, layer.values)]
+    asked = Checkpoint(ModelSpec("own"), Path(), model.config, torch.float64, ())
+    assert asked.full_cache_bytes(45) == sum(x.numel() * 8 for x in held)
+
+
+def test_later_prompts_saved_caches_and_contexts_go_on(tmp_path: Path) -> None:
+    model, policy = model_of("gemma4"), make_policy("snapkv", 20, window=6)
+    first, second = torch.tensor([prompt(45, 1)]), torch.tensor([prompt(30, 2)])
+    cache = KVCache(model.config, policy)
+    with torch.no_grad():
+        model(first, past_key_values=cache)
+        cache.save(tmp_path / "cache.safetensors")
+        again = KVCache.load(tmp_path / "cache.safetensors", model.config, policy)
+        for one in (cache, again):
+            one.next_prompt(30)
+        logits, its = (model(second, past_key_values=one).logits for one in (cache, again))
+    torch.testing.assert_close(logits, its, atol=0, rtol=0)
+    assert torch.equal(cache.kept_tokens(), torch.full((3, 1, 2), 20))
+    whole = torch.cat([first, second], dim=1)
+    asked = greedy(model, whole, policy, max_new_tokens=NEW, context_tokens=45)
+    grown = greedy(model, whole, make_policy("full"), max_new_tokens=NEW, context_tokens=45)
+    plain = greedy(model, whole, make_policy("full"), max_new_tokens=NEW)
+    assert grown.tokens == plain.tokens
+    assert isinstance(asked.cache, KVCache)
+    assert torch.equal(asked.cache.kept_tokens(), torch.full((3, 1, 2), 20 + 30 + NEW - 1))  # it grows
