@@ -88,7 +88,9 @@ def in_chunks(step: BatchStep, chunk: int) -> list[BatchStep]:
 
 def _part(step: BatchStep, firsts: list[int], begins: list[int], chunk: int) -> BatchStep:
     """The tokens of a step from `begins` on, a chunk of each sequence at most; firsts: where the step begins."""
-    ends = tuple(max(first, min(end, begin + chunk)) for first, begin, end in zip(firsts, begins, step.ends, strict=True))
+    ends = tuple(
+        max(first, min(end, begin + chunk)) for first, begin, end in zip(firsts, begins, step.ends, strict=True)
+    )
     counts = tuple(max(0, end - max(a, b)) for end, a, b in zip(ends, firsts, begins, strict=True))
     if step.aligned:
         first = ends[0] - counts[0] - firsts[0]

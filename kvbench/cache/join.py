@@ -109,7 +109,11 @@ def _shape(group: PolicyGroup) -> Hashable:
         traces = tuple((name, x.shape[1:]) for name, x in layer.memory.items())
         layers.append((shape, layer.recent.shape, traces))
     states = tuple((name, state.shape[1:]) for name, state in group.states.items())
-    return same(*(getattr(policy, part.name) for part in fields(policy) if part.name != "budget")), tuple(layers), states
+    return (
+        same(*(getattr(policy, part.name) for part in fields(policy) if part.name != "budget")),
+        tuple(layers),
+        states,
+    )
 
 
 def _joined(cache: KVCache, places: Sequence[Place]) -> PolicyGroup:
