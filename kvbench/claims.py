@@ -19,7 +19,7 @@ from kvbench.terminal.command import Parser, command
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.outputs import check_output
 
-PAPERS = ("caote", "cake", "kvec", "d2o", "ott")
+PAPERS = ("caote", "cake", "kvec", "d2o", "ott", "today")
 WRITERS: dict[str, Callable[[Sequence[Judged]], str]] = {".md": markdown, ".csv": as_csv, ".json": as_json}
 _WIDTH = 170  # where the output is no terminal
 

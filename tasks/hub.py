@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os.path import expanduser
@@ -62,6 +62,23 @@ class HubFile:
                 f"delete it, or {instead}"
             )
         return path
+
+
+def hub_rows(hub: str, subset: str | None, split: str, revision: str | None, named: str = "hub") -> Iterable[Any]:
+    """The rows of a data set on the hub. ValueError, beginning with `named`, where it cannot be had."""
+    import datasets  # here: a second that only these rows have to wait for
+
+    try:
+        found: Iterable[Any] = datasets.load_dataset(hub, subset, split=split, revision=revision)
+    except (OSError, ValueError, KeyError) as error:  # no network, no such name, no such subset or split
+        said = " ".join(str(error).split())
+        raise ConfigError(
+            named,
+            hub,
+            why=f"cannot be read ({type(error).__name__}: {said:.120}): check hub, subset and split, or "
+            "download it elsewhere and give data_dir=<its files>",
+        ) from error
+    return found
 
 
 def data_file(data_dir: str | None, names: Sequence[str], source: HubFile | None, url: str = "") -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import ClassVar
 
@@ -29,6 +29,7 @@ class Planted:
     question: str
     answer_prefix: str
     references: tuple[str, ...]
+    later: tuple[Planted, ...] = ()  # further questions about the same text
 
 
 METRICS: dict[str, Callable[[str, tuple[str, ...]], float]] = {
@@ -85,16 +86,24 @@ class NeedleGrid(Task):
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`. All lengths and depths come once before any comes again."""
         grid = ((repeat, *cell) for repeat in range(self.repeats) for cell in product(self.lengths, self.depths))
-        for index, (repeat, length, depth) in enumerate(islice(grid, limit)):
-            # A stream of its own for every example: none depends on what was drawn before it.
-            rng = random.Random(f"{seed} {length} {depth} {repeat}")
-            yield self._example(index, length, depth, rng, tokenizer)
+        # A stream of its own for every text: none depends on what was drawn before it.
+        hidden = (
+            self._hidden(length, depth, random.Random(f"{seed} {length} {depth} {repeat}"), tokenizer)
+            for repeat, length, depth in grid
+        )
+        found = (asked for example, planted in hidden for asked in self._asked(example, planted))
+        return (replace(example, index=index) for index, example in enumerate(islice(found, limit)))
+
+    def _asked(self, example: Example, planted: Planted) -> Iterator[Example]:
+        """What is asked about one text: a single question."""
+        yield example
 
     def score(self, output: str, example: Example) -> float:
         """Score by `metric`."""
         return METRICS[self.metric](output, example.references)
 
-    def _example(self, index: int, length: int, depth: float, rng: random.Random, tokenizer: Tokenizer) -> Example:
+    def _hidden(self, length: int, depth: float, rng: random.Random, tokenizer: Tokenizer) -> tuple[Example, Planted]:
+        """A text with the first question about it, and all that it hides."""
         text = read_folder(self.data_dir) if self.data_dir is not None else ""
         planted = self.plant(rng, text)
         depths = (depth, *(rng.random() for _ in planted.needles[1:]))
@@ -115,8 +124,8 @@ class NeedleGrid(Task):
                 why=f"is too small for {self.name}: question and needles take {tokens(0)} tokens, a first "
                 f"sentence {tokens(1) - tokens(0)}, and {self.max_new_tokens + self.template_tokens} are kept free",
             )
-        return Example(
-            index=index,
+        example = Example(
+            index=0,
             prompt=prompt(size),
             references=planted.references,
             max_new_tokens=self.max_new_tokens,
@@ -124,6 +133,7 @@ class NeedleGrid(Task):
             question=question_part(self.frame, "{question}").format(question=planted.question),
             metadata={"task": self.name, "length": length, "depth": depth},
         )
+        return example, planted
 
     def _filler(self, rng: random.Random) -> Iterator[str]:
         return written_sentences(rng) if self.haystack == "sentences" else repeated(noise_line() + " ")
@@ -169,18 +179,21 @@ class Niah(NeedleGrid):
         low, high = 10 ** (self.digits - 1), 10**self.digits - 1
         numbers = _distinct(self.keys * self.values, lambda: str(rng.randint(low, high)), text)
         needles = [self.needle.format(key=keys[i // self.values], value=number) for i, number in enumerate(numbers)]
-        single = self.queries * self.values == 1
+        first, *later = (
+            self._question(keys[i : i + self.queries], numbers[i * self.values : (i + self.queries) * self.values])
+            for i in range(0, self.keys - self.queries + 1, self.queries)
+        )
+        return replace(first, needles=tuple(needles), later=tuple(later))
+
+    def _question(self, keys: list[str], numbers: list[str]) -> Planted:
+        """The question for the numbers of some keys."""
+        single = len(numbers) == 1
         asked = {
-            "keys": _listed(keys[: self.queries]),
+            "keys": _listed(keys),
             "number": "number" if single else "numbers",
             "is_are": "is" if single else "are",
         }
-        return Planted(
-            needles=tuple(needles),
-            question=self.question.format(**asked),
-            answer_prefix=self.answer_prefix.format(**asked),
-            references=tuple(numbers[: self.queries * self.values]),
-        )
+        return Planted((), self.question.format(**asked), self.answer_prefix.format(**asked), tuple(numbers))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,6 +55,36 @@ class Reading:
 
 
 @dataclass(frozen=True)
+class FollowUp:
+    """A later turn of a conversation, and the answer that stands before it in the history.
+
+    message: what the user says then, in a chat template; there the answer to it begins with `begins`. plain: all that
+    follows the question before, where there is no template. most: tokens the answer before may take.
+    """
+
+    answer: str
+    message: str
+    plain: str
+    most: int
+    begins: str = ""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """How a question shares its context with others, each text tokenised alone.
+
+    follow_ups: the later turns of the conversation that the prompt begins, of which `turn` are taken before it is
+    answered; None: the question is asked alone, after a context that is read once. own: the history has the model's own
+    answers in place of the given. spare: positions that stay free where the prompt is cut, half the model's at most.
+    """
+
+    spare: int
+    follow_ups: tuple[FollowUp, ...] | None = None
+    turn: int = 0
+    own: bool = False
+
+
+@dataclass(frozen=True)
 class Example:
     """One prompt and what its score needs.
 
@@ -63,7 +93,7 @@ class Example:
     token by token. reading, without a target: the prompt itself is scored. rated: pairs of a context and its
     continuation, each rated with the context as the prompt.
     question: the end of `prompt`, which another question about the same context could replace; everything before it
-    is the context. "" where the task does not tell them apart.
+    is the context. "" where the task does not tell them apart. shared: where it is asked in the cache of others.
     sampling: temperature, top_p, top_k of its answer, where nobody asks for others; None: it is greedy.
 
     metadata becomes part of the samples. Its "task", "length" and "depth" are what tables show scores by, its
@@ -80,6 +110,7 @@ class Example:
     reading: Reading | None = None
     rated: tuple[tuple[str, str], ...] = ()
     sampling: Mapping[str, Any] | None = None
+    shared: Shared | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -143,6 +174,11 @@ class Task(ABC):
             texts = getattr(self, name)
             if not are_texts(texts):
                 raise ConfigError(name, texts, why="is not allowed, it must be a list of strings that are not empty")
+
+    @property
+    def compress(self) -> str | None:
+        """What policies compress, "prompt" or "context", where the task decides it; None: as the run says."""
+        return None
 
     @abstractmethod
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:

@@ -45,6 +45,7 @@ _LAST = (
     "read_tokens",
     "read_bytes",
     "pre_pass_tokens",
+    "recomputed_tokens",
     "prefill_seconds",
     "decode_seconds",
     "decode_ms_per_token",

@@ -103,6 +103,9 @@ class Numbers:
     pre_pass_tokens: float | None = number(
         "through the model in pre-passes, beside prompt and answer; mean per example"
     )
+    recomputed_tokens: float | None = number(
+        "of a shared context: prompt tokens read again though an earlier question had them read; mean per example"
+    )
     prefill_seconds: float | None = number("mean per example", over="alone")
     decode_seconds: float | None = number("mean per example", over="alone")
     decode_ms_per_token: float | None = number(

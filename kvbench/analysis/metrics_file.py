@@ -34,13 +34,19 @@ def read_metrics(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
 
     What a benchmark's own code says of them is always computed: it may be anybody's, and no digest is of it.
     """
+    found = summed_up(folder, samples)
+    return computing.metrics(samples) if found is None else {**found, "official": summary(samples)}
+
+
+def summed_up(folder: Path, samples: Sequence[Sample]) -> dict[str, Any] | None:
+    """What metrics.json says, where this code computed it from these samples, as they lie on disk."""
     try:
         found: dict[str, Any] = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
         if len(of_prompts(samples)) == found["n"] and found.pop(DIGEST) == _digest(folder, samples):
-            return {**found, "official": summary(samples)}
+            return found
     except (OSError, ValueError, KeyError, AttributeError, TypeError):  # none, or another version's
         pass
-    return computing.metrics(samples)
+    return None
 
 
 def _digest(folder: Path, samples: Sequence[Sample]) -> str:

@@ -51,7 +51,7 @@ class Asked:
         preset, _ = self.composer.compose({group: chosen[group] for group in PARTS})
         for key, (_, value) in values.items():
             if key not in GROUPS:
-                _lay(config, key, value)
+                lay(config, key, value)
         words = [values[key][0] for key in swept] or [f"policy={chosen['policy']}"]
         return Combination(" ".join(words), chosen, resolved(config), resolved(preset))
 
@@ -143,7 +143,7 @@ def _can_have(config: Config, key: str) -> bool:
     return isinstance(parent, Mapping) and (name in parent or name in field_names(parent))
 
 
-def _lay(config: Config, key: str, value: Any) -> None:  # noqa: ANN401 - whatever the grammar knows
+def lay(config: Config, key: str, value: Any) -> None:  # noqa: ANN401 - whatever the grammar knows
     """Set one field of a configuration. Raises UsageError."""
     *above, name = key.split(".")
     node = config

@@ -21,10 +21,11 @@ from kvbench.engine.prompts import blank
 from kvbench.engine.sequence import Request
 from kvbench.identity.cell import Cell
 from kvbench.identity.reading import is_read
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import Generation, greedy
 from kvbench.inference.press import press_greedy
 from kvbench.inference.rating import evicted, rated
 from kvbench.inference.sampling import Draws, Sampling
+from kvbench.inference.turns import Conversation
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
 from kvbench.models.tokens import Encoder
@@ -51,7 +52,8 @@ log = logging.getLogger(__name__)
 class Completion:
     """What one example came to under one policy: new tokens, the cache as it ended, and how it ran.
 
-    shared_prefill, rows_in_flight: see `Sample`. Seconds and device_peak_bytes are None where it did not run alone.
+    shared_prefill, rows_in_flight: see `Sample`. recomputed: tokens read again that an earlier question about the same
+    context had read. Seconds and device_peak_bytes are None where it did not run alone.
     """
 
     tokens: Sequence[int]
@@ -59,6 +61,7 @@ class Completion:
     decode_steps: int
     shared_prefill: int = 1
     rows_in_flight: int = 1
+    recomputed: int = 0
     prefill_seconds: float | None = None
     decode_seconds: float | None = None
     device_peak_bytes: int | None = None
@@ -88,6 +91,7 @@ def request(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Request:
         question=prompt.question,
         encoder=Encoder(tokenizer),
         draws=_draws(cell, prompt),
+        turns=prompt.turns,
     )
 
 
@@ -107,7 +111,8 @@ def answered(cell: Cell, prompt: Prompt, done: Completion) -> Sample:
     return replace(
         blank(prompt),
         **_judged(cell, output, prompt.example),
-        **_held(cell, done.cache, len(prompt.ids) + done.decode_steps),
+        **_held(cell, done.cache, _fed(prompt, done)),
+        recomputed_tokens=None if prompt.example.shared is None else done.recomputed,
         generated_tokens=len(done.tokens),
         decode_steps=done.decode_steps,
         shared_prefill=done.shared_prefill,
@@ -117,6 +122,13 @@ def answered(cell: Cell, prompt: Prompt, done: Completion) -> Sample:
         device_peak_bytes=done.device_peak_bytes,
         kept_heads=_shown(cell, prompt, done.cache),
     )
+
+
+def _fed(prompt: Prompt, done: Completion) -> int:
+    """Tokens the model read: prompt and answer, and the model's own answers before it."""
+    if prompt.own and isinstance(done.cache, KVCache):
+        return done.cache.seen
+    return len(prompt.ids) + done.decode_steps
 
 
 def _shown(cell: Cell, prompt: Prompt, cache: KVCache | PressedCache) -> KeptHeads | None:
@@ -149,8 +161,25 @@ def sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
 
 
-def alone(cell: Cell, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
-    """The sample of an example that has the model to itself. report: called with the units done so far."""
+def conversation(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Conversation | None:
+    """What keeps the cache between the turns of an example's conversation; None where it is none."""
+    if not prompt.turns:
+        return None
+    encoder = Encoder(cell.checkpoint.tokenizer())
+    return Conversation(loaded.model, cell.policy, prompt.own, encoder, cell.cuda_graph)
+
+
+def alone(
+    cell: Cell,
+    loaded: LoadedModel,
+    prompt: Prompt,
+    report: Callable[[int], None],
+    talk: Conversation | None = None,
+) -> Sample:
+    """The sample of an example that has the model to itself. report: called with the units done so far.
+
+    talk: of a turn's conversation (`conversation`), in which turns that were not taken yet are made up for.
+    """
     device_memory.forget_peak(cell.device)
     try:
         if prompt.pairs:
@@ -158,7 +187,7 @@ def alone(cell: Cell, loaded: LoadedModel, prompt: Prompt, report: Callable[[int
         elif is_read(prompt):
             done = _read(cell, loaded, prompt, report)
         else:
-            done = _generate(cell, loaded, prompt)
+            done = _generate(cell, loaded, prompt) if talk is None else _converse(cell, loaded, prompt, talk)
         done = replace(done, device_peak_bytes=device_memory.peak(cell.device))
     except Exception as caught:
         error = told_apart(caught)
@@ -184,8 +213,28 @@ def _generate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
     else:
         how |= {"cuda_graph": cell.cuda_graph, "question": asked.question, "encoder": asked.encoder}
         done = greedy(loaded.model, asked.input_ids, cell.policy, **how)
+    return answered(cell, prompt, _completed(done, prompt.known))
+
+
+def _completed(done: Generation, recomputed: int) -> Completion:
     seconds = done.prefill_seconds, done.decode_seconds
-    return answered(cell, prompt, Completion(done.tokens[0], done.cache, done.decode_steps, 1, 1, *seconds))
+    return Completion(done.tokens[0], done.cache, done.decode_steps, 1, 1, recomputed, *seconds)
+
+
+def _converse(cell: Cell, loaded: LoadedModel, prompt: Prompt, talk: Conversation) -> Sample:
+    """The sample of a turn that has the model to itself."""
+    asked = request(cell, loaded, prompt)
+    assert prompt.example.shared is not None
+    limits = [turn.most for turn in prompt.example.shared.follow_ups or ()]
+    ends, missed = (asked.eos_token_ids, asked.stop), range(talk.turns, len(limits))
+    for turn in missed:
+        if prompt.own:
+            talk.ask(asked.prompts[turn], *ends, limits[turn], asked.min_new_tokens)
+        else:
+            talk.skip(asked.prompts[turn])
+    draws = asked.draws() if asked.draws else None
+    done = talk.ask(asked.prompts[-1], *ends, asked.max_new_tokens, asked.min_new_tokens, draws)
+    return answered(cell, prompt, _completed(done, sum(prompt.turns[turn] for turn in missed)))
 
 
 def _rate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:

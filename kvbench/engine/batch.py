@@ -111,12 +111,19 @@ class DecodeBatch:
 
     def stands_beside(self, first: Request, second: Request) -> bool:
         """Whether two prompts may be read side by side: all of both is prompt, and rotated alike."""
-        whole = first.context_tokens is None and second.context_tokens is None and continues(self._model.config)
-        return whole and not any(map(self._stretches, (first, second)))
+        alone = any(one.turns or one.context_tokens is not None for one in (first, second))
+        return not alone and continues(self._model.config) and not any(map(self._stretches, (first, second)))
 
     def joins(self, first: Request, second: Request) -> bool:
-        """Whether two requests have the same prompt, a context say, so that one reading serves both."""
-        if first.context_tokens != second.context_tokens:
+        """Whether two requests have the same prompt, a context say, so that one reading serves both.
+
+        Or whether the second goes on with the conversation of the first.
+        """
+        if first.turns:
+            read = first.input_ids.shape[1]
+            goes_on = second.turns[: len(first.turns)] == first.turns
+            return goes_on and torch.equal(second.input_ids[:, :read], first.input_ids) and not self._stretches(second)
+        if second.turns or first.context_tokens != second.context_tokens:
             return False
         return torch.equal(first.prompt, second.prompt) and not any(map(self._stretches, (first, second)))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
-from kvbench.engine.answers import alone
+from kvbench.engine.answers import alone, conversation
 from kvbench.engine.turns import InStep, Turn
+from kvbench.inference.turns import Conversation
 from kvbench.models.loading import LoadedModel
 from kvbench.terminal.bars import Advance
 
@@ -15,11 +17,20 @@ def one_by_one(loaded: LoadedModel, turns: Sequence[Turn], advance: Advance) -> 
     steps = InStep(turns)
     for run in {run for turn in turns for run in turn.runs}:
         run.apart = False  # here each is by itself, and what lacks is waited for
-    for turn in turns:
-        for run in turn.lacking:
-            with run.own():
-                run.deliver(alone(run.cell, loaded, turn.prompt, _Report(advance)))
-        steps.write()
+    for _, some in groupby(turns, key=lambda turn: turn.first):
+        asked = list(some)
+        for run in {run: None for turn in asked for run in turn.lacking}:
+            talks: dict[int | None, Conversation | None] = {}  # by sample
+            for turn in asked:
+                if run in turn.lacking:
+                    with run.own():
+                        number = turn.prompt.sample
+                        talk = talks.pop(number, None) or conversation(run.cell, loaded, turn.prompt)
+                        sample = alone(run.cell, loaded, turn.prompt, _Report(advance), talk)
+                        run.deliver(sample)
+                        if not sample.error:  # else nobody knows what its cache holds
+                            talks[number] = talk
+                    steps.write()
 
 
 class _Report:

@@ -18,6 +18,7 @@ from kvbench.engine.sequence import LiveSequence, choose_next
 from kvbench.inference.calls import next_logits
 from kvbench.inference.context import ContextCache, check_context, take_question
 from kvbench.inference.pre_pass import pre_pass, read_prompt
+from kvbench.inference.turns import take_turns
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PromptChoice, TextEncoder
 
 TOKENS_AT_ONCE = 8192  # prompt tokens in one call, over all sequences that read their blocks side by side
@@ -65,6 +66,9 @@ def _prefill_questions(model: PreTrainedModel, questions: Sequence[Sequence[Live
         ids = _open(model, first)
         opened = [sequence for sequence in first if sequence.cache is not None]
         logits = _prefill(model, opened, ids) if opened else ids
+        if first[0].request.turns:
+            _converse(model, questions, logits, len(opened) * len(questions))
+            return
         for asked in others:
             for sequence, read in zip(asked, first, strict=True):
                 sequence.cache, sequence.error = None if read.cache is None else fork(read.cache), read.error
@@ -76,6 +80,34 @@ def _prefill_questions(model: PreTrainedModel, questions: Sequence[Sequence[Live
         _ask(
             model, [sequence for sequence in asked if sequence.cache is not None], logits, len(opened) * len(questions)
         )
+
+
+def _converse(
+    model: PreTrainedModel, questions: Sequence[Sequence[LiveSequence]], logits: Tensor, sharing: int
+) -> None:
+    """Let the later prompts of a conversation follow, each question's in a copy of the cache of the one before it.
+
+    What is generated for a question is then in no other's cache. logits [1 or S,V] are those after the first prompt.
+    """
+    opened = [sequences for sequences in zip(*questions, strict=True) if sequences[0].cache is not None]
+    for place, sequences in enumerate(opened):
+        read, row, before = 1, logits[place % len(logits)][None], None
+        for sequence in sequences:
+            if before is not None:
+                assert before.cache is not None
+                sequence.cache, sequence.error = fork(before.cache), before.error
+            prompts, cache = sequence.request.prompts, sequence.cache
+            if cache is not None and sequence.error is None:
+                try:
+                    row = take_turns(model, cache, row, prompts[read:], sequence.request.encoder)
+                except Exception as error:
+                    sequence.error = error
+            read, before, sequence.logits = len(prompts), sequence, row
+    for sequences in zip(*questions, strict=True):
+        for sequence in sequences:
+            sequence.error = sequence.error or sequences[0].error
+            if sequence.error is None and sequence.logits is not None:
+                _ask(model, [sequence], sequence.logits, sharing)
 
 
 def _ask(model: PreTrainedModel, sequences: Sequence[LiveSequence], logits: Tensor, sharing: int) -> None:
@@ -156,7 +188,7 @@ def _follow(model: PreTrainedModel, sequences: Sequence[LiveSequence], logits: T
     Sequences take it in as one batch; where one has to take token by token, the others need not.
     """
     request = sequences[0].request
-    question = request.input_ids[:, request.prompt.shape[1] :]
+    question = request.later
     for sequence in sequences:
         assert sequence.cache is not None
         sequence.cache.expect(question.shape[1] + request.max_new_tokens - 1)  # the last one is never stored

@@ -10,6 +10,7 @@ from kvbench.cache.layout import attention_layers
 from kvbench.config.naming import refusing_in
 from kvbench.identity.cell import Cell
 from kvbench.identity.reading import is_read, policy_for
+from kvbench.inference.turns import check_turns
 from kvbench.models.prompts import Prompt, PromptMaker
 from kvbench.policies.layer_budgets import layer_budgets, read_budget
 from kvbench.records.sample import Sample
@@ -92,6 +93,8 @@ def _each_sample(prompt: Prompt, samples: int) -> list[Prompt]:
     """A prompt once for each of its answers, numbered among all answers."""
     if samples == 1:
         return [prompt]
+    if prompt.turns:
+        raise UsageError(f"generation.samples={samples} is not allowed: a conversation goes on from one answer")
     first = prompt.example.index * samples
     return [replace(prompt, example=replace(prompt.example, index=first + i), sample=i) for i in range(samples)]
 
@@ -121,6 +124,11 @@ def check_policy(cell: Cell, prompts: Sequence[Prompt]) -> None:
         with refusing(f"budget={cell.budget}: "):
             for length in {length for prompt in prompts for length in prompt.lengths}:
                 read_budget(cell.policy, length)
+    if any(prompt.turns for prompt in prompts):
+        with refusing(f"task {cell.task.name}: "):
+            check_turns(cell.policy)
+            if any(prompt.own for prompt in prompts) and not (cell.sampling is None or cell.sampling.greedy):
+                raise ValueError("history=own goes with greedy decoding, since a turn repeats the answers before it")
     for prompt in filter(is_read, prompts):
         with refusing(f"task {cell.task.name}: "):
             policy_for(cell.policy, prompt)

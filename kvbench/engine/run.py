@@ -126,12 +126,14 @@ def _compute(runs: Sequence[RunWriter]) -> None:
 def _by_way(runs: Sequence[RunWriter]) -> Iterator[tuple[int | None, list[RunWriter]]]:
     """The runs by how many of their sequences may be in flight (None: what memory allows); 1: one by one.
 
-    What reads or rates given tokens, and every press of kvpress, has the model to itself. Steps that are recorded are
-    not mixed with others.
+    What reads or rates given tokens, what answers a history of its own answers, and every press of kvpress, has the
+    model to itself. Steps that are recorded are not mixed with others.
     """
     ways: defaultdict[tuple[int | None, bool], list[RunWriter]] = defaultdict(list)
     for run in runs:
-        shares = all(map(is_generated, run.prompts)) and not isinstance(run.cell.policy, KVPress)
+        shares = all(is_generated(prompt) and not prompt.own for prompt in run.prompts) and not isinstance(
+            run.cell.policy, KVPress
+        )
         ways[run.cell.rows if shares else 1, run.cell.cuda_graph].append(run)
     for (limit, _), alike in ways.items():
         yield limit, alike

@@ -57,6 +57,7 @@ class _InFlight:
     prompt: Prompt
     entered_with: int  # sequences that entered with it, itself included
     prefill_seconds: float
+    reads: bool = True  # it had its context read, not another question about it
     decode_seconds: float = 0.0
     most_in_flight: int = 1  # the most sequences ever in flight with it, itself included
     admitted_at: float = field(default_factory=time.monotonic)
@@ -168,7 +169,8 @@ class Scheduler:
             self._planner.measured(prompt, cell, taken - (self._batch.nbytes - before))
         for one, answering in zip(asked, sequences, strict=True):
             for sequence, run in zip(answering, runs, strict=True):
-                self._in_flight[sequence] = _InFlight(run, one.prompt, count, seconds)
+                reads = one is asked[0] or prompt.context_hash is None
+                self._in_flight[sequence] = _InFlight(run, one.prompt, count, seconds, reads)
                 self._planner.entered(sequence, run, one.prompt)
         in_flight = self._batch.in_flight
         for sequence, flight in self._in_flight.items():
@@ -244,6 +246,7 @@ def _sample(flight: _InFlight, sequence: LiveSequence) -> Sample:
         raise sequence.error
     assert sequence.cache is not None
     done = Completion(sequence.tokens, sequence.cache, sequence.decode_steps, sequence.sharing, flight.most_in_flight)
+    done = replace(done, recomputed=flight.prompt.known if flight.reads else 0)
     if flight.alone:
         done = replace(done, prefill_seconds=flight.prefill_seconds, decode_seconds=flight.decode_seconds)
         done = replace(done, device_peak_bytes=device_memory.peak(cell.device))

@@ -5,6 +5,7 @@ Shapes: S sequences, T prompt tokens, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -22,7 +23,8 @@ class Request:
 
     context_tokens: so many of them are the policies' prompt, the others a question about it; None: all are the prompt.
     question: where the question in the prompt begins, for policies that ask. encoder: for policies with a pre-pass that
-    is made of text. draws: makes what an answer draws its tokens by; None: decoding is greedy.
+    is made of text. draws: makes what an answer draws its tokens by; None: decoding is greedy. turns: of a conversation
+    the tokens of each turn's prompt, the answered one last; () elsewhere.
     """
 
     input_ids: Tensor
@@ -34,11 +36,26 @@ class Request:
     question: int | None = None
     encoder: TextEncoder | None = None
     draws: Callable[[], Draws] | None = None
+    turns: tuple[int, ...] = ()
 
     @property
     def prompt(self) -> Tensor:
-        """What policies compress, [1,T]. Raises ValueError where context or question would be empty."""
+        """What policies compress first, [1,T]. Raises ValueError where context or question would be empty."""
+        if self.turns:
+            return self.input_ids[:, : self.turns[0]]
         return self.input_ids if self.context_tokens is None else parted(self.input_ids, None, self.context_tokens)[0]
+
+    @property
+    def later(self) -> Tensor:
+        """What follows a context, [1,M]; nothing where all is prompt."""
+        return self.input_ids[:, self.input_ids.shape[1] if self.turns else self.prompt.shape[1] :]
+
+    @property
+    def prompts(self) -> tuple[Tensor, ...]:
+        """The prompt of each turn, [1,T]."""
+        return tuple(
+            self.input_ids[:, end - size : end] for size, end in zip(self.turns, accumulate(self.turns), strict=True)
+        )
 
 
 @dataclass(eq=False)

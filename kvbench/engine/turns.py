@@ -19,6 +19,11 @@ class Turn:
     runs: tuple[RunWriter, ...]
 
     @property
+    def first(self) -> int:
+        """The example of the first turn of its conversation; itself where it is no part of one."""
+        return self.index // self.runs[0].cell.samples - max(0, len(self.prompt.turns) - 1)
+
+    @property
     def lacking(self) -> list[RunWriter]:
         """Those of its runs for which it is still to be computed."""
         return [run for run in self.runs if not run.ended and not run.has(self.index)]

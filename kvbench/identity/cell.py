@@ -127,7 +127,7 @@ class Cell:
     @cached_property
     def run_id(self) -> str:
         """Readable words, then the first 10 digits of the sha256 of the identity."""
-        digest = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:10]
+        digest = digest_of(self.identity)
         words = [self.checkpoint.spec.name, self.policy_name, *([] if self.budget is None else [str(self.budget)])]
         return "-".join([*words, self.task.name, digest]).replace("/", "_")
 
@@ -145,6 +145,11 @@ class Cell:
     def naming(self) -> Naming:
         """What its labels in tables are made of."""
         return Naming(self.policy_name, self.checkpoint.spec.name, self.task.name, self.changed)
+
+
+def digest_of(identity: Mapping[str, Any]) -> str:
+    """The end of a run's id: the first 10 digits of the sha256 of its identity."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
 
 
 def build_cell(
@@ -176,11 +181,14 @@ def build_cell(
     choice("compress", compress, *COMPRESS)
     if rows is not None:
         whole_number("engine.rows", rows, 1)
+    cuda_graph = _cuda_graph(config["engine"]["cuda_graph"], policy, device)
+    task = _task(config["task"])
+    if task.compress is not None and compress not in ("prompt", task.compress):
+        raise ConfigError("compress", compress, why=f"is not what task {task.name} does in this mode, leave it out")
+    compress = task.compress or compress
     if compress == "context":
         with refusing():
             check_context(policy)
-    cuda_graph = _cuda_graph(config["engine"]["cuda_graph"], policy, device)
-    task = _task(config["task"])
     out = out_folder(config["out"])
     spec = _model_spec(config["model"], model_name)
     checkpoint = locate(spec, str(config["dtype"] or "null")) if given is None else checkpoint_of(given, spec)

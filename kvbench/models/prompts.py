@@ -13,14 +13,15 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from kvbench.models.shared import shared_texts
 from kvbench.models.tokens import Pair, encode, encode_pair, special_ends
-from kvbench.tasks.task import Example, Task
+from kvbench.tasks.task import Example, Shared, Task
 from kvbench.terminal.errors import UsageError, refusing
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Prompt:
     context_tokens: so many of ids are a context that is compressed by itself; None: the whole prompt is compressed.
     sample: the number of the answer, from 0, where several are sampled; example.index then counts answers.
     question: where the question begins in a prompt that is compressed with it, where a policy asks and it can be told.
+    turns: of a conversation the tokens of each turn's prompt, which are ids together; () elsewhere.
     """
 
     example: Example
@@ -50,18 +52,35 @@ class Prompt:
     context_tokens: int | None = None
     sample: int | None = None
     question: int | None = None
+    turns: tuple[int, ...] = ()
 
     @property
     def context_hash(self) -> str | None:
-        """The sha256 of what one reading serves: a context that others ask about too, a prompt answered repeatedly."""
-        if self.context_tokens is None and self.sample is None:
+        """The sha256 of what one reading serves: a context that others ask about too, a prompt answered repeatedly.
+
+        Of a conversation its first prompt's.
+        """
+        if not self.turns and self.context_tokens is None and self.sample is None:
             return None
-        return hashlib.sha256(self.ids[: self.context_tokens].numpy().tobytes()).hexdigest()
+        first = self.turns[0] if self.turns else self.context_tokens
+        return hashlib.sha256(self.ids[:first].numpy().tobytes()).hexdigest()
+
+    @property
+    def own(self) -> bool:
+        """Whether the history of its conversation has the model's own answers, which are not among ids."""
+        return self.example.shared is not None and self.example.shared.own
+
+    @property
+    def known(self) -> int:
+        """Tokens that an earlier question about the same context had the model read; 0 of a first one."""
+        if self.context_tokens is not None and self.example.metadata.get("turn", 1) > 1:
+            return self.context_tokens
+        return sum(self.turns[:-1])
 
     @property
     def lengths(self) -> set[int]:
         """The lengths of all prompts its policy compresses, in tokens."""
-        return {len(pair.context) for pair in self.pairs} or {self.length}
+        return {len(pair.context) for pair in self.pairs} or set(accumulate(self.turns)) or {self.length}
 
     @property
     def length(self) -> int:
@@ -94,6 +113,8 @@ class PromptMaker:
         Raises UsageError where it does not fit the model's positions and the task does not allow cutting, and where
         its context is to be compressed but cannot be told from a question.
         """
+        if example.shared is not None:
+            return self._in_shared_cache(example, example.shared)
         if self.compress == "context":
             self._check_question(example)
         if example.rated:
@@ -108,17 +129,61 @@ class PromptMaker:
         elif self.asks and example.question.strip() and example.target is None and example.reading is None:
             with suppress(UsageError):
                 question = self._context(prompt, text, whole, ids, example)
-        needed = len(ids) + example.max_new_tokens
-        if self.max_positions is not None and needed > self.max_positions:
-            raise UsageError(
-                f"task {self.task.name}: example {example.index} needs {needed} positions ({len(ids)} tokens of prompt "
-                f"and {example.max_new_tokens} of answer), the model's maximum is {self.max_positions}: "
-                f"choose a shorter length"
-            )
+        self._check_positions(example, len(ids), example.max_new_tokens)
         digest = hashlib.sha256((text + (example.target or "")).encode()).hexdigest()
         target = None if example.target is None else self._target(example)
         bare = replace(example, prompt="", question="")
         return Prompt(bare, torch.tensor(ids, dtype=torch.int32), digest, target, (), context, question)
+
+    def _check_positions(self, example: Example, prompt: int, answer: int) -> None:
+        """UsageError where the model has no positions for so many tokens."""
+        if self.max_positions is not None and prompt + answer > self.max_positions:
+            raise UsageError(
+                f"task {self.task.name}: example {example.index} needs {prompt + answer} positions ({prompt} tokens of "
+                f"prompt and {answer} of answer), the model's maximum is {self.max_positions}: choose a shorter length"
+            )
+
+    def _in_shared_cache(self, example: Example, shared: Shared) -> Prompt:
+        """A question in the cache of others: its context, or the turns up to it, each text tokenised alone.
+
+        Where the first text is too long its middle tokens go, as in SCBench's code: the same for all its questions.
+        """
+        chat = bool(self.task.asking(example).chat and self.tokenizer.chat_template)
+        texts = shared_texts(self.tokenizer, example, shared, chat)
+        first, *later = (encode(self.tokenizer, text, special=not n) for n, text in enumerate(texts))
+        spare = shared.spare if self.max_positions is None else min(shared.spare, self.max_positions // 2)
+        if shared.follow_ups is None:
+            first = self._cut_middle(first, example, spare)
+            return self._of_parts(example, shared, texts, [first, *later])
+        first = self._cut_middle(first, example, spare + sum(map(len, later)))
+        return self._of_parts(example, shared, texts, [first, *later[: shared.turn]])
+
+    def _of_parts(self, example: Example, shared: Shared, texts: list[str], parts: list[list[int]]) -> Prompt:
+        """The prompt whose tokens are these. texts: what they come from, of later turns too."""
+        ids = torch.tensor([token for part in parts for token in part], dtype=torch.int32)
+        digest = hashlib.sha256(json.dumps(texts[: len(parts)]).encode()).hexdigest()
+        if shared.follow_ups is None:
+            self._check_positions(example, len(ids), example.max_new_tokens)
+            return Prompt(replace(example, prompt="", question=""), ids, digest, context_tokens=len(parts[0]))
+        before = tuple(replace(turn, answer="", message="", plain="") for turn in shared.follow_ups[: shared.turn])
+        written = sum(turn.most for turn in before) if shared.own else 0
+        self._check_positions(example, len(ids), written + example.max_new_tokens)
+        bare = replace(example, prompt="", question="", shared=replace(shared, follow_ups=before))
+        return Prompt(bare, ids, digest, turns=tuple(map(len, parts)))
+
+    def _cut_middle(self, ids: list[int], example: Example, spare: int) -> list[int]:
+        """A prompt's first and last tokens, where the task allows that and `spare` positions would not be left."""
+        most = self.max_prompt_tokens
+        if most is None and self.max_positions is not None:
+            most = self.max_positions - spare
+        if most is None or len(ids) <= most or self.task.asking(example).truncation != "middle":
+            return ids
+        half = most // 2
+        if half < 1:
+            raise UsageError(
+                f"task {self.task.name}: no room for a prompt beside {spare} tokens of questions and answers"
+            )
+        return ids[:half] + ids[-half:]
 
     def _check_question(self, example: Example) -> None:
         """UsageError for an example whose context cannot be compressed by itself."""

@@ -82,10 +82,13 @@ class Encoder:
         return whole.rpartition(mark)[2]
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids with one BOS, where the tokenizer uses one: templates often print it themselves."""
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = True) -> list[int]:
+    """Token ids with one BOS, where the tokenizer uses one: templates often print it themselves.
+
+    special: False for a text that another stands before: none is added.
+    """
     bos = tokenizer.bos_token
-    return _encode(tokenizer, text, special=not (isinstance(bos, str) and text.startswith(bos)))
+    return _encode(tokenizer, text, special=special and not (isinstance(bos, str) and text.startswith(bos)))
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:

@@ -19,11 +19,14 @@ def in_order(rows: Iterable[Result]) -> list[Result]:
 
 
 def by_task(rows: Iterable[Result]) -> list[Result]:
-    """The rows, those whose examples are of several tasks taken apart, each named after its task."""
+    """The rows, those whose examples are of several tasks or turns taken apart, each named after its own."""
     found = []
     for row in rows:
-        parts = row.parts("task") if len(by_value(row.samples, "task")) > 1 else []
-        found += [replace(part, task=f"{row.task}: {part.subset.partition('=')[2]}") for part in parts] or [row]
+        key = next((key for key in ("task", "turn") if len(by_value(row.samples, key)) > 1), None)
+        parts = [] if key is None else row.parts(key)
+        values = [part.subset.partition("=")[2] for part in parts]
+        words = [f"turn {value}" if key == "turn" else value for value in values]
+        found += [replace(part, task=f"{row.task}: {word}") for part, word in zip(parts, words, strict=True)] or [row]
     return found
 
 

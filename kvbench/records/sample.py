@@ -57,6 +57,8 @@ class Sample:
     shared_prefill: how many variants (policies with their budgets) its prefill served; rows_in_flight: the most
     examples under one policy each that were decoded with it, itself included. Where either is above 1, seconds and
     device_peak_bytes are null: they would be those of all. Bytes and tokens are its own, as if it had run alone.
+    recomputed_tokens: tokens of the prompt that the model read again, though it had for an earlier question about the
+    same context (part of the line only where questions share one).
     A failed example (it broke its budget, its logits were no numbers, no memory was left) has `error` set, and no
     output, score or measurements.
     """
@@ -93,6 +95,7 @@ class Sample:
     read_bytes: int | None = None
     state_bytes: int | None = None
     sample: int | None = None
+    recomputed_tokens: int | None = None
 
     @property
     def shared(self) -> bool:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.errors import ConfigError
 from kvbench.tasks import text_files
+from kvbench.tasks.hub import hub_rows
 from kvbench.tasks.task import Example, question_part
 
 ASKED = ("context", "question")
@@ -58,18 +58,7 @@ def from_files(data_dir: str, files: Sequence[str]) -> Iterator[Row]:
 
 def from_hub(hub: str, subset: str | None, split: str, revision: str | None, named: str = "hub") -> Iterator[Row]:
     """The rows of a data set on the hub. ValueError, beginning with `named`, where it cannot be had."""
-    import datasets  # here: a second that only these rows have to wait for
-
-    try:
-        loaded = datasets.load_dataset(hub, subset, split=split, revision=revision)
-    except (OSError, ValueError, KeyError) as error:  # no network, no such name, no such subset or split
-        said = " ".join(str(error).split())
-        raise ConfigError(
-            named,
-            hub,
-            why=f"cannot be read ({type(error).__name__}: {said:.120}): check hub, subset and split, or "
-            "download it elsewhere and give data_dir=<its files>",
-        ) from error
+    loaded = hub_rows(hub, subset, split, revision, named)
     yield from _read(loaded, "/".join([hub, *([subset] if subset else []), split]))
 
 

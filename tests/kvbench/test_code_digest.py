@@ -148,7 +148,7 @@ CACHE = """attention audit budgets cache caller device_batch device_evict device
     registration rerotate rotary saving shared state step steps uncompiled"""
 ENGINE = "answers batch device_memory likelihood one_by_one prefill prefill_examples prompts scheduler sequence"
 IDENTITY = "reading"
-INFERENCE = "answer calls context cuda_graph generate logits pre_pass press rating sampling teacher_forcing"
+INFERENCE = "answer calls context cuda_graph generate logits pre_pass press rating sampling teacher_forcing turns"
 KERNELS = """append attention_moments attention_rows column_sums compaction decode_attention
     decode_attention_flat decode_tile jit join_splits layer_rows masked_attention prompt_attention
     prompt_tiles selection softmax_blocks window_largest window_statistics work_list"""
@@ -166,7 +166,7 @@ def test_what_a_run_of_knorm_on_needles_reads() -> None:
         "identity": IDENTITY,
         "inference": INFERENCE,
         "kernels": KERNELS,
-        "models": "cache_shapes loading prompts tokens trial",
+        "models": "cache_shapes loading prompts shared tokens trial",
         "policies": POLICIES,
         "records": RECORDS,
         "tasks": "haystack niah ruler.templates scores task text_files words",

@@ -108,7 +108,7 @@ def test_a_batch_of_all_kinds_replays_while_its_sequences_stay_the_same(taped: N
     for graph in (True, False):
         flight, done = DecodeBatch(model, cuda_graph=graph), []
         for seed, new in ((1, 24), (2, 9)):
-            done += flight.admit(Request(prompt(LENGTH + seed, seed), new), policies)
+            done += flight.admit(Request(prompt(LENGTH + seed, seed), new, question=LENGTH - 6), policies)
             flight.step()
         while flight.in_flight:
             flight.step()

@@ -33,7 +33,7 @@ RATIOS = {
     ("cake_kivi_int4", "0.125"): "0.5",
     ("cake_kivi_int4", "0.0625"): "0.25",
 }  # CAKE, appendix E: tokens x bits / 16
-TABLES = sorted(name for name in names("experiment") if "/" in name)
+TABLES = sorted(name for name in names("experiment") if name.partition("/")[0] in published.papers())
 Run = tuple[str, str, str, str]  # policy, model, budget, task with its length
 
 

@@ -65,7 +65,7 @@ def prompt(length: int, model: Any, seed: int = 0) -> Tensor:
 
 def decoded(model: Any, policy: Policy) -> Iterator[None]:
     """A prompt and some tokens after it, one at a time; yields before each of them, once it is at its budget."""
-    cache = KVCache(model.config, policy, prompt_length=LENGTH)
+    cache = KVCache(model.config, policy, prompt_length=LENGTH, question=LENGTH - 6)
     logits = prefill(model, prompt(LENGTH, model), None, cache, CodePoints())
     place = torch.full((1, 1), LENGTH, device=model.device)
     for index in range(SETTLED + 3):
@@ -92,7 +92,10 @@ def stepped(model: Any, policies: list[Policy], waiting: Any, monkeypatch: pytes
     seen: list[Any] = []
     flight = DecodeBatch(model)
     for seed in range(2):
-        flight.admit(Request(prompt(LENGTH + seed, model, seed), SETTLED + 5, encoder=CodePoints()), policies)
+        flight.admit(
+            Request(prompt(LENGTH + seed, model, seed), SETTLED + 5, question=LENGTH - 6, encoder=CodePoints()),
+            policies,
+        )
     for _ in range(SETTLED + 1):
         flight.step()
 

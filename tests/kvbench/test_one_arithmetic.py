@@ -25,7 +25,7 @@ def logits(model: PreTrainedModel, slug: str) -> torch.Tensor:
     """Of a prompt's last token and those decoded after it."""
     ids = torch.tensor([prompt(LENGTH + NEW)])
     policy = make_policy("full") if slug == "full" else make_policy(slug, ABOVE)
-    cache = KVCache(model.config, policy, prompt_length=LENGTH)
+    cache = KVCache(model.config, policy, prompt_length=LENGTH, question=LENGTH - 6)
     with torch.inference_mode():
         found = [model(ids[:, :LENGTH], past_key_values=cache).logits[:, -1]]
         found += [model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(LENGTH, LENGTH + NEW)]

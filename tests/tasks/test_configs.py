@@ -24,7 +24,7 @@ READS_DATA = ("longbench", "needlebench", "ruler/qa", "ruler_13", *ESSAYS)
 READS_ALOUD = ("perplexity", "pg19", "booksum")  # tokens are given and scored: there are no answers
 OF_LM_EVAL = ("lm_eval",)  # its prompts and scores are not ours
 WORKS_OUT = ("arithmetic",)  # its answers stand nowhere in the text
-LONG_SETS = ("infinitebench/", "loogle/", "longbench_v2", "zero_scrolls/")  # see test_long_sets.py
+LONG_SETS = ("infinitebench/", "loogle/", "longbench_v2", "scbench/", "zero_scrolls/")  # see test_long_sets.py
 IN_MODEL_TOKENS = ["task.counted_in=model"]  # the encoding of NeedleBench is a download
 
 

@@ -1,0 +1,36 @@
+"""The texts of questions that share a context, as a model with or without a chat template reads them."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from kvbench.tasks.task import Example, FollowUp, Shared
+
+_MARK = "\x00"  # no text holds it
+
+
+def shared_texts(tokenizer: PreTrainedTokenizerBase, example: Example, shared: Shared, chat: bool) -> list[str]:
+    """Context and question; or a conversation's first prompt and all of its later ones, answers before them included.
+
+    chat: in the tokenizer's chat template.
+    """
+    if shared.follow_ups is not None:
+        first = _templated(tokenizer, example.prompt) if chat else example.prompt
+        end = tokenizer.eos_token or "" if shared.own else ""  # a template has what ends an answer
+        later = [_templated_turn(tokenizer, turn) if chat else end + turn.plain for turn in shared.follow_ups]
+        return [first + example.answer_prefix, *later]
+    context = example.prompt.removesuffix(example.question)
+    whole = f"{context}{_MARK}{example.question}"
+    before, _, after = (_templated(tokenizer, whole) if chat else whole).partition(_MARK)
+    return [before, after + example.answer_prefix]
+
+
+def _templated(tokenizer: PreTrainedTokenizerBase, message: str, *before: dict[str, str]) -> str:
+    turns = [*before, {"role": "user", "content": message}]
+    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+
+
+def _templated_turn(tokenizer: PreTrainedTokenizerBase, turn: FollowUp) -> str:
+    """From the first word of the answer before to the beginning of the answer that follows."""
+    before = {"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK + turn.answer}
+    return _templated(tokenizer, turn.message, *before).partition(_MARK)[2] + turn.begins

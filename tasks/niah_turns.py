@@ -1,0 +1,42 @@
+"""Several needles in one haystack, asked for one after the other: a shared context that needs no data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvbench.errors import ConfigError
+from kvbench.tasks.niah import Niah, Planted
+from kvbench.tasks.shared_context import Question, SharedContext
+from kvbench.tasks.task import Example
+
+
+@dataclass(frozen=True, kw_only=True)
+class NiahTurns(SharedContext, Niah):
+    """Numbers hidden in one text, each asked for in a turn of its own: `keys` turns about every text.
+
+    Of the depths only the first turn's is set, the others are anywhere, so that samples tell none.
+    """
+
+    name: str = "niah_turns"
+    keys: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.queries > 1:
+            raise ConfigError("queries", self.queries, why="is not allowed, a turn asks for the numbers of one key")
+
+    def _asked(self, example: Example, planted: Planted) -> Iterator[Example]:
+        about = {"task": self.name, "length": example.metadata["length"]}
+        questions = [
+            Question(
+                text=example.question.replace(planted.question, one.question),
+                answer=" " + ", ".join(one.references),
+                references=one.references,
+                most=self.max_new_tokens,
+                prefix=one.answer_prefix,
+                metadata=about,
+            )
+            for one in (planted, *planted.later)
+        ]
+        yield from self.turns(example.prompt.removesuffix(example.question), "", questions)

@@ -1,0 +1,89 @@
+"""The base of tasks that ask several questions about a context: each alone after it, or as turns of a conversation."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvbench.errors import ConfigError, choice
+from kvbench.tasks.task import Example, FollowUp, Shared, Task
+
+MODES = ("multi_turn", "scdq")
+HISTORIES = ("golden", "own")
+BETWEEN = "\n\n"  # an answer and the next question, without a chat template
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question about a context.
+
+    answer: what the history of later turns has. most: new tokens. prefix: the beginning of the answer. Of a later turn,
+    `begins` is that beginning in a chat template, and `later` the question without one, where these differ.
+    """
+
+    text: str
+    answer: str
+    references: tuple[str, ...]
+    most: int
+    prefix: str = ""
+    begins: str | None = None
+    later: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedContext(Task, ABC):
+    """Questions that share a context; each is an example, metadata["turn"] counts them from 1.
+
+    mode: "scdq" (same context, different questions): the context is compressed and cached by itself, and each question
+    follows it alone. "multi_turn": context and first question are compressed together, and every later question, with
+    the answer before it, is another prompt in the same cache. history: whose answers stand there, "golden" for the
+    right ones (what the model writes then leaves the cache again) or the model's "own".
+    """
+
+    mode: str = "multi_turn"
+    history: str = "golden"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choice("mode", self.mode, *MODES)
+        choice("history", self.history, *HISTORIES)
+        if self.history == "own" and self.mode == "scdq":
+            raise ConfigError("history", "own", why="has no effect with mode=scdq, which has no history")
+
+    @property
+    def compress(self) -> str:
+        """See `Task.compress`: the context alone, or a turn's whole prompt."""
+        return "context" if self.mode == "scdq" else "prompt"
+
+    def turns(self, context: str, first: str, questions: Sequence[Question], spare: int = 0) -> Iterator[Example]:
+        """An example for each question. first: what stands between the context and a conversation's first question.
+
+        spare: see `Shared`.
+        """
+        follow_ups = tuple(map(self._follow_up, questions, questions[1:]))
+        for turn, asked in enumerate(questions):
+            begin = asked if self.mode == "scdq" else questions[0]
+            question = begin.text if self.mode == "scdq" else first + begin.text
+            shared = Shared(spare)
+            if self.mode == "multi_turn":
+                shared = replace(shared, follow_ups=follow_ups, turn=turn, own=self.history == "own")
+            yield Example(
+                index=0,
+                prompt=context + question,
+                references=asked.references,
+                max_new_tokens=asked.most,
+                answer_prefix=begin.prefix,
+                question=begin.text,
+                shared=shared,
+                metadata={**asked.metadata, "turn": turn + 1, "groups": ["turn"]},
+            )
+
+    def _follow_up(self, before: Question, asked: Question) -> FollowUp:
+        begins = asked.prefix if asked.begins is None else asked.begins
+        if self.history == "own":
+            return FollowUp("", asked.text, asked.text + asked.prefix, before.most, begins)
+        plain = before.answer + BETWEEN + (asked.later or asked.text) + asked.prefix
+        return FollowUp(before.answer, asked.text, plain, before.most, begins)

@@ -1,0 +1,242 @@
+"""Questions that share a context, alone after it or as turns of a conversation, against transformers' own cache."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from shared_context_files import ROWS, write
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+import kvbench
+from kvbench.analysis.load import load_results
+from kvbench.cli import main
+from kvbench.models.prompts import PromptMaker
+from kvbench.page.rows import by_task
+from kvbench.records.shards import Shard
+from kvbench.tasks.scbench.task import SCBench
+from kvbench.tasks.task import PlainTokenizer
+
+POCKET = Path(kvbench.__file__).parent / "pocket"
+HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}
+NEW, BUDGET, CONTEXTS, TURNS = 6, 40, 2, 3
+MODES = ("multi_turn", "scdq", "own")
+Line = dict[str, Any]
+Run = Callable[..., dict[str, list[Line]]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """The samples of some policies on two contexts of SCBench's form, three turns each."""
+    write(tmp_path, "kv", contexts=CONTEXTS)
+
+    def samples(mode: str, *given: str, policies: str = "full", out: str = "runs", fails: int = 0) -> Any:
+        asked = ["model=pocket", "task=scbench/kv", f"task.data_dir={tmp_path}", f"out={tmp_path / out}"]
+        history = ["task.history=own"] if mode == "own" else [f"task.mode={mode}"]
+        limits = [f"task.max_new_tokens={NEW}", f"budget={BUDGET}", "device=cpu"]
+        assert main([*asked, *history, *limits, *given, "-m", f"policy={policies}"]) == fails
+        files = {file.parent.name.split("-")[1]: file for file in (tmp_path / out).glob("*/samples.jsonl")}
+        return {policy: [*map(json.loads, file.read_text().splitlines())] for policy, file in files.items()}
+
+    return samples
+
+
+@torch.inference_mode()
+def by_hand(mode: str) -> list[str]:
+    """The answers of transformers' own cache to the same file: each text tokenised alone, as SCBench's code does."""
+    tokenizer, model = AutoTokenizer.from_pretrained(POCKET), AutoModelForCausalLM.from_pretrained(POCKET).eval()
+    begin = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
+    texts: list[str] = []
+    unread: list[int] = []
+
+    def read(cache: DynamicCache, text: str | list[int], special: bool = False) -> torch.Tensor:
+        ids = tokenizer.encode(text, add_special_tokens=special) if isinstance(text, str) else text
+        return model(torch.tensor([ids]), past_key_values=cache).logits[:, -1]
+
+    def written(cache: DynamicCache, logits: torch.Tensor) -> list[int]:
+        tokens: list[int] = []
+        while len(tokens) < NEW and (token := int(logits.argmax())) != tokenizer.eos_token_id:
+            tokens.append(token)
+            if len(tokens) < NEW:
+                logits = read(cache, [token])
+        texts.append(tokenizer.decode(tokens, skip_special_tokens=True))
+        return tokens
+
+    for number in range(CONTEXTS):
+        turns, cache = ROWS["kv"]["multi_turns"], DynamicCache()
+        context = begin + ROWS["kv"]["context"] + (f" {number}" if number else "")
+        if mode == "scdq":
+            read(cache, context, special=True)
+        for turn, asked in enumerate(turns):
+            if mode == "scdq":
+                alone = copy.deepcopy(cache)
+                written(alone, read(alone, asked["input"]))
+                continue
+            if not turn:
+                logits = read(cache, f"{context}\n\n{asked['input']}", special=True)
+            elif mode == "own":
+                logits = read(
+                    cache,
+                    [*unread, tokenizer.eos_token_id, *tokenizer.encode(asked["input"], add_special_tokens=False)],
+                )
+            else:
+                logits = read(cache, f"{turns[turn - 1]['answer']}\n\n{asked['input']}")
+            held = cache.get_seq_length()
+            tokens = written(cache if mode == "own" else copy.deepcopy(cache), logits)
+            unread = tokens[cache.get_seq_length() - held :]
+    return texts
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_full_cache_answers_as_a_plain_loop_over_a_cache_of_transformers(mode: str, run: Run) -> None:
+    expected = by_hand(mode)
+    assert [line["output"] for line in run(mode)["full"]] == expected
+    assert len(set(expected)) > TURNS
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_budget_holds_after_every_turn_and_is_used(mode: str, run: Run) -> None:
+    for policy, lines in run(mode, policies="snapkv,h2o").items():
+        for line in lines:
+            beside = line["prompt_tokens"] - line["context_tokens"] if mode == "scdq" else 0
+            grown = beside + line["decode_steps"] if policy == "snapkv" else 0
+            assert {kept for layer in line["kept_tokens"] for kept in layer} == {BUDGET + grown}
+            assert line["error"] is None
+
+
+@pytest.mark.parametrize("mode", ["multi_turn", "scdq"])
+def test_a_context_is_read_once_for_all_policies_and_turns_which_decode_together(mode: str, run: Run) -> None:
+    for lines in run(mode, policies="full,snapkv").values():
+        told = [(line["recomputed_tokens"], line["shared_prefill"]) for line in lines]
+        assert told == [(0, 2 * TURNS)] * CONTEXTS * TURNS
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_alone_and_after_a_kill_every_turn_comes_out_the_same(mode: str, run: Run, tmp_path: Path) -> None:
+    whole = run(mode, policies="snapkv,h2o")
+    alone = run(mode, "engine.rows=1", policies="snapkv,h2o", out="alone")
+    again = alone["snapkv"][1]["recomputed_tokens"]
+    assert again == (alone["snapkv"][1]["context_tokens"] if mode == "scdq" else 0)
+    for file in (tmp_path / "runs").glob("*/samples.jsonl"):  # killed in the second conversation
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[: TURNS + 1]))
+        (file.parent / "metrics.json").unlink()
+    continued = run(mode, policies="snapkv,h2o")
+    for policy, lines in continued.items():
+        assert lines[TURNS + 1]["recomputed_tokens"] > 0
+        assert [line["recomputed_tokens"] for line in (*lines[: TURNS + 1], *lines[TURNS + 2 :])] == [0] * 5
+        for other in (whole[policy], alone[policy]):
+            assert list(map(result, lines)) == list(map(result, other))
+
+
+def test_sampled_turns_come_out_the_same_alone_and_together(run: Run) -> None:
+    drawn = "generation.temperature=1.5", "generation.samples=2"
+    together, alone = (run("multi_turn", *drawn, rows, out=rows) for rows in ("engine.rows=6", "engine.rows=1"))
+    assert list(map(result, together["full"])) == list(map(result, alone["full"]))
+    assert len({line["output"] for line in together["full"]}) > TURNS
+
+
+def test_own_answers_are_greedy(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run("own", "generation.temperature=1.5", fails=2)
+    assert "history=own goes with greedy decoding" in capsys.readouterr().err
+
+
+def result(line: Line) -> Line:
+    """A sample but for how it was computed."""
+    return {k: v for k, v in line.items() if k not in {*HOW, "recomputed_tokens"}}
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (
+            "snapkv_kivi_g8_r8",
+            "holds what it kept of a prompt in a compressed form, from which no token can be evicted",
+        ),
+        ("gemfilter policy.pre_pass.layer=1", "rewrites a prompt before it is read, so none can follow it"),
+        ("kvpress policy.press=KnormPress", "is a press of kvpress, which compresses a single prompt: use mode=scdq"),
+        ("d2o_released", "and in a conversation the next prompt follows"),
+    ],
+)
+def test_a_policy_that_takes_no_next_prompt_is_refused_in_one_sentence(
+    policy: str, said: str, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *fields = policy.split()
+    if name == "kvpress":
+        pytest.importorskip("kvpress", reason="kvpress is not installed: pip install --no-deps kvpress cachetools")
+    run("multi_turn", *fields, policies=name, fails=2)
+    told = capsys.readouterr().err.splitlines()
+    assert [said in line for line in told] == [True]
+
+
+def test_the_mode_decides_what_is_compressed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run("multi_turn", "compress=context", fails=2)
+    assert "compress=context is not what task scbench_kv does in this mode" in capsys.readouterr().err
+
+
+def test_scores_are_told_turn_by_turn_in_numbers_and_on_the_page(run: Run, tmp_path: Path) -> None:
+    run("multi_turn")
+    (found,) = load_results(tmp_path / "runs")
+    turns = [f"turn={turn + 1}" for turn in range(TURNS)]
+    assert list(found.groups) == turns
+    assert [part.subset for part in found.parts("turn")] == turns
+    assert [part.task.rpartition(": ")[2] for part in by_task([found])] == ["turn 1", "turn 2", "turn 3"]
+    assert [part.n for part in by_task([found])] == [CONTEXTS] * TURNS
+    assert found.recomputed_tokens == 0
+
+
+def task(folder: Path, name: str = "kv", **fields: Any) -> SCBench:
+    return SCBench(subset=name, hub="microsoft/SCBench", revision="main", data_dir=str(folder), **fields)
+
+
+def test_turns_stay_together_when_a_run_is_shared_out(tiny_model: Path, tmp_path: Path) -> None:
+    write(tmp_path, "kv", contexts=4)
+    tokenizer, asked = AutoTokenizer.from_pretrained(tiny_model), task(tmp_path, max_new_tokens=NEW)
+    maker = PromptMaker(tokenizer, asked, 1024)
+    prompts = [maker.make(example) for example in asked.examples(PlainTokenizer(tokenizer), 0)]
+    assert Shard(1, 2).members(prompts) == [0, 1, 2, 6, 7, 8]
+
+
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+FIRST = "<s><user>It rained and rained.\n\nPaper 1?</s><assistant>"
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("multi_turn", f"{FIRST}It rained</s><user>2?</s><assistant>This paper"),
+        ("own", f"{FIRST}</s><user>2?</s><assistant>This paper"),
+        ("scdq", "<s><user>It rained and rained.2?</s><assistant>"),
+    ],
+)
+def test_in_a_chat_template_the_history_is_the_assistants_turn(
+    mode: str, expected: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    write(tmp_path, "summary")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = CHAT
+    fields = {"history": "own"} if mode == "own" else {"mode": mode}
+    asked = task(tmp_path, "summary", **fields)
+    _, second = asked.examples(PlainTokenizer(tokenizer), 0)
+    found = PromptMaker(tokenizer, asked, 1024).make(second)
+    assert tokenizer.decode(found.ids.tolist()) == expected
+
+
+def test_a_context_that_is_too_long_loses_the_same_middle_for_every_question(tiny_model: Path, tmp_path: Path) -> None:
+    write(tmp_path, "kv")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    for mode in ("scdq", "multi_turn"):
+        asked = task(tmp_path, mode=mode)
+        found = [
+            PromptMaker(tokenizer, asked, 100_000, 60).make(e) for e in asked.examples(PlainTokenizer(tokenizer), 0)
+        ]
+        assert {prompt.context_tokens or prompt.turns[0] for prompt in found} == {60}
+        assert len({prompt.context_hash for prompt in found}) == 1
+        assert tokenizer.decode(found[0].ids[:30].tolist()) == "<s>Extract the value correspondi"
