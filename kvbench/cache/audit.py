@@ -67,7 +67,8 @@ def _check_reads(group: PolicyGroup, reader: Reader) -> None:
             promised = read_budget(group.policy, group.progress.prompt[row])
             if most > promised:
                 raise BudgetError(
-                    f"a decoded query read {most} tokens per KV head of sequence {row} in layer {layer.index}, "
+                    f"a decoded query read {most} tokens per KV head of sequence {row} in layer "
+                    f"{group.names[layer.index]}, "
                     f"{group.policy.name} promised at most {promised}"
                 )
 
@@ -85,7 +86,7 @@ def _check_sums(group: PolicyGroup, row: int, most: Tensor, promised: Tensor) ->
     over = (most > promised).nonzero().flatten().tolist()
     if over:
         raise BudgetError(
-            f"layer {over[0]} holds {float(most[over[0]]):g} tokens per KV head of sequence {row}, "
+            f"layer {group.names[over[0]]} holds {float(most[over[0]]):g} tokens per KV head of sequence {row}, "
             f"{name} promised at most {int(promised[over[0]])} there"
         )
 
@@ -95,13 +96,16 @@ def _check_positions(group: PolicyGroup, row: int, seen: int) -> None:
         positions = layer.positions[row].sort(-1).values
         twice = (positions[:, 1:] == positions[:, :-1]) & (positions[:, 1:] >= 0)
         if bool(twice.any()) or bool((positions >= seen).any()):
-            raise BudgetError(f"layer {layer.index} holds a token twice or one it never saw, in sequence {row}")
+            raise BudgetError(
+                f"layer {group.names[layer.index]} holds a token twice or one it never saw, in sequence {row}"
+            )
 
 
 def _score_error(group: PolicyGroup) -> ScoreError:
     name = group.policy.name
+    layer = group.names[min(group.not_numbers.values())]
     error = ScoreError(
-        f"{name} gave tokens of layer {min(group.not_numbers.values())} scores that are not numbers (NaN): "
+        f"{name} gave tokens of layer {layer} scores that are not numbers (NaN): "
         "its scorer divides 0 by 0 or takes infinity from infinity, or the model's numbers overflow in this dtype"
     )
     error.sequences, group.not_numbers = set(group.not_numbers), {}

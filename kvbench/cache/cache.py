@@ -434,8 +434,14 @@ class KVCache(Cache):
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of the states of recurrent layers, which no policy makes smaller."""
+        """Bytes of recurrent layers' states and of chunked layers, which no policy makes smaller."""
         return sum(group.state_nbytes for group in self.groups)
+
+    @property
+    def recurrent_nbytes(self) -> int:
+        """Bytes of recurrent layers' states."""
+        states = [(name, state) for group in self.groups for name, state in group.states.items()]
+        return sum(state.nbytes for name, state in states if int(name.partition(".")[0]) not in self.layout.chunks)
 
     @property
     def spare_nbytes(self) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvbench.cache.budgets import Budgets
-from kvbench.cache.layout import attention_layers
+from kvbench.cache.layout import layout_of
 from kvbench.cache.rotary import uniform_length
 from kvbench.cache.state import Context, LayerState
 from kvbench.cache.steps import BatchStep, Progress
@@ -32,10 +32,11 @@ class PolicyGroup:
     """How far these sequences came, their budgets, and what every layer holds of them.
 
     several_tokens: tokens after the prompt may come several at once. shared: what scorers of several layers tell
-    each other within a call. states: of recurrent layers, [B,...] by name. isolated: an error ends this group
-    alone; error: then, what it was. peak_nbytes: the most bytes held at any time; peaks: those of each sequence
-    before it joined this group. on_change: called with a layer's index whenever what it holds changed; on_evict:
-    with a layer, its scores and what stays, bool [B,H_kv,T], before several tokens are evicted.
+    each other within a call. names: the model's indices of the layers. states: of recurrent layers, [B,...] by
+    name. isolated: an error ends this group alone; error: then, what it was. peak_nbytes: the most bytes held at
+    any time; peaks: those of each sequence before it joined this group. on_change: called with a layer's index
+    whenever what it holds changed; on_evict: with a layer, its scores and what stays, bool [B,H_kv,T], before
+    several tokens are evicted.
     """
 
     def __init__(
@@ -46,7 +47,8 @@ class PolicyGroup:
         several_tokens: bool = False,
         question: int | Sequence[int] | None = None,
     ) -> None:
-        layers = attention_layers(config)
+        self.names = layout_of(config).attention
+        layers = len(self.names)
         self.policy = policy
         self.progress = Progress(policy, prompt_length, several_tokens, uniform_length(config), question)
         self.budgets = Budgets(policy, layers, self.progress)

@@ -118,3 +118,6 @@ class RecurrentKVLayer(KVLayer, RecurrentLayer):
     def __init__(self, groups: Sequence[PolicyGroup], place: int, index: int, layout: Layout) -> None:
         KVLayer.__init__(self, groups, place)
         RecurrentLayer.__init__(self, groups, index, layout)
+
+    def lazy_initialization(self, *args: object, **kwargs: object) -> None:
+        """Nothing to do: the first tokens make stores and states."""

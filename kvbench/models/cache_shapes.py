@@ -9,22 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import CONFIG_MAPPING
 
+from kvbench.cache.layout import attention_layers, layout_of
 from kvbench.config.tree import find, names, read
 from kvbench.errors import ConfigError, whole_number
+from kvbench.models.trial import state_bytes
 
 CHUNKED = {"chunked_layers", "chunk"}  # what shapes with chunked layers have beside
 LATENT = {"kv_lora_rank", "qk_rope_head_dim"}  # what shapes of layers with latents have beside
+HYBRID = {"attention_layers", "state_bytes"}  # what shapes with recurrent layers have beside
+MORE: tuple[set[str], ...] = (set(), CHUNKED, LATENT, HYBRID)
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """L layers of H_kv KV heads and H_q query heads with head dimension D; dtype of keys and values.
+    """L layers with keys and values, of H_kv KV heads and H_q query heads with head dimension D; dtype of these.
 
     Layers that read what another one stores are not counted. chunked_layers: beside the L, those that hold the newest
     `chunk` tokens at most, which no policy makes fewer. Layers of latents have one KV head, which stores kv_lora_rank
-    and qk_rope_head_dim numbers of a token; D is then that of queries. Elsewhere these four are 0.
+    and qk_rope_head_dim numbers of a token; D is then that of queries. state_bytes: of the recurrent layers' states,
+    for each sequence. Elsewhere these five are 0.
     """
 
     layers: int
@@ -34,20 +40,20 @@ class CacheShape:
     dtype: torch.dtype
     chunked_layers: int = 0
     chunk: int = 0
-
-    def chunked_bytes(self, length: int) -> int:
-        """What the chunked layers hold of a sequence."""
-        numbers = 2 * self.kv_heads * self.head_dim * min(length, self.chunk)
-        return self.chunked_layers * numbers * self.dtype.itemsize
-
     kv_lora_rank: int = 0
     qk_rope_head_dim: int = 0
+    state_bytes: int = 0
 
     @property
     def stored(self) -> tuple[int, int]:
         """Numbers that a KV head stores of a token: of its key and its value, or of its latent and its rotated key."""
         latents = self.kv_lora_rank, self.qk_rope_head_dim
         return latents if self.kv_lora_rank else (self.head_dim, self.head_dim)
+
+    def chunked_bytes(self, length: int) -> int:
+        """What the chunked layers hold of a sequence."""
+        numbers = 2 * self.kv_heads * self.head_dim * min(length, self.chunk)
+        return self.chunked_layers * numbers * self.dtype.itemsize
 
 
 def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
@@ -80,15 +86,22 @@ def _of_yaml(model: str, said: Mapping[str, Any]) -> CacheShape:
     if said.get("dtype") not in DTYPES:
         raise ValueError(f"model={model} has a shape, so its dtype must be one of {', '.join(DTYPES)}")
     check_shape(said["shape"])
-    return CacheShape(**said["shape"], dtype=DTYPES[said["dtype"]])
+    shape = dict(said["shape"])
+    shape["layers"] = shape.pop("attention_layers", shape["layers"])
+    return CacheShape(**shape, dtype=DTYPES[said["dtype"]])
 
 
 def check_shape(shape: object) -> None:
-    """ValueError unless the field `shape` of a model has the whole numbers that the size of a cache depends on."""
+    """ValueError unless the field `shape` of a model has the whole numbers that the size of a cache depends on.
+
+    Of models with recurrent layers it may also say how many layers have keys and values, and the states' bytes; of
+    others the chunked layers, or the size of latents.
+    """
     names = [f.name for f in fields(CacheShape) if f.default is MISSING and f.name != "dtype"]
     more = set(shape) - set(names) if isinstance(shape, Mapping) else None
-    if not isinstance(shape, Mapping) or not set(names) <= set(shape) or more not in (set(), CHUNKED, LATENT):
-        raise ConfigError("shape", shape, why=f"is not allowed, it must have {', '.join(names)}")
+    if not isinstance(shape, Mapping) or more is None or not set(names) <= set(shape) or more not in MORE:
+        may = " or ".join(" and ".join(sorted(some)) for some in MORE if some)
+        raise ConfigError("shape", shape, why=f"is not allowed, it must have {', '.join(names)}, and may have {may}")
     for name, value in shape.items():
         whole_number(f"shape.{name}", value, 1)
 
@@ -98,27 +111,21 @@ def from_config(config: dict[str, Any]) -> CacheShape:
     config = config.get("text_config", config)
     heads = config["num_attention_heads"]
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-    chunked = _chunked_layers(config)
+    known = None
+    if config.get("model_type") in CONFIG_MAPPING:
+        known = CONFIG_MAPPING[config["model_type"]].from_dict(config).get_text_config(decoder=True)
+    chunks = {} if known is None else layout_of(known).chunks
     shape = {
-        "layers": config["num_hidden_layers"] - (config.get("num_kv_shared_layers") or 0) - chunked,
+        "layers": config["num_hidden_layers"] if known is None else attention_layers(known),
         "query_heads": heads,
         "kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or config["hidden_size"] // max(heads, 1),  # 0 is refused below
     }
-    if chunked:
-        shape |= {"chunked_layers": chunked, "chunk": config["attention_chunk_size"]}
+    if chunks:
+        shape |= {"chunked_layers": len(chunks), "chunk": max(chunks.values())}
     if config.get("kv_lora_rank"):
         shape |= {name: config[name] for name in LATENT}
         shape |= {"kv_heads": 1, "head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"]}
     check_shape(shape)
-    return CacheShape(**shape, dtype=DTYPES[dtype])
-
-
-def _chunked_layers(config: dict[str, Any]) -> int:
-    """Layers whose tokens see their own chunk; Llama 4's files name those with rotations, which are the same."""
-    if not config.get("attention_chunk_size"):
-        return 0
-    if config.get("layer_types"):
-        return list(config["layer_types"]).count("chunked_attention")
-    layers: int = config["num_hidden_layers"]
-    return sum(config.get("no_rope_layers") or [1] * (layers - layers // (config.get("no_rope_layer_interval") or 4)))
+    states = 0 if known is None else state_bytes(known, DTYPES[dtype])
+    return CacheShape(**shape, dtype=DTYPES[dtype], state_bytes=states)

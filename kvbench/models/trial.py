@@ -49,7 +49,7 @@ def state_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
         return 0
     cache = KVCache(model.config, make_policy("full"), prompt_length=TOKENS)
     _finishes(model, cache)
-    return cache.state_nbytes
+    return cache.recurrent_nbytes
 
 
 def count_parameters(config: PreTrainedConfig) -> int | None:

@@ -31,6 +31,7 @@ from kvbench.terminal.command import Parser, pairs
 from kvbench.terminal.errors import refusing
 from kvbench.terminal.folding import terminal_width
 
+STATES = "states"
 LONG = 2**16  # tokens; between this length and twice it, a cache grows as it does in the limit
 MIB = 2**20
 MOST = 10**9  # tokens or sequences: sizes beyond are no tensor's
@@ -59,7 +60,7 @@ class Prediction:
     @property
     def bits(self) -> float:
         """Bits per number of the prompt's keys and values."""
-        return 8 * self.nbytes / self.numbers
+        return 8 * (self.nbytes - self.parts.get(STATES, 0)) / self.numbers
 
     @property
     def ratio(self) -> float:
@@ -68,7 +69,7 @@ class Prediction:
 
 
 def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> Prediction:
-    """What `cache.parts` of all layers will be after a prompt, exactly.
+    """What `cache.parts` of all layers will be after a prompt, exactly, and the states of recurrent layers.
 
     ValueError for policies whose sizes depend on what the prompt says (budgets by statistics or per head, mergers), and
     for those that cannot hold what the layers store.
@@ -86,6 +87,7 @@ def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> P
         total.update(sizes[key])
     if shape.chunked_layers:
         total["chunks"] = shape.chunked_bytes(length) * batch
+    total.update({STATES: batch * shape.state_bytes} if shape.state_bytes else {})
     return Prediction(shape, length, batch, dict(total))
 
 

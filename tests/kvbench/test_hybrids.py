@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 
 from kvbench import KVCache, make_policy
 from kvbench.analysis.load import read_result
+from kvbench.cache.cache import BudgetError
 from kvbench.cache.hook import prepare
 from kvbench.cache.join import fork
 from kvbench.engine import batch as engine
@@ -357,3 +358,12 @@ def test_recurrent_layers_cannot_be_rolled_back() -> None:
         held.crop(-2)
     with pytest.raises(ValueError, match="kvbench caches do not follow beam search"):
         held.reorder_cache(torch.tensor([0]))
+
+
+def test_a_sentence_names_a_layer_as_the_model_does() -> None:
+    """The first of two attention layers holds a token more than promised: it is the model's second layer."""
+    held = alone("qwen3_5_text", prompt(37), make_policy("h2o", BUDGET)).cache
+    with torch.inference_mode():
+        held.group.layers[0].store.positions[0, 0, 0] = 999
+    with pytest.raises(BudgetError, match=r"^layer 1 holds a token twice or one it never saw"):
+        held.audit()

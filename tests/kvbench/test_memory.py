@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kv_hybrids import tiny_hybrid
 from kv_models import prompt, tiny
 
 from kvbench import KVCache, make_policy
@@ -57,6 +58,29 @@ def test_the_prediction_is_what_is_measured(slug: str, fields: dict[str, Any], d
         measured.update(layer.states[0].store.parts())
     measured["queries"] = sum(state.recent.nbytes for layer in cache.layers for state in layer.states)
     assert Counter(predicted.parts) == measured  # counts of 0 are left out
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm2", "nemotron_h"])
+def test_the_prediction_for_a_hybrid_is_what_is_measured(family: str) -> None:
+    """Of its attention layers, and the states beside them; bits per number are those of keys and values."""
+    model = prepare(tiny_hybrid(family))
+    shape = from_config({**model.config.to_dict(), "dtype": "float32"})
+    for policy in (make_policy("full"), make_policy("h2o", 40)):
+        cache = KVCache(model.config, policy, prompt_length=117)
+        with torch.inference_mode():
+            model(torch.tensor([prompt(117), prompt(117, seed=1)]), past_key_values=cache)
+        predicted = predict(policy, shape, 117, 2)
+        assert predicted.nbytes == cache.nbytes
+        assert predicted.parts["states"] == cache.state_nbytes
+    assert predict(make_policy("full"), shape, 117).bits == 32 + 8 * 4 / (2 * 8), "numbers and positions"
+
+
+def test_a_preset_says_which_layers_have_keys_and_values_and_what_the_others_hold() -> None:
+    """Qwen3-Next: of 48 layers 12 attend; 36 hold 4 x 8192 inputs in bfloat16 and 32 x 128 x 128 numbers in float32."""
+    shape = cache_shape("qwen3_next_80b_a3b_instruct")
+    assert (shape.layers, shape.state_bytes) == (12, 36 * (4 * 8192 * 2 + 32 * 128 * 128 * 4))
+    held = predict(make_policy("full"), shape, 1000)
+    assert held.nbytes == 12 * 2 * 1000 * (2 * 256 * 2 + 4) + shape.state_bytes
 
 
 @pytest.mark.parametrize(

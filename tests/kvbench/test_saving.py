@@ -248,7 +248,7 @@ Block ChannelCodes Column DenseStore Exact Gear GearLayerStore GroupedLayerStore
 OttLayerStore PageReads PerSequenceStores Pools Quantiser Queue RaggedStore RecentQueries Segments Sparse TokenCodes
 UngroupedLayerStore ZipCache ZipCacheLayerStore budgets layers progress sequences
 """
-FIELDS = "0badab0f6f5c0750"  # of these classes, the ones that files of this format hold, and the names of their fields
+FIELDS = "ed72249e481bf671"  # of these classes, the ones that files of this format hold, and the names of their fields
 
 
 def told_fields(told: Any, found: dict[str, set[str]]) -> None:

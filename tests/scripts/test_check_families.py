@@ -33,8 +33,8 @@ def verdict(script: ModuleType, name: str) -> tuple[str, str]:
         ("bloom", "its attention is written into the model"),
         ("mamba", "recurrent layers alone"),
         ("deepseek_v2", "what its cache holds before attention"),
-        ("gemma3n_text", "the keys and values of earlier layers"),
         ("phimoe", "stands in the mask alone"),
+        ("minimax", "keeps their states elsewhere"),
     ],
 )
 def test_refused_families_are_refused_for_their_own_reason(script: ModuleType, family: str, reason: str) -> None:
@@ -57,6 +57,9 @@ def test_refused_families_are_refused_for_their_own_reason(script: ModuleType, f
         "phi3",
         "stablelm",
         "mixtral",
+        "qwen3_next",
+        "falcon_h1",
+        "jamba",
         "qwen2 with a sliding window",
     ],
 )
