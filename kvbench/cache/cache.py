@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from kvbench.cache.attention import attend, attend_to_survivors
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
 from kvbench.cache.caller import Caller, check_policy
 from kvbench.cache.chunks import ChunkLayer
 from kvbench.cache.device_batch import DeviceBatch, can_join
 from kvbench.cache.evict import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
+from kvbench.cache.group_attention import GroupAttention
 from kvbench.cache.hook import LayerCall, SharedCall, expect
 from kvbench.cache.interface import check_interface, check_places
 from kvbench.cache.layer import EmptyLayer, KVLayer
@@ -32,15 +32,13 @@ from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer
 from kvbench.cache.saving import load, save
 from kvbench.cache.shared import SharedReads
-from kvbench.cache.state import LayerState
-from kvbench.cache.step import LayerStep, Projected
+from kvbench.cache.step import Projected
 from kvbench.cache.steps import BatchStep
 from kvbench.cache.uncompiled import uncompiled
 from kvbench.policies.latents import check_latents
-from kvbench.policies.observation import AttentionParams, Known
+from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_next_prompt
-from kvbench.policies.stores.slots import owned
 
 __all__ = ["BudgetError", "KVCache", "ScoreError"]
 
@@ -103,6 +101,7 @@ class KVCache(Cache):
         self._evictions = Evictions()
         self._caller = Caller(self.config)
         self._shared = SharedReads(self.layout)
+        self._attention = GroupAttention(self._evictions, self._shared)
         self._places = self.layout.places
         self._chunks = {index: ChunkLayer(index, chunk) for index, chunk in self.layout.chunks.items()}
         layers: list[Any] = [self._new_layer(index) for index in range(self.layout.layers)]
@@ -173,14 +172,11 @@ class KVCache(Cache):
         self._begin(self.layout.attention[index], new, mask)
         self._caller.check_heads(self.groups[0], index, new.keys)
         if self._batch is not None:
-            out = self._attend_on_device(self._batch, index, new, params)
+            out = self._attention.on_device(self._batch, dict(self._rows()), index, new, params)
         elif self.one_prompt:
-            out = self._attend_once(index, new, params)
-        elif len(self.groups) == 1 and not self.groups[0].isolated:
-            out = self._attend_group(self.groups[0], index, new, params)
+            out = self._attention.once(self.groups, index, new, params)
         else:
-            parts = [self._attend_isolated(group, index, new.rows(rows), params) for group, rows in self._rows()]
-            out = parts[0] if len(parts) == 1 else torch.cat(parts)
+            out = self._attention.each(self._rows(), index, new, params)
         self._end(self.layout.attention[index])
         return out
 
@@ -230,86 +226,6 @@ class KVCache(Cache):
     def _rows(self) -> Iterator[tuple[PolicyGroup, slice]]:
         """Every group, and which rows of a call are its sequences."""
         return ((group, slice(None)) for group in self.groups) if self.one_prompt else in_order(self.groups)
-
-    def _attend_isolated(self, group: PolicyGroup, index: int, new: Projected, params: AttentionParams) -> Tensor:
-        """The same where an error ends its own group: what its sequences read is then 0."""
-        if group.error is None:
-            try:
-                return self._attend_group(group, index, new, params)
-            except Exception as error:
-                group.fail(error)
-        return _nothing(new, params)
-
-    def _attend_on_device(self, batch: DeviceBatch, index: int, new: Projected, params: AttentionParams) -> Tensor:
-        """A decoded token of every sequence: at once for those in the batch, policy by policy for the others."""
-        rows = dict(self._rows())
-        if len(rows) == len(batch.groups):
-            return batch.attend(index, new, params)
-        inside = [torch.cat([x[rows[group]] for group in batch.groups]) for x in new]
-        found = batch.attend(index, Projected(*inside), params).split([group.size for group in batch.groups])
-        outs = dict(zip(batch.groups, found, strict=True))
-        for group in rows.keys() - outs.keys():
-            outs[group] = self._attend_isolated(group, index, new.rows(rows[group]), params)
-        return torch.cat([outs[group] for group in self.groups])
-
-    def _attend_group(self, group: PolicyGroup, index: int, new: Projected, params: AttentionParams) -> Tensor:
-        """Attention of some sequences over what a layer holds of them, step by step."""
-        new, steps = group.layers[index].prepare(new), group.steps_on(new.queries)
-        if len(steps) == 1 and steps[0].positions.shape[1] == new.queries.shape[2]:
-            return self._step(group, index, new, steps[0], params, alone=True)
-        out = _nothing(new, params)
-        for now in steps:
-            part = self._step(group, index, new.columns(now.columns), now, params, alone=len(steps) == 1)
-            out[:, :, now.columns] += part
-        return out
-
-    def _step(
-        self, group: PolicyGroup, index: int, new: Projected, now: BatchStep, params: AttentionParams, alone: bool
-    ) -> Tensor:
-        """One step of the schedule: append, then attend and evict in the order it says."""
-        layer, policy = group.layers[index], group.policy
-        step = layer.append(new, now, params, alone, group.context())
-        group.note_bytes(index)
-        if policy.schedule.order == "attend_then_evict":
-            out = attend(step, policy.needs)
-            self._shared.add(group, layer, step, new.values)
-            self._evict(group, layer, step)
-            return out
-        self._evictions.add(group, layer, step)
-        self._shared.add(group, layer, step, new.values)
-        own = new.values if params.latents is None else params.latents.expand(new.keys, new.values)[1]
-        return attend_to_survivors(step, own)
-
-    def _evict(self, group: PolicyGroup, layer: LayerState, step: LayerStep) -> None:
-        later = self._shared.holds_up(layer, step)
-        (self._evictions.add_later if later else self._evictions.add)(group, layer, step)
-
-    def _attend_once(self, index: int, new: Projected, params: AttentionParams) -> Tensor:
-        """A prompt that several policies read whole: attention is computed once, and what they observe too."""
-        new = Projected(new.queries, owned(new.keys), owned(new.values))  # of a fused projection, once for all
-        known: dict[str, Known] = {}
-        steps: dict[PolicyGroup, LayerStep] = {}
-        for group in self.groups:
-            if group.error is not None:
-                continue
-            try:
-                layer, (now,) = group.layers[index], group.steps_on(new.queries)
-                context = group.context(known.setdefault(group.policy.granularity, {}))
-                steps[group] = layer.append(layer.prepare(new), now, params, True, context)
-                group.note_bytes(index)
-            except Exception as error:
-                group.fail(error)
-        if not steps:
-            return _nothing(new, params)
-        reader = min(steps, key=_cost)
-        out = attend(steps[reader], reader.policy.needs)
-        self._shared.add(reader, reader.layers[index], steps[reader], new.values)
-        for group, step in steps.items():
-            try:
-                self._evict(group, group.layers[index], step)
-            except Exception as error:
-                group.fail(error)
-        return out
 
     def _end_call(self) -> None:
         if self._batch is not None:
@@ -476,15 +392,3 @@ class KVCache(Cache):
         self._evictions.end_call()
         for group in self.groups:
             audit(group)
-
-
-def _nothing(new: Projected, params: AttentionParams) -> Tensor:
-    """The attention output of queries that see nothing: 0."""
-    dim = new.values.shape[-1] if params.latents is None else params.latents.value_dim
-    return new.values.new_zeros(*new.queries.shape[:3], dim)
-
-
-def _cost(group: PolicyGroup) -> tuple[bool, bool]:
-    """Whose attention serves all variants best: it sums weights up on its way, over keys as the model made them."""
-    policy = group.policy
-    return policy.granularity == "query_head", policy.needs.sums is None

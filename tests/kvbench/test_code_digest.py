@@ -144,8 +144,8 @@ def test_what_an_imported_name_stands_for_counts(digest: Digest, imports: str, o
 
 
 CACHE = """attention audit budgets cache caller chunks device_batch device_evict device_slots evict evict_batches
-    group hook interface join layer layout model_layer pending pressed read_counts reading recent_queries recurrent
-    registration rerotate rotary saving shared state step steps uncompiled"""
+    group group_attention hook interface join layer layout model_layer pending pressed read_counts reading
+    recent_queries recurrent registration rerotate rotary saving shared state step steps uncompiled"""
 ENGINE = "answers batch device_memory likelihood one_by_one prefill prefill_examples prompts scheduler sequence"
 IDENTITY = "reading"
 INFERENCE = "answer calls context cuda_graph generate logits pre_pass press rating sampling teacher_forcing turns"
