@@ -94,25 +94,25 @@ class KVCache(Cache):
         self.config = config.get_text_config(decoder=True)
         check_interface(self.config)
         self._prompt_length, self._question = prompt_length, question
-        self.layout = layout_of(self.config)
+        self._layout = layout_of(self.config)
         self.groups = [self._new_group(policy)]
         self.one_prompt = False  # all groups read one and the same sequence
         self._batch: DeviceBatch | None = None  # see `on_device`
         self._evictions = Evictions()
         self._caller = Caller(self.config)
-        self._shared = SharedReads(self.layout)
+        self._shared = SharedReads(self._layout)
         self._attention = GroupAttention(self._evictions, self._shared)
-        self._places = self.layout.places
-        self._chunks = {index: ChunkLayer(index, chunk) for index, chunk in self.layout.chunks.items()}
-        layers: list[Any] = [self._new_layer(index) for index in range(self.layout.layers)]
-        self.attention_layers: list[KVLayer] = [layers[index] for index in self.layout.attention]
+        self._places = self._layout.places
+        self._chunks = {index: ChunkLayer(index, chunk) for index, chunk in self._layout.chunks.items()}
+        layers: list[Any] = [self._new_layer(index) for index in range(self._layout.layers)]
+        self.attention_layers: list[KVLayer] = [layers[index] for index in self._layout.attention]
         super().__init__(layers=layers)
         self._is_user_defined = False  # transformers sets it where `model.generate` is given the cache
 
     def _new_group(self, policy: Policy) -> PolicyGroup:
         """Sequences to come, under a policy. ValueError where only our own generation can drive it."""
         check_policy(policy)
-        if self.layout.latent:
+        if self._layout.latent:
             check_latents(policy)
         # Where every token stays as it came, nothing depends on where a prompt ends.
         several = self._teacher_forced or (policy.store.exact and not policy.evicts)
@@ -123,11 +123,11 @@ class KVCache(Cache):
         place = self._places.get(index)
         if index in self._chunks:
             return self._chunks[index]
-        if index not in self.layout.states:
+        if index not in self._layout.states:
             return EmptyLayer() if place is None else KVLayer(self.groups, place)
         if place is None:
-            return RecurrentLayer(self.groups, index, self.layout)
-        return RecurrentKVLayer(self.groups, place, index, self.layout)
+            return RecurrentLayer(self.groups, index, self._layout)
+        return RecurrentKVLayer(self.groups, place, index, self._layout)
 
     # --- one call of the model, layer by layer ---------------------------------------------------------------------
     @uncompiled  # transformers hands on to attention what this returns, keys and values or not
@@ -136,16 +136,16 @@ class KVCache(Cache):
     ) -> tuple[LayerCall | Tensor, LayerCall | Tensor]:
         """Hand the new keys and values [B,H_kv,M,D] of a layer, or its latents, on to its attention, which appends."""
         place = self._places.get(layer_idx)
-        if layer_idx == self.layout.attending[0]:
+        if layer_idx == self._layout.attending[0]:
             self._caller.check_attention()
         if place is None:
             call = LayerCall(layer_idx, partial(self._in_chunk, layer_idx, key_states, value_states))
             return call, call
         call = LayerCall(layer_idx, partial(self._called, place, key_states, value_states))
-        if self.layout.latent:  # the model expands them on the way, to keys and values of all heads
+        if self._layout.latent:  # the model expands them on the way, to keys and values of all heads
             expect(call)
             return key_states, value_states
-        if place in self.layout.owned:
+        if place in self._layout.owned:
             call = SharedCall(call, partial(self._read, place, key_states.shape[2]))
         return call, call
 
@@ -159,7 +159,7 @@ class KVCache(Cache):
     def _called(self, index: int, keys: Tensor, values: Tensor, reader: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
         """What the attention function calls. reader: the module that attends; args: queries, mask, parameters."""
         queries, mask, params = args
-        self._check_caller(self.layout.attention[index], reader)
+        self._check_caller(self._layout.attention[index], reader)
         if any(group.policy.needs.model for group in self.groups):
             params = params._replace(model=model_layer(reader, queries))
         return self.attend(index, Projected(queries, keys, values), mask, params)
@@ -169,7 +169,7 @@ class KVCache(Cache):
 
         mask [B,M] bool marks the real tokens of this call, None if all are.
         """
-        self._begin(self.layout.attention[index], new, mask)
+        self._begin(self._layout.attention[index], new, mask)
         self._caller.check_heads(self.groups[0], index, new.keys)
         if self._batch is not None:
             out = self._attention.on_device(self._batch, dict(self._rows()), index, new, params)
@@ -177,7 +177,7 @@ class KVCache(Cache):
             out = self._attention.once(self.groups, index, new, params)
         else:
             out = self._attention.each(self._rows(), index, new, params)
-        self._end(self.layout.attention[index])
+        self._end(self._layout.attention[index])
         return out
 
     def _in_chunk(self, layer: int, keys: Tensor, values: Tensor, reader: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
@@ -194,15 +194,15 @@ class KVCache(Cache):
         return group.steps_on(like)
 
     def _check_caller(self, layer: int, reader: nn.Module) -> None:
-        if layer == self.layout.attending[0]:
+        if layer == self._layout.attending[0]:
             self._caller.check(reader)
 
     def _begin(self, layer: int, new: Projected, mask: Tensor | None) -> None:
-        if layer == self.layout.attending[0]:
+        if layer == self._layout.attending[0]:
             self._begin_call(new, mask)
 
     def _end(self, layer: int) -> None:
-        if layer == self.layout.attending[-1] and not self.layout.owners:
+        if layer == self._layout.attending[-1] and not self._layout.owners:
             self._end_call()
 
     def _begin_call(self, new: Projected, mask: Tensor | None) -> None:
@@ -253,7 +253,7 @@ class KVCache(Cache):
         None where no group can, and where layers read what others store, or latents. What changes the groups ends it,
         as does a step for which a store has to grow.
         """
-        layout = self.layout
+        layout = self._layout
         if wanted and self._batch is None and not (layout.owners or layout.chunks or layout.latent):
             groups = [group for group in self.groups if can_join(group)]
             self._batch = DeviceBatch(groups) if groups else None
@@ -346,18 +346,13 @@ class KVCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor held, over all layers."""
-        return sum(layer.nbytes for layer in self.attention_layers) + self.state_nbytes
+        return sum(layer.nbytes for layer in self.attention_layers) + sum(group.state_nbytes for group in self.groups)
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of recurrent layers' states and of chunked layers, which no policy makes smaller."""
-        return sum(group.state_nbytes for group in self.groups)
-
-    @property
-    def recurrent_nbytes(self) -> int:
-        """Bytes of recurrent layers' states."""
+        """Bytes of recurrent layers' states, which no policy makes smaller."""
         states = [(name, state) for group in self.groups for name, state in group.states.items()]
-        return sum(state.nbytes for name, state in states if int(name.partition(".")[0]) not in self.layout.chunks)
+        return sum(state.nbytes for name, state in states if int(name.partition(".")[0]) not in self._layout.chunks)
 
     @property
     def spare_nbytes(self) -> int:

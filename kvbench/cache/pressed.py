@@ -29,7 +29,7 @@ class PressedCache(DynamicCache):
         return self.nbytes
 
     @property
-    def recurrent_nbytes(self) -> int:
+    def state_nbytes(self) -> int:
         """Bytes of recurrent layers' states: models that have any are refused."""
         return 0
 

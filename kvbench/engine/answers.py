@@ -290,7 +290,7 @@ def _held(cell: Cell, cache: KVCache | PressedCache, fed: int) -> dict[str, Any]
         "cache_bytes": cache.held_nbytes,
         "peak_bytes": cache.peak_nbytes,
         "spare_bytes": cache.spare_nbytes,
-        "state_bytes": cache.recurrent_nbytes or None,
+        "state_bytes": cache.state_nbytes or None,
         "full_cache_bytes": cell.checkpoint.full_cache_bytes(fed),
         "full_position_bytes": cell.checkpoint.full_position_bytes(fed),
         "evicted": float(evicted(cache, fed)),

@@ -93,8 +93,6 @@ def _each_sample(prompt: Prompt, samples: int) -> list[Prompt]:
     """A prompt once for each of its answers, numbered among all answers."""
     if samples == 1:
         return [prompt]
-    if prompt.turns:
-        raise UsageError(f"generation.samples={samples} is not allowed: a conversation goes on from one answer")
     first = prompt.example.index * samples
     return [replace(prompt, example=replace(prompt.example, index=first + i), sample=i) for i in range(samples)]
 

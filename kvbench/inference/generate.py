@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
-from kvbench.cache.layout import in_one_call
+from kvbench.cache.layout import in_one_call, layout_of
 from kvbench.cache.pressed import PressedCache
 from kvbench.cache.rotary import forget_lengths
 from kvbench.inference.answer import Answer, choose
@@ -155,9 +155,10 @@ def prefill(
     shifted = mask is not None and schedule.order == "evict_then_attend"
     whole = shifted or in_one_call(model.config, cache.seen + total)
     size = total if whole else schedule.call_size(total)
-    if cache.layout.states:
+    layout = layout_of(cache.config)
+    if layout.states:
         # A later prompt goes on by single tokens where several would begin anew; padding is no token of a call's own.
-        size = 1 if cache.seen and not cache.layout.continues else size if mask is None else max(2, size)
+        size = 1 if cache.seen and not layout.continues else size if mask is None else max(2, size)
     if not cache.seen:
         forget_lengths(model)
     positions = torch.arange(cache.seen, cache.seen + total).expand(len(input_ids), -1)

@@ -22,9 +22,9 @@ def tokens_refused(cell: Cell, prompt: Prompt, sample: Sample) -> str | None:
     kept, policy = sample.kept_tokens or [], cell.policy
     if [len(heads) for heads in kept] != [heads for heads, _ in _shapes(cell)]:
         return "its kept tokens are not those of the model's layers and KV heads"
-    new, steps = sample.generated_tokens or 0, sample.decode_steps or 0
-    if not 0 <= new <= prompt.example.max_new_tokens or not new - 1 <= steps <= new:
-        return f"it has {new} new tokens in {steps} steps, and {prompt.example.max_new_tokens} were allowed"
+    new, steps = (sample.generated_tokens or 0) + len(prompt.dictated), sample.decode_steps or 0
+    if not 0 <= new <= prompt.most_new_tokens or not new - 1 <= steps <= new:
+        return f"it has {new} new tokens in {steps} steps, and {prompt.most_new_tokens} were allowed"
     fed = len(prompt.ids) + steps
     if min(map(min, kept)) < 0 or max(map(max, kept)) > fed:
         return f"a KV head holds more tokens than the {fed} that were read, or fewer than none"
@@ -39,6 +39,7 @@ def _budget_refused(cell: Cell, prompt: Prompt, kept: list[list[int]], fed: int)
     policy, allocator = cell.policy, cell.policy.allocator
     progress = Progress(policy, prompt.length)
     progress.seen, progress.opened, progress.prompt = [fed], [0], [prompt.length]
+    progress.question = [prompt.length if prompt.question is None else prompt.question]
     promised = [n + (not allocator.exact) for n in Budgets(policy, len(kept), progress).promise(0, fed)]
     held = [fmean(heads) if allocator.per_head else max(heads) for heads in kept]
     settled = not isinstance(allocator, JointAllocator | StatisticAllocator)  # each layer's budget by itself

@@ -19,7 +19,7 @@ from kvbench.models.trial import state_bytes
 CHUNKED = {"chunked_layers", "chunk"}  # what shapes with chunked layers have beside
 LATENT = {"kv_lora_rank", "qk_rope_head_dim"}  # what shapes of layers with latents have beside
 HYBRID = {"attention_layers", "state_bytes"}  # what shapes with recurrent layers have beside
-MORE: tuple[set[str], ...] = (set(), CHUNKED, LATENT, HYBRID)
+MORE: tuple[set[str], ...] = (set(), CHUNKED, LATENT, HYBRID, {"state_bytes"})
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -100,7 +100,7 @@ def check_shape(shape: object) -> None:
     names = [f.name for f in fields(CacheShape) if f.default is MISSING and f.name != "dtype"]
     more = set(shape) - set(names) if isinstance(shape, Mapping) else None
     if not isinstance(shape, Mapping) or more is None or not set(names) <= set(shape) or more not in MORE:
-        may = " or ".join(" and ".join(sorted(some)) for some in MORE if some)
+        may = " or ".join(" and ".join(sorted(some)) for some in (CHUNKED, LATENT, HYBRID))
         raise ConfigError("shape", shape, why=f"is not allowed, it must have {', '.join(names)}, and may have {may}")
     for name, value in shape.items():
         whole_number(f"shape.{name}", value, 1)

@@ -30,9 +30,10 @@ def try_out(config: PreTrainedConfig) -> None:
         return
     cache = KVCache(model.config, make_policy("full"), prompt_length=TOKENS)
     if _finishes(model, cache):
-        layers = zip(cache.layout.attention, cache.attention_layers, strict=True)
+        layout = layout_of(cache.config)
+        layers = zip(layout.attention, cache.attention_layers, strict=True)
         without = [str(index) for index, layer in layers if not layer.is_initialized]
-        without += [str(index) for index in cache.layout.states if not cache.has_previous_state(index)]
+        without += [str(index) for index in layout.states if not cache.has_previous_state(index)]
         if without:
             raise InterfaceError(
                 f"layers {', '.join(without)} of {type(model).__name__} keep nothing in the cache, so kvbench could "
@@ -49,7 +50,7 @@ def state_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
         return 0
     cache = KVCache(model.config, make_policy("full"), prompt_length=TOKENS)
     _finishes(model, cache)
-    return cache.recurrent_nbytes
+    return cache.state_nbytes
 
 
 def count_parameters(config: PreTrainedConfig) -> int | None:

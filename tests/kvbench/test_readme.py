@@ -58,11 +58,9 @@ def test_every_example_sweep_has_one_schedule_and_one_decoding_rule(where: str, 
     block = float(given["block"]) if "block" in given else None
     folders = [ROOT / "docs" / "examples" / "conf"]
     configs = [policy_config(name, folders) for name in given["policy"].split(",")]
-    rules = {
-        build(scheduled(config, given.get("schedule"), block, given.get("decode"))["schedule"])
-        for config in configs
-        if config.get("scorer")
-    }
+    every = int(given["every"]) if "every" in given else None
+    how = given.get("schedule"), block, given.get("decode"), every, given.get("protect")
+    rules = {build(scheduled(config, *how)["schedule"]) for config in configs if config.get("scorer")}
     assert len(rules) <= 1, f"{where}: {given['policy']} evict at other moments"
 
 

@@ -42,7 +42,7 @@ def test_one_folder_of_ones_own_comes_before_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"_target_": BLOCKS, "sise": 4}, r"Blocks has no field 'sise' \(allowed: decode, order, .*size\)"),
+        ({"_target_": BLOCKS, "sise": 4}, r"Blocks has no field 'sise' \(allowed: decode, order, .*size, fill\)"),
         ({"_target_": BLOCKS, "size": "4"}, "size must be a number, got '4'"),
         ({"_target_": "kvbench.tasks.hub.HubFile"}, "HubFile needs repo"),
         ({"_target_": "kvbench.nowhere.Part"}, "_target_=kvbench.nowhere.Part cannot be imported: No module named"),

@@ -32,7 +32,7 @@ def verdict(script: ModuleType, name: str) -> tuple[str, str]:
     [
         ("bloom", "its attention is written into the model"),
         ("mamba", "recurrent layers alone"),
-        ("deepseek_v2", "what its cache holds before attention"),
+        ("diffllama", "what its cache holds before attention"),
         ("phimoe", "stands in the mask alone"),
         ("minimax", "keeps their states elsewhere"),
     ],
