@@ -34,9 +34,9 @@ CHANGING_WORDS = (
 )
 """Words in the names of arguments that change attention, switches included."""
 
-_WINDOWS: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
-"""The window that each attention module passed last, which was found to be that of its layer's type: asking a
-configuration costs more than all other checks, and they come at every token in every layer."""
+_WINDOWS: WeakKeyDictionary[nn.Module, tuple[int | None, int | None]] = WeakKeyDictionary()
+"""The window that each attention module passed last, and that of its layer: asking a configuration costs more than all
+other checks, and they come at every token in every layer."""
 
 
 class LayerCall(NotATensor):
@@ -81,10 +81,12 @@ class SharedCall(LayerCall):
 
 class _Expected(threading.local):
     call: LayerCall | None = None
+    window: int | None = None
 
 
 _EXPECTED = _Expected()
-"""The call of a layer whose latents the model now expands: what attention gets is then plain tensors."""
+"""The call of a layer whose latents the model now expands: what attention gets is then plain tensors. The window of
+the mask that was made last: of all layers, in models that name no types of them."""
 
 
 def expect(call: LayerCall) -> None:
@@ -129,9 +131,10 @@ def kvbench_attention(
     """
     call, latents = _call_of(module, key, value)
     _refuse_unknown(module, kwargs)
-    if _WINDOWS.get(module, ...) != sliding_window:
-        _refuse_kind(module, sliding_window)
-        _WINDOWS[module] = sliding_window
+    passed, window = _WINDOWS.get(module, (..., None))
+    if passed != sliding_window:
+        window = _window(module, sliding_window)
+        _WINDOWS[module] = sliding_window, window
     if dropout:
         raise ValueError(f"{_name(module)} asks for attention dropout {dropout}: call model.eval() before generating")
     if attention_mask is not None and attention_mask.shape[1::2] == (1, 1):  # as `kvbench_mask` makes it
@@ -140,7 +143,7 @@ def kvbench_attention(
         raise ValueError("kvbench takes 2D padding masks [batch, tokens]; a 4D attention mask cannot follow evictions")
     sinks = None if s_aux is None else s_aux.detach()[None]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    how = AttentionParams(scale, softcap, sliding_window, sinks, latents=latents)
+    how = AttentionParams(scale, softcap, window, sinks, latents=latents)
     return call(module, query, attention_mask, how).transpose(1, 2).contiguous(), None
 
 
@@ -190,26 +193,30 @@ def _says_one_of(words: tuple[str, ...], name: str) -> bool:
     return any(word in name for word in words)
 
 
-def _refuse_kind(module: nn.Module, sliding_window: int | None) -> None:
-    """InterfaceError for layers whose window does not reach attention, and for types kvbench does not know."""
+def _window(module: nn.Module, passed: int | None) -> int | None:
+    """The sliding window of a layer: what it passes to attention, else what the model's mask has for its type.
+
+    InterfaceError for types of layers kvbench does not know, and for windows that the model does not look through.
+    """
     config = module.config
     kinds = getattr(config, "layer_types", None)
     index = getattr(module, "layer_idx", None)  # None where several layers share their attention's weights
     kind = kinds[index] if kinds and index is not None else None
     if kind not in (None, *KINDS):
         raise InterfaceError(f"{_name(module)} has a layer of type {kind!r}; kvbench knows {' and '.join(KINDS)}")
-    if sliding_window is not None:
-        return
-    if kind in ("sliding_attention", "hybrid_sliding"):
+    window: int | None = getattr(config, "sliding_window", None)
+    if kind is None:
+        slides = window is not None and getattr(config, "use_sliding_window", True)
+    else:
+        slides = kind in ("sliding_attention", "hybrid_sliding")
+    if passed is not None or not slides:
+        return passed
+    if not window or (kind is None and window != _EXPECTED.window):
         raise InterfaceError(
-            f"{_name(module)} has sliding-window layers but does not pass sliding_window to its attention"
+            f"{_name(module)} has a sliding window that neither its attention nor its mask is told "
+            f"(sliding_window={window}), so kvbench cannot follow it; a configuration with sliding_window=null has none"
         )
-    window = getattr(config, "sliding_window", None)
-    if kind is None and window is not None and getattr(config, "use_sliding_window", True):
-        raise InterfaceError(
-            f"{_name(module)} does not pass its sliding window of {window} tokens to its attention (it stands in the "
-            "mask alone), so kvbench cannot follow it; a configuration with sliding_window=null has none"
-        )
+    return window
 
 
 @uncompiled
@@ -219,6 +226,7 @@ def kvbench_mask(
     q_length: int | None = None,
     cache_position: Tensor | None = None,
     allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
     **kwargs: Any,  # noqa: ANN401
 ) -> Tensor | None:
     """Which of the call's new tokens are real, bool [B,1,M,1]; None if all are. Causality is decided from positions.
@@ -227,6 +235,7 @@ def kvbench_mask(
     prompts padded on the right, whose next token would follow padding.
     """
     _EXPECTED.call = None  # of a call that came to no end
+    _EXPECTED.window = local_size
     if not allow_is_causal_skip:
         raise InterfaceError(
             "the model changes the causal mask (packed, bidirectional, crossing or chosen tokens), which kvbench does "

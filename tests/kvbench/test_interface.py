@@ -16,7 +16,7 @@ from transformers import (
     Llama4TextConfig,
     MambaConfig,
     MiniMaxConfig,
-    PhimoeConfig,
+    MoshiConfig,
     PreTrainedConfig,
     RecurrentGemmaConfig,
     RwkvConfig,
@@ -52,7 +52,7 @@ def small(kind: type[PreTrainedConfig], **fields: object) -> Any:
             {"layer_types": MIXED, "num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
             "^the layers of Gemma4ForCausalLM differ in their number of KV heads",
         ),
-        (PhimoeConfig, {"sliding_window": 8}, "PhimoeAttention does not pass its sliding window of 8 tokens"),
+        (MoshiConfig, {"sliding_window": 8}, "^MoshiAttention has a sliding window that neither its attention nor"),
     ],
 )
 def test_what_kvbench_cannot_follow_is_refused_without_weights(
@@ -78,7 +78,7 @@ def test_what_kvbench_can_follow_passes_the_trial(kind: type[PreTrainedConfig], 
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_mixtures_of_experts_are_exact(family: str) -> None:
-    """A prompt longer than Mixtral's window, then token by token; eager attention has its softmax in float32."""
+    """A prompt longer than the windows, then token by token; eager attention has its softmax in float32."""
     model: Any = tiny_mixture(family)
     ids = torch.tensor([prompt(44)])
     with torch.no_grad():

@@ -33,7 +33,7 @@ def verdict(script: ModuleType, name: str) -> tuple[str, str]:
         ("bloom", "its attention is written into the model"),
         ("mamba", "recurrent layers alone"),
         ("diffllama", "what its cache holds before attention"),
-        ("phimoe", "stands in the mask alone"),
+        ("moshi", "neither its attention nor its mask is told"),
         ("minimax", "keeps their states elsewhere"),
     ],
 )

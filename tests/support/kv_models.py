@@ -132,7 +132,10 @@ MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "minimax
 
 
 def tiny_mixture(family: str, seed: int = 0) -> PreTrainedModel:
-    """A random mixture of four experts, two of them chosen for each token; Mixtral with a sliding window."""
+    """A random mixture of four experts, two of them chosen for each token.
+
+    Mixtral passes a sliding window to its attention; in Phi-MoE and in Qwen2-MoE's first layer the mask has it.
+    """
     sizes: Sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -151,7 +154,8 @@ def tiny_mixture(family: str, seed: int = 0) -> PreTrainedModel:
         "pad_token_id": PADDING,
         "initializer_range": 0.3,
     }
-    windows: Sizes = {"mixtral": {"sliding_window": SLIDING}, "phimoe": {"sliding_window": None}}
+    slides: Sizes = {"sliding_window": SLIDING}
+    windows: Sizes = {"mixtral": slides, "phimoe": slides, "qwen2_moe": slides | {"use_sliding_window": True}}
     known = CONFIG_MAPPING[family]
     fields = {name: value for name, value in sizes.items() if name in signature(known.__init__).parameters}
     torch.manual_seed(seed)
