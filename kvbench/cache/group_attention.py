@@ -27,7 +27,7 @@ class GroupAttention:
     """
 
     def __init__(self, evictions: Evictions, shared: SharedReads) -> None:
-        self._evictions = evictions
+        self.evictions = evictions
         self._shared = shared
 
     def each(
@@ -114,14 +114,14 @@ class GroupAttention:
             self._shared.add(group, layer, step, new.values)
             self._evict(group, layer, step)
             return out
-        self._evictions.add(group, layer, step)
+        self.evictions.add(group, layer, step)
         self._shared.add(group, layer, step, new.values)
         own = new.values if params.latents is None else params.latents.expand(new.keys, new.values)[1]
         return attend_to_survivors(step, own)
 
     def _evict(self, group: PolicyGroup, layer: LayerState, step: LayerStep) -> None:
         later = self._shared.holds_up(layer, step)
-        (self._evictions.add_later if later else self._evictions.add)(group, layer, step)
+        (self.evictions.add_later if later else self.evictions.add)(group, layer, step)
 
 
 def _nothing(new: Projected, params: AttentionParams) -> Tensor:

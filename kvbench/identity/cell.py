@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from kvbench.config.naming import refusing_in
 from kvbench.config.presets import SCHEDULE, build_policy, scheduled
 from kvbench.config.tree import build, part_class
 from kvbench.errors import ConfigError, UsageError
-from kvbench.identity.code_digest import code_digest
+from kvbench.identity.code_digest import code_digest, modules_of
 from kvbench.identity.labels import Naming, flat
 from kvbench.inference.context import check_context
 from kvbench.inference.cuda_graph import can_record, can_replay, check_graph
@@ -279,18 +279,6 @@ def _default(field: Field[Any]) -> object:
     if field.default_factory is not MISSING:
         return field.default_factory()
     return None if field.default is MISSING else field.default
-
-
-def modules_of(described: object) -> Iterator[str]:
-    """The modules of all classes in a described part."""
-    if isinstance(described, Mapping):
-        if "class" in described:
-            yield str(described["class"]).rpartition(".")[0]
-        for value in described.values():
-            yield from modules_of(value)
-    elif isinstance(described, list):
-        for value in described:
-            yield from modules_of(value)
 
 
 def check_shapes(policy: Policy, config: PreTrainedConfig) -> None:

@@ -11,7 +11,7 @@ import ast
 import hashlib
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -198,3 +198,15 @@ def _text(node: object, message: bool = False) -> str:
     if isinstance(node, list):
         return f"[{', '.join([_text(part, message) for part in node if not _is_words(part)])}]"
     return repr(node)
+
+
+def modules_of(described: object) -> Iterator[str]:
+    """The modules of all classes in a described part."""
+    if isinstance(described, Mapping):
+        if "class" in described:
+            yield str(described["class"]).rpartition(".")[0]
+        for value in described.values():
+            yield from modules_of(value)
+    elif isinstance(described, list):
+        for value in described:
+            yield from modules_of(value)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvbench import tasks
-from kvbench.identity.cell import COMPUTES, describe, modules_of
-from kvbench.identity.code_digest import _definitions, code_digest, reached
+from kvbench.identity.cell import COMPUTES, describe
+from kvbench.identity.code_digest import _definitions, code_digest, modules_of, reached
 from kvbench.policies.scorers.knorm import KNorm
 from kvbench.policies.scorers.snapkv import SnapKV
 

@@ -271,7 +271,7 @@ def evictions(slug: str, bench: Bench) -> list[tuple[float, float]]:
     def cache(*how: Any) -> KVCache:  # noqa: ANN401 - as a provider's
         made = provider.cache(*how)
         assert isinstance(made, KVCache)
-        made._evictions = TimedEvictions(bench.device)
+        made._evictions = made._attention.evictions = TimedEvictions(bench.device)
         timed.append(made._evictions)
         return made
 
