@@ -88,11 +88,17 @@ def run(protocol: BenchProtocol, settings: Settings) -> int:
         **protocol.identity(bench),
     }
     journal = Journal(settings.out / f"{protocol.series}.jsonl", identity)
-    left = journal.measure(cells, device, settings.seconds)
+    stopped: KeyboardInterrupt | None = None
+    try:
+        left = journal.measure(cells, device, settings.seconds)
+    except KeyboardInterrupt as error:  # what was measured is shown all the same
+        stopped, left = error, [cell.key for cell in cells if cell.key not in journal.cells]
     found = {cell.key: journal.cells[cell.key] for cell in cells if cell.key in journal.cells}
     if journal.mistakes:  # before all else: a picture shows only the first lines
         lines.insert(1, f"failed, and tried again by the same command: {'; '.join(journal.mistakes)}")
     if left:
         lines.insert(1, f"{len(left)} of {len(cells)} cells are left: the same command goes on with {left[0]}")
     show(write(bench, protocol, found, lines), lines)
+    if stopped is not None:
+        raise stopped
     return AGAIN if left else 1 if journal.mistakes else 0

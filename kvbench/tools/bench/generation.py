@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,8 +86,11 @@ class Run:
             assert isinstance(cache, KVCache)
             replay = partial(Recorder(model).step, cache)
             return lambda token, position: replay(token, position.expand(len(token), -1)).argmax(-1, keepdim=True)
-        compiled = torch.compile(model.forward, mode="reduce-overhead") if self.provider.compiled else model
-        call = partial(compiled, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        forward: Callable[..., Any] = model
+        if self.provider.compiled:
+            torch.compiler.reset()  # for this cache's size alone: PyTorch gives up compiling after eight of them
+            forward = torch.compile(model.forward, mode="reduce-overhead", dynamic=False)
+        call = partial(forward, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return lambda token, position: call(token, position_ids=position).logits[:, -1:].argmax(-1)
 
     def _call(self, columns: slice) -> Tensor:
@@ -186,10 +190,14 @@ PROFILED = 4  # steps
 
 
 def warm_up(model: PreTrainedModel, provider: Provider, length: int, batch: int = 1) -> None:
-    """A short run before the timed one: it compiles what is compiled, and finds its way."""
+    """A short run before the timed one: it loads kernels and finds its way.
+
+    Without steps of a compiled model: they are of one cache's size, whose own first steps compile them.
+    """
     run = Run(model, provider, random_ids(model, batch, length))
     run.prefill(in_parts=True)
-    run.decode(2)
+    if not provider.compiled:
+        run.decode(2)
     run.forget()
 
 

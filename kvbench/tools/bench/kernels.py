@@ -59,14 +59,17 @@ class KernelsProtocol(BenchProtocol):
     model: str = ""
 
     def remarks(self, bench: Bench) -> list[str]:
+        most = _most(bench)
         return [
-            f"{FEWEST} to {MOST} runs, {SECONDS} s of them, after a first one that compiles; on a GPU the time of the "
-            f"device, which is kept busy until a call is launched, over inputs that take turns and are {COLD} times "
-            "its cache; of the limit: bytes that must be moved over the time at a copy's bandwidth"
+            f"{min(FEWEST, most)} to {most} runs, {SECONDS} s of them, after a first one that compiles; on a GPU the "
+            "time of the device, which is kept busy until a call is launched, over inputs that take turns and are "
+            f"{COLD} times its cache; floor: the bytes that must be moved, at a copy's bandwidth; of the limit: the "
+            "floor over the time"
         ]
 
     def cells(self, bench: Bench) -> list[Cell]:
-        return [Cell(case.key, partial(_measure, case, bench.device), foreign=True) for case in found_cases(bench)]
+        measured = partial(_measure, device=bench.device, most=_most(bench))
+        return [Cell(case.key, partial(measured, case), foreign=True) for case in found_cases(bench)]
 
     def rows(self, bench: Bench, found: Mapping[str, Record]) -> list[Row]:
         return [row for case in found_cases(bench) if case.key in found for row in _rows(bench, case, found)]
@@ -117,13 +120,18 @@ def found_cases(bench: Bench) -> Iterator[KernelCase]:
 
 
 # --- what is measured ------------------------------------------------------------------------------------------------
-def _measure(case: KernelCase, device: torch.device) -> Record:
+def _most(bench: Bench) -> int:
+    """Timed calls of a provider."""
+    return bench.settings.repeats or MOST
+
+
+def _measure(case: KernelCase, device: torch.device, most: int = MOST) -> Record:
     """Every provider of a case: wrong by how much, and if not too wrong, how fast."""
     yardstick: list[Tensor] | None = None
     found: dict[str, Record] = {}
     with torch.inference_mode():
         for name in case.providers:
-            record, out = _provider(case, name, device, None if name in case.beside else yardstick)
+            record, out = _provider(case, name, device, most, None if name in case.beside else yardstick)
             if "failed" in record and lost(device):  # the others cannot be measured by this process
                 return {"failed": f"{name}: {record['failed']}"}
             yardstick = out if yardstick is None else yardstick
@@ -132,7 +140,7 @@ def _measure(case: KernelCase, device: torch.device) -> Record:
 
 
 def _provider(
-    case: KernelCase, name: str, device: torch.device, yardstick: list[Tensor] | None
+    case: KernelCase, name: str, device: torch.device, most: int, yardstick: list[Tensor] | None
 ) -> tuple[Record, list[Tensor] | None]:
     out: list[Tensor] = []
 
@@ -146,9 +154,9 @@ def _provider(
         record = {"first_ms": clock.laps()[0], "error": error, "right": error <= case.tolerance}
         if not record["right"]:
             return record
-        more = range(sets_of_inputs(case.bytes_moved, device) - 1)
+        more = range(sets_of_inputs(case.bytes_moved, device, most) - 1)
         calls = [call, *(partial(case.providers[name], **case.setup(device)) for _ in more)]
-        return record | {"ms": time_calls(calls, device).as_dict()}
+        return record | {"ms": time_calls(calls, device, most).as_dict()}
 
     record = attempt(Cell("", measured, foreign=True))
     return record, out or None
@@ -185,9 +193,10 @@ def _rows(bench: Bench, case: KernelCase, found: Mapping[str, Record]) -> Iterat
         if ms is None:
             yield row(None, _without_time(provider))
             continue
-        share = case.bytes_moved / record["copy_bytes_per_s"] / (1e-3 * ms["p50"])
+        floor = 1e3 * case.bytes_moved / record["copy_bytes_per_s"]
+        share = floor / ms["p50"]
         flops = f", {case.flops / ms['p50'] / 1e9:.1f} TFLOP/s" if case.flops else ""
-        note = f"error {provider['error']:.1e}, first call {provider['first_ms']:.0f} ms{flops}"
+        note = f"floor {floor:.3g} ms, error {provider['error']:.1e}, first call {provider['first_ms']:.0f} ms{flops}"
         bound: dict[str, Any] = {}
         if aim is not None and name == "triton" and case.bytes_moved >= LARGE:
             bound = {"bound": f"at least {aim:.0%} of the limit", "met": share >= aim if bench.judged else None}

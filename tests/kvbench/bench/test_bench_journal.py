@@ -41,6 +41,24 @@ def test_a_killed_benchmark_goes_on_with_the_cell_it_was_in(tmp_path: Path) -> N
     assert [line["value"] for line in written if "value" in line] == [3, 4, 5]
 
 
+def test_a_benchmark_that_is_stopped_shows_what_it_measured(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[int] = []
+
+    def measure(*given: Any, own: Any = generation.measure) -> dict[str, object]:
+        measured.append(1)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return own(*given)
+
+    monkeypatch.setattr(generating, "measure", measure)
+    arguments = [f"model={folder}", "scale=512", "device=cpu", "policies=full,h2o", "lengths=256", "rivals=none"]
+    assert main(["d2o_table12", *arguments, f"out={tmp_path}"]) == 130
+    assert {row["method"] for row in rows_of(tmp_path / "d2o_table12.csv")} == {"full"}
+    assert "1 of 2 cells are left: the same command goes on with h2o" in capsys.readouterr().out
+
+
 def test_a_cell_that_fails_takes_no_other_with_it_and_is_tried_again_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
