@@ -136,13 +136,15 @@ class Run:
         return [ms for ms, a, b in zip(laps, loaded, loaded[1:], strict=False) if a == b] or laps
 
     def profiled(self, tokens: int) -> dict[str, float]:
-        """What the device did in some decoding steps, per step: milliseconds it was busy, and its launches."""
+        """What a GPU did in some decoding steps, per step: milliseconds it was busy, and its launches; else nothing."""
+        if self._model.device.type != "cuda":
+            return {}
         self.decode(1)
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             self.decode(tokens)
         work = [event for event in found.events() or () if event.device_type.name == "CUDA"]
         busy = sum(event.time_range.elapsed_us() for event in work) / 1e3
-        return {"busy_ms": busy / tokens, "launches": len(work) / tokens}
+        return {"busy_ms": busy / tokens, "launches": len(work) / tokens} if work else {}
 
     @property
     def held_bytes(self) -> int:
@@ -220,7 +222,7 @@ def measure(model: PreTrainedModel, provider: Provider, job: Job) -> dict[str, o
     _reset_peak(model.device)
     steps = run.decode(job.timed)
     _reserve(model, provider, job, run.held_bytes)
-    looked = run.profiled(PROFILED) if job.profiled and model.device.type == "cuda" else {}
+    looked = run.profiled(PROFILED) if job.profiled else {}
     return {
         "prefill_ms": prefills,
         "decode_ms": steps,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from bench_model import CPU, prompt, refuse_to_measure, rows_of
 from kv_models import tiny
 
-from kvbench.tools.bench import generating, generation
+from kvbench.tools.bench import generating, generation, machine
 from kvbench.tools.bench.cli import main
 from kvbench.tools.bench.generation import Run
 from kvbench.tools.bench.journal import Cell, Journal
@@ -93,6 +94,17 @@ def test_a_lost_device_ends_the_process_and_the_next_one_goes_on(
     assert "the device is lost to this process after 'full, 96+4 tokens" in said
     assert main(arguments) == 0
     assert {row["method"] for row in rows_of(tmp_path / "d2o_table12.csv") if row["value"]} == {"full", "h2o"}
+
+
+def test_a_small_cell_does_not_wait_for_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, asked = [100.0], list[str]()
+    monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(machine, "_smi", lambda query: asked.append(query) or "answer")
+    states = []
+    for clock[0] in (100.0, 101.0, 108.0):
+        states.append(machine.momentary(torch.device("cuda")))
+    assert len(asked) == 2 * 2, "two questions, once in five seconds"
+    assert {state["gpu"] for state in states} == {"answer"}
 
 
 def test_what_compiles_a_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
