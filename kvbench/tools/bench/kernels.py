@@ -23,9 +23,12 @@ from kvbench.tools.bench.journal import Cell, Record, attempt, why_not
 from kvbench.tools.bench.machine import lost
 from kvbench.tools.bench.providers import tensors_in
 from kvbench.tools.bench.report import dots_of
+from kvbench.tools.bench.rivals import installed
 
 PROMISED, LARGE = {"decode_attention": 0.7, "quantised_attention": 0.6}, 2**28
 """Shares of a copy's bandwidth that our kernels are to reach, from so many bytes on."""
+MORE = ("flash_attn", "flashinfer")
+"""Packages that cases compare with where they are installed."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,13 @@ class KernelsProtocol(BenchProtocol):
 
     def remarks(self, bench: Bench) -> list[str]:
         most = _most(bench)
+        absent = [package for package in MORE if not installed(package)]
         return [
             f"{min(FEWEST, most)} to {most} runs, {SECONDS} s of them, after a first one that compiles; on a GPU the "
             "time of the device, which is kept busy until a call is launched, over inputs that take turns and are "
             f"{COLD} times its cache; floor: the bytes that must be moved, at a copy's bandwidth; of the limit: the "
-            "floor over the time"
+            "floor over the time",
+            *([f"without {' and '.join(absent)}: not installed"] if absent else []),
         ]
 
     def cells(self, bench: Bench) -> list[Cell]:

@@ -74,7 +74,9 @@ def test_what_can_be_recorded_is_timed_eager_and_graphed(
     assert len(replays) >= 3, "the three timed steps are replays"
 
 
-def test_kernels_are_checked_before_they_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_are_checked_before_they_are_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cases = tmp_path / "made_up_cases"
     cases.mkdir()
     (cases / "doubling.py").write_text(
@@ -87,6 +89,7 @@ def test_kernels_are_checked_before_they_are_timed(tmp_path: Path, capsys: pytes
         "        providers={'reference': lambda x: x * 2, 'sum': lambda x: x + x, 'wrong': lambda x: x * 2.1,\n"
         "                   'other': lambda x: x[:3], 'broken': lambda x: x.no_such_method()}, beside=('other',))\n"
     )
+    monkeypatch.setattr(kernels, "MORE", ("torch", "no_such_package", "nor_this"))
     asked = [f"cases={cases}", f"out={tmp_path}", "device=cpu", "scale=2"]
     assert main(["kernels", *asked, "only=tripling"]) == 2
     assert "only=tripling is in the name of no case, such as doubling, 1000 numbers" in capsys.readouterr().err
@@ -102,7 +105,9 @@ def test_kernels_are_checked_before_they_are_timed(tmp_path: Path, capsys: pytes
     assert found["wrong"]["value"] == ""
     assert "wrong: relative error 5.0e-02" in found["wrong"]["note"]  # 2.1 / 2 - 1
     assert "no_such_method" in found["broken"]["note"]
-    assert "kernels:" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "kernels:" in said
+    assert "without no_such_package and nor_this: not installed" in said
     assert (tmp_path / "kernels.svg").exists()
 
 
