@@ -27,6 +27,8 @@ from kvbench.tools.bench.rivals import installed
 
 PROMISED, LARGE = {"decode_attention": 0.7, "quantised_attention": 0.6}, 2**28
 """Shares of a copy's bandwidth that our kernels are to reach, from so many bytes on."""
+OURS = ("triton", "positions", "alone")
+"""Providers whose failure is a mistake of ours; those of others may fail."""
 MORE = ("flash_attn", "flashinfer")
 """Packages that cases compare with where they are installed."""
 
@@ -74,7 +76,7 @@ class KernelsProtocol(BenchProtocol):
 
     def cells(self, bench: Bench) -> list[Cell]:
         measured = partial(_measure, device=bench.device, most=_most(bench))
-        return [Cell(case.key, partial(measured, case), foreign=True) for case in found_cases(bench)]
+        return [Cell(case.key, partial(measured, case)) for case in found_cases(bench)]
 
     def rows(self, bench: Bench, found: Mapping[str, Record]) -> list[Row]:
         return [row for case in found_cases(bench) if case.key in found for row in _rows(bench, case, found)]
@@ -141,7 +143,18 @@ def _measure(case: KernelCase, device: torch.device, most: int = MOST) -> Record
                 return {"failed": f"{name}: {record['failed']}"}
             yardstick = out if yardstick is None else yardstick
             found[name] = record
-    return {"providers": found, "bytes_moved": case.bytes_moved, "flops": case.flops}
+    measured = {"providers": found, "bytes_moved": case.bytes_moved, "flops": case.flops}
+    broken = [f"{name}: {_without_time(found[name])}" for name in OURS if _broken(found.get(name, {"ms": 0}))]
+    return measured | {"failed": broken[0]} if broken and runs_ours(device) else measured
+
+
+def runs_ours(device: torch.device) -> bool:
+    """Whether our kernels run there, so that one which has no time is a mistake."""
+    return device.type == "cuda"
+
+
+def _broken(provider: Record) -> bool:
+    return "ms" not in provider and "out_of_memory" not in provider
 
 
 def _provider(
@@ -163,7 +176,7 @@ def _provider(
         calls = [call, *(partial(case.providers[name], **case.setup(device)) for _ in more)]
         return record | {"ms": time_calls(calls, device, most).as_dict()}
 
-    record = attempt(Cell("", measured, foreign=True))
+    record = attempt(Cell("", measured, foreign=name not in OURS or not runs_ours(device)))
     return record, out or None
 
 

@@ -122,6 +122,27 @@ def test_every_kernel_case_runs_at_a_small_scale(tmp_path: Path, monkeypatch: py
     assert any("2 bits of 32" in row["task"] for row in rows if row["task"].startswith("quantised_attention"))
 
 
+def test_a_wrong_kernel_of_ours_fails_its_case_and_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def doubled(*providers: str) -> KernelCase:
+        calls = {
+            name: lambda x, name=name: x * (3 if name in providers else 2) for name in ("pytorch", "triton", "topk")
+        }
+        return KernelCase("double", "3", lambda device: {"x": torch.ones(3)}, calls, bytes_moved=24)
+
+    monkeypatch.setattr(kernels, "runs_ours", lambda device: True)
+    codes = []
+    for case in (doubled("triton", "topk"), doubled("topk"), doubled()):
+        monkeypatch.setattr(kernels, "found_cases", lambda bench, case=case: iter([case]))
+        codes.append(main(["kernels", f"out={tmp_path}", "device=cpu"]))
+    assert codes == [1, 0, 0]
+    assert "tried again by the same command: double, 3" in capsys.readouterr().out
+    found = {row["method"]: row for row in rows_of(tmp_path / "kernels.csv")}
+    assert float(found["triton"]["value"]) > 0
+    assert "wrong: relative error 5.0e-01" in found["topk"]["note"], "a rival may be wrong: its case is done"
+
+
 def test_a_provider_that_loses_the_device_leaves_the_others_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def illegal(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
