@@ -53,11 +53,11 @@ def _between(first: torch.cuda.Event | float, second: torch.cuda.Event | float) 
 
 
 # --- one call --------------------------------------------------------------------------------------------------------
-def sets_of_inputs(nbytes: int, device: torch.device, most: int = MOST) -> int:
-    """How many sets of a call's inputs take turns in `most` calls, so that each is read from memory; 1 on a CPU."""
+def sets_of_inputs(nbytes: int, device: torch.device) -> int:
+    """How many sets of a call's inputs take turns so that each is read from memory; 1 on a CPU."""
     if device.type != "cuda":
         return 1
-    return min(most, 1 + COLD * _cache_bytes(device) // max(1, nbytes))
+    return min(MOST, 1 + COLD * _cache_bytes(device) // max(1, nbytes))
 
 
 def _cache_bytes(device: torch.device) -> int:
@@ -69,7 +69,7 @@ def _fill_cache(device: torch.device) -> None:
     torch.zeros(COLD * _cache_bytes(device), dtype=torch.uint8, device=device)
 
 
-def time_calls(calls: Sequence[Callable[[], object]], device: torch.device, most: int = MOST) -> Spread:
+def time_calls(calls: Sequence[Callable[[], object]], device: torch.device) -> Spread:
     """Milliseconds of a call that was made before, on sets of inputs that take turns. RuntimeError as `Delayed`."""
     timed = _seconds
     if device.type == "cuda":
@@ -79,7 +79,7 @@ def time_calls(calls: Sequence[Callable[[], object]], device: torch.device, most
     for call in cycle(calls):
         times.append(timed(call))
         long = times[0] > 1e3 * SECONDS  # so long that one has to do
-        if long or len(times) >= most or (len(times) >= FEWEST and sum(times) > 1e3 * SECONDS):
+        if long or len(times) >= MOST or (len(times) >= FEWEST and sum(times) > 1e3 * SECONDS):
             break
     return spread(times)
 

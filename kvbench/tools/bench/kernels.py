@@ -64,10 +64,9 @@ class KernelsProtocol(BenchProtocol):
     model: str = ""
 
     def remarks(self, bench: Bench) -> list[str]:
-        most = _most(bench)
         absent = [package for package in MORE if not installed(package)]
         return [
-            f"{min(FEWEST, most)} to {most} runs, {SECONDS} s of them, after a first one that compiles; on a GPU the "
+            f"{FEWEST} to {MOST} runs, {SECONDS} s of them, after a first one that compiles; on a GPU the "
             "time of the device, which is kept busy until a call is launched, over inputs that take turns and are "
             f"{COLD} times its cache; floor: the bytes that must be moved, at a copy's bandwidth; of the limit: the "
             "floor over the time",
@@ -75,8 +74,7 @@ class KernelsProtocol(BenchProtocol):
         ]
 
     def cells(self, bench: Bench) -> list[Cell]:
-        measured = partial(_measure, device=bench.device, most=_most(bench))
-        return [Cell(case.key, partial(measured, case)) for case in found_cases(bench)]
+        return [Cell(case.key, partial(_measure, case, bench.device)) for case in found_cases(bench)]
 
     def rows(self, bench: Bench, found: Mapping[str, Record]) -> list[Row]:
         return [row for case in found_cases(bench) if case.key in found for row in _rows(bench, case, found)]
@@ -127,18 +125,13 @@ def found_cases(bench: Bench) -> Iterator[KernelCase]:
 
 
 # --- what is measured ------------------------------------------------------------------------------------------------
-def _most(bench: Bench) -> int:
-    """Timed calls of a provider."""
-    return bench.settings.repeats or MOST
-
-
-def _measure(case: KernelCase, device: torch.device, most: int = MOST) -> Record:
+def _measure(case: KernelCase, device: torch.device) -> Record:
     """Every provider of a case: wrong by how much, and if not too wrong, how fast."""
     yardstick: list[Tensor] | None = None
     found: dict[str, Record] = {}
     with torch.inference_mode():
         for name in case.providers:
-            record, out = _provider(case, name, device, most, None if name in case.beside else yardstick)
+            record, out = _provider(case, name, device, None if name in case.beside else yardstick)
             if "failed" in record and lost(device):  # the others cannot be measured by this process
                 return {"failed": f"{name}: {record['failed']}"}
             yardstick = out if yardstick is None else yardstick
@@ -158,7 +151,7 @@ def _broken(provider: Record) -> bool:
 
 
 def _provider(
-    case: KernelCase, name: str, device: torch.device, most: int, yardstick: list[Tensor] | None
+    case: KernelCase, name: str, device: torch.device, yardstick: list[Tensor] | None
 ) -> tuple[Record, list[Tensor] | None]:
     out: list[Tensor] = []
 
@@ -172,9 +165,9 @@ def _provider(
         record = {"first_ms": clock.laps()[0], "error": error, "right": error <= case.tolerance}
         if not record["right"]:
             return record
-        more = range(sets_of_inputs(case.bytes_moved, device, most) - 1)
+        more = range(sets_of_inputs(case.bytes_moved, device) - 1)
         calls = [call, *(partial(case.providers[name], **case.setup(device)) for _ in more)]
-        return record | {"ms": time_calls(calls, device, most).as_dict()}
+        return record | {"ms": time_calls(calls, device).as_dict()}
 
     record = attempt(Cell("", measured, foreign=name not in OURS or not runs_ours(device)))
     return record, out or None

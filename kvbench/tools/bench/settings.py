@@ -47,7 +47,7 @@ class Settings:
     batches: Annotated[list[int] | None, "such as 1,8"] = None
     new_tokens: Annotated[int | None, "of the answer"] = None
     timed: Annotated[int | None, "so many of them are timed"] = None
-    repeats: Annotated[int | None, "of a prefill or a round; of kernels: timed calls at most"] = None
+    repeats: Annotated[int | None, "of a prefill or a round"] = None
     seconds: Annotated[int | None, "no cell begins once so many have passed; the same command goes on later"] = None
     decode: Annotated[str | None, "of sweep: evict or grow after the prompt, all policies alike"] = None
     cases: Annotated[str | None, "of kernels: folder of the cases (scripts/kernel_cases)"] = None
@@ -63,7 +63,7 @@ def keys_help() -> str:
     return "\n".join(f"  {name + '=':12} {hint.__metadata__[0]}" for name, hint in hints.items())
 
 
-OF_KERNELS = ("scale", "device", "repeats", "seconds", "cases", "only", "out")
+OF_KERNELS = ("scale", "device", "seconds", "cases", "only", "out")
 """All that the protocol `kernels` looks at, which runs no model."""
 OF_ONE = {"cases": "kernels", "only": "kernels", "decode": "sweep"}
 """Settings that one protocol alone has a use for."""

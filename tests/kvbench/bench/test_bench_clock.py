@@ -70,7 +70,6 @@ def test_the_time_of_a_kernel_is_the_devices_however_long_its_launch_takes(launc
 @pytest.mark.usefixtures("device")
 def test_inputs_that_take_turns_are_twice_the_devices_cache_or_one_for_every_call() -> None:
     assert [sets_of_inputs(size, CUDA) for size in (10_000, 1_000_000, 99_000_000, 500_000_000)] == [200, 101, 2, 1]
-    assert sets_of_inputs(10_000, CUDA, most=1) == 1
     assert sets_of_inputs(10_000, torch.device("cpu")) == 1
 
 
@@ -79,5 +78,5 @@ def test_sets_that_are_fewer_than_the_cache_holds_leave_it_before_they_are_timed
 ) -> None:
     done: list[str] = []
     monkeypatch.setattr(clock, "_fill_cache", lambda device: done.append("filled"))
-    time_calls([lambda: done.append("call") or device.run(1.0)], CUDA, most=2)
-    assert done == ["filled", "call", "call"]
+    time_calls([lambda: done.append("call") or device.run(500.0)], CUDA)
+    assert done == ["filled", "call"]
