@@ -132,7 +132,7 @@ tests() {
         "$log" | sort -u >"$passed"
     echo "== $(wc -l <"$passed") tests have passed with this code before"
     $PYTHON -c "import xdist" 2>/dev/null && more+=(-n "${WORKERS:-8}" --dist worksteal --max-worker-restart 20)
-    $PYTHON -c "import pytest_timeout" 2>/dev/null && more+=(--timeout 120)
+    $PYTHON -c "import pytest_timeout" 2>/dev/null && more+=(--timeout 120 --timeout-method thread) # a hanging kernel too
     run "tests_$CODE" "$seconds" $PYTHON -m pytest -m "${MARK:-gpu}" "$@" "@$passed" "${more[@]}" -o addopts= \
         --import-mode=importlib -p no:cacheprovider -v -rfEs --tb=short --durations=10
     code=$?

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -176,7 +177,8 @@ def _provider(
 def relative_error(outputs: list[Tensor], expected: list[Tensor]) -> float:
     """|out - expected| / |expected|: the largest of the tensors a kernel gives (2 where shapes differ).
 
-    Whole numbers and truth values must be equal: their error is the share that differs. NaN is as wrong as can be.
+    Whole numbers and truth values must be equal: their error is the share that differs. NaN and infinity are as wrong
+    as can be.
     """
     if [t.shape for t in outputs] != [t.shape for t in expected]:
         return 2.0
@@ -192,7 +194,7 @@ def _error(out: Tensor, expected: Tensor) -> float:
     same = (a == b) | (a.isnan() & b.isnan())  # infinities and holes that both have
     difference = torch.where(same, 0.0, a - b).norm()
     error = float(difference / torch.where(b.isfinite(), b, 0.0).norm().clamp(min=1e-30))
-    return error if error == error else 2.0
+    return error if math.isfinite(error) else 2.0
 
 
 # --- what it says ----------------------------------------------------------------------------------------------------

@@ -151,6 +151,7 @@ def test_a_relative_error_covers_the_whole_output() -> None:
     expected = [torch.tensor([3.0, 4.0])]
     assert relative_error([torch.tensor([3.0, 3.0])], expected) == pytest.approx(0.2)  # 1 of 5
     assert relative_error([torch.tensor([3.0, torch.nan])], expected) > 1
+    assert relative_error([torch.tensor([3.0, torch.inf])], expected) == 2, "a number that JSON can hold"
     assert relative_error([torch.zeros(3)], expected) > 1
     assert relative_error([torch.tensor([1, 2, 3, 5])], [torch.tensor([1, 2, 3, 4])]) == 0.25
     assert relative_error([torch.tensor([-torch.inf, 2.0])], [torch.tensor([-torch.inf, 2.0])]) == 0
