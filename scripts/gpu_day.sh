@@ -6,10 +6,10 @@
 #   DRY=1 scripts/gpu_day.sh next  only says what it would run
 #
 # The first six pieces take three commands by arithmetic, none was timed yet: tests of selection, compaction, window
-# statistics and quantised kernels; memcheck and racecheck of a small case of each; a decoding step, profiled, eager and
-# graphed; decode attention, ragged too, column sums at 32k and groups of 32; one round of a sweep; targets. Exit code
-# 75: something is left. A piece that is red is not done: it comes again after all others. One that ran out of time is
-# red only the second time. `train` trains the larger pocket model in pieces.
+# statistics and quantised kernels, graphs of four policies; memcheck and racecheck of a small case of each kernel; a
+# decoding step, profiled, eager and graphed; decode attention, ragged too, column sums at 32k and groups of 32; one
+# round of a sweep; targets. Exit code 75: something is left. A piece that is red is not done: it comes again after all
+# others. One that ran out of time is red only the second time. `train` trains the larger pocket model in pieces.
 #
 # Needs python3 with torch, triton, transformers, pyyaml, rich, scipy and matplotlib (tests: pytest, hypothesis); no
 # network, no installation of kvbench, no weights. WHEELS: a folder of wheels for what is missing of these.
@@ -27,7 +27,8 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 LIMIT=${LIMIT:-540}
 NEXT="tests sanitizer steps first_cases round targets cake_table13 cake_fig7 ott_fig3 d2o_table12 d2o_table5 kernels sweep tests_all"
-FIRST_TESTS=$(ls tests/kernels/test_{selection,compaction,window,quantised}*.py)
+FIRST_TESTS="$(ls tests/kernels/test_{selection,compaction,window,quantised}*.py)
+    $(printf 'tests/kvbench/test_cuda_graph.py::test_on_a_gpu_graphs_equal_the_steps[%s] ' h2o tova caote_snapkv full)"
 ALL_TESTS="tests/kernels tests/kvbench/test_cuda_graph.py tests/kvbench/test_host_waits.py
     tests/kvbench/test_device_memory.py tests/kvbench/test_saving.py"
 SMALL="test_selection.py::test_a_cuda_device_gives_what_sorting_gives[3]
