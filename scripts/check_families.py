@@ -27,7 +27,7 @@ from kvbench.cache.hook import prepare
 from kvbench.cache.interface import INSTEAD, InterfaceError
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.models.trial import try_out
 
 log = logging.getLogger(__name__)
@@ -226,14 +226,14 @@ def full_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def shrinks(model: PreTrainedModel, ids: Tensor) -> list[str]:
-    """Generate under every policy, which greedy audits, and see that layers hold what they may, not more or less.
+    """Generate under every policy, which is audited, and see that layers hold what they may, not more or less.
 
     Returns those that do not apply to the model and are no more than that: the first ones have to.
     """
     without = []
     for slug, (fields, held) in TRIED.items():
         try:
-            done = greedy(model, ids[:, :PROMPT], make_policy(slug, BUDGET, **fields), max_new_tokens=4)
+            done = generate_tokens(model, ids[:, :PROMPT], make_policy(slug, BUDGET, **fields), max_new_tokens=4)
         except ValueError:
             if slug not in SPECIAL:
                 raise
@@ -257,7 +257,7 @@ def rows_are_alone(model: PreTrainedModel, ids: Tensor) -> None:
     for row in rows:
         if row.error is not None:
             raise row.error
-        alone = greedy(model, row.request.input_ids, row.policy, max_new_tokens=4)
+        alone = generate_tokens(model, row.request.input_ids, row.policy, max_new_tokens=4)
         assert row.tokens == alone.tokens[0], row.policy.name
         for own, other in zip(row.cache.attention_layers, alone.cache.attention_layers, strict=True):
             assert torch.equal(own.positions.sort(-1).values, other.positions.sort(-1).values), row.policy.name

@@ -56,6 +56,4 @@ def check_policy(policy: object) -> None:
             "kvbench.generate, or a task whose answers are written"
         )
     if isinstance(policy.pre_pass, PromptChoice):
-        raise ValueError(
-            f"{policy.name} rewrites the prompt before it is cached: use kvbench.inference.generate.greedy"
-        )
+        raise ValueError(f"{policy.name} rewrites the prompt before it is cached: use kvbench.generate")

@@ -130,13 +130,13 @@ class PolicyGroup:
         if self.progress.in_prompt:
             raise ValueError(
                 f"{self.policy.name} has the model look at a prompt again before it evicts, which model.generate does "
-                "not: use kvbench.inference.generate.greedy"
+                "not: use kvbench.generate"
             )
         if self.policy.rates:
             if self._ratings is None:
                 raise ValueError(
                     f"{self.policy.name} scores tokens by the model's own probabilities, which model.generate does not "
-                    "tell its cache: use kvbench.inference.generate.greedy"
+                    "tell its cache: use kvbench.generate"
                 )
             self.shared["ratings"], self._ratings = self._ratings, None
 

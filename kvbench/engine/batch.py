@@ -1,6 +1,6 @@
 """The decode batch: all sequences in flight, whatever their policy, budget, length or example, step together.
 
-Every sequence gives what `greedy` gives for it alone: the same tokens, kept positions, bytes and audit.
+Every sequence gives what `generate_tokens` gives for it alone: the same tokens, kept positions, bytes and audit.
 
 Shapes: S sequences, T prompt tokens, V vocabulary.
 """

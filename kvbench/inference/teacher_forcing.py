@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from kvbench.cache.cache import KVCache
 from kvbench.cache.layout import continues, in_one_call
 from kvbench.inference.answer import NOT_A_NUMBER
-from kvbench.inference.generate import now, padding, prefill
+from kvbench.inference.generate import padding, prefill
+from kvbench.inference.generation import now
 from kvbench.inference.logits import LOGITS_AT_ONCE, surprisal
 from kvbench.inference.pre_pass import rate_next, read_prompt
 from kvbench.policies.policy import Policy

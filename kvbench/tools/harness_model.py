@@ -27,7 +27,7 @@ from kvbench.cache.cache import KVCache
 from kvbench.cache.pressed import PressedCache
 from kvbench.config.presets import make_policy
 from kvbench.config.tree import find, read
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.inference.rating import evicted, rated
 from kvbench.inference.sampling import Draws, Sampling
 from kvbench.models.loading import ModelSpec, load, locate, pick_device
@@ -130,7 +130,7 @@ class KVBenchLM(TemplateLM):
             if new >= self.max_length:
                 raise ValueError(f"max_gen_toks={new} leaves no room for a prompt: max_length is {self.max_length}")
             ids = ids[-(self.max_length - new) :]
-        done = greedy(
+        done = generate_tokens(
             self._model,
             self._tensor(ids),
             self.policy,

@@ -16,7 +16,7 @@ from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
 from kvbench.inference import generate as generating
 from kvbench.inference.cuda_graph import can_record, can_replay, check_graph
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.slots import GROWTH
 
@@ -63,7 +63,7 @@ def kept(cache: KVCache) -> list[Any]:
 
 
 def generate(model: Any, policy: Policy, ids: torch.Tensor, **how: Any) -> tuple[list[list[int]], list[Any]]:
-    out = greedy(model, ids, policy, max_new_tokens=NEW, question=ids.shape[1] - 6, **how)
+    out = generate_tokens(model, ids, policy, max_new_tokens=NEW, question=ids.shape[1] - 6, **how)
     return out.tokens, kept(out.cache)
 
 
@@ -121,8 +121,8 @@ def test_a_batch_of_all_kinds_replays_while_its_sequences_stay_the_same(taped: N
 def test_a_cache_that_grows_is_recorded_anew_when_it_got_more_room(taped: None, replays: list[int]) -> None:
     model, ids = llama(), prompt(LENGTH)
     long = {"max_new_tokens": GROWTH + 20}
-    graphs = greedy(model, ids, make_policy("full"), cuda_graph=True, **long)
-    plain = greedy(model, ids, make_policy("full"), **long)
+    graphs = generate_tokens(model, ids, make_policy("full"), cuda_graph=True, **long)
+    plain = generate_tokens(model, ids, make_policy("full"), **long)
     assert (graphs.tokens, kept(graphs.cache)) == (plain.tokens, kept(plain.cache))
     assert graphs.cache.nbytes == plain.cache.nbytes
     assert GROWTH < len(replays) < GROWTH + 20

@@ -30,7 +30,8 @@ from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.run import run_cells
 from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.engine.watch import Nobody
-from kvbench.inference.generate import Generation, greedy, prefill
+from kvbench.inference.generate import generate_tokens, prefill
+from kvbench.inference.generation import Generation
 from kvbench.inference.teacher_forcing import continuation_scores, text_scores
 from kvbench.models.trial import state_bytes
 from kvbench.policies.policy import Policy
@@ -95,7 +96,9 @@ def test_full_writes_what_transformers_writes(family: str) -> None:
     held = KVCache(prepare(running).config, make_policy("full"))
     assert generated(running, prompts, NEW, past_key_values=held) == expected
     ids, mask = left_padded(prompts)
-    assert greedy(running, ids, make_policy("full"), attention_mask=mask, max_new_tokens=NEW).tokens == expected
+    assert (
+        generate_tokens(running, ids, make_policy("full"), attention_mask=mask, max_new_tokens=NEW).tokens == expected
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "nemotron_h", "jamba"])
@@ -106,7 +109,7 @@ def test_what_is_kept_and_written_is_what_the_slow_oracle_says(family: str, rule
     ids, rules = prompt(37), replace(rules, budget=BUDGET)
     trace = simulate(model(family), ids, NEW, rules)
     assert trace.margin() > 1e-5, "two scores nearly tie"
-    done = greedy(model(family), torch.tensor([ids]), policy_for(rules), max_new_tokens=NEW)
+    done = generate_tokens(model(family), torch.tensor([ids]), policy_for(rules), max_new_tokens=NEW)
     assert done.tokens == [trace.tokens]
     assert kept_now(done.cache)[0] == trace.kept[-1]
     assert len(trace.kept[-1]) == 2  # the layers with attention
@@ -123,7 +126,7 @@ POLICIES = [
 
 def alone(family: str, ids: list[int], policy: Policy, **more: Any) -> Generation:
     more = {"max_new_tokens": NEW, "encoder": CodePoints(), **more}
-    return greedy(model(family), torch.tensor([ids]), policy, **more)
+    return generate_tokens(model(family), torch.tensor([ids]), policy, **more)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -131,7 +134,7 @@ def test_sequences_of_a_padded_batch_are_what_they_are_alone(family: str) -> Non
     prompts = [prompt(37), prompt(22, seed=1)]
     ids, mask = left_padded(prompts)
     for policy in POLICIES:
-        done = greedy(model(family), ids, policy, attention_mask=mask, max_new_tokens=NEW)
+        done = generate_tokens(model(family), ids, policy, attention_mask=mask, max_new_tokens=NEW)
         for row, some in enumerate(prompts):
             one = alone(family, some, policy)
             assert done.tokens[row] == one.tokens[0], policy.name

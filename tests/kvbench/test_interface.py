@@ -25,7 +25,7 @@ from transformers import (
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.models.loading import ModelSpec, load, locate
 from kvbench.models.trial import try_out
 
@@ -88,7 +88,7 @@ def test_mixtures_of_experts_are_exact(family: str) -> None:
         calls = [ids[:, :40], *ids[:, 40:].split(1, dim=1)]
         got = [model(call, past_key_values=cache, output_router_logits=True).logits for call in calls]
     torch.testing.assert_close(torch.cat(got, dim=1), expected, atol=1e-4, rtol=1e-4)
-    done = greedy(model, ids, make_policy("snapkv", 16, window=4), max_new_tokens=3)
+    done = generate_tokens(model, ids, make_policy("snapkv", 16, window=4), max_new_tokens=3)
     assert int(done.cache.kept_tokens().max()) == 16 + 2
 
 
@@ -112,5 +112,7 @@ def test_layers_of_different_head_dims_count_each_its_own(tiny_model: Path, tmp_
     checkpoint = locate(ModelSpec(name="gemma", path=str(tmp_path)))
     assert checkpoint.full_cache_bytes(100) == 2 * 2 * 4 * (2 * 8 * 15 + 2 * 16 * 100)  # keys and values in float32
     model = load(checkpoint, torch.device("cpu")).model
-    done = greedy(model, torch.tensor([prompt(40)]) % 258, make_policy("snapkv", 16, window=4), max_new_tokens=3)
+    done = generate_tokens(
+        model, torch.tensor([prompt(40)]) % 258, make_policy("snapkv", 16, window=4), max_new_tokens=3
+    )
     assert int(done.cache.kept_tokens().max()) == 16 + 2

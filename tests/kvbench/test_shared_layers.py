@@ -18,7 +18,7 @@ from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.inference.teacher_forcing import in_blocks, text_scores
 from kvbench.models.loading import Checkpoint, ModelSpec
 
@@ -74,7 +74,7 @@ def test_rows_are_what_they_are_alone(family: str) -> None:
     while batch.in_flight:
         batch.step()
     for row in rows:
-        alone = greedy(model, row.request.input_ids, row.policy, max_new_tokens=NEW, encoder=CodePoints())
+        alone = generate_tokens(model, row.request.input_ids, row.policy, max_new_tokens=NEW, encoder=CodePoints())
         assert row.error is None, row.policy.name
         assert row.tokens == alone.tokens[0], row.policy.name
         assert row.cache.peak_nbytes == alone.cache.peak_nbytes, row.policy.name
@@ -88,8 +88,8 @@ def test_padded_sequences_are_what_they_are_alone(family: str, fields: dict[str,
     """Padding shifts blocks against columns: a call then holds several steps, and readers follow each of them."""
     policy, prompts = make_policy("tova", 20, **fields), [prompt(45, 1), prompt(30, 2)]
     ids, mask = left_padded(prompts)
-    both = greedy(model_of(family), ids, policy, attention_mask=mask, max_new_tokens=NEW)
-    alone = [greedy(model_of(family), torch.tensor([one]), policy, max_new_tokens=NEW) for one in prompts]
+    both = generate_tokens(model_of(family), ids, policy, attention_mask=mask, max_new_tokens=NEW)
+    alone = [generate_tokens(model_of(family), torch.tensor([one]), policy, max_new_tokens=NEW) for one in prompts]
     assert both.tokens == [one.tokens[0] for one in alone]
     assert torch.equal(both.cache.kept_tokens(), torch.cat([one.cache.kept_tokens() for one in alone], dim=1))
 
@@ -110,7 +110,7 @@ def test_a_store_that_is_read_three_times_is_counted_once() -> None:
     16 numbers a head, its others 8.
     """
     model = model_of("gemma4")
-    cache = greedy(model, torch.tensor([prompt(45)]), make_policy("full"), max_new_tokens=1).cache
+    cache = generate_tokens(model, torch.tensor([prompt(45)]), make_policy("full"), max_new_tokens=1).cache
     assert isinstance(cache, KVCache)
     assert cache.held_nbytes == 2 * 45 * (2 * 8 * (16 + 8 + 8) + 3 * 4)
 
@@ -140,9 +140,9 @@ def test_later_prompts_saved_caches_and_contexts_go_on(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, its, atol=0, rtol=0)
     assert torch.equal(cache.kept_tokens(), torch.full((3, 1, 2), 20))
     whole = torch.cat([first, second], dim=1)
-    asked = greedy(model, whole, policy, max_new_tokens=NEW, context_tokens=45)
-    grown = greedy(model, whole, make_policy("full"), max_new_tokens=NEW, context_tokens=45)
-    plain = greedy(model, whole, make_policy("full"), max_new_tokens=NEW)
+    asked = generate_tokens(model, whole, policy, max_new_tokens=NEW, context_tokens=45)
+    grown = generate_tokens(model, whole, make_policy("full"), max_new_tokens=NEW, context_tokens=45)
+    plain = generate_tokens(model, whole, make_policy("full"), max_new_tokens=NEW)
     assert grown.tokens == plain.tokens
     assert isinstance(asked.cache, KVCache)
     assert torch.equal(asked.cache.kept_tokens(), torch.full((3, 1, 2), 20 + 30 + NEW - 1))  # it grows

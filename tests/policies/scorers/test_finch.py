@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch, Request
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.policies.scorers.finch import Finch
 from kvbench.policies.selections.shares import Shares
 
@@ -113,14 +113,14 @@ def first_layer(model: PreTrainedModel, chunk: int) -> list[tuple[int, ...]]:
 def test_chunks_are_judged_by_the_question_as_in_the_paper(model: PreTrainedModel, chunk: int, passed: int) -> None:
     """Blocks end before the question, inside it and behind it; its tokens to come are read once more for each."""
     policy = make_policy("finch_chunks", BUDGET, block=chunk)
-    done = greedy(model, IDS, policy, max_new_tokens=1, question=QUESTION)
+    done = generate_tokens(model, IDS, policy, max_new_tokens=1, question=QUESTION)
     assert kept_now(done.cache)[0][0] == first_layer(model, chunk)
     assert done.cache.group.progress.passed == [passed]
 
 
 def test_in_one_chunk_it_is_finch(model: PreTrainedModel) -> None:
     whole, chunks = (
-        greedy(model, IDS, policy, max_new_tokens=5, question=QUESTION)
+        generate_tokens(model, IDS, policy, max_new_tokens=5, question=QUESTION)
         for policy in (make_policy("finch", BUDGET), make_policy("finch_chunks", BUDGET, block=LENGTH))
     )
     assert whole.tokens == chunks.tokens
@@ -138,7 +138,7 @@ def test_variants_in_one_batch_keep_what_they_keep_alone(model: PreTrainedModel)
     while flight.in_flight:
         flight.step()
     for row, policy in zip(rows, policies, strict=True):
-        alone = greedy(model, IDS, policy, max_new_tokens=5, question=QUESTION)
+        alone = generate_tokens(model, IDS, policy, max_new_tokens=5, question=QUESTION)
         assert row.error is None
         assert row.cache is not None
         assert (row.tokens, kept_now(row.cache)) == (alone.tokens[0], kept_now(alone.cache)), policy.name
@@ -154,10 +154,10 @@ def test_what_has_no_question_is_refused(model: PreTrainedModel) -> None:
         ({"context_tokens": QUESTION}, "finch compresses a context by the question behind it, which compress=context"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            greedy(model, IDS, make_policy("finch", BUDGET), max_new_tokens=1, **how)
+            generate_tokens(model, IDS, make_policy("finch", BUDGET), max_new_tokens=1, **how)
     ids, mask = left_padded([prompt(40), prompt(30)])
     chunks = make_policy("finch_chunks", BUDGET, block=8)
     with pytest.raises(ValueError, match="finch_chunks reads a prompt in blocks, each with its question, so it takes"):
-        greedy(model, ids, chunks, attention_mask=mask, max_new_tokens=1, question=[32, 22])
+        generate_tokens(model, ids, chunks, attention_mask=mask, max_new_tokens=1, question=[32, 22])
     with pytest.raises(ValueError, match="finch evicts by the question, before a token was decoded, so late=true"):
         make_policy("finch", BUDGET, decode="evict", late=True)
