@@ -66,11 +66,6 @@ class Completion:
     device_peak_bytes: int | None = None
 
 
-def is_generated(prompt: Prompt) -> bool:
-    """Whether the model writes an answer; it reads or rates what it is given otherwise."""
-    return not is_read(prompt) and not prompt.pairs
-
-
 def units(prompt: Prompt) -> int:
     """What an example counts on the bar: one, or the tokens of one that is read, which may take an hour."""
     return len(prompt.ids) + (0 if prompt.target is None else len(prompt.target)) if is_read(prompt) else 1
