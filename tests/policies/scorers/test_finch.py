@@ -79,8 +79,11 @@ def rotated(x: Tensor, place: int) -> Tensor:
 
 
 @torch.inference_mode()
-def first_layer(model: PreTrainedModel, chunk: int) -> list[tuple[int, ...]]:
-    """What each KV head of layer 0, whose input no eviction changes, keeps: the paper's steps, vector by vector."""
+def first_layer(model: PreTrainedModel, chunk: int, layer_wide: bool) -> list[tuple[int, ...]]:
+    """What each KV head of layer 0, whose input no eviction changes, keeps: the paper's steps, vector by vector.
+
+    layer_wide: the scores of all heads are one sum, as in the authors' code.
+    """
     layer = model.model.layers[0]
     given = layer.input_layernorm(model.model.embed_tokens(IDS))
     attention, dim = layer.self_attn, layer.self_attn.head_dim
@@ -89,6 +92,7 @@ def first_layer(model: PreTrainedModel, chunk: int) -> list[tuple[int, ...]]:
     for begin in range(0, LENGTH, chunk):
         end = min(begin + chunk, LENGTH)
         asking = range(QUESTION, LENGTH)
+        found = []
         for head, own in enumerate(kept):
             held = [*own, *range(begin, end)]
             read = [*held, *range(max(end, QUESTION), LENGTH)]  # the question stands behind the chunk, or in it
@@ -102,20 +106,26 @@ def first_layer(model: PreTrainedModel, chunk: int) -> list[tuple[int, ...]]:
                     weights = (stored[: place + 1] @ query * dim**-0.5).softmax(0)
                     seen = min(len(held), place + 1)
                     scores[:seen] += (place + 1) * weights[:seen]
-            most = BUDGET * end // LENGTH
             scores[[slot for slot, token in enumerate(held) if token in asking]] = torch.inf
-            best = scores.argsort(descending=True)[:most].tolist()
-            kept[head] = sorted(held[slot] for slot in best)
+            found.append(scores)
+        for head, own in enumerate(kept):
+            scores = torch.stack(found).sum(0) if layer_wide else found[head]
+            best = scores.argsort(descending=True)[: BUDGET * end // LENGTH].tolist()
+            kept[head] = sorted([*own, *range(begin, end)][slot] for slot in best)
     return [tuple(own) for own in kept]
 
 
 @pytest.mark.parametrize(("chunk", "passed"), [(16, 3 * 8 + 6), (31, 2 * 8), (70, 0)])
 def test_chunks_are_judged_by_the_question_as_in_the_paper(model: PreTrainedModel, chunk: int, passed: int) -> None:
-    """Blocks end before the question, inside it and behind it; its tokens to come are read once more for each."""
-    policy = make_policy("finch_chunks", BUDGET, block=chunk)
-    done = generate_tokens(model, IDS, policy, max_new_tokens=1, question=QUESTION)
-    assert kept_now(done.cache)[0][0] == first_layer(model, chunk)
-    assert done.cache.group.progress.passed == [passed]
+    """Blocks end before the question, inside it and behind it; its tokens to come are read once more for each.
+
+    granularity=layer: one set for all heads of a layer, as in the authors' code.
+    """
+    for granularity in ("kv_head", "layer"):
+        policy = make_policy("finch_chunks", BUDGET, block=chunk, granularity=granularity)
+        done = generate_tokens(model, IDS, policy, max_new_tokens=1, question=QUESTION)
+        assert kept_now(done.cache)[0][0] == first_layer(model, chunk, granularity == "layer"), granularity
+        assert done.cache.group.progress.passed == [passed]
 
 
 def test_in_one_chunk_it_is_finch(model: PreTrainedModel) -> None:
@@ -131,7 +141,7 @@ def test_variants_in_one_batch_keep_what_they_keep_alone(model: PreTrainedModel)
     policies = [make_policy(slug, b, **how) for slug, b, how in (
         ("finch", 24, {}), ("finch_chunks", 24, {"block": 16}), ("finch_chunks", 20, {"block": 16}),
         ("finch", 24, {"decode": "evict"}), ("ada_finch", 24, {"rerotate": False}), ("caote_finch", 24, {}),
-        ("snapkv", 24, {"window": 8}),
+        ("finch_chunks", 24, {"block": 16, "granularity": "layer"}), ("snapkv", 24, {"window": 8}),
     )]  # fmt: skip
     flight = DecodeBatch(model)
     rows = flight.admit(Request(IDS, 5, question=QUESTION), policies)
