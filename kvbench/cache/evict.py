@@ -70,6 +70,7 @@ class Evictions:
             try:
                 if step.heard:
                     layer.all_heard(step, group.context(step.known))
+                    group.note_bytes(layer.index)
                 self.add(group, layer, step)
             except Exception as error:
                 group.fail(error)

@@ -56,7 +56,7 @@ def test_full_is_the_familys_eager_attention_beyond_its_window(family: str) -> N
         ("gemma3n", Rules("h2o", 20, readers="all")),
         ("gemma4", Rules("h2o", 20, block=8, readers="all")),
         ("gemma4", Rules("tova", 20, readers="all")),
-        ("gemma3n", Rules("tova", 20, "caote", block=16, gqa="group_l2", readers="all")),
+        ("gemma3n", Rules("h2o", 20, "caote", block=16, gqa="group_l2", readers="all")),
         ("gemma4", Rules("snapkv", 20, block=8, window=6, granularity="query_head", readers="all")),
     ],
 )
