@@ -27,7 +27,7 @@ from kvbench.cache.group_attention import GroupAttention
 from kvbench.cache.hook import LayerCall, SharedCall, expect
 from kvbench.cache.interface import check_interface, check_places
 from kvbench.cache.layer import EmptyLayer, KVLayer
-from kvbench.cache.layout import layout_of
+from kvbench.cache.layout import check_readers, layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer
 from kvbench.cache.saving import load, save
@@ -112,6 +112,7 @@ class KVCache(Cache):
     def _new_group(self, policy: Policy) -> PolicyGroup:
         """Sequences to come, under a policy. ValueError where only our own generation can drive it."""
         check_policy(policy)
+        check_readers(policy, self._layout)
         if self._layout.latent:
             check_latents(policy)
         # Where every token stays as it came, nothing depends on where a prompt ends.

@@ -47,12 +47,14 @@ class PolicyGroup:
         several_tokens: bool = False,
         question: int | Sequence[int] | None = None,
     ) -> None:
-        self.names = layout_of(config).attention
+        layout = layout_of(config)
+        self.names = layout.attention
         layers = len(self.names)
         self.policy = policy
         self.progress = Progress(policy, prompt_length, several_tokens, uniform_length(config), question)
         self.budgets = Budgets(policy, layers, self.progress)
-        self.layers = [LayerState(policy, index) for index in range(layers)]
+        readers = layout.readers if policy.readers == "all" else {}
+        self.layers = [LayerState(policy, index, readers.get(index, 0)) for index in range(layers)]
         self.shared: dict[str, Tensor] = {}
         self.states: dict[str, Tensor] = {}
         self.error: Exception | None = None

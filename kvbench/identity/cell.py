@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvbench.cache.interface import kv_shapes
-from kvbench.cache.layout import layout_of
+from kvbench.cache.layout import check_readers, layout_of
 from kvbench.config.naming import refusing_in
 from kvbench.config.presets import SCHEDULE, build_policy, scheduled
 from kvbench.config.tree import build, part_class
@@ -286,6 +286,7 @@ def check_shapes(policy: Policy, config: PreTrainedConfig) -> None:
     text = config.get_text_config(decoder=True)
     layout = layout_of(text)
     check_layers(len(layout.attention), policy.allocator, policy.store, policy.pre_pass)
+    check_readers(policy, layout)
     if layout.latent:
         check_latents(policy)
         return

@@ -98,6 +98,8 @@ def check_predictable(policy: Policy) -> None:
         "gives every KV head a budget by what the prompt shows": policy.allocator.per_head,
         "remembers what it merged": policy.merger.merges,
         "remembers per layer what it saw": policy.needs.memory,
+        "remembers what the readers of a layer show (readers=all)": policy.readers == "all"
+        and (policy.needs.queries_decoding > 0 or policy.needs.query_heads),
     }
     for reason, holds in reasons.items():
         if holds:
