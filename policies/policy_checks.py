@@ -180,7 +180,7 @@ def check_next_prompt(name: str, store: Store, allocator: Allocator) -> None:
     allocator.check_next_prompt(name)
 
 
-def check_layers(layers: int, *parts: Allocator | Store | PrePass | None) -> None:
+def check_layers(layers: int, *parts: Store | PrePass | None) -> None:
     """ValueError if a part names a layer that a model with `layers` of them does not have."""
     for part in parts:
         if part is not None:

@@ -239,9 +239,10 @@ def shrinks(model: PreTrainedModel, ids: Tensor) -> list[str]:
                 raise
             without.append(slug)
             continue
-        kept = done.cache.kept_tokens().double()  # the prompt's share, and where decoding grows the tokens since
-        kept = kept.mean(-1) if slug.startswith("ada_") else kept
-        assert bool((kept == held).all()), (slug, kept)
+        for layer in done.cache.attention_layers:  # the prompt's share, and where decoding grows the tokens since
+            kept = layer.kept_tokens().double()
+            kept = kept.mean(-1) if slug.startswith("ada_") else kept
+            assert bool((kept == held).all()), (slug, kept)
     return without
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.device_evict import DeviceGroup
-from kvbench.cache.device_slots import DeviceSlots, units_of
+from kvbench.cache.device_slots import DeviceSlots, Unit, units_of
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.step import Projected
 from kvbench.kernels.decode_attention import NewTokens
@@ -47,7 +47,13 @@ def can_join(group: PolicyGroup) -> bool:
         units = units_of(layer.store) if layer.opened and not layer.unsettled else []
         if not units or not all(unit.goes_on(evicts) for unit in units) or (evicts and not layer.recent.full):
             return False
-    return True
+    return _alike([units_of(layer.store)[0] for layer in group.layers])
+
+
+def _alike(layers: Sequence[Unit]) -> bool:
+    """Whether all layers have as many KV heads of one size, so that they can lie side by side."""
+    sizes = {(unit.buffers["keys"].shape[-1], unit.buffers["values"].shape[-1]) for unit in layers}
+    return len(sizes) == 1 and len({unit.segments().starts.shape[-1] for unit in layers}) == 1
 
 
 def _evicts(policy: Policy) -> bool:

@@ -88,7 +88,6 @@ def _check_own_cache(config: PreTrainedConfig, name: str) -> None:
             f"layers {', '.join(map(str, crossing))} of {name} attend to another input than the tokens of the text "
             f"(cross_attention_layers), so they hold none that could be evicted; {INSTEAD}"
         )
-    check_heads({heads for heads, _, _ in kv_shapes(config)}, name)
 
 
 def check_places(config: PreTrainedConfig, seen: Sequence[int]) -> None:
@@ -105,18 +104,11 @@ def check_places(config: PreTrainedConfig, seen: Sequence[int]) -> None:
         )
 
 
-def check_heads(heads: set[int], name: str) -> None:
-    """InterfaceError if the layers of a model have different numbers of KV heads."""
-    if len(heads) > 1:
-        raise InterfaceError(
-            f"the layers of {name} differ in their number of KV heads, and a budget counts tokens per head"
-        )
-
-
 def kv_shapes(config: PreTrainedConfig, layers: Sequence[int] | None = None) -> list[tuple[int, int, int]]:
     """KV heads of some layers (None: of those a policy knows) and the numbers each stores of a token's key and value.
 
-    Of latents the latent and the rotated part of the key, as the text configuration says.
+    Of latents the latent and the rotated part of the key. As far as the text configuration says: a model's code may
+    know better, see `kvbench.models.trial.layer_shapes`.
     """
     layout = layout_of(config)
     layers = layout.attention if layers is None else layers

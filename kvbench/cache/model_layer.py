@@ -136,6 +136,9 @@ class ReadLayer:
         if "position_embeddings" not in takes:
             raise self._refused("is not handed a rotary embedding")
         given = {"hidden_states": tokens, "position_embeddings": (cos, sin), "attention_mask": None}
+        needed = {name for name, x in takes.items() if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD}
+        if more := needed - given.keys() - {"self", "layer_past", "past_key_values"}:
+            raise self._refused(f"takes {', '.join(sorted(more))}, which kvbench cannot give it in a trial")
         reader.forward(**given, **{"layer_past" if "layer_past" in takes else "past_key_values": taken})
         return taken.queries, taken.keys
 

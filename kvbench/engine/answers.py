@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvbench.cache.cache import BudgetError, KVCache
-from kvbench.cache.pressed import PressedCache
+from kvbench.cache.pressed import PressedCache, kept_by_layer
 from kvbench.cache.read_counts import nbytes_read, tokens_read
 from kvbench.engine import device_memory
 from kvbench.engine.likelihood import rate
@@ -281,7 +281,7 @@ def _judged(cell: Cell, output: str, example: Example) -> dict[str, Any]:
 def _held(cell: Cell, cache: KVCache | PressedCache, fed: int) -> dict[str, Any]:
     """What a cache held at the end, and at its peak. fed: tokens the model read; `full` would hold all of them."""
     return {
-        "kept_tokens": cache.kept_tokens()[:, 0].tolist(),
+        "kept_tokens": [layer[0].tolist() for layer in kept_by_layer(cache)],
         "cache_bytes": cache.held_nbytes,
         "peak_bytes": cache.peak_nbytes,
         "spare_bytes": cache.spare_nbytes,

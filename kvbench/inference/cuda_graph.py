@@ -15,6 +15,7 @@ from kvbench.cache.device_batch import DeviceBatch, steps_alike
 from kvbench.cache.interface import name_of
 from kvbench.cache.layout import layout_of
 from kvbench.inference.calls import next_logits
+from kvbench.models.trial import layer_shapes
 from kvbench.policies.policy import Policy
 
 SETTLING = 2  # steps after which all kernels are compiled and all memory of a step is made
@@ -45,6 +46,7 @@ def can_replay(config: PreTrainedConfig, asked: bool) -> bool:
         "layers of latents, expanded in every step": layout.latent,
         "layers that read what others store": bool(layout.owners),
         "layers that see chunks of the text": bool(layout.chunks),
+        "layers that differ in their KV heads": asked and len(set(layer_shapes(config).values())) > 1,
     }
     found = [kind for kind, has in others.items() if has]
     if asked and found:

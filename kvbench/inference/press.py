@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvbench.cache.layout import layout_of
-from kvbench.cache.pressed import PressedCache
+from kvbench.cache.pressed import PressedCache, kept_by_layer
 from kvbench.errors import UsageError
 from kvbench.inference.answer import Answer, choose
 from kvbench.inference.context import parted
@@ -181,7 +181,8 @@ def _is(press: object, *names: str) -> bool:
 
 def _tell_masked(policy: KVPress, held: PressedCache, tokens: int) -> None:
     """Say once that a press holds more than its budget."""
-    if policy.budget is not None and float(held.kept_tokens().float().mean()) > max(_tokens(policy, tokens), 1) + 1:
+    kept = float(torch.cat(kept_by_layer(held), dim=1).float().mean())
+    if policy.budget is not None and kept > max(_tokens(policy, tokens), 1) + 1:
         _warn(policy.kind)
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvbench.cache import NAME
 from kvbench.cache.cache import KVCache
-from kvbench.cache.interface import INSTEAD, InterfaceError, check_interface, model_class_of, written_in
+from kvbench.cache.interface import INSTEAD, InterfaceError, check_interface, kv_shapes, model_class_of, written_in
 from kvbench.cache.layout import layout_of
 from kvbench.config.presets import make_policy
 
@@ -39,6 +39,25 @@ def try_out(config: PreTrainedConfig) -> None:
                 f"layers {', '.join(without)} of {type(model).__name__} keep nothing in the cache, so kvbench could "
                 f"not make them smaller; {INSTEAD}"
             )
+
+
+def layer_shapes(config: PreTrainedConfig) -> dict[int, tuple[int, int, int]]:
+    """KV heads of every layer that attends, chunked ones included, and numbers it stores of a token's key and value.
+
+    As the model's code has it: some configurations do not say in what their layers differ. Where the trial ends before
+    a layer, and for code of the model's own, as the configuration says.
+    """
+    text = config.get_text_config(decoder=True)
+    layout = layout_of(text)
+    shapes = dict(zip(layout.attending, kv_shapes(text, layout.attending), strict=True))
+    model = _without_weights(config)
+    if model is not None:
+        cache = KVCache(model.config, make_policy("full"), prompt_length=TOKENS)
+        _finishes(model, cache)
+        for index, layer in zip(layout.attention, cache.attention_layers, strict=True):
+            if layer.keys is not None and layer.values is not None:
+                shapes[index] = layer.keys.shape[1], layer.keys.shape[-1], layer.values.shape[-1]
+    return shapes
 
 
 def state_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:

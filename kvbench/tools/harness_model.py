@@ -24,7 +24,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from kvbench.cache.cache import KVCache
-from kvbench.cache.pressed import PressedCache
+from kvbench.cache.pressed import PressedCache, kept_by_layer
 from kvbench.config.presets import make_policy
 from kvbench.config.tree import find, read
 from kvbench.inference.generate import generate_tokens
@@ -232,7 +232,7 @@ class KVBenchLM(TemplateLM):
         }
 
     def _note(self, cache: KVCache | PressedCache, fed: int) -> None:
-        kept = float(cache.kept_tokens().float().mean())
+        kept = float(torch.cat(kept_by_layer(cache), dim=1).float().mean())
         held = dict(zip(HELD, (evicted(cache, fed), kept, cache.held_nbytes), strict=True))
         self._held.append({**held, "peak_bytes": cache.peak_nbytes})
 

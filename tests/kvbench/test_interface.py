@@ -47,11 +47,6 @@ def small(kind: type[PreTrainedConfig], **fields: object) -> Any:
         (MambaConfig, {}, "^MambaForCausalLM has recurrent layers alone"),
         (DeepseekV32Config, {"n_routed_experts": 8}, "^DeepseekV32ForCausalLM has an indexer that chooses the tokens"),
         (DiffLlamaConfig, {}, "what its cache holds before attention sees it .it asks for its 'chunk'"),
-        (
-            Gemma4TextConfig,
-            {"layer_types": MIXED, "num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
-            "^the layers of Gemma4ForCausalLM differ in their number of KV heads",
-        ),
         (MoshiConfig, {"sliding_window": 8}, "^MoshiAttention has a sliding window that neither its attention nor"),
     ],
 )

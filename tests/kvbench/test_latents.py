@@ -340,7 +340,7 @@ def test_what_latents_cannot_be_held_by_is_refused_before_a_token_came(
     with pytest.raises(ValueError, match=f"^{slug} {why}.*, while this model's cache holds latents"):
         KVCache(tiny().config, policy)
     with pytest.raises(ValueError, match=why):
-        check_shapes(policy, tiny().config)
+        check_shapes(policy, Checkpoint(ModelSpec(name="tiny"), Path(), tiny().config, torch.float64, ()))
 
 
 def test_a_recording_that_is_asked_for_is_refused_and_else_not_made() -> None:
