@@ -10,6 +10,8 @@ from kvbench.cache.layout import NOTHING, RECURRENT, layout_of
 
 KINDS = ("full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding")
 """Types of layers with attention that kvbench follows; every other sees something else of the past tokens."""
+INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
+"""Types of layers with an indexer; the last two are names that older versions of transformers have."""
 ELSEWHERE = ("minimax", "recurrent_gemma")
 """Models that keep the states of their recurrent layers elsewhere than in the layers of transformers' cache."""
 INSTEAD = "use a model whose layers all keep keys and values of their own, such as Llama, Mistral, Qwen3 or Gemma 3"
@@ -56,9 +58,10 @@ def written_in(name: str) -> str:
 def _check_kinds(config: PreTrainedConfig, name: str) -> None:
     known = (*KINDS, *RECURRENT, *NOTHING)
     others = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind not in known})
-    if "indexed_attention" in others:
+    indexed = [kind for kind in others if kind in INDEXED]
+    if indexed:
         raise InterfaceError(
-            f"{name} has an indexer that chooses the tokens each query reads (indexed_attention), by keys of its own "
+            f"{name} has an indexer that chooses the tokens each query reads ({indexed[0]}), by keys of its own "
             f"that kvbench does not hold; {INSTEAD}"
         )
     if others:
