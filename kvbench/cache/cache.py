@@ -248,6 +248,11 @@ class KVCache(Cache):
             group.fail(error)
 
     # --- steps of all policies at once -----------------------------------------------------------------------------
+    @property
+    def batch(self) -> DeviceBatch | None:
+        """What takes decoding steps of all groups that can at once, if anything does now."""
+        return self._batch
+
     def on_device(self, wanted: bool = True) -> DeviceBatch | None:
         """Take decoding steps of all groups that can at once, whose lengths then stand on the device, or end that.
 
