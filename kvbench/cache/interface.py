@@ -39,12 +39,12 @@ def name_of(config: PreTrainedConfig) -> str:
 def check_interface(config: PreTrainedConfig) -> None:
     """InterfaceError unless every layer of the model of this text configuration hands its attention to transformers."""
     model_class, name = model_class_of(config), name_of(config)
+    _check_own_cache(config, name)
     _check_kinds(config, name)
     _check_states(config, name, model_class is not None and model_class._is_stateful)
     # Not `_supports_attention_backend`: models lack that flag whose attention goes through the interface (StableLM).
     if model_class is not None and not model_class._can_set_attn_implementation():
         raise InterfaceError(written_in(name))
-    _check_own_cache(config, name)
 
 
 def written_in(name: str) -> str:
@@ -85,6 +85,8 @@ def _check_states(config: PreTrainedConfig, name: str, stateful: bool) -> None:
 def _check_own_cache(config: PreTrainedConfig, name: str) -> None:
     if not hasattr(config, "num_hidden_layers"):
         raise InterfaceError(f"{name} has more than one stack of layers, while a KVCache holds one; {INSTEAD}")
+    if (getattr(config, "num_kv_shared_layers", None) or 0) >= config.num_hidden_layers:
+        raise InterfaceError(f"every layer of {name} reads what another model stores, so it has no cache; {INSTEAD}")
     crossing = getattr(config, "cross_attention_layers", None)
     if crossing:
         raise InterfaceError(

@@ -28,6 +28,7 @@ def try_out(config: PreTrainedConfig) -> None:
     model = _without_weights(config)
     if model is None:
         return
+    _check_places(model)
     cache = KVCache(model.config, make_policy("full"), prompt_length=TOKENS)
     if _finishes(model, cache):
         layout = layout_of(cache.config)
@@ -38,6 +39,16 @@ def try_out(config: PreTrainedConfig) -> None:
             raise InterfaceError(
                 f"layers {', '.join(without)} of {type(model).__name__} keep nothing in the cache, so kvbench could "
                 f"not make them smaller; {INSTEAD}"
+            )
+
+
+def _check_places(model: PreTrainedModel) -> None:
+    """InterfaceError where places are counted from behind the padding's (RoBERTa), while kvbench counts from 0."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None and "position" in name:
+            raise InterfaceError(
+                f"{type(model).__name__} counts its tokens' places from {module.padding_idx + 1} on (the padding index "
+                f"of its {name.rpartition('.')[2]}), while kvbench counts them from 0; {INSTEAD}"
             )
 
 
@@ -83,8 +94,7 @@ def _without_weights(config: PreTrainedConfig, dtype: torch.dtype | None = None)
     model_class: Any = model_class_of(config)
     if model_class is None:
         return None
-    text = config.get_text_config(decoder=True)
-    own = text if model_class.config_class is type(text) else config
+    own = config if type(config) is model_class.config_class else config.get_text_config(decoder=True)
     try:
         with torch.device("meta"):
             model: PreTrainedModel = model_class._from_config(deepcopy(own), attn_implementation=NAME, dtype=dtype)

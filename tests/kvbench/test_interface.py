@@ -8,6 +8,7 @@ import pytest
 import torch
 from kv_models import MIXTURES, prompt, tiny_mixture
 from transformers import (
+    BltConfig,
     DeepseekV32Config,
     DiffLlamaConfig,
     Gemma3nTextConfig,
@@ -19,6 +20,7 @@ from transformers import (
     MoshiConfig,
     PreTrainedConfig,
     RecurrentGemmaConfig,
+    RobertaConfig,
     RwkvConfig,
     StableLmConfig,
 )
@@ -47,14 +49,21 @@ def small(kind: type[PreTrainedConfig], **fields: object) -> Any:
         (MambaConfig, {}, "^MambaForCausalLM has recurrent layers alone"),
         (DeepseekV32Config, {"n_routed_experts": 8}, "^DeepseekV32ForCausalLM has an indexer that chooses the tokens"),
         (DiffLlamaConfig, {}, "what its cache holds before attention sees it .it asks for its 'chunk'"),
+        (BltConfig, None, "^BltForCausalLM has more than one stack of layers"),
+        (
+            Gemma4TextConfig,
+            {"layer_types": MIXED, "num_kv_shared_layers": 4},
+            "^every layer of Gemma4ForCausalLM reads what another model stores",
+        ),
+        (RobertaConfig, {"is_decoder": True}, "^RobertaForCausalLM counts its tokens' places from 2 on"),
         (MoshiConfig, {"sliding_window": 8}, "^MoshiAttention has a sliding window that neither its attention nor"),
     ],
 )
 def test_what_kvbench_cannot_follow_is_refused_without_weights(
-    kind: type[PreTrainedConfig], fields: dict[str, Any], sentence: str
+    kind: type[PreTrainedConfig], fields: dict[str, Any] | None, sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence) as refused:
-        try_out(small(kind, **fields))
+        try_out(kind() if fields is None else small(kind, **fields))
     assert str(refused.value).count("\n") == 0
 
 
