@@ -56,7 +56,7 @@ def written_in(name: str) -> str:
 
 
 def _check_kinds(config: PreTrainedConfig, name: str) -> None:
-    known = (*KINDS, *RECURRENT, *NOTHING)
+    known = dict.fromkeys((*KINDS, *RECURRENT, *NOTHING))
     others = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind not in known})
     indexed = [kind for kind in others if kind in INDEXED]
     if indexed:
@@ -75,7 +75,8 @@ def _check_states(config: PreTrainedConfig, name: str, stateful: bool) -> None:
         raise InterfaceError(
             f"{name} has recurrent layers alone, whose states are not made of tokens that could be evicted; {INSTEAD}"
         )
-    if config.model_type in ELSEWHERE or (stateful and not layout.states):
+    silent = stateful and not layout.states and not getattr(config, "layer_types", None)
+    if config.model_type in ELSEWHERE or silent:
         raise InterfaceError(
             f"{name} has recurrent layers, and keeps their states elsewhere than in transformers' cache, so kvbench "
             f"cannot let them go along with their sequences; {INSTEAD}"

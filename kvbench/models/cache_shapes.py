@@ -81,7 +81,7 @@ def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
     path = Path(str(resources.files("kvbench") / bundled) if bundled else expanduser(said.get("path") or model))
     path = path / "config.json" if path.is_dir() else path
     try:
-        return from_config(json.loads(path.read_text(encoding="utf-8")))
+        return from_config(json.loads(path.read_text(encoding="utf-8"), object_hook=_special_floats))
     except OSError as error:
         each = {name: read("model", name, folders) for name in names("model", folders)}
         known = (name for name, said in each.items() if said.get("bundled") or said["shape"])
@@ -91,6 +91,11 @@ def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"model={model}: {path} does not say the size of a cache ({why})") from error
+
+
+def _special_floats(said: dict[str, Any]) -> dict[str, Any] | float:
+    """transformers writes an infinite number of a configuration as {"__float__": "Infinity"}."""
+    return float(said["__float__"]) if said.keys() == {"__float__"} else said
 
 
 def _of_yaml(model: str, said: Mapping[str, Any]) -> CacheShape:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from kv_hybrids import HYBRIDS, tiny_hybrid
+from kv_hybrids import HYBRIDS, SIZES, tiny_hybrid
 from kv_models import CodePoints, generated, left_padded, prompt
 from kv_oracle import Rules
 from kv_runs import kept_now, policy_for
 from kv_simulate import simulate
 from op_tape import Tape, record
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvbench import KVCache, make_policy
@@ -33,7 +33,8 @@ from kvbench.engine.watch import Nobody
 from kvbench.inference.generate import generate_tokens, prefill
 from kvbench.inference.generation import Generation
 from kvbench.inference.teacher_forcing import continuation_scores, text_scores
-from kvbench.models.trial import state_bytes
+from kvbench.inference.turns import Conversation
+from kvbench.models.trial import state_bytes, try_out
 from kvbench.policies.policy import Policy
 from kvbench.report.table import results_grids
 from kvbench.tools.diagnose import cells_of
@@ -99,6 +100,17 @@ def test_full_writes_what_transformers_writes(family: str) -> None:
     assert (
         generate_tokens(running, ids, make_policy("full"), attention_mask=mask, max_new_tokens=NEW).tokens == expected
     )
+
+
+def test_a_hybrid_familys_model_of_attention_layers_alone_runs() -> None:
+    """Granite 4 Micro is one."""
+    only = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "num_local_experts": 0}
+    config = CONFIG_MAPPING["granitemoehybrid"](**SIZES, **only, intermediate_size=48, mamba_n_heads=4)
+    try_out(config)
+    running = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    expected = generated(running, [prompt(21)], NEW)
+    done = greedy(prepare(running), torch.tensor([prompt(21)]), make_policy("full"), max_new_tokens=NEW)
+    assert done.tokens == expected
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "nemotron_h", "jamba"])
@@ -360,6 +372,17 @@ def test_a_family_that_begins_anew_is_given_no_later_tokens_together() -> None:
     read(running, held, ids[:, :20], 20)
     with pytest.raises(ValueError, match="begins its recurrent layers anew at every call of several tokens"):
         read(running, held, ids[:, 20:], 10)
+
+
+def test_pre_passes_that_such_a_family_cannot_follow_are_refused_in_a_sentence() -> None:
+    """KVzip looks at a prompt again; SirLLM rates a later prompt's tokens by one call."""
+    said = "read several tokens in one call after others, but this model begins its recurrent layers anew at every"
+    with pytest.raises(ValueError, match=f"^kvzip has JambaForCausalLM {said} such call: use another policy"):
+        alone("jamba", prompt(37), make_policy("kvzip", BUDGET))
+    turns = Conversation(model("jamba"), make_policy("sirllm", BUDGET), own=True, encoder=None)
+    assert len(turns.ask(torch.tensor([prompt(37)]), (), None, NEW).tokens[0]) == NEW
+    with pytest.raises(ValueError, match=f"^sirllm has JambaForCausalLM {said} such call: use another policy"):
+        turns.ask(torch.tensor([prompt(9)]), (), None, NEW)
 
 
 def test_recurrent_layers_cannot_be_rolled_back() -> None:
