@@ -109,7 +109,7 @@ def test_a_hybrid_familys_model_of_attention_layers_alone_runs() -> None:
     try_out(config)
     running = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     expected = generated(running, [prompt(21)], NEW)
-    done = greedy(prepare(running), torch.tensor([prompt(21)]), make_policy("full"), max_new_tokens=NEW)
+    done = generate_tokens(prepare(running), torch.tensor([prompt(21)]), make_policy("full"), max_new_tokens=NEW)
     assert done.tokens == expected
 
 

@@ -29,7 +29,7 @@ from kvbench.engine.likelihood import summed_up
 from kvbench.engine.sequence import Request
 from kvbench.identity.cell import check_shapes
 from kvbench.inference.cuda_graph import can_replay
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.inference.teacher_forcing import in_blocks, text_scores
 from kvbench.models.cache_shapes import CacheShape, cache_shape, from_config
 from kvbench.models.loading import Checkpoint, ModelSpec
@@ -109,7 +109,7 @@ def test_full_is_transformers_own_attention_and_text(family: str) -> None:
         found = KVCache(prepare(model).config, make_policy("full"), prompt_length=50)
         got = [model(call, past_key_values=found).logits for call in (ids[:, :50], *ids[:, 50:].split(1, 1))]
     torch.testing.assert_close(torch.cat(got, dim=1), expected, atol=1e-4, rtol=1e-4)
-    assert greedy(model, ids, make_policy("full"), max_new_tokens=NEW).tokens[0] == text
+    assert generate_tokens(model, ids, make_policy("full"), max_new_tokens=NEW).tokens[0] == text
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -125,7 +125,9 @@ def test_full_is_transformers_own_attention_and_text(family: str) -> None:
     ],
 )
 def test_every_kv_head_holds_the_budget(family: str, slug: str, fields: dict[str, Any], tokens: int) -> None:
-    done = greedy(model_of(family), torch.tensor([prompt(45)]), make_policy(slug, BUDGET, **fields), max_new_tokens=NEW)
+    done = generate_tokens(
+        model_of(family), torch.tensor([prompt(45)]), make_policy(slug, BUDGET, **fields), max_new_tokens=NEW
+    )
     assert held(done.cache) == alike(family, tokens)
     with pytest.raises(ValueError, match=r"^the layers have 1 to 2 KV heads, .* ask each of cache.attention_layers"):
         done.cache.kept_tokens()
@@ -133,16 +135,16 @@ def test_every_kv_head_holds_the_budget(family: str, slug: str, fields: dict[str
 
 def test_what_asks_for_a_rotation_runs_where_a_layer_can_be_tried_by_itself() -> None:
     policy, ids = make_policy("expected_attention", BUDGET), torch.tensor([prompt(45)])
-    assert held(greedy(model_of("mimo"), ids, policy, max_new_tokens=NEW).cache) == alike("mimo", BUDGET)
+    assert held(generate_tokens(model_of("mimo"), ids, policy, max_new_tokens=NEW).cache) == alike("mimo", BUDGET)
     with pytest.raises(ValueError, match=r"^Gemma4TextAttention takes shared_kv_states, which kvbench cannot give it"):
-        greedy(model_of("gemma4"), ids, policy, max_new_tokens=NEW)
+        generate_tokens(model_of("gemma4"), ids, policy, max_new_tokens=NEW)
 
 
 @pytest.mark.parametrize("family", SHAPES)
 def test_heads_of_a_layer_share_its_slots_and_layers_their_mean(family: str) -> None:
     ids = torch.tensor([prompt(45)])
     for slug, fields in (("ada_snapkv", {"window": 8}), ("pyramidkv", {"window": 8}), ("d2o", {})):
-        kept = held(greedy(model_of(family), ids, make_policy(slug, BUDGET, **fields), max_new_tokens=1).cache)
+        kept = held(generate_tokens(model_of(family), ids, make_policy(slug, BUDGET, **fields), max_new_tokens=1).cache)
         means = [sum(heads) / len(heads) for heads in kept]
         assert sum(means) == BUDGET * len(kept)
         assert [heads for heads in kept if heads != [BUDGET] * len(heads)], slug
@@ -194,7 +196,7 @@ def test_rows_are_what_they_are_alone(family: str) -> None:
     while batch.in_flight:
         batch.step()
     for row in rows:
-        alone = greedy(model, row.request.input_ids, row.policy, max_new_tokens=NEW)
+        alone = generate_tokens(model, row.request.input_ids, row.policy, max_new_tokens=NEW)
         assert row.error is None, row.policy.name
         assert row.tokens == alone.tokens[0], row.policy.name
         assert row.cache.peak_nbytes == alone.cache.peak_nbytes, row.policy.name
@@ -255,7 +257,7 @@ def test_allocators_over_the_heads_of_all_layers_are_refused(family: str, tmp_pa
         with pytest.raises(
             ValueError, match=r"ask for as many heads in each, .* layers have 1 and 2: use an allocator"
         ):
-            greedy(model_of(family), torch.tensor([prompt(45)]), policy, max_new_tokens=1)
+            generate_tokens(model_of(family), torch.tensor([prompt(45)]), policy, max_new_tokens=1)
         with pytest.raises(ValueError, match="ask for as many heads in each"):
             check_shapes(policy, checkpoint_of(family))
 

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,9 +58,13 @@ def test_a_dry_run_starts_what_exists_in_the_order_of_worth() -> None:
     assert {Path(file).stem for file in files} >= {"test_selection", "test_compaction", "test_quantised_attention"}
     assert all((ROOT / file).exists() for file in [*files, *planned[-1]] if file.startswith("tests/"))
     assert [command[2] for command in rest[:2]] == ["memcheck", "racecheck"]
+    for word in (word for word in rest[0] if "::" in word):
+        file, _, name = word.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), word
+    rest = rest[2:]
     asked = [command[command.index("kvbench.bench") + 1 :] for command in rest[:-1]]
     names = [words[0] for words in asked]
-    assert names[:6] == ["kernels", "kernels", "steps", "kernels", "sweep", "targets"]
+    assert names[:4] == ["steps", "kernels", "sweep", "targets"]
     assert set(names) == set(ABOUT)
     for name, *words in asked:
         settings = parse(words)
@@ -68,24 +73,47 @@ def test_a_dry_run_starts_what_exists_in_the_order_of_worth() -> None:
             assert list(found_cases(Bench(replace(settings, only=[word]), CPU, ""))), word
 
 
-def test_a_red_piece_is_not_done_and_comes_again_after_the_others(tmp_path: Path) -> None:
-    """A stand-in for Python fails `steps` once; everything else it is asked for is well."""
+@pytest.fixture
+def asked(tmp_path: Path) -> Callable[..., tuple[int, list[str]]]:
+    """Exit code and benchmarks of one command, where a stand-in for Python is well at once but for `steps`.
+
+    Its processes end with `codes`, one after the other. gone: seconds of the command that have passed.
+    """
     python = tmp_path / "python"
     python.write_text(
         '#!/bin/sh\necho "$*" >>"$LOG"\n[ "$1" = -c ] && { echo "Test GPU"; exit 0; }\n'
-        'case "$*" in *kvbench.bench\\ steps*) [ -e "$LOG.once" ] || { touch "$LOG.once"; exit 1; };; esac\n'
+        'case "$*" in *kvbench.bench\\ steps*) read -r code <"$ENDS"; sed -i 1d "$ENDS"; exit "${code:-0}";; esac\n'
     )
     python.chmod(0o700)
     (tmp_path / "compute-sanitizer").symlink_to("/bin/true")
-    place = {"PYTHON": str(python), "LOG": str(tmp_path / "log"), "OUT": str(tmp_path / "out"), "TMPDIR": str(tmp_path)}
-    path = f"{tmp_path}:{os.environ['PATH']}"
+    log, ends = tmp_path / "log", tmp_path / "ends"
+    place = {"PYTHON": str(python), "LOG": str(log), "ENDS": str(ends), "OUT": str(tmp_path / "out")}
 
-    def ran() -> list[str]:
-        gpu_day("next", **place, PATH=path)
-        lines = (tmp_path / "log").read_text().splitlines()
-        (tmp_path / "log").unlink()
-        return [line.split()[2] for line in lines if line.startswith("-m kvbench.bench")]
+    def command(*codes: int, gone: int = 0) -> tuple[int, list[str]]:
+        ends.write_text("".join(f"{code}\n" for code in codes))
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        done = gpu_day("next", **place, PATH=path, TMPDIR=str(tmp_path), SECONDS=str(gone))
+        lines = log.read_text().splitlines()
+        log.unlink()
+        return done.returncode, [line.split()[2] for line in lines if line.startswith("-m kvbench.bench")]
 
-    first = ran()
-    assert (first.index("steps"), first.count("steps"), first[-1]) == (0, 2, "steps")
-    assert ran() == [], "all are done with this code"
+    return command
+
+
+def test_a_red_piece_is_not_done_and_comes_again_after_the_others(asked: Callable[..., tuple[int, list[str]]]) -> None:
+    code, first = asked(1)
+    assert (code, first.index("steps"), first.count("steps"), first[-1]) == (0, 0, 2, "steps")
+    assert asked() == (0, []), "all are done with this code"
+
+
+def test_a_piece_that_ran_out_of_time_is_red_only_the_second_time(asked: Callable[..., tuple[int, list[str]]]) -> None:
+    assert asked(124, gone=260) == (75, ["steps", "kernels"])
+    code, again = asked(124)
+    assert (code, again[:2], again.count("steps"), again[-1]) == (0, ["steps", "sweep"], 2, "steps")
+
+
+def test_a_round_that_would_not_fit_is_left_to_the_next_command(asked: Callable[..., tuple[int, list[str]]]) -> None:
+    code, first = asked(gone=260)
+    assert (code, first) == (75, ["steps", "kernels"])
+    code, first = asked()
+    assert (code, first[:2]) == (0, ["sweep", "targets"])

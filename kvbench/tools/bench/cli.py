@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(protocol, settings)
     except DeviceLost as error:
-        sys.stderr.write(f"kvbench: {error}: the same command goes on\n")
-        return AGAIN
+        sys.stderr.write(f"kvbench: {error}: the same command {'tries again' if error.again else 'goes on'}\n")
+        return 1 if error.again else AGAIN
 
 
 def run(protocol: BenchProtocol, settings: Settings) -> int:
@@ -72,7 +72,7 @@ def run(protocol: BenchProtocol, settings: Settings) -> int:
     quiet()
     from kvbench.models.loading import pick_device
     from kvbench.tools.bench.bench import Bench
-    from kvbench.tools.bench.journal import AGAIN, Journal
+    from kvbench.tools.bench.journal import AGAIN, DeviceLost, Journal
     from kvbench.tools.bench.machine import device_line
     from kvbench.tools.bench.report import header, show, write
 
@@ -88,11 +88,17 @@ def run(protocol: BenchProtocol, settings: Settings) -> int:
         **protocol.identity(bench),
     }
     journal = Journal(settings.out / f"{protocol.series}.jsonl", identity)
-    left = journal.measure(cells, device, settings.seconds)
+    stopped: KeyboardInterrupt | DeviceLost | None = None
+    try:
+        left = journal.measure(cells, device, settings.seconds)
+    except (KeyboardInterrupt, DeviceLost) as error:  # what was measured is shown all the same
+        stopped, left = error, [cell.key for cell in cells if "failed" in journal.cells.get(cell.key, {"failed": ""})]
     found = {cell.key: journal.cells[cell.key] for cell in cells if cell.key in journal.cells}
     if journal.mistakes:  # before all else: a picture shows only the first lines
         lines.insert(1, f"failed, and tried again by the same command: {'; '.join(journal.mistakes)}")
     if left:
         lines.insert(1, f"{len(left)} of {len(cells)} cells are left: the same command goes on with {left[0]}")
     show(write(bench, protocol, found, lines), lines)
+    if stopped is not None:
+        raise stopped
     return AGAIN if left else 1 if journal.mistakes else 0

@@ -19,10 +19,7 @@ from kvbench.kernels.jit import triton
 COPIED = {"cuda": 2**30, "cpu": 2**27}  # bytes of one buffer: far more than any cache of the processor holds
 FEWEST, MOST, SECONDS = 5, 200, 0.3  # timed calls: at least, at most, and for so long between them
 DELAY, LONGEST_DELAY = 2**20, 2**31  # cycles that the device is kept busy before a timed call: at first, and at most
-COLD, MOST_SETS = (
-    2,
-    1024,
-)  # inputs that take turns: so many times the device's cache in all, but no more sets than these
+COLD = 2  # inputs that take turns are so many times the device's cache in all, or a set for every call
 
 
 class Clock:
@@ -57,16 +54,27 @@ def _between(first: torch.cuda.Event | float, second: torch.cuda.Event | float) 
 
 # --- one call --------------------------------------------------------------------------------------------------------
 def sets_of_inputs(nbytes: int, device: torch.device) -> int:
-    """How many sets of a call's inputs must take turns so that none is still in the device's cache; 1 on a CPU."""
+    """How many sets of a call's inputs take turns so that each is read from memory; 1 on a CPU."""
     if device.type != "cuda":
         return 1
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return min(MOST_SETS, 1 + COLD * cache // max(1, nbytes))
+    return min(MOST, 1 + COLD * _cache_bytes(device) // max(1, nbytes))
+
+
+def _cache_bytes(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+def _fill_cache(device: torch.device) -> None:
+    """What lay in the device's cache, such as inputs just made, is in its memory alone."""
+    torch.zeros(COLD * _cache_bytes(device), dtype=torch.uint8, device=device)
 
 
 def time_calls(calls: Sequence[Callable[[], object]], device: torch.device) -> Spread:
     """Milliseconds of a call that was made before, on sets of inputs that take turns. RuntimeError as `Delayed`."""
-    timed = Delayed().ms if device.type == "cuda" else _seconds
+    timed = _seconds
+    if device.type == "cuda":
+        timed = Delayed().ms
+        _fill_cache(device)
     times: list[float] = []
     for call in cycle(calls):
         times.append(timed(call))

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,8 +86,11 @@ class Run:
             assert isinstance(cache, KVCache)
             replay = partial(Recorder(model).step, cache)
             return lambda token, position: replay(token, position.expand(len(token), -1)).argmax(-1, keepdim=True)
-        compiled = torch.compile(model.forward, mode="reduce-overhead") if self.provider.compiled else model
-        call = partial(compiled, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        forward: Callable[..., Any] = model
+        if self.provider.compiled:
+            torch.compiler.reset()  # for this cache's size alone: PyTorch gives up compiling after eight of them
+            forward = torch.compile(model.forward, mode="reduce-overhead", dynamic=False)
+        call = partial(forward, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return lambda token, position: call(token, position_ids=position).logits[:, -1:].argmax(-1)
 
     def _call(self, columns: slice) -> Tensor:
@@ -132,13 +136,15 @@ class Run:
         return [ms for ms, a, b in zip(laps, loaded, loaded[1:], strict=False) if a == b] or laps
 
     def profiled(self, tokens: int) -> dict[str, float]:
-        """What the device did in some decoding steps, per step: milliseconds it was busy, and its launches."""
+        """What a GPU did in some decoding steps, per step: milliseconds it was busy, and its launches; else nothing."""
+        if self._model.device.type != "cuda":
+            return {}
         self.decode(1)
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             self.decode(tokens)
         work = [event for event in found.events() or () if event.device_type.name == "CUDA"]
         busy = sum(event.time_range.elapsed_us() for event in work) / 1e3
-        return {"busy_ms": busy / tokens, "launches": len(work) / tokens}
+        return {"busy_ms": busy / tokens, "launches": len(work) / tokens} if work else {}
 
     @property
     def held_bytes(self) -> int:
@@ -186,10 +192,14 @@ PROFILED = 4  # steps
 
 
 def warm_up(model: PreTrainedModel, provider: Provider, length: int, batch: int = 1) -> None:
-    """A short run before the timed one: it compiles what is compiled, and finds its way."""
+    """A short run before the timed one: it loads kernels and finds its way.
+
+    Without steps of a compiled model: they are of one cache's size, whose own first steps compile them.
+    """
     run = Run(model, provider, random_ids(model, batch, length))
     run.prefill(in_parts=True)
-    run.decode(2)
+    if not provider.compiled:
+        run.decode(2)
     run.forget()
 
 
@@ -212,7 +222,7 @@ def measure(model: PreTrainedModel, provider: Provider, job: Job) -> dict[str, o
     _reset_peak(model.device)
     steps = run.decode(job.timed)
     _reserve(model, provider, job, run.held_bytes)
-    looked = run.profiled(PROFILED) if job.profiled and model.device.type == "cuda" else {}
+    looked = run.profiled(PROFILED) if job.profiled else {}
     return {
         "prefill_ms": prefills,
         "decode_ms": steps,

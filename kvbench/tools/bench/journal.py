@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,14 @@ AGAIN = 75  # exit code: cells are left, the same command goes on
 
 
 class DeviceLost(Exception):  # noqa: N818 - a state, as StopIteration is
-    """No call reaches the device from this process any more, as after an illegal access to its memory."""
+    """No call reaches the device from this process any more, as after an illegal access to its memory.
+
+    again: the cell that lost it had been begun before, so that no other one is left for the next process.
+    """
+
+    def __init__(self, sentence: str, again: bool) -> None:
+        super().__init__(sentence)
+        self.again = again
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class Journal:
         self._path = path
         self.cells: dict[str, Record] = {}
         self.mistakes: list[str] = []
-        self._tried: set[str] = set()
+        self._tried = Counter[str]()
         identity, lines = json.loads(json.dumps(identity)), _whole_lines(path)
         if not lines:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +79,7 @@ class Journal:
                     f"{path} holds cells with {field}={other!r}, this benchmark has {value!r}: "
                     "choose another folder with out=, or remove that file"
                 )
-        self._tried = {line["cell"] for line in lines[1:]}
+        self._tried = Counter(line["cell"] for line in lines[1:])
         self.cells = {line["cell"]: line for line in lines[1:] if "revision" in line}
 
     def _append(self, record: Record) -> None:
@@ -86,7 +94,7 @@ class Journal:
         """
         began = time.monotonic()
         todo = [cell for cell in cells if "failed" in self.cells.get(cell.key, {"failed": "not yet"})]
-        todo.sort(key=lambda cell: cell.key in self._tried)
+        todo.sort(key=lambda cell: self._tried[cell.key])
         for done, cell in enumerate(progress(todo, "cells", len(todo))):
             if seconds is not None and time.monotonic() - began > seconds:
                 return [left.key for left in todo[done:]]
@@ -94,7 +102,8 @@ class Journal:
             record = self._run(cell)
             self._note(cell, record, device)
             if "failed" in record and lost(device):
-                raise DeviceLost(f"the device is lost to this process after {cell.key!r} ({record['failed']})")
+                sentence = f"the device is lost to this process after {cell.key!r} ({record['failed']})"
+                raise DeviceLost(sentence, cell.key in self._tried)
             release(device)
         return []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +24,14 @@ from kvbench.tools.bench.journal import Cell, Record, attempt, why_not
 from kvbench.tools.bench.machine import lost
 from kvbench.tools.bench.providers import tensors_in
 from kvbench.tools.bench.report import dots_of
+from kvbench.tools.bench.rivals import installed
 
 PROMISED, LARGE = {"decode_attention": 0.7, "quantised_attention": 0.6}, 2**28
 """Shares of a copy's bandwidth that our kernels are to reach, from so many bytes on."""
+OURS = ("triton", "positions", "alone")
+"""Providers whose failure is a mistake of ours; those of others may fail."""
+MORE = ("flash_attn", "flashinfer")
+"""Packages that cases compare with where they are installed."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +65,17 @@ class KernelsProtocol(BenchProtocol):
     model: str = ""
 
     def remarks(self, bench: Bench) -> list[str]:
+        absent = [package for package in MORE if not installed(package)]
         return [
-            f"{FEWEST} to {MOST} runs, {SECONDS} s of them, after a first one that compiles; on a GPU the time of the "
-            f"device, which is kept busy until a call is launched, over inputs that take turns and are {COLD} times "
-            "its cache; of the limit: bytes that must be moved over the time at a copy's bandwidth"
+            f"{FEWEST} to {MOST} runs, {SECONDS} s of them, after a first one that compiles; on a GPU the "
+            "time of the device, which is kept busy until a call is launched, over inputs that take turns and are "
+            f"{COLD} times its cache; floor: the bytes that must be moved, at a copy's bandwidth; of the limit: the "
+            "floor over the time",
+            *([f"without {' and '.join(absent)}: not installed"] if absent else []),
         ]
 
     def cells(self, bench: Bench) -> list[Cell]:
-        return [Cell(case.key, partial(_measure, case, bench.device), foreign=True) for case in found_cases(bench)]
+        return [Cell(case.key, partial(_measure, case, bench.device)) for case in found_cases(bench)]
 
     def rows(self, bench: Bench, found: Mapping[str, Record]) -> list[Row]:
         return [row for case in found_cases(bench) if case.key in found for row in _rows(bench, case, found)]
@@ -128,7 +137,18 @@ def _measure(case: KernelCase, device: torch.device) -> Record:
                 return {"failed": f"{name}: {record['failed']}"}
             yardstick = out if yardstick is None else yardstick
             found[name] = record
-    return {"providers": found, "bytes_moved": case.bytes_moved, "flops": case.flops}
+    measured = {"providers": found, "bytes_moved": case.bytes_moved, "flops": case.flops}
+    broken = [f"{name}: {_without_time(found[name])}" for name in OURS if _broken(found.get(name, {"ms": 0}))]
+    return measured | {"failed": broken[0]} if broken and runs_ours(device) else measured
+
+
+def runs_ours(device: torch.device) -> bool:
+    """Whether our kernels run there, so that one which has no time is a mistake."""
+    return device.type == "cuda"
+
+
+def _broken(provider: Record) -> bool:
+    return "ms" not in provider and "out_of_memory" not in provider
 
 
 def _provider(
@@ -150,14 +170,15 @@ def _provider(
         calls = [call, *(partial(case.providers[name], **case.setup(device)) for _ in more)]
         return record | {"ms": time_calls(calls, device).as_dict()}
 
-    record = attempt(Cell("", measured, foreign=True))
+    record = attempt(Cell("", measured, foreign=name not in OURS or not runs_ours(device)))
     return record, out or None
 
 
 def relative_error(outputs: list[Tensor], expected: list[Tensor]) -> float:
     """|out - expected| / |expected|: the largest of the tensors a kernel gives (2 where shapes differ).
 
-    Whole numbers and truth values must be equal: their error is the share that differs. NaN is as wrong as can be.
+    Whole numbers and truth values must be equal: their error is the share that differs. NaN and infinity are as wrong
+    as can be.
     """
     if [t.shape for t in outputs] != [t.shape for t in expected]:
         return 2.0
@@ -173,7 +194,7 @@ def _error(out: Tensor, expected: Tensor) -> float:
     same = (a == b) | (a.isnan() & b.isnan())  # infinities and holes that both have
     difference = torch.where(same, 0.0, a - b).norm()
     error = float(difference / torch.where(b.isfinite(), b, 0.0).norm().clamp(min=1e-30))
-    return error if error == error else 2.0
+    return error if math.isfinite(error) else 2.0
 
 
 # --- what it says ----------------------------------------------------------------------------------------------------
@@ -185,9 +206,10 @@ def _rows(bench: Bench, case: KernelCase, found: Mapping[str, Record]) -> Iterat
         if ms is None:
             yield row(None, _without_time(provider))
             continue
-        share = case.bytes_moved / record["copy_bytes_per_s"] / (1e-3 * ms["p50"])
+        floor = 1e3 * case.bytes_moved / record["copy_bytes_per_s"]
+        share = floor / ms["p50"]
         flops = f", {case.flops / ms['p50'] / 1e9:.1f} TFLOP/s" if case.flops else ""
-        note = f"error {provider['error']:.1e}, first call {provider['first_ms']:.0f} ms{flops}"
+        note = f"floor {floor:.3g} ms, error {provider['error']:.1e}, first call {provider['first_ms']:.0f} ms{flops}"
         bound: dict[str, Any] = {}
         if aim is not None and name == "triton" and case.bytes_moved >= LARGE:
             bound = {"bound": f"at least {aim:.0%} of the limit", "met": share >= aim if bench.judged else None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
+import time
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from kvbench.identity.environment import machine as computed_by
 from kvbench.tools.bench.clock import copy_bandwidth
 
 QUERY = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit")
+SMI_SECONDS = 5
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -38,11 +40,15 @@ def bandwidth(device: torch.device) -> float:
 def momentary(device: torch.device) -> dict[str, Any]:
     """What changes while a benchmark runs: the load of the CPUs; clocks and other processes of the GPU, where known."""
     state: dict[str, Any] = {"load_1min": round(os.getloadavg()[0], 2)}
-    if device.type == "cuda":
-        state["gpu"] = _smi("--query-gpu=" + ",".join(QUERY))
-        others = _smi("--query-compute-apps=pid,used_memory") or ""
-        state["gpu_processes"] = [line for line in others.splitlines() if not line.startswith(f"{os.getpid()},")]
-    return state
+    return state | _gpu(int(time.monotonic()) // SMI_SECONDS) if device.type == "cuda" else state
+
+
+@lru_cache(maxsize=1)
+def _gpu(now: int) -> dict[str, Any]:
+    """What nvidia-smi says: asked at most once in SMI_SECONDS, for it takes longer than a small cell."""
+    others = _smi("--query-compute-apps=pid,used_memory") or ""
+    processes = [line for line in others.splitlines() if not line.startswith(f"{os.getpid()},")]
+    return {"gpu": _smi("--query-gpu=" + ",".join(QUERY)), "gpu_processes": processes}
 
 
 def _smi(query: str) -> str | None:

@@ -47,7 +47,7 @@ class Settings:
     batches: Annotated[list[int] | None, "such as 1,8"] = None
     new_tokens: Annotated[int | None, "of the answer"] = None
     timed: Annotated[int | None, "so many of them are timed"] = None
-    repeats: Annotated[int | None, "of a prefill"] = None
+    repeats: Annotated[int | None, "of a prefill or a round"] = None
     seconds: Annotated[int | None, "no cell begins once so many have passed; the same command goes on later"] = None
     decode: Annotated[str | None, "of sweep: evict or grow after the prompt, all policies alike"] = None
     cases: Annotated[str | None, "of kernels: folder of the cases (scripts/kernel_cases)"] = None

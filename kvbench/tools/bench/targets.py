@@ -10,9 +10,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.cache.cache import KVCache
@@ -23,7 +25,7 @@ from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench.bench import Bench, BenchProtocol, Row
 from kvbench.tools.bench.clock import Clock, Spread, paired_ratio, sets_of_inputs, spread, time_calls
 from kvbench.tools.bench.generating import LEAST_BUDGET, LEAST_LENGTH
-from kvbench.tools.bench.generation import Job, Run, measure, steps_in_turns, warm_up
+from kvbench.tools.bench.generation import PROFILED, Job, Run, measure, steps_in_turns, warm_up
 from kvbench.tools.bench.journal import Cell, Record, why_not
 from kvbench.tools.bench.providers import Provider, ours, random_ids, recordable, shape_of
 from kvbench.tools.bench.report import dots_of
@@ -73,8 +75,10 @@ def targets() -> Iterator[Target]:
     """Every promise, the cheap ones first."""
     yield Target("attention_of_32", "decode_attention", "x full attention", 5.0, True, attention_of_many)
     for slug in EVICTING:
-        yield Target("evicting_step", slug, "x a growing step", 1.1, False, partial(evicting_step, slug))
-    yield Target("step_at_equal_bytes", "ada_snapkv", "x snapkv's step", 1.1, False, ada_step)
+        evicting = partial(beside_snapkv, slug, schedule="prompt", decode="evict")
+        yield Target("evicting_step", slug, "x a growing step", 1.1, False, evicting)
+    ada = partial(beside_snapkv, "ada_snapkv")
+    yield Target("step_at_equal_bytes", "ada_snapkv", "x snapkv's step", 1.1, False, ada)
     for slug in WINDOWED:
         share = partial(eviction_share, slug)
         yield Target("eviction_in_32k_prefill", slug, "share of the rest of it", 0.02, False, share)
@@ -174,52 +178,51 @@ def prefilled(bench: Bench, provider: Provider, length: int, batch: int = 1) -> 
     return run
 
 
-def _in_turns(bench: Bench, mine: Provider, other: Provider) -> tuple[list[Run], list[list[float]]]:
-    runs = [prefilled(bench, provider, _length(bench, SHORT)) for provider in (mine, other)]
-    return runs, steps_in_turns(runs, ROUNDS, TOKENS)
-
-
-def evicting_step(slug: str, bench: Bench) -> Record:
-    """A step that evicts beside one of snapkv, which grows, at the same budget: both graphed, on a CPU both eager."""
-    budget, graphed = _budget(bench), bench.device.type == "cuda"
-    mine = ours(slug, budget, schedule="prompt", decode="evict", graphed=graphed)
+def beside_snapkv(slug: str, bench: Bench, **fields: Any) -> Record:  # noqa: ANN401 - as for `ours`
+    """A step beside one of snapkv, which grows, at the same budget: both graphed, on a CPU both eager."""
+    budget, length, graphed = _budget(bench), _length(bench, SHORT), bench.device.type == "cuda"
     for name in (slug, "snapkv") if graphed else ():
         if not recordable(name, budget, bench.device):
             return {"value": None, "note": f"the step of {name} cannot be recorded as a CUDA graph"}
-    _, (evicts, grows) = _in_turns(bench, mine, ours("snapkv", budget, graphed=graphed))
-    times = f"{spread(evicts).p50:.2f} ms against {spread(grows).p50:.2f} ms of snapkv"
-    how = "graphed" if graphed else "eager"
-    return _ratio(paired_ratio(evicts, grows), f"{how}, {times}, budget {budget} after {_length(bench, SHORT)} tokens")
-
-
-def ada_step(bench: Bench) -> Record:
-    """ada_snapkv's step beside snapkv's: budgets per head, the same number of tokens in all."""
-    runs, (mine, plain) = _in_turns(bench, *(ours(slug, _budget(bench)) for slug in ("ada_snapkv", "snapkv")))
+    both = ours(slug, budget, graphed=graphed, **fields), ours("snapkv", budget, graphed=graphed)
+    runs = [prefilled(bench, provider, length) for provider in both]
+    mine, plain = steps_in_turns(runs, ROUNDS, TOKENS)
+    times = f"{spread(mine).p50:.2f} ms against {spread(plain).p50:.2f} ms of snapkv"
     held = " and ".join(f"{run.held_bytes / 2**20:.1f}" for run in runs)
-    return _ratio(paired_ratio(mine, plain), f"{spread(mine).p50:.2f} ms, {held} MiB held")
+    how = "graphed" if graphed else "eager"
+    note = f"{how}, {times}, {held} MiB held, budget {budget} after {length} tokens"
+    return _ratio(paired_ratio(mine, plain), note)
 
 
 def share_of_bound(slug: str, budget: int | None, length: int, batch: int, bench: Bench) -> Record:
-    """The time in which a step's bytes could be read over the step's time, graphed where it can be."""
+    """The time in which a step's bytes could be read over the step's time.
+
+    A step that cannot be recorded waits for Python's launches: of that one it is the time the device is busy.
+    """
     length, batch = _length(bench, length), max(1, batch // bench.scale)
     budget = budget and _budget(bench)
     graphed = recordable(slug, budget, bench.device)
     run = prefilled(bench, ours(slug, budget, graphed=graphed), length, batch)
     times = run.decode(TOKENS * ROUNDS)
+    looked, step = {} if graphed else run.profiled(PROFILED), f"{spread(times).p50:.2f} ms"
+    if looked:
+        times, step = [looked["busy_ms"]], f"{looked['busy_ms']:.2f} ms of the device in steps of {step}"
     read, shape = run.held_bytes - run.spare_bytes, shape_of(bench.built.model)
     shares = spread([bench.share_of_limit(ms, read) for ms in times])
     full = 2 * batch * length * shape.layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
     allowed = (bench.built.bytes_read + full) / (bench.built.bytes_read + read)
-    note = (
-        f"{'graphed' if graphed else 'eager'}, {spread(times).p50:.2f} ms at batch {batch} after {length} tokens; a "
-        f"step of the full cache has {allowed:.1f}x its bytes"
-    )
+    how = f"{'graphed' if graphed else 'eager'}, batch {batch} after {length} tokens"
+    allow = f"its bytes allow {shares.p50 * spread(times).p50:.2f} ms"
+    note = f"{how}: {step}, {allow}; a step of the full cache has {allowed:.1f}x its bytes"
     return _ratio(shares, note)
 
 
 @torch.inference_mode()
 def attention_of_many(bench: Bench) -> Record:
-    """Attention of a batch over full prompts, by PyTorch, over the same on what a budget keeps of them, by ours."""
+    """Attention of a batch over full prompts, by PyTorch, over the same on what a budget keeps of them, by ours.
+
+    PyTorch's is the faster of two: the query heads of a group as heads, or as rows of their KV head.
+    """
     shape, length = shape_of(bench.built.model), _length(bench, SHORT)
     batch, budget = max(1, TOGETHER // bench.scale), _budget(bench)
     draw = partial(torch.randn, dtype=shape.dtype, device=bench.device)
@@ -232,7 +235,12 @@ def attention_of_many(bench: Bench) -> Record:
         calls[0]()
         return time_calls(calls, bench.device)
 
-    full = timed(length, partial(F.scaled_dot_product_attention, enable_gqa=True))
+    def as_rows(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        rows = queries.view(batch, shape.kv_heads, -1, shape.head_dim)
+        return F.scaled_dot_product_attention(rows, keys, values)
+
+    as_heads = partial(F.scaled_dot_product_attention, enable_gqa=True)
+    full = min((timed(length, attend) for attend in (as_heads, as_rows)), key=attrgetter("p50"))
     ours_of = partial(decode_attention, query_positions=None, key_positions=None, scaling=shape.head_dim**-0.5)
     kept = timed(budget, partial(ours_of, packed=True))
     ratio = Spread(full.p50 / kept.p50, full.p20 / kept.p80, full.p80 / kept.p20, kept.runs)

@@ -74,7 +74,9 @@ def test_what_can_be_recorded_is_timed_eager_and_graphed(
     assert len(replays) >= 3, "the three timed steps are replays"
 
 
-def test_kernels_are_checked_before_they_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_are_checked_before_they_are_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cases = tmp_path / "made_up_cases"
     cases.mkdir()
     (cases / "doubling.py").write_text(
@@ -87,6 +89,7 @@ def test_kernels_are_checked_before_they_are_timed(tmp_path: Path, capsys: pytes
         "        providers={'reference': lambda x: x * 2, 'sum': lambda x: x + x, 'wrong': lambda x: x * 2.1,\n"
         "                   'other': lambda x: x[:3], 'broken': lambda x: x.no_such_method()}, beside=('other',))\n"
     )
+    monkeypatch.setattr(kernels, "MORE", ("torch", "no_such_package", "nor_this"))
     asked = [f"cases={cases}", f"out={tmp_path}", "device=cpu", "scale=2"]
     assert main(["kernels", *asked, "only=tripling"]) == 2
     assert "only=tripling is in the name of no case, such as doubling, 1000 numbers" in capsys.readouterr().err
@@ -95,11 +98,15 @@ def test_kernels_are_checked_before_they_are_timed(tmp_path: Path, capsys: pytes
     assert {row["task"] for row in rows} == {"doubling, 1000 numbers"}
     found = {row["method"]: row for row in rows}
     assert float(found["sum"]["value"]) > 0
+    floor = 1e3 * 8000 / (1e9 * float(found["sum"]["copy_gb_per_s"]))  # ms in which a copy moves 8,000 bytes
+    assert float(found["sum"]["note"].split()[1]) == pytest.approx(floor, rel=0.05)
     assert float(found["other"]["value"]) > 0, "what computes something else is timed and not compared"
     assert found["wrong"]["value"] == ""
     assert "wrong: relative error 5.0e-02" in found["wrong"]["note"]  # 2.1 / 2 - 1
     assert "no_such_method" in found["broken"]["note"]
-    assert "kernels:" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "kernels:" in said
+    assert "without no_such_package and nor_this: not installed" in said
     assert (tmp_path / "kernels.svg").exists()
 
 
@@ -112,6 +119,27 @@ def test_every_kernel_case_runs_at_a_small_scale(tmp_path: Path, monkeypatch: py
     assert {method for method, _ in without} <= {"triton", "positions", "alone"}, without
     assert any("2 bits of 32" in row["task"] for row in rows if row["task"].startswith("quantise,"))
     assert any("2 bits of 32" in row["task"] for row in rows if row["task"].startswith("quantised_attention"))
+
+
+def test_a_wrong_kernel_of_ours_fails_its_case_and_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def doubled(*providers: str) -> KernelCase:
+        calls = {
+            name: lambda x, name=name: x * (3 if name in providers else 2) for name in ("pytorch", "triton", "topk")
+        }
+        return KernelCase("double", "3", lambda device: {"x": torch.ones(3)}, calls, bytes_moved=24)
+
+    monkeypatch.setattr(kernels, "runs_ours", lambda device: True)
+    codes = []
+    for case in (doubled("triton", "topk"), doubled("topk"), doubled()):
+        monkeypatch.setattr(kernels, "found_cases", lambda bench, case=case: iter([case]))
+        codes.append(main(["kernels", f"out={tmp_path}", "device=cpu"]))
+    assert codes == [1, 0, 0]
+    assert "tried again by the same command: double, 3" in capsys.readouterr().out
+    found = {row["method"]: row for row in rows_of(tmp_path / "kernels.csv")}
+    assert float(found["triton"]["value"]) > 0
+    assert "wrong: relative error 5.0e-01" in found["topk"]["note"], "a rival may be wrong: its case is done"
 
 
 def test_a_provider_that_loses_the_device_leaves_the_others_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:

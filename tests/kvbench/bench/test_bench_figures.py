@@ -12,11 +12,13 @@ from bench_model import CPU, rows_of
 
 from kvbench.cache import evict as evicting
 from kvbench.cache.state import LayerState
+from kvbench.tools.bench import targets
 from kvbench.tools.bench.bench import Bench
 from kvbench.tools.bench.build import PUBLISHED
 from kvbench.tools.bench.cli import protocols
 from kvbench.tools.bench.clock import paired_ratio, spread
 from kvbench.tools.bench.generating import Point, Sizes
+from kvbench.tools.bench.generation import Run
 from kvbench.tools.bench.kernels import relative_error
 from kvbench.tools.bench.paper_tables import PROTOCOLS
 from kvbench.tools.bench.settings import parse
@@ -116,10 +118,40 @@ def test_an_eviction_is_timed_itself(folder: Path, monkeypatch: pytest.MonkeyPat
     assert eviction_share("snapkv", bench)["value"] == pytest.approx(10 / 6)
 
 
+@pytest.mark.parametrize(
+    ("recorded", "note"),
+    [
+        (False, "eager, batch 1 after 96 tokens: 4.00 ms of the device in steps of 50.00 ms, its bytes allow 1.00 ms;"),
+        (True, "graphed, batch 1 after 96 tokens: 50.00 ms, its bytes allow 1.00 ms;"),
+    ],
+)
+def test_a_step_that_no_graph_holds_is_judged_by_the_time_the_device_was_busy(
+    recorded: bool, note: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "recordable", lambda *of: recorded)
+    monkeypatch.setattr(Run, "decode", lambda run, tokens: [50.0] * tokens)
+    monkeypatch.setattr(Run, "profiled", lambda run, tokens: {"busy_ms": 4.0, "launches": 1430.0})
+    monkeypatch.setattr(Bench, "share_of_limit", lambda bench, ms, read: 1.0 / ms)
+    bench = Bench(parse([f"model={folder}", "device=cpu", "scale=512"]), CPU, "unused")
+    found = targets.share_of_bound("snapkv", 1024, 8192, 1, bench)
+    assert found["value"] == pytest.approx(1 / 50 if recorded else 1 / 4)
+    assert found["note"].startswith(note)
+
+
+def test_the_full_attention_of_a_batch_is_the_faster_of_pytorchs_two(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ms = iter([8.0, 6.0, 1.0])
+    monkeypatch.setattr(targets, "time_calls", lambda calls, device: spread([next(ms)]))
+    bench = Bench(parse([f"model={folder}", "device=cpu", "scale=512"]), CPU, "unused")
+    assert targets.attention_of_many(bench)["value"] == 6.0
+
+
 def test_a_relative_error_covers_the_whole_output() -> None:
     expected = [torch.tensor([3.0, 4.0])]
     assert relative_error([torch.tensor([3.0, 3.0])], expected) == pytest.approx(0.2)  # 1 of 5
     assert relative_error([torch.tensor([3.0, torch.nan])], expected) > 1
+    assert relative_error([torch.tensor([3.0, torch.inf])], expected) == 2, "a number that JSON can hold"
     assert relative_error([torch.zeros(3)], expected) > 1
     assert relative_error([torch.tensor([1, 2, 3, 5])], [torch.tensor([1, 2, 3, 4])]) == 0.25
     assert relative_error([torch.tensor([-torch.inf, 2.0])], [torch.tensor([-torch.inf, 2.0])]) == 0

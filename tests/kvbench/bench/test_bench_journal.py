@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from bench_model import CPU, prompt, refuse_to_measure, rows_of
 from kv_models import tiny
 
-from kvbench.tools.bench import generating, generation
+from kvbench.tools.bench import generating, generation, machine
 from kvbench.tools.bench.cli import main
 from kvbench.tools.bench.generation import Run
 from kvbench.tools.bench.journal import Cell, Journal
@@ -39,6 +40,24 @@ def test_a_killed_benchmark_goes_on_with_the_cell_it_was_in(tmp_path: Path) -> N
     assert ran == ["one", "three", "four", "three"], "what a process ended in comes last: it may be what ended it"
     written = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["value"] for line in written if "value" in line] == [3, 4, 5]
+
+
+def test_a_benchmark_that_is_stopped_shows_what_it_measured(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[int] = []
+
+    def measure(*given: Any, own: Any = generation.measure) -> dict[str, object]:
+        measured.append(1)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return own(*given)
+
+    monkeypatch.setattr(generating, "measure", measure)
+    arguments = [f"model={folder}", "scale=512", "device=cpu", "policies=full,h2o", "lengths=256", "rivals=none"]
+    assert main(["d2o_table12", *arguments, f"out={tmp_path}"]) == 130
+    assert {row["method"] for row in rows_of(tmp_path / "d2o_table12.csv")} == {"full"}
+    assert "1 of 2 cells are left: the same command goes on with h2o" in capsys.readouterr().out
 
 
 def test_a_cell_that_fails_takes_no_other_with_it_and_is_tried_again_last(
@@ -71,10 +90,23 @@ def test_a_lost_device_ends_the_process_and_the_next_one_goes_on(
         patch.setattr("kvbench.tools.bench.journal.lost", lambda device: True)
         patch.setattr(generating, "measure", refuse_to_measure)
         assert main(arguments) == 75
-    said = capsys.readouterr().err
-    assert "the device is lost to this process after 'full, 96+4 tokens" in said
+        assert [main(arguments), main(arguments)] == [75, 1], "h2o, which was not tried before, then full once more"
+    said = capsys.readouterr()
+    assert "the device is lost to this process after 'full, 96+4 tokens" in said.err
+    assert "2 of 2 cells are left" in said.out, "tables are written before the process ends"
     assert main(arguments) == 0
     assert {row["method"] for row in rows_of(tmp_path / "d2o_table12.csv") if row["value"]} == {"full", "h2o"}
+
+
+def test_a_small_cell_does_not_wait_for_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, asked = [100.0], list[str]()
+    monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(machine, "_smi", lambda query: asked.append(query) or "answer")
+    states = []
+    for clock[0] in (100.0, 101.0, 108.0):
+        states.append(machine.momentary(torch.device("cuda")))
+    assert len(asked) == 2 * 2, "two questions, once in five seconds"
+    assert {state["gpu"] for state in states} == {"answer"}
 
 
 def test_what_compiles_a_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

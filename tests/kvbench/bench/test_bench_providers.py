@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from bench_model import prompt
 from kv_models import tiny
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from kvbench import make_policy
 from kvbench.cache.hook import prepare
@@ -35,6 +37,7 @@ def test_transformers_own_caches_write_what_the_full_cache_writes(monkeypatch: p
     """Of a compiled model the first steps are not timed; what compiling makes of a step is PyTorch's to test."""
     model, ids, written, held = tiny(), prompt(50), {}, {}
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
     for name in ("transformers_sdpa", "transformers_compiled", "full"):
         run = Run(model, ours(name, None) if name == "full" else rivals.provider(name, None, 50), ids, new=4)
         run.prefill()
@@ -44,6 +47,30 @@ def test_transformers_own_caches_write_what_the_full_cache_writes(monkeypatch: p
     slots = 50 + 4 + RECORDED
     assert held["transformers_sdpa"] == 2 * 2 * slots * 2 * 8 * 8  # keys and values, layers, heads, dim, float64
     assert held["transformers_compiled"] == held["transformers_sdpa"] + 2 * 8  # and a length per layer
+
+
+def test_each_cell_of_a_compiled_model_compiles_the_steps_of_its_own_cache_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PyTorch makes sizes that change into variables, and stops compiling a function after eight of them."""
+    done: list[int | str] = []
+
+    def compiled(function: Any, *, dynamic: bool, **_: Any) -> Any:
+        def step(*given: Any, past_key_values: StaticCache, **named: Any) -> Any:
+            done.append(past_key_values.layers[0].max_cache_len)
+            return function(*given, past_key_values=past_key_values, **named)
+
+        assert not dynamic
+        return step
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
+    for length in (40, 50):
+        done.clear()
+        measure(tiny(), rivals.provider("transformers_compiled", None, length), Job(prompt=length, new=4, timed=4))
+        steps = [size for size in done if size != "reset"]
+        assert steps == [length + 4 + RECORDED] * (4 + RECORDED)
+        assert "reset" in done[: done.index(steps[0])]
 
 
 @pytest.mark.parametrize(("slug", "slots", "spare"), [("snapkv", 64 + 10, 6), ("cake", 64 + 1, 1)])
