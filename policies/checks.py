@@ -48,4 +48,4 @@ def layers_exist(name: str, given: Sequence[int], layers: int) -> None:
     """ConfigError where a field names a layer, from 0 or (negative) from the end, that a model does not have."""
     for layer in given:
         if not -layers <= layer < layers:
-            raise ConfigError(name, layer, why=f"is not allowed, the model has layers 0 to {layers - 1}")
+            raise ConfigError(name, layer, why=f"is not allowed, the model has attention layers 0 to {layers - 1}")

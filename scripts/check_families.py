@@ -27,7 +27,7 @@ from kvbench.cache.hook import prepare
 from kvbench.cache.interface import INSTEAD, InterfaceError
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.models.trial import try_out
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,11 @@ SIZES: dict[str, Any] = {
 }
 """Small values of the fields that configurations of transformers use; a family takes those it has."""
 MIXED = ["sliding_attention", "full_attention"]
+ENCODERS = (
+    *("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert"),
+    *("roberta", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl"),
+)
+ASSISTANT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 SHARED = {"layer_types": MIXED * 2, "num_kv_shared_layers": 2}
 OWN: dict[str, dict[str, Any]] = {
     **{name: {"layer_types": MIXED * 2} for name in ("gemma3_text", "gemma4_text", "gemma4_unified_text")},
@@ -94,11 +99,22 @@ OWN: dict[str, dict[str, Any]] = {
     **{name: {"rotary_dim": 8} for name in ("codegen", "gptj")},
     "longcat_flash": {"head_dim": 8},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
-    "xmod": {"default_language": "en_XX"},
+    "xmod": {"default_language": "en_XX", "is_decoder": True},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
+    },
+    "marian": {"decoder_vocab_size": VOCABULARY},
+    **{name: {"text_config": ASSISTANT} for name in ("gemma4_assistant", "gemma4_unified_assistant")},
+    "mimo_v2_flash": {"num_key_value_heads": 1, "head_dim": 24, "layer_types": MIXED * 2},
+    **{name: {"is_decoder": True} for name in ENCODERS},
 }
 """What a family needs beside, or differently: mostly the mixture of layers its releases have."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_text with shared layers": ("gemma4_text", SHARED),
+    "gemma4_text with other heads where attention is full": (
+        "gemma4_text",
+        {"num_global_key_value_heads": 1, "global_head_dim": 32, "attention_k_eq_v": True},
+    ),
     "qwen2 with a sliding window": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}),
     "qwen2_moe with a sliding window": ("qwen2_moe", {"use_sliding_window": True}),
     "phimoe without a sliding window": ("phimoe", {"sliding_window": None}),
@@ -133,6 +149,7 @@ HEAD = """\
 Made by `python scripts/check_families.py --out docs/families.md` with transformers {version} and torch {torch}, from
 tiny random models of all causal language models of that release and some variants ({total} rows). Layers, heads and
 windows are small: the table tells which kinds of attention and cache kvbench follows, not that a checkpoint was run.
+Of models that are encoders by default (BERT) the decoder is tried (`is_decoder`), of models of text and more the text.
 """
 
 
@@ -175,21 +192,21 @@ def families() -> list[Family]:
 def tiny_config(kind: type[PreTrainedConfig], **fields: object) -> PreTrainedConfig:
     """The family's configuration with small sizes, and so its parts where it is made of several."""
     known = set(inspect.signature(kind.__init__).parameters)
+    own = OWN.get(kind.model_type, {})
     small = {name: value for name, value in SIZES.items() if name in known}
     if {"kv_lora_rank", "num_key_value_heads"} <= known:  # latents are expanded to every head
         small["num_key_value_heads"] = small["num_attention_heads"]
     for name in getattr(kind, "sub_configs", {}):
-        part = type(getattr(kind(), name))
-        if issubclass(part, PreTrainedConfig):
+        part = type(getattr(kind(), name)) if name not in own else None
+        if part is not None and issubclass(part, PreTrainedConfig):
             small[name] = tiny_config(part)
-    return kind(**(small | OWN.get(kind.model_type, {}) | fields))
+    return kind(**(small | own | fields))
 
 
 def config_of(family: Family) -> PreTrainedConfig:
     """The tiny configuration the family's model is made of: the text part alone, where the model takes no more."""
     config = tiny_config(family.config, **family.fields)
-    text = config.get_text_config(decoder=True)
-    return text if family.model.config_class is type(text) else config
+    return config if type(config) is family.model.config_class else config.get_text_config(decoder=True)
 
 
 def tiny_model(family: Family) -> PreTrainedModel:
@@ -226,22 +243,23 @@ def full_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def shrinks(model: PreTrainedModel, ids: Tensor) -> list[str]:
-    """Generate under every policy, which greedy audits, and see that layers hold what they may, not more or less.
+    """Generate under every policy, which is audited, and see that layers hold what they may, not more or less.
 
     Returns those that do not apply to the model and are no more than that: the first ones have to.
     """
     without = []
     for slug, (fields, held) in TRIED.items():
         try:
-            done = greedy(model, ids[:, :PROMPT], make_policy(slug, BUDGET, **fields), max_new_tokens=4)
+            done = generate_tokens(model, ids[:, :PROMPT], make_policy(slug, BUDGET, **fields), max_new_tokens=4)
         except ValueError:
             if slug not in SPECIAL:
                 raise
             without.append(slug)
             continue
-        kept = done.cache.kept_tokens().double()  # the prompt's share, and where decoding grows the tokens since
-        kept = kept.mean(-1) if slug.startswith("ada_") else kept
-        assert bool((kept == held).all()), (slug, kept)
+        for layer in done.cache.attention_layers:  # the prompt's share, and where decoding grows the tokens since
+            kept = layer.kept_tokens().double()
+            kept = kept.mean(-1) if slug.startswith("ada_") else kept
+            assert bool((kept == held).all()), (slug, kept)
     return without
 
 
@@ -257,7 +275,7 @@ def rows_are_alone(model: PreTrainedModel, ids: Tensor) -> None:
     for row in rows:
         if row.error is not None:
             raise row.error
-        alone = greedy(model, row.request.input_ids, row.policy, max_new_tokens=4)
+        alone = generate_tokens(model, row.request.input_ids, row.policy, max_new_tokens=4)
         assert row.tokens == alone.tokens[0], row.policy.name
         for own, other in zip(row.cache.attention_layers, alone.cache.attention_layers, strict=True):
             assert torch.equal(own.positions.sort(-1).values, other.positions.sort(-1).values), row.policy.name

@@ -24,7 +24,7 @@ from kvbench.analysis.result import Result
 from kvbench.analysis.statistics import Difference, paired_difference
 from kvbench.engine.runner import make_prompts, run
 from kvbench.identity.cell import Cell
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.inference.teacher_forcing import continuation_scores
 from kvbench.models.loading import LoadedModel, load
 from kvbench.models.prompts import Prompt
@@ -75,7 +75,9 @@ class Bench:
     def prompt_bytes(self, cell: Cell) -> float:
         """Bytes held once the prompt is in, mean over the first prompts."""
         ids = [prompt.ids[None].long() for prompt in self.prompts[:SIZED_ON]]
-        return sum(greedy(self.model.model, x, cell.policy, max_new_tokens=1).cache.held_nbytes for x in ids) / len(ids)
+        return sum(
+            generate_tokens(self.model.model, x, cell.policy, max_new_tokens=1).cache.held_nbytes for x in ids
+        ) / len(ids)
 
     def budget(self, policy: str, share: float) -> int:
         """A budget whose bytes after the prompt come up to a share of those of a 16-bit cache, and not above it."""

@@ -8,6 +8,7 @@ all of them.
                                        has an output and, unless the module says NEEDS_SCORES = False, a score
     SUBSETS_BY: str                    of a benchmark that averages over subsets: the metadata key that tells them apart
     averages(subsets)                  then, which of the subsets each average of `summary` is the mean of, by its name
+    heat_map(answers)                  percent by (length, depth in percent), where a cell is no mean over its examples
     score_predictions(line, **flags)   what is added to a line of recorded predictions (see `tasks.predictions`)
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 from collections.abc import Mapping, Sequence
 from types import UnionType
@@ -121,4 +122,5 @@ def yaml_value(value: object) -> str:
         return f"[{', '.join(map(yaml_value, value))}]"
     if isinstance(value, Mapping):
         return str(value.get("_target_", value)).rpartition(".")[2]
-    return str(value) or "''"
+    text = str(value) or "''"
+    return json.dumps(text, ensure_ascii=False) if "\n" in text else text

@@ -10,14 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.errors import UsageError
-from kvbench.inference.generate import Generation, greedy
-from kvbench.inference.press import press_greedy
+from kvbench.inference.generate import generate_tokens
+from kvbench.inference.generation import Generation
 from kvbench.inference.sampling import Draws, Sampling, check_samples
 from kvbench.models.given import borrowed
 from kvbench.models.prompts import end_tokens, stop_test
 from kvbench.models.tokens import Encoder, encode
 from kvbench.policies.policy import Policy
-from kvbench.policies.press import KVPress
 
 
 def generate(
@@ -70,10 +69,8 @@ def generate(
         question = [place for place in question for _ in range(samples)]
     mask = None if attention_mask is None else attention_mask.to(model.device).repeat_interleave(samples, 0)
     with borrowed(model):
-        if isinstance(policy, KVPress):
-            return press_greedy(model, prompt.to(model.device), policy, **how)
         encoder = None if tokenizer is None else Encoder(tokenizer)
-        return greedy(
+        return generate_tokens(
             model, prompt.to(model.device), policy, attention_mask=mask, question=question, encoder=encoder, **how
         )
 

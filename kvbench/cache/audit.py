@@ -49,12 +49,12 @@ def audit(group: PolicyGroup) -> None:
     if not group.policy.evicts or not group.progress.seen:
         return
     allocator = group.policy.allocator
-    kept = torch.stack([(layer.positions >= 0).sum(-1).cpu() for layer in group.layers])
+    kept = [(layer.positions >= 0).sum(-1).cpu().double() for layer in group.layers]
+    most = torch.stack([heads.mean(-1) if allocator.per_head else heads.amax(-1) for heads in kept])  # [L,B]
     for row, seen in enumerate(group.progress.seen):
         # An official rounding may be off by up to one token per head in every layer.
         promised = torch.tensor(group.budgets.promise(row, seen)) + (not allocator.exact)
-        heads = kept[:, row].double()
-        _check_sums(group, row, heads.mean(-1) if allocator.per_head else heads.amax(-1), promised)
+        _check_sums(group, row, most[:, row], promised)
         _check_positions(group, row, seen)
 
 

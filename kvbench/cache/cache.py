@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
-from kvbench.cache.caller import Caller, check_policy
+from kvbench.cache.caller import Caller, check_heads, check_policy
 from kvbench.cache.chunks import ChunkLayer
 from kvbench.cache.device_batch import DeviceBatch, can_join
 from kvbench.cache.evict import Evictions
@@ -26,8 +26,8 @@ from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.group_attention import GroupAttention
 from kvbench.cache.hook import LayerCall, SharedCall, expect
 from kvbench.cache.interface import check_interface, check_places
-from kvbench.cache.layer import EmptyLayer, KVLayer
-from kvbench.cache.layout import layout_of
+from kvbench.cache.layer import EmptyLayer, KVLayer, stacked
+from kvbench.cache.layout import check_readers, layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer
 from kvbench.cache.saving import load, save
@@ -112,6 +112,7 @@ class KVCache(Cache):
     def _new_group(self, policy: Policy) -> PolicyGroup:
         """Sequences to come, under a policy. ValueError where only our own generation can drive it."""
         check_policy(policy)
+        check_readers(policy, self._layout)
         if self._layout.latent:
             check_latents(policy)
         # Where every token stays as it came, nothing depends on where a prompt ends.
@@ -170,7 +171,7 @@ class KVCache(Cache):
         mask [B,M] bool marks the real tokens of this call, None if all are.
         """
         self._begin(self._layout.attention[index], new, mask)
-        self._caller.check_heads(self.groups[0], index, new.keys)
+        check_heads(self.groups, index, new.keys)
         if self._batch is not None:
             out = self._attention.on_device(self._batch, dict(self._rows()), index, new, params)
         elif self.one_prompt:
@@ -247,6 +248,11 @@ class KVCache(Cache):
             group.fail(error)
 
     # --- steps of all policies at once -----------------------------------------------------------------------------
+    @property
+    def batch(self) -> DeviceBatch | None:
+        """What takes decoding steps of all groups that can at once, if anything does now."""
+        return self._batch
+
     def on_device(self, wanted: bool = True) -> DeviceBatch | None:
         """Take decoding steps of all groups that can at once, whose lengths then stand on the device, or end that.
 
@@ -378,9 +384,9 @@ class KVCache(Cache):
         return self.get_seq_length() + query_length, 0
 
     def kept_tokens(self) -> Tensor:
-        """[L,B,H_kv] tokens held by the attention layers."""
+        """[L,B,H_kv] tokens held by the attention layers. ValueError where these differ in their number of KV heads."""
         first = self.attention_layers[0].positions.device  # of a model on several devices
-        return torch.stack([layer.kept_tokens().to(first) for layer in self.attention_layers])
+        return stacked([layer.kept_tokens().to(first) for layer in self.attention_layers])
 
     def audit(self) -> None:
         """Raise BudgetError unless every layer holds at most what its policy promises, at valid positions."""

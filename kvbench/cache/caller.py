@@ -1,12 +1,13 @@
 """Who uses a cache: the model that calls it, and the policies it can be made for."""
 
+from collections.abc import Sequence
 from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from kvbench.cache.group import PolicyGroup
-from kvbench.cache.interface import check_attention, check_heads, check_kind, name_of
+from kvbench.cache.interface import check_attention, check_kind
 from kvbench.cache.registration import unwrap
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
@@ -38,12 +39,14 @@ class Caller:
         check_kind(self._config, module.config)
         self._reader = ref(module)
 
-    def check_heads(self, group: PolicyGroup, index: int, keys: Tensor) -> None:
-        """InterfaceError if a layer's first keys [B,H_kv,M,D] have other KV heads than the first layer's."""
-        layers = group.layers
-        if layers[index].opened or not layers[0].opened or group.policy.granularity == "query_head":
-            return
-        check_heads({layers[0].store.keys.shape[1], keys.shape[1]}, name_of(self._config))
+
+def check_heads(groups: Sequence[PolicyGroup], index: int, keys: Tensor) -> None:
+    """ValueError if a layer's first keys [B,H_kv,M,D] have other KV heads than the first layer's, where none may."""
+    if groups[0].layers[index].opened:
+        return
+    for group in groups:
+        if group.layers[0].opened and group.policy.granularity == "kv_head":
+            group.policy.allocator.check_heads((group.layers[0].store.keys.shape[1], keys.shape[1]))
 
 
 def check_policy(policy: object) -> None:
@@ -56,6 +59,4 @@ def check_policy(policy: object) -> None:
             "kvbench.generate, or a task whose answers are written"
         )
     if isinstance(policy.pre_pass, PromptChoice):
-        raise ValueError(
-            f"{policy.name} rewrites the prompt before it is cached: use kvbench.inference.generate.greedy"
-        )
+        raise ValueError(f"{policy.name} rewrites the prompt before it is cached: use kvbench.generate")

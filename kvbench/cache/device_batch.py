@@ -3,7 +3,7 @@
 A layer's sequences, whatever their policies, budgets and lengths, lie in one memory; how many tokens each KV head holds
 and where its next one goes stands on the device. So a layer's step is an append and an attention for all of them, and
 what they evict follows after the last layer, for all layers of a policy as rows of one batch. The host counts steps and
-nothing else: they can be recorded as a CUDA graph.
+nothing else: they can be recorded as a CUDA graph. A sequence that ended may ride along in it, its cache copied out.
 
 Shapes: L layers, B sequences, H KV heads, N slots of a layer.
 """
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.device_evict import DeviceGroup
-from kvbench.cache.device_slots import DeviceSlots, units_of
+from kvbench.cache.device_slots import DeviceSlots, Unit, units_of
 from kvbench.cache.group import PolicyGroup
+from kvbench.cache.state import LayerState
 from kvbench.cache.step import Projected
 from kvbench.kernels.decode_attention import NewTokens
 from kvbench.kernels.decode_attention_flat import decode_attention_flat
@@ -47,7 +48,13 @@ def can_join(group: PolicyGroup) -> bool:
         units = units_of(layer.store) if layer.opened and not layer.unsettled else []
         if not units or not all(unit.goes_on(evicts) for unit in units) or (evicts and not layer.recent.full):
             return False
-    return True
+    return _alike([units_of(layer.store)[0] for layer in group.layers])
+
+
+def _alike(layers: Sequence[Unit]) -> bool:
+    """Whether all layers have as many KV heads of one size, so that they can lie side by side."""
+    sizes = {(unit.buffers["keys"].shape[-1], unit.buffers["values"].shape[-1]) for unit in layers}
+    return len(sizes) == 1 and len({unit.segments().starts.shape[-1] for unit in layers}) == 1
 
 
 def _evicts(policy: Policy) -> bool:
@@ -57,7 +64,7 @@ def _evicts(policy: Policy) -> bool:
 class DeviceBatch:
     """The decoding sequences of some groups. Until `close` nothing else appends to their layers or evicts from them.
 
-    room: steps until a store has to grow. replayable: a step needs nothing but its tokens.
+    replayable: a step needs nothing but its tokens.
     """
 
     def __init__(self, groups: Sequence[PolicyGroup]) -> None:
@@ -70,7 +77,6 @@ class DeviceBatch:
             for group, end, own in zip(groups, ends, units, strict=True)
         ]
         self._units = units
-        self.room = min(part.room for part in self.parts)
         self._lay_out()
         self.replayable = not any(group.policy.rates for group in groups)
         self._most = max(part.most for part in self.parts)
@@ -95,6 +101,7 @@ class DeviceBatch:
         starts, held, free = (torch.stack(x) for x in zip(*places, strict=True))
         grows = [not part.evicts for part in self.parts for _ in range(part.size)]
         self._grows = torch.tensor(grows, device=device)[:, None]
+        self._goes_on = torch.ones(len(grows), 1, dtype=torch.long, device=device)  # tokens it takes in a step
         group, reads = self.parts[0].group, any(part.reads_newest for part in self.parts)
         wide = group.layers[0].query_heads // starts.shape[2]
         drawn = torch.zeros(sum(sizes), wide, device=device) if reads else None
@@ -168,18 +175,38 @@ class DeviceBatch:
             newest = torch.stack(queries)
             for part in evicting:
                 part.evict(self.slots, newest, params)
-        self.slots.places += 1
+        self.slots.places += self._goes_on
+
+    @property
+    def room(self) -> int:
+        """Steps until a store has to grow; 0 where every sequence ended."""
+        return min((part.room for part in self.parts if part.going), default=0)
 
     def count(self, steps: int) -> None:
         """The host's side of so many steps."""
-        self.room -= steps
         for part in self.parts:
             part.count(steps)
+
+    def halt(self, place: int) -> None:
+        """A sequence ended: it takes its last step again and again, holds no more for it, and nobody looks at it."""
+        self._grows[place] = False
+        self._goes_on[place] = 0
+        self._part(place).going -= 1
+
+    def copied(self, place: int) -> tuple[PolicyGroup, int, list[LayerState]]:
+        """The group of a sequence, its row there, and a copy of its layers, each as it would be without the batch."""
+        part = self._part(place)
+        row, units = place - part.here.start, self._units[self.parts.index(part)]
+        free = self.slots.free[:, part.here]
+        return part.group, row, [part.copied(layer, own, free[layer], row) for layer, own in enumerate(units)]
+
+    def _part(self, place: int) -> DeviceGroup:
+        return next(part for part in self.parts if place < part.here.stop)
 
     def close(self) -> None:
         """Give the layers back to their groups, each as it would be without."""
         for part, units in zip(self.parts, self._units, strict=True):
-            for layer, state in enumerate(part.group.layers):
-                part.came_back(layer, units[layer], self.slots.free[layer, part.here])
-                state.hold(units[layer][0] if len(units[layer]) == 1 else BatchStore(units[layer]))  # type: ignore[arg-type]
+            for layer in range(len(units)):
+                own = part.came_back(layer, units[layer], self.slots.free[layer, part.here])
+                part.group.layers[layer] = part.state(layer, own[0] if len(own) == 1 else BatchStore(own))  # type: ignore[arg-type]
                 part.group.note_bytes(layer)

@@ -14,8 +14,9 @@ from kvbench.cache.device_slots import DeviceSlots, Unit
 from kvbench.cache.evict import evict
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.pending import Pending, layers_alike
-from kvbench.cache.state import keeps_window
-from kvbench.cache.step import LayerStep
+from kvbench.cache.recent_queries import RecentQueries
+from kvbench.cache.state import LayerState, keeps_window
+from kvbench.cache.step import ALL, LayerStep
 from kvbench.cache.steps import decoded
 from kvbench.kernels.layer_rows import LayerRows
 from kvbench.policies.constants import on_device
@@ -55,12 +56,13 @@ class DeviceGroup:
     """One policy's sequences, `here` among those of a batch, `size` of them.
 
     evicts: each gives a token up for every new one; else they grow. statistics: the policy's, [M+1,...] for M slots of
-    all layers. room: slots that every sequence has for tokens to come.
+    all layers. going: sequences that did not end. room: slots that each of them has for tokens to come.
     """
 
     def __init__(self, group: PolicyGroup, here: slice, units: Sequence[Sequence[Unit]]) -> None:
         policy = group.policy
         self.group, self.here, self.size = group, here, group.size
+        self.going = group.size
         self.evicts = policy.evicts and policy.schedule.decode == "evict"
         self.reads_newest = self.evicts and policy.needs.newest_row
         slots = sum(unit.slots for some in units for unit in some)
@@ -120,7 +122,9 @@ class DeviceGroup:
 
     def count(self, steps: int) -> None:
         """So many steps are over."""
-        self._taken += steps
+        if self.going:
+            self._taken += steps
+            self.room -= steps
         self.group.progress.tick(steps)
 
     def evict(self, slots: DeviceSlots, queries: Tensor, params: Sequence[AttentionParams]) -> None:
@@ -207,16 +211,29 @@ class DeviceGroup:
         return found[0], found[1]
 
     # --- the end ---------------------------------------------------------------------------------------------------
-    def came_back(self, layer: int, units: Sequence[Unit], free: Tensor) -> None:
-        """The layer goes on by itself; free [b,H]: the empty slots of sequences that evict."""
-        state, own = self.group.layers[layer], iter(free.split([len(s.held) for s in self._segments[layer]]))
-        for unit, segments in zip(units, self._segments[layer], strict=True):
-            unit.came_back(segments, None if self.evicts else self._taken, next(own))
-        if not self.evicts:
-            state.counts = [n + self._taken for n in state.counts]
+    def came_back(self, layer: int, units: Sequence[Unit], free: Tensor) -> list[Unit]:
+        """A layer's units as they go on by themselves, where they lie; free [b,H]: the empty slots of what evicts."""
+        segments, grown = self._segments[layer], None if self.evicts else self._taken
+        own = free.split([unit.sequences for unit in units])
+        return [unit.came_back(s, grown, slots) for unit, s, slots in zip(units, segments, own, strict=True)]
+
+    def state(self, layer: int, held: LayerStore, rows: slice = ALL) -> LayerState:
+        """A layer of some of the sequences as it is now, its tensors its own; held: what it holds of them."""
+        before, grown = self.group.layers[layer], 0 if self.evicts else self._taken
+        recent = RecentQueries.of_rows([(before.recent, row) for row in range(self.size)[rows]])
         if self._window is not None:
-            state.recent.hold(*(x[layer].clone() for x in self._window))
-        state.memory = {name: x[layer].clone() for name, x in self._memory.items()}
+            recent.hold(*(x[layer][rows].clone() for x in self._window))
+        memory = {name: x[layer][rows].clone() for name, x in self._memory.items()}
+        return before.like(held, recent, memory, [n + grown for n in before.counts[rows]])
+
+    def copied(self, layer: int, units: Sequence[Unit], free: Tensor, row: int) -> LayerState:
+        """A layer of one sequence as it is now, in memory of its own."""
+        place = row
+        for unit in self.came_back(layer, units, free):
+            if place < unit.sequences:
+                break
+            place -= unit.sequences
+        return self.state(layer, unit.copied_out(place), slice(row, row + 1))
 
 
 class DeviceRows(LayerStore):

@@ -47,12 +47,14 @@ class PolicyGroup:
         several_tokens: bool = False,
         question: int | Sequence[int] | None = None,
     ) -> None:
-        self.names = layout_of(config).attention
+        layout = layout_of(config)
+        self.names = layout.attention
         layers = len(self.names)
         self.policy = policy
         self.progress = Progress(policy, prompt_length, several_tokens, uniform_length(config), question)
         self.budgets = Budgets(policy, layers, self.progress)
-        self.layers = [LayerState(policy, index) for index in range(layers)]
+        readers = layout.readers if policy.readers == "all" else {}
+        self.layers = [LayerState(policy, index, readers.get(index, 0)) for index in range(layers)]
         self.shared: dict[str, Tensor] = {}
         self.states: dict[str, Tensor] = {}
         self.error: Exception | None = None
@@ -130,13 +132,13 @@ class PolicyGroup:
         if self.progress.in_prompt:
             raise ValueError(
                 f"{self.policy.name} has the model look at a prompt again before it evicts, which model.generate does "
-                "not: use kvbench.inference.generate.greedy"
+                "not: use kvbench.generate"
             )
         if self.policy.rates:
             if self._ratings is None:
                 raise ValueError(
                     f"{self.policy.name} scores tokens by the model's own probabilities, which model.generate does not "
-                    "tell its cache: use kvbench.inference.generate.greedy"
+                    "tell its cache: use kvbench.generate"
                 )
             self.shared["ratings"], self._ratings = self._ratings, None
 

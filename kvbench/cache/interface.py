@@ -10,6 +10,8 @@ from kvbench.cache.layout import NOTHING, RECURRENT, layout_of
 
 KINDS = ("full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding")
 """Types of layers with attention that kvbench follows; every other sees something else of the past tokens."""
+INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
+"""Types of layers with an indexer; the last two are names that older versions of transformers have."""
 ELSEWHERE = ("minimax", "recurrent_gemma")
 """Models that keep the states of their recurrent layers elsewhere than in the layers of transformers' cache."""
 INSTEAD = "use a model whose layers all keep keys and values of their own, such as Llama, Mistral, Qwen3 or Gemma 3"
@@ -37,12 +39,12 @@ def name_of(config: PreTrainedConfig) -> str:
 def check_interface(config: PreTrainedConfig) -> None:
     """InterfaceError unless every layer of the model of this text configuration hands its attention to transformers."""
     model_class, name = model_class_of(config), name_of(config)
+    _check_own_cache(config, name)
     _check_kinds(config, name)
     _check_states(config, name, model_class is not None and model_class._is_stateful)
     # Not `_supports_attention_backend`: models lack that flag whose attention goes through the interface (StableLM).
     if model_class is not None and not model_class._can_set_attn_implementation():
         raise InterfaceError(written_in(name))
-    _check_own_cache(config, name)
 
 
 def written_in(name: str) -> str:
@@ -54,11 +56,12 @@ def written_in(name: str) -> str:
 
 
 def _check_kinds(config: PreTrainedConfig, name: str) -> None:
-    known = (*KINDS, *RECURRENT, *NOTHING)
+    known = dict.fromkeys((*KINDS, *RECURRENT, *NOTHING))
     others = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind not in known})
-    if "indexed_attention" in others:
+    indexed = [kind for kind in others if kind in INDEXED]
+    if indexed:
         raise InterfaceError(
-            f"{name} has an indexer that chooses the tokens each query reads (indexed_attention), by keys of its own "
+            f"{name} has an indexer that chooses the tokens each query reads ({indexed[0]}), by keys of its own "
             f"that kvbench does not hold; {INSTEAD}"
         )
     if others:
@@ -72,7 +75,8 @@ def _check_states(config: PreTrainedConfig, name: str, stateful: bool) -> None:
         raise InterfaceError(
             f"{name} has recurrent layers alone, whose states are not made of tokens that could be evicted; {INSTEAD}"
         )
-    if config.model_type in ELSEWHERE or (stateful and not layout.states):
+    silent = stateful and not layout.states and not getattr(config, "layer_types", None)
+    if config.model_type in ELSEWHERE or silent:
         raise InterfaceError(
             f"{name} has recurrent layers, and keeps their states elsewhere than in transformers' cache, so kvbench "
             f"cannot let them go along with their sequences; {INSTEAD}"
@@ -82,13 +86,14 @@ def _check_states(config: PreTrainedConfig, name: str, stateful: bool) -> None:
 def _check_own_cache(config: PreTrainedConfig, name: str) -> None:
     if not hasattr(config, "num_hidden_layers"):
         raise InterfaceError(f"{name} has more than one stack of layers, while a KVCache holds one; {INSTEAD}")
+    if (getattr(config, "num_kv_shared_layers", None) or 0) >= config.num_hidden_layers:
+        raise InterfaceError(f"every layer of {name} reads what another model stores, so it has no cache; {INSTEAD}")
     crossing = getattr(config, "cross_attention_layers", None)
     if crossing:
         raise InterfaceError(
             f"layers {', '.join(map(str, crossing))} of {name} attend to another input than the tokens of the text "
             f"(cross_attention_layers), so they hold none that could be evicted; {INSTEAD}"
         )
-    check_heads({heads for heads, _, _ in kv_shapes(config)}, name)
 
 
 def check_places(config: PreTrainedConfig, seen: Sequence[int]) -> None:
@@ -105,18 +110,11 @@ def check_places(config: PreTrainedConfig, seen: Sequence[int]) -> None:
         )
 
 
-def check_heads(heads: set[int], name: str) -> None:
-    """InterfaceError if the layers of a model have different numbers of KV heads."""
-    if len(heads) > 1:
-        raise InterfaceError(
-            f"the layers of {name} differ in their number of KV heads, and a budget counts tokens per head"
-        )
-
-
 def kv_shapes(config: PreTrainedConfig, layers: Sequence[int] | None = None) -> list[tuple[int, int, int]]:
     """KV heads of some layers (None: of those a policy knows) and the numbers each stores of a token's key and value.
 
-    Of latents the latent and the rotated part of the key, as the text configuration says.
+    Of latents the latent and the rotated part of the key. As far as the text configuration says: a model's code may
+    know better, see `kvbench.models.trial.layer_shapes`.
     """
     layout = layout_of(config)
     layers = layout.attention if layers is None else layers

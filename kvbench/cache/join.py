@@ -6,7 +6,7 @@ would alone.
 """
 
 import copy
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import fields
 from itertools import chain
 
@@ -20,6 +20,7 @@ from kvbench.cache.state import LayerState
 from kvbench.cache.steps import Progress
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.batch import BatchStore
+from kvbench.policies.stores.combined import CombinedStore
 from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.store import LayerStore
 
@@ -89,6 +90,15 @@ def pick(cache: KVCache, sequences: Sequence[int]) -> KVCache:
     return found
 
 
+def copied(cache: KVCache, place: int) -> KVCache:
+    """A cache with a copy of one sequence of another, whose batch on the device goes on with all of them."""
+    assert cache.batch is not None
+    group, row, layers = cache.batch.copied(place)
+    found = empty_like(cache)
+    found.groups.append(_picked(cache, group, [row], layers))
+    return found
+
+
 def _shape(group: PolicyGroup) -> Hashable:
     """What groups have in common that may be joined; None where a group may not.
 
@@ -125,13 +135,17 @@ def _joined(cache: KVCache, places: Sequence[Place]) -> PolicyGroup:
         rows = {group: _each(group.layers[index].give_away()) for group in groups}  # one layer is in memory twice
         return BatchStore([rows[group][row] for group, row in places])
 
-    found = _of_places(cache, places, held)
+    layers = [_layer(index, places, held(index)) for index in range(len(groups[0].layers))]
+    found = _of_places(cache, places, layers)
     found.peaks = [peaks[group][row] for group, row in places]
     return found
 
 
-def _picked(cache: KVCache, group: PolicyGroup, rows: Sequence[int]) -> PolicyGroup:
-    before = _peaks(group)
+def _picked(
+    cache: KVCache, group: PolicyGroup, rows: Sequence[int], copies: list[LayerState] | None = None
+) -> PolicyGroup:
+    """Some of the sequences of a group; copies: of their layers, where the group goes on with its own."""
+    before, places = _peaks(group), [(group, row) for row in rows]
     peaks = [before[row] for row in rows]
 
     def held(index: int) -> LayerStore:
@@ -139,7 +153,8 @@ def _picked(cache: KVCache, group: PolicyGroup, rows: Sequence[int]) -> PolicyGr
         assert isinstance(store, DenseStore | BatchStore)
         return store.picked(rows)
 
-    found = _of_places(cache, [(group, row) for row in rows], held)
+    layers = copies or [_layer(index, places, held(index)) for index in range(len(group.layers))]
+    found = _of_places(cache, places, layers)
     if len(rows) > 1:
         found.peaks = peaks
     else:
@@ -160,18 +175,18 @@ def _each(held: LayerStore) -> list[DenseStore]:
 
 def _peaks(group: PolicyGroup) -> list[int]:
     """The most bytes each sequence held so far: those of one length hold the same, those of several do not shrink."""
-    now = 0 if any(isinstance(layer.store, BatchStore) for layer in group.layers) else group.peak_nbytes // group.size
+    several = any(isinstance(layer.store, CombinedStore) for layer in group.layers)
+    now = 0 if several else group.peak_nbytes // group.size
     return [max(before, now) for before in group.peaks or [0] * group.size]
 
 
-def _of_places(cache: KVCache, places: Sequence[Place], held: Callable[[int], LayerStore]) -> PolicyGroup:
-    """A group with these sequences; held: what its layers hold, by their index."""
+def _of_places(cache: KVCache, places: Sequence[Place], layers: list[LayerState]) -> PolicyGroup:
+    """A group with these sequences, whose layers are these."""
     first, row = places[0]
     found = PolicyGroup(cache.config, first.budgets.policy(row), None)
     found.isolated = first.isolated
     progress = Progress.of_rows([(group.progress, row) for group, row in places])
     budgets = Budgets.of_rows([(group.budgets, row) for group, row in places], progress)
-    layers = [_layer(index, places, held(index)) for index in range(len(first.layers))]
     states = {name: torch.stack([group.states[name][row] for group, row in places]) for name in first.states}
     found.take(progress, budgets, layers, states)
     return found

@@ -15,6 +15,17 @@ from kvbench.cache.state import LayerState
 from kvbench.policies.stores.slots import biases, padded
 
 
+def stacked(kept: Sequence[Tensor]) -> Tensor:
+    """Tokens held by each layer, [B,H_kv] or [H_kv], as one tensor [L,...]. ValueError where their KV heads differ."""
+    heads = [layer.shape[-1] for layer in kept]
+    if len(set(heads)) > 1:
+        raise ValueError(
+            f"the layers have {min(heads)} to {max(heads)} KV heads, so no one tensor says what they hold: ask "
+            "each of cache.attention_layers for its kept_tokens()"
+        )
+    return torch.stack(list(kept))
+
+
 class EmptyLayer(NoRollback):
     """A layer of a model that keeps no keys and values of its own."""
 

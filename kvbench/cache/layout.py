@@ -4,6 +4,7 @@ A policy, its budget and its statistics know only the layers with keys and value
 the attention layers of a cache. Everything that names a layer to a reader gives the model's index.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +12,7 @@ from functools import cached_property
 from transformers import PreTrainedConfig
 
 from kvbench.cache.rotary import beyond, uniform_length
+from kvbench.policies.policy import Policy
 
 RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 """Types of layers with a convolutional or recurrent state; the hybrid ones keep keys and values too."""
@@ -42,7 +44,12 @@ class Layout:
     @cached_property
     def owned(self) -> frozenset[int]:
         """The places of attention layers that others read too."""
-        return frozenset(self.places[owner] for owner in self.owners.values())
+        return frozenset(self.readers)
+
+    @cached_property
+    def readers(self) -> Mapping[int, int]:
+        """How many layers read what another one stored, by its place among attention layers."""
+        return Counter(self.places[owner] for owner in self.owners.values())
 
     @cached_property
     def attending(self) -> tuple[int, ...]:
@@ -74,6 +81,15 @@ def _owners(config: PreTrainedConfig, kinds: Sequence[str]) -> dict[int, int]:
     first = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
     last = {kind: index for index, kind in enumerate(kinds[:first])}
     return {index: last[kinds[index]] for index in range(first, len(kinds))}
+
+
+def check_readers(policy: Policy, layout: Layout) -> None:
+    """ValueError for a mean over readers in a model where no layer reads what another one stored."""
+    if policy.readers == "all" and not layout.owners:
+        raise ValueError(
+            f"readers=all has {policy.name} score by the layers that read an earlier layer's keys and values too, and "
+            "this model has none: use readers=owner"
+        )
 
 
 def continues(config: PreTrainedConfig) -> bool:

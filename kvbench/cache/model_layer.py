@@ -62,8 +62,14 @@ class ReadLayer:
     def rotation(self, positions: Tensor) -> Rotation:
         """How the layer rotates at positions [B,H,n]. Raises InterfaceError where that cannot be told."""
         if self._rotary is None:
-            self._rotary = self._made()
-            self._pairs = self._tried(self._rotary)
+            rotary = self._made()
+            try:
+                self._pairs = self._tried(rotary)
+            except InterfaceError:
+                raise
+            except Exception as error:  # whatever a module's own code makes of a trial apart from its model
+                raise self._refused(f"cannot be tried apart from its model ({error})") from error
+            self._rotary = rotary
         if self._pairs is None:  # the layer does not rotate
             none = self._like.new_zeros(*positions.shape, 0)
             return Rotation(none, none)
@@ -92,8 +98,8 @@ class ReadLayer:
         """The rotary embedding of the model's code, for this configuration."""
         reader = self._module()
         kind, known = type(reader), {"self", "x", "position_ids", "layer_type"}
-        name = kind.__name__.removesuffix("Attention") + "RotaryEmbedding"
-        rotary = getattr(sys.modules[kind.__module__], name, None)
+        family, code = kind.__name__.removesuffix("Attention"), sys.modules[kind.__module__]
+        rotary = getattr(code, f"{family}RotaryEmbedding", None) or getattr(code, f"{family}TextRotaryEmbedding", None)
         if rotary is None or not signature(rotary.forward).parameters.keys() <= known:
             raise self._refused("has no rotary embedding that kvbench knows")
         made: nn.Module = rotary(config=reader.config).to(self._like.device)
@@ -136,6 +142,8 @@ class ReadLayer:
         if "position_embeddings" not in takes:
             raise self._refused("is not handed a rotary embedding")
         given = {"hidden_states": tokens, "position_embeddings": (cos, sin), "attention_mask": None}
+        if "position_ids" in takes:  # Mistral 3 sharpens its queries by their place
+            given["position_ids"] = torch.tensor([PLACES], device=tokens.device)
         reader.forward(**given, **{"layer_past" if "layer_past" in takes else "past_key_values": taken})
         return taken.queries, taken.keys
 

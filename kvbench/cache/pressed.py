@@ -3,11 +3,23 @@
 Shapes: B batch, L layers, H_kv KV heads.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+
+from kvbench.cache.cache import KVCache
+from kvbench.cache.layer import stacked
+
+
+def kept_by_layer(cache: KVCache | PressedCache) -> list[Tensor]:
+    """[B,H_kv] tokens held by each layer that has any; of presses masked ones too."""
+    if isinstance(cache, KVCache):
+        return [layer.kept_tokens().cpu() for layer in cache.attention_layers]
+    return [torch.full(layer.keys.shape[:2], layer.keys.shape[2]) for layer in cache.read]
 
 
 class PressedCache(DynamicCache):
@@ -21,7 +33,7 @@ class PressedCache(DynamicCache):
     @property
     def nbytes(self) -> int:
         """Bytes of its keys and values."""
-        return sum(x.nbytes for layer in self._read for x in (layer.keys, layer.values))
+        return sum(x.nbytes for layer in self.read for x in (layer.keys, layer.values))
 
     @property
     def held_nbytes(self) -> int:
@@ -39,14 +51,14 @@ class PressedCache(DynamicCache):
         return 0
 
     def kept_tokens(self) -> Tensor:
-        """[L,B,H_kv] tokens held, masked ones too."""
-        return torch.stack([torch.full(layer.keys.shape[:2], layer.keys.shape[2]) for layer in self._read])
+        """[L,B,H_kv] tokens held, masked ones too. ValueError where layers differ in their number of KV heads."""
+        return stacked(kept_by_layer(self))
 
     def note_bytes(self, *_: object) -> None:
         """Keep the peak true."""
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
 
     @property
-    def _read(self) -> list[Any]:
+    def read(self) -> list[Any]:
         """The layers that hold something."""
         return [layer for layer in self.layers if getattr(layer, "keys", None) is not None]

@@ -36,8 +36,8 @@ ROPE = ("rope_type", "rope_theta", "factor", "partial_rotary_factor")
 """What decides how keys were rotated, of the parameters that a configuration may name."""
 GIVEN = frozenset(
     (
-        *("policy", "names", "layers", "budgets", "progress", "index", "isolated", "on_change", "on_evict"),
-        *("_policy", "_layers", "_progress", "_forced", "_alike", "rule"),
+        *("policy", "names", "layers", "budgets", "progress", "index", "readers", "isolated"),
+        *("on_change", "on_evict", "_policy", "_layers", "_progress", "_forced", "_alike", "rule"),
         *("_steps", "_last", "not_numbers"),  # of the last call
     )
 )

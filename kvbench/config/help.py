@@ -42,18 +42,19 @@ More:
   `--cfg job` prints the configuration a command line makes, `--version` ours.
 
 Other commands, each with a --help of its own:
-  python -m kvbench.sweep      follow, stop or continue a sweep
-  python -m kvbench.results    finished runs as a tidy table, NLL curves, or sent to a dashboard
-  python -m kvbench.report     finished runs as one HTML page
-  python -m kvbench.plot       pictures of finished runs
-  python -m kvbench.tables     the papers' tables: print, run, compare with our runs
-  python -m kvbench.claims     what the papers claim, beside their numbers and ours
-  python -m kvbench.memory     what a policy's cache will hold, in bytes
-  python -m kvbench.bench      latency, throughput and memory
-  python -m kvbench.diagnose   what policies did on real prompts
-  python -m kvbench.calibrate  what a policy has to know of a model, as the file it reads
-  python -m kvbench.score      predictions made elsewhere, scored as the benchmarks score them
-  python -m kvbench.lm_eval    lm-eval's own command line with --model kvbench
+  python -m kvbench.sweep        follow, stop or continue a sweep
+  python -m kvbench.results      finished runs as a tidy table, NLL curves, or sent to a dashboard
+  python -m kvbench.report       finished runs as one HTML page
+  python -m kvbench.plot         pictures of finished runs
+  python -m kvbench.tables       the papers' tables: print, run, compare with our runs
+  python -m kvbench.claims       what the papers claim, beside their numbers and ours
+  python -m kvbench.leaderboard  runs of many policies as a ranked site; checks what others hand in
+  python -m kvbench.memory       what a policy's cache will hold, in bytes
+  python -m kvbench.bench        latency, throughput and memory
+  python -m kvbench.diagnose     what policies did on real prompts
+  python -m kvbench.calibrate    what a policy has to know of a model, as the file it reads
+  python -m kvbench.score        predictions made elsewhere, scored as the benchmarks score them
+  python -m kvbench.lm_eval      lm-eval's own command line with --model kvbench
 """
 
 

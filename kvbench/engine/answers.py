@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvbench.cache.cache import BudgetError, KVCache
-from kvbench.cache.pressed import PressedCache
+from kvbench.cache.pressed import PressedCache, kept_by_layer
 from kvbench.cache.read_counts import nbytes_read, tokens_read
 from kvbench.engine import device_memory
 from kvbench.engine.likelihood import rate
@@ -21,8 +21,8 @@ from kvbench.engine.prompts import blank
 from kvbench.engine.sequence import Request
 from kvbench.identity.cell import Cell
 from kvbench.identity.reading import is_read
-from kvbench.inference.generate import Generation, greedy
-from kvbench.inference.press import press_greedy
+from kvbench.inference.generate import generate_tokens
+from kvbench.inference.generation import Generation
 from kvbench.inference.rating import evicted, rated
 from kvbench.inference.sampling import Draws, Sampling
 from kvbench.inference.turns import Conversation
@@ -31,7 +31,6 @@ from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
 from kvbench.models.tokens import Encoder
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
-from kvbench.policies.press import KVPress
 from kvbench.records.kept_heads import KeptHeads, kept_heads
 from kvbench.records.sample import Sample
 from kvbench.tasks.task import Example
@@ -65,11 +64,6 @@ class Completion:
     prefill_seconds: float | None = None
     decode_seconds: float | None = None
     device_peak_bytes: int | None = None
-
-
-def is_generated(prompt: Prompt) -> bool:
-    """Whether the model writes an answer; it reads or rates what it is given otherwise."""
-    return not is_read(prompt) and not prompt.pairs
 
 
 def units(prompt: Prompt) -> int:
@@ -202,20 +196,21 @@ def alone(
 
 def _generate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
     asked = request(cell, loaded, prompt)
-    how: dict[str, Any] = {
-        "max_new_tokens": asked.max_new_tokens,
-        "min_new_tokens": asked.min_new_tokens,
-        "eos_token_ids": asked.eos_token_ids,
-        "stop": asked.stop,
-        "context_tokens": asked.context_tokens,
-        "draws": () if asked.draws is None else [asked.draws()],
-        "dictated": asked.dictated,
-    }
-    if isinstance(cell.policy, KVPress):
-        done = press_greedy(loaded.model, asked.input_ids, cell.policy, **how)
-    else:
-        how |= {"cuda_graph": cell.cuda_graph, "question": asked.question, "encoder": asked.encoder}
-        done = greedy(loaded.model, asked.input_ids, cell.policy, **how)
+    done = generate_tokens(
+        loaded.model,
+        asked.input_ids,
+        cell.policy,
+        max_new_tokens=asked.max_new_tokens,
+        min_new_tokens=asked.min_new_tokens,
+        eos_token_ids=asked.eos_token_ids,
+        stop=asked.stop,
+        cuda_graph=cell.cuda_graph,
+        context_tokens=asked.context_tokens,
+        question=asked.question,
+        encoder=asked.encoder,
+        draws=() if asked.draws is None else [asked.draws()],
+        dictated=asked.dictated,
+    )
     return answered(cell, prompt, _completed(done, prompt.known))
 
 
@@ -286,7 +281,7 @@ def _judged(cell: Cell, output: str, example: Example) -> dict[str, Any]:
 def _held(cell: Cell, cache: KVCache | PressedCache, fed: int) -> dict[str, Any]:
     """What a cache held at the end, and at its peak. fed: tokens the model read; `full` would hold all of them."""
     return {
-        "kept_tokens": cache.kept_tokens()[:, 0].tolist(),
+        "kept_tokens": [layer[0].tolist() for layer in kept_by_layer(cache)],
         "cache_bytes": cache.held_nbytes,
         "peak_bytes": cache.peak_nbytes,
         "spare_bytes": cache.spare_nbytes,

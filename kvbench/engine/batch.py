@@ -1,11 +1,15 @@
 """The decode batch: all sequences in flight, whatever their policy, budget, length or example, step together.
 
-Every sequence gives what `greedy` gives for it alone: the same tokens, kept positions, bytes and audit.
+Every sequence gives what `generate_tokens` gives for it alone: the same tokens, kept positions, bytes and audit.
+
+Where steps are recorded as a CUDA graph, a sequence that ended leaves a copy of its cache and stays in the batch as a
+rider: it is fed on, and nobody looks at it. Riders go when the others need no more than a smaller `bucket`, when a
+store has to grow and when sequences are admitted; so 32 sequences that end one by one are recorded 7 times, not 32.
 
 Shapes: S sequences, T prompt tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -13,15 +17,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import BudgetError, KVCache, ScoreError
+from kvbench.cache.device_batch import DeviceBatch
 from kvbench.cache.group import in_order
-from kvbench.cache.join import empty_like, join, pick
+from kvbench.cache.join import copied, empty_like, join, pick
 from kvbench.cache.layout import continues
 from kvbench.cache.rotary import beyond, uniform_length
 from kvbench.engine.prefill import prefill_prompt
 from kvbench.engine.prefill_examples import prefill_examples
 from kvbench.engine.sequence import LiveSequence, Request, choose_next, new_sequence
 from kvbench.inference.calls import next_logits
-from kvbench.inference.cuda_graph import Recorder
+from kvbench.inference.cuda_graph import Recorder, bucket, recorded
 from kvbench.inference.generate import padding
 from kvbench.kernels.jit import use_triton
 from kvbench.policies.policy import Policy
@@ -31,9 +36,9 @@ SETTLING = 3  # steps after a prompt until its layers look like those of sequenc
 
 
 class DecodeBatch:
-    """The sequences in flight on one model, the sequences of one cache in this order.
+    """The sequences in flight on one model; with riders (those that are done) the sequences of one cache in this order.
 
-    cuda_graph: steps are replayed from a recording, until sequences come or go.
+    cuda_graph: steps are replayed from a recording, until sequences come or many are gone.
     """
 
     def __init__(self, model: PreTrainedModel, cuda_graph: bool = False) -> None:
@@ -47,11 +52,11 @@ class DecodeBatch:
     @property
     def in_flight(self) -> int:
         """Sequences being decoded."""
-        return len(self.sequences)
+        return sum(not sequence.done for sequence in self.sequences)
 
     @property
     def nbytes(self) -> int:
-        """Bytes they hold."""
+        """Bytes they and the riders hold, which go as soon as others are admitted."""
         return 0 if self.cache is None else self.cache.nbytes
 
     def can_admit(self, request: Request) -> bool:
@@ -60,7 +65,7 @@ class DecodeBatch:
         A model that rotates keys by the length each call reaches (longrope, dynamic NTK) takes requests beyond the
         length up to which all are rotated alike one after the other: else one sequence would be rotated by another's.
         """
-        here = [sequence.request for sequence in self.sequences]
+        here = [sequence.request for sequence in self.sequences if not sequence.done]
         return not here or not any(map(self._stretches, [request, *here]))
 
     def _stretches(self, request: Request) -> bool:
@@ -91,6 +96,7 @@ class DecodeBatch:
         assert all(map(self.can_admit, requests))
         for request in requests:
             padding(request.input_ids, None)
+        self.drop(())
         sequences = [[new_sequence(request, policy) for policy in policies] for request in requests]
         prefill(self._model, sequences)
         self._start(chain(*sequences))
@@ -131,6 +137,9 @@ class DecodeBatch:
     @torch.inference_mode()
     def step(self) -> list[LiveSequence]:
         """Feed every sequence its token and choose the next: one call of the model. Returns what ended."""
+        batch = self._recorded()
+        if batch is None or batch.room == 0:
+            self.drop(())
         assert self.cache is not None, "no sequence is in flight"
         if self._settling:
             self._settling -= 1
@@ -138,6 +147,7 @@ class DecodeBatch:
         elif use_triton(self.sequences[0].request.input_ids):
             self.cache.on_device()
         sequences = self.sequences
+        live = {place: sequence for place, sequence in enumerate(sequences) if not sequence.done}
         device = sequences[0].request.input_ids.device
         tokens = torch.tensor([[sequence.tokens[-1]] for sequence in sequences], device=device)
         places = torch.tensor([[sequence.position] for sequence in sequences], device=device)
@@ -148,15 +158,15 @@ class DecodeBatch:
             else:
                 logits = self._recorder.step(self.cache, tokens, places)
         except Exception as error:
-            for sequence in sequences:
+            for sequence in live.values():
                 sequence.error = error
-            return self._finish()
+            return self._finish(live)
         self._note_errors(self.cache)
-        for sequence in sequences:
+        for sequence in live.values():
             sequence.position += 1
             sequence.decode_steps += 1
-        choose_next(sequences, logits)
-        return self._finish()
+        choose_next(list(live.values()), logits if len(live) == len(sequences) else logits[list(live)])
+        return self._finish(live)
 
     def _join(self, cache: KVCache) -> None:
         """Bring sequences that look alike together."""
@@ -193,20 +203,37 @@ class DecodeBatch:
                 sequence.error = error
 
     def drop(self, sequences: Collection[LiveSequence]) -> None:
-        """Let go of sequences in flight that nobody waits for any more: they are decoded no further."""
-        self._keep([index for index, sequence in enumerate(self.sequences) if sequence not in sequences])
+        """Let go of sequences in flight that nobody waits for any more, they are decoded no further; and of riders."""
+        unwanted = [sequence.done or sequence in sequences for sequence in self.sequences]
+        self._keep([place for place, goes in enumerate(unwanted) if not goes])
 
-    def _finish(self) -> list[LiveSequence]:
-        """Sequences that ended leave, each with a cache of its own."""
+    def _finish(self, live: Mapping[int, LiveSequence]) -> list[LiveSequence]:
+        """Those of the live sequences, by place, that ended leave or ride, each with a cache of its own."""
         assert self.cache is not None
-        ended = [sequence for sequence in self.sequences if sequence.done]
-        for index, sequence in enumerate(self.sequences):
-            if sequence.done:
-                sequence.cache = pick(self.cache, [index])
-        self._keep([index for index, sequence in enumerate(self.sequences) if not sequence.done])
-        for sequence in ended:
+        ended = {place: sequence for place, sequence in live.items() if sequence.done}
+        if not ended:
+            return []
+        rides = self._ride(ended)
+        for place, sequence in ended.items():
+            sequence.cache = copied(self.cache, place) if rides else pick(self.cache, [place])
+        if not rides:
+            self.drop(())
+        for sequence in ended.values():
             _close(sequence)
-        return ended
+        return list(ended.values())
+
+    def _ride(self, ended: Mapping[int, LiveSequence]) -> bool:
+        """Let sequences that ended ride along, unless those that go on need no more than a smaller bucket."""
+        batch = self._recorded()
+        if batch is None or bucket(self.in_flight) < len(self.sequences) or any(one.error for one in ended.values()):
+            return False
+        for place in ended:
+            batch.halt(place)
+        return batch.room > 0
+
+    def _recorded(self) -> DeviceBatch | None:
+        """The batch whose steps are recorded, if they are."""
+        return None if self._recorder is None or self.cache is None else recorded(self.cache)
 
     def _keep(self, places: Sequence[int]) -> None:
         """Only the sequences at these places go on."""

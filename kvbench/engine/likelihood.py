@@ -5,7 +5,7 @@ Shapes: T tokens of a text or prompt, M of a target, n scored tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +48,7 @@ def rate(
     policy = policy_for(policy, prompt)
     if reads_whole(prompt):
         text = text_scores(model, ids, policy, report=report)
-        likelihood = summed_up(text.nll, 1, text.block, text.most_kept)
+        likelihood = summed_up(text.nll, 1, text.block, text.cache.most_kept)
         return Rated(likelihood, text.cache, ids.shape[1], text.seconds, None)
     if prompt.target is None:
         ids, target = ids[:, : prompt.length], ids[:, prompt.length :]
@@ -56,13 +56,13 @@ def rate(
         target = prompt.target[None].to(model.device, torch.long)
     scored = continuation_scores(model, ids, target, policy, report=report, encoder=encoder)
     block = (policy.schedule.spare or None) if policy.evicts else None
-    likelihood = summed_up(-scored.logprobs, ids.shape[1], block, scored.most_kept)
+    likelihood = summed_up(-scored.logprobs, ids.shape[1], block, scored.cache.most_kept)
     fed = ids.shape[1] + target.shape[1] - 1
     return Rated(likelihood, scored.cache, fed, scored.prefill_seconds, scored.decode_seconds)
 
 
-def summed_up(nll: Tensor, first: int, block: int | None, most_kept: Tensor) -> Likelihood:
-    """The likelihood of tokens with -log p `nll` [n], `first` tokens into their text; most_kept [L,H_kv]."""
+def summed_up(nll: Tensor, first: int, block: int | None, most_kept: Iterable[Tensor]) -> Likelihood:
+    """The likelihood of tokens with -log p `nll` [n], `first` tokens into their text; most_kept: per layer [H_kv]."""
     sums = nll.double().cumsum(0).tolist()
     end = first + len(sums)
     lengths = sorted({*(2**k for k in range(1, end.bit_length()) if first < 2**k <= end), end})
@@ -72,5 +72,5 @@ def summed_up(nll: Tensor, first: int, block: int | None, most_kept: Tensor) -> 
         lengths=lengths,
         cumulative=[sums[length - first - 1] / (length - first) for length in lengths],
         block=block,
-        max_kept_tokens=most_kept.tolist(),
+        max_kept_tokens=[heads.tolist() for heads in most_kept],
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from kvbench.cache.layout import attention_layers
 from kvbench.config.naming import refusing_in
 from kvbench.identity.cell import Cell
-from kvbench.identity.reading import is_read, policy_for
+from kvbench.identity.reading import is_generated, is_read, policy_for
 from kvbench.inference.turns import check_turns
 from kvbench.models.prompts import Prompt, PromptMaker
 from kvbench.policies.layer_budgets import layer_budgets, read_budget
@@ -105,7 +105,16 @@ def make_prompts(cell: Cell) -> list[Prompt]:
 
 
 def check_policy(cell: Cell, prompts: Sequence[Prompt]) -> None:
-    """Raise UsageError where a cell's policy cannot bring one of the prompts to its budget, or cannot read it."""
+    """Raise UsageError where a cell's policy cannot bring one of the prompts to its budget, or cannot read it.
+
+    So it does where answers are to be sampled and none is written.
+    """
+    sampling = None if cell.sampling is None or cell.sampling.greedy else cell.sampling
+    if sampling is not None and not any(map(is_generated, prompts)):
+        raise UsageError(
+            f"generation.temperature={sampling.temperature} has no effect: task {cell.task.name} scores tokens that "
+            "are given, leave it out"
+        )
     if cell.policy.needs.question:
         untold = next((prompt for prompt in prompts if prompt.question is None), None)
         if untold is not None:
@@ -125,7 +134,7 @@ def check_policy(cell: Cell, prompts: Sequence[Prompt]) -> None:
     if any(prompt.turns for prompt in prompts):
         with refusing(f"task {cell.task.name}: "):
             check_turns(cell.policy)
-            if any(prompt.own for prompt in prompts) and not (cell.sampling is None or cell.sampling.greedy):
+            if any(prompt.own for prompt in prompts) and sampling is not None:
                 raise ValueError("history=own goes with greedy decoding, since a turn repeats the answers before it")
     for prompt in filter(is_read, prompts):
         with refusing(f"task {cell.task.name}: "):

@@ -11,7 +11,7 @@ from pathlib import Path
 from traceback import clear_frames
 from typing import Any
 
-from kvbench.engine.answers import is_generated, units
+from kvbench.engine.answers import units
 from kvbench.engine.memory import MemoryPlanner
 from kvbench.engine.one_by_one import one_by_one
 from kvbench.engine.prompts import prompts_for
@@ -22,6 +22,7 @@ from kvbench.engine.turns import turns
 from kvbench.engine.watch import Nobody, Watch
 from kvbench.identity.cell import Cell
 from kvbench.identity.environment import environment
+from kvbench.identity.reading import is_generated
 from kvbench.models.loading import LoadedModel, load
 from kvbench.policies.press import KVPress
 from kvbench.records.totals import Totals, record

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from kvbench.cache.interface import kv_shapes
-from kvbench.cache.layout import layout_of
+from kvbench.cache.layout import check_readers, layout_of
 from kvbench.config.naming import refusing_in
 from kvbench.config.presets import SCHEDULE, build_policy, scheduled
 from kvbench.config.tree import build, part_class
@@ -37,9 +36,6 @@ from kvbench.policies.policy_checks import check_budget, check_layers
 from kvbench.records.shards import Shard
 from kvbench.tasks.task import Task
 from kvbench.terminal.errors import refusing
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 IDENTITY_VERSION = 2  # raise it where the same configuration comes to mean something else
 COMPUTES = (
@@ -194,7 +190,7 @@ def build_cell(
     spec = _model_spec(config["model"], model_name)
     checkpoint = locate(spec, str(config["dtype"] or "null")) if given is None else checkpoint_of(given, spec)
     with refusing_in("policy", config["policy"]):
-        check_shapes(policy, checkpoint.config)
+        check_shapes(policy, checkpoint)
     with refusing():
         cuda_graph = cuda_graph and can_replay(checkpoint.config, asked=config["engine"]["cuda_graph"] is True)
     _flag("allow_mixed", config["allow_mixed"])
@@ -281,16 +277,21 @@ def _default(field: Field[Any]) -> object:
     return None if field.default is MISSING else field.default
 
 
-def check_shapes(policy: Policy, config: PreTrainedConfig) -> None:
-    """ValueError if a model lacks a layer that the policy names, or its heads do not divide into the store's groups."""
-    text = config.get_text_config(decoder=True)
+def check_shapes(policy: Policy, checkpoint: Checkpoint) -> None:
+    """ValueError if a model lacks a layer that the policy names, or has heads that its parts cannot take."""
+    text = checkpoint.config.get_text_config(decoder=True)
     layout = layout_of(text)
-    check_layers(len(layout.attention), policy.allocator, policy.store, policy.pre_pass)
+    check_layers(len(layout.attention), policy.store, policy.pre_pass)
+    check_readers(policy, layout)
     if layout.latent:
         check_latents(policy)
         return
-    for heads, dim, _ in dict.fromkeys(kv_shapes(text)):
-        policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
+    own = [checkpoint.shapes[index] for index in layout.attention]
+    if policy.granularity == "query_head":
+        own = [(text.num_attention_heads, key, value) for _, key, value in own]
+    policy.allocator.check_heads([heads for heads, _, _ in own])
+    for heads, _, dim in dict.fromkeys(own):
+        policy.store.check_shape(heads, dim)
 
 
 def _sampling(config: Mapping[str, Any]) -> tuple[Sampling | None, int]:

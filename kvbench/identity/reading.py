@@ -13,6 +13,11 @@ def is_read(prompt: Prompt) -> bool:
     return prompt.target is not None or prompt.example.reading is not None
 
 
+def is_generated(prompt: Prompt) -> bool:
+    """Whether the model writes an answer; it reads or rates what it is given otherwise."""
+    return not is_read(prompt) and not prompt.pairs
+
+
 def reads_whole(prompt: Prompt) -> bool:
     """Whether all tokens but the first are scored, while the policy evicts block by block."""
     reading = prompt.example.reading

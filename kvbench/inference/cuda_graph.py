@@ -1,7 +1,9 @@
 """A decoding step recorded once as a CUDA graph and replayed for every token after it.
 
 What a step changes lies on the device (`kvbench.cache.device_batch`): a replay leaves the host to count tokens. Where a
-store has to grow, or sequences come or go, a step is taken as it is called, and the next ones are recorded anew.
+store has to grow, or sequences come or go, a step is taken as it is called, and the next ones are recorded anew. A
+batch is recorded for as many sequences as it has; those that end stay in its steps until the others are few enough for
+a smaller `bucket`.
 
 Shapes: B batch, V vocabulary.
 """
@@ -15,9 +17,15 @@ from kvbench.cache.device_batch import DeviceBatch, steps_alike
 from kvbench.cache.interface import name_of
 from kvbench.cache.layout import layout_of
 from kvbench.inference.calls import next_logits
+from kvbench.models.trial import layer_shapes
 from kvbench.policies.policy import Policy
 
 SETTLING = 2  # steps after which all kernels are compiled and all memory of a step is made
+
+
+def bucket(sequences: int) -> int:
+    """The smallest of 1, 2, 4, 8, 16, 24, 32 and so on that is no less."""
+    return 1 << (sequences - 1).bit_length() if sequences <= 8 else -(-sequences // 8) * 8
 
 
 def can_record(policy: Policy) -> bool:
@@ -45,6 +53,7 @@ def can_replay(config: PreTrainedConfig, asked: bool) -> bool:
         "layers of latents, expanded in every step": layout.latent,
         "layers that read what others store": bool(layout.owners),
         "layers that see chunks of the text": bool(layout.chunks),
+        "layers that differ in their KV heads": asked and len(set(layer_shapes(config).values())) > 1,
     }
     found = [kind for kind, has in others.items() if has]
     if asked and found:
@@ -53,6 +62,12 @@ def can_replay(config: PreTrainedConfig, asked: bool) -> bool:
             f"{name_of(text)} has {found[0]}: use engine.cuda_graph=false"
         )
     return not found
+
+
+def recorded(cache: KVCache) -> DeviceBatch | None:
+    """The batch in which steps of all sequences are taken now, if one is and nothing keeps it from being recorded."""
+    batch = cache.batch
+    return batch if batch is not None and batch.replayable and len(batch.groups) == len(cache.groups) else None
 
 
 class Recorder:
@@ -69,10 +84,11 @@ class Recorder:
 
         ValueError where the model does what no graph can hold.
         """
-        batch = cache.on_device()
+        cache.on_device()
+        batch = recorded(cache)
         if batch is not self._batch:
             self._batch, self._graph, self._called = batch, None, 0
-        if batch is None or batch.room == 0 or not batch.replayable or len(batch.groups) < len(cache.groups):
+        if batch is None or batch.room == 0:
             return next_logits(self._model, token, None, places, cache)
         if self._called < SETTLING:
             self._called += 1

@@ -3,9 +3,7 @@
 Shapes: B batch, T prompt columns (padding included), V vocabulary.
 """
 
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,35 +11,22 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.layout import in_one_call, layout_of
-from kvbench.cache.pressed import PressedCache
 from kvbench.cache.rotary import forget_lengths
 from kvbench.inference.answer import Answer, choose
 from kvbench.inference.calls import next_logits
 from kvbench.inference.context import ContextCache, check_context, parted, take_question
 from kvbench.inference.cuda_graph import Recorder, can_replay, check_graph
+from kvbench.inference.generation import Generation, now
 from kvbench.inference.pre_pass import pre_pass, rate_next, read_prompt
+from kvbench.inference.press import generate_with_press
 from kvbench.inference.sampling import Draws
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TextEncoder
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What came out of one batch: new tokens of each sequence (EOS left out), the cache as it ended, and seconds.
-
-    prefill_seconds: until the first token is known, evictions of the prompt and a question after its context included.
-    decode_seconds: all later tokens, in decode_steps calls of the model.
-    """
-
-    tokens: list[list[int]]
-    cache: KVCache | PressedCache
-    prefill_seconds: float
-    decode_seconds: float
-    decode_steps: int
+from kvbench.policies.press import KVPress
 
 
 @torch.inference_mode()
-def greedy(
+def generate_tokens(
     model: PreTrainedModel,
     input_ids: Tensor,
     policy: Policy,
@@ -72,10 +57,27 @@ def greedy(
     cannot be recorded or a context cannot be compressed by itself, FloatingPointError where the model's output is not a
     number.
     """
+    mask = padding(input_ids, attention_mask)
+    if isinstance(policy, KVPress):
+        if mask is not None:
+            raise ValueError(
+                f"{policy.name} compresses prompts without padding, so attention_mask must be 1 everywhere"
+            )
+        return generate_with_press(
+            model,
+            input_ids,
+            policy,
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=eos_token_ids,
+            stop=stop,
+            min_new_tokens=min_new_tokens,
+            context_tokens=context_tokens,
+            draws=draws,
+            dictated=dictated,
+        )
     if cuda_graph:
         check_graph(policy, model.device)
         can_replay(model.config, asked=True)
-    mask = padding(input_ids, attention_mask)
     later = input_ids[:, :0]
     if context_tokens is not None:
         check_context(policy)
@@ -96,11 +98,16 @@ def greedy(
     prefilled = now(model)
     positions = torch.tensor(lengths, device=input_ids.device)[:, None] + later.shape[1]
     recorder = Recorder(model) if cuda_graph and mask is None else None
+    recurrent = bool(layout_of(cache.config).states)
+    ended: dict[int, dict[str, Tensor]] = {}  # states of sequences that ended: later steps of the batch write over them
     steps = 0
     while not all(answer.done for answer in answers):
         steps += 1
         rate_next(cache, logits, step)
         alive = [not answer.done for answer in answers]
+        if recurrent:
+            for row in (row for row, goes_on in enumerate(alive) if not goes_on and row not in ended):
+                ended[row] = {name: state[row].clone() for name, state in cache.group.states.items()}
         if mask is not None or not all(alive):
             mask = _more_columns(mask, alive, cache.seen, step)
         if mask is None and recorder is not None:
@@ -111,6 +118,9 @@ def greedy(
         step = choose(logits, answers)
     decoded = now(model)
     cache.on_device(False)
+    for row, states in ended.items():
+        for name, state in states.items():
+            cache.group.states[name][row] = state
     cache.audit()
     return Generation([answer.tokens for answer in answers], cache, prefilled - began, decoded - prefilled, steps)
 
@@ -172,17 +182,3 @@ def prefill(
             logits = next_logits(model, input_ids[:, start:end], seen, positions[:, start:end], cache)
     assert logits is not None
     return logits
-
-
-def _places(model: PreTrainedModel) -> Iterable[torch.device | str | int]:
-    """Where the layers lie: on one device, or as accelerate spread them."""
-    spread = getattr(model, "hf_device_map", None)
-    return spread.values() if spread else [model.device]
-
-
-def now(model: PreTrainedModel) -> float:
-    """Seconds on a monotonic clock, after the devices have finished what they were given."""
-    for device in {torch.device(where) for where in _places(model) if where not in ("cpu", "disk")}:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -20,7 +20,7 @@ from kvbench.cache.attention import attend
 from kvbench.cache.cache import KVCache
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.interface import InterfaceError
-from kvbench.cache.layout import attention_layers
+from kvbench.cache.layout import attention_layers, continues
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.step import LayerStep, Projected
 from kvbench.cache.steps import BatchStep
@@ -88,6 +88,8 @@ def pre_pass(
     mask [B,T] bool marks real tokens, None: all are. encoder: for passes that are made of text. Policies with the same
     pre-pass share it. ValueError where the model calls a part of its base model alone, or an encoder is missing.
     """
+    for group in cache.groups:
+        _check_continues(model, cache, group)
     groups = [group for group in cache.groups if group.policy.pre_pass is not None and group.error is None]
     if not groups:
         yield
@@ -120,6 +122,18 @@ def pre_pass(
         raise ValueError(
             f"{groups[0].policy.name} has the model look at a prompt again before it evicts, which kvbench cannot have "
             f"{type(model).__name__} do: it calls a part of its {type(base_of(model)).__name__} and not the whole"
+        )
+
+
+def _check_continues(model: PreTrainedModel, cache: KVCache, group: PolicyGroup) -> None:
+    """The group fails where it needs several tokens in one call, after others, of a model that begins anew at each."""
+    asked = group.policy.pre_pass
+    if (isinstance(asked, ExtraPasses) or (asked is not None and cache.seen)) and not continues(model.config):
+        group.fail(
+            InterfaceError(
+                f"{group.policy.name} has {type(model).__name__} read several tokens in one call after others, but "
+                "this model begins its recurrent layers anew at every such call: use another policy, such as snapkv"
+            )
         )
 
 
@@ -343,7 +357,8 @@ def _chosen(model: PreTrainedModel, input_ids: Tensor, policy: Policy, choice: P
     """The prompt [1,T] as a pre-pass leaves it, [1,k]; the same tensor where all of it fits the budget."""
     layers = attention_layers(model.config)
     if choice.layer >= layers:
-        raise ValueError(f"{policy.name} filters at layer {choice.layer}, the model's layers are 0 to {layers - 1}")
+        last = layers - 1
+        raise ValueError(f"{policy.name} filters at layer {choice.layer}, the model has attention layers 0 to {last}")
     if len(input_ids) != 1:
         raise ValueError(f"{policy.name} rewrites each prompt to its own, so it takes one sequence at a time")
     budget = total_slots(policy, 1, input_ids.shape[1])

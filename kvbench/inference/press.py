@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvbench.cache.layout import layout_of
-from kvbench.cache.pressed import PressedCache
+from kvbench.cache.pressed import PressedCache, kept_by_layer
 from kvbench.errors import UsageError
 from kvbench.inference.answer import Answer, choose
 from kvbench.inference.context import parted
-from kvbench.inference.generate import Generation, now
+from kvbench.inference.generation import Generation, now
 from kvbench.inference.sampling import Draws
 from kvbench.policies.latents import check_latents
 from kvbench.policies.press import KVPress, ratio_for
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
-def press_greedy(
+def generate_with_press(
     model: PreTrainedModel,
     input_ids: Tensor,
     policy: KVPress,
@@ -42,7 +42,7 @@ def press_greedy(
     draws: Sequence[Draws] = (),
     dictated: Sequence[int] = (),
 ) -> Generation:
-    """Generate for input_ids [1,T] as kvpress's pipeline does; arguments as for `greedy`.
+    """Generate for input_ids [1,T] as kvpress's pipeline does; arguments as for `generate_tokens`.
 
     The press sees all of the prompt, or, with context_tokens, what stands before the question. Raises ValueError for
     more than one sequence, and with the press's own words where it cannot compress.
@@ -181,7 +181,8 @@ def _is(press: object, *names: str) -> bool:
 
 def _tell_masked(policy: KVPress, held: PressedCache, tokens: int) -> None:
     """Say once that a press holds more than its budget."""
-    if policy.budget is not None and float(held.kept_tokens().float().mean()) > max(_tokens(policy, tokens), 1) + 1:
+    kept = float(torch.cat(kept_by_layer(held), dim=1).float().mean())
+    if policy.budget is not None and kept > max(_tokens(policy, tokens), 1) + 1:
         _warn(policy.kind)
 
 

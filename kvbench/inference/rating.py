@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
-from kvbench.cache.pressed import PressedCache
+from kvbench.cache.pressed import PressedCache, kept_by_layer
 from kvbench.inference.teacher_forcing import continuation_scores
 from kvbench.models.tokens import Pair
 from kvbench.policies.policy import Policy
@@ -45,4 +45,4 @@ def rated(model: PreTrainedModel, pair: Pair, policy: Policy, encoder: TextEncod
 
 def evicted(cache: KVCache | PressedCache, tokens: int) -> bool:
     """Whether any KV head of a cache of one sequence holds fewer than the tokens that were read, at least `tokens`."""
-    return int(cache.kept_tokens().min()) < max(tokens, cache.seen)
+    return min(int(layer.min()) for layer in kept_by_layer(cache)) < max(tokens, cache.seen)

@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
+from kvbench.cache.layer import stacked
 from kvbench.cache.layout import continues, in_one_call
 from kvbench.inference.answer import NOT_A_NUMBER
-from kvbench.inference.generate import now, padding, prefill
+from kvbench.inference.generate import padding, prefill
+from kvbench.inference.generation import now
 from kvbench.inference.logits import LOGITS_AT_ONCE, surprisal
 from kvbench.inference.pre_pass import rate_next, read_prompt
 from kvbench.policies.policy import Policy
@@ -29,32 +31,40 @@ class Continuation:
     """How a model rates the tokens of a continuation.
 
     logprobs [M] float32, in nats. greedy [M] bool: whether greedy decoding would have chosen the token. cache: as it
-    ended; the last token was not fed. most_kept [L,H_kv]: the most tokens held at any time after the prompt was in.
-    prefill_seconds: until the first token could be rated, evictions of the prompt included; decode_seconds: the rest.
+    ended, with the most tokens held at any time after the prompt was in; the last token was not fed. prefill_seconds:
+    until the first token could be rated, evictions of the prompt included; decode_seconds: the rest.
     """
 
     logprobs: Tensor
     greedy: Tensor
-    cache: KVCache
-    most_kept: Tensor
+    cache: "WatchedCache"
     prefill_seconds: float
     decode_seconds: float
+
+    @property
+    def most_kept(self) -> Tensor:
+        """[L,H_kv] the most tokens held meanwhile. ValueError where layers differ in their number of KV heads."""
+        return stacked(self.cache.most_kept)
 
 
 @dataclass(frozen=True)
 class TextScores:
     """How a model rates every token of a text but its first.
 
-    nll [T-1] float32: -log p of each token given all before it, in nats. most_kept [L,H_kv]: the most tokens held at
-    any time, those of the block that is being rated included. block: tokens rated between two evictions (None: nothing
-    is ever evicted).
+    nll [T-1] float32: -log p of each token given all before it, in nats. cache: as it ended, with the most tokens held
+    at any time, those of the block that is being rated included. block: tokens rated between two evictions (None:
+    nothing is ever evicted).
     """
 
     nll: Tensor
-    cache: KVCache
-    most_kept: Tensor
+    cache: "WatchedCache"
     block: int | None
     seconds: float
+
+    @property
+    def most_kept(self) -> Tensor:
+        """[L,H_kv] the most tokens held meanwhile. ValueError where layers differ in their number of KV heads."""
+        return stacked(self.cache.most_kept)
 
 
 class WatchedCache(KVCache):
@@ -72,10 +82,10 @@ class WatchedCache(KVCache):
                 self._note(index)
 
     @property
-    def most_kept(self) -> Tensor:
-        """[L,H_kv] the most tokens held at any time, over all sequences."""
+    def most_kept(self) -> list[Tensor]:
+        """[H_kv] of each layer: the most tokens held at any time, over all sequences."""
         assert self._most, "nothing was watched"
-        return torch.stack([self._most[index].cpu() for index in range(len(self.attention_layers))])
+        return [self._most[index].cpu() for index in range(len(self.attention_layers))]
 
     def _note(self, index: int) -> None:
         """Called whenever a layer appended or evicted tokens."""
@@ -133,7 +143,7 @@ def continuation_scores(
     _check_numbers(logprobs)
     decoded = now(model)
     cache.audit()
-    return Continuation(logprobs, greedy, cache, cache.most_kept, prefilled - began, decoded - prefilled)
+    return Continuation(logprobs, greedy, cache, prefilled - began, decoded - prefilled)
 
 
 @torch.inference_mode()
@@ -168,7 +178,7 @@ def text_scores(
             report(end)
     nll = torch.cat(rated)
     _check_numbers(nll)
-    return TextScores(nll, cache, cache.most_kept, block, now(model) - began)
+    return TextScores(nll, cache, block, now(model) - began)
 
 
 def check_blocks(policy: Policy) -> None:
@@ -210,12 +220,14 @@ def _call_size(model: PreTrainedModel, policy: Policy, block: int = 1) -> int:
     """Tokens a call of the model takes: whole blocks, where more than one fits.
 
     One, where the next token must be known first (surprisal), where a store compresses between two calls, and where the
-    model would begin its recurrent layers anew.
+    model would begin its recurrent layers anew. No more than a block, where scores wait for all layers.
     """
     if policy.rates or not policy.store.exact or not continues(model.config):
         return 1
     vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
     most = max(1, min(CALL, LOGITS_AT_ONCE // vocabulary))
+    if policy.readers == "all":
+        return min(block, most)
     return most - most % block if block <= most else most
 
 

@@ -14,7 +14,8 @@ from kvbench.cache.join import fork
 from kvbench.inference.answer import Answer, choose
 from kvbench.inference.calls import next_logits
 from kvbench.inference.cuda_graph import Recorder
-from kvbench.inference.generate import Generation, now, prefill
+from kvbench.inference.generate import prefill
+from kvbench.inference.generation import Generation, now
 from kvbench.inference.pre_pass import rate_next, read_prompt
 from kvbench.inference.sampling import Draws
 from kvbench.policies.policy import Policy

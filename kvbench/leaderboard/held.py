@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 from kvbench.cache.budgets import Budgets
-from kvbench.cache.interface import kv_shapes
+from kvbench.cache.layout import layout_of
 from kvbench.cache.steps import Progress
 from kvbench.identity.cell import Cell
 from kvbench.models.prompts import Prompt
@@ -74,4 +74,5 @@ def _shapes(cell: Cell) -> list[tuple[int, int]]:
     """Heads that hold tokens, and the numbers each stores of a token, of every layer."""
     text = cell.checkpoint.config.get_text_config(decoder=True)
     by_query = cell.policy.granularity == "query_head"
-    return [(text.num_attention_heads if by_query else heads, key + value) for heads, key, value in kv_shapes(text)]
+    shapes = [cell.checkpoint.shapes[index] for index in layout_of(text).attention]
+    return [(text.num_attention_heads if by_query else heads, key + value) for heads, key, value in shapes]

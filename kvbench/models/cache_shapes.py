@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from importlib import resources
 from os.path import expanduser
 from pathlib import Path
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING
 
-from kvbench.cache.layout import attention_layers, layout_of
+from kvbench.cache.layout import layout_of
 from kvbench.config.tree import find, names, read
 from kvbench.errors import ConfigError, whole_number
-from kvbench.models.trial import state_bytes
+from kvbench.models.trial import layer_shapes, state_bytes
 
 CHUNKED = {"chunked_layers", "chunk"}  # what shapes with chunked layers have beside
 LATENT = {"kv_lora_rank", "qk_rope_head_dim"}  # what shapes of layers with latents have beside
@@ -30,7 +30,8 @@ class CacheShape:
     Layers that read what another one stores are not counted. chunked_layers: beside the L, those that hold the newest
     `chunk` tokens at most, which no policy makes fewer. Layers of latents have one KV head, which stores kv_lora_rank
     and qk_rope_head_dim numbers of a token; D is then that of queries. state_bytes: of the recurrent layers' states,
-    for each sequence. Elsewhere these five are 0.
+    for each sequence. Elsewhere these five are 0. own: where layers differ, KV heads of each of the L, and numbers of a
+    key and of a value; kv_heads and head_dim are then those of the first.
     """
 
     layers: int
@@ -43,12 +44,23 @@ class CacheShape:
     kv_lora_rank: int = 0
     qk_rope_head_dim: int = 0
     state_bytes: int = 0
+    own: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def stored(self) -> tuple[int, int]:
         """Numbers that a KV head stores of a token: of its key and its value, or of its latent and its rotated key."""
         latents = self.kv_lora_rank, self.qk_rope_head_dim
         return latents if self.kv_lora_rank else (self.head_dim, self.head_dim)
+
+    def layer(self, index: int) -> tuple[int, int, int]:
+        """KV heads of one of the L layers, and what each stores of a token."""
+        return self.own[index] if self.own else (self.kv_heads, *self.stored)
+
+    @property
+    def numbers(self) -> int:
+        """What all layers together have of a token, chunked ones included."""
+        chunked = self.chunked_layers * 2 * self.kv_heads * self.head_dim
+        return chunked + sum(heads * (key + value) for heads, key, value in map(self.layer, range(self.layers)))
 
     def chunked_bytes(self, length: int) -> int:
         """What the chunked layers hold of a sequence."""
@@ -69,16 +81,21 @@ def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
     path = Path(str(resources.files("kvbench") / bundled) if bundled else expanduser(said.get("path") or model))
     path = path / "config.json" if path.is_dir() else path
     try:
-        return from_config(json.loads(path.read_text(encoding="utf-8")))
+        return from_config(json.loads(path.read_text(encoding="utf-8"), object_hook=_special_floats))
     except OSError as error:
         each = {name: read("model", name, folders) for name in names("model", folders)}
         known = (name for name, said in each.items() if said.get("bundled") or said["shape"])
         raise ValueError(
             f"model={model} is neither a model known here ({', '.join(known)}) nor a folder with a config.json"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"model={model}: {path} does not say the size of a cache ({why})") from error
+
+
+def _special_floats(said: dict[str, Any]) -> dict[str, Any] | float:
+    """transformers writes an infinite number of a configuration as {"__float__": "Infinity"}."""
+    return float(said["__float__"]) if said.keys() == {"__float__"} else said
 
 
 def _of_yaml(model: str, said: Mapping[str, Any]) -> CacheShape:
@@ -87,14 +104,24 @@ def _of_yaml(model: str, said: Mapping[str, Any]) -> CacheShape:
         raise ValueError(f"model={model} has a shape, so its dtype must be one of {', '.join(DTYPES)}")
     check_shape(said["shape"])
     shape = dict(said["shape"])
-    shape["layers"] = shape.pop("attention_layers", shape["layers"])
-    return CacheShape(**shape, dtype=DTYPES[said["dtype"]])
+    layers = shape["layers"] = shape.pop("attention_layers", shape["layers"])
+    heads, dims = (_repeated(shape[name], layers) for name in ("kv_heads", "head_dim"))
+    shape |= {"kv_heads": heads[0], "head_dim": dims[0]}
+    own = tuple(zip(heads, dims, dims, strict=True))
+    return CacheShape(**shape, dtype=DTYPES[said["dtype"]], own=own if len(set(own)) > 1 else ())
+
+
+def _repeated(said: int | list[int], layers: int) -> list[int]:
+    """A number of every layer: the same, or those of a pattern that repeats."""
+    pattern = said if isinstance(said, list) else [said]
+    return [pattern[index % len(pattern)] for index in range(layers)]
 
 
 def check_shape(shape: object) -> None:
     """ValueError unless the field `shape` of a model has the whole numbers that the size of a cache depends on.
 
-    Of models with recurrent layers it may also say how many layers have keys and values, and the states' bytes; of
+    kv_heads and head_dim may be lists of numbers, a pattern that repeats over the layers with keys and values. Of
+    models with recurrent layers it may also say how many layers have keys and values, and the states' bytes; of
     others the chunked layers, or the size of latents.
     """
     names = [f.name for f in fields(CacheShape) if f.default is MISSING and f.name != "dtype"]
@@ -103,7 +130,9 @@ def check_shape(shape: object) -> None:
         may = " or ".join(" and ".join(sorted(some)) for some in (CHUNKED, LATENT, HYBRID))
         raise ConfigError("shape", shape, why=f"is not allowed, it must have {', '.join(names)}, and may have {may}")
     for name, value in shape.items():
-        whole_number(f"shape.{name}", value, 1)
+        pattern = value if name in ("kv_heads", "head_dim") and isinstance(value, list) and value else [value]
+        for number in pattern:
+            whole_number(f"shape.{name}", number, 1)
 
 
 def from_config(config: dict[str, Any]) -> CacheShape:
@@ -115,12 +144,13 @@ def from_config(config: dict[str, Any]) -> CacheShape:
     if config.get("model_type") in CONFIG_MAPPING:
         known = CONFIG_MAPPING[config["model_type"]].from_dict(config).get_text_config(decoder=True)
     chunks = {} if known is None else layout_of(known).chunks
-    shape = {
-        "layers": config["num_hidden_layers"] if known is None else attention_layers(known),
-        "query_heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // max(heads, 1),  # 0 is refused below
-    }
+    if known is None:
+        dim = config.get("head_dim") or config["hidden_size"] // max(heads, 1)  # 0 is refused below
+        own = [(config.get("num_key_value_heads") or heads, dim, dim)] * config["num_hidden_layers"]
+    else:
+        shapes = layer_shapes(known)
+        own = [shapes[index] for index in layout_of(known).attention]
+    shape = {"layers": len(own), "query_heads": heads, "kv_heads": own[0][0], "head_dim": own[0][1]}
     if chunks:
         shape |= {"chunked_layers": len(chunks), "chunk": max(chunks.values())}
     if config.get("kv_lora_rank"):
@@ -128,4 +158,5 @@ def from_config(config: dict[str, Any]) -> CacheShape:
         shape |= {"kv_heads": 1, "head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"]}
     check_shape(shape)
     states = 0 if known is None else state_bytes(known, DTYPES[dtype])
-    return CacheShape(**shape, dtype=DTYPES[dtype], state_bytes=states)
+    found = CacheShape(**shape, dtype=DTYPES[dtype], state_bytes=states)
+    return found if set(own) <= {found.layer(0)} else replace(found, own=tuple(own))

@@ -28,9 +28,8 @@ from transformers import (
 )
 
 from kvbench.cache.hook import prepare
-from kvbench.cache.interface import kv_shapes
 from kvbench.cache.layout import layout_of
-from kvbench.models.trial import state_bytes, try_out
+from kvbench.models.trial import layer_shapes, state_bytes, try_out
 from kvbench.terminal.errors import UsageError, refusing
 
 DEVICE_MAPS = (None, "auto", "balanced", "balanced_low_0", "sequential")
@@ -63,7 +62,7 @@ class ModelSpec:
     max_prompt_tokens: int | None = None
     trust_remote_code: bool = False
     device_map: str | None = None
-    shape: Mapping[str, int] | None = field(default=None, compare=False)
+    shape: Mapping[str, int | list[int]] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -112,13 +111,18 @@ class Checkpoint:
     def _layers(self) -> list[tuple[int, int, int | None]]:
         """(KV heads, numbers of a token, window) of every layer; asked for every row and every example."""
         windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=self.config).layers]
-        text = self.config.get_text_config(decoder=True)
-        layers = layout_of(text).attending
-        shapes = kv_shapes(text, layers)
-        windows = [windows[index] for index in layers if index < len(windows)]
+        shapes = self.shapes
+        windows = [windows[index] for index in shapes if index < len(windows)]
         # Where a configuration names no layers, transformers makes them as they are met, and none of them slides.
         windows = windows if len(windows) == len(shapes) else [None] * len(shapes)
-        return [(heads, key + value, window) for (heads, key, value), window in zip(shapes, windows, strict=True)]
+        return [
+            (heads, key + value, window) for (heads, key, value), window in zip(shapes.values(), windows, strict=True)
+        ]
+
+    @cached_property
+    def shapes(self) -> dict[int, tuple[int, int, int]]:
+        """KV heads, and numbers of a key and of a value, of every layer that attends, by its index in the model."""
+        return layer_shapes(self.config)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. Raises UsageError where the folder has none that loads."""

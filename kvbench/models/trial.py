@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvbench.cache import NAME
 from kvbench.cache.cache import KVCache
-from kvbench.cache.interface import INSTEAD, InterfaceError, check_interface, model_class_of, written_in
+from kvbench.cache.interface import INSTEAD, InterfaceError, check_interface, kv_shapes, model_class_of, written_in
 from kvbench.cache.layout import layout_of
 from kvbench.config.presets import make_policy
 
@@ -28,6 +28,7 @@ def try_out(config: PreTrainedConfig) -> None:
     model = _without_weights(config)
     if model is None:
         return
+    _check_places(model)
     cache = KVCache(model.config, make_policy("full"), prompt_length=TOKENS)
     if _finishes(model, cache):
         layout = layout_of(cache.config)
@@ -39,6 +40,35 @@ def try_out(config: PreTrainedConfig) -> None:
                 f"layers {', '.join(without)} of {type(model).__name__} keep nothing in the cache, so kvbench could "
                 f"not make them smaller; {INSTEAD}"
             )
+
+
+def _check_places(model: PreTrainedModel) -> None:
+    """InterfaceError where places are counted from behind the padding's (RoBERTa), while kvbench counts from 0."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None and "position" in name:
+            raise InterfaceError(
+                f"{type(model).__name__} counts its tokens' places from {module.padding_idx + 1} on (the padding index "
+                f"of its {name.rpartition('.')[2]}), while kvbench counts them from 0; {INSTEAD}"
+            )
+
+
+def layer_shapes(config: PreTrainedConfig) -> dict[int, tuple[int, int, int]]:
+    """KV heads of every layer that attends, chunked ones included, and numbers it stores of a token's key and value.
+
+    As the model's code has it: some configurations do not say in what their layers differ. Where the trial ends before
+    a layer, and for code of the model's own, as the configuration says.
+    """
+    text = config.get_text_config(decoder=True)
+    layout = layout_of(text)
+    shapes = dict(zip(layout.attending, kv_shapes(text, layout.attending), strict=True))
+    model = _without_weights(config)
+    if model is not None:
+        cache = KVCache(model.config, make_policy("full"), prompt_length=TOKENS)
+        _finishes(model, cache)
+        for index, layer in zip(layout.attention, cache.attention_layers, strict=True):
+            if layer.keys is not None and layer.values is not None:
+                shapes[index] = layer.keys.shape[1], layer.keys.shape[-1], layer.values.shape[-1]
+    return shapes
 
 
 def state_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
@@ -64,8 +94,7 @@ def _without_weights(config: PreTrainedConfig, dtype: torch.dtype | None = None)
     model_class: Any = model_class_of(config)
     if model_class is None:
         return None
-    text = config.get_text_config(decoder=True)
-    own = text if model_class.config_class is type(text) else config
+    own = config if type(config) is model_class.config_class else config.get_text_config(decoder=True)
     try:
         with torch.device("meta"):
             model: PreTrainedModel = model_class._from_config(deepcopy(own), attn_implementation=NAME, dtype=dtype)

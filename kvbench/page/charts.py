@@ -142,7 +142,8 @@ def hover(entry: Result) -> str:
     if entry.cache_bytes is not None:
         unit, size = byte_unit(entry.cache_bytes)
         of_full = "" if entry.cache_share is None else f", {100 * entry.cache_share:.1f}% of full"
-        lines.append(f"{entry.cache_bytes / size:.4g} {unit} held{of_full}")
+        states = f", {entry.state_bytes / size:.4g} of it recurrent states" if entry.state_bytes else ""
+        lines.append(f"{entry.cache_bytes / size:.4g} {unit} held{of_full}{states}")
     if entry.kept_tokens is not None:
         lines.append(f"{entry.kept_tokens:.1f} tokens per KV head")
     return "<br>".join(lines)

@@ -53,9 +53,7 @@ class Prediction:
     @property
     def numbers(self) -> int:
         """Keys and values the prompt has."""
-        shape = self.shape
-        layers = shape.layers + shape.chunked_layers
-        return layers * shape.kv_heads * sum(shape.stored) * self.length * self.batch
+        return self.shape.numbers * self.length * self.batch
 
     @property
     def bits(self) -> float:
@@ -78,10 +76,11 @@ def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> P
     if shape.kv_lora_rank:
         check_latents(policy)
     budgets = layer_budgets(policy, shape.layers, length) if policy.evicts else [length] * shape.layers
-    sizes: dict[tuple[Any, int, bool], dict[str, int]] = {}
+    sizes: dict[tuple[Any, ...], dict[str, int]] = {}
     total: Counter[str] = Counter()
     for layer, budget in enumerate(budgets):
-        key = (policy.store.for_layer(layer), budget, policy.reader is None or policy.reader.reads_all(layer))
+        reads_all = policy.reader is None or policy.reader.reads_all(layer)
+        key = (policy.store.for_layer(layer), budget, reads_all, shape.layer(layer))
         if key not in sizes:
             sizes[key] = _layer_parts(policy, shape, layer, length, batch, budget)
         total.update(sizes[key])
@@ -98,6 +97,8 @@ def check_predictable(policy: Policy) -> None:
         "gives every KV head a budget by what the prompt shows": policy.allocator.per_head,
         "remembers what it merged": policy.merger.merges,
         "remembers per layer what it saw": policy.needs.memory,
+        "remembers what the readers of a layer show (readers=all)": policy.readers == "all"
+        and (policy.needs.queries_decoding > 0 or policy.needs.query_heads),
     }
     for reason, holds in reasons.items():
         if holds:
@@ -107,17 +108,18 @@ def check_predictable(policy: Policy) -> None:
 def _layer_parts(policy: Policy, shape: CacheShape, layer: int, length: int, batch: int, budget: int) -> dict[str, int]:
     """Bytes by kind of one layer."""
     evicted = policy.evicts and length > budget
-    heads = shape.query_heads if policy.granularity == "query_head" else shape.kv_heads
+    own, *stored = shape.layer(layer)
+    heads = shape.query_heads if policy.granularity == "query_head" else own
     width = shape.query_heads // heads if policy.needs.query_heads else 1
     tokens = min(length, budget) + evicted * policy.schedule.spare  # slots of tokens to come are there
-    keys, values = (torch.empty(batch, heads, tokens, n, dtype=shape.dtype, device="meta") for n in shape.stored)
+    keys, values = (torch.empty(batch, heads, tokens, n, dtype=shape.dtype, device="meta") for n in stored)
     held = policy.store.for_layer(layer).open(keys, values, policy.needs.statistics, width)
     held.evicted = evicted
     held.append(keys, values, torch.empty(batch, tokens, dtype=torch.long, device="meta"), absent=False)
     held.settle()
     return {
         **held.parts(),
-        "queries": _recent(policy, shape, length, batch),
+        "queries": _recent(policy, shape, shape.head_dim if shape.kv_lora_rank else stored[0], length, batch),
         "page summaries": _pages(policy, layer, held),
     }
 
@@ -131,11 +133,11 @@ def _pages(policy: Policy, layer: int, held: LayerStore) -> int:
     return pages.nbytes
 
 
-def _recent(policy: Policy, shape: CacheShape, length: int, batch: int) -> int:
-    """Bytes of the queries a layer keeps for its scorer."""
+def _recent(policy: Policy, shape: CacheShape, dim: int, length: int, batch: int) -> int:
+    """Bytes of the queries, of `dim` numbers, that a layer keeps for its scorer."""
     recent = RecentQueries(policy.needs.window)
     if policy.evicts:
-        queries = torch.empty(batch, shape.query_heads, length, shape.head_dim, dtype=shape.dtype, device="meta")
+        queries = torch.empty(batch, shape.query_heads, length, dim, dtype=shape.dtype, device="meta")
         recent.add(queries, torch.empty(batch, length, dtype=torch.long, device="meta"), aligned=True)
         recent.limit(policy.needs.queries_decoding)
         recent.keep_copy()
@@ -144,9 +146,9 @@ def _recent(policy: Policy, shape: CacheShape, length: int, batch: int) -> int:
 
 def limit_bits(policy: Policy, shape: CacheShape) -> float:
     """Bits per number that each further token takes in a long cache."""
-    one_layer = replace(shape, layers=1, chunked_layers=0)
+    held = replace(shape, chunked_layers=0)
     deep = replace(policy, store=policy.store.for_layer(shape.layers))  # a layer that no list of layers names
-    short, long = (predict(deep, one_layer, length) for length in (LONG, 2 * LONG))
+    short, long = (predict(deep, held, length) for length in (LONG, 2 * LONG))
     return 8 * (long.nbytes - short.nbytes) / (long.numbers - short.numbers)
 
 
@@ -171,7 +173,7 @@ def tell(arguments: Sequence[str]) -> int:
         for policy in policies:
             if isinstance(policy, KVPress):
                 raise ValueError(f"what {policy.name} holds is known once it ran: kvpress tells no bytes before")
-            check_layers(shape.layers, policy.allocator, policy.store, policy.pre_pass)
+            check_layers(shape.layers, policy.store, policy.pre_pass)
         tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
     if budget is not None and not any(policy.evicts or policy.reader is not None for policy in policies):
         sys.stderr.write(f"kvbench: budget={budget} is ignored: {', '.join(slugs)} keeps every token\n")
@@ -223,7 +225,8 @@ def _sizes(policies: Sequence[Policy], shape: CacheShape, lengths: Sequence[int]
         sums = (f"{p.nbytes / MIB:.2f}", f"{p.nbytes}", f"{p.bits:.3f}", f"{p.ratio:.3f}")
         rows.append((policy.name, f"{p.length}", f"{p.batch}", *mib, *sums))
     dtype = str(shape.dtype).removeprefix("torch.")
-    each = f"{shape.kv_heads} KV heads of {shape.head_dim}"
+    heads = dict.fromkeys(f"{heads} KV heads of {dim}" for heads, dim, _ in map(shape.layer, range(shape.layers)))
+    each = " or ".join(heads)
     if shape.kv_lora_rank:
         each = f"a latent of {shape.kv_lora_rank} + {shape.qk_rope_head_dim} a token"
     title = f"MiB held after a prompt; {shape.layers} layers, {each}, {dtype}"

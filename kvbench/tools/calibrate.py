@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.interface import kv_shapes
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
+from kvbench.models.trial import layer_shapes
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.query_moments import QueryMoments
 from kvbench.policies.scorers.qfilters import FILTERS
@@ -73,8 +73,8 @@ def q_filters(model: PreTrainedModel, texts: Iterable[Tensor]) -> Tensor:
             raise ValueError("a text of one token has no query after its first: calibrate on longer texts")
         one = QueryMoments(tuple(text[1:].tolist()), found.sums, found.squares)
         policy = Policy(pre_pass=one, budget=1, name="calibration")
-        greedy(model, text[None, :1].to(model.device), policy, max_new_tokens=1)
-    shapes = set(kv_shapes(model.config.get_text_config(decoder=True)))
+        generate_tokens(model, text[None, :1].to(model.device), policy, max_new_tokens=1)
+    shapes = set(layer_shapes(model.config).values())
     if len(shapes) > 1:
         raise ValueError("qfilters takes a model whose layers have the same number of KV heads, of one size")
     ((heads, *_),) = shapes

@@ -24,10 +24,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from kvbench.cache.cache import KVCache
-from kvbench.cache.pressed import PressedCache
+from kvbench.cache.pressed import PressedCache, kept_by_layer
 from kvbench.config.presets import make_policy
 from kvbench.config.tree import find, read
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.inference.rating import evicted, rated
 from kvbench.inference.sampling import Draws, Sampling
 from kvbench.models.loading import ModelSpec, load, locate, pick_device
@@ -130,7 +130,7 @@ class KVBenchLM(TemplateLM):
             if new >= self.max_length:
                 raise ValueError(f"max_gen_toks={new} leaves no room for a prompt: max_length is {self.max_length}")
             ids = ids[-(self.max_length - new) :]
-        done = greedy(
+        done = generate_tokens(
             self._model,
             self._tensor(ids),
             self.policy,
@@ -232,7 +232,7 @@ class KVBenchLM(TemplateLM):
         }
 
     def _note(self, cache: KVCache | PressedCache, fed: int) -> None:
-        kept = float(cache.kept_tokens().float().mean())
+        kept = float(torch.cat(kept_by_layer(cache), dim=1).float().mean())
         held = dict(zip(HELD, (evicted(cache, fed), kept, cache.held_nbytes), strict=True))
         self._held.append({**held, "peak_bytes": cache.peak_nbytes})
 

@@ -27,6 +27,16 @@ def known(length: int | None, who: str) -> int:
     return length
 
 
+def check_alike(heads: Sequence[int]) -> None:
+    """ValueError unless all layers have as many KV heads."""
+    if len(set(heads)) > 1:
+        raise ValueError(
+            "slots that are dealt out among the KV heads of all layers ask for as many heads in each, and this model's "
+            f"layers have {' and '.join(map(str, sorted(set(heads))))}: use an allocator that looks at one layer's "
+            "heads at a time, such as uniform or ada"
+        )
+
+
 class Allocator(ABC):
     """Divides a total of slots among the layers, and a layer's slots among its KV heads.
 
@@ -56,8 +66,8 @@ class Allocator(ABC):
     def check_next_prompt(self, name: str) -> None:  # noqa: B027 - most can
         """ValueError if it cannot divide slots again after another prompt, when heads hold different tokens."""
 
-    def check_layers(self, layers: int) -> None:  # noqa: B027 - most name none
-        """ValueError if a field names a layer that a model with `layers` of them does not have."""
+    def check_heads(self, heads: Sequence[int]) -> None:  # noqa: B027 - most deal tokens per KV head, layer by layer
+        """ValueError if it cannot divide slots among layers that have so many KV heads each."""
 
     @abstractmethod
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
@@ -113,6 +123,9 @@ class JointAllocator(Allocator):
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
         """Even shares, whose sum counts."""
         return even_shares(total, layers)
+
+    def check_heads(self, heads: Sequence[int]) -> None:
+        check_alike(heads)
 
     @abstractmethod
     def heads_of_all(self, rankings: Sequence[Ranking], budgets: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import ConfigError
-from kvbench.policies.allocators.allocator import Allocator, known
+from kvbench.policies.allocators.allocator import Allocator, check_alike, known
 from kvbench.policies.allocators.rounding import largest_remainders
 from kvbench.policies.checks import number
 from kvbench.policies.describe import FILE
@@ -86,6 +86,9 @@ class HeadKV(Allocator):
         """[L,H_q] shares of the pool, summing to 1."""
         scores = read_importance(self.importance) ** self.temperature
         return scores / scores.sum()
+
+    def check_heads(self, heads: Sequence[int]) -> None:
+        check_alike(heads)
 
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
         if layers != self._shares.shape[0]:

@@ -29,8 +29,8 @@ class Finch(AttentionScorer):
     (`finch_chunks`), as in the paper, each block of the context is read with the question behind it, and what was kept
     so far competes with the block; at once (`finch`), all of the context is one chunk, as in kvpress's FinchPress. What
     stays is rotated to places without gaps (the schedule's `rerotate`). The paper's code has one set for all heads of a
-    layer, kvpress's one for each KV head, as here: `granularity=layer`. A token that was decoded, and while decoding
-    the question, has the best score there is.
+    layer (`policy.granularity=layer`), kvpress's one for each KV head, as here. A token that was decoded, and while
+    decoding the question, has the best score there is.
 
     window: `question`, or so many of the prompt's last tokens in its place, where no task says where a question begins.
     official: c_q counts the tokens before q, as kvpress does, and not q itself.

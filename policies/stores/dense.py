@@ -100,6 +100,11 @@ class DenseStore(LayerStore):
         return self._buffers["positions"].numel()
 
     @property
+    def sequences(self) -> int:
+        """How many it holds."""
+        return len(self._buffers["positions"])
+
+    @property
     def room(self) -> int:
         """Slots of a KV head behind those in use."""
         return self.capacity - self._used
@@ -128,11 +133,18 @@ class DenseStore(LayerStore):
         held._use(self.capacity)
         return held
 
-    def came_back(self, before: Segments, grown: int | None, free: Tensor) -> None:
-        """What `moved` made goes on by itself: so many tokens grew, or (None) slots free [B,H] are empty."""
-        self._free = None if grown is not None else free[..., None].clone()
-        self._packed, self._ascending = grown is not None, self._ascending and grown is not None
-        self._use(before.most + (1 if grown is None else grown))
+    def came_back(self, before: Segments, grown: int | None, free: Tensor) -> "DenseStore":
+        """What `moved` made as it goes on by itself: so many tokens grew, or (None) slots free [B,H] are empty."""
+        held = self.with_buffers(self._buffers)
+        held._free = None if grown is not None else free[..., None].clone()
+        held._packed, held._ascending = grown is not None, self._ascending and grown is not None
+        held._use(before.most + (1 if grown is None else grown))
+        return held
+
+    def copied_out(self, sequence: int) -> "DenseStore":
+        """One of its sequences, in memory of its own."""
+        held = self.picked(slice(sequence, sequence + 1))
+        return held.copied({name: x.clone() for name, x in held.buffers.items()}, held.free, held.ascending)
 
     def contents(self) -> dict[str, Tensor]:
         """Every tensor in use, [B,H,C,...]."""

@@ -233,6 +233,11 @@ class RaggedStore(LayerStore):
         return len(self._sealed.flat["positions"])
 
     @property
+    def sequences(self) -> int:
+        """How many it holds."""
+        return len(self._sealed.counts)
+
+    @property
     def room(self) -> int:
         """Slots of a KV head behind those in use."""
         return self._sealed.room
@@ -259,13 +264,23 @@ class RaggedStore(LayerStore):
         segments.most, segments.room, held._free = segments.most + segments.room, 0, None
         return held
 
-    def came_back(self, before: Places, grown: int | None, free: Tensor) -> None:
-        """What `moved` made goes on by itself: so many tokens grew, or (None) slots free [B,H] are empty."""
-        segments, more = self._sealed, 1 if grown is None else grown
+    def came_back(self, before: Places, grown: int | None, free: Tensor) -> "RaggedStore":
+        """What `moved` made as it goes on by itself: so many tokens grew, or (None) slots free [B,H] are empty."""
+        held, more = copy(self), 1 if grown is None else grown
+        segments = held._segments = copy(self._sealed)
         room = segments.most - before.most - more
         segments.counts, segments.most, segments.room = before.held + more, before.most + more, room
-        self._free = None if grown is not None else free[..., None].clone()
-        self._ascending = self._ascending and grown is not None
+        held._free = None if grown is not None else free[..., None].clone()
+        held._ascending = self._ascending and grown is not None
+        return held
+
+    def copied_out(self, sequence: int) -> "RaggedStore":
+        """Its only sequence, in memory of its own."""
+        assert self.sequences == 1, f"sequence {sequence} is beside others, whose heads lie in one piece"
+        held = copy(self)
+        held._segments = copy(self._sealed)
+        held._segments.flat = {name: x.clone() for name, x in self._sealed.flat.items()}
+        return held
 
     def _growth(self) -> int:
         """How many slots to add to every segment: no more than tokens are known to come."""

@@ -159,7 +159,7 @@ class Store(ABC):
         return self
 
     def check_shape(self, heads: int, dim: int) -> None:  # noqa: B027 - most take any
-        """ValueError if tokens of `heads` KV heads with `dim` numbers each do not divide into this store's groups."""
+        """ValueError if values of `heads` KV heads with `dim` numbers each do not divide into this store's groups."""
 
     def check_layers(self, layers: int) -> None:  # noqa: B027 - most name none
         """ValueError if a field names a layer that a model with `layers` of them does not have."""

@@ -107,9 +107,10 @@ def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def averaged(cells: Cells, kind: str | None = None) -> dict[Cell, float]:
-    """One score for every complete cell: of one kind, or with v1's weights over all three. What a heat map shows."""
-    return _weighted(cells, [column for column in cells if kind is None or column[0] == kind], WEIGHTS)
+def heat_map(answers: Sequence[Scored]) -> dict[Cell, float]:
+    """One score for every complete cell, the kinds with v1's weights."""
+    cells = cells_of_answers(answers)
+    return _weighted(cells, list(cells), WEIGHTS)
 
 
 def _weighted(cells: Cells, columns: Sequence[Column], weights: Mapping[str, float]) -> dict[Cell, float]:

@@ -11,11 +11,13 @@ import pages
 import policy_pages
 import pytest
 import table_pages
+import yaml
 from docstrings import Described, describe
 
 from kvbench.config.overrides import check
 from kvbench.config.tree import CONF, load, names, part_class, read
 from kvbench.papers import published
+from kvbench.tasks.niah import Niah
 
 DOCS = Path(__file__).parents[2] / "docs"
 OURS = {"Random", "Ragged"}  # no paper has them
@@ -58,6 +60,13 @@ def test_the_table_of_parts_has_those_of_presets_and_wrappers() -> None:
     rows = policy_pages.parts_table()
     for part in ("KeyDiff: keep the keys", "CriticalKV: half of the budget", "AdaKV: the KV heads", "CaM: the value"):
         assert rows.count(f"| {part}") == 1
+
+
+def test_a_default_with_line_breaks_is_typed_as_in_yaml() -> None:
+    rows = policy_pages.fields_table(describe(Niah), "", {}).splitlines()
+    (row,) = (row for row in rows if row.startswith("| `frame` |"))
+    assert row.count(" | ") == 3
+    assert yaml.safe_load(row.split(" | ")[2].strip("`")) == Niah.frame
 
 
 def test_every_published_method_is_on_a_page_or_left_out_on_purpose() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch, Request
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.kernels.attention_moments import attention_moments
 from kvbench.kernels.attention_rows import attention_rows
 from kvbench.kernels.column_sums import column_sums
@@ -158,7 +158,7 @@ def test_sequences_with_a_bias_decode_beside_others_as_alone(slugs: tuple[str, s
     while rows.in_flight:
         rows.step()
     for row, policy in zip(admitted, policies, strict=True):
-        assert row.tokens == greedy(model, ids, policy, max_new_tokens=8).tokens[0]
+        assert row.tokens == generate_tokens(model, ids, policy, max_new_tokens=8).tokens[0]
 
 
 def test_a_store_of_codes_and_an_allocator_that_measures_refuse_what_they_cannot_hold() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from kvbench import KVCache, make_policy
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.kernels.attention_moments import attention_moments, attention_moments_ref
 from kvbench.kernels.attention_rows import attention_rows
 from kvbench.kernels.column_sums import column_sums_blocked, column_sums_ref
@@ -52,7 +52,7 @@ def gpt_oss(dtype: torch.dtype = torch.float32) -> Any:
 def tokens(policy: Policy, ids: Tensor, mask: Tensor | None = None, model: Any = None) -> list[list[int]]:
     model = model or gpt_oss()
     model.set_attn_implementation("kvbench")
-    return greedy(model, ids, policy, attention_mask=mask, max_new_tokens=NEW).tokens
+    return generate_tokens(model, ids, policy, attention_mask=mask, max_new_tokens=NEW).tokens
 
 
 def test_the_full_cache_gives_the_models_own_logits() -> None:

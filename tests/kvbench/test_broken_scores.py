@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvbench import make_policy
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.policies.needs import Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
@@ -56,11 +56,11 @@ def asked(seed: int, new: int = 6) -> Request:
 def test_a_score_that_is_no_number_is_one_sentence(at: int, schedule: str) -> None:
     sentence = r"^divided gave tokens of layer 0 scores that are not numbers \(NaN\): [^.]+$"
     with pytest.raises(FloatingPointError, match=sentence):
-        greedy(model(), asked(1).input_ids, policy(at, schedule), max_new_tokens=6)
+        generate_tokens(model(), asked(1).input_ids, policy(at, schedule), max_new_tokens=6)
 
 
 def test_a_token_that_stays_in_any_case_needs_no_score() -> None:
-    out = greedy(model(), asked(1).input_ids, policy(at=3, protects=4), max_new_tokens=6)
+    out = generate_tokens(model(), asked(1).input_ids, policy(at=3, protects=4), max_new_tokens=6)
     assert all((layer.positions == 3).any(-1).all() for layer in out.cache.layers)
 
 
@@ -68,7 +68,7 @@ def test_a_token_that_stays_in_any_case_needs_no_score() -> None:
 def test_other_rows_go_on(at: int) -> None:
     running, good = model(), make_policy("knorm", BUDGET, decode="evict")
     broken = policy(at)
-    alone = greedy(running, asked(1).input_ids, good, max_new_tokens=6)
+    alone = generate_tokens(running, asked(1).input_ids, good, max_new_tokens=6)
     rows = DecodeBatch(running)
     (wrong, right), (other,) = rows.admit(asked(1), [broken, good]), rows.admit(asked(1), [good])
     while rows.in_flight:

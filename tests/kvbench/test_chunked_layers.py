@@ -18,7 +18,7 @@ from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.inference.teacher_forcing import in_blocks, text_scores
 from kvbench.models.loading import Checkpoint, ModelSpec
 
@@ -67,7 +67,7 @@ def test_rows_are_what_they_are_alone() -> None:
     while batch.in_flight:
         batch.step()
     for row in rows:
-        alone = greedy(model, row.request.input_ids, row.policy, max_new_tokens=NEW, encoder=CodePoints())
+        alone = generate_tokens(model, row.request.input_ids, row.policy, max_new_tokens=NEW, encoder=CodePoints())
         assert row.error is None, row.policy.name
         assert row.tokens == alone.tokens[0], row.policy.name
         assert (row.cache.nbytes, row.cache.peak_nbytes) == (alone.cache.nbytes, alone.cache.peak_nbytes)
@@ -80,8 +80,8 @@ def test_padded_sequences_are_what_they_are_alone(fields: dict[str, Any]) -> Non
     """Chunks begin where a sequence begins, not its padding."""
     policy, prompts = make_policy("tova", 20, **fields), [prompt(45, 1), prompt(30, 2), prompt(5, 3)]
     ids, mask = left_padded(prompts)
-    both = greedy(model_of(), ids, policy, attention_mask=mask, max_new_tokens=20)
-    alone = [greedy(model_of(), torch.tensor([one]), policy, max_new_tokens=20) for one in prompts]
+    both = generate_tokens(model_of(), ids, policy, attention_mask=mask, max_new_tokens=20)
+    alone = [generate_tokens(model_of(), torch.tensor([one]), policy, max_new_tokens=20) for one in prompts]
     assert both.tokens == [one.tokens[0] for one in alone]
 
 
@@ -89,13 +89,15 @@ def test_sequences_of_several_lengths_are_refused_where_queries_are_sharpened_by
     """Beyond 16 tokens here."""
     ids, mask = left_padded([prompt(45, 1), prompt(30, 2)])
     with pytest.raises(ValueError, match=r"beyond 16 tokens by one place .*, whose sequences have 30 to 45: run them"):
-        greedy(prepare(tiny("llama4")), ids, make_policy("full"), attention_mask=mask, max_new_tokens=2)
+        generate_tokens(prepare(tiny("llama4")), ids, make_policy("full"), attention_mask=mask, max_new_tokens=2)
 
 
 def test_a_layer_holds_a_chunk_and_a_text_is_scored_through_it() -> None:
     """Keys and values of 2 KV heads of 8 numbers in float64: 13 tokens of a short text, 16 of a long one."""
     for tokens, held in ((13, 13), (45, CHUNK)):
-        cache = greedy(model_of(), torch.tensor([prompt(tokens)]), make_policy("h2o", 8), max_new_tokens=1).cache
+        cache = generate_tokens(
+            model_of(), torch.tensor([prompt(tokens)]), make_policy("h2o", 8), max_new_tokens=1
+        ).cache
         assert isinstance(cache, KVCache)
         assert sum(group.state_nbytes for group in cache.groups) == 2 * 2 * held * 2 * 8 * 8
         assert cache.kept_tokens().tolist() == [[[8, 8]]]
@@ -134,5 +136,5 @@ def test_later_prompts_saved_caches_and_contexts_go_on(tmp_path: Path) -> None:
         logits, its = (model(second, past_key_values=one).logits for one in (cache, again))
     torch.testing.assert_close(logits, its, atol=0, rtol=0)
     whole = torch.cat([first, second], dim=1)
-    grown = greedy(model, whole, make_policy("full"), max_new_tokens=NEW, context_tokens=45)
-    assert grown.tokens == greedy(model, whole, make_policy("full"), max_new_tokens=NEW).tokens
+    grown = generate_tokens(model, whole, make_policy("full"), max_new_tokens=NEW, context_tokens=45)
+    assert grown.tokens == generate_tokens(model, whole, make_policy("full"), max_new_tokens=NEW).tokens

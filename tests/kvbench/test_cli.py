@@ -17,7 +17,7 @@ from shown_tables import shown_rows
 
 from kvbench import BudgetError
 from kvbench.cli import main
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 
 SECONDS = {"prefill_seconds", "decode_seconds"}
 SMALL = ("task.lengths=[700]", "task.depths=[0.0,0.5,1.0]", "task.repeats=1", "task.max_new_tokens=8")
@@ -135,9 +135,9 @@ def test_an_example_that_broke_its_budget_is_recorded_and_spoils_the_score(
         calls.append(1)
         if len(calls) == 2:
             raise BudgetError("layer 0 holds 65 of 64")
-        return greedy(*arguments, **options)
+        return generate_tokens(*arguments, **options)
 
-    monkeypatch.setattr("kvbench.engine.answers.greedy", breaking)
+    monkeypatch.setattr("kvbench.engine.answers.generate_tokens", breaking)
     arguments = (f"model={tiny_model}", "policy=knorm", "budget=64", "out=runs", "engine.rows=1", *SMALL)
     for _ in range(2):  # the second time from what lies on disk
         done = here(*arguments)

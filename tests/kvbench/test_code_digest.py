@@ -148,7 +148,9 @@ CACHE = """attention audit budgets cache caller chunks device_batch device_evict
     recent_queries recurrent registration rerotate rotary saving shared state step steps uncompiled"""
 ENGINE = "answers batch device_memory likelihood one_by_one prefill prefill_examples prompts scheduler sequence"
 IDENTITY = "reading"
-INFERENCE = "answer calls context cuda_graph generate logits pre_pass press rating sampling teacher_forcing turns"
+INFERENCE = (
+    "answer calls context cuda_graph generate generation logits pre_pass press rating sampling teacher_forcing turns"
+)
 KERNELS = """append attention_moments attention_rows column_sums compaction decode_attention
     decode_attention_flat decode_tile jit join_splits layer_rows masked_attention prompt_attention
     prompt_tiles selection softmax_blocks window_largest window_statistics work_list"""

@@ -16,7 +16,8 @@ from transformers import DynamicCache, PreTrainedModel
 from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
-from kvbench.inference.generate import Generation, greedy
+from kvbench.inference.generate import generate_tokens
+from kvbench.inference.generation import Generation
 from kvbench.inference.pre_pass import pre_pass, rate_next
 from kvbench.policies.policy import Policy
 
@@ -33,7 +34,7 @@ def model(attention: str = "kvbench", family: str = "llama") -> PreTrainedModel:
 
 
 def asked(policy: Policy, **given: Any) -> Generation:
-    return greedy(model(), IDS, policy, **{"max_new_tokens": NEW, "context_tokens": CONTEXT, **given})
+    return generate_tokens(model(), IDS, policy, **{"max_new_tokens": NEW, "context_tokens": CONTEXT, **given})
 
 
 def held(found: KVCache) -> list[list[list[int]]]:
@@ -95,7 +96,7 @@ def test_sets_and_answers_are_those_of_a_cache_cut_by_hand_before_the_question_w
     scores, fields = BY_HAND[slug]
     kept, answer = by_hand(scores, family)
     policy = make_policy(slug, BUDGET, decode="grow", **fields)
-    done = greedy(model(family=family), IDS, policy, max_new_tokens=NEW, context_tokens=CONTEXT)
+    done = generate_tokens(model(family=family), IDS, policy, max_new_tokens=NEW, context_tokens=CONTEXT)
     later = list(range(CONTEXT, CONTEXT + QUESTION + NEW - 1))  # the last token is never stored
     assert held(done.cache) == [[head + later for head in layer] for layer in kept]
     assert done.tokens == [answer]
@@ -107,7 +108,7 @@ def test_the_question_changes_what_a_prompt_keeps_and_nothing_of_what_a_context_
     policy = make_policy("snapkv", BUDGET, **SMALL)
 
     def of_context(ids: Tensor, context: int | None) -> list[list[list[int]]]:
-        found = held(greedy(model(), ids, policy, max_new_tokens=1, context_tokens=context).cache)
+        found = held(generate_tokens(model(), ids, policy, max_new_tokens=1, context_tokens=context).cache)
         return [[[p for p in head if p < CONTEXT] for head in layer] for layer in found]
 
     assert of_context(IDS, CONTEXT) == of_context(other, CONTEXT)
@@ -163,7 +164,7 @@ def test_the_tokens_of_a_question_are_decoded_ones_whatever_number_a_call_takes(
 def test_gemfilter_chooses_among_the_contexts_tokens_and_reads_the_question_after_them() -> None:
     done = asked(make_policy("gemfilter", BUDGET, layer=1))
     assert done.cache.seen == BUDGET + QUESTION + NEW - 1
-    chosen = greedy(model(), IDS[:, :CONTEXT], make_policy("gemfilter", BUDGET, layer=1), max_new_tokens=1)
+    chosen = generate_tokens(model(), IDS[:, :CONTEXT], make_policy("gemfilter", BUDGET, layer=1), max_new_tokens=1)
     assert chosen.cache.seen == BUDGET
     assert torch.equal(done.cache.layers[0].keys[:, :, :BUDGET], chosen.cache.layers[0].keys[:, :, :BUDGET])
 
@@ -196,7 +197,9 @@ def test_rows_of_one_context_give_what_each_gives_alone_whatever_is_asked_beside
     assert all(row.error is None for row in before)
     for row in chain(*found):
         ids, name = row.request.input_ids, f"{row.policy.name}, {row.request.max_new_tokens} new"
-        alone = greedy(model(), ids, row.policy, max_new_tokens=row.request.max_new_tokens, context_tokens=CONTEXT)
+        alone = generate_tokens(
+            model(), ids, row.policy, max_new_tokens=row.request.max_new_tokens, context_tokens=CONTEXT
+        )
         assert row.error is None, f"{name}: {row.error!r}"
         assert row.tokens == alone.tokens[0], name
         assert held(row.cache) == held(alone.cache), name

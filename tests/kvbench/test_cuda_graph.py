@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from op_tape import Tape, record
 
 from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.inference import generate as generating
-from kvbench.inference.cuda_graph import can_record, can_replay, check_graph
-from kvbench.inference.generate import greedy
+from kvbench.inference.cuda_graph import Recorder, can_record, can_replay, check_graph
+from kvbench.inference.generate import generate_tokens
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.slots import GROWTH
 
@@ -63,7 +64,7 @@ def kept(cache: KVCache) -> list[Any]:
 
 
 def generate(model: Any, policy: Policy, ids: torch.Tensor, **how: Any) -> tuple[list[list[int]], list[Any]]:
-    out = greedy(model, ids, policy, max_new_tokens=NEW, question=ids.shape[1] - 6, **how)
+    out = generate_tokens(model, ids, policy, max_new_tokens=NEW, question=ids.shape[1] - 6, **how)
     return out.tokens, kept(out.cache)
 
 
@@ -118,11 +119,120 @@ def test_a_batch_of_all_kinds_replays_while_its_sequences_stay_the_same(taped: N
     assert len(replays) > 10
 
 
+RIDING: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("h2o", (40,)),
+    ("ada_snapkv", (40,)),
+    ("snapkv", (40, 56)),
+    ("h2o", (140,)),
+    ("caote_snapkv", (40,)),
+    ("full", (40,)),
+    ("tova", (56,)),
+    ("tova", (40,)),
+)
+
+
+def riding(graph: bool, some: Sequence[Any], first: int, apart: int) -> tuple[DecodeBatch, list[LiveSequence]]:
+    """Sequences of some policies, each of which ends `apart` steps after the one before, every other by a stop."""
+    flight, rows = DecodeBatch(llama(), cuda_graph=graph), []
+    for index, (slug, budgets) in enumerate(some):
+        new = first + apart * index
+        stop = (lambda tokens, new=new: len(tokens) == new) if index % 2 else None
+        ids = prompt(max(LENGTH, *budgets) + index, index)
+        asked = Request(ids, new + 20 * (index % 2), question=LENGTH - 6, stop=stop)
+        window = {"window": 6} if "snapkv" in slug else {}
+        policies = [make_policy(slug, budget, **window) for budget in budgets]
+        rows += flight.admit(asked, policies)
+    return flight, rows
+
+
+def ended(rows: list[LiveSequence]) -> list[Any]:
+    """What became of sequences; their caches are audited."""
+    found = []
+    for row in rows:
+        assert row.cache is not None
+        row.cache.audit()
+        held = row.cache.nbytes, row.cache.peak_nbytes, row.cache.spare_nbytes
+        found.append((row.error, row.tokens, row.decode_steps, kept(row.cache), *held))
+    return found
+
+
+def test_sequences_that_end_one_by_one_are_recorded_once_for_each_bucket(
+    taped: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, recorded = [], []
+    own = Recorder._record
+    monkeypatch.setattr(Recorder, "_record", lambda *args: (recorded.append(len(args[-1])), own(*args))[1])
+    for graph in (True, False):
+        flight, rows = riding(graph, RIDING, first=10, apart=4)
+        live = []
+        while flight.in_flight:
+            assert all(row.done for row in flight.step())
+            assert flight.in_flight == sum(not row.done for row in rows)
+            live.append(flight.in_flight)
+            if flight.cache and flight.cache.batch:
+                places = flight.cache.batch.slots.places[:, 0].tolist()
+                assert places == [row.position for row in flight.sequences], "riders stay where they ended"
+        found.append((ended(rows), live))
+    assert found[0] == found[1]
+    assert recorded == [9, 8, 4, 2, 1], "as many sequences as are in the batch"
+
+
+EVENTS = "the rider breaks", "the rider is dropped", "another is dropped", "one is admitted", "a store has to grow"
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_a_rider_harms_nobody_and_goes_when_others_come_or_go_or_grow(
+    event: str, taped: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbench.policies.stores.slots.GROWTH", 8 if event == "a store has to grow" else GROWTH)
+    found, nbytes = [], []
+    for graph in (True, False):
+        flight, rows = riding(graph, RIDING[:2] + RIDING[3:5], first=4, apart=8)
+        while not rows[0].done:
+            flight.step()
+        assert flight.in_flight == 3
+        nbytes.append(flight.nbytes)
+        rider = rows[0].cache
+        if event == "the rider breaks" and graph:
+            break_rider(flight)
+        elif event == "the rider is dropped":
+            flight.drop(rows[:1])
+        elif event == "another is dropped":
+            flight.drop([rows.pop()])
+        elif event == "one is admitted":
+            rows += flight.admit(Request(prompt(LENGTH), 9), [policy_of("h2o")])
+        elif event == "a store has to grow":
+            for _ in range(6):
+                flight.step()
+        assert len(flight.sequences) == flight.in_flight + (graph and event == "the rider breaks")
+        while flight.in_flight:
+            flight.step()
+        found.append(ended(rows))
+    assert found[0] == found[1]
+    assert [row[0] for row in found[0]] == [None] * len(found[0])
+    assert rider is not None
+    assert nbytes[0] - nbytes[1] > 0.9 * rider.nbytes, "the memory of a rider is not free"
+
+
+@torch.inference_mode()
+def break_rider(flight: DecodeBatch) -> None:
+    """The keys and values of the first sequence, in one group with another, are no numbers any more."""
+    cache = flight.cache
+    assert cache is not None
+    assert cache.batch is not None
+    assert cache.groups[0].size == 2
+    slots = cache.batch.slots
+    for layer, starts in enumerate(slots.starts[:, 0]):
+        for start, count in zip(starts.tolist(), slots.counts[layer, 0].tolist(), strict=True):
+            for memory in (slots.keys, slots.values):
+                memory.layers[layer][start : start + count] = torch.nan
+
+
 def test_a_cache_that_grows_is_recorded_anew_when_it_got_more_room(taped: None, replays: list[int]) -> None:
     model, ids = llama(), prompt(LENGTH)
     long = {"max_new_tokens": GROWTH + 20}
-    graphs = greedy(model, ids, make_policy("full"), cuda_graph=True, **long)
-    plain = greedy(model, ids, make_policy("full"), **long)
+    graphs = generate_tokens(model, ids, make_policy("full"), cuda_graph=True, **long)
+    plain = generate_tokens(model, ids, make_policy("full"), **long)
     assert (graphs.tokens, kept(graphs.cache)) == (plain.tokens, kept(plain.cache))
     assert graphs.cache.nbytes == plain.cache.nbytes
     assert GROWTH < len(replays) < GROWTH + 20

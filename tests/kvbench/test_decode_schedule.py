@@ -24,7 +24,7 @@ from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
 from kvbench.identity.labels import Naming, in_words, moments, names
 from kvbench.inference.cuda_graph import can_record
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.inference.teacher_forcing import continuation_scores
 from kvbench.models.cache_shapes import CacheShape
 from kvbench.policies.describe import describe
@@ -125,7 +125,7 @@ def test_sequences_in_flight_whose_turns_differ_give_what_they_give_alone() -> N
     for row in found:
         assert row.error is None
         assert row.cache is not None
-        alone = greedy(model, row.request.input_ids, row.policy, max_new_tokens=NEW)
+        alone = generate_tokens(model, row.request.input_ids, row.policy, max_new_tokens=NEW)
         assert row.tokens == alone.tokens[0]
         assert kept_now(row.cache) == kept_now(alone.cache)
         assert (row.cache.nbytes, row.cache.peak_nbytes) == (alone.cache.nbytes, alone.cache.peak_nbytes)
@@ -165,7 +165,7 @@ def test_a_cache_saved_between_two_evictions_goes_on_as_it_would(slug: str, tmp_
 def test_a_question_after_its_context_and_tokens_that_are_given_are_decoded_tokens() -> None:
     model, chosen = prepare(tiny()), policy("h2o")
     ids = torch.tensor([prompt(56 + 12)])
-    asked = greedy(model, ids, chosen, max_new_tokens=1, context_tokens=56)
+    asked = generate_tokens(model, ids, chosen, max_new_tokens=1, context_tokens=56)
     cache = KVCache(model.config, chosen, prompt_length=56)
     with torch.inference_mode():
         for part in ids.split([56, *[1] * 12], dim=1):
@@ -203,7 +203,7 @@ def test_all_tokens_of_a_protected_prompt_stay(every: int) -> None:
         assert row.error is None
         assert row.cache is not None
         length = row.request.input_ids.shape[1]
-        alone = greedy(model, row.request.input_ids, row.policy, max_new_tokens=NEW)
+        alone = generate_tokens(model, row.request.input_ids, row.policy, max_new_tokens=NEW)
         assert kept_now(row.cache) == kept_now(alone.cache)
         for head in chain(*kept_now(row.cache)[0]):
             assert head[:length] == tuple(range(length))
@@ -212,9 +212,9 @@ def test_all_tokens_of_a_protected_prompt_stay(every: int) -> None:
 
 def test_a_prompt_that_does_not_fit_beside_the_newest_tokens_is_refused() -> None:
     model = prepare(tiny())
-    greedy(model, torch.tensor([prompt(BUDGET - 6)]), policy("snapkv", protect="prompt"), max_new_tokens=8)
+    generate_tokens(model, torch.tensor([prompt(BUDGET - 6)]), policy("snapkv", protect="prompt"), max_new_tokens=8)
     with pytest.raises(ValueError, match="protect=prompt keeps all 35 tokens of the prompt beside the newest 6 tokens"):
-        greedy(model, torch.tensor([prompt(BUDGET - 5)]), policy("snapkv", protect="prompt"), max_new_tokens=8)
+        generate_tokens(model, torch.tensor([prompt(BUDGET - 5)]), policy("snapkv", protect="prompt"), max_new_tokens=8)
 
 
 def test_wrong_schedules_are_refused_in_a_sentence() -> None:

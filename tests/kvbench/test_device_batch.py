@@ -140,6 +140,42 @@ def step_of(model: Any, flight: DecodeBatch, watch: Any) -> Any:
     return found
 
 
+def test_h2o_s_sums_are_those_of_the_plain_path_and_come_out_of_the_attention(
+    as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for slug, moves in (("h2o", 0), ("caote_h2o", 1)):  # whose values are copied to be scored
+        assert launches_of(slug) == {"_attend_list": 2, "_finish": 2, **({"_move": moves} if moves else {})}
+    model, found = model_of(), []
+    for device in (True, False):
+        monkeypatch.setattr(engine, "use_triton", lambda x, device=device: device)
+        flight = DecodeBatch(model)
+        rows = [row for seed in (1, 2) for row in flight.admit(asked(90, seed, 16), policies(("h2o",)))]
+        while flight.in_flight:
+            flight.step()
+        found.append([sums(row.cache) for row in rows])
+    torch.testing.assert_close(*found)
+
+
+def sums(cache: KVCache | None) -> list[Tensor]:
+    """What attention each token of every layer drew, in the order of their positions, [1,H,T,1]."""
+    assert cache is not None
+    stores = [layer.states[0].store for layer in cache.attention_layers]
+    places = [store.positions.argsort(-1)[..., None] for store in stores]
+    return [store.state["attention_sum"].gather(2, order) for store, order in zip(stores, places, strict=True)]
+
+
+def launches_of(slug: str) -> Counter[str]:
+    """Launches of a step of four sequences in two layers."""
+    model, flight = model_of(layers=2), DecodeBatch(model_of(layers=2))
+    for seed in (1, 2):
+        flight.admit(asked(90, seed, 40), policies((slug,)))
+    for _ in range(7):
+        flight.step()
+    with torch.inference_mode():
+        launches: Counter[str] = step_of(model, flight, counted)[1]
+    return launches
+
+
 # --- so many operations ----------------------------------------------------------------------------------------------
 class Counted(TorchDispatchMode):
     """Counts operations of PyTorch."""

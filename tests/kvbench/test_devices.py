@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.models.loading import ModelSpec, load, locate
 from kvbench.policies.policy import Policy
 from kvbench.tools.harness_model import KVBenchLM
@@ -32,7 +32,7 @@ def policy(slug: str) -> Policy:
 
 
 def tokens(model: Any, slug: str) -> list[list[int]]:
-    return greedy(model, torch.tensor([prompt(40)]), policy(slug), max_new_tokens=6).tokens
+    return generate_tokens(model, torch.tensor([prompt(40)]), policy(slug), max_new_tokens=6).tokens
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_layers_on_two_devices_change_no_token(folder: Path, tmp_path: Path) -> 
     rest = {"model.layers.1": 0, "model.layers.2": 0, "model.norm": 0}
     model = dispatch_model(whole, parts | rest, main_device="cpu")
     for slug in POLICIES:
-        done = greedy(model, torch.tensor([prompt(40)]), policy(slug), max_new_tokens=6)
+        done = generate_tokens(model, torch.tensor([prompt(40)]), policy(slug), max_new_tokens=6)
         assert [layer.positions.device.type for layer in done.cache.layers] == ["cpu", "cuda", "cuda"]
         assert done.tokens == expected[slug], slug
 

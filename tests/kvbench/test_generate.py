@@ -13,7 +13,7 @@ from kv_simulate import simulate
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 
 NEW = 6
 LENGTHS = (13, 29, 22)  # shorter than the budget, longer, padded against each other
@@ -115,7 +115,9 @@ def test_a_block_split_over_calls_is_refused_where_it_must_be_evicted_first(bloc
 def stopped(model: PreTrainedModel, prompts: list[list[int]], **kwargs: Any) -> list[list[int]]:
     model.set_attn_implementation("kvbench")
     ids, mask = left_padded(prompts)
-    return greedy(model, ids, make_policy("tova", 16), attention_mask=mask, max_new_tokens=NEW, **kwargs).tokens
+    return generate_tokens(
+        model, ids, make_policy("tova", 16), attention_mask=mask, max_new_tokens=NEW, **kwargs
+    ).tokens
 
 
 @pytest.mark.parametrize("how", ["eos", "stop"])
@@ -143,7 +145,7 @@ def test_sums_over_the_block_begin_with_the_block_and_not_with_the_call(block: i
 @pytest.mark.parametrize("mask", [[1, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0]])
 def test_padding_anywhere_but_on_the_left_is_refused(mask: list[int]) -> None:
     with pytest.raises(ValueError, match="must mark padding on the left only"):
-        greedy(
+        generate_tokens(
             model_of("llama"),
             torch.tensor([prompt(4)]),
             make_policy("full"),
@@ -157,8 +159,8 @@ def test_an_ended_sequence_keeps_the_cache_it_had() -> None:
     last = stopped(model, PROMPTS)[1][2]
     ids, mask = left_padded(PROMPTS)
     policy = make_policy("tova", 16)
-    batch = greedy(model, ids, policy, attention_mask=mask, max_new_tokens=NEW, eos_token_ids=[last])
-    alone = greedy(model, torch.tensor([PROMPTS[1]]), policy, max_new_tokens=NEW, eos_token_ids=[last])
+    batch = generate_tokens(model, ids, policy, attention_mask=mask, max_new_tokens=NEW, eos_token_ids=[last])
+    alone = generate_tokens(model, torch.tensor([PROMPTS[1]]), policy, max_new_tokens=NEW, eos_token_ids=[last])
     for ours, theirs in zip(batch.cache.layers, alone.cache.layers, strict=True):
         for head in range(2):
             held, expected = ours.positions[1, head], theirs.positions[0, head]

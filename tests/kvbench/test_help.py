@@ -36,6 +36,11 @@ def test_help_fits_the_terminal_and_says_the_same_at_every_width(
     assert said[80] == said[140]  # no word was cut
 
 
+def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    said = " ".join(help_of("", capsys))
+    assert [name for name in MAINS if f"python -m kvbench.{name} " not in said] == []
+
+
 def test_every_policy_is_explained_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from kv_hybrids import HYBRIDS, tiny_hybrid
+from kv_hybrids import HYBRIDS, SIZES, tiny_hybrid
 from kv_models import CodePoints, generated, left_padded, prompt
 from kv_oracle import Rules
 from kv_runs import kept_now, policy_for
 from kv_simulate import simulate
 from op_tape import Tape, record
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvbench import KVCache, make_policy
@@ -30,9 +30,11 @@ from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.run import run_cells
 from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.engine.watch import Nobody
-from kvbench.inference.generate import Generation, greedy, prefill
+from kvbench.inference.generate import generate_tokens, prefill
+from kvbench.inference.generation import Generation
 from kvbench.inference.teacher_forcing import continuation_scores, text_scores
-from kvbench.models.trial import state_bytes
+from kvbench.inference.turns import Conversation
+from kvbench.models.trial import state_bytes, try_out
 from kvbench.policies.policy import Policy
 from kvbench.report.table import results_grids
 from kvbench.tools.diagnose import cells_of
@@ -95,7 +97,20 @@ def test_full_writes_what_transformers_writes(family: str) -> None:
     held = KVCache(prepare(running).config, make_policy("full"))
     assert generated(running, prompts, NEW, past_key_values=held) == expected
     ids, mask = left_padded(prompts)
-    assert greedy(running, ids, make_policy("full"), attention_mask=mask, max_new_tokens=NEW).tokens == expected
+    assert (
+        generate_tokens(running, ids, make_policy("full"), attention_mask=mask, max_new_tokens=NEW).tokens == expected
+    )
+
+
+def test_a_hybrid_familys_model_of_attention_layers_alone_runs() -> None:
+    """Granite 4 Micro is one."""
+    only = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "num_local_experts": 0}
+    config = CONFIG_MAPPING["granitemoehybrid"](**SIZES, **only, intermediate_size=48, mamba_n_heads=4)
+    try_out(config)
+    running = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    expected = generated(running, [prompt(21)], NEW)
+    done = generate_tokens(prepare(running), torch.tensor([prompt(21)]), make_policy("full"), max_new_tokens=NEW)
+    assert done.tokens == expected
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "nemotron_h", "jamba"])
@@ -106,7 +121,7 @@ def test_what_is_kept_and_written_is_what_the_slow_oracle_says(family: str, rule
     ids, rules = prompt(37), replace(rules, budget=BUDGET)
     trace = simulate(model(family), ids, NEW, rules)
     assert trace.margin() > 1e-5, "two scores nearly tie"
-    done = greedy(model(family), torch.tensor([ids]), policy_for(rules), max_new_tokens=NEW)
+    done = generate_tokens(model(family), torch.tensor([ids]), policy_for(rules), max_new_tokens=NEW)
     assert done.tokens == [trace.tokens]
     assert kept_now(done.cache)[0] == trace.kept[-1]
     assert len(trace.kept[-1]) == 2  # the layers with attention
@@ -123,17 +138,26 @@ POLICIES = [
 
 def alone(family: str, ids: list[int], policy: Policy, **more: Any) -> Generation:
     more = {"max_new_tokens": NEW, "encoder": CodePoints(), **more}
-    return greedy(model(family), torch.tensor([ids]), policy, **more)
+    return generate_tokens(model(family), torch.tensor([ids]), policy, **more)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_sequences_of_a_padded_batch_are_what_they_are_alone(family: str) -> None:
+    """The second stops early: what the first goes on to write is not in its states."""
     prompts = [prompt(37), prompt(22, seed=1)]
     ids, mask = left_padded(prompts)
     for policy in POLICIES:
-        done = greedy(model(family), ids, policy, attention_mask=mask, max_new_tokens=NEW)
-        for row, some in enumerate(prompts):
-            one = alone(family, some, policy)
+        ones = [alone(family, some, policy, max_new_tokens=new) for some, new in zip(prompts, (NEW, 3), strict=True)]
+        (short,) = ones[1].tokens
+        done = generate_tokens(
+            model(family),
+            ids,
+            policy,
+            attention_mask=mask,
+            max_new_tokens=NEW,
+            stop=lambda tokens, s=short: tokens == s,
+        )
+        for row, one in enumerate(ones):
             assert done.tokens[row] == one.tokens[0], policy.name
             assert kept_now(done.cache)[row] == kept_now(one.cache)[0], policy.name
             assert_same_states(one.cache, done.cache, row)
@@ -348,6 +372,17 @@ def test_a_family_that_begins_anew_is_given_no_later_tokens_together() -> None:
     read(running, held, ids[:, :20], 20)
     with pytest.raises(ValueError, match="begins its recurrent layers anew at every call of several tokens"):
         read(running, held, ids[:, 20:], 10)
+
+
+def test_pre_passes_that_such_a_family_cannot_follow_are_refused_in_a_sentence() -> None:
+    """KVzip looks at a prompt again; SirLLM rates a later prompt's tokens by one call."""
+    said = "read several tokens in one call after others, but this model begins its recurrent layers anew at every"
+    with pytest.raises(ValueError, match=f"^kvzip has JambaForCausalLM {said} such call: use another policy"):
+        alone("jamba", prompt(37), make_policy("kvzip", BUDGET))
+    turns = Conversation(model("jamba"), make_policy("sirllm", BUDGET), own=True, encoder=None)
+    assert len(turns.ask(torch.tensor([prompt(37)]), (), None, NEW).tokens[0]) == NEW
+    with pytest.raises(ValueError, match=f"^sirllm has JambaForCausalLM {said} such call: use another policy"):
+        turns.ask(torch.tensor([prompt(9)]), (), None, NEW)
 
 
 def test_recurrent_layers_cannot_be_rolled_back() -> None:

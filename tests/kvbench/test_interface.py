@@ -8,6 +8,7 @@ import pytest
 import torch
 from kv_models import MIXTURES, prompt, tiny_mixture
 from transformers import (
+    BltConfig,
     DeepseekV32Config,
     DiffLlamaConfig,
     Gemma3nTextConfig,
@@ -19,13 +20,14 @@ from transformers import (
     MoshiConfig,
     PreTrainedConfig,
     RecurrentGemmaConfig,
+    RobertaConfig,
     RwkvConfig,
     StableLmConfig,
 )
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.models.loading import ModelSpec, load, locate
 from kvbench.models.trial import try_out
 
@@ -47,19 +49,21 @@ def small(kind: type[PreTrainedConfig], **fields: object) -> Any:
         (MambaConfig, {}, "^MambaForCausalLM has recurrent layers alone"),
         (DeepseekV32Config, {"n_routed_experts": 8}, "^DeepseekV32ForCausalLM has an indexer that chooses the tokens"),
         (DiffLlamaConfig, {}, "what its cache holds before attention sees it .it asks for its 'chunk'"),
+        (BltConfig, None, "^BltForCausalLM has more than one stack of layers"),
         (
             Gemma4TextConfig,
-            {"layer_types": MIXED, "num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
-            "^the layers of Gemma4ForCausalLM differ in their number of KV heads",
+            {"layer_types": MIXED, "num_kv_shared_layers": 4},
+            "^every layer of Gemma4ForCausalLM reads what another model stores",
         ),
+        (RobertaConfig, {"is_decoder": True}, "^RobertaForCausalLM counts its tokens' places from 2 on"),
         (MoshiConfig, {"sliding_window": 8}, "^MoshiAttention has a sliding window that neither its attention nor"),
     ],
 )
 def test_what_kvbench_cannot_follow_is_refused_without_weights(
-    kind: type[PreTrainedConfig], fields: dict[str, Any], sentence: str
+    kind: type[PreTrainedConfig], fields: dict[str, Any] | None, sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence) as refused:
-        try_out(small(kind, **fields))
+        try_out(kind() if fields is None else small(kind, **fields))
     assert str(refused.value).count("\n") == 0
 
 
@@ -88,7 +92,7 @@ def test_mixtures_of_experts_are_exact(family: str) -> None:
         calls = [ids[:, :40], *ids[:, 40:].split(1, dim=1)]
         got = [model(call, past_key_values=cache, output_router_logits=True).logits for call in calls]
     torch.testing.assert_close(torch.cat(got, dim=1), expected, atol=1e-4, rtol=1e-4)
-    done = greedy(model, ids, make_policy("snapkv", 16, window=4), max_new_tokens=3)
+    done = generate_tokens(model, ids, make_policy("snapkv", 16, window=4), max_new_tokens=3)
     assert int(done.cache.kept_tokens().max()) == 16 + 2
 
 
@@ -112,5 +116,7 @@ def test_layers_of_different_head_dims_count_each_its_own(tiny_model: Path, tmp_
     checkpoint = locate(ModelSpec(name="gemma", path=str(tmp_path)))
     assert checkpoint.full_cache_bytes(100) == 2 * 2 * 4 * (2 * 8 * 15 + 2 * 16 * 100)  # keys and values in float32
     model = load(checkpoint, torch.device("cpu")).model
-    done = greedy(model, torch.tensor([prompt(40)]) % 258, make_policy("snapkv", 16, window=4), max_new_tokens=3)
+    done = generate_tokens(
+        model, torch.tensor([prompt(40)]) % 258, make_policy("snapkv", 16, window=4), max_new_tokens=3
+    )
     assert int(done.cache.kept_tokens().max()) == 16 + 2

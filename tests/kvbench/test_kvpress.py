@@ -16,8 +16,7 @@ from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.cli import main
 from kvbench.errors import ConfigError, UsageError
-from kvbench.inference.generate import greedy
-from kvbench.inference.press import press_greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.policies.press import KVPress
 from kvbench.policies.schedule import Prompt
 
@@ -81,7 +80,7 @@ def test_a_press_writes_what_kvpress_s_own_pipeline_writes(model: PreTrainedMode
     press.compression_ratio = 0.5
     ours = KVPress(press=copy.deepcopy(press), schedule=Prompt(decode="grow"))
     context = None if question == 0 else 60 - question
-    got = press_greedy(model, ids, ours, max_new_tokens=NEW, context_tokens=context)
+    got = generate_tokens(model, ids, ours, max_new_tokens=NEW, context_tokens=context)
     assert got.tokens[0] == by_hand(model, ids, press, question)
 
 
@@ -89,7 +88,7 @@ def test_a_press_writes_what_kvpress_s_own_pipeline_writes(model: PreTrainedMode
 def test_a_budget_in_tokens_is_kept_to_the_token_beside_what_was_generated(
     model: PreTrainedModel, budget: float
 ) -> None:
-    got = press_greedy(model, ids_of(61), policy("KnormPress", budget), max_new_tokens=NEW)
+    got = generate_tokens(model, ids_of(61), policy("KnormPress", budget), max_new_tokens=NEW)
     kept = budget if isinstance(budget, int) else 18  # 0.3 of 61 tokens
     assert got.cache.kept_tokens().unique().tolist() == [kept + NEW - 1]
     assert got.cache.held_nbytes == 2 * sum(layer.keys.nbytes for layer in got.cache.layers)  # type: ignore[union-attr]
@@ -97,7 +96,7 @@ def test_a_budget_in_tokens_is_kept_to_the_token_beside_what_was_generated(
 
 
 def test_masked_tokens_count_as_held(model: PreTrainedModel) -> None:
-    got = press_greedy(model, ids_of(61), policy("AdaKVPress", 20), max_new_tokens=NEW)
+    got = generate_tokens(model, ids_of(61), policy("AdaKVPress", 20), max_new_tokens=NEW)
     assert got.cache.kept_tokens().unique().tolist() == [61 + NEW - 1]
 
 
@@ -108,11 +107,11 @@ def test_a_ratio_of_its_own_is_the_budget() -> None:
 
 def test_the_model_is_ours_again_afterwards(model: PreTrainedModel) -> None:
     ids, ours = ids_of(40), make_policy("knorm", 20)
-    before = greedy(model, ids, ours, max_new_tokens=NEW).tokens
+    before = generate_tokens(model, ids, ours, max_new_tokens=NEW).tokens
     own = model.model.layers[0].self_attn.rotary_emb = torch.nn.Identity()
     names = [name for name, _ in model.named_modules()]
-    press_greedy(model, ids, policy("AdaKVPress", 20), max_new_tokens=NEW)
-    assert greedy(model, ids, ours, max_new_tokens=NEW).tokens == before
+    generate_tokens(model, ids, policy("AdaKVPress", 20), max_new_tokens=NEW)
+    assert generate_tokens(model, ids, ours, max_new_tokens=NEW).tokens == before
     assert [name for name, _ in model.named_modules()] == names
     assert model.model.layers[0].self_attn.rotary_emb is own
 
@@ -129,7 +128,10 @@ def test_what_a_press_cannot_do_is_refused_in_a_sentence(model: PreTrainedModel)
     with pytest.raises(ConfigError, match="press=null must name a press of kvpress, such as press=SnapKVPress"):
         make_policy("kvpress", 20)
     with pytest.raises(UsageError, match=r"SnapKVPress of kvpress cannot compress this prompt: .*window"):
-        press_greedy(model, ids_of(20), make_policy("kvpress", 8, press="SnapKVPress"), max_new_tokens=1)  # type: ignore[arg-type]
+        generate_tokens(model, ids_of(20), make_policy("kvpress", 8, press="SnapKVPress"), max_new_tokens=1)
+    padded = torch.tensor([[0] * 3 + [1] * 17])
+    with pytest.raises(ValueError, match="compresses prompts without padding"):
+        generate_tokens(model, ids_of(20), policy("KnormPress", 8), attention_mask=padded, max_new_tokens=1)
 
 
 def test_a_sweep_over_presses_has_samples_and_names_of_its_own(

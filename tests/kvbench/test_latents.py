@@ -25,8 +25,7 @@ from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
 from kvbench.identity.cell import check_shapes
 from kvbench.inference.cuda_graph import can_replay
-from kvbench.inference.generate import greedy
-from kvbench.inference.press import press_greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.models.cache_shapes import from_config
 from kvbench.models.loading import Checkpoint, ModelSpec
 from kvbench.policies.allocators.uniform import Uniform
@@ -243,7 +242,7 @@ def test_generate_writes_what_the_family_writes() -> None:
 
 @pytest.mark.parametrize("slug", RULES)
 def test_a_context_is_compressed_before_its_question(slug: str) -> None:
-    done = greedy(tiny(), IDS, policy_of(slug, decode="grow"), max_new_tokens=NEW, context_tokens=LENGTH - 9)
+    done = generate_tokens(tiny(), IDS, policy_of(slug, decode="grow"), max_new_tokens=NEW, context_tokens=LENGTH - 9)
     expected, held = reference(RULES[slug], IDS[0].tolist(), [LENGTH - 9], NEW, evicts=False)
     assert positions(done.cache) == held
     assert done.tokens == [expected.argmax(-1).tolist()]
@@ -281,7 +280,7 @@ def test_rows_of_several_policies_share_a_prefill_and_decode_as_when_alone() -> 
     while rows.in_flight:
         rows.step()
     for sequence in sequences:
-        alone = greedy(tiny(), sequence.request.input_ids, sequence.policy, max_new_tokens=NEW)
+        alone = generate_tokens(tiny(), sequence.request.input_ids, sequence.policy, max_new_tokens=NEW)
         assert sequence.error is None
         assert sequence.tokens == alone.tokens[0], sequence.policy.name
         assert sequence.cache.kept_tokens().tolist() == alone.cache.kept_tokens().tolist()
@@ -292,9 +291,9 @@ def test_rows_of_several_policies_share_a_prefill_and_decode_as_when_alone() -> 
 def test_left_padding_changes_nothing(policy: Policy) -> None:
     prompts = [prompt(LENGTH), prompt(33, seed=1)]
     ids, mask = left_padded(prompts)
-    both = greedy(tiny(), ids, policy, attention_mask=mask, max_new_tokens=NEW)
+    both = generate_tokens(tiny(), ids, policy, attention_mask=mask, max_new_tokens=NEW)
     for row, one in enumerate(prompts):
-        alone = greedy(tiny(), torch.tensor([one]), policy, max_new_tokens=NEW)
+        alone = generate_tokens(tiny(), torch.tensor([one]), policy, max_new_tokens=NEW)
         assert both.tokens[row] == alone.tokens[0]
         for layer, lone in zip(both.cache.attention_layers, alone.cache.attention_layers, strict=True):
             assert set(layer.positions[row, 0].tolist()) - {-1} == set(lone.positions[0, 0].tolist()) - {-1}
@@ -341,7 +340,7 @@ def test_what_latents_cannot_be_held_by_is_refused_before_a_token_came(
     with pytest.raises(ValueError, match=f"^{slug} {why}.*, while this model's cache holds latents"):
         KVCache(tiny().config, policy)
     with pytest.raises(ValueError, match=why):
-        check_shapes(policy, tiny().config)
+        check_shapes(policy, Checkpoint(ModelSpec(name="tiny"), Path(), tiny().config, torch.float64, ()))
 
 
 def test_a_recording_that_is_asked_for_is_refused_and_else_not_made() -> None:
@@ -368,4 +367,4 @@ def test_presses_of_kvpress_are_refused() -> None:
     pytest.importorskip("kvpress")
     policy = make_policy("kvpress", BUDGET, press="SnapKVPress")
     with pytest.raises(ValueError, match="runs a press of kvpress, which reads the keys and values of heads, while"):
-        press_greedy(tiny(), IDS, policy, max_new_tokens=1)  # type: ignore[arg-type]
+        generate_tokens(tiny(), IDS, policy, max_new_tokens=1)

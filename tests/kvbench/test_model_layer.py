@@ -36,6 +36,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm, neighbours in part": ("glm", {}),
     "gpt_neox, in part": ("gpt_neox", {}),
     "stablelm, in part": ("stablelm", {}),
+    "qwen3.5, in part beside a gate": ("qwen3_5_text", {"layer_types": ["full_attention"] * 2}),
+    "ministral3, sharpened by place": ("ministral3", {}),
 }
 
 
@@ -131,6 +133,20 @@ def test_a_model_without_rotary_embedding_is_refused_in_a_sentence() -> None:
     model = small("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4})
     with pytest.raises(ValueError, match=r"^GPT2Attention has no rotary embedding that kvbench knows, and the policy"):
         read(model, Reads())
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama4_text", {"num_local_experts": 2, "intermediate_size_mlp": 64, "layer_types": ["full_attention"] * 2}),
+        ("zaya", {"layer_types": ["hybrid"] * 2, "num_experts": 2, "moe_intermediate_size": 16}),
+    ],
+)
+def test_an_attention_that_cannot_be_tried_by_itself_is_refused_in_a_sentence(
+    family: str, more: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=r"^\w+Attention cannot be tried apart from its model \(.*\), and the policy"):
+        read(small(family, more), Reads())
 
 
 def test_positions_rotated_by_the_length_of_their_call_are_refused() -> None:

@@ -221,6 +221,16 @@ def test_what_a_model_wrote_cannot_leave_its_place(tmp_path: Path) -> None:
     assert json.loads(script_json(group)) == group  # and nothing of it is lost
 
 
+def test_recurrent_states_have_a_column_where_a_model_has_some(tmp_path: Path) -> None:
+    for folder, state in ((tmp_path / "plain", None), (tmp_path / "hybrid", 2**19)):
+        write_run(folder, "h2o", [replace(one, state_bytes=state) for one in right(2, of=2)])
+        text = page(load_results(folder), folder)
+        table = text[text.index('<table class="sortable"') : text.index("</table>")]
+        assert (">states</th>" in table) == ('data-order="524288.0">512 KiB</td>' in table) == (state is not None)
+    (entry,) = rows_of(tmp_path / "hybrid")
+    assert "1024 KiB held, 6.1% of full, 512 of it recurrent states<br>" in charts.hover(entry)
+
+
 def test_the_page_loads_nothing_and_tells_the_browser_so(tmp_path: Path) -> None:
     write_run(tmp_path, "h2o", right(2, of=2))
     text = page(load_results(tmp_path), tmp_path)

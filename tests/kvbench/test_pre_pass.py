@@ -13,7 +13,7 @@ from kvbench.analysis.columns import frame
 from kvbench.analysis.load import read_result
 from kvbench.engine.batch import DecodeBatch, Request
 from kvbench.engine.run import run_cells
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.policies.pre_passes.gemfilter import GemFilter
 
 LENGTH, BUDGET, NEW = 60, 20, 3
@@ -47,7 +47,7 @@ def test_variants_of_one_pre_pass_share_it_and_keep_what_they_keep_alone(model: 
     read = [ids for ids in called if ids is not None]  # sirllm asks the head for logits of hidden states
     assert len(read) == 1 + 2 + 2  # the prompt; two passes of 40 tokens for four variants; two of 30 for another
     for row, policy in zip(rows, policies, strict=True):
-        alone = greedy(model, IDS, policy, max_new_tokens=NEW, encoder=WORDS)
+        alone = generate_tokens(model, IDS, policy, max_new_tokens=NEW, encoder=WORDS)
         assert row.error is None
         assert row.cache is not None
         assert (row.tokens, kept(row.cache)) == (alone.tokens[0], kept(alone.cache))
@@ -56,8 +56,8 @@ def test_variants_of_one_pre_pass_share_it_and_keep_what_they_keep_alone(model: 
 
 def test_a_context_is_repeated_without_its_question(model: PreTrainedModel) -> None:
     policy = make_policy("kvzip", BUDGET)
-    asked = greedy(model, IDS, policy, max_new_tokens=NEW, context_tokens=50, encoder=WORDS).cache
-    alone = greedy(model, IDS[:, :50], policy, max_new_tokens=1, encoder=WORDS).cache
+    asked = generate_tokens(model, IDS, policy, max_new_tokens=NEW, context_tokens=50, encoder=WORDS).cache
+    alone = generate_tokens(model, IDS[:, :50], policy, max_new_tokens=1, encoder=WORDS).cache
     assert [[[p for p in head if p < 50] for head in layer] for layer in kept(asked)] == kept(alone)
     assert asked.group.progress.passed == alone.group.progress.passed
 
@@ -73,18 +73,18 @@ def test_the_tokens_of_pre_passes_are_a_column(tiny_model: Path, tmp_path: Path)
 
 
 def test_a_choice_of_the_prompt_counts_its_shallow_pass(model: PreTrainedModel) -> None:
-    done = greedy(model, IDS, make_policy("gemfilter", BUDGET, layer=1), max_new_tokens=1)
+    done = generate_tokens(model, IDS, make_policy("gemfilter", BUDGET, layer=1), max_new_tokens=1)
     assert done.cache.group.progress.passed == [LENGTH]
 
 
 def test_a_pass_of_text_without_a_tokenizer_is_refused(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match=r"^kvzip gives the model a text beside the prompt, so it needs"):
-        greedy(model, IDS, make_policy("kvzip", BUDGET), max_new_tokens=1)
+        generate_tokens(model, IDS, make_policy("kvzip", BUDGET), max_new_tokens=1)
 
 
 def test_a_loop_that_makes_no_pre_pass_is_refused(model: PreTrainedModel) -> None:
     cache = KVCache(model.config, make_policy("kvzip", BUDGET))
-    with pytest.raises(ValueError, match=r"^kvzip has the model look at a prompt again .*generate\.greedy$"):
+    with pytest.raises(ValueError, match=r"^kvzip has the model look at a prompt again .*kvbench\.generate$"):
         model.generate(IDS, past_key_values=cache, max_new_tokens=2)
 
 

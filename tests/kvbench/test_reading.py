@@ -99,6 +99,10 @@ def test_after_a_prompt_only_what_follows_is_scored(command: Command, tiny_model
         (["policy=h2o"], "h2o evicts only once the whole text is in"),
         (["policy=sirllm", "task.block=8"], "block=8: sirllm is defined on the whole prompt only"),
         (["policy=kivi"], "kivi stores a text in its final form only once it is a whole prompt"),
+        (
+            ["policy=full", "generation.temperature=0.6", "generation.samples=4"],
+            "generation.temperature=0.6 has no effect: task perplexity scores tokens that are given, leave it out",
+        ),
         (["policy=full", "task.length=2000", "task.data_dir=long"], "the model's maximum is 1024"),
         (["policy=full", "task.prompt_tokens=200"], "prompt_tokens=200 leaves no token to score of length=200"),
         (

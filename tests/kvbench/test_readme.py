@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from kvbench.config.presets import policy_config, scheduled
-from kvbench.config.tree import build
+from kvbench.config.tree import build, names
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -62,6 +62,11 @@ def test_every_example_sweep_has_one_schedule_and_one_decoding_rule(where: str, 
     how = given.get("schedule"), block, given.get("decode"), every, given.get("protect")
     rules = {build(scheduled(config, *how)["schedule"]) for config in configs if config.get("scorer")}
     assert len(rules) <= 1, f"{where}: {given['policy']} evict at other moments"
+
+
+def test_the_readme_counts_the_models_that_have_a_name() -> None:
+    others = {"hub", "local", "pocket"}
+    assert f"Models: {len(set(names('model')) - others)} by name" in README.read_text()
 
 
 @pytest.mark.slow("runs commands on the pocket model")

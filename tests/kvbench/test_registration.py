@@ -15,7 +15,7 @@ from kvbench import make_policy
 from kvbench.cache.hook import kvbench_attention, prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 
 LOAD = """
 AutoModelForCausalLM.from_pretrained({folder!r}, attn_implementation="kvbench")
@@ -62,5 +62,5 @@ def test_kvpress_may_be_imported_at_any_time(together: bool, monkeypatch: pytest
         (row,) = DecodeBatch(model).admit(Request(ids, max_new_tokens=1), [policy])
         assert row.error is None
     else:
-        greedy(model, ids, policy, max_new_tokens=1)
+        generate_tokens(model, ids, policy, max_new_tokens=1)
     assert ALL_ATTENTION_FUNCTIONS["kvbench"] is kvbench_attention

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 
 LENGTH, BUDGET, NEW = 60, 20, 5
 IDS = torch.tensor([prompt(LENGTH + NEW)])
@@ -98,8 +98,8 @@ def test_rows_of_a_padded_batch_come_out_as_alone(slug: str) -> None:
     policy = make_policy(slug, BUDGET, window=8, rerotate=True)
     ids, mask = left_padded(prompts)
     model.set_attn_implementation("kvbench")
-    together = greedy(model, ids, policy, attention_mask=mask, max_new_tokens=6)
-    alone = [greedy(model, torch.tensor([p]), policy, max_new_tokens=6).tokens[0] for p in prompts]
+    together = generate_tokens(model, ids, policy, attention_mask=mask, max_new_tokens=6)
+    alone = [generate_tokens(model, torch.tensor([p]), policy, max_new_tokens=6).tokens[0] for p in prompts]
     assert together.tokens == alone
 
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Phi3Config
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.rotary import uniform_length
-from kvbench.inference.generate import greedy, prefill
+from kvbench.inference.generate import generate_tokens, prefill
 from kvbench.inference.teacher_forcing import text_scores
 
 SHORT, NEW = 32, 6
@@ -88,7 +88,7 @@ def test_blocks_of_a_long_prompt_are_evicted_inside_its_one_call(kind: str) -> N
     running = fresh(kind)
     one = KVCache(running.config, policy)
     running(ids, past_key_values=one)
-    assert kept_now(greedy(fresh(kind), ids, policy, max_new_tokens=1).cache) == kept_now(one)
+    assert kept_now(generate_tokens(fresh(kind), ids, policy, max_new_tokens=1).cache) == kept_now(one)
 
 
 @torch.inference_mode()
@@ -97,9 +97,9 @@ def test_an_earlier_longer_prompt_does_not_change_a_later_one(kind: str) -> None
     """Dynamic NTK goes on with the longest length a model has seen; a run would depend on its examples' order."""
     running, policy = fresh(kind), make_policy("full")
     long, short = torch.tensor([prompt(120)]), torch.tensor([prompt(40)])
-    first = greedy(running, short, policy, max_new_tokens=NEW).cache
-    greedy(running, long, policy, max_new_tokens=NEW)
-    again = greedy(running, short, policy, max_new_tokens=NEW).cache
+    first = generate_tokens(running, short, policy, max_new_tokens=NEW).cache
+    generate_tokens(running, long, policy, max_new_tokens=NEW)
+    again = generate_tokens(running, short, policy, max_new_tokens=NEW).cache
     for before, after in zip(first.layers, again.layers, strict=True):
         assert before.keys is not None
         assert after.keys is not None

@@ -20,7 +20,7 @@ from kvbench.cache.cache import BudgetError
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import LiveSequence, Request
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers import pooling
 
@@ -68,9 +68,9 @@ def finished(
 
 
 def assert_alone(model: PreTrainedModel, row: LiveSequence) -> None:
-    """The row is what `greedy` makes of the same request."""
+    """The row is what `generate_tokens` makes of the same request."""
     asked = row.request
-    alone = greedy(
+    alone = generate_tokens(
         model,
         asked.input_ids,
         row.policy,
@@ -171,7 +171,7 @@ def test_rows_end_by_themselves() -> None:
     """By an EOS, by a stop, at their own length; the others go on."""
     model = prepare(tiny("qwen3"))
     policies = variants(("full", "tova", "knorm", "h2o"))
-    first = greedy(model, asked(60, 4).input_ids, policies[1], max_new_tokens=NEW).tokens[0]
+    first = generate_tokens(model, asked(60, 4).input_ids, policies[1], max_new_tokens=NEW).tokens[0]
     requests = [
         asked(60, 4, eos_token_ids=(first[3],)),
         asked(60, 4, eos_token_ids=(first[0],), min_new_tokens=2),
@@ -190,7 +190,7 @@ def test_in_sixteen_bits_too_a_prompt_is_the_same_whoever_else_reads_it(dtype: t
     model.set_attn_implementation("kvbench")
     policies = variants(("full", "snapkv", "knorm", "cake", "h2o", "roco"), schedule="prompt")
     for row in DecodeBatch(model).admit(asked(200, 1), policies):
-        alone = greedy(model, row.request.input_ids, row.policy, max_new_tokens=1).cache
+        alone = generate_tokens(model, row.request.input_ids, row.policy, max_new_tokens=1).cache
         for mine, its in zip(row.cache.layers, alone.layers, strict=True):
             for name in ("positions", "keys", "values"):
                 assert torch.equal(getattr(mine, name), getattr(its, name)), f"{row.policy.name}: {name}"
@@ -226,7 +226,7 @@ def test_logits_that_are_no_numbers_end_every_row_that_has_them() -> None:
     (row,) = DecodeBatch(model).admit(asked(64, 1), [make_policy("full")])
     assert isinstance(row.error, FloatingPointError)
     with pytest.raises(FloatingPointError, match="not numbers"):
-        greedy(model, asked(64, 1).input_ids, make_policy("full"), max_new_tokens=2)
+        generate_tokens(model, asked(64, 1).input_ids, make_policy("full"), max_new_tokens=2)
 
 
 @pytest.mark.parametrize(("slug", "part"), [("snapkv", "scorers.snapkv"), ("cake", "scorers.cake")])

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from kvbench import make_policy
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.policies.policy import Policy
 
 LENGTH, NEW = 240, 5
@@ -46,7 +46,7 @@ def alone(model: PreTrainedModel, ids: Tensor, policies: Sequence[Policy], live:
     held, working = [], 0
     for policy in policies:
         before = live.peak = live.now
-        done = greedy(model, ids, policy, max_new_tokens=NEW)
+        done = generate_tokens(model, ids, policy, max_new_tokens=NEW)
         held.append(live.now - before)
         working = max(working, live.peak - live.now)
         del done
@@ -60,7 +60,7 @@ def test_rows_hold_what_their_variants_hold_and_one_full_cache(model: PreTrained
     every = [torch.tensor([prompt(LENGTH, seed)]) for seed in range(examples)]
     with Live() as live:
         for policy in policies:  # weights are counted as they are first used, buffers that are kept as they are made
-            greedy(model, every[0], policy, max_new_tokens=2)
+            generate_tokens(model, every[0], policy, max_new_tokens=2)
         (full,), working = alone(model, every[0], [make_policy("full")], live)
         lone, _ = alone(model, every[0], policies, live)
         before = live.peak = live.now
@@ -90,9 +90,9 @@ def test_a_cache_nobody_holds_is_freed_at_once(slug: str, model: PreTrainedModel
     policy = make_policy(slug) if slug == "kivi" else make_policy(slug, 40, **fields)
     ids = torch.tensor([prompt(90)])
     with Live() as live:
-        greedy(model, ids, policy, max_new_tokens=NEW)
+        generate_tokens(model, ids, policy, max_new_tokens=NEW)
         before = live.now
-        done = greedy(model, ids, policy, max_new_tokens=NEW)
+        done = generate_tokens(model, ids, policy, max_new_tokens=NEW)
         assert live.now > before + done.cache.nbytes // 2
         del done
         assert live.now == before

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 import kvbench.cache.saving as saving
 from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch, Request
-from kvbench.inference.generate import greedy, prefill
+from kvbench.inference.generate import generate_tokens, prefill
 from kvbench.inference.pre_pass import rate_next
 from kvbench.policies.contents import saved_classes
 from kvbench.policies.policy import Policy
@@ -171,7 +171,7 @@ def test_rows_that_decoded_side_by_side_can_be_saved_each(tmp_path: Path) -> Non
     while rows.in_flight:
         rows.step()
     for row, policy in zip(admitted, policies, strict=True):
-        alone = greedy(running, ids, policy, max_new_tokens=6)
+        alone = generate_tokens(running, ids, policy, max_new_tokens=6)
         loaded = copied(row.cache, tmp_path / "cache")
         assert_same(row.cache, loaded)
         more = torch.tensor([prompt(ANSWER)])

@@ -5,7 +5,8 @@ import torch
 from kv_models import prompt, tiny
 
 from kvbench import KVCache, make_policy
-from kvbench.inference.generate import Generation, greedy
+from kvbench.inference.generate import generate_tokens
+from kvbench.inference.generation import Generation
 
 PROMPT = 40
 STORES = ["full", "ada_snapkv", "snapkv_kivi_g8_r8", "kcvc", "h2o"]
@@ -17,7 +18,7 @@ def ran(policy: str, may_come: int, stop_after: int) -> Generation:
     made = make_policy(policy, budget=None if policy.startswith(("full", "ki", "kc")) else 16, **fields)
     model = tiny("llama")
     model.set_attn_implementation("kvbench")
-    return greedy(model, ids, made, max_new_tokens=may_come, stop=lambda tokens: len(tokens) == stop_after)
+    return generate_tokens(model, ids, made, max_new_tokens=may_come, stop=lambda tokens: len(tokens) == stop_after)
 
 
 def a_slot(cache: KVCache) -> int:

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,6 +19,7 @@ from kvbench.engine.run import run_cells
 from kvbench.identity.cell import Cell
 from kvbench.records.samples import read_samples
 from kvbench.report.command import main as results
+from kvbench.report.trackers.run_info import example_table
 from kvbench.report.trackers.wandb_settings import WandbSettings
 from kvbench.report.trackers.wandb_watch import WandbWatch
 from kvbench.report.trackers.watching import make_watch
@@ -180,6 +181,13 @@ def test_cells_in_step_have_their_own_curves_and_the_difference_to_full_whicheve
     assert told[0].summary["score_vs_full"] == pytest.approx(-1 / 3)
     assert told[0].summary["score_vs_full_low"] < -1 / 3 < told[0].summary["score_vs_full_high"]
     assert "score_vs_full" not in told[1].summary
+
+
+def test_the_table_numbers_the_answers_to_a_prompt_where_there_are_several() -> None:
+    one, *several = sample(0, 1.0), *(replace(sample(i, 1.0), sample=i % 2) for i in range(4))
+    columns, rows = example_table(several)
+    assert [row[columns.index("sample")] for row in rows] == [0, 1, 0, 1]
+    assert "sample" not in example_table([one])[0]
 
 
 def test_a_resumed_cell_continues_its_run_at_the_next_example(tmp_path: Path, told: list[Run]) -> None:

@@ -27,7 +27,7 @@ def members(contract: type) -> set[str]:
 @pytest.mark.parametrize(
     ("contract", "most"),
     [
-        (Policy, 16),
+        (Policy, 17),
         (Scorer, 8),
         (Allocator, 9),
         (StatisticAllocator, 13),

@@ -56,6 +56,9 @@ def run_rows(slugs: Sequence[str], budgets: Sequence[int], lengths: Sequence[int
             rows += flight.admit(Request(torch.tensor([prompt(length, seed)]), 7, encoder=CodePoints()), policies)
         while flight.in_flight:
             flight.step()
+    for row in rows:
+        if row.error is not None:
+            raise row.error
     kept = [[layer.positions.sort(-1).values.tolist() for layer in row.cache.layers] for row in rows if row.cache]
     return {"tokens": [row.tokens for row in rows], "kept": kept, "launches": dict(launches)}
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 
 import numpy as np
-from kv_oracle import Array, Glance, Head, Rules, SlowSequence
+from kv_oracle import Array, Glance, Head, Rows, Rules, SlowSequence
 
 
 class SlowLayers(SlowSequence):
@@ -62,3 +62,56 @@ class SlowLayers(SlowSequence):
                 for p, weight in glance.weights(query, first + i, head.keys).items():
                     out[q, i] += weight * head.values[p]
         return out
+
+
+class SlowReaders(SlowLayers):
+    """An owner's tokens are scored at the end of a call, by its own query heads and those of all its readers alike."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        layers: int,
+        kv_heads: int,
+        group: int,
+        prompt: int,
+        owners: Mapping[int, int],
+        chunks: Mapping[int, int],
+    ) -> None:
+        super().__init__(rules, layers, kv_heads, group, prompt, owners, chunks)
+        self.asked: dict[int, list[Array]] = {owner: [] for owner in owners.values()}
+        self.glances: dict[int, Glance] = {}
+        for layer in self.asked:
+            count = self.group * (1 + list(owners.values()).count(layer))
+            for head in self.heads[layer]:
+                head.sums = [{} for _ in range(count)]
+
+    def attend(self, layer: int, queries: Array, keys: Array, values: Array, glance: Glance) -> Array:
+        owner = self.owners.get(layer, layer)
+        if owner in self.asked:
+            self.asked[owner].append(queries)
+            self.glances[owner] = glance
+        return super().attend(layer, queries, keys, values, glance)
+
+    def _accumulate(self, layer: int, rows: Rows) -> None:
+        if layer not in self.asked:
+            super()._accumulate(layer, rows)
+
+    def _evict(self, layer: int, glance: Glance) -> None:
+        if layer not in self.asked:
+            super()._evict(layer, glance)
+        else:
+            self.before[layer] = deepcopy(self.heads[layer])
+
+    def end(self) -> None:
+        own = self.group
+        for layer, several in self.asked.items():
+            by_head = [queries.reshape(len(self.heads[layer]), own, *queries.shape[1:]) for queries in several]
+            together = np.concatenate([np.concatenate(parts) for parts in zip(*by_head, strict=True)])
+            new = range(self.seen, self.seen_after)
+            self.queries[layer] |= {p: together[:, i] for i, p in enumerate(new)}
+            self.group = own * len(several)
+            SlowSequence._accumulate(self, layer, self._rows(layer, self.glances[layer]))
+            SlowSequence._evict(self, layer, self.glances[layer])
+            self.group = own
+            several.clear()
+        super().end()

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.layer import KVLayer
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.policies.policy import Policy
 
 QUESTION = 6
@@ -91,7 +91,7 @@ def run_greedy(model: PreTrainedModel, prompts: Sequence[Sequence[int]], policy:
     with noting(model, lambda cache: run.kept.append(kept_now(cache))):
         how: dict[str, Any] = {"max_new_tokens": new_tokens, "encoder": CodePoints()}
         question = [max(0, len(p) - QUESTION) for p in prompts]  # for policies that ask
-        out = greedy(model, ids, policy, attention_mask=mask, question=question, **how)
+        out = generate_tokens(model, ids, policy, attention_mask=mask, question=question, **how)
     run.tokens, run.cache = out.tokens, out.cache
     return run
 
@@ -128,5 +128,6 @@ def policy_for(rules: Rules) -> Policy:
     if rules.value is not None:
         fields |= {"gqa": rules.gqa, "norm_domain": rules.norm_domain, "f_norm": rules.f_norm}
     fields |= {"granularity": rules.granularity, "order": rules.order, "decode": rules.decode}
+    fields |= {"readers": rules.readers}
     schedule: dict[str, Any] = {"schedule": "prompt"} if rules.block is None else {"block": rules.block}
     return make_policy(rules.slug, rules.budget, **schedule, **fields)

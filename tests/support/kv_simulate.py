@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from kv_layers import SlowLayers
+from kv_layers import SlowLayers, SlowReaders
 from kv_oracle import Glance, Rules, SlowSequence, Trace
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -87,7 +87,8 @@ def simulate(
     states = DynamicCache(config=config) if layers < config.num_hidden_layers else None
     if owners or chunks:
         layers, states = config.num_hidden_layers, None
-        sequence = SlowLayers(rules, layers, kv_heads, group, len(prompt), owners or {}, chunks or {})
+        kind = SlowReaders if rules.readers == "all" else SlowLayers
+        sequence = kind(rules, layers, kv_heads, group, len(prompt), owners or {}, chunks or {})
     with attending(model, sequence):
         generate(model, list(prompt), new_tokens, sequence, states)
     return sequence.trace

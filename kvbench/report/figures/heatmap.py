@@ -17,7 +17,7 @@ from kvbench.report.figures.panels import Panel, height, panels_of
 from kvbench.report.figures.remarks import notes
 from kvbench.report.figures.sheet import Paper, Sheet, inches_wide
 from kvbench.report.figures.style import HEAT, INK, Look
-from kvbench.tasks.needlebench.summary import averaged, cells_of_answers
+from kvbench.tasks.summary import summary_module
 
 Cells = Mapping[tuple[float, float], float]  # by length in tokens and depth in percent: a score from 0 to 1
 ABSENT = "#ffffff"
@@ -39,12 +39,13 @@ def needle_maps(cells: Sequence[Result], _: Mapping[str, Look], paper: Paper | N
 def grid_of(samples: Sequence[Sample]) -> dict[tuple[float, float], float]:
     """Mean score of every (length, depth in percent) among the samples that have both; nothing where one failed.
 
-    NeedleBench's cells are averaged over its categories with the weights of its paper.
+    A benchmark's own `heat_map` comes before the mean.
     """
     if any(sample.error is not None for sample in samples):
         return {}
-    if samples and all(sample.metadata.get("benchmark") == "needlebench" for sample in samples):
-        return {(n, depth): score / 100 for (n, depth), score in averaged(cells_of_answers(samples)).items()}
+    own = getattr(summary_module(samples), "heat_map", None)
+    if own is not None:
+        return {(n, depth): score / 100 for (n, depth), score in own(samples).items()}
     members: dict[tuple[float, float], list[float]] = {}
     for sample in samples:
         length, depth = sample.metadata.get("length"), sample.metadata.get("depth")

@@ -88,8 +88,8 @@ def _by_name(cell: Result) -> dict[str, list[Sample]]:
 
 
 def _category(sample: Sample, task: str) -> str:
-    """NeedleBench's categories are asked in two languages, which are shown apart."""
-    language = sample.metadata.get("language") if sample.metadata.get("benchmark") == "needlebench" else None
+    """The task an example names, with its language where it names one too."""
+    language = sample.metadata.get("language")
     return f"{task.replace('_', ' ')}, {language}" if language else task
 
 

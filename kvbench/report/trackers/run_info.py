@@ -101,15 +101,18 @@ def history_row(samples: Sequence[Sample]) -> dict[str, Any]:
     return _known({**found, "n_failed": sum(sample.error is not None for sample in samples)})
 
 
-EXAMPLE_COLUMNS = (
-    *("index", "prompt_hash", "depth", "length", "prompt_tokens", "output", "references", "score", "nll"),
+_EXAMPLE = (
+    *("index", "sample", "prompt_hash", "depth", "length", "prompt_tokens", "output", "references", "score", "nll"),
     *("kept_tokens", "cache_bytes", "peak_bytes", "error"),
 )
-"""The columns of the table of examples."""
 
 
-def example_rows(samples: Sequence[Sample]) -> list[list[Any]]:
-    """The table of examples, a row each; depth and length as the task says them, else empty."""
+def example_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of the table of examples; depth and length as the task says them, else empty.
+
+    Where each prompt has several answers, `sample` numbers these.
+    """
+    columns = [name for name in _EXAMPLE if name != "sample" or any(one.sample is not None for one in samples)]
     own = (
         {
             **vars(sample),
@@ -120,7 +123,7 @@ def example_rows(samples: Sequence[Sample]) -> list[list[Any]]:
         }
         for sample in samples
     )
-    return [[values[name] for name in EXAMPLE_COLUMNS] for values in own]
+    return columns, [[values[name] for name in columns] for values in own]
 
 
 def summary_row(result: Result) -> dict[str, Any]:

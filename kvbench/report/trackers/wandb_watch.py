@@ -154,7 +154,7 @@ class WandbWatch:
 
     def _summarise(self, tracked: _Tracked, record: Result) -> None:
         tracked.run.summary.update(run_info.summary_row(record))
-        tracked.run.summary["examples"] = _table(run_info.EXAMPLE_COLUMNS, run_info.example_rows(record.samples))
+        tracked.run.summary["examples"] = _table(*run_info.example_table(record.samples))
 
     def _finish(self, record: Result) -> None:
         """The summary with what is known by now of the full cache, and the end of a complete run."""

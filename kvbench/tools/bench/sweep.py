@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
 from kvbench.inference.cuda_graph import can_record
-from kvbench.inference.generate import greedy, now
+from kvbench.inference.generate import generate_tokens
+from kvbench.inference.generation import now
 from kvbench.policies.policy import Policy
 from kvbench.report.figures.curves import Curve
 from kvbench.terminal.errors import UsageError
@@ -93,7 +94,9 @@ def one_by_one(model: PreTrainedModel, request: Request, variants: Sequence[Vari
 
 def _alone(model: PreTrainedModel, request: Request, variant: Variant) -> Cost:
     graph = on_gpu(model) and can_record(variant.policy)
-    done = greedy(model, request.input_ids, variant.policy, max_new_tokens=request.max_new_tokens, cuda_graph=graph)
+    done = generate_tokens(
+        model, request.input_ids, variant.policy, max_new_tokens=request.max_new_tokens, cuda_graph=graph
+    )
     return Cost(1e3 * done.prefill_seconds, 1e3 * done.decode_seconds, done.cache.nbytes, done.tokens)
 
 

@@ -12,7 +12,7 @@ TITLE = "tokens per KV head held by each layer at the end of the prompt"
 
 def measure(probe: Probe) -> list[dict[str, object]]:
     """One row per layer: tokens held at the end of the prompt, mean, least and most over the KV heads."""
-    kept = probe.prefilled().kept_tokens()[:, 0]  # [L,H_kv]
+    kept = [layer.kept_tokens()[0] for layer in probe.prefilled().attention_layers]  # [H_kv] each
     return [
         {"layer": index, "mean": float(heads.float().mean()), "least": int(heads.min()), "most": int(heads.max())}
         for index, heads in enumerate(kept)

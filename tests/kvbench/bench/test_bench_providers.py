@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 
 from kvbench import make_policy
 from kvbench.cache.hook import prepare
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench import rivals
 from kvbench.tools.bench.generation import RECORDED, Job, Run, measure
@@ -23,7 +23,7 @@ from kvbench.tools.bench.providers import held_bytes, ours, tensors_in
 def test_timed_steps_write_the_tokens_that_generation_writes(slug: str) -> None:
     model, ids = tiny(), prompt(100)
     budget = None if slug in ("full", "kivi") else 64
-    expected = greedy(prepare(model), ids, make_policy(slug, budget), max_new_tokens=6).tokens[0]
+    expected = generate_tokens(prepare(model), ids, make_policy(slug, budget), max_new_tokens=6).tokens[0]
     run = Run(model, ours(slug, budget), ids)
     run.prefill()
     got = [int(run.token)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from drawn_figures import bars_of, overlaps, picture, said
 from plotted_runs import sample, write_run
 
@@ -52,6 +53,20 @@ def test_the_mean_above_a_map_is_the_tables_over_examples_and_not_over_cells(tmp
         figure = picture(heatmap.needle_maps, panels.read(folder))
         words = [figure.axes[0].get_title("left"), *(t.get_text() for t in figure.axes[0].get_yticklabels())]
         assert "cake, 64: 0.20" in words
+
+
+def test_needlebench_weighs_its_kinds_in_a_cell_and_its_bars_are_by_language(tmp_path: Path) -> None:
+    """Single retrieval (1 + 0) / 2 with 0.4, multi reasoning 1 with 0.3, multi retrieval not asked: 0.5 / 0.7."""
+    about = {"benchmark": "needlebench", "length": 1000, "depth": 50}
+    asked = (("single_retrieval", "en", 1), ("single_retrieval", "zh", 1), ("multi_reasoning", "en", 2))
+    samples = [
+        sample(i, (1.0, 0.0, 1.0)[i], **about, task=task, language=language, needles=needles)
+        for i, (task, language, needles) in enumerate(asked)
+    ]
+    assert heatmap.grid_of(samples) == {(1000, 50): pytest.approx(0.5 / 0.7)}
+    write_run(tmp_path, "cake", samples, task="needlebench")
+    titles = {axes.get_title("left") for axes in picture(tasks.by_task, panels.read(tmp_path)).axes}
+    assert {"single retrieval, en", "single retrieval, zh", "multi reasoning, en"} <= titles
 
 
 def test_a_failed_example_leaves_no_map() -> None:

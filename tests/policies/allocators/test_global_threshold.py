@@ -8,7 +8,7 @@ from kv_models import left_padded, prompt, tiny
 from torch import Tensor
 
 from kvbench import make_policy
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.policies.allocators.global_threshold import GlobalThreshold
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
@@ -68,7 +68,7 @@ def key_norms(ids: Tensor) -> Tensor:
     """[L,H_kv,T] of every token, as a full cache holds them."""
     model = tiny(layers=3)
     model.set_attn_implementation("kvbench")
-    full = greedy(model, ids, make_policy("full"), max_new_tokens=1).cache
+    full = generate_tokens(model, ids, make_policy("full"), max_new_tokens=1).cache
     return torch.stack([layer.keys[0].norm(dim=-1) for layer in full.layers if layer.keys is not None])
 
 
@@ -76,7 +76,7 @@ def test_a_model_s_layers_hold_what_is_above_one_threshold() -> None:
     model, prompts = tiny(layers=3), [prompt(50), prompt(41, seed=1)]
     model.set_attn_implementation("kvbench")
     ids, mask = left_padded(prompts)
-    held = greedy(model, ids, joint("knorm", decode="evict"), attention_mask=mask, max_new_tokens=1).cache
+    held = generate_tokens(model, ids, joint("knorm", decode="evict"), attention_mask=mask, max_new_tokens=1).cache
     for row, tokens in enumerate(prompts):
         norms = key_norms(torch.tensor([tokens]))
         cut = norms.flatten().sort().values[3 * 2 * BUDGET - 1]
@@ -91,7 +91,9 @@ def test_a_model_s_layers_hold_what_is_above_one_threshold() -> None:
 def test_the_total_holds_while_decoding(decode: str) -> None:
     model = tiny(layers=3)
     model.set_attn_implementation("kvbench")
-    done = greedy(model, torch.tensor([prompt(50)]), joint("snapkv", window=4, decode=decode), max_new_tokens=5)
+    done = generate_tokens(
+        model, torch.tensor([prompt(50)]), joint("snapkv", window=4, decode=decode), max_new_tokens=5
+    )
     assert int(done.cache.kept_tokens().sum()) == 3 * 2 * (BUDGET + (4 if decode == "grow" else 0))
 
 

@@ -7,7 +7,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.policies.pre_passes.gemfilter import GemFilter
 
 
@@ -51,23 +51,25 @@ def test_the_model_starts_again_on_the_tokens_its_early_layer_chose(model: PreTr
     chosen = sorted(sorted(range(40), key=lambda i: -float(pooled[i]))[:12])
     expected = model.generate(ids[:, chosen], max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
 
-    got = greedy(prepare(model), ids, make_policy("gemfilter", 12, layer=1), max_new_tokens=6)
+    got = generate_tokens(prepare(model), ids, make_policy("gemfilter", 12, layer=1), max_new_tokens=6)
     assert got.tokens[0] == expected[0, 12:].tolist()
     assert got.cache.kept_tokens().unique().tolist() == [12 + 5]
 
 
 def test_a_prompt_within_the_budget_is_left_alone(model: PreTrainedModel) -> None:
     ids = torch.randint(1, 301, (1, 12), generator=torch.Generator().manual_seed(2))
-    runs = [greedy(prepare(model), ids, policy, max_new_tokens=4).tokens for policy in
+    runs = [generate_tokens(prepare(model), ids, policy, max_new_tokens=4).tokens for policy in
             (make_policy("gemfilter", 12, layer=1), make_policy("full"))]  # fmt: skip
     assert runs[0] == runs[1]
 
 
 def test_what_cannot_be_filtered_is_refused_in_one_sentence(model: PreTrainedModel) -> None:
     policy = make_policy("gemfilter", 12, layer=1)
-    with pytest.raises(ValueError, match=r"use kvbench\.inference\.generate\.greedy"):
+    with pytest.raises(ValueError, match=r"use kvbench\.generate"):
         KVCache(model.config, policy)
     with pytest.raises(ValueError, match="layers are 0 to 2"):
-        greedy(prepare(model), torch.ones(1, 20, dtype=torch.long), make_policy("gemfilter", 12), max_new_tokens=1)
+        generate_tokens(
+            prepare(model), torch.ones(1, 20, dtype=torch.long), make_policy("gemfilter", 12), max_new_tokens=1
+        )
     with pytest.raises(ValueError, match="needs a budget"):
         make_policy("gemfilter")

@@ -17,7 +17,7 @@ from kvbench.cache.read_counts import nbytes_read, tokens_read
 from kvbench.cache.reading import PageReads
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.inference.teacher_forcing import continuation_scores, text_scores
 from kvbench.models.cache_shapes import CacheShape
 from kvbench.policies.policy import Policy
@@ -102,7 +102,7 @@ def test_rows_of_a_batch_and_sequences_in_flight_read_what_they_read_alone(famil
     while rows.in_flight:
         rows.step()
     for row, ids in enumerate(prompts):
-        alone = greedy(model, torch.tensor([ids]), policy, max_new_tokens=9)
+        alone = generate_tokens(model, torch.tensor([ids]), policy, max_new_tokens=9)
         assert batch.tokens[row] == alone.tokens[0] == found[row][0].tokens
         mine, its = found[row][0].cache, alone.cache
         assert mine is not None
@@ -132,7 +132,7 @@ def test_saved_forced_and_asked_about_a_context_it_goes_on_as_it_would(tmp_path:
     forced = continuation_scores(model, ids[:, :30], ids[:, 30:], quest())
     expected = torch.stack([x[0].log_softmax(-1)[t] for x, t in zip(out, ids[0, 30:], strict=False)])
     torch.testing.assert_close(forced.logprobs, expected.float(), rtol=1e-4, atol=1e-4)
-    asked = greedy(model, ids, quest(), max_new_tokens=1, context_tokens=30)
+    asked = generate_tokens(model, ids, quest(), max_new_tokens=1, context_tokens=30)
     assert asked.tokens == [[int(out[-1].argmax())]]
     assert tokens_read(asked.cache.group) == tokens_read(cache.group)
 
@@ -142,7 +142,7 @@ def test_what_reads_more_than_its_budget_is_an_error(monkeypatch: pytest.MonkeyP
     with pytest.raises(
         BudgetError, match=r"read 24 tokens per KV head of sequence 0 in layer 1, quest promised at most 16"
     ):
-        greedy(prepare(tiny()), torch.tensor([prompt(21)]), quest(16, first_layers=1), max_new_tokens=4)
+        generate_tokens(prepare(tiny()), torch.tensor([prompt(21)]), quest(16, first_layers=1), max_new_tokens=4)
 
 
 def test_bytes_are_foretold() -> None:
@@ -160,6 +160,6 @@ def test_what_has_no_meaning_is_refused() -> None:
     with pytest.raises(ValueError, match="holds all of them"):
         Policy(store=Ragged(), reader=quest().reader, budget=64)
     with pytest.raises(ValueError, match="pages of 4 tokens, so a budget of 3 tokens per KV head is too small"):
-        greedy(prepare(tiny()), torch.tensor([prompt(21)]), quest(3), max_new_tokens=4)
+        generate_tokens(prepare(tiny()), torch.tensor([prompt(21)]), quest(3), max_new_tokens=4)
     with pytest.raises(ValueError, match="reads less than it holds only while decoding"):
         text_scores(prepare(tiny()), torch.tensor([prompt(21)]), quest())

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvbench import make_policy
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 
 DIM, BASE = 8, 10000.0
 
@@ -110,7 +110,7 @@ def test_a_family_without_rotation_is_refused_in_a_sentence() -> None:
     with pytest.raises(
         ValueError, match="GPT2Attention has no rotary embedding that kvbench knows, and the policy reads"
     ):
-        greedy(model, torch.tensor([prompt(40)]), make_policy("expected_attention", 20), max_new_tokens=1)
+        generate_tokens(model, torch.tensor([prompt(40)]), make_policy("expected_attention", 20), max_new_tokens=1)
 
 
 def test_kvpress_keeps_the_same() -> None:

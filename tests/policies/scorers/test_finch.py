@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch, Request
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.policies.scorers.finch import Finch
 from kvbench.policies.selections.shares import Shares
 
@@ -79,8 +79,11 @@ def rotated(x: Tensor, place: int) -> Tensor:
 
 
 @torch.inference_mode()
-def first_layer(model: PreTrainedModel, chunk: int) -> list[tuple[int, ...]]:
-    """What each KV head of layer 0, whose input no eviction changes, keeps: the paper's steps, vector by vector."""
+def first_layer(model: PreTrainedModel, chunk: int, layer_wide: bool) -> list[tuple[int, ...]]:
+    """What each KV head of layer 0, whose input no eviction changes, keeps: the paper's steps, vector by vector.
+
+    layer_wide: the scores of all heads are one sum, as in the authors' code.
+    """
     layer = model.model.layers[0]
     given = layer.input_layernorm(model.model.embed_tokens(IDS))
     attention, dim = layer.self_attn, layer.self_attn.head_dim
@@ -89,6 +92,7 @@ def first_layer(model: PreTrainedModel, chunk: int) -> list[tuple[int, ...]]:
     for begin in range(0, LENGTH, chunk):
         end = min(begin + chunk, LENGTH)
         asking = range(QUESTION, LENGTH)
+        found = []
         for head, own in enumerate(kept):
             held = [*own, *range(begin, end)]
             read = [*held, *range(max(end, QUESTION), LENGTH)]  # the question stands behind the chunk, or in it
@@ -102,25 +106,31 @@ def first_layer(model: PreTrainedModel, chunk: int) -> list[tuple[int, ...]]:
                     weights = (stored[: place + 1] @ query * dim**-0.5).softmax(0)
                     seen = min(len(held), place + 1)
                     scores[:seen] += (place + 1) * weights[:seen]
-            most = BUDGET * end // LENGTH
             scores[[slot for slot, token in enumerate(held) if token in asking]] = torch.inf
-            best = scores.argsort(descending=True)[:most].tolist()
-            kept[head] = sorted(held[slot] for slot in best)
+            found.append(scores)
+        for head, own in enumerate(kept):
+            scores = torch.stack(found).sum(0) if layer_wide else found[head]
+            best = scores.argsort(descending=True)[: BUDGET * end // LENGTH].tolist()
+            kept[head] = sorted([*own, *range(begin, end)][slot] for slot in best)
     return [tuple(own) for own in kept]
 
 
 @pytest.mark.parametrize(("chunk", "passed"), [(16, 3 * 8 + 6), (31, 2 * 8), (70, 0)])
 def test_chunks_are_judged_by_the_question_as_in_the_paper(model: PreTrainedModel, chunk: int, passed: int) -> None:
-    """Blocks end before the question, inside it and behind it; its tokens to come are read once more for each."""
-    policy = make_policy("finch_chunks", BUDGET, block=chunk)
-    done = greedy(model, IDS, policy, max_new_tokens=1, question=QUESTION)
-    assert kept_now(done.cache)[0][0] == first_layer(model, chunk)
-    assert done.cache.group.progress.passed == [passed]
+    """Blocks end before the question, inside it and behind it; its tokens to come are read once more for each.
+
+    granularity=layer: one set for all heads of a layer, as in the authors' code.
+    """
+    for granularity in ("kv_head", "layer"):
+        policy = make_policy("finch_chunks", BUDGET, block=chunk, granularity=granularity)
+        done = generate_tokens(model, IDS, policy, max_new_tokens=1, question=QUESTION)
+        assert kept_now(done.cache)[0][0] == first_layer(model, chunk, granularity == "layer"), granularity
+        assert done.cache.group.progress.passed == [passed]
 
 
 def test_in_one_chunk_it_is_finch(model: PreTrainedModel) -> None:
     whole, chunks = (
-        greedy(model, IDS, policy, max_new_tokens=5, question=QUESTION)
+        generate_tokens(model, IDS, policy, max_new_tokens=5, question=QUESTION)
         for policy in (make_policy("finch", BUDGET), make_policy("finch_chunks", BUDGET, block=LENGTH))
     )
     assert whole.tokens == chunks.tokens
@@ -131,14 +141,14 @@ def test_variants_in_one_batch_keep_what_they_keep_alone(model: PreTrainedModel)
     policies = [make_policy(slug, b, **how) for slug, b, how in (
         ("finch", 24, {}), ("finch_chunks", 24, {"block": 16}), ("finch_chunks", 20, {"block": 16}),
         ("finch", 24, {"decode": "evict"}), ("ada_finch", 24, {"rerotate": False}), ("caote_finch", 24, {}),
-        ("snapkv", 24, {"window": 8}),
+        ("finch_chunks", 24, {"block": 16, "granularity": "layer"}), ("snapkv", 24, {"window": 8}),
     )]  # fmt: skip
     flight = DecodeBatch(model)
     rows = flight.admit(Request(IDS, 5, question=QUESTION), policies)
     while flight.in_flight:
         flight.step()
     for row, policy in zip(rows, policies, strict=True):
-        alone = greedy(model, IDS, policy, max_new_tokens=5, question=QUESTION)
+        alone = generate_tokens(model, IDS, policy, max_new_tokens=5, question=QUESTION)
         assert row.error is None
         assert row.cache is not None
         assert (row.tokens, kept_now(row.cache)) == (alone.tokens[0], kept_now(alone.cache)), policy.name
@@ -154,10 +164,10 @@ def test_what_has_no_question_is_refused(model: PreTrainedModel) -> None:
         ({"context_tokens": QUESTION}, "finch compresses a context by the question behind it, which compress=context"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            greedy(model, IDS, make_policy("finch", BUDGET), max_new_tokens=1, **how)
+            generate_tokens(model, IDS, make_policy("finch", BUDGET), max_new_tokens=1, **how)
     ids, mask = left_padded([prompt(40), prompt(30)])
     chunks = make_policy("finch_chunks", BUDGET, block=8)
     with pytest.raises(ValueError, match="finch_chunks reads a prompt in blocks, each with its question, so it takes"):
-        greedy(model, ids, chunks, attention_mask=mask, max_new_tokens=1, question=[32, 22])
+        generate_tokens(model, ids, chunks, attention_mask=mask, max_new_tokens=1, question=[32, 22])
     with pytest.raises(ValueError, match="finch evicts by the question, before a token was decoded, so late=true"):
         make_policy("finch", BUDGET, decode="evict", late=True)

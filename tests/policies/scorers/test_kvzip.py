@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.policies.pre_passes.repetition import Repetition
 from kvbench.policies.scorers.kvzip import KVzip
 
@@ -65,7 +65,7 @@ def best(values: Tensor, slots: int) -> list[list[list[int]]]:
 def compressed(model: PreTrainedModel, slug: str, ids: list[int] = IDS, **fields: Any) -> KVCache:
     model.set_attn_implementation("kvbench")
     policy = make_policy(slug, BUDGET, chunk=CHUNK, **fields)
-    return greedy(model, torch.tensor([ids]), policy, max_new_tokens=1, encoder=WORDS).cache
+    return generate_tokens(model, torch.tensor([ids]), policy, max_new_tokens=1, encoder=WORDS).cache
 
 
 @torch.inference_mode()
@@ -101,7 +101,8 @@ def test_a_decoded_token_stays_where_decoding_evicts() -> None:
     model.set_attn_implementation("kvbench")
     policy = make_policy("kvzip", BUDGET, chunk=CHUNK, decode="evict")
     before, after = (
-        kept(greedy(model, torch.tensor([IDS]), policy, max_new_tokens=new, encoder=WORDS).cache) for new in (1, 6)
+        kept(generate_tokens(model, torch.tensor([IDS]), policy, max_new_tokens=new, encoder=WORDS).cache)
+        for new in (1, 6)
     )
     for old, new in zip((h for x in before for h in x), (h for x in after for h in x), strict=True):
         assert len(new) == len(old)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvbench import make_policy
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 
 LENGTH, BUDGET, SINKS, KV_HEADS, GROUP = 40, 16, 4, 2, 2
 IDS = prompt(LENGTH)
@@ -52,7 +52,9 @@ def test_weights_count_by_what_they_add_to_a_hidden_state(family: str) -> None:
     cut = ranked.flatten().sort(descending=True).values[2 * KV_HEADS * BUDGET - 1]
     expected = [[tuple((head >= cut).nonzero().flatten().tolist()) for head in layer] for layer in ranked]
     model.set_attn_implementation("kvbench")
-    done = greedy(model, torch.tensor([IDS]), make_policy("kvzip_plus", BUDGET), max_new_tokens=1, encoder=WORDS)
+    done = generate_tokens(
+        model, torch.tensor([IDS]), make_policy("kvzip_plus", BUDGET), max_new_tokens=1, encoder=WORDS
+    )
     assert kept_now(done.cache)[0] == expected
 
 
@@ -64,5 +66,5 @@ def test_kept_sets_are_those_of_kvpress(family: str) -> None:
     ours = tiny(family, dtype=torch.float32)
     ours.set_attn_implementation("kvbench")
     policy = make_policy("kvzip_plus", BUDGET, chunk=24)
-    got = kept_now(greedy(ours, torch.tensor([IDS]), policy, max_new_tokens=1, encoder=WORDS).cache)[0]
+    got = kept_now(generate_tokens(ours, torch.tensor([IDS]), policy, max_new_tokens=1, encoder=WORDS).cache)[0]
     assert [[list(head) for head in layer] for layer in got] == expected

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench import make_policy
 from kvbench.engine.batch import DecodeBatch, Request
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.policies.scorers.qfilters import QFilters
 from kvbench.tools.calibrate import main, q_filters
 
@@ -92,7 +92,7 @@ def test_rows_of_a_batch_keep_what_they_keep_alone(file: Path) -> None:
     while flight.in_flight:
         flight.step()
     for row, policy in zip(rows, policies, strict=True):
-        alone = greedy(running, ids, policy, max_new_tokens=5)
+        alone = generate_tokens(running, ids, policy, max_new_tokens=5)
         assert row.cache is not None
         assert (row.tokens, kept_now(row.cache)) == (alone.tokens[0], kept_now(alone.cache))
     assert kept_now(rows[-1].cache)[0][0] == [tuple(range(54))] * 2  # a budget that nobody exceeds
@@ -124,6 +124,6 @@ def test_what_is_no_file_of_filters_is_refused(tmp_path: Path, file: Path) -> No
     running = tiny(layers=3)
     running.set_attn_implementation("kvbench")
     with pytest.raises(ValueError, match="is of 2 layers, 2 KV heads of 8, another model's: layer 2 has 2 KV heads"):
-        greedy(running, TEXTS[0][None], make_policy("qfilters", 20, filters=str(file)), max_new_tokens=1)
+        generate_tokens(running, TEXTS[0][None], make_policy("qfilters", 20, filters=str(file)), max_new_tokens=1)
     with pytest.raises(ValueError, match="a text of one token has no query after its first"):
         q_filters(running, [torch.tensor([1])])

@@ -15,7 +15,7 @@ from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.selections.chunks import Chunks
 
@@ -82,7 +82,7 @@ def test_budgets_hold_to_the_token_and_rows_are_what_they_are_alone(slug: str, f
     while rows.in_flight:
         rows.step()
     for row, ids in zip(found[::2], prompts, strict=True):
-        alone = greedy(model, torch.tensor([ids]), policy, max_new_tokens=9).cache
+        alone = generate_tokens(model, torch.tensor([ids]), policy, max_new_tokens=9).cache
         assert row.error is None
         assert row.cache is not None
         assert kept_now(row.cache) == kept_now(alone)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvbench import KVCache, make_policy, preset_names
 from kvbench.cache.hook import prepare
 from kvbench.config.slugs import parse
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.policies.stores.gear import Gear
 from kvbench.policies.stores.kcvc import Kcvc
 from kvbench.policies.stores.kivi import Kivi
@@ -105,14 +105,14 @@ def test_no_byte_of_a_padded_batch_is_left_out(model: PreTrainedModel, name: str
     ids, mask = left_padded([prompt(60), prompt(33, seed=1)])
     policy = make_policy(name, **STORES[name])
     for new in (1, 2, 20):  # right after the prompt, with room for what comes, after later flushes
-        check_bytes(greedy(model, ids, policy, attention_mask=mask, max_new_tokens=new).cache)
+        check_bytes(generate_tokens(model, ids, policy, attention_mask=mask, max_new_tokens=new).cache)
 
 
 @pytest.mark.parametrize("name", ["kivi", "ott", "kcvc"])
 def test_no_byte_is_left_out_where_heads_hold_different_numbers_of_tokens(model: PreTrainedModel, name: str) -> None:
     fields = {f"store.{field}": value for field, value in STORES[name].items()}
     policy = make_policy(f"ada_snapkv_{name}", 30, window=8, **fields)
-    cache = greedy(model, torch.tensor([prompt(90)]), policy, max_new_tokens=20).cache
+    cache = generate_tokens(model, torch.tensor([prompt(90)]), policy, max_new_tokens=20).cache
     assert any(len(set(layer.kept_tokens()[0].tolist())) > 1 for layer in cache.layers)
     check_bytes(cache)
 
@@ -157,7 +157,7 @@ def test_every_preset_that_evicts_takes_a_quantised_store_and_grows(eviction: st
 def test_a_filtered_prompt_may_be_stored_in_codes(model: PreTrainedModel) -> None:
     fields = {"layer": 1, "store.group": 8, "store.residual": 8}
     policy = make_policy("gemfilter_kivi", 40, **fields)  # type: ignore[arg-type]
-    cache = greedy(model, torch.tensor([prompt(90)]), policy, max_new_tokens=10).cache
+    cache = generate_tokens(model, torch.tensor([prompt(90)]), policy, max_new_tokens=10).cache
     assert all(layer.states[0].store.parts()["codes"] > 0 for layer in cache.layers)
 
 
@@ -167,11 +167,11 @@ def test_a_padded_batch_comes_out_as_its_rows_alone(family: PreTrainedModel, nam
     policy = make_policy(name.removesuffix("_whole"), **fields)
     prompts = [prompt(length, seed=length) for length in LENGTHS]
     alone = [
-        greedy(family, torch.tensor([p]), policy, max_new_tokens=new)
+        generate_tokens(family, torch.tensor([p]), policy, max_new_tokens=new)
         for p, new in zip(prompts, (20, 7, 20), strict=True)
     ]
     ids, mask = left_padded(prompts)
-    together = greedy(  # the second row stops early, and then no longer grows
+    together = generate_tokens(  # the second row stops early, and then no longer grows
         family, ids, policy, attention_mask=mask, max_new_tokens=20, stop=lambda tokens: tokens == alone[1].tokens[0]
     )
     assert together.tokens == [one.tokens[0] for one in alone]
@@ -236,8 +236,10 @@ def test_what_an_eviction_keeps_is_what_is_stored_in_codes(model: PreTrainedMode
     policy = make_policy(f"{eviction}_{store}", 40, **fields, **{f"store.{k}": v for k, v in STORES[store].items()})
     dense = make_policy(eviction, 40, decode="grow", **fields)
     ids = torch.tensor([prompt(120)])
-    held = [greedy(model, ids, p, max_new_tokens=1).cache for p in (dense, policy)]
-    grown = greedy(model, ids, policy, max_new_tokens=25).cache  # audited: no more than the budget and what was decoded
+    held = [generate_tokens(model, ids, p, max_new_tokens=1).cache for p in (dense, policy)]
+    grown = generate_tokens(
+        model, ids, policy, max_new_tokens=25
+    ).cache  # audited: no more than the budget and what was decoded
     for plain, quantised, later in zip(held[0].layers, held[1].layers, grown.layers, strict=True):
         order = plain.positions.masked_fill(plain.positions < 0, 10**6).argsort(-1)  # the ragged store pads in between
         count = quantised.positions.shape[2]
@@ -268,8 +270,8 @@ def test_a_prompt_in_several_calls_is_quantised_once_it_is_in(model: PreTrainedM
 def test_models_of_every_dtype_decode_through_every_store(name: str, dtype: torch.dtype) -> None:
     model = prepare(tiny("llama", dtype=dtype))
     ids = torch.tensor([prompt(64)])
-    cache = greedy(model, ids, make_policy(name, **STORES[name]), max_new_tokens=20).cache
+    cache = generate_tokens(model, ids, make_policy(name, **STORES[name]), max_new_tokens=20).cache
     assert cache.layers[0].keys.dtype == dtype
-    full = greedy(model, ids, make_policy("full"), max_new_tokens=20).cache
+    full = generate_tokens(model, ids, make_policy("full"), max_new_tokens=20).cache
     assert cache.held_nbytes < full.held_nbytes
     check_bytes(cache)

@@ -14,7 +14,7 @@ from kvbench.cache.attention import attend
 from kvbench.cache.hook import prepare
 from kvbench.cache.step import LayerStep
 from kvbench.cache.steps import BatchStep
-from kvbench.inference.generate import greedy
+from kvbench.inference.generate import generate_tokens
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.dense import Dense
@@ -85,7 +85,8 @@ def test_ragged_and_dense_keep_and_say_the_same(model: PreTrainedModel, fields: 
     ids = torch.randint(1, 3001, (1, 110), generator=torch.Generator().manual_seed(1))
     ragged = make_policy("ada_snapkv", 64, **fields)  # type: ignore[arg-type]
     runs = [
-        greedy(model, ids, policy, max_new_tokens=30) for policy in (ragged, dataclasses.replace(ragged, store=Dense()))
+        generate_tokens(model, ids, policy, max_new_tokens=30)
+        for policy in (ragged, dataclasses.replace(ragged, store=Dense()))
     ]
     assert runs[0].tokens == runs[1].tokens
     for one, other in zip(runs[0].cache.layers, runs[1].cache.layers, strict=True):

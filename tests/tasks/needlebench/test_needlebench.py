@@ -16,7 +16,7 @@ from task_data import Answer
 
 from kvbench.tasks.needlebench import build
 from kvbench.tasks.needlebench.grids import V1, V2
-from kvbench.tasks.needlebench.summary import averaged, cells_of_answers
+from kvbench.tasks.needlebench.summary import heat_map
 from kvbench.tasks.needlebench.task import NeedleBench
 from kvbench.tasks.summary import summary
 from kvbench.tasks.task import Example
@@ -141,10 +141,9 @@ def test_answers_of_a_run_are_averaged_as_the_official_tables_are(folder: Path) 
     assert summary(run) == pytest.approx(
         {"single_retrieval": 100.0, "multi_retrieval": 100.0, "multi_reasoning": 0.0, "overall": 70.0}
     )
-    cells = cells_of_answers(run)
-    assert len(averaged(cells)) == 4
-    assert list(averaged(cells).values()) == pytest.approx([70.0] * 4)
-    assert len(averaged(cells, "multi_retrieval")) == 4 * 20
+    assert list(heat_map(run).values()) == pytest.approx([70.0] * 4)
+    rows = [answer for answer in run if answer.metadata["task"] == "multi_retrieval"]
+    assert len(heat_map(rows)) == 4 * 20
     single = [answer for answer in run if answer.metadata["task"] == "single_retrieval"]
     assert summary(single) == {"single_retrieval": 100.0}
 

@@ -1,0 +1,297 @@
+"""Layers that differ in their number of KV heads, and in the numbers of a key and of a value: each holds its own."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kv_models import PADDING, SLIDING, VOCABULARY, prompt
+from kv_oracle import Array, Glance, Head, Rules, SlowSequence
+from kv_runs import policy_for, run_greedy
+from kv_simulate import attending, generate
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma4TextConfig,
+    MiMoV2FlashConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.likelihood import summed_up
+from kvbench.engine.sequence import Request
+from kvbench.identity.cell import check_shapes
+from kvbench.inference.cuda_graph import can_replay
+from kvbench.inference.generate import generate_tokens
+from kvbench.inference.teacher_forcing import in_blocks, text_scores
+from kvbench.models.cache_shapes import CacheShape, cache_shape, from_config
+from kvbench.models.loading import Checkpoint, ModelSpec
+from kvbench.policies.policy import Policy
+from kvbench.tools.cache_bytes import predict
+
+WINDOW, FULL = "sliding_attention", "full_attention"
+NEW, BUDGET = 6, 24
+SHAPES = {  # KV heads, and numbers of a key and of a value, of every layer; MiMo's code doubles heads that slide
+    "gemma4": [(2, 8, 8), (2, 8, 8), (1, 16, 16)] * 2,
+    "mimo": [(1, 12, 8), (2, 12, 8), (2, 12, 8), (2, 12, 8), (1, 12, 8)],
+}
+SLIDES = {"gemma4": [True, True, False] * 2, "mimo": [False, True, True, True, False]}
+
+
+def config_of(family: str) -> PreTrainedConfig:
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": len(SHAPES[family]),
+        "num_attention_heads": 4,
+        "layer_types": [WINDOW if slides else FULL for slides in SLIDES[family]],
+        "sliding_window": SLIDING,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": PADDING,
+        "tie_word_embeddings": False,
+    }
+    if family == "mimo":
+        experts = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        return MiMoV2FlashConfig(**sizes, **experts, num_key_value_heads=1, head_dim=12, v_head_dim=8)
+    return Gemma4TextConfig(
+        **sizes,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_global_key_value_heads=1,
+        global_head_dim=16,
+        attention_k_eq_v=True,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+    )
+
+
+def made(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    experts = {"experts_implementation": "eager"} if family == "mimo" else {}
+    model = AutoModelForCausalLM.from_config(config_of(family), attn_implementation="eager", **experts)
+    return model.to(torch.float64).eval()
+
+
+@cache
+def model_of(family: str) -> PreTrainedModel:
+    return prepare(made(family))
+
+
+def checkpoint_of(family: str) -> Checkpoint:
+    return Checkpoint(ModelSpec(name=family), Path(), model_of(family).config, torch.float64, ())
+
+
+def held(found: Any) -> list[list[int]]:
+    """Tokens of the first sequence, by layer and KV head."""
+    return [layer.kept_tokens()[0].tolist() for layer in found.attention_layers]
+
+
+def alike(family: str, tokens: int) -> list[list[int]]:
+    return [[tokens] * heads for heads, _, _ in SHAPES[family]]
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_full_is_transformers_own_attention_and_text(family: str) -> None:
+    model, ids = made(family), torch.tensor([prompt(60)])
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        text = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, 60:].tolist()
+        found = KVCache(prepare(model).config, make_policy("full"), prompt_length=50)
+        got = [model(call, past_key_values=found).logits for call in (ids[:, :50], *ids[:, 50:].split(1, 1))]
+    torch.testing.assert_close(torch.cat(got, dim=1), expected, atol=1e-4, rtol=1e-4)
+    assert generate_tokens(model, ids, make_policy("full"), max_new_tokens=NEW).tokens[0] == text
+
+
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize(
+    ("slug", "fields", "tokens"),
+    [
+        ("snapkv", {"window": 8}, BUDGET + NEW - 1),
+        ("h2o", {}, BUDGET),
+        ("tova", {}, BUDGET),
+        ("caote_h2o", {"block": 8}, BUDGET),
+        ("kivi", {"group": 4, "residual": 8}, 45 + NEW - 1),
+        ("quest", {"reader.page": 8}, 45 + NEW - 1),
+    ],
+)
+def test_every_kv_head_holds_the_budget(family: str, slug: str, fields: dict[str, Any], tokens: int) -> None:
+    done = generate_tokens(
+        model_of(family), torch.tensor([prompt(45)]), make_policy(slug, BUDGET, **fields), max_new_tokens=NEW
+    )
+    assert held(done.cache) == alike(family, tokens)
+    with pytest.raises(ValueError, match=r"^the layers have 1 to 2 KV heads, .* ask each of cache.attention_layers"):
+        done.cache.kept_tokens()
+
+
+def test_what_asks_for_a_rotation_runs_where_a_layer_can_be_tried_by_itself() -> None:
+    policy, ids = make_policy("expected_attention", BUDGET), torch.tensor([prompt(45)])
+    assert held(generate_tokens(model_of("mimo"), ids, policy, max_new_tokens=NEW).cache) == alike("mimo", BUDGET)
+    with pytest.raises(ValueError, match=r"^Gemma4TextAttention takes shared_kv_states, which kvbench cannot give it"):
+        generate_tokens(model_of("gemma4"), ids, policy, max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_heads_of_a_layer_share_its_slots_and_layers_their_mean(family: str) -> None:
+    ids = torch.tensor([prompt(45)])
+    for slug, fields in (("ada_snapkv", {"window": 8}), ("pyramidkv", {"window": 8}), ("d2o", {})):
+        kept = held(generate_tokens(model_of(family), ids, make_policy(slug, BUDGET, **fields), max_new_tokens=1).cache)
+        means = [sum(heads) / len(heads) for heads in kept]
+        assert sum(means) == BUDGET * len(kept)
+        assert [heads for heads in kept if heads != [BUDGET] * len(heads)], slug
+        if slug == "ada_snapkv":
+            assert means == [BUDGET] * len(kept)
+
+
+class SlowUnlike(SlowSequence):
+    """The slow reference with the KV heads of Gemma 4's layers."""
+
+    def __init__(self, rules: Rules, length: int) -> None:
+        super().__init__(rules, len(SHAPES["gemma4"]), 1, 1, length)
+        self.heads = [[Head(sums=[{} for _ in range(4 // n)]) for _ in range(n)] for n, _, _ in SHAPES["gemma4"]]
+
+    def attend(self, layer: int, queries: Array, keys: Array, values: Array, glance: Glance) -> Array:
+        self.group = 4 // len(self.heads[layer])
+        return super().attend(layer, queries, keys, values, glance)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        Rules("snapkv", 20, window=6),
+        Rules("h2o", 20, block=8),
+        Rules("tova", 20, "caote", block=16),
+        Rules("tova", 20, block=16, order="evict_then_attend"),
+    ],
+)
+def test_what_is_kept_and_said_is_the_oracles(rules: Rules) -> None:
+    model, sequence = model_of("gemma4"), SlowUnlike(rules, 45)
+    with attending(model, sequence):
+        generate(model, prompt(45), 4, sequence)
+    assert sequence.trace.margin() > 1e-6
+    run = run_greedy(model, [prompt(45)], policy_for(rules), 4)
+    assert run.tokens[0] == sequence.trace.tokens
+    assert run.of_row(0) == sequence.trace.kept
+
+
+def policies() -> list[Policy]:
+    slugs = ("full", "snapkv", "ada_snapkv", "pyramidkv", "cake", "kivi_g4_r8")
+    return [*(make_policy(slug, 36) for slug in slugs), make_policy("h2o", BUDGET, block=8)]
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_rows_are_what_they_are_alone(family: str) -> None:
+    model, batch = model_of(family), DecodeBatch(model_of(family))
+    requests = [Request(torch.tensor([prompt(n, n)]), max_new_tokens=NEW) for n in (50, 37)]
+    rows = [row for request in requests for row in batch.admit(request, policies())]
+    while batch.in_flight:
+        batch.step()
+    for row in rows:
+        alone = generate_tokens(model, row.request.input_ids, row.policy, max_new_tokens=NEW)
+        assert row.error is None, row.policy.name
+        assert row.tokens == alone.tokens[0], row.policy.name
+        assert row.cache.peak_nbytes == alone.cache.peak_nbytes, row.policy.name
+        for mine, its in zip(row.cache.attention_layers, alone.cache.attention_layers, strict=True):
+            assert torch.equal(mine.positions.sort(-1).values, its.positions.sort(-1).values), row.policy.name
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_bytes_are_a_hand_count_of_every_layer(family: str) -> None:
+    """Keys and values in float64 beside a position in int32; transformers' layers that slide hold a window less one."""
+    model, ids = made(family), torch.tensor([prompt(45)])
+    theirs = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=theirs)
+    pairs = zip(SHAPES[family], SLIDES[family], strict=True)
+    full = sum(8 * heads * (SLIDING - 1 if slides else 45) * (key + value) for (heads, key, value), slides in pairs)
+    assert full == sum(x.nbytes for layer in theirs.layers for x in (layer.keys, layer.values))
+    assert checkpoint_of(family).full_cache_bytes(45) == full
+
+    shape = from_config({**model.config.to_dict(), "dtype": "float32"})
+    assert shape.own == tuple(SHAPES[family])
+    for policy, tokens in ((make_policy("full"), 45), (make_policy("knorm", BUDGET), BUDGET)):
+        found = KVCache(prepare(model).config, policy)
+        with torch.no_grad():
+            model(ids, past_key_values=found)
+        kept = sum(heads * tokens * (8 * (key + value) + 4) for heads, key, value in SHAPES[family])
+        assert found.held_nbytes == kept
+        assert predict(policy, shape_in_float64(shape), 45).nbytes == found.nbytes
+    snapkv = make_policy("snapkv", BUDGET, window=8)
+    found = KVCache(model.config, snapkv)
+    with torch.no_grad():
+        model(ids, past_key_values=found)
+    assert predict(snapkv, shape_in_float64(shape), 45).nbytes == found.nbytes  # its window of queries included
+
+
+def shape_in_float64(shape: CacheShape) -> CacheShape:
+    return CacheShape(**(vars(shape) | {"dtype": torch.float64}))
+
+
+def test_a_pattern_of_heads_repeats_over_the_layers(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text(
+        "defaults: [hub, _self_]\ndtype: float16\n"
+        "shape: {layers: 6, query_heads: 4, kv_heads: [2, 2, 1], head_dim: [8, 8, 16]}\n"
+    )
+    shape = cache_shape("mine", [tmp_path])
+    assert shape.own == tuple(SHAPES["gemma4"])
+    assert predict(make_policy("full"), shape, 10).nbytes == 2 * 10 * (2 * 2 * (2 * 16 + 4) + (2 * 32 + 4))
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_allocators_over_the_heads_of_all_layers_are_refused(family: str, tmp_path: Path) -> None:
+    (tmp_path / "scores.json").write_text(
+        json.dumps({f"{n}-{h}": 1 for n in range(len(SHAPES[family])) for h in range(4)})
+    )
+    named = {"allocator.importance": str(tmp_path / "scores.json")}
+    for policy in (make_policy("kvzip", 36), make_policy("headkv_r", 36, window=8, **named)):
+        with pytest.raises(
+            ValueError, match=r"ask for as many heads in each, .* layers have 1 and 2: use an allocator"
+        ):
+            generate_tokens(model_of(family), torch.tensor([prompt(45)]), policy, max_new_tokens=1)
+        with pytest.raises(ValueError, match="ask for as many heads in each"):
+            check_shapes(policy, checkpoint_of(family))
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_steps_on_the_device_are_not_taken_and_a_recording_is_refused(family: str) -> None:
+    found = KVCache(model_of(family).config, make_policy("full"))
+    with torch.no_grad():
+        model_of(family)(torch.tensor([prompt(45)]), past_key_values=found)
+    found.expect(4)
+    with torch.no_grad():
+        model_of(family)(torch.tensor([[5]]), past_key_values=found)
+    assert found.on_device() is None
+    with pytest.raises(ValueError, match=r"has layers that differ in their KV heads: use engine.cuda_graph=false$"):
+        can_replay(model_of(family).config, asked=True)
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_a_text_is_scored_with_the_most_each_layer_held(family: str) -> None:
+    scored = text_scores(model_of(family), torch.tensor([prompt(60)]), in_blocks(make_policy("h2o", BUDGET), 8))
+    likelihood = summed_up(scored.nll, 1, 8, scored.cache.most_kept)
+    assert likelihood.max_kept_tokens == alike(family, BUDGET + 8)
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_saved_caches_go_on(family: str, tmp_path: Path) -> None:
+    model, policy = model_of(family), make_policy("snapkv", BUDGET, window=8)
+    found = KVCache(model.config, policy)
+    with torch.no_grad():
+        model(torch.tensor([prompt(45)]), past_key_values=found)
+        found.save(tmp_path / "cache.safetensors")
+        again = KVCache.load(tmp_path / "cache.safetensors", model.config, policy)
+        for one in (found, again):
+            one.next_prompt(30)
+        logits = [model(torch.tensor([prompt(30, 2)]), past_key_values=one).logits for one in (found, again)]
+    torch.testing.assert_close(*logits, atol=0, rtol=0)
+    assert held(again) == alike(family, BUDGET)
