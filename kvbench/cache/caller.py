@@ -45,8 +45,9 @@ def check_heads(groups: Sequence[PolicyGroup], index: int, keys: Tensor) -> None
     if groups[0].layers[index].opened:
         return
     for group in groups:
-        if group.layers[0].opened and group.policy.granularity == "kv_head":
-            group.policy.allocator.check_heads((group.layers[0].store.keys.shape[1], keys.shape[1]))
+        if group.layers[0].opened and group.policy.granularity != "query_head":
+            others = [group.layers[0].store.keys.shape[1]] * (len(group.layers) - 1)
+            group.policy.allocator.check_heads([*others, keys.shape[1]])
 
 
 def check_policy(policy: object) -> None:

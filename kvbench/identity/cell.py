@@ -283,13 +283,13 @@ def check_shapes(policy: Policy, checkpoint: Checkpoint) -> None:
     layout = layout_of(text)
     check_layers(len(layout.attention), policy.store, policy.pre_pass)
     check_readers(policy, layout)
-    if layout.latent:
-        check_latents(policy)
-        return
     own = [checkpoint.shapes[index] for index in layout.attention]
     if policy.granularity == "query_head":
         own = [(text.num_attention_heads, key, value) for _, key, value in own]
     policy.allocator.check_heads([heads for heads, _, _ in own])
+    if layout.latent:
+        check_latents(policy)
+        return
     for heads, _, dim in dict.fromkeys(own):
         policy.store.check_shape(heads, dim)
 

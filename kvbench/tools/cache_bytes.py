@@ -174,6 +174,7 @@ def tell(arguments: Sequence[str]) -> int:
             if isinstance(policy, KVPress):
                 raise ValueError(f"what {policy.name} holds is known once it ran: kvpress tells no bytes before")
             check_layers(shape.layers, policy.store, policy.pre_pass)
+            policy.allocator.check_heads([shape.layer(index)[0] for index in range(shape.layers)])
         tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
     if budget is not None and not any(policy.evicts or policy.reader is not None for policy in policies):
         sys.stderr.write(f"kvbench: budget={budget} is ignored: {', '.join(slugs)} keeps every token\n")

@@ -67,7 +67,7 @@ class Allocator(ABC):
         """ValueError if it cannot divide slots again after another prompt, when heads hold different tokens."""
 
     def check_heads(self, heads: Sequence[int]) -> None:  # noqa: B027 - most deal tokens per KV head, layer by layer
-        """ValueError if it cannot divide slots among layers that have so many KV heads each."""
+        """ValueError if it cannot divide slots among layers with so many KV heads each, or names one not there."""
 
     @abstractmethod
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:

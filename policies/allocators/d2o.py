@@ -106,8 +106,8 @@ class InverseVariance(StatisticAllocator):
                 "norm", "head_minmax", why="compares heads: variance=mean_map and allocation=reciprocal exclude it"
             )
 
-    def check_layers(self, layers: int) -> None:
-        layers_exist("skip_layers", self.skip_layers, layers)
+    def check_heads(self, heads: Sequence[int]) -> None:
+        layers_exist("skip_layers", self.skip_layers, len(heads))
 
     def check_next_prompt(self, name: str) -> None:
         if self.variance == "mean_map":
@@ -139,7 +139,7 @@ class InverseVariance(StatisticAllocator):
     def share(self, statistics: Sequence[Sequence[float]], total: int, layers: int, floor: int, cap: int) -> list[int]:
         assert len(statistics) == layers, "shares are computed once every layer was measured"
         weights = self.log_weights([variance for (variance,) in statistics])
-        self.check_layers(layers)
+        layers_exist("skip_layers", self.skip_layers, layers)
         skipped = {layer % layers for layer in self.skip_layers}
         if self.rounding == "official":
             return self._official(weights, skipped, total, floor, cap)
