@@ -33,7 +33,7 @@ from kvbench.kernels.jit import (
 )
 from kvbench.kernels.join_splits import Asked, Parts, finish
 from kvbench.kernels.prompt_tiles import Dims, Rule, Vectors, rule_of, tile
-from kvbench.kernels.work_list import Work, share_of
+from kvbench.kernels.work_list import Work, segment, share_of
 
 REGISTERS = 255  # of a thread, at most; left alone, ptxas takes 168 of four warps and spills a few
 
@@ -125,7 +125,9 @@ def _attend_list(
     held: Slots,
     starts_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    new: tl.tuple,
+    new_k: View,
+    new_v: View,
+    new_slots_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
@@ -150,10 +152,7 @@ def _attend_list(
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     for kv_row in range(first_row, last_row):
         asking = _asking(q, q_pos, kv_row, rows, H_kv, G, M, DIMS)
-        length, start = T, tl.zeros([], tl.int64)
-        if counts_ptr is not None:
-            start = tl.load(starts_ptr + kv_row).to(tl.int64)
-            length = tl.load(counts_ptr + kv_row).to(tl.int32)
+        start, length = segment(starts_ptr, counts_ptr, kv_row, T)
         k, v = of_head(held.k, kv_row, H_kv, start), of_head(held.v, kv_row, H_kv, start)
         stored = Slots(k, v, of_head(held.positions, kv_row, H_kv, start), of_head(held.bias, kv_row, H_kv, start))
         logits_at = None
@@ -162,9 +161,8 @@ def _attend_list(
         tiles = tl.cdiv(length, BLOCK_T)
         first = tl.maximum(begin - before, 0).to(tl.int32)
         steps = tl.minimum(end - before, tiles).to(tl.int32) - first
-        if new is not None:  # whoever reads a new token's slot writes it before
-            new_k, new_v, new_slots = new
-            slot, least, past = tl.load(new_slots + kv_row), first * BLOCK_T, (first + steps) * BLOCK_T
+        if new_slots_ptr is not None:  # whoever reads a new token's slot writes it before
+            slot, least, past = tl.load(new_slots_ptr + kv_row), first * BLOCK_T, (first + steps) * BLOCK_T
             append_token(k, of_head(new_k, kv_row, H_kv, 0), slot, least, past, DIMS.D, DIMS.WHOLE)
             append_token(v, of_head(new_v, kv_row, H_kv, 0), slot, least, past, D_V, BLOCK_V)
             tl.debug_barrier()  # of all its threads
@@ -251,12 +249,12 @@ def launch(
         k_pos = View(positions[1], *flat, *positions[1].stride())
     k, v = (View(x, *flat, *x.stride()) for x in (keys, values))
     held = Slots(k, v, k_pos, None if bias is None else view(bias))
-    token = None
+    token: tuple[object, ...] = (None, None, None)
     if new_tokens is not None:
         token = view(new_tokens.keys), view(new_tokens.values), new_tokens.slots
     with torch.cuda.device_of(queries):
         _attend_list[programs, -(-rows // sizes["ROWS"])](
-            view(queries), q_pos, held, starts, counts, token, logits, part_out, part_lse, heads, group, new, pairs,
+            view(queries), q_pos, held, starts, counts, *token, logits, part_out, part_lse, heads, group, new, pairs,
             slots, rule_of(scaling, softcap, sliding_window), D_V=value_dim, maxnreg=REGISTERS, **sizes,
         )  # fmt: skip
         parts = Parts(part_out, part_lse, programs, sizes["BLOCK_T"], slots)

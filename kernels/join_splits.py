@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.jit import View, jit, next_power_of_two, of_head, tl
-from kvbench.kernels.work_list import Work, parts_of
+from kvbench.kernels.work_list import Work, parts_of, segment
 
 SLOTS_A_PROGRAM = 256  # whose logits become weights
 
@@ -188,10 +188,7 @@ def _finish(
         _join(parts, out_ptr, lse_ptr, row, head * G + part // M, part, D_V, BLOCK_V, AT_ONCE)
     elif logits_ptr is not None:
         slots = (part - joined) * BLOCK_T + tl.arange(0, BLOCK_T)
-        length, start = T, tl.zeros([], tl.int64)
-        if counts_ptr is not None:
-            length = tl.load(counts_ptr + kv_row).to(tl.int32)
-            start = tl.load(starts_ptr + kv_row).to(tl.int64)
+        start, length = segment(starts_ptr, counts_ptr, kv_row, T)
         own = logits_ptr + kv_row * G * M * T
         drawn = of_head(sums, kv_row, H_kv, start)
         _weigh(parts, own, drawn, head, G, M, T, slots, length, WEIGHTS, PER_QUERY_HEAD, BLOCK_G, AT_ONCE)

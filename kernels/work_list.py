@@ -24,6 +24,16 @@ class Work(NamedTuple):
 
 
 @jit
+def segment(starts: tl.tensor, counts: tl.tensor, row: tl.tensor, T: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Where the slots of a KV head start, and how many they are: T from 0 on, without counts."""
+    start, length = tl.zeros([], tl.int64), T
+    if counts is not None:
+        start = tl.load(starts + row).to(tl.int64)
+        length = tl.load(counts + row).to(tl.int32)
+    return start, length
+
+
+@jit
 def tiles_of(work: Work, rows: tl.tensor, BLOCK_T: tl.constexpr) -> tl.tensor:
     """Tiles of KV heads `rows`, 0 beyond the last one."""
     length = tl.where(rows < work.R, work.T, 0)
