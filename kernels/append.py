@@ -7,19 +7,11 @@ Shapes: B batch, H KV heads, N flat slots of all of them, W numbers of a slot.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import View, at_head, jit, next_power_of_two, require_triton, tl, use_triton, view
-
-
-class Column(NamedTuple):
-    """What slots hold of one kind: flat storage, and the tokens' own [B,H,1,...]."""
-
-    flat: Tensor
-    tokens: View
+from kvbench.kernels.jit import at_head, jit, next_power_of_two, require_triton, tl, use_triton, view
 
 
 def append_ref(flat: Mapping[str, Tensor], tokens: Mapping[str, Tensor], starts: Tensor, slots: Tensor) -> None:
@@ -36,21 +28,23 @@ def append_ref(flat: Mapping[str, Tensor], tokens: Mapping[str, Tensor], starts:
 def _append(
     starts_ptr: tl.tensor,
     slots_ptr: tl.tensor,
-    columns: tl.tensor,
+    columns: tl.tuple,
     H: tl.tensor,
     WIDTHS: tl.constexpr,
     GIVEN: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """One program: all columns of one KV head's token, of WIDTHS numbers, GIVEN or 0; BLOCKS: filled up."""
+    """One program: all columns of one KV head's token, of WIDTHS numbers, GIVEN or 0; BLOCKS: filled up.
+
+    A column is flat storage and the tokens' own `View` [B,H,1,...].
+    """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(starts_ptr + row).to(tl.int64) + tl.load(slots_ptr + row)
     for i in tl.static_range(len(BLOCKS)):
-        x = columns[i]
+        flat, tokens = columns[i]
         numbers = tl.arange(0, BLOCKS[i])
-        token = tl.load(at_head(x.tokens, row, H) + numbers, mask=numbers < GIVEN[i], other=0)
-        at = x.flat + slot * WIDTHS[i] + numbers
-        tl.store(at, token.to(x.flat.dtype.element_ty), mask=numbers < WIDTHS[i])
+        token = tl.load(at_head(tokens, row, H) + numbers, mask=numbers < GIVEN[i], other=0)
+        tl.store(flat + slot * WIDTHS[i] + numbers, token.to(flat.dtype.element_ty), mask=numbers < WIDTHS[i])
 
 
 def append_triton(flat: Mapping[str, Tensor], tokens: Mapping[str, Tensor], starts: Tensor, slots: Tensor) -> None:
@@ -62,7 +56,7 @@ def append_triton(flat: Mapping[str, Tensor], tokens: Mapping[str, Tensor], star
     for name, stored in flat.items():
         token = tokens.get(name, starts.unsqueeze(-1))  # which is then not read
         token = token.contiguous() if token.dim() > 3 and token.stride(-1) != 1 else token
-        columns.append(Column(stored, view(token)))
+        columns.append((stored, view(token)))
     widths = tuple(x.shape[1:].numel() for x in flat.values())
     with torch.cuda.device_of(starts):
         _append[batch * heads,](

@@ -16,12 +16,14 @@ from kvbench.kernels.jit import at_head, jit, tl, use_triton, view
 from kvbench.kernels.prompt_attention import one_for_all, prompt_attention_triton
 from kvbench.kernels.prompt_tiles import (
     LITTLE,
+    Rule,
+    Vectors,
     hidden,
     logits_of,
     query_blocks,
     query_places,
+    rule_of,
     same_dtype,
-    scale_and_cap,
     shared_memory,
     slot_places,
     sum_tiles,
@@ -67,9 +69,7 @@ def _moments(
     G: tl.tensor,
     M: tl.tensor,
     T: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    window: tl.tensor,
+    rule: Rule,
     ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -87,27 +87,23 @@ def _moments(
     lse_ptr += row * G * M
     slots = start + tl.arange(0, BLOCK_T)
     k_place = slot_places(k_pos_ptr, slots, T, ALIGNED)
-    begin, blocks, masked = query_blocks(q_pos_ptr, k_place, start, M, T, window, ALIGNED, BLOCK_M, BLOCK_T)
-    k_rows = at_head(k, row, H_kv) + slots.to(tl.int64) * k.row
-    held = tile(k_rows, slots < T, k.dim, 0, DIMS.D, DIMS.BLOCK)
+    begin, blocks, masked = query_blocks(q_pos_ptr, k_place, start, M, T, rule.window, ALIGNED, BLOCK_M, BLOCK_T)
+    own = Vectors(at_head(k, row, H_kv) + slots.to(tl.int64) * k.row, slots < T, k.dim)
+    held = tile(own, 0, DIMS.D, DIMS.BLOCK)
     sums = tl.zeros([BLOCK_T], tl.float32)
     squares = tl.zeros([BLOCK_T], tl.float32)
     group = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)  # weights of the heads so far
     for part in tl.static_range(2):  # the queries that see some of these slots, then those that see all of them
-        first, steps = 0, masked
-        if part == 1:
-            first, steps = masked, blocks - masked
+        first, steps = (0, masked) if part == 0 else (masked, blocks - masked)
         for step in range(steps * G):
             queries = begin + (first + step // G) * BLOCK_M + tl.arange(0, BLOCK_M)
             there, member = queries < M, (step % G).to(tl.int64)
             lse = tl.load(lse_ptr + member * M + queries, mask=there, other=float("inf")) * 1.4426950408889634
-            q_rows = q_ptr + member * q.head + queries.to(tl.int64) * q.row
-            logits = logits_of(
-                held, k_rows, slots < T, k.dim, q_rows, there, q.dim, scale, cap, DIMS
-            )  # fmt: skip
+            asking = Vectors(q_ptr + member * q.head + queries.to(tl.int64) * q.row, there, q.dim)
+            logits = logits_of(held, own, asking, rule, DIMS)
             if part == 0:
                 q_place = query_places(q_pos_ptr, queries, M, T, ALIGNED)
-                logits = hidden(logits, q_place[None, :], k_place[:, None], window)
+                logits = hidden(logits, q_place[None, :], k_place[:, None], rule.window)
             group += tl.exp2(logits - lse[None, :])
             done = (member == G - 1).to(tl.float32)
             sums += tl.sum(group, 1) * done
@@ -155,8 +151,7 @@ def attention_moments_triton(
     with torch.cuda.device_of(queries):
         _moments[batch * heads, -(-slots // how["BLOCK_T"])](
             view(queries), view(keys), *positions, log_sum_exp.contiguous(), sums, squares, heads,
-            query_heads // heads, new, slots, *scale_and_cap(scaling, softcap), sliding_window,
-            ALIGNED=aligned, **how,
+            query_heads // heads, new, slots, rule_of(scaling, softcap, sliding_window), ALIGNED=aligned, **how,
         )  # fmt: skip
     return Moments(sums, squares)
 

@@ -14,12 +14,14 @@ from kvbench.kernels.attention_rows import attention_rows, widen
 from kvbench.kernels.jit import at_head, jit, tl, use_triton, view
 from kvbench.kernels.prompt_attention import one_for_all, prompt_attention_triton
 from kvbench.kernels.prompt_tiles import (
+    Rule,
+    Vectors,
     hidden,
     logits_of,
     query_blocks,
     query_places,
+    rule_of,
     same_dtype,
-    scale_and_cap,
     shared_memory,
     slot_places,
     sum_tiles,
@@ -56,9 +58,7 @@ def _column_sums(
     G: tl.tensor,
     M: tl.tensor,
     T: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    window: tl.tensor,
+    rule: Rule,
     ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -77,25 +77,20 @@ def _column_sums(
     k_pos_ptr += row // G * T
     slots = start + tl.arange(0, BLOCK_T)
     k_place = slot_places(k_pos_ptr, slots, T, ALIGNED)
-    begin, blocks, masked = query_blocks(q_pos_ptr, k_place, start, M, T, window, ALIGNED, BLOCK_M, BLOCK_T)
-    k_rows = at_head(k, row // G, H_q // G) + slots.to(tl.int64) * k.row
-    held = tile(k_rows, slots < T, k.dim, 0, DIMS.D, DIMS.BLOCK)
+    begin, blocks, masked = query_blocks(q_pos_ptr, k_place, start, M, T, rule.window, ALIGNED, BLOCK_M, BLOCK_T)
+    own = Vectors(at_head(k, row // G, H_q // G) + slots.to(tl.int64) * k.row, slots < T, k.dim)
+    held = tile(own, 0, DIMS.D, DIMS.BLOCK)
     sums = tl.zeros([BLOCK_T], tl.float32)
     for part in tl.static_range(2):  # the queries that see some of these slots, then those that see all of them
-        first, steps = 0, masked
-        if part == 1:
-            first, steps = masked, blocks - masked
+        first, steps = (0, masked) if part == 0 else (masked, blocks - masked)
         for step in range(steps):  # Triton 3.9 overlaps loads with sums only in loops that start at 0
             queries = begin + (first + step) * BLOCK_M + tl.arange(0, BLOCK_M)
-            there = queries < M
-            lse = tl.load(lse_ptr + row * M + queries, mask=there, other=float("inf")) * 1.4426950408889634
-            q_rows = q_ptr + queries.to(tl.int64) * q.row
-            logits = logits_of(
-                held, k_rows, slots < T, k.dim, q_rows, there, q.dim, scale, cap, DIMS
-            )  # fmt: skip
+            lse = tl.load(lse_ptr + row * M + queries, mask=queries < M, other=float("inf")) * 1.4426950408889634
+            asking = Vectors(q_ptr + queries.to(tl.int64) * q.row, queries < M, q.dim)
+            logits = logits_of(held, own, asking, rule, DIMS)
             if part == 0:
                 q_place = query_places(q_pos_ptr, queries, M, T, ALIGNED)
-                logits = hidden(logits, q_place[None, :], k_place[:, None], window)
+                logits = hidden(logits, q_place[None, :], k_place[:, None], rule.window)
             sums += tl.sum(tl.exp2(logits - lse[None, :]), 1)
     tl.store(out_ptr + row * T + slots, sums, mask=slots < T)
 
@@ -129,7 +124,7 @@ def column_sums_triton(
     with torch.cuda.device_of(queries):
         _column_sums[-(-slots // tiles["BLOCK_T"]) * batch * query_heads,](
             view(queries), view(keys), *positions, log_sum_exp.contiguous(), sums, query_heads, query_heads // heads,
-            new, slots, *scale_and_cap(scaling, softcap), sliding_window, ALIGNED=aligned, **tiles,
+            new, slots, rule_of(scaling, softcap, sliding_window), ALIGNED=aligned, **tiles,
         )  # fmt: skip
     return sums
 

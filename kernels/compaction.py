@@ -8,12 +8,10 @@ Shapes: B batch, H KV heads, T slots before, n slots after (some may be empty), 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import View, at_head, jit, next_power_of_two, require_triton, rows, tl
+from kvbench.kernels.jit import at_head, jit, next_power_of_two, require_triton, rows, tl
 
 
 def kept_slots_ref(mask: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -64,19 +62,12 @@ def _kept_slots(
         tl.store(slots_ptr + place, slots.to(tl.int64), mask=(slots < T) & (place < most))
 
 
-class Column(NamedTuple):
-    """What slots hold of one kind: before, and after (contiguous)."""
-
-    old: View
-    new: Tensor
-
-
 @jit
 def _compact(
     slots_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    positions: tl.tensor,
-    columns: tl.tensor,
+    positions: tl.tuple,
+    columns: tl.tuple,
     H: tl.tensor,
     most: tl.tensor,
     C: tl.tensor,
@@ -84,20 +75,24 @@ def _compact(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: BLOCK slots of one KV head, positions and all columns, of WIDTHS numbers, BLOCKS filled up."""
+    """One program: BLOCK slots of one KV head, positions and all columns, of WIDTHS numbers, BLOCKS filled up.
+
+    A column is a `View` of the slots before, and a contiguous tensor of those after.
+    """
     row = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slots = tl.load(slots_ptr + row * most + places, mask=places < most, other=0)
     count = tl.load(counts_ptr + row)
-    kept = tl.load(at_head(positions.old, row, H) + slots * positions.old.row, mask=places < count, other=-1)
-    tl.store(positions.new + row * C + places, kept, mask=places < C)
+    old, new = positions
+    kept = tl.load(at_head(old, row, H) + slots * old.row, mask=places < count, other=-1)
+    tl.store(new + row * C + places, kept, mask=places < C)
     for i in tl.static_range(len(BLOCKS)):
-        x = columns[i]
+        old, new = columns[i]
         numbers = tl.arange(0, BLOCKS[i])[None, :]
         inside = (places < C)[:, None] & (numbers < WIDTHS[i])
-        at = at_head(x.old, row, H) + slots[:, None] * x.old.row
+        at = at_head(old, row, H) + slots[:, None] * old.row
         found = tl.load(at + numbers, mask=inside & (places < most)[:, None], other=0)  # spare slots are 0
-        tl.store(x.new + (row * C + places)[:, None] * WIDTHS[i] + numbers, found, mask=inside)
+        tl.store(new + (row * C + places)[:, None] * WIDTHS[i] + numbers, found, mask=inside)
 
 
 def kept_slots_triton(mask: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -140,7 +135,7 @@ def compact_triton(buffers: dict[str, Tensor], slots: Tensor, counts: Tensor, sp
     kept = {name: x.new_empty(batch, heads, most + spare, *x.shape[3:]) for name, x in buffers.items()}
     if not kept["positions"].numel():
         return kept
-    columns = {name: Column(rows(x), kept[name]) for name, x in buffers.items()}
+    columns = {name: (rows(x), kept[name]) for name, x in buffers.items()}
     positions = columns.pop("positions")
     widths = tuple(buffers[name].shape[3:].numel() for name in columns)
     how = tiles(max(widths), buffers["keys"].element_size())

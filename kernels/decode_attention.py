@@ -18,11 +18,22 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_logits, visible, widen
-from kvbench.kernels.decode_tile import append_token, attend_tile, store_part
-from kvbench.kernels.jit import View, at_head, fit_heads, jit, next_power_of_two, require_triton, tl, use_triton, view
+from kvbench.kernels.decode_tile import Asking, Slots, append_token, attend_tile, store_part
+from kvbench.kernels.jit import (
+    View,
+    at_head,
+    fit_heads,
+    jit,
+    next_power_of_two,
+    of_head,
+    require_triton,
+    tl,
+    use_triton,
+    view,
+)
 from kvbench.kernels.join_splits import Asked, Parts, finish
-from kvbench.kernels.prompt_tiles import Dims, scale_and_cap, tile
-from kvbench.kernels.work_list import CHUNK, share_of
+from kvbench.kernels.prompt_tiles import Dims, Rule, Vectors, rule_of, tile
+from kvbench.kernels.work_list import Work, segment, share_of
 
 REGISTERS = 255  # of a thread, at most; left alone, ptxas takes 168 of four warps and spills a few
 
@@ -84,19 +95,39 @@ def decode_attention_ref(
     return Attention(out, log_sum_exp.flatten(1, 2), rows if weights else None)
 
 
-@partial(jit, varying=("R", "T", "window"))
+@jit
+def _asking(
+    q: View,
+    q_pos: View,
+    kv_row: tl.tensor,
+    rows: tl.tensor,
+    H_kv: tl.tensor,
+    G: tl.tensor,
+    M: tl.tensor,
+    DIMS: tl.constexpr,
+) -> Asking:
+    """Query rows of a KV head: row g * M + m is query m of query head g of its group."""
+    there = rows < G * M
+    at = at_head(q, kv_row * G, H_kv * G) + (rows // M).to(tl.int64) * q.head + (rows % M).to(tl.int64) * q.row
+    asked = Vectors(at, there, q.dim)
+    places, newest, oldest = rows, 0, 0
+    if q_pos is not None:
+        places = tl.load(at_head(q_pos, kv_row, H_kv) + rows % M * q_pos.row, mask=there, other=-1).to(tl.int32)
+        newest = tl.max(places, 0)
+        oldest = tl.min(tl.where(places < 0, 2**30, places), 0)
+    return Asking(asked, tile(asked, 0, DIMS.D, DIMS.BLOCK), places, newest, oldest)
+
+
+@partial(jit, varying=("R", "T"))
 def _attend_list(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    q_pos: tl.tensor,
-    k_pos: tl.tensor,
+    q: View,
+    q_pos: View,
+    held: Slots,
     starts_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    new_k: tl.tensor,
-    new_v: tl.tensor,
+    new_k: View,
+    new_v: View,
     new_slots_ptr: tl.tensor,
-    bias: tl.tensor,
     logits_ptr: tl.tensor,
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
@@ -105,54 +136,35 @@ def _attend_list(
     M: tl.tensor,
     R: tl.tensor,
     T: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    window: tl.tensor,
+    rule: Rule,
     D_V: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    CHUNK: tl.constexpr,
 ) -> None:
     """One program: its share of all tiles, KV head after KV head, for ROWS of the G * M query rows of each.
 
     Without starts and counts every KV head has T slots; without positions all are seen.
     """
     program = tl.program_id(0).to(tl.int64)
-    begin, end, first_row, last_row, before = share_of(
-        counts_ptr, program, tl.num_programs(0), R, T, BLOCK_T, CHUNK
-    )  # fmt: skip
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # row g * M + m: query m of query head g of the group
-    there, dims = rows < G * M, tl.arange(0, BLOCK_V)
+    begin, end, first_row, last_row, before = share_of(Work(R, T, counts_ptr), program, tl.num_programs(0), BLOCK_T)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     for kv_row in range(first_row, last_row):
-        q_rows = at_head(q, kv_row * G, H_kv * G) + (rows // M).to(tl.int64) * q.head
-        q_rows += (rows % M).to(tl.int64) * q.row
-        held = tile(q_rows, there, q.dim, 0, DIMS.D, DIMS.BLOCK)
-        length, slot = T, tl.zeros([], tl.int64)
-        if counts_ptr is not None:
-            slot = tl.load(starts_ptr + kv_row).to(tl.int64)
-            length = tl.load(counts_ptr + kv_row).to(tl.int32)
-        k_here = at_head(k, kv_row, H_kv) + slot * k.row
-        v_here = at_head(v, kv_row, H_kv) + slot * v.row
-        k_pos_here, bias_here, logits_at, q_place, newest, oldest = None, None, None, rows, 0, 0
-        if k_pos is not None:
-            k_pos_here = at_head(k_pos, kv_row, H_kv) + slot * k_pos.row
-            q_place = tl.load(at_head(q_pos, kv_row, H_kv) + rows % M * q_pos.row, mask=there, other=-1).to(tl.int32)
-            newest = tl.max(q_place, 0)
-            oldest = tl.min(tl.where(q_place < 0, 2**30, q_place), 0)
-        if bias is not None:
-            bias_here = at_head(bias, kv_row, H_kv)
+        asking = _asking(q, q_pos, kv_row, rows, H_kv, G, M, DIMS)
+        start, length = segment(starts_ptr, counts_ptr, kv_row, T)
+        k, v = of_head(held.k, kv_row, H_kv, start), of_head(held.v, kv_row, H_kv, start)
+        stored = Slots(k, v, of_head(held.positions, kv_row, H_kv, start), of_head(held.bias, kv_row, H_kv, start))
+        logits_at = None
         if logits_ptr is not None:
             logits_at = logits_ptr + (kv_row * G * M + rows) * T
         tiles = tl.cdiv(length, BLOCK_T)
         first = tl.maximum(begin - before, 0).to(tl.int32)
         steps = tl.minimum(end - before, tiles).to(tl.int32) - first
         if new_slots_ptr is not None:  # whoever reads a new token's slot writes it before
-            new = tl.load(new_slots_ptr + kv_row)
-            here, past = first * BLOCK_T, (first + steps) * BLOCK_T
-            append_token(k, k_here, new_k, kv_row, H_kv, new, here, past, DIMS.D, DIMS.WHOLE)
-            append_token(v, v_here, new_v, kv_row, H_kv, new, here, past, D_V, BLOCK_V)
+            slot, least, past = tl.load(new_slots_ptr + kv_row), first * BLOCK_T, (first + steps) * BLOCK_T
+            append_token(k, of_head(new_k, kv_row, H_kv, 0), slot, least, past, DIMS.D, DIMS.WHOLE)
+            append_token(v, of_head(new_v, kv_row, H_kv, 0), slot, least, past, D_V, BLOCK_V)
             tl.debug_barrier()  # of all its threads
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -160,11 +172,10 @@ def _attend_list(
         for step in range(steps):
             slots = (first + step) * BLOCK_T + tl.arange(0, BLOCK_T)
             top, total, out = attend_tile(
-                held, q_rows, q.dim, q_place, there, k, v, k_pos, bias, k_here, v_here, k_pos_here, bias_here,
-                logits_at, slots, length, newest, oldest, top, total, out, scale, cap, window, DIMS, D_V,
-                BLOCK_V,
-            )  # fmt: skip
-        store_part(out_ptr, lse_ptr, (program + kv_row) * G * M + rows, there, top, total, out, dims, D_V)
+                asking, stored, logits_at, slots, length, top, total, out, rule, DIMS, D_V, BLOCK_V
+            )
+        place = (program + kv_row) * G * M + rows
+        store_part(out_ptr, lse_ptr, place, rows < G * M, top, total, out, tl.arange(0, BLOCK_V), D_V)
         before += tiles
 
 
@@ -232,19 +243,19 @@ def launch(
     logits = part_lse.new_empty(batch, heads, group, new, slots) if scored else None
     starts, counts = segments or (None, None)
     flat = () if segments is None else (0, 0)
-    k, v = (View(x, *flat, *x.stride()) for x in (keys, values))
     q_pos, k_pos = None, None
     if positions is not None:
         q_pos = View(positions[0], positions[0].stride(0), 0, positions[0].stride(1))
         k_pos = View(positions[1], *flat, *positions[1].stride())
-    tokens: tuple[object, ...] = (None, None, None)
+    k, v = (View(x, *flat, *x.stride()) for x in (keys, values))
+    held = Slots(k, v, k_pos, None if bias is None else view(bias))
+    token: tuple[object, ...] = (None, None, None)
     if new_tokens is not None:
-        tokens = view(new_tokens.keys), view(new_tokens.values), new_tokens.slots
+        token = view(new_tokens.keys), view(new_tokens.values), new_tokens.slots
     with torch.cuda.device_of(queries):
         _attend_list[programs, -(-rows // sizes["ROWS"])](
-            view(queries), k, v, q_pos, k_pos, starts, counts, *tokens, None if bias is None else view(bias), logits,
-            part_out, part_lse, heads, group, new, pairs, slots, *scale_and_cap(scaling, softcap), sliding_window,
-            D_V=value_dim, CHUNK=CHUNK, maxnreg=REGISTERS, **sizes,
+            view(queries), q_pos, held, starts, counts, *token, logits, part_out, part_lse, heads, group, new, pairs,
+            slots, rule_of(scaling, softcap, sliding_window), D_V=value_dim, maxnreg=REGISTERS, **sizes,
         )  # fmt: skip
         parts = Parts(part_out, part_lse, programs, sizes["BLOCK_T"], slots)
         asked = Asked(logits, weights, sums, segments, sinks)

@@ -3,81 +3,78 @@
 
 from __future__ import annotations
 
-from kvbench.kernels.jit import at_head, jit, tl
-from kvbench.kernels.prompt_tiles import hidden, logits_of, tile, weighed
+from typing import NamedTuple
+
+from kvbench.kernels.jit import View, jit, tl
+from kvbench.kernels.prompt_tiles import Rule, Vectors, attend, hidden, log_sum, logits_of, tile
+
+
+class Slots(NamedTuple):
+    """Keys k [..,T,D] and values v [..,T,D_v], and perhaps positions and a bias [..,T] of their logits."""
+
+    k: View
+    v: View
+    positions: View | None
+    bias: View | None
+
+
+class Asking(NamedTuple):
+    """Query rows of a KV head, the first numbers `held`; their places in time, of which `newest` and `oldest`."""
+
+    rows: Vectors
+    held: tl.tensor
+    places: tl.tensor
+    newest: tl.tensor
+    oldest: tl.tensor
 
 
 @jit
 def append_token(
-    x: tl.tensor,
-    rows: tl.tensor,
-    new: tl.tensor,
-    kv_row: tl.tensor,
-    H_kv: tl.tensor,
-    slot: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    x: View, new: View, slot: tl.tensor, first: tl.tensor, end: tl.tensor, D: tl.constexpr, BLOCK_D: tl.constexpr
 ) -> None:
-    """A head's new token, written into its slot of x at `rows` where that is one of the slots `first` up to `end`."""
+    """A head's new token, written into its slot of x where that is one of the slots `first` up to `end`."""
     dims = tl.arange(0, BLOCK_D)
     there = (dims < D) & (slot + dims * 0 >= first) & (slot + dims * 0 < end)
-    numbers = tl.load(at_head(new, kv_row, H_kv) + dims * new.dim, mask=there)
-    tl.store(rows + slot * x.row + dims * x.dim, numbers, mask=there)
+    numbers = tl.load(new.ptr + dims * new.dim, mask=there)
+    tl.store(x.ptr + slot * x.row + dims * x.dim, numbers, mask=there)
 
 
 @jit
 def attend_tile(
-    q: tl.tensor,
-    q_rows: tl.tensor,
-    q_dim: tl.tensor,
-    q_place: tl.tensor,
-    there: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    k_pos: tl.tensor,
-    bias: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    k_pos_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
+    asking: Asking,
+    stored: Slots,
     logits_at: tl.tensor,
     slots: tl.tensor,
     length: tl.tensor,
-    newest: tl.tensor,
-    oldest: tl.tensor,
     top: tl.tensor,
     total: tl.tensor,
     out: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    window: tl.tensor,
+    rule: Rule,
     DIMS: tl.constexpr,
     D_V: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The running maximum, sum and output of query rows after the `slots` of one tile; logits are in base 2."""
+    """The running maximum, sum and output of query rows after the `slots` of one tile of a head; logits in base 2."""
     wide = slots.to(tl.int64)
     needed = slots < length
-    if k_pos is not None:  # what no query of this tile may see is not even read
-        k_place = tl.load(k_pos_ptr + wide * k_pos.row, mask=needed, other=-1).to(tl.int32)
-        needed = (k_place >= 0) & (k_place <= newest)
-        if window is not None:
-            needed = needed & (k_place > oldest - window)
-    k_rows = k_ptr + wide * k.row
-    logits = logits_of(q, q_rows, there, q_dim, k_rows, needed, k.dim, scale, cap, DIMS)
-    if bias is not None:
-        added = tl.load(bias_ptr + wide * bias.row, mask=needed, other=0.0)
+    if stored.positions is not None:  # what no query of this tile may see is not even read
+        places = tl.load(stored.positions.ptr + wide * stored.positions.row, mask=needed, other=-1).to(tl.int32)
+        needed = (places >= 0) & (places <= asking.newest)
+        if rule.window is not None:
+            needed = needed & (places > asking.oldest - rule.window)
+    keys = Vectors(stored.k.ptr + wide * stored.k.row, needed, stored.k.dim)
+    logits = logits_of(asking.held, asking.rows, keys, rule, DIMS)
+    if stored.bias is not None:
+        added = tl.load(stored.bias.ptr + wide * stored.bias.row, mask=needed, other=0.0)
         logits += added[None, :] * 1.4426950408889634
     logits = tl.where(needed[None, :], logits, float("-inf"))
-    if k_pos is not None:
-        logits = hidden(logits, q_place[:, None], k_place[None, :], window)
+    if stored.positions is not None:
+        logits = hidden(logits, asking.places[:, None], places[None, :], rule.window)
     if logits_at is not None:
-        tl.store(logits_at[:, None] + wide[None, :], logits, mask=there[:, None] & (slots < length)[None, :])
-    weights, top, total, fading = weighed(logits, top, total)
-    values = tile(v_ptr + wide * v.row, needed, v.dim, 0, D_V, BLOCK_V)
-    out = tl.dot(weights.to(values.dtype), values, out * fading[:, None], input_precision="ieee")
+        there = asking.rows.there[:, None] & (slots < length)[None, :]
+        tl.store(logits_at[:, None] + wide[None, :], logits, mask=there)
+    values = Vectors(stored.v.ptr + wide * stored.v.row, needed, stored.v.dim)
+    top, total, out = attend(logits, tile(values, 0, D_V, BLOCK_V), top, total, out)
     return top, total, out
 
 
@@ -94,7 +91,7 @@ def store_part(
     D_V: tl.constexpr,
 ) -> None:
     """Output and natural log-sum-exp of query rows over some of their slots, for `_finish` to join; -inf of none."""
-    some = tl.where(total > 0, total, 1.0)
-    tl.store(lse_ptr + places, (top + tl.log2(some)) * 0.6931471805599453, mask=there)
+    tl.store(lse_ptr + places, log_sum(top, total, float("-inf")) * 0.6931471805599453, mask=there)
     at = out_ptr + places[:, None] * D_V + dims[None, :]
-    tl.store(at, out / some[:, None], mask=there[:, None] & (dims < D_V)[None, :])
+    out /= tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(at, out, mask=there[:, None] & (dims < D_V)[None, :])

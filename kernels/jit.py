@@ -15,8 +15,18 @@ try:
 except ImportError:  # wheels exist for Linux only; the PyTorch paths need none
     triton = tl = None
 
-__all__ = ["INTERPRETED", "View", "at_head", "fit_heads", "jit", "next_power_of_two", "require_triton", "rows", "tl"]
-__all__ += ["triton", "use_triton", "view"]
+__all__ = [
+    "INTERPRETED",
+    "View",
+    "at_head",
+    "fit_heads",
+    "jit",
+    "next_power_of_two",
+    "of_head",
+    "require_triton",
+    "rows",
+]
+__all__ += ["tl", "triton", "use_triton", "view"]
 
 LARGEST_HEAD = 256
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -76,3 +86,12 @@ def next_power_of_two(n: int) -> int:
 def at_head(x: tl.tensor, row: tl.tensor, heads: tl.tensor) -> tl.tensor:
     """Where KV head `row` of B * heads begins in a `View`."""
     return x.ptr + row // heads * x.batch + row % heads * x.head
+
+
+@jit
+def of_head(x: View | None, row: tl.tensor, heads: tl.tensor, first: tl.tensor) -> View | None:
+    """What KV head `row` has of x, from slot `first` on; None of None."""
+    own = None
+    if x is not None:
+        own = View(at_head(x, row, heads) + first * x.row, 0, 0, x.row, x.dim)
+    return own

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import View, at_head, jit, next_power_of_two, tl
-from kvbench.kernels.work_list import CHUNK, parts_of
+from kvbench.kernels.jit import View, jit, next_power_of_two, of_head, tl
+from kvbench.kernels.work_list import Work, parts_of, segment
 
 SLOTS_A_PROGRAM = 256  # whose logits become weights
 
@@ -50,27 +50,30 @@ class Asked(NamedTuple):
 NOTHING = Asked()
 
 
+class HeadParts(NamedTuple):
+    """A KV head's parts as `_finish` reads them: `count` of them from `first` on, each of `width` query rows; sinks."""
+
+    out: tl.tensor
+    log_sum_exp: tl.tensor
+    sinks: tl.tensor
+    first: tl.tensor
+    count: tl.tensor
+    width: tl.tensor
+
+
 @jit
 def _log_sum_exp(
-    lse_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    rows: tl.tensor,
-    heads: tl.tensor,
-    there: tl.tensor,
-    first: tl.tensor,
-    count: tl.tensor,
-    width: tl.tensor,
-    AT_ONCE: tl.constexpr,
+    parts: HeadParts, rows: tl.tensor, heads: tl.tensor, there: tl.tensor, AT_ONCE: tl.constexpr
 ) -> tl.tensor:
-    """Natural log-sum-exp of query rows [n] of query heads [n] out of `count` parts from `first` on."""
+    """Natural log-sum-exp of query rows [n] of query heads [n]."""
     top = tl.where(there, float("-inf"), float("-inf"))
-    if sinks_ptr is not None:
-        top = tl.load(sinks_ptr + heads, mask=there, other=float("-inf")).to(tl.float32)
+    if parts.sinks is not None:
+        top = tl.load(parts.sinks + heads, mask=there, other=float("-inf")).to(tl.float32)
     total = tl.where(top == float("-inf"), 0.0, 1.0)
-    for start in range(0, count, AT_ONCE):
-        parts = start + tl.arange(0, AT_ONCE)
-        at = lse_ptr + rows[:, None] + (first + parts)[None, :] * width
-        lse = tl.load(at, mask=there[:, None] & (parts < count)[None, :], other=float("-inf"))
+    for start in range(0, parts.count, AT_ONCE):
+        some = start + tl.arange(0, AT_ONCE)
+        at = parts.log_sum_exp + rows[:, None] + (parts.first + some)[None, :] * parts.width
+        lse = tl.load(at, mask=there[:, None] & (some < parts.count)[None, :], other=float("-inf"))
         new_top = tl.maximum(top, tl.max(lse, 1))
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         total = total * tl.exp(top - shift) + tl.sum(tl.exp(lse - shift[:, None]), 1)
@@ -80,79 +83,64 @@ def _log_sum_exp(
 
 @jit
 def _join(
-    parts_ptr: tl.tensor,
-    parts_lse_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
+    parts: HeadParts,
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     row: tl.tensor,
     head: tl.tensor,
     part_row: tl.tensor,
-    first: tl.tensor,
-    count: tl.tensor,
-    width: tl.tensor,
     D_V: tl.constexpr,
     BLOCK_V: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> None:
     """Output and log-sum-exp of one query row, row `part_row` of every part."""
     one = tl.zeros([1], tl.int64)
-    lse = tl.max(
-        _log_sum_exp(
-            parts_lse_ptr, sinks_ptr, one + part_row, one + head, one == 0, first, count, width, AT_ONCE
-        ), 0
-    )  # fmt: skip
+    lse = tl.max(_log_sum_exp(parts, one + part_row, one + head, one == 0, AT_ONCE), 0)
     tl.store(lse_ptr + row, lse)
     shift = tl.where(lse == float("-inf"), 0.0, lse)
     dims = tl.arange(0, BLOCK_V)
     out = tl.zeros([BLOCK_V], tl.float32)
-    for start in range(0, count, AT_ONCE):
-        parts = start + tl.arange(0, AT_ONCE)
-        at = (first + parts) * width + part_row
-        share = tl.exp(tl.load(parts_lse_ptr + at, mask=parts < count, other=float("-inf")) - shift)
-        there = (parts < count)[:, None] & (dims < D_V)[None, :]
-        part = tl.load(parts_ptr + at[:, None] * D_V + dims[None, :], mask=there, other=0.0)
+    for start in range(0, parts.count, AT_ONCE):
+        some = start + tl.arange(0, AT_ONCE)
+        at = (parts.first + some) * parts.width + part_row
+        share = tl.exp(tl.load(parts.log_sum_exp + at, mask=some < parts.count, other=float("-inf")) - shift)
+        there = (some < parts.count)[:, None] & (dims < D_V)[None, :]
+        part = tl.load(parts.out + at[:, None] * D_V + dims[None, :], mask=there, other=0.0)
         out += tl.sum(share[:, None] * part, 0)
     tl.store(out_ptr + row * D_V + dims, out.to(out_ptr.dtype.element_ty), mask=dims < D_V)
 
 
 @jit
 def _weigh(
-    parts_lse_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
+    parts: HeadParts,
     logits_ptr: tl.tensor,
-    sums: tl.tensor,
-    sums_ptr: tl.tensor,
-    kv_row: tl.tensor,
+    sums: View,
     head: tl.tensor,
     G: tl.tensor,
     M: tl.tensor,
     T: tl.tensor,
     slots: tl.tensor,
     length: tl.tensor,
-    first: tl.tensor,
-    count: tl.tensor,
     WEIGHTS: tl.constexpr,
     PER_QUERY_HEAD: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> None:
-    """Logits of a KV head at some slots become WEIGHTS, in place, and are added to its sums at sums_ptr, if any."""
+    """A KV head's logits [G*M,T] at some slots become WEIGHTS, in place, and are added to its sums, if any."""
     heads = tl.arange(0, BLOCK_G)
-    drawn = tl.zeros([BLOCK_G, BLOCK_T], tl.float32)
+    drawn = tl.zeros([BLOCK_G, slots.shape[0]], tl.float32)
     there = (heads < G)[:, None] & (slots < length)[None, :]
     for query in range(M):
         rows = heads * M + query
-        lse = _log_sum_exp(parts_lse_ptr, sinks_ptr, rows, head * G + heads, heads < G, first, count, G * M, AT_ONCE)
+        lse = _log_sum_exp(parts, rows, head * G + heads, heads < G, AT_ONCE)
         shift = tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634)
-        at = logits_ptr + (kv_row * G * M + rows)[:, None] * T + slots[None, :]
+        at = logits_ptr + rows.to(tl.int64)[:, None] * T + slots[None, :]
         weights = tl.exp2(tl.load(at, mask=there, other=float("-inf")) - shift[:, None])
         if WEIGHTS:
             tl.store(at, weights, mask=(heads < G)[:, None] & (slots < T)[None, :])
         drawn += weights
     if sums is not None:
-        at = sums_ptr + slots.to(tl.int64) * sums.row
+        at = sums.ptr + slots.to(tl.int64) * sums.row
         if PER_QUERY_HEAD:
             each = at[None, :] + heads[:, None] * sums.dim
             tl.store(each, tl.load(each, mask=there, other=0.0) + drawn, mask=there)
@@ -185,7 +173,6 @@ def _finish(
     BLOCK_V: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    CHUNK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> None:
     """One program of a KV head: one of `joined` query rows to join, or BLOCK_T slots whose logits become weights."""
@@ -194,25 +181,17 @@ def _finish(
     part = tl.program_id(1)
     first, count = kv_row * programs, programs
     if TILE > 0:
-        first, count = parts_of(counts_ptr, kv_row, tl.num_programs(0), T, programs, TILE, CHUNK)
+        first, count = parts_of(Work(tl.num_programs(0), T, counts_ptr), kv_row, programs, TILE)
+    parts = HeadParts(parts_ptr, parts_lse_ptr, sinks_ptr, first, count, G * M)
     if part < joined:
-        _join(
-            parts_ptr, parts_lse_ptr, sinks_ptr, out_ptr, lse_ptr, kv_row * G * M + part, head * G + part // M, part,
-            first, count, G * M, D_V, BLOCK_V, AT_ONCE,
-        )  # fmt: skip
+        row = kv_row * G * M + part
+        _join(parts, out_ptr, lse_ptr, row, head * G + part // M, part, D_V, BLOCK_V, AT_ONCE)
     elif logits_ptr is not None:
         slots = (part - joined) * BLOCK_T + tl.arange(0, BLOCK_T)
-        length, sums_ptr = T, None
-        if counts_ptr is not None:
-            length = tl.load(counts_ptr + kv_row).to(tl.int32)
-        if sums is not None:
-            sums_ptr = at_head(sums, kv_row, H_kv)
-            if counts_ptr is not None:
-                sums_ptr += tl.load(starts_ptr + kv_row).to(tl.int64) * sums.row
-        _weigh(
-            parts_lse_ptr, sinks_ptr, logits_ptr, sums, sums_ptr, kv_row, head, G, M, T, slots, length, first, count,
-            WEIGHTS, PER_QUERY_HEAD, BLOCK_G, BLOCK_T, AT_ONCE,
-        )  # fmt: skip
+        start, length = segment(starts_ptr, counts_ptr, kv_row, T)
+        own = logits_ptr + kv_row * G * M * T
+        drawn = of_head(sums, kv_row, H_kv, start)
+        _weigh(parts, own, drawn, head, G, M, T, slots, length, WEIGHTS, PER_QUERY_HEAD, BLOCK_G, AT_ONCE)
 
 
 def finish(
@@ -231,7 +210,7 @@ def finish(
         parts.out, parts.log_sum_exp, asked.sinks, out, log_sum_exp, logits, starts, counts, added,
         heads, group, new, parts.slots, parts.programs, group * new, WEIGHTS=asked.weights,
         PER_QUERY_HEAD=sums is not None and sums.shape[-1] > 1, TILE=parts.tile, D_V=value_dim, BLOCK_V=block_v,
-        BLOCK_G=next_power_of_two(group), BLOCK_T=SLOTS_A_PROGRAM, CHUNK=CHUNK, AT_ONCE=max(1, 4096 // block_v),
+        BLOCK_G=next_power_of_two(group), BLOCK_T=SLOTS_A_PROGRAM, AT_ONCE=max(1, 4096 // block_v),
         maxnreg=128,  # left alone, ptxas takes 40 and spills
     )  # fmt: skip
     return out, log_sum_exp

@@ -113,24 +113,32 @@ def _products_piece(
 def _oldest(
     products_ptr: tl.tensor,
     positions_ptr: tl.tensor,
-    first: tl.tensor,
-    last: tl.tensor,
+    bests: tl.tensor,
     least: tl.tensor,
-    age: tl.tensor,
-    slot: tl.tensor,
+    piece: tl.tensor,
+    T: tl.tensor,
+    PIECES: tl.constexpr,
     BLOCK_T: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """The lowest position, and its slot, of `age` at `slot` and of slots `first` to `last` of product >= `least`."""
-    for start in range(first, last, BLOCK_T):
-        slots = start + tl.arange(0, BLOCK_T)
-        product = tl.load(products_ptr + slots, mask=slots < last, other=float("-inf"))
-        near = (slots < last) & (product >= least)
-        ages = tl.load(positions_ptr + slots, mask=near, other=2147483647).to(tl.int32)
-        lowest = tl.min(ages, 0)
-        at = tl.min(tl.where(near & (ages == lowest), slots, 2147483647), 0)
-        slot = tl.where(lowest < age, at, slot)
-        age = tl.minimum(age, lowest)
-    return age, slot
+) -> tl.tensor:
+    """The slot of the lowest position of those whose product is `least` at least; bests [PIECES]: of every piece."""
+    lanes = tl.arange(0, PIECES)
+    left = bests >= least
+    age = tl.full([], 2147483647, tl.int32)
+    slot = tl.full([], 0, tl.int32)
+    for _ in range(tl.sum(left.to(tl.int32), 0)):
+        at = tl.min(tl.where(left, lanes, PIECES), 0)
+        left = left & (lanes != at)
+        last = tl.minimum((at + 1) * piece, T)
+        for start in range(at * piece, last, BLOCK_T):
+            slots = start + tl.arange(0, BLOCK_T)
+            product = tl.load(products_ptr + slots, mask=slots < last, other=float("-inf"))
+            near = (slots < last) & (product >= least)
+            ages = tl.load(positions_ptr + slots, mask=near, other=2147483647).to(tl.int32)
+            lowest = tl.min(ages, 0)
+            found = tl.min(tl.where(near & (ages == lowest), slots, 2147483647), 0)
+            slot = tl.where(lowest < age, found, slot)
+            age = tl.minimum(age, lowest)
+    return slot.to(tl.int64)
 
 
 @jit
@@ -192,17 +200,8 @@ def _merge_one(
     lanes = tl.arange(0, PIECES)
     bests = tl.load(best_ptr + row * pieces + lanes, mask=lanes < pieces, other=float("-inf"))
     best = tl.max(bests, 0)
-    least = best - near * length
-    left = (lanes < pieces) & (bests >= least)
-    age = tl.full([], 2147483647, tl.int32)
-    slot = tl.full([], 0, tl.int32)
-    places = at_head(positions, row, H)
-    for _ in range(tl.sum(left.to(tl.int32), 0)):
-        at = tl.min(tl.where(left, lanes, PIECES), 0)
-        left = left & (lanes != at)
-        last = tl.minimum((at + 1) * piece, T)
-        age, slot = _oldest(products_ptr + row * T, places, at * piece, last, least, age, slot, BLOCK_T)
-    slot = slot.to(tl.int64)
+    products, places = products_ptr + row * T, at_head(positions, row, H)
+    slot = _oldest(products, places, bests, best - near * length, piece, T, PIECES, BLOCK_T)
     similarity = best / length
     share = 0.5
     if not AVERAGE:

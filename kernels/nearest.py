@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import at_head, fit_heads, jit, next_power_of_two, require_triton, tl, view
+from kvbench.kernels.jit import View, at_head, fit_heads, jit, next_power_of_two, of_head, require_triton, tl, view
 
 NORM_FLOOR = 1e-6
 
@@ -39,30 +39,23 @@ def nearest_ref(gone: Tensor, own: Tensor, present: Tensor) -> tuple[Tensor, Ten
 
 @jit
 def _products(
-    gone: tl.tensor,
-    own_ptr: tl.tensor,
-    present_ptr: tl.tensor,
-    own_row: tl.tensor,
-    places: tl.tensor,
-    dims: tl.tensor,
-    C: tl.tensor,
-    D: tl.tensor,
-    floor: tl.tensor,
+    gone: tl.tensor, own: View, present: View, places: tl.tensor, C: tl.tensor, D: tl.tensor, floor: tl.tensor
 ) -> tl.tensor:
-    """Products of `gone` [E,D] with the kept vectors at `places` [C] at length 1, -inf where there is none: [E,C]."""
-    there = tl.load(present_ptr + places, mask=places < C, other=0) != 0
-    rows = own_ptr + places.to(tl.int64)[:, None] * own_row + dims[None, :]
-    own = tl.load(rows, mask=there[:, None] & (dims < D)[None, :], other=0.0)
-    length = tl.sqrt(tl.sum(own.to(tl.float32) * own.to(tl.float32), 1))
-    products = tl.dot(gone, tl.trans(own), input_precision="ieee")
+    """Products of `gone` [E,BLOCK_D] with a head's vectors at `places` [C] at length 1, -inf where there is none."""
+    there = tl.load(present.ptr + places, mask=places < C, other=0) != 0
+    dims = tl.arange(0, gone.shape[1])
+    rows = own.ptr + places.to(tl.int64)[:, None] * own.row + dims[None, :]
+    vectors = tl.load(rows, mask=there[:, None] & (dims < D)[None, :], other=0.0)
+    length = tl.sqrt(tl.sum(vectors.to(tl.float32) * vectors.to(tl.float32), 1))
+    products = tl.dot(gone, tl.trans(vectors), input_precision="ieee")
     return tl.where(there[None, :], products / tl.maximum(length, floor)[None, :], float("-inf"))
 
 
 @jit
 def _nearest(
-    gone: tl.tensor,
-    own: tl.tensor,
-    present: tl.tensor,
+    gone: View,
+    own: View,
+    present: View,
     best_ptr: tl.tensor,
     place_ptr: tl.tensor,
     H: tl.tensor,
@@ -78,7 +71,7 @@ def _nearest(
     """One program: the nearest kept token of BLOCK_E evicted ones of one KV head, the first of equally near ones."""
     blocks = tl.cdiv(E, BLOCK_E)
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    own_ptr, present_ptr = at_head(own, row, H), at_head(present, row, H)
+    own, present = of_head(own, row, H, 0), of_head(present, row, H, 0)
     entries = tl.program_id(0) % blocks * BLOCK_E + tl.arange(0, BLOCK_E)
     dims = tl.arange(0, BLOCK_D)
     inside = (entries < E)[:, None] & (dims < D)[None, :]
@@ -87,14 +80,14 @@ def _nearest(
     best = tl.full([BLOCK_E], float("-inf"), tl.float32)
     for start in range(0, C, BLOCK_C):
         places = start + tl.arange(0, BLOCK_C)
-        products = _products(vectors, own_ptr, present_ptr, own.row, places, dims, C, D, floor)
+        products = _products(vectors, own, present, places, C, D, floor)
         best = tl.maximum(best, tl.max(products, 1))
     length = tl.maximum(tl.sqrt(tl.sum(vectors.to(tl.float32) * vectors.to(tl.float32), 1)), floor)
     least = best - near * length
     place = tl.full([BLOCK_E], 2147483647, tl.int32)
     for start in range(0, C, BLOCK_C):
         places = start + tl.arange(0, BLOCK_C)
-        products = _products(vectors, own_ptr, present_ptr, own.row, places, dims, C, D, floor)
+        products = _products(vectors, own, present, places, C, D, floor)
         first = tl.min(tl.where(products >= least[:, None], places[None, :], 2147483647), 1)
         place = tl.minimum(place, first)
     tl.store(best_ptr + row * E + entries, best / length, mask=entries < E)

@@ -15,12 +15,15 @@ from kvbench.kernels.attention_rows import attention_logits, visible, widen
 from kvbench.kernels.jit import at_head, jit, next_power_of_two, tl, use_triton, view
 from kvbench.kernels.prompt_tiles import (
     LITTLE,
+    Rule,
+    Vectors,
     dims_of,
     hidden,
+    log_sum,
     logits_of,
     query_places,
+    rule_of,
     same_dtype,
-    scale_and_cap,
     shared_memory,
     slot_blocks,
     slot_places,
@@ -77,6 +80,20 @@ def prompt_attention_ref(
 
 
 @jit
+def _sunk(
+    sinks_ptr: tl.tensor, head: tl.tensor, q_place: tl.tensor, BLOCK_M: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Maximum and sum of the softmax of BLOCK_M queries before their first slot: that of their head's sink, if any."""
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        top = tl.where(q_place >= 0, sink, float("-inf"))
+        total = tl.where(q_place >= 0, 1.0, 0.0)
+    return top, total
+
+
+@jit
 def _forward(
     q: tl.tensor,
     k: tl.tensor,
@@ -90,9 +107,7 @@ def _forward(
     G: tl.tensor,
     M: tl.tensor,
     T: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    window: tl.tensor,
+    rule: Rule,
     D_V: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -108,31 +123,22 @@ def _forward(
     k_pos_ptr += row // G * T
     queries = start + tl.arange(0, BLOCK_M)
     q_place = query_places(q_pos_ptr, queries, M, T, ALIGNED)
-    begin, blocks, free = slot_blocks(k_pos_ptr, q_place, start, M, T, window, ALIGNED, BLOCK_M, BLOCK_T)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + row % H_q).to(tl.float32) * 1.4426950408889634
-        top = tl.where(q_place >= 0, sink, float("-inf"))
-        total = tl.where(q_place >= 0, 1.0, 0.0)
+    begin, blocks, free = slot_blocks(k_pos_ptr, q_place, start, M, T, rule.window, ALIGNED, BLOCK_M, BLOCK_T)
+    top, total = _sunk(sinks_ptr, row % H_q, q_place, BLOCK_M)
     sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    q_rows = at_head(q, row, H_q) + queries.to(tl.int64) * q.row
-    held = tile(q_rows, queries < M, q.dim, 0, DIMS.D, DIMS.BLOCK)
+    asking = Vectors(at_head(q, row, H_q) + queries.to(tl.int64) * q.row, queries < M, q.dim)
+    held = tile(asking, 0, DIMS.D, DIMS.BLOCK)
     k_ptr, v_ptr = at_head(k, row // G, H_q // G), at_head(v, row // G, H_q // G)
     v_dims = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     for part in tl.static_range(2):  # first the blocks without a mask, then the others
-        first, steps = 0, free
-        if part == 1:
-            first, steps = free, blocks - free
+        first, steps = (0, free) if part == 0 else (free, blocks - free)
         for step in range(steps):  # Triton 3.9 overlaps loads with sums only in loops that start at 0
             slots = begin + (first + step) * BLOCK_T + tl.arange(0, BLOCK_T)
-            k_rows = k_ptr + slots.to(tl.int64) * k.row
-            logits = logits_of(
-                held, q_rows, queries < M, q.dim, k_rows, slots < T, k.dim, scale, cap, DIMS
-            )  # fmt: skip
+            own = Vectors(k_ptr + slots.to(tl.int64) * k.row, slots < T, k.dim)
+            logits = logits_of(held, asking, own, rule, DIMS)
             if part == 1:
                 k_place = slot_places(k_pos_ptr, slots, T, ALIGNED)
-                logits = hidden(logits, q_place[:, None], k_place[None, :], window)
+                logits = hidden(logits, q_place[:, None], k_place[None, :], rule.window)
             weights, top, total, fading = weighed(logits, top, total)
             if out is not None:
                 v_at = v_ptr + slots.to(tl.int64)[:, None] * v.row + v_dims.to(tl.int64)[None, :] * v.dim
@@ -140,14 +146,13 @@ def _forward(
                 if part == 1 and not ALIGNED:  # an empty slot may hold anything, and 0 times NaN is not 0
                     values = tl.where((k_place < 2**30)[:, None], values, 0.0)
                 sums = sums * fading[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    some = tl.where(total > 0, total, 1.0)
-    lse = tl.where(total > 0, (top + tl.log2(some)) * 0.6931471805599453, float("inf"))
     if tl.program_id(1) == 0:
+        lse = log_sum(top, total, float("inf")) * 0.6931471805599453
         tl.store(lse_ptr + row * M + queries, lse, mask=queries < M)
     if out is not None:
         at = at_head(out, row, H_q) + queries.to(tl.int64)[:, None] * out.row + v_dims[None, :]
-        sums = (sums / some[:, None]).to(out.ptr.dtype.element_ty)
-        tl.store(at, sums, mask=(queries < M)[:, None] & (v_dims < D_V)[None, :])
+        sums /= tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(at, sums.to(out.ptr.dtype.element_ty), mask=(queries < M)[:, None] & (v_dims < D_V)[None, :])
 
 
 def tiles(dim: int, value_dim: int, dtype: torch.dtype, aligned: bool, shared: int = LITTLE) -> dict[str, Any]:
@@ -197,7 +202,7 @@ def prompt_attention_triton(
     with torch.cuda.device_of(q):
         _forward[-(-new // how["BLOCK_M"]) * batch * query_heads, parts](
             view(q), view(k), view(v), None if values is None else view(out), log_sum_exp, *places, sinks, *sizes,
-            *scale_and_cap(scaling, softcap), sliding_window, D_V=value_dim, ALIGNED=aligned, **how,
+            rule_of(scaling, softcap, sliding_window), D_V=value_dim, ALIGNED=aligned, **how,
         )  # fmt: skip
     return Attention(out, log_sum_exp)
 

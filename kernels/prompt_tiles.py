@@ -121,46 +121,54 @@ def slot_blocks(
     return begin, blocks, free
 
 
+class Rule(NamedTuple):
+    """What makes logits in base 2 of inner products, and who sees whom: a factor, a soft cap, a sliding window."""
+
+    scale: float
+    cap: float | None
+    window: int | None
+
+
+def rule_of(scaling: float, softcap: float | None, sliding_window: int | None = None) -> Rule:
+    """A model's scaling, soft cap and sliding window as the kernels' base 2 wants them."""
+    if softcap is None:
+        return Rule(LOG2E * scaling, None, sliding_window)
+    return Rule(2 * LOG2E * scaling / softcap, LOG2E * softcap, sliding_window)
+
+
+class Vectors(NamedTuple):
+    """Vectors [n] to be loaded: pointers to their first numbers, which are there, and how far numbers lie apart."""
+
+    rows: tl.tensor
+    there: tl.tensor
+    dim: tl.tensor
+
+
 @jit
-def tile(
-    rows: tl.tensor, there: tl.tensor, dim: tl.tensor, start: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
-) -> tl.tensor:
-    """Numbers start..start+BLOCK_D of D at pointers `rows` [n], `dim` apart: [n,BLOCK_D], 0 where there is nothing."""
+def tile(x: Vectors, start: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr) -> tl.tensor:
+    """Numbers start..start+BLOCK_D of D of vectors x: [n,BLOCK_D], 0 where there is nothing."""
     dims = start + tl.arange(0, BLOCK_D)
-    mask = there[:, None]
+    mask = x.there[:, None]
     if start + BLOCK_D > D:
         mask = mask & (dims < D)[None, :]
-    return tl.load(rows[:, None] + dims.to(tl.int64)[None, :] * dim, mask=mask, other=0.0)
+    return tl.load(x.rows[:, None] + dims.to(tl.int64)[None, :] * x.dim, mask=mask, other=0.0)
 
 
 @jit
-def logits_of(
-    first: tl.tensor,
-    a_rows: tl.tensor,
-    a_there: tl.tensor,
-    a_dim: tl.tensor,
-    b_rows: tl.tensor,
-    b_there: tl.tensor,
-    b_dim: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    DIMS: tl.constexpr,
-) -> tl.tensor:
-    """Logits in base 2 of vectors a and b, as `tile` takes them: [a,b]. first: a's first numbers, held already."""
-    b = tile(b_rows, b_there, b_dim, 0, DIMS.D, DIMS.BLOCK)
-    products = tl.dot(first, tl.trans(b), input_precision="ieee")
+def logits_of(held: tl.tensor, a: Vectors, b: Vectors, rule: Rule, DIMS: tl.constexpr) -> tl.tensor:
+    """Logits of vectors a and b, [a,b]. held: the first numbers of a, DIMS.BLOCK of them."""
+    products = tl.dot(held, tl.trans(tile(b, 0, DIMS.D, DIMS.BLOCK)), input_precision="ieee")
     WHOLE: tl.constexpr = DIMS.WHOLE  # Triton 3.6 takes no field here
     BLOCK: tl.constexpr = DIMS.BLOCK
     for start in tl.static_range(BLOCK, WHOLE, BLOCK):
-        a = tile(a_rows, a_there, a_dim, start, DIMS.D, BLOCK)
-        b = tile(b_rows, b_there, b_dim, start, DIMS.D, BLOCK)
-        products = tl.dot(a, tl.trans(b), products, input_precision="ieee")
-    return capped(products * scale, cap)
+        part = tl.trans(tile(b, start, DIMS.D, BLOCK))
+        products = tl.dot(tile(a, start, DIMS.D, BLOCK), part, products, input_precision="ieee")
+    return capped(products * rule.scale, rule.cap)
 
 
 @jit
 def capped(logits: tl.tensor, cap: tl.tensor) -> tl.tensor:
-    """cap * tanh(logit / cap), scaled as `scale_and_cap` says: tanh(y) = 1 - 2 / (exp(2y) + 1), 2y in base 2."""
+    """cap * tanh(logit / cap), scaled as `rule_of` says: tanh(y) = 1 - 2 / (exp(2y) + 1), 2y in base 2."""
     if cap is not None:
         logits = cap * (1 - 2 / (tl.exp2(logits) + 1))
     return logits
@@ -184,6 +192,22 @@ def weighed(logits: tl.tensor, top: tl.tensor, total: tl.tensor) -> tuple[tl.ten
     return weights, new_top, total * fading + tl.sum(weights, 1), fading
 
 
+@jit
+def attend(
+    logits: tl.tensor, values: tl.tensor, top: tl.tensor, total: tl.tensor, out: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The running maximum, sum and output of a softmax in base 2 after its next logits [R,T] and values [T,D]."""
+    weights, top, total, fading = weighed(logits, top, total)
+    return top, total, out * fading[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+
+
+@jit
+def log_sum(top: tl.tensor, total: tl.tensor, nothing: tl.constexpr) -> tl.tensor:
+    """Base-2 log-sum-exp of rows by their maximum and sum; `nothing` where they saw nothing."""
+    some = total > 0
+    return tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), nothing)
+
+
 def same_dtype(kernel: str, queries: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the dtype they are multiplied in. ValueError for float64 and where Triton is missing."""
     require_triton(kernel, queries.device)
@@ -196,13 +220,6 @@ def same_dtype(kernel: str, queries: Tensor, *others: Tensor) -> tuple[Tensor, .
     if not queries.is_cuda and dtype == torch.bfloat16:
         dtype = torch.float32  # Triton's interpreter multiplies the bit patterns of bfloat16; these are its values
     return tuple(x.to(dtype) for x in (queries, *others))
-
-
-def scale_and_cap(scaling: float, softcap: float | None) -> tuple[float, float | None]:
-    """What inner products are multiplied with, and the soft cap, both as the kernels' base 2 wants them."""
-    if softcap is None:
-        return LOG2E * scaling, None
-    return 2 * LOG2E * scaling / softcap, LOG2E * softcap
 
 
 class Dims(NamedTuple):

@@ -2,7 +2,7 @@
 """Tiles of packed codes as numbers in registers, for attention on them.
 
 Codes are unpacked two at a time, one of each 16-bit half of a word: 0, 8, 1, 9, ... at 2 bits. Attention does not mind
-the order of tokens, nor of channels, so nothing is sorted back: `_places` says which is where. Below the bits of 1024,
+the order of tokens, nor of channels, so nothing is sorted back: `places` says which is where. Below the bits of 1024,
 a code's bits make the float16 1024 + code, so that no integer is converted.
 
 Shapes: B batch, H KV heads, N tokens in codes, R tokens of a tail, E outlier entries, U numbers of a group, W int32
@@ -13,38 +13,29 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
-
-from kvbench.kernels.jit import jit, tl
-from kvbench.kernels.prompt_tiles import capped, weighed
+from kvbench.kernels.jit import View, jit, of_head, tl
+from kvbench.kernels.prompt_tiles import attend, capped
 
 
 class Stored(NamedTuple):
-    """Keys or values as the kernel takes them, and strides; an entry of words or scales is a group of tokens, or one.
+    """Keys or values as the kernel takes them: codes, a tail in full precision, exact outliers.
 
-    tail [B,H,R,D] in full precision; exact [B,H,E,D] contiguous, of the outliers.
+    words [B,H,N',..], scale and minimum [B,H,N',..] of the same strides, N' of groups of tokens, or of tokens; tail
+    [B,H,R,D]; exact [B,H,E,D], of no meaning where E is 0.
     """
 
-    words: Tensor
-    scale: Tensor
-    minimum: Tensor
-    tail: Tensor
-    exact: Tensor | None
-    word_batch: int
-    word_head: int
-    word_entry: int
-    scale_batch: int
-    scale_head: int
-    scale_entry: int
-    tail_batch: int
-    tail_head: int
-    tail_token: int
+    words: View
+    scale: View
+    minimum: View
+    tail: View
+    exact: View
 
 
 class Groups(NamedTuple):
     """How codes lie in words: BITS each, groups of U numbers in W of WIDTH words, one token's (PER_TOKEN) or channel's.
 
-    WORDS: of a token, PER_TOKEN, or of a channel that are read at once; REST: where not all tokens are in codes.
+    WORDS: of a token, PER_TOKEN, or of a channel that are read at once; REST: where not all tokens are in codes. D
+    channels, BLOCK_D filled up.
     """
 
     PER_TOKEN: bool
@@ -52,8 +43,17 @@ class Groups(NamedTuple):
     U: int
     W: int
     WIDTH: int
-    WORDS: int
+    WORDS: int = 0
     REST: int = 0
+    D: int = 0
+    BLOCK_D: int = 0
+
+
+@jit
+def of_side(x: Stored, row: tl.tensor, H: tl.tensor) -> Stored:
+    """What KV head `row` has of keys or values."""
+    words, scale, minimum = of_head(x.words, row, H, 0), of_head(x.scale, row, H, 0), of_head(x.minimum, row, H, 0)
+    return Stored(words, scale, minimum, of_head(x.tail, row, H, 0), of_head(x.exact, row, H, 0))
 
 
 @jit
@@ -69,13 +69,13 @@ def places(first: tl.tensor, WORDS: tl.constexpr, HOW: tl.constexpr) -> tuple[tl
 
 
 @jit
-def channels(HOW: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def channels(HOW: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Which channels a tile's numbers are, and whether they are."""
     if HOW.PER_TOKEN:
         dims, there = places(0, HOW.WORDS, HOW)
     else:
-        dims, there = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D) >= 0
-    return dims, there & (dims < D)
+        dims, there = tl.arange(0, HOW.BLOCK_D), tl.arange(0, HOW.BLOCK_D) >= 0
+    return dims, there & (dims < HOW.D)
 
 
 @jit
@@ -95,35 +95,35 @@ def _half(
 
 @jit
 def coded(
-    side: tl.tensor,
-    row: tl.tensor,
-    H: tl.tensor,
+    side: Stored,
     first: tl.tensor,
     tokens: tl.tensor,
     coded: tl.tensor,
     HOW: tl.constexpr,
     TILE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ) -> tl.tensor:
-    """A tile of numbers, 0 beyond the `coded` tokens: [tokens,channels] PER_TOKEN, else [channels,tokens].
+    """A tile of one KV head, 0 beyond the `coded` tokens: [tokens,channels] PER_TOKEN, else [channels,tokens].
 
     TILE: words of a channel.
     """
     WORDS: tl.constexpr = HOW.WORDS if HOW.PER_TOKEN else TILE
     if HOW.PER_TOKEN:
-        rows, inside, groups, start = tokens.to(tl.int64), tokens < coded, D // HOW.U, 0
-        row_words, row_scales, group_words, group_scales = side.word_entry, side.scale_entry, HOW.W, 1
+        rows, inside, groups, start = tokens.to(tl.int64), tokens < coded, HOW.D // HOW.U, 0
+        row_words, row_scales, group_words, group_scales = side.words.row, side.scale.row, HOW.W, 1
     else:
-        rows, inside, groups, start = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D) < D, coded // HOW.U, first
-        row_words, row_scales, group_words, group_scales = HOW.W, 1, side.word_entry, side.scale_entry
+        rows, inside, groups, start = (
+            tl.arange(0, HOW.BLOCK_D),
+            tl.arange(0, HOW.BLOCK_D) < HOW.D,
+            coded // HOW.U,
+            first,
+        )
+        row_words, row_scales, group_words, group_scales = HOW.W, 1, side.words.row, side.scale.row
     column = start + tl.arange(0, WORDS)
     group, word = column // HOW.WIDTH, column % HOW.WIDTH
     at = rows[:, None] * row_words + (group.to(tl.int64) * group_words + word)[None, :]
     there = inside[:, None] & ((group < groups) & (word < HOW.W))[None, :]
-    at += row // H * side.word_batch + row % H * side.word_head
-    words = tl.load(side.words + at, mask=there, other=0)
+    words = tl.load(side.words.ptr + at, mask=there, other=0)
     codes = tl.interleave(_half(words, 0, HOW.BITS, 0, HOW.BITS), _half(words, 1, HOW.BITS, 0, HOW.BITS))
     codes = (codes.to(tl.float16, bitcast=True) - 1024.0).to(PRODUCTS)
     ROWS: tl.constexpr = codes.shape[0]
@@ -131,40 +131,28 @@ def coded(
     GROUPS: tl.constexpr = (WORDS + HOW.WIDTH - 1) // HOW.WIDTH
     group = start // HOW.WIDTH + tl.arange(0, GROUPS)
     at = rows[:, None] * row_scales + (group.to(tl.int64) * group_scales)[None, :]
-    at += row // H * side.scale_batch + row % H * side.scale_head
     there = inside[:, None] & (group < groups)[None, :]
-    scale = tl.load(side.scale + at, mask=there, other=0.0).to(PRODUCTS)[:, :, None]
-    minimum = tl.load(side.minimum + at, mask=there, other=0.0).to(PRODUCTS)[:, :, None]
+    scale = tl.load(side.scale.ptr + at, mask=there, other=0.0).to(PRODUCTS)[:, :, None]
+    minimum = tl.load(side.minimum.ptr + at, mask=there, other=0.0).to(PRODUCTS)[:, :, None]
     numbers = tl.reshape(codes, (ROWS, GROUPS, NUMBERS // GROUPS)) * scale + minimum
     return tl.reshape(numbers, (ROWS, NUMBERS))
 
 
 @jit
-def _exact(
-    ptr: tl.tensor,
-    stride: tl.tensor,
-    tokens: tl.tensor,
-    inside: tl.tensor,
-    HOW: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-) -> tl.tensor:
+def _exact(x: View, tokens: tl.tensor, inside: tl.tensor, HOW: tl.constexpr, PRODUCTS: tl.constexpr) -> tl.tensor:
     """Tokens of one KV head in full precision where `inside`, laid out as `coded` lays them out; 0 elsewhere."""
-    dims, there = channels(HOW, D, BLOCK_D)
-    tokens = tokens.to(tl.int64) * stride
+    dims, there = channels(HOW)
+    tokens = tokens.to(tl.int64) * x.row
     if HOW.PER_TOKEN:
         at, mask = tokens[:, None] + dims[None, :], inside[:, None] & there[None, :]
     else:
         at, mask = tokens[None, :] + dims[:, None], inside[None, :] & there[:, None]
-    return tl.load(ptr + at, mask=mask, other=0.0).to(PRODUCTS)
+    return tl.load(x.ptr + at, mask=mask, other=0.0).to(PRODUCTS)
 
 
 @jit
 def held(
-    side: tl.tensor,
-    row: tl.tensor,
-    H: tl.tensor,
+    side: Stored,
     first: tl.tensor,
     tokens: tl.tensor,
     seen: tl.tensor,
@@ -174,17 +162,13 @@ def held(
     HOW: tl.constexpr,
     TILE: tl.constexpr,
     E: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ) -> tl.tensor:
     """As `coded`, of a tile whose tokens are codes, the tail's where `seen`, or of E outliers those `inside`."""
-    x = coded(side, row, H, first, tokens, coded_tokens, HOW, TILE, D, BLOCK_D, PRODUCTS)
-    in_tail = seen & (tokens >= coded_tokens)
-    tail = side.tail + row // H * side.tail_batch + row % H * side.tail_head
-    x += _exact(tail, side.tail_token, tokens - coded_tokens, in_tail, HOW, D, BLOCK_D, PRODUCTS)
+    x = coded(side, first, tokens, coded_tokens, HOW, TILE, PRODUCTS)
+    x += _exact(side.tail, tokens - coded_tokens, seen & (tokens >= coded_tokens), HOW, PRODUCTS)
     if E > 0:
-        x += _exact(side.exact + row * E * D, D, entry, inside, HOW, D, BLOCK_D, PRODUCTS)
+        x += _exact(side.exact, entry, inside, HOW, PRODUCTS)
     return x
 
 
@@ -207,5 +191,5 @@ def attended(
     if not VALUE.PER_TOKEN:
         v = tl.trans(v)
     logits = capped(tl.dot(q, k, input_precision="ieee"), cap)
-    weights, top, total, fading = weighed(tl.where(seen[None, :], logits, float("-inf")), top, total)
-    return top, total, tl.dot(weights.to(v.dtype), v, out * fading[:, None], input_precision="ieee")
+    top, total, out = attend(tl.where(seen[None, :], logits, float("-inf")), v, top, total, out)
+    return top, total, out

@@ -11,11 +11,12 @@ Shapes: B batch, H KV heads, T slots.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import at_head, jit, next_power_of_two, require_triton, rows, tl
+from kvbench.kernels.jit import View, jit, next_power_of_two, of_head, require_triton, rows, tl
 
 
 def best_first_ref(scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor) -> list[int]:
@@ -62,34 +63,38 @@ def _ordered(x: tl.tensor) -> tl.tensor:
     return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
+class Ranked(NamedTuple):
+    """What slots are ranked by, [B,H,T] of all heads or [T] of one; base None: nothing decides between equal scores."""
+
+    scores: View
+    base: View | None
+    positions: View
+    protected: View
+
+
 @jit
-def _score_keys(
-    scores_ptr: tl.tensor, protected_ptr: tl.tensor, positions_ptr: tl.tensor, slots: tl.tensor, T: tl.tensor
-) -> tuple[tl.tensor, tl.tensor]:
+def _score_keys(x: Ranked, slots: tl.tensor, T: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Keys of slots by score, the protected ones first, and which of them hold a token."""
-    stored = tl.load(positions_ptr + slots, mask=slots < T, other=-1) >= 0
-    scores = tl.load(scores_ptr + slots, mask=stored, other=0.0)
-    stays = tl.load(protected_ptr + slots, mask=stored, other=0) != 0
+    stored = tl.load(x.positions.ptr + slots, mask=slots < T, other=-1) >= 0
+    scores = tl.load(x.scores.ptr + slots, mask=stored, other=0.0)
+    stays = tl.load(x.protected.ptr + slots, mask=stored, other=0) != 0
     return _ordered(tl.where(stays, float("inf"), scores)), stored
 
 
 @jit
-def _base_keys(base_ptr: tl.tensor, slots: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    return _ordered(tl.load(base_ptr + slots, mask=mask, other=0.0))
+def _base_keys(base: View, slots: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    return _ordered(tl.load(base.ptr + slots, mask=mask, other=0.0))
 
 
 @jit
-def _age_keys(positions_ptr: tl.tensor, slots: tl.tensor, mask: tl.tensor) -> tl.tensor:
+def _age_keys(x: Ranked, slots: tl.tensor, mask: tl.tensor) -> tl.tensor:
     """The lower position first."""
-    return tl.load(positions_ptr + slots, mask=mask, other=0).to(tl.uint32) ^ 0xFFFFFFFF
+    return tl.load(x.positions.ptr + slots, mask=mask, other=0).to(tl.uint32) ^ 0xFFFFFFFF
 
 
 @jit
 def _cut(
-    scores_ptr: tl.tensor,
-    base_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    protected_ptr: tl.tensor,
+    x: Ranked,
     T: tl.tensor,
     need: tl.tensor,
     end: tl.tensor,
@@ -110,14 +115,14 @@ def _cut(
         counts = tl.zeros([256], tl.int32)
         for start in range(0, end, BLOCK):
             slots = start + tl.arange(0, BLOCK)
-            keys, among = _score_keys(scores_ptr, protected_ptr, positions_ptr, slots, T)
+            keys, among = _score_keys(x, slots, T)
             if STAGE > 0:
                 among = among & (keys == score_cut)
-                if base_ptr is not None:
-                    keys = _base_keys(base_ptr, slots, among & (slots < base_end))
+                if x.base is not None:
+                    keys = _base_keys(x.base, slots, among & (slots < base_end))
             if STAGE == 2:
                 among = among & ((keys == base_cut) | (slots >= base_end))
-                keys = _age_keys(positions_ptr, slots, among)
+                keys = _age_keys(x, slots, among)
             lead = keys >> (24 - 8 * byte)
             among = among & ((lead >> 8) == prefix)
             counts += tl.histogram((lead & 255).to(tl.int32), 256, mask=among)
@@ -132,10 +137,9 @@ def _cut(
 
 @jit
 def _above(
+    x: Ranked,
     score_keys: tl.tensor,
     stored: tl.tensor,
-    base_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
     slots: tl.tensor,
     score_cut: tl.tensor,
     base_cut: tl.tensor,
@@ -147,12 +151,12 @@ def _above(
     """Which slots come before the cuts, by score, base score and age in turn, and which are equal to all of them."""
     stays = stored & (score_keys > score_cut)
     at_cut = stored & (score_keys == score_cut)
-    if base_ptr is not None:
-        keys = _base_keys(base_ptr, slots, at_cut & (slots < base_end))
+    if x.base is not None:
+        keys = _base_keys(x.base, slots, at_cut & (slots < base_end))
         stays = stays | (at_cut & (slots < base_end) & (keys > base_cut))
         at_cut = at_cut & ((slots >= base_end) | (keys == base_cut))
     if not ASCENDING:
-        keys = _age_keys(positions_ptr, slots, at_cut & (slots < age_end))
+        keys = _age_keys(x, slots, at_cut & (slots < age_end))
         stays = stays | (at_cut & (slots < age_end) & (keys > age_cut))
         at_cut = at_cut & ((slots >= age_end) | (keys == age_cut))
     return stays, at_cut
@@ -160,10 +164,7 @@ def _above(
 
 @jit
 def _select(
-    scores: tl.tensor,
-    base: tl.tensor,
-    positions: tl.tensor,
-    protected: tl.tensor,
+    ranked: Ranked,
     counts_ptr: tl.tensor,
     out_ptr: tl.tensor,
     H: tl.tensor,
@@ -174,42 +175,29 @@ def _select(
 ) -> None:
     """One program: which slots of one KV head stay: `keep`, or every head its own number, at counts_ptr."""
     row = tl.program_id(0).to(tl.int64)
-    scores_ptr, positions_ptr = at_head(scores, row, H), at_head(positions, row, H)
-    protected_ptr = at_head(protected, row, H)
-    base_ptr = None
-    if base is not None:
-        base_ptr = at_head(base, row, H)
+    scores, positions = of_head(ranked.scores, row, H, 0), of_head(ranked.positions, row, H, 0)
+    x = Ranked(scores, of_head(ranked.base, row, H, 0), positions, of_head(ranked.protected, row, H, 0))
     need = keep + tl.full([], 0, tl.int32)
     if counts_ptr is not None:
         need = tl.load(counts_ptr + row).to(tl.int32)
     base_cut = tl.full([], 0, tl.uint32)
     age_cut = tl.full([], 0, tl.uint32)
     base_end, age_end = 0, 0  # slots to look through for a later cut: none where all equal at the one before stay
-    score_cut, need, equal = _cut(
-        scores_ptr, base_ptr, positions_ptr, protected_ptr, T, need, T, base_cut, base_end, base_cut, 0, BLOCK
-    )  # fmt: skip
-    if base is not None:
+    score_cut, need, equal = _cut(x, T, need, T, base_cut, base_end, base_cut, 0, BLOCK)
+    if x.base is not None:
         base_end = tl.where(need < equal, T, 0)
-        base_cut, left, tied = _cut(
-            scores_ptr, base_ptr, positions_ptr, protected_ptr, T, need, base_end, score_cut, base_end, base_cut,
-            1, BLOCK,
-        )  # fmt: skip
+        base_cut, left, tied = _cut(x, T, need, base_end, score_cut, base_end, base_cut, 1, BLOCK)
         need = tl.where(base_end > 0, left, need)
         equal = tl.where(base_end > 0, tied, equal)
     if not ASCENDING:
         age_end = tl.where(need < equal, T, 0)
-        age_cut, left, tied = _cut(
-            scores_ptr, base_ptr, positions_ptr, protected_ptr, T, need, age_end, score_cut, base_end, base_cut,
-            2, BLOCK,
-        )  # fmt: skip
+        age_cut, left, tied = _cut(x, T, need, age_end, score_cut, base_end, base_cut, 2, BLOCK)
         need = tl.where(age_end > 0, left, need)
     before = 0
     for start in range(0, T, BLOCK):
         slots = start + tl.arange(0, BLOCK)
-        keys, stored = _score_keys(scores_ptr, protected_ptr, positions_ptr, slots, T)
-        stays, at_cut = _above(
-            keys, stored, base_ptr, positions_ptr, slots, score_cut, base_cut, age_cut, base_end, age_end, ASCENDING
-        )  # fmt: skip
+        keys, stored = _score_keys(x, slots, T)
+        stays, at_cut = _above(x, keys, stored, slots, score_cut, base_cut, age_cut, base_end, age_end, ASCENDING)
         ties = at_cut.to(tl.int32)
         rank = before + tl.cumsum(ties, 0) - ties
         before += tl.sum(ties, 0)
@@ -217,31 +205,24 @@ def _select(
 
 
 @jit
-def _victim(
-    scores: tl.tensor,
-    base: tl.tensor,
-    positions: tl.tensor,
-    protected: tl.tensor,
-    out_ptr: tl.tensor,
-    H: tl.tensor,
-    T: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
+def _victim(ranked: Ranked, out_ptr: tl.tensor, H: tl.tensor, T: tl.tensor, BLOCK: tl.constexpr) -> None:
     """One program: the slot to give up of one KV head; every lane keeps the worst of its slots, then they compare."""
     row = tl.program_id(0).to(tl.int64)
+    scores, positions = of_head(ranked.scores, row, H, 0), of_head(ranked.positions, row, H, 0)
+    x = Ranked(scores, of_head(ranked.base, row, H, 0), positions, of_head(ranked.protected, row, H, 0))
     worst = tl.full([BLOCK], float("inf"), tl.float32)
     worst_base = tl.zeros([BLOCK], tl.float32)
     newest = tl.full([BLOCK], -1, tl.int32)
     found = tl.full([BLOCK], 0, tl.int32)
     for start in range(0, T, BLOCK):
         slots = start + tl.arange(0, BLOCK)
-        places = tl.load(at_head(positions, row, H) + slots, mask=slots < T, other=-1).to(tl.int32)
-        may_go = (places >= 0) & (tl.load(at_head(protected, row, H) + slots, mask=slots < T, other=1) == 0)
-        own = _number(tl.load(at_head(scores, row, H) + slots, mask=may_go, other=0.0))
+        places = tl.load(x.positions.ptr + slots, mask=slots < T, other=-1).to(tl.int32)
+        may_go = (places >= 0) & (tl.load(x.protected.ptr + slots, mask=slots < T, other=1) == 0)
+        own = _number(tl.load(x.scores.ptr + slots, mask=may_go, other=0.0))
         equal = places > newest
         own_base = worst_base
-        if base is not None:
-            own_base = _number(tl.load(at_head(base, row, H) + slots, mask=may_go, other=0.0))
+        if x.base is not None:
+            own_base = _number(tl.load(x.base.ptr + slots, mask=may_go, other=0.0))
             equal = (own_base < worst_base) | ((own_base == worst_base) & equal)
         worse = may_go & ((newest < 0) | (own < worst) | ((own == worst) & equal))
         worst = tl.where(worse, own, worst)
@@ -250,7 +231,7 @@ def _victim(
         found = tl.where(worse, slots, found)
     goes = newest >= 0
     goes = goes & (worst == tl.min(tl.where(goes, worst, float("inf")), 0))
-    if base is not None:
+    if x.base is not None:
         goes = goes & (worst_base == tl.min(tl.where(goes, worst_base, float("inf")), 0))
     newest = tl.where(goes, newest, -1)
     goes = goes & (newest == tl.max(newest, 0))
@@ -303,9 +284,9 @@ def select_triton(
     counts = keep.expand(batch, heads).contiguous() if isinstance(keep, Tensor) else None
     number = 0 if isinstance(keep, Tensor) else max(-1, min(keep, slots))
     how = {"ASCENDING": ascending, **tiles(slots, _capability(scores.device))}
-    call = rows(scores), None if tie_break is None else rows(tie_break), rows(positions), rows(protected)
+    ranked = Ranked(rows(scores), None if tie_break is None else rows(tie_break), rows(positions), rows(protected))
     with torch.cuda.device_of(scores):
-        _select[batch * heads,](*call, counts, kept, heads, slots, number, **how)
+        _select[batch * heads,](ranked, counts, kept, heads, slots, number, **how)
     return kept
 
 
@@ -319,7 +300,7 @@ def victim_triton(scores: Tensor, tie_break: Tensor | None, positions: Tensor, p
     victims = torch.empty(batch, heads, 1, dtype=torch.int64, device=positions.device)
     if not victims.numel():
         return victims
-    call = rows(scores), None if tie_break is None else rows(tie_break), rows(positions), rows(protected)
+    ranked = Ranked(rows(scores), None if tie_break is None else rows(tie_break), rows(positions), rows(protected))
     with torch.cuda.device_of(scores):
-        _victim[batch * heads,](*call, victims, heads, slots, **tiles(slots, _capability(scores.device)))
+        _victim[batch * heads,](ranked, victims, heads, slots, **tiles(slots, _capability(scores.device)))
     return victims

@@ -75,6 +75,7 @@ def _centres(
     dims = tl.arange(0, BLOCK_D)
     first = tl.program_id(1) * piece
     for k in range(K):  # not unrolled: one row's sums at a time fit the registers
+        scores_ptr = at_head(scores, row, H) + tl.cast(k, tl.int64) * scores.row
         total = tl.zeros([BLOCK_T], tl.float32)
         number = tl.zeros([BLOCK_T], tl.float32)
         sums = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
@@ -82,9 +83,7 @@ def _centres(
         for start in range(0, piece, BLOCK_T):
             slots = first + start + tl.arange(0, BLOCK_T)
             counts = _counting(counted, row, H, slots, (slots < T) & (start + tl.arange(0, BLOCK_T) < piece))
-            weights = tl.load(
-                at_head(scores, row, H) + tl.cast(k, tl.int64) * scores.row + slots, mask=counts, other=0.0
-            )
+            weights = tl.load(scores_ptr + slots, mask=counts, other=0.0)
             there = counts
             if FROM_MEAN:
                 there = counts & (slots < T - k * T)  # the mean is the same for all rows: values are read once
@@ -146,6 +145,7 @@ def _errors(
     number = tl.maximum(number, 1.0)
     for k in range(K):
         total = tl.sum(tl.load(totals_ptr + lanes * (K + 1) + k, mask=lanes < pieces, other=0.0), 0)
+        scores_ptr = at_head(scores, row, H) + tl.cast(k, tl.int64) * scores.row
         some = total > 0
         divisor = tl.where(some, total, number)
         if FROM_MEAN:
@@ -159,9 +159,7 @@ def _errors(
             inside = (slots < T) & (start + tl.arange(0, BLOCK_T) < piece)
             counts = _counting(counted, row, H, slots, inside)
             own = _numbers(values, row, H, slots, counts, D, BLOCK_D)
-            weights = tl.load(
-                at_head(scores, row, H) + tl.cast(k, tl.int64) * scores.row + slots, mask=counts, other=0.0
-            )
+            weights = tl.load(scores_ptr + slots, mask=counts, other=0.0)
             if not FROM_MEAN:  # X is the value that has all weight: what its quotient rounds, 1 / eps would make large
                 weights = tl.where(weights == total, 0.0, weights)
             alpha = tl.where(some, weights, 1.0) / divisor

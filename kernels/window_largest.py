@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_rows
-from kvbench.kernels.jit import at_head, jit, tl, use_triton
-from kvbench.kernels.prompt_tiles import scale_and_cap, slot_places, tile
-from kvbench.kernels.window_statistics import prepared, window_weights
+from kvbench.kernels.jit import View, at_head, jit, tl, use_triton
+from kvbench.kernels.prompt_tiles import Rule, Vectors, rule_of, slot_places, tile
+from kvbench.kernels.window_statistics import Window, prepared, window_weights
 
 
 def window_largest_ref(
@@ -35,19 +35,14 @@ def window_largest_ref(
 
 @jit
 def _largest(
-    q_ptr: tl.tensor,
-    k: tl.tensor,
-    q_pos_ptr: tl.tensor,
-    k_pos_ptr: tl.tensor,
-    lse_ptr: tl.tensor,
+    asked: Window,
+    k: View,
     out_ptr: tl.tensor,
     H_kv: tl.tensor,
     G: tl.tensor,
     W: tl.tensor,
     T: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    window: tl.tensor,
+    rule: Rule,
     BLOCK_W: tl.constexpr,
     BLOCK_T: tl.constexpr,
     DIMS: tl.constexpr,
@@ -56,19 +51,17 @@ def _largest(
     batch = tl.program_id(1).to(tl.int64)
     slots = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     members = tl.arange(0, BLOCK_W)
-    q_place = tl.load(q_pos_ptr + batch * W + members, mask=members < W, other=-1).to(tl.int32)
+    q_place = tl.load(asked.query_positions + batch * W + members, mask=members < W, other=-1).to(tl.int32)
     largest = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
     for head in range(H_kv):
         row = batch * H_kv + head
-        k_rows = at_head(k, row, H_kv) + slots.to(tl.int64) * k.row
-        k_place = slot_places(k_pos_ptr + row * T, slots, T, False)
-        held = tile(k_rows, slots < T, k.dim, 0, DIMS.D, DIMS.BLOCK)
+        k_place = slot_places(asked.key_positions + row * T, slots, T, False)
+        own = Vectors(at_head(k, row, H_kv) + slots.to(tl.int64) * k.row, slots < T, k.dim)
+        held = tile(own, 0, DIMS.D, DIMS.BLOCK)
         group = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
         for g in range(G):
-            group += window_weights(
-                held, k_rows, slots < T, k.dim, k_place, q_ptr, q_place, lse_ptr, (row * G + g) * W, W, scale, cap,
-                window, DIMS, BLOCK_W,
-            )  # fmt: skip
+            first = (row * G + g) * W
+            group += window_weights(asked, held, own, k_place, q_place, first, W, rule, DIMS, BLOCK_W)
         largest = tl.maximum(largest, group)
     tl.store(out_ptr + batch * T + slots, tl.sum(largest, 1) / G, mask=slots < T)
 
@@ -95,13 +88,13 @@ def window_largest_triton(
 ) -> Tensor:
     """`window_largest` in three launches, like `window_statistics_triton`."""
     (batch, query_heads, new, _), (heads, slots) = queries.shape, keys.shape[1:3]
-    logits = *scale_and_cap(scaling, softcap), sliding_window
-    rows, how = prepared(queries, keys, query_positions, key_positions, sinks, logits)
+    rule = rule_of(scaling, softcap, sliding_window)
+    asked, k, how = prepared(queries, keys, query_positions, key_positions, sinks, rule)
     how = narrowed(how)
     out = torch.empty(batch, slots, dtype=torch.float32, device=keys.device)
     with torch.cuda.device_of(keys):
         _largest[-(-slots // how["BLOCK_T"]), batch](
-            *rows, out, heads, query_heads // heads, new, slots, *logits, **how
+            asked, k, out, heads, query_heads // heads, new, slots, rule, **how
         )
     return out
 

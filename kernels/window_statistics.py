@@ -15,11 +15,14 @@ from torch import Tensor
 from kvbench.kernels.attention_rows import attention_rows
 from kvbench.kernels.jit import View, at_head, jit, next_power_of_two, tl, use_triton, view
 from kvbench.kernels.prompt_tiles import (
+    Rule,
+    Vectors,
     dims_of,
     hidden,
+    log_sum,
     logits_of,
+    rule_of,
     same_dtype,
-    scale_and_cap,
     slot_places,
     tile,
     weighed,
@@ -80,9 +83,7 @@ def _partial_sums(
     R: tl.tensor,
     T: tl.tensor,
     each: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    window: tl.tensor,
+    rule: Rule,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
     DIMS: tl.constexpr,
@@ -92,8 +93,8 @@ def _partial_sums(
     row = (tl.program_id(0) // tiles_of_rows).to(tl.int64)  # of B * H_kv
     rows = tl.program_id(0) % tiles_of_rows * BLOCK_R + tl.arange(0, BLOCK_R)
     q_place = tl.load(q_pos_ptr + row // H_kv * W + rows % W, mask=rows < R, other=-1).to(tl.int32)
-    q_rows = q_ptr + (row * R + rows) * DIMS.D
-    q = tile(q_rows, rows < R, 1, 0, DIMS.D, DIMS.BLOCK)
+    asking = Vectors(q_ptr + (row * R + rows) * DIMS.D, rows < R, 1)
+    held = tile(asking, 0, DIMS.D, DIMS.BLOCK)
     k_ptr = at_head(k, row, H_kv)
     start = tl.program_id(1) * each * BLOCK_T
     blocks = tl.minimum(each, tl.cdiv(T - start, BLOCK_T))
@@ -102,13 +103,12 @@ def _partial_sums(
     for step in range(blocks):
         slots = start + step * BLOCK_T + tl.arange(0, BLOCK_T)
         k_place = slot_places(k_pos_ptr + row * T, slots, T, False)
-        k_rows = k_ptr + slots.to(tl.int64) * k.row
-        logits = logits_of(q, q_rows, rows < R, 1, k_rows, slots < T, k.dim, scale, cap, DIMS)
-        logits = hidden(logits, q_place[:, None], k_place[None, :], window)
+        own = Vectors(k_ptr + slots.to(tl.int64) * k.row, slots < T, k.dim)
+        logits = logits_of(held, asking, own, rule, DIMS)
+        logits = hidden(logits, q_place[:, None], k_place[None, :], rule.window)
         _, top, total, _ = weighed(logits, top, total)
-    lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
     parts_ptr += (row * tl.num_programs(1) + tl.program_id(1)) * R
-    tl.store(parts_ptr + rows, lse, mask=rows < R)
+    tl.store(parts_ptr + rows, log_sum(top, total, float("-inf")), mask=rows < R)
 
 
 @jit
@@ -132,44 +132,45 @@ def _combine(
     for part in range(splits):
         lse = tl.load(parts_ptr + (row * splits + part) * R + rows, mask=rows < R, other=float("-inf"))
         _, top, total, _ = weighed(lse[:, None], top, total)
-    lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("inf"))
-    tl.store(lse_ptr + row * R + rows, lse, mask=rows < R)
+    tl.store(lse_ptr + row * R + rows, log_sum(top, total, float("inf")), mask=rows < R)
+
+
+class Window(NamedTuple):
+    """A window ready for a kernel: queries [B*H_kv,R,D], both positions, base-2 log-sum-exp [B*H_kv,R]."""
+
+    queries: Tensor
+    query_positions: Tensor
+    key_positions: Tensor
+    log_sum_exp: Tensor
 
 
 @jit
 def window_weights(
-    k: tl.tensor,
-    k_rows: tl.tensor,
-    k_there: tl.tensor,
-    k_dim: tl.tensor,
+    asked: Window,
+    held: tl.tensor,
+    own: Vectors,
     k_place: tl.tensor,
-    q_ptr: tl.tensor,
     q_place: tl.tensor,
-    lse_ptr: tl.tensor,
     first: tl.tensor,
     W: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    window: tl.tensor,
+    rule: Rule,
     DIMS: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> tl.tensor:
-    """Weights of one query head's W rows, from `first` on, at some slots: [slots,BLOCK_W], 0 beyond the window."""
+    """Weights of one query head's W rows, from `first` on, at slots of keys `own`, the first numbers of which are held:
+    [slots,BLOCK_W], 0 beyond the window."""
     members = tl.arange(0, BLOCK_W)
-    lse = tl.load(lse_ptr + first + members, mask=members < W, other=float("inf"))
-    q_rows = q_ptr + (first + members) * DIMS.D
-    logits = logits_of(k, k_rows, k_there, k_dim, q_rows, members < W, 1, scale, cap, DIMS)
-    logits = hidden(logits, q_place[None, :], k_place[:, None], window)
+    lse = tl.load(asked.log_sum_exp + first + members, mask=members < W, other=float("inf"))
+    asking = Vectors(asked.queries + (first + members) * DIMS.D, members < W, 1)
+    logits = logits_of(held, own, asking, rule, DIMS)
+    logits = hidden(logits, q_place[None, :], k_place[:, None], rule.window)
     return tl.exp2(logits - lse[None, :])
 
 
 @jit
 def _statistics(
-    q_ptr: tl.tensor,
-    k: tl.tensor,
-    q_pos_ptr: tl.tensor,
-    k_pos_ptr: tl.tensor,
-    lse_ptr: tl.tensor,
+    asked: Window,
+    k: View,
     sums_ptr: tl.tensor,
     variances_ptr: tl.tensor,
     entropies_ptr: tl.tensor,
@@ -177,9 +178,7 @@ def _statistics(
     G: tl.tensor,
     W: tl.tensor,
     T: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    window: tl.tensor,
+    rule: Rule,
     eps: tl.tensor,
     SPREAD: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -191,16 +190,14 @@ def _statistics(
     tiles_of_slots = tl.cdiv(T, BLOCK_T)
     row = (tl.program_id(0) // tiles_of_slots).to(tl.int64)  # of B * H_kv
     slots = tl.program_id(0) % tiles_of_slots * BLOCK_T + tl.arange(0, BLOCK_T)
-    k_place = slot_places(k_pos_ptr + row * T, slots, T, False)
+    k_place = slot_places(asked.key_positions + row * T, slots, T, False)
     members = tl.arange(0, BLOCK_W)
-    q_place = tl.load(q_pos_ptr + row // H_kv * W + members, mask=members < W, other=-1).to(tl.int32)
-    k_rows = at_head(k, row, H_kv) + slots.to(tl.int64) * k.row
-    held = tile(k_rows, slots < T, k.dim, 0, DIMS.D, DIMS.BLOCK)
+    q_place = tl.load(asked.query_positions + row // H_kv * W + members, mask=members < W, other=-1).to(tl.int32)
+    own = Vectors(at_head(k, row, H_kv) + slots.to(tl.int64) * k.row, slots < T, k.dim)
+    held = tile(own, 0, DIMS.D, DIMS.BLOCK)
     for g in range(G):
-        weights = window_weights(
-            held, k_rows, slots < T, k.dim, k_place, q_ptr, q_place, lse_ptr, (row * G + g) * W, W, scale, cap, window,
-            DIMS, BLOCK_W,
-        )  # fmt: skip
+        first = (row * G + g) * W
+        weights = window_weights(asked, held, own, k_place, q_place, first, W, rule, DIMS, BLOCK_W)
         sums = tl.sum(weights, 1)
         out = (row * G + g) * T + slots
         tl.store(sums_ptr + out, sums, mask=slots < T)
@@ -218,33 +215,17 @@ def tiles(dim: int, rows: int, dtype: torch.dtype) -> tuple[dict[str, Any], dict
     """
     dims = dims_of(dim, dtype)
     if dtype == torch.float32:
-        first = {"BLOCK_R": 32, "BLOCK_T": 32, "num_warps": 4, "num_stages": 2}
-        return {"DIMS": dims, **first}, {"DIMS": dims, "BLOCK_T": 32, "num_warps": 4, "num_stages": 2}
+        both = {"DIMS": dims, "BLOCK_T": 32, "num_warps": 4, "num_stages": 2}
+        return {**both, "BLOCK_R": 32}, both
     wide = dims.WHOLE > 128
     block = min(64 if wide else 128, max(16, next_power_of_two(rows)))
-    first = {"BLOCK_R": block, "BLOCK_T": 64, "num_warps": 4, "num_stages": 2 if wide else 3}
-    return {"DIMS": dims, **first}, {
-        "DIMS": dims,
-        "BLOCK_T": 64 if wide else 128,
-        "num_warps": 4,
-        "num_stages": 2 if wide else 3,
-    }
-
-
-class Rows(NamedTuple):
-    """A window ready for a kernel: queries [B*H_kv,R,D], keys, both positions, base-2 log-sum-exp [B*H_kv,R]."""
-
-    queries: Tensor
-    keys: View
-    query_positions: Tensor
-    key_positions: Tensor
-    log_sum_exp: Tensor
+    both = {"DIMS": dims, "num_warps": 4, "num_stages": 2 if wide else 3}
+    return {**both, "BLOCK_R": block, "BLOCK_T": 64}, {**both, "BLOCK_T": 64 if wide else 128}
 
 
 def prepared(
-    queries: Tensor, keys: Tensor, query_positions: Tensor, key_positions: Tensor, sinks: Tensor | None,
-    logits: tuple[float, float | None, int | None],
-) -> tuple[Rows, dict[str, Any]]:  # fmt: skip
+    queries: Tensor, keys: Tensor, query_positions: Tensor, key_positions: Tensor, sinks: Tensor | None, rule: Rule
+) -> tuple[Window, View, dict[str, Any]]:
     """Two launches, log-sum-exp over parts of the slots and over all of them; and the tiles of what comes next."""
     queries, keys = same_dtype("window_statistics", queries, keys)
     batch, query_heads, new, dim = queries.shape
@@ -260,12 +241,12 @@ def prepared(
     lse = torch.empty(pairs, rows, dtype=torch.float32, device=keys.device)
     with torch.cuda.device_of(keys):
         _partial_sums[pairs * -(-rows // first["BLOCK_R"]), splits](
-            queries, view(keys), *positions, parts, heads, new, rows, slots, each, *logits, **first
+            queries, view(keys), *positions, parts, heads, new, rows, slots, each, rule, **first
         )
         sunk = None if sinks is None else sinks.expand(batch, query_heads).contiguous()
         _combine[pairs, -(-rows // 64)](parts, sunk, lse, new, rows, splits, BLOCK_R=64)
     how = {"BLOCK_W": max(16, next_power_of_two(new)), **second}
-    return Rows(queries, view(keys), *positions, lse), how
+    return Window(queries, *positions, lse), view(keys), how
 
 
 def window_statistics_triton(
@@ -286,13 +267,13 @@ def window_statistics_triton(
     """
     (batch, query_heads, new, _), (heads, slots) = queries.shape, keys.shape[1:3]
     group = query_heads // heads
-    logits = *scale_and_cap(scaling, softcap), sliding_window
-    rows, how = prepared(queries, keys, query_positions, key_positions, sinks, logits)
+    rule = rule_of(scaling, softcap, sliding_window)
+    asked, k, how = prepared(queries, keys, query_positions, key_positions, sinks, rule)
     sums = torch.empty(batch, heads, group, slots, dtype=torch.float32, device=keys.device)
     variances, entropies = (torch.empty_like(sums) if spread else sums.new_empty(0) for _ in range(2))
     with torch.cuda.device_of(keys):
         _statistics[batch * heads * -(-slots // how["BLOCK_T"]),](
-            *rows, sums, variances, entropies, heads, group, new, slots, *logits, EPS, SPREAD=spread, **how
+            asked, k, sums, variances, entropies, heads, group, new, slots, rule, EPS, SPREAD=spread, **how
         )
     return WindowStatistics(sums, variances, entropies)
 

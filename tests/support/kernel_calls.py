@@ -89,7 +89,9 @@ class Shape:
         flat = numbers(prod(self.lead), self.dim, dtype=self.dtype)
         where = numbers(self.batch, self.heads, dtype=torch.int64)
         call = queries, flat, flat, asked, places(prod(self.lead)), where, where, self.slots_held, 0.1
-        return partial(decode_attention_flat.decode_attention_flat_triton, *call, weights=True)
+        token = numbers(self.batch, self.heads, 1, self.dim, dtype=self.dtype)
+        new = decode_attention.NewTokens(token, token, where)
+        return partial(decode_attention_flat.decode_attention_flat_triton, *call, weights=True, new_tokens=new)
 
     def quantised(self, bits: int, group: int, outliers: int = 0, channels: int = 0, per_channel: bool = False) -> Call:
         """Keys in groups of `group` tokens; values of `channels` (0: all of a token), or of tokens too (KCVC)."""
