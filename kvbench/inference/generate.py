@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from kvbench.cache.cache import KVCache
 from kvbench.cache.layout import in_one_call, layout_of
 from kvbench.cache.pressed import PressedCache
+from kvbench.cache.recurrent import EndedStates
 from kvbench.cache.rotary import forget_lengths
 from kvbench.inference.answer import Answer, choose
 from kvbench.inference.calls import next_logits
@@ -96,11 +97,12 @@ def greedy(
     prefilled = now(model)
     positions = torch.tensor(lengths, device=input_ids.device)[:, None] + later.shape[1]
     recorder = Recorder(model) if cuda_graph and mask is None else None
-    steps = 0
+    steps, ended = 0, EndedStates(cache.group)
     while not all(answer.done for answer in answers):
         steps += 1
         rate_next(cache, logits, step)
         alive = [not answer.done for answer in answers]
+        ended.note([answer.done for answer in answers])
         if mask is not None or not all(alive):
             mask = _more_columns(mask, alive, cache.seen, step)
         if mask is None and recorder is not None:
@@ -111,6 +113,7 @@ def greedy(
         step = choose(logits, answers)
     decoded = now(model)
     cache.on_device(False)
+    ended.put_back()
     cache.audit()
     return Generation([answer.tokens for answer in answers], cache, prefilled - began, decoded - prefilled, steps)
 
