@@ -123,6 +123,21 @@ class RecurrentKVLayer(KVLayer, RecurrentLayer):
         """Nothing to do: the first tokens make stores and states."""
 
 
+def check_padding(seen: Sequence[int], mask: Tensor) -> None:
+    """ValueError where a call of several tokens pads a sequence that has seen some: its states would take padding in.
+
+    seen: tokens of every sequence; mask [B,M] bool marks the real ones of the call. One token that is padding is that
+    of a sequence which ended, see `EndedStates`.
+    """
+    padded = (~mask).any(-1).tolist() if mask.shape[1] > 1 else []
+    for row, (before, some) in enumerate(zip(seen, padded, strict=False)):
+        if before and some:
+            raise ValueError(
+                f"sequence {row} is padded after the {before} tokens it has seen, and the states of this model's "
+                "recurrent layers would take padding in: give later prompts of a batch one length, or each alone"
+            )
+
+
 class EndedStates:
     """States of sequences that ended before others of their batch: the model goes on calling their layers."""
 

@@ -167,6 +167,16 @@ def test_a_sequence_that_ended_first_holds_what_it_holds_alone(family: str) -> N
             assert_same_states(one.cache, done.cache, row)
 
 
+def test_padding_after_tokens_is_refused_which_states_would_take_in() -> None:
+    running, (ids, mask) = model("lfm2"), left_padded([prompt(20), prompt(13, seed=1)])
+    held = KVCache(running.config, make_policy("full"))
+    running(input_ids=ids, attention_mask=mask, past_key_values=held)
+    held.next_prompt([4, 9])
+    later, real = left_padded([prompt(4), prompt(9, seed=1)])
+    with pytest.raises(ValueError, match=r"^sequence 0 is padded after the 20 tokens it has seen, .* or each alone$"):
+        running(input_ids=later, attention_mask=torch.cat([mask, real], dim=1), past_key_values=held)
+
+
 def assert_alone(family: str, row: LiveSequence) -> None:
     one = alone(family, row.request.input_ids[0].tolist(), row.policy, context_tokens=row.request.context_tokens)
     assert row.error is None
