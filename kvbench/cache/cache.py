@@ -29,7 +29,7 @@ from kvbench.cache.interface import check_interface, check_places
 from kvbench.cache.layer import EmptyLayer, KVLayer, stacked
 from kvbench.cache.layout import check_readers, layout_of
 from kvbench.cache.model_layer import model_layer
-from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer
+from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, check_padding
 from kvbench.cache.saving import load, save
 from kvbench.cache.shared import SharedReads
 from kvbench.cache.step import Projected
@@ -210,6 +210,8 @@ class KVCache(Cache):
         self._evictions.end_call()  # of a model whose last layers hold no cache of their own
         self._shared.begin()
         assert mask is None or len(self.groups) == 1, "sequences of several policies are never padded"
+        if mask is not None and self._layout.states:
+            check_padding(self.group.progress.seen, mask)
         if self._batch is not None:
             if new.queries.shape[2] == 1 and mask is None and self._batch.room > 0:
                 self._batch.begin()

@@ -121,3 +121,43 @@ class RecurrentKVLayer(KVLayer, RecurrentLayer):
 
     def lazy_initialization(self, *args: object, **kwargs: object) -> None:
         """Nothing to do: the first tokens make stores and states."""
+
+
+def check_padding(seen: Sequence[int], mask: Tensor) -> None:
+    """ValueError where a call of several tokens pads a sequence that has seen some: its states would take padding in.
+
+    seen: tokens of every sequence; mask [B,M] bool marks the real ones of the call. One token that is padding is that
+    of a sequence which ended, see `EndedStates`.
+    """
+    padded = (~mask).any(-1).tolist() if mask.shape[1] > 1 else []
+    for row, (before, some) in enumerate(zip(seen, padded, strict=False)):
+        if before and some:
+            raise ValueError(
+                f"sequence {row} is padded after the {before} tokens it has seen, and the states of this model's "
+                "recurrent layers would take padding in: give later prompts of a batch one length, or each alone"
+            )
+
+
+class EndedStates:
+    """States of sequences that ended before others of their batch: the model goes on calling their layers."""
+
+    def __init__(self, group: PolicyGroup) -> None:
+        self._group = group
+        self._rows: dict[int, dict[str, Tensor]] = {}
+
+    def note(self, ended: Sequence[bool]) -> None:
+        """Between two calls of the model: which sequences are given no more tokens."""
+        for row in range(len(ended)):
+            if ended[row] and row not in self._rows:
+                self._rows[row] = {name: state[row].clone() for name, state in self._states.items()}
+
+    def put_back(self) -> None:
+        """Let them hold again what they held when they ended."""
+        for row, held in self._rows.items():
+            for name, state in self._states.items():
+                state[row] = held[name]
+
+    @property
+    def _states(self) -> dict[str, Tensor]:
+        kinds = "conv", "recurrent"  # chunks of keys and values take in no padding
+        return {name: state for name, state in self._group.states.items() if name.split(".")[1] in kinds}

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.layout import in_one_call, layout_of
+from kvbench.cache.recurrent import EndedStates
 from kvbench.cache.rotary import forget_lengths
 from kvbench.inference.answer import Answer, choose
 from kvbench.inference.calls import next_logits
@@ -98,16 +99,12 @@ def generate_tokens(
     prefilled = now(model)
     positions = torch.tensor(lengths, device=input_ids.device)[:, None] + later.shape[1]
     recorder = Recorder(model) if cuda_graph and mask is None else None
-    recurrent = bool(layout_of(cache.config).states)
-    ended: dict[int, dict[str, Tensor]] = {}  # states of sequences that ended: later steps of the batch write over them
-    steps = 0
+    steps, ended = 0, EndedStates(cache.group)
     while not all(answer.done for answer in answers):
         steps += 1
         rate_next(cache, logits, step)
         alive = [not answer.done for answer in answers]
-        if recurrent:
-            for row in (row for row, goes_on in enumerate(alive) if not goes_on and row not in ended):
-                ended[row] = {name: state[row].clone() for name, state in cache.group.states.items()}
+        ended.note([answer.done for answer in answers])
         if mask is not None or not all(alive):
             mask = _more_columns(mask, alive, cache.seen, step)
         if mask is None and recorder is not None:
@@ -118,9 +115,7 @@ def generate_tokens(
         step = choose(logits, answers)
     decoded = now(model)
     cache.on_device(False)
-    for row, states in ended.items():
-        for name, state in states.items():
-            cache.group.states[name][row] = state
+    ended.put_back()
     cache.audit()
     return Generation([answer.tokens for answer in answers], cache, prefilled - began, decoded - prefilled, steps)
 

@@ -163,6 +163,32 @@ def test_sequences_of_a_padded_batch_are_what_they_are_alone(family: str) -> Non
             assert_same_states(one.cache, done.cache, row)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm2", "jamba"])
+def test_a_sequence_that_ended_first_holds_what_it_holds_alone(family: str) -> None:
+    prompts = [prompt(37), prompt(22, seed=1)]
+    ids, mask = left_padded(prompts)
+    for policy in POLICIES[1::3]:
+        first, second = (alone(family, some, policy).tokens[0] for some in prompts)
+        eos = [next(token for token in first[1:] if token not in second)]
+        done = greedy(model(family), ids, policy, attention_mask=mask, max_new_tokens=NEW, eos_token_ids=eos)
+        ones = [alone(family, some, policy, eos_token_ids=eos) for some in prompts]
+        assert len(ones[0].tokens[0]) < len(ones[1].tokens[0])
+        for row, one in enumerate(ones):
+            assert done.tokens[row] == one.tokens[0]
+            assert kept_now(done.cache)[row] == kept_now(one.cache)[0]
+            assert_same_states(one.cache, done.cache, row)
+
+
+def test_padding_after_tokens_is_refused_which_states_would_take_in() -> None:
+    running, (ids, mask) = model("lfm2"), left_padded([prompt(20), prompt(13, seed=1)])
+    held = KVCache(running.config, make_policy("full"))
+    running(input_ids=ids, attention_mask=mask, past_key_values=held)
+    held.next_prompt([4, 9])
+    later, real = left_padded([prompt(4), prompt(9, seed=1)])
+    with pytest.raises(ValueError, match=r"^sequence 0 is padded after the 20 tokens it has seen, .* or each alone$"):
+        running(input_ids=later, attention_mask=torch.cat([mask, real], dim=1), past_key_values=held)
+
+
 def assert_alone(family: str, row: LiveSequence) -> None:
     one = alone(family, row.request.input_ids[0].tolist(), row.policy, context_tokens=row.request.context_tokens)
     assert row.error is None
