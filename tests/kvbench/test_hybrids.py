@@ -170,7 +170,7 @@ def test_a_sequence_that_ended_first_holds_what_it_holds_alone(family: str) -> N
     for policy in POLICIES[1::3]:
         first, second = (alone(family, some, policy).tokens[0] for some in prompts)
         eos = [next(token for token in first[1:] if token not in second)]
-        done = greedy(model(family), ids, policy, attention_mask=mask, max_new_tokens=NEW, eos_token_ids=eos)
+        done = generate_tokens(model(family), ids, policy, attention_mask=mask, max_new_tokens=NEW, eos_token_ids=eos)
         ones = [alone(family, some, policy, eos_token_ids=eos) for some in prompts]
         assert len(ones[0].tokens[0]) < len(ones[1].tokens[0])
         for row, one in enumerate(ones):
