@@ -67,7 +67,7 @@ def test_what_cannot_be_filtered_is_refused_in_one_sentence(model: PreTrainedMod
     policy = make_policy("gemfilter", 12, layer=1)
     with pytest.raises(ValueError, match=r"use kvbench\.generate"):
         KVCache(model.config, policy)
-    with pytest.raises(ValueError, match="^gemfilter filters at layer 13, the model has attention layers 0 to 2$"):
+    with pytest.raises(ValueError, match=r"^gemfilter filters at layer 13, the model has attention layers 0 to 2$"):
         generate_tokens(
             prepare(model), torch.ones(1, 20, dtype=torch.long), make_policy("gemfilter", 12), max_new_tokens=1
         )
