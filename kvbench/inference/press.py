@@ -52,11 +52,17 @@ def generate_with_press(
     layout = layout_of(model.config.get_text_config(decoder=True))
     if layout.latent:
         check_latents(policy)
-    if layout.states:
-        raise UsageError(
-            f"{policy.name} of kvpress compresses models whose layers all keep keys and values, and "
-            f"{type(model).__name__} has recurrent ones: use a policy of kvbench's own"
-        )
+    others = {
+        "recurrent layers": layout.states,
+        "layers that read another's keys and values": layout.owners,
+        "layers that see chunks of the text": layout.chunks,
+    }
+    for kind, has in others.items():
+        if has:
+            raise UsageError(
+                f"{policy.name} of kvpress compresses models whose layers all keep the keys and values of every token, "
+                f"and {type(model).__name__} has {kind}: use a policy of kvbench's own"
+            )
     prompt, question = input_ids, input_ids[:, :0]
     if context_tokens is not None:
         prompt, question = parted(input_ids, None, context_tokens)

@@ -69,6 +69,8 @@ class Prediction:
 def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> Prediction:
     """What `cache.parts` of all layers will be after a prompt, exactly, and the states of recurrent layers.
 
+    But for 8 bytes per KV head, the index of a free slot, where the prompt's last block is one token.
+
     ValueError for policies whose sizes depend on what the prompt says (budgets by statistics or per head, mergers), and
     for those that cannot hold what the layers store.
     """

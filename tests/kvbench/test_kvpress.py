@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from kv_hybrids import tiny_hybrid
 from kv_models import prompt, tiny
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -132,6 +133,19 @@ def test_what_a_press_cannot_do_is_refused_in_a_sentence(model: PreTrainedModel)
     padded = torch.tensor([[0] * 3 + [1] * 17])
     with pytest.raises(ValueError, match="compresses prompts without padding"):
         generate_tokens(model, ids_of(20), policy("KnormPress", 8), attention_mask=padded, max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("running", "kind"),
+    [
+        (tiny_hybrid("qwen3_5_text"), "recurrent layers"),
+        (tiny("gemma4"), "layers that read another's keys and values"),
+        (tiny("llama4"), "layers that see chunks of the text"),
+    ],
+)
+def test_models_with_layers_of_other_kinds_are_refused(running: PreTrainedModel, kind: str) -> None:
+    with pytest.raises(UsageError, match=f"^kvpress of kvpress compresses models whose .* has {kind}: use a policy of"):
+        generate_tokens(prepare(running), ids_of(30), policy("SnapKVPress", 10), max_new_tokens=1)
 
 
 def test_a_sweep_over_presses_has_samples_and_names_of_its_own(

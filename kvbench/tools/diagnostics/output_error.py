@@ -27,7 +27,7 @@ class _Recorder(KVCache):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of a cache
         super().__init__(*args, **kwargs)
-        self.outputs: list[list[Tensor]] = [[] for _ in self.layers]
+        self.outputs: list[list[Tensor]] = [[] for _ in self.attention_layers]
 
     def attend(self, index: int, new: Projected, mask: Tensor | None, how: AttentionParams) -> Tensor:
         out = super().attend(index, new, mask, how)
@@ -46,7 +46,7 @@ class _Shadowed(_Recorder):
 
 
 def _outputs(cache: _Recorder) -> list[Tensor]:
-    """[T + n, H_q * D] per layer, in float32."""
+    """[T + n, H_q * D] per attention layer, in float32."""
     return [torch.cat(calls, dim=2)[0].transpose(0, 1).flatten(1).float() for calls in cache.outputs]
 
 
