@@ -8,6 +8,7 @@ from weakref import ref
 
 import pytest
 import torch
+import transformers
 from kv_models import VOCABULARY, prompt
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
@@ -91,6 +92,8 @@ def test_queries_and_keys_are_those_the_model_had_before_it_rotated_them(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told by the function that rotates in the model's code; a layer that does not call it has nothing to undo."""
+    if "qwen3.5" in case and transformers.__version__ < "5.23":
+        pytest.skip("transformers before 5.23 rotates Qwen3.5 by three positions a token, which kvbench refuses")
     model, scorer = small(*FAMILIES[case]), Reads()
     code = sys.modules[type(model).__module__]
     rotate, before = code.apply_rotary_pos_emb, []

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from kv_models import SHARING, CodePoints, left_padded, prompt, tiny
 from kv_oracle import Rules
 from kv_runs import policy_for, run_greedy
@@ -211,8 +212,9 @@ def test_calls_in_which_readers_come_too_late_are_refused() -> None:
         KVCache(tiny("gemma2").config, make_policy("h2o", 20, readers="all"))
     with pytest.raises(ValueError, match="several steps of its schedule"), torch.no_grad():
         model(ids, past_key_values=KVCache(model.config, make_policy("h2o", 20, block=8, readers="all")))
-    cache = KVCache(model.config, make_policy("h2o", 20, readers="all"))
-    with pytest.raises(ValueError, match="logits_to_keep=0 or readers=owner"):
-        model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    if transformers.__version__ >= "5.23":  # before, Gemma 4's readers compute every token of a prompt
+        cache = KVCache(model.config, make_policy("h2o", 20, readers="all"))
+        with pytest.raises(ValueError, match="logits_to_keep=0 or readers=owner"):
+            model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
     with pytest.raises(ValueError, match="what the readers of a layer show"):
         predict(make_policy("snapkv", 40, decode="evict", readers="all"), cache_shape("pocket"), 45)
