@@ -17,7 +17,7 @@ from kvbench.kernels.jit import use_triton
 from kvbench.kernels.masked_attention import attention_behind, grouped_attention, masked_attention
 from kvbench.kernels.prompt_attention import one_for_all, prompt_attention
 from kvbench.policies.needs import Needs
-from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import LayerStore
 
 
@@ -32,7 +32,7 @@ def attend(step: LayerStep, needs: Needs) -> Tensor:
         return torch.cat([attend(part, needs) for part in step.parts])  # sequences of several lengths
     if step.params.latents is not None:
         step = step.of_all_heads
-    if step.observed and (step.fresh or isinstance(step.store, DenseStore)):
+    if step.observed and (step.fresh or _dense(step.store)):
         out = _with_statistics(step, step.store, needs)
         if out is not None:
             return out
@@ -58,7 +58,7 @@ def attend_to_survivors(step: LayerStep, values: Tensor) -> Tensor:
 
 def _with_statistics(step: LayerStep, held: LayerStore, needs: Needs) -> Tensor | None:
     """Attention that also yields what the scorer reads; None where that is no better than computing it apart."""
-    newest = needs.newest_row and isinstance(held, DenseStore)
+    newest = needs.newest_row and _dense(held)
     if not newest and needs.sums is None:
         return None
     if newest:
@@ -146,6 +146,11 @@ def _masked(step: LayerStep, held: LayerStore) -> Tensor:
     return masked_attention(
         *call, params.scaling, params.softcap, params.sliding_window, params.sinks, columns=step.fresh, bias=held.bias
     )
+
+
+def _dense(held: LayerStore) -> bool:
+    """Whether all segments are of one length, in full precision."""
+    return isinstance(held, SlotStore) and held.starts is None
 
 
 Way = Callable[[LayerStep, LayerStore], Tensor | None]

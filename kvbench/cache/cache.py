@@ -2,7 +2,7 @@
 
 A token's way: `update` hands a `LayerCall` to the attention function, which leads to `attend`. There the layer's new
 keys and values are appended to its store (`kvbench.cache.state`), attention is computed over what is held
-(`kvbench.cache.attention`), and the eviction is due (`kvbench.cache.evict`).
+(`kvbench.cache.attention`), and the eviction is due (`kvbench.cache.eviction`).
 
 Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots, D head dim.
 """
@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
 from kvbench.cache.caller import Caller, check_heads, check_policy
 from kvbench.cache.device_batch import DeviceBatch, can_join
-from kvbench.cache.evict import Evictions
+from kvbench.cache.eviction import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.group_attention import GroupAttention
 from kvbench.cache.hook import LayerCall, SharedCall, expect

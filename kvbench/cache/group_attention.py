@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvbench.cache.attention import attend, attend_to_survivors
 from kvbench.cache.device_batch import DeviceBatch
-from kvbench.cache.evict import Evictions
+from kvbench.cache.eviction import Evictions
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.shared import SharedReads
 from kvbench.cache.state import LayerState
@@ -120,8 +120,7 @@ class GroupAttention:
         return attend_to_survivors(step, own)
 
     def _evict(self, group: PolicyGroup, layer: LayerState, step: LayerStep) -> None:
-        later = self._shared.holds_up(layer, step)
-        (self.evictions.add_later if later else self.evictions.add)(group, layer, step)
+        self.evictions.add(group, layer, step, later=self._shared.holds_up(layer, step))
 
 
 def _nothing(new: Projected, params: AttentionParams) -> Tensor:

@@ -14,7 +14,7 @@ from kvbench.cache.steps import BatchStep
 from kvbench.policies.latents import LatentObservation
 from kvbench.policies.model_layer import Latents
 from kvbench.policies.observation import AttentionParams, Known, Observation
-from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import LayerStore
 
 ALL = slice(None)
@@ -85,7 +85,7 @@ class LayerStep:
         contents = {"keys": held.keys, "values": held.values, "positions": held.positions}
         if held.bias is not None:
             contents["bias"] = held.bias
-        kept = DenseStore.of({name: x.clone() for name, x in contents.items()}, (), held.ascending)
+        kept = SlotStore.of({name: x.clone() for name, x in contents.items()}, (), held.ascending)
         return replace(self, store=kept, observe=None, parts=(), read=deepcopy(self.read))
 
     @property
@@ -122,11 +122,11 @@ class LayerStep:
         return self._seen
 
 
-def _expanded(held: LayerStore, latents: Latents, known: Known) -> DenseStore:
+def _expanded(held: LayerStore, latents: Latents, known: Known) -> SlotStore:
     """A view of stored latents, [B,1,C,...], with the keys and values of all heads."""
     if "expanded keys" not in known:
         known["expanded keys"], known["expanded values"] = latents.expand(held.keys, held.values)
     keys, values = known["expanded keys"], known["expanded values"]
     positions = held.positions.expand(-1, keys.shape[1], -1).contiguous()
     contents = {"keys": keys, "values": values, "positions": positions}
-    return DenseStore.of(contents, (), held.ascending, held.packed)
+    return SlotStore.of(contents, (), held.ascending, held.packed)

@@ -38,7 +38,7 @@ from kvbench.policies.pre_passes.pre_pass import (
     TextEncoder,
     TokenRating,
 )
-from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.stores.slot_store import SlotStore
 
 Kind = TypeVar("Kind", bound=KVCache)
 
@@ -294,7 +294,7 @@ class _PassCache(KVCache):
         used = int((store.positions[here] >= 0).sum(-1).amax()) if store.ascending else store.positions.shape[2]
         stored = {name: x[here, :, :used] for name, x in stored.items()}
         both = {name: torch.cat([x, own[name]], dim=2) for name, x in stored.items()}
-        over = DenseStore.of(both, (), store.ascending)
+        over = SlotStore.of(both, (), store.ascending)
         looks = LayerStep(new.queries, now, params, over, fresh=False)
         out = attend(looks, Needs())
         self._shared.add(self.group, layer, looks, new.values)

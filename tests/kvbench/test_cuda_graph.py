@@ -225,7 +225,7 @@ def break_rider(flight: DecodeBatch) -> None:
     for layer, starts in enumerate(slots.starts[:, 0]):
         for start, count in zip(starts.tolist(), slots.counts[layer, 0].tolist(), strict=True):
             for memory in (slots.keys, slots.values):
-                memory.layers[layer][start : start + count] = torch.nan
+                memory[layer][start : start + count] = torch.nan
 
 
 def test_a_cache_that_grows_is_recorded_anew_when_it_got_more_room(taped: None, replays: list[int]) -> None:

@@ -14,8 +14,8 @@ from kv_presets import INCOMPLETE, evicting, kinds, protecting
 from transformers import PreTrainedModel
 
 from kvbench import make_policy, preset_names
-from kvbench.cache import evict as evict_module
-from kvbench.cache import pending as pending_module
+from kvbench.cache import eviction as evict_module
+from kvbench.cache import eviction as pending_module
 from kvbench.cache.cache import BudgetError
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvbench.kernels.attention_rows import attention_rows
 from kvbench.policies.observation import Observation
 from kvbench.policies.policy import Policy
-from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import LayerStore, Store
 from kvbench.tools.diagnostics.by_layer import draw_by_layer
 from kvbench.tools.diagnostics.probe import Probe
@@ -24,7 +24,7 @@ KINDS = {"keys": "keys", "values": "values", "attention": "attention output"}
 QUERIES = 64  # the prompt's last ones, whose attention is compared
 
 
-class _RecordingStore(DenseStore):
+class _RecordingStore(SlotStore):
     """A dense layer that remembers what it was shown."""
 
     def __init__(self, keys: Tensor, values: Tensor, seen: list[Observation]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from bench_model import CPU, rows_of
 
-from kvbench.cache import evict as evicting
+from kvbench.cache import eviction as evicting
 from kvbench.cache.state import LayerState
 from kvbench.tools.bench import targets
 from kvbench.tools.bench.bench import Bench
