@@ -7,20 +7,7 @@ from pathlib import Path
 import pytest
 from plotted_runs import sample, write_run
 
-from kvbench.records.files import atomic_write
 from kvbench.report.command import main
-
-
-def test_what_cannot_be_finished_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-    with atomic_write(path) as beside:
-        beside.write_bytes(b"old")
-    with pytest.raises(FileNotFoundError), atomic_write(path) as beside:
-        assert beside.suffix == ".html"
-        beside.write_bytes((tmp_path / "missing").read_bytes())
-    with pytest.raises(ZeroDivisionError), atomic_write(path) as beside:
-        beside.write_bytes(b"new, in part %d" % (1 // 0))
-    assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"old"]
 
 
 @pytest.mark.parametrize("name", ["table.csv", "table.parquet", "table.md", "table.tex", "table.html"])
