@@ -163,7 +163,6 @@ LINES = {
     "memory --length=5": "unrecognized arguments: --length=5",
     "claims --any-budget": "--any-budget has no effect without --runs",
     "plot file.txt -o a.svg --format png": "--format png has no effect on -o a.svg, whose suffix says it",
-    "plot file.txt -o a.svg --kind bench --policy h2o": "--policy has no effect on --kind bench",
     "tables compare caote/table2 --bench . --runs .": "--runs and key=value have no effect",
     "tables compare caote/table2 limit=abc": "limit must be a whole number of at least 1, got 'abc'",
     "bench kernels model=pocket": "model= has no effect: kernels runs no model",
