@@ -87,6 +87,7 @@ def request(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Request:
         draws=_draws(cell, prompt),
         turns=prompt.turns,
         dictated=prompt.dictated,
+        example=(cell.seed, prompt.draw),
     )
 
 
@@ -162,7 +163,8 @@ def conversation(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Conversatio
     if not prompt.turns:
         return None
     encoder = Encoder(cell.checkpoint.tokenizer())
-    return Conversation(loaded.model, cell.policy, prompt.own, encoder, cell.cuda_graph)
+    policy = cell.policy.of_example(cell.seed, prompt.draw)
+    return Conversation(loaded.model, policy, prompt.own, encoder, cell.cuda_graph)
 
 
 def alone(
@@ -199,7 +201,7 @@ def _generate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
     done = generate_tokens(
         loaded.model,
         asked.input_ids,
-        cell.policy,
+        cell.policy.of_example(cell.seed, prompt.draw),
         max_new_tokens=asked.max_new_tokens,
         min_new_tokens=asked.min_new_tokens,
         eos_token_ids=asked.eos_token_ids,
@@ -238,8 +240,9 @@ def _converse(cell: Cell, loaded: LoadedModel, prompt: Prompt, talk: Conversatio
 def _rate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
     """The sample of an example whose continuations are rated, each on a cache of its own."""
     answers, held, prefill_seconds, decode_seconds = [], [], 0.0, 0.0
+    policy = cell.policy.of_example(cell.seed, prompt.draw)
     for pair in prompt.pairs:
-        rating = rated(loaded.model, pair, cell.policy, Encoder(cell.checkpoint.tokenizer()))
+        rating = rated(loaded.model, pair, policy, Encoder(cell.checkpoint.tokenizer()))
         answers.append([rating.logprob, rating.greedy])
         held.append(_held(cell, rating.cache, pair.tokens - 1))
         prefill_seconds += rating.prefill_seconds
@@ -262,7 +265,8 @@ def _rate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
 def _read(cell: Cell, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
     """The sample of an example whose tokens are given and scored."""
     encoder = Encoder(cell.checkpoint.tokenizer())
-    done = rate(loaded.model, prompt, cell.policy, report=report, encoder=encoder)
+    policy = cell.policy.of_example(cell.seed, prompt.draw)
+    done = rate(loaded.model, prompt, policy, report=report, encoder=encoder)
     return replace(
         blank(prompt),
         **_held(cell, done.cache, done.fed),
