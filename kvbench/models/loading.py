@@ -28,7 +28,6 @@ from transformers import (
 )
 
 from kvbench.cache.hook import prepare
-from kvbench.cache.layout import layout_of
 from kvbench.models.gguf import dequantized, gguf_source, installed_folder, source_digest
 from kvbench.models.trial import layer_shapes, state_bytes, try_out
 from kvbench.terminal.errors import UsageError, refusing
@@ -95,9 +94,7 @@ class Checkpoint:
 
     def full_position_bytes(self, tokens: int) -> int:
         """Bytes of the positions of these tokens: 4 for each token of each KV head, as every policy stores them."""
-        layout = layout_of(self.config.get_text_config(decoder=True))
-        layers = zip(layout.attending, self._full(tokens), strict=True)  # chunked ones store no positions
-        return 4 * sum(heads * held for index, (heads, _, held) in layers if index not in layout.chunks)
+        return 4 * sum(heads * held for heads, _, held in self._full(tokens))
 
     @cached_property
     def state_bytes(self) -> int:
