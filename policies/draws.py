@@ -20,11 +20,11 @@ def scramble(x: Tensor) -> Tensor:
 
 
 def combined_seed(*parts: int) -> int:
-    """A seed for each tuple of seeds and indices, 0 to 2**62 - 1."""
+    """A seed for each tuple of seeds and indices, 0 to 2**53 - 1."""
     mixed = torch.zeros((), dtype=torch.int64)
     for part in parts:
         mixed = scramble(mixed + part + GOLDEN)
-    return int(mixed) & (2**62 - 1)
+    return int(mixed) & (2**53 - 1)
 
 
 def uniform_draws(seed: int, layer: int, positions: Tensor) -> Tensor:
