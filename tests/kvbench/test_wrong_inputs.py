@@ -138,7 +138,6 @@ LINES = {
     "model=hub model.hub_id=a/b/c": "model.hub_id=a/b/c is not allowed, it must be owner/name",
     "launcher=slurm launcher.setup=[5]": "launcher.setup=[5] must be a list of texts: launcher.setup=['...']",
     "logger=wandb logger.tags=5": "logger.tags=5 must be a list of texts",
-    "logger=wandb logger.folder=": "logger.folder= is not allowed, it must be a folder",
     "model=llama3": "did you mean llama31_8b_instruct or llama32_3b_instruct or llama3_70b_instruct",
     "logger=csv": "logger=csv is unknown, choose one of none, wandb",
     "model.pth=/x": "model.pth is not a field of model, did you mean path?",
