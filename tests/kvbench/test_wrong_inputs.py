@@ -162,7 +162,7 @@ LINES = {
     "score longbench": "the following arguments are required: predictions",
     "memory --length=5": "unrecognized arguments: --length=5",
     "claims --any-budget": "--any-budget has no effect without --runs",
-    "plot file.txt -o a.svg --format png": "--format png has no effect on -o a.svg, whose suffix says it",
+    "plot file.txt -o a.svg --format png": "--format png contradicts the suffix of -o a.svg",
     "tables compare caote/table2 --bench . --runs .": "--runs and key=value have no effect",
     "tables compare caote/table2 limit=abc": "limit must be a whole number of at least 1, got 'abc'",
     "memory length=1 length=2": "length=2: length is given twice",
