@@ -204,7 +204,7 @@ def test_a_broken_promise_ends_its_own_rows(where: str) -> None:
 
     def broken(some: Any) -> None:
         """SnapKV keeps too much."""
-        if some[0].group.policy is not policies[1] or (where == "decode") != (some[0].phase == "decode"):
+        if some[0].group.policy is not policies[1] or (where == "decode") != (some[0].step.now.phase == "decode"):
             evict(some)
 
     alone = mock.patch.object(pending_module, "layers_alike", return_value=False)
