@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 
 from kvbench import KVCache, make_policy
 from kvbench.inference.generate import generate_tokens
-from kvbench.kernels.attention_moments import attention_moments, attention_moments_ref
-from kvbench.kernels.attention_rows import attention_rows
-from kvbench.kernels.column_sums import column_sums_blocked, column_sums_ref
+from kvbench.kernels.query_sums import attention_moments, attention_moments_ref, column_sums_blocked, column_sums_ref
+from kvbench.kernels.references import attention_rows
 from kvbench.policies.policy import Policy
 
 LENGTH, NEW = 60, 6

@@ -14,7 +14,7 @@ from itertools import cycle
 
 import torch
 
-from kvbench.kernels.jit import triton
+from kvbench.kernels.tiles import triton
 
 COPIED = {"cuda": 2**30, "cpu": 2**27}  # bytes of one buffer: far more than any cache of the processor holds
 FEWEST, MOST, SECONDS = 5, 200, 0.3  # timed calls: at least, at most, and for so long between them

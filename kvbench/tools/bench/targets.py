@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.evict import Evictions
-from kvbench.kernels.decode_attention import decode_attention
+from kvbench.kernels.decode import decode_attention
 from kvbench.report.figures.curves import Chart, ChartGroup, ChartRow, Picture
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench.bench import Bench, BenchProtocol, Row
