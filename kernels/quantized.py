@@ -74,16 +74,18 @@ class Packed:
     def at(self, tokens: Tensor) -> Tensor:
         """The tokens [B,H,n] of each head, [B,H,n,D] float32."""
         group = tokens // (1 if self.per_token else self.unit)
-        found = []
-        for x in (self.words, self.scale, self.minimum):
-            index = group.view(*group.shape, *[1] * (x.dim() - 3)).expand(*group.shape, *x.shape[3:])
-            found.append(x.gather(2, index))
-        x = _unpacked(self, *found)
+        scale, minimum = (
+            x.gather(2, group[..., None].expand(-1, -1, -1, x.shape[3])) for x in (self.scale, self.minimum)
+        )
+        batch, head = (torch.arange(n, device=tokens.device) for n in tokens.shape[:2])
         if self.per_token:
-            return x
-        each = x.unflatten(2, (-1, self.unit))  # [B,H,n,U,D]: the groups of the tokens
-        inside = (tokens % self.unit)[..., None, None].expand(*tokens.shape, 1, x.shape[-1])
-        return each.gather(3, inside).squeeze(3)
+            return _unpacked(self, self.words[batch[:, None, None], head[:, None], group], scale, minimum)
+        per_word = 32 // self.bits
+        code = (tokens % self.unit)[..., None]
+        channel = torch.arange(scale.shape[3], device=tokens.device)
+        index = batch[:, None, None, None], head[:, None, None], group[..., None], channel, code // per_word
+        codes = self.words[index] >> code % per_word * self.bits & 2**self.bits - 1
+        return codes * scale.float() + minimum.float()
 
 
 def _unpacked(packed: Packed, words: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ CALLS: dict[str, Callable[[], None]] = {
 }
 
 
-def launches(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+def launches(call: Callable[[], None]) -> list[tuple[Any, dict[str, Any]]]:
     """The kernels that a call launches on an H100, with their arguments by name; nothing runs."""
     noted: list[tuple[Any, dict[str, Any]]] = []
 
@@ -93,13 +93,13 @@ def launches(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[
                 (self.kernel, dict(zip(self.kernel.arg_names, args, strict=False)) | how)
             )
 
-    for module in (decode, quantized, query_sums):
-        monkeypatch.setattr(module, "use_triton", lambda x: True, raising=False)
-        monkeypatch.setattr(module, "programs_at_once", lambda device: 264, raising=False)
-        for name, kernel in list(vars(module).items()):
-            if isinstance(kernel, triton.runtime.JITFunction) and name.startswith("_"):
-                monkeypatch.setattr(module, name, Noted(kernel))
-    with FakeTensorMode():
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
+        for module in (decode, quantized, query_sums):
+            patch.setattr(module, "use_triton", lambda x: True, raising=False)
+            patch.setattr(module, "programs_at_once", lambda device: 264, raising=False)
+            for name, kernel in list(vars(module).items()):
+                if isinstance(kernel, triton.runtime.JITFunction) and name.startswith("_"):
+                    patch.setattr(module, name, Noted(kernel))
         call()
     return noted
 
@@ -148,8 +148,8 @@ def spilled(cubin: bytes) -> int:
 @pytest.mark.parametrize(
     "name", [name if name.startswith("2") else pytest.param(name, marks=pytest.mark.slow("compiles")) for name in CALLS]
 )
-def test_kernels_compile_for_an_h100_without_spills(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = launches(CALLS[name], monkeypatch)
+def test_kernels_compile_for_an_h100_without_spills(name: str) -> None:
+    found = launches(CALLS[name])
     assert found
     for kernel, arguments in found:
         made = compiled(kernel, arguments)

@@ -58,11 +58,13 @@ def by_hand(outliers: Outliers | None) -> dict[str, Any]:
 
 
 def test_the_reference_by_hand() -> None:
-    out, log_sum_exp = quantised_attention_ref(**by_hand(None))
+    out, log_sum_exp, _ = quantised_attention_ref(**by_hand(None))
     assert out.item() == pytest.approx((1 * 1 + 2 * 2 + 1 * 5) / 4)
     assert log_sum_exp.item() == pytest.approx(math.log(4))
     exact = Outliers(torch.tensor([[[[math.log(3)]]]]), torch.tensor([[[[7.0]]]]), torch.tensor([[[1]]]).int())
-    out, log_sum_exp = quantised_attention_ref(**by_hand(exact))  # the token at slot 1 counts once, with its exact key
+    out, log_sum_exp, _ = quantised_attention_ref(
+        **by_hand(exact)
+    )  # the token at slot 1 counts once, with its exact key
     assert out.item() == pytest.approx((1 * 1 + 3 * 7 + 1 * 5) / 5)
     assert log_sum_exp.item() == pytest.approx(math.log(5))
 
