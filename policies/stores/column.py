@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.references import widen
-from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import Codes, Run
 from kvbench.policies.stores.queue import Counts, Queue
 from kvbench.policies.stores.slots import take
@@ -17,7 +16,6 @@ from kvbench.policies.stores.slots import take
 TAIL_GROWTH = 16  # slots; a tail is at most a few hundred tokens long, so moving it this often costs nothing
 
 
-@saved
 class Column:
     """Tokens, oldest first: codes, then the exact tail. KV heads may hold different numbers of either."""
 

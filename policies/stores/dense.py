@@ -11,13 +11,11 @@ from torch.nn import functional as F
 
 from kvbench.kernels.references import widen
 from kvbench.policies.constants import on_device
-from kvbench.policies.contents import saved
 from kvbench.policies.observation import State
 from kvbench.policies.stores.slots import block_of, by_kind, owned, spread_index, take
 from kvbench.policies.stores.store import LayerStore, Segments, Store
 
 
-@saved
 class DenseStore(LayerStore):
     """Buffers [B,H,capacity,...] of which the first `used` slots are in use."""
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from kvbench.kernels.quantized import Outliers
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, layers_exist, whole_number, whole_numbers
-from kvbench.policies.contents import saved
 from kvbench.policies.draws import uniform_draws
 from kvbench.policies.stores.column import Column, beyond, most
 from kvbench.policies.stores.dense import DenseStore
@@ -67,7 +66,6 @@ class Competition:
         self.used = self.used + defeated.sum(-1)
 
 
-@saved
 class Pools:
     """Traced tokens of one layer: exact keys and values [B,H,n+A,D] at slots [B,H,n+A] (-1: empty), the pool first."""
 
@@ -170,7 +168,6 @@ class Pools:
         return self.slots.long().masked_fill(self.slots < 0, width)
 
 
-@saved
 class OttLayerStore(QuantisedLayerStore):
     """Keys and values are quantised together, `group` tokens at a time; traced tokens' slots show the exact ones."""
 
@@ -224,7 +221,6 @@ class OttLayerStore(QuantisedLayerStore):
         return super().mix(weights) + traced
 
 
-@saved
 @dataclass(frozen=True)
 class Ott(QuantisedStore):
     """KIVI's groups, flushed together every `group` tokens past a residual; tokens of small keys are kept out of them.

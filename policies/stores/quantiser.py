@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, choice
-from kvbench.policies.contents import saved
 from kvbench.policies.stores.packing import from_planes, pack, planes
 
 BITS = (2, 4, 8)
@@ -28,7 +27,6 @@ class Group(NamedTuple):
     minimum: Tensor
 
 
-@saved
 @dataclass(frozen=True)
 class Quantiser:
     """x = code * scale + minimum with scale = (max - min) / (2**bits - 1), per group along the last dimension.
