@@ -324,7 +324,7 @@ class Observation:
         """The same by kernels: the attention and its log-sum-exp, then the statistic."""
         queries, keys, *_ = self._call
         how = (*self._call[2:], one_for_all(self.sinks), self._in_order)
-        out, log_sum_exp = prompt_attention(queries, keys, self.values, *how)
+        out, log_sum_exp, _ = prompt_attention(queries, keys, self.values, *how)
         if statistic == "moments":
             found = attention_moments(*self._call, log_sum_exp=log_sum_exp, aligned=self._in_order)
             self._known["first", 0], self._known["second", 0] = found

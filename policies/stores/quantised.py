@@ -209,7 +209,7 @@ class QuantisedLayerStore(LayerStore):
         if keys is None or values is None:
             return None
         call = queries, positions, keys, values, how.scaling, how.softcap, self.outliers
-        out, log_sum_exp = quantised_attention(*call)
+        out, log_sum_exp, _ = quantised_attention(*call)
         if how.sinks is None:
             return out
         return out * beside_sinks(log_sum_exp, how.sinks[..., None])[..., None].to(out.dtype)
