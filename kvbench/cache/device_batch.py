@@ -19,9 +19,8 @@ from kvbench.cache.device_part import Arena, DevicePart, evicts, to_grow, units_
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.state import LayerState
 from kvbench.cache.step import Projected
-from kvbench.kernels.decode_attention import NewTokens
-from kvbench.kernels.decode_attention_flat import decode_attention_flat
-from kvbench.kernels.prompt_attention import one_for_all
+from kvbench.kernels.decode import NewTokens, decode_attention_flat
+from kvbench.kernels.prompt import one_for_all
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
 

@@ -16,7 +16,7 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
-from kvbench.kernels.append import append
+from kvbench.kernels.references import append
 from kvbench.policies.observation import AttentionParams, Observation, State
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import biases, padded
