@@ -25,9 +25,8 @@ from kvbench.cache.rotary import beyond, uniform_length
 from kvbench.engine.prefill import prefill_prompt
 from kvbench.engine.prefill_examples import prefill_examples
 from kvbench.engine.sequence import LiveSequence, Request, choose_next, new_sequence
-from kvbench.inference.calls import next_logits
 from kvbench.inference.cuda_graph import Recorder, bucket, recorded
-from kvbench.inference.generate import padding
+from kvbench.inference.prefill import next_logits, padding
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.policy import Policy
 
@@ -99,10 +98,10 @@ class DecodeBatch:
         self.drop(())
         sequences = [[new_sequence(request, policy) for policy in policies] for request in requests]
         prefill(self._model, sequences)
-        self._start(chain(*sequences))
+        self.start(chain(*sequences))
         return sequences
 
-    def _start(self, sequences: Iterable[LiveSequence]) -> None:
+    def start(self, sequences: Iterable[LiveSequence]) -> None:
         """Sequences whose prompts are in begin to decode."""
         for sequence in sequences:
             if sequence.done:

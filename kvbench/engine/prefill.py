@@ -15,9 +15,9 @@ from kvbench.cache.join import fork, together
 from kvbench.cache.layout import in_one_call
 from kvbench.cache.rotary import forget_lengths
 from kvbench.engine.sequence import LiveSequence, choose_next
-from kvbench.inference.calls import next_logits
 from kvbench.inference.context import ContextCache, check_context, take_question
 from kvbench.inference.pre_pass import pre_pass, read_prompt
+from kvbench.inference.prefill import next_logits
 from kvbench.inference.turns import take_turns
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PromptChoice, TextEncoder
 
@@ -147,7 +147,7 @@ def _open(model: PreTrainedModel, sequences: Sequence[LiveSequence]) -> Tensor:
             if context is not None:
                 check_context(sequence.policy)
             kind = KVCache if context is None else ContextCache
-            ids, sequence.cache = read_prompt(model, ids, None, sequence.policy, kind, request.question)
+            ids, sequence.cache = read_prompt(model, ids, sequence.policy, kind, request.question)
             sequence.cache.group.isolated = True
         except ValueError as error:
             sequence.error = error

@@ -16,7 +16,7 @@ from kvbench.engine.memory import MemoryPlanner
 from kvbench.engine.run_writer import RunWriter
 from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.engine.turns import InStep, Turn
-from kvbench.inference.generation import now
+from kvbench.inference.prefill import now
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt
 from kvbench.records.sample import Sample

@@ -39,7 +39,7 @@ from kvbench.terminal.errors import refusing
 
 IDENTITY_VERSION = 2  # raise it where the same configuration comes to mean something else
 COMPUTES = (
-    "kvbench.inference.generate",
+    "kvbench.engine.generate",
     "kvbench.engine.batch",
     "kvbench.engine.prefill",
     "kvbench.engine.prefill_examples",

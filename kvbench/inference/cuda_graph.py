@@ -16,7 +16,7 @@ from kvbench.cache.cache import KVCache
 from kvbench.cache.device_batch import DeviceBatch, steps_alike
 from kvbench.cache.interface import name_of
 from kvbench.cache.layout import layout_of
-from kvbench.inference.calls import next_logits
+from kvbench.inference.prefill import next_logits
 from kvbench.models.trial import layer_shapes
 from kvbench.policies.policy import Policy
 

@@ -46,30 +46,23 @@ Kind = TypeVar("Kind", bound=KVCache)
 def read_prompt(
     model: PreTrainedModel,
     input_ids: Tensor,
-    mask: Tensor | None,
     policy: Policy,
     kind: type[Kind],
     question: int | Sequence[int] | None = None,
 ) -> tuple[Tensor, Kind]:
-    """The prompt [B,T] as a policy has it read, and a new cache for it. mask [B,T] bool marks real tokens.
+    """The prompt [B,T] as a policy has it read, and a new cache for it.
 
     question: where the question begins, for policies that ask.
-
-    ValueError where the policy chooses the prompt's tokens and the model has no such layer, or several sequences or
-    padding are given.
+    ValueError where the policy chooses the prompt's tokens and the model has no such layer, or several sequences are
+    given.
     """
     passed = None
-    if mask is not None and isinstance(policy.pre_pass, BlockPasses):
-        raise ValueError(f"{policy.name} reads a prompt in blocks, each with its question, so it takes no padding")
     if isinstance(policy.pre_pass, PromptChoice):
-        if mask is not None:
-            raise ValueError(f"{policy.name} rewrites the prompt, so it takes prompts without padding")
         whole = input_ids
         input_ids = _chosen(model, whole, policy, policy.pre_pass)
         passed = 0 if input_ids is whole else whole.shape[1]
         policy = dataclasses.replace(policy, pre_pass=None)
-    lengths = [input_ids.shape[1]] * len(input_ids) if mask is None else mask.sum(-1).tolist()
-    cache = kind(model.config, policy, prompt_length=lengths, question=question)
+    cache = kind(model.config, policy, prompt_length=[input_ids.shape[1]] * len(input_ids), question=question)
     if passed is not None:
         cache.group.progress.passed = [passed]
     return input_ids, cache

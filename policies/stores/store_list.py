@@ -198,9 +198,11 @@ class StoreList(LayerStore):
     def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
         assert bias is None, "a bias is written to stores of single sequences"
         for rows, held in zip(self.rows, self.members, strict=True):
-            # Slots named beyond a shorter sequence's own are padding, made by `keep` and `positions`.
-            real = (slots[rows] < held.positions.shape[2]).flatten(0, 1).all(0).nonzero()[:, 0]
-            held.write(slots[rows][:, :, real], keys[rows][:, :, real], values[rows][:, :, real])
+            own = slots[rows], keys[rows], values[rows]
+            if self._memory is None:  # slots named beyond a shorter sequence's own are padding, made by `keep`
+                real = (own[0] < held.positions.shape[2]).flatten(0, 1).all(0).nonzero()[:, 0]
+                own = own[0][:, :, real], own[1][:, :, real], own[2][:, :, real]
+            held.write(*own)
 
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
         for own, held in zip(self.rows, self.members, strict=True):

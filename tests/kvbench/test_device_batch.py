@@ -20,8 +20,7 @@ from kvbench.cache.caller import Caller
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
-from kvbench.inference.calls import next_logits
-from kvbench.inference.generate import prefill
+from kvbench.inference.prefill import next_logits, prefill
 from kvbench.kernels import decode
 from kvbench.policies.policy import Policy
 

@@ -27,11 +27,11 @@ from kvbench.cache.hook import prepare
 from kvbench.cache.join import fork
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.engine.run import run_cells
 from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.engine.watch import Nobody
-from kvbench.inference.generate import generate_tokens, prefill
-from kvbench.inference.generation import Generation
+from kvbench.inference.prefill import prefill
 from kvbench.inference.teacher_forcing import continuation_scores, text_scores
 from kvbench.inference.turns import Conversation
 from kvbench.models.trial import state_bytes, try_out

@@ -16,8 +16,8 @@ from transformers import DynamicCache, PreTrainedModel
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.cli import main
+from kvbench.engine.generate import generate_tokens
 from kvbench.errors import ConfigError, UsageError
-from kvbench.inference.generate import generate_tokens
 from kvbench.policies.press import KVPress
 from kvbench.policies.schedule import Prompt
 

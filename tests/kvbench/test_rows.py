@@ -19,8 +19,8 @@ from kvbench.cache import eviction as pending_module
 from kvbench.cache.cache import BudgetError
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import LiveSequence, Request
-from kvbench.inference.generate import generate_tokens
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers import pooling
 

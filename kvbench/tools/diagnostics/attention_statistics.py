@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from kvbench.cache.cache import KVCache
 from kvbench.config.presets import make_policy
-from kvbench.inference.generate import prefill
+from kvbench.inference.prefill import prefill
 from kvbench.report.figures.style import HUES, by_layer
 from kvbench.tools.diagnostics.probe import Probe
 

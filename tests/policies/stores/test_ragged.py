@@ -14,7 +14,7 @@ from kvbench.cache.attention import attend
 from kvbench.cache.hook import prepare
 from kvbench.cache.step import LayerStep
 from kvbench.cache.steps import BatchStep
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.dense import Dense
