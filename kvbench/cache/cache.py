@@ -7,6 +7,7 @@ keys and values are appended to its store (`kvbench.cache.state`), attention is 
 Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots, D head dim.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from kvbench.cache import NAME
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
 from kvbench.cache.caller import Caller, check_heads, check_policy
 from kvbench.cache.device_batch import DeviceBatch, can_join
@@ -131,7 +133,7 @@ class KVCache(Cache):
     ) -> tuple[LayerCall | Tensor, LayerCall | Tensor]:
         """Hand the new keys and values [B,H_kv,M,D] of a layer, or its latents, on to its attention, which appends."""
         place = self._places[layer_idx]
-        if place == 0:
+        if place == 0 and (self.config._attn_implementation != NAME or "kvpress" in sys.modules):
             self._caller.check_attention()
         call = LayerCall(layer_idx, partial(self._called, place, key_states, value_states))
         if self._layout.latent:  # the model expands them on the way, to keys and values of all heads
@@ -183,7 +185,8 @@ class KVCache(Cache):
 
     def _begin_call(self, new: Projected, mask: Tensor | None) -> None:
         self._evictions.end_call()  # of a model whose last layers hold no cache of their own
-        self._shared.begin()
+        if self._layout.owners:
+            self._shared.begin()
         assert mask is None or len(self.groups) == 1, "sequences of several policies are never padded"
         if mask is not None and self._layout.states:
             check_padding(self.group.progress.seen, mask)

@@ -111,7 +111,8 @@ class GroupAttention:
         group.note_bytes(index)
         if policy.schedule.order == "attend_then_evict":
             out = attend(step, policy.needs)
-            self._shared.add(group, layer, step, new.values)
+            if self._shared.owned:
+                self._shared.add(group, layer, step, new.values)
             self._evict(group, layer, step)
             return out
         self.evictions.add(group, layer, step)
@@ -120,7 +121,7 @@ class GroupAttention:
         return attend_to_survivors(step, own)
 
     def _evict(self, group: PolicyGroup, layer: LayerState, step: LayerStep) -> None:
-        self.evictions.add(group, layer, step, later=self._shared.holds_up(layer, step))
+        self.evictions.add(group, layer, step, later=bool(self._shared.owned) and self._shared.holds_up(layer, step))
 
 
 def _nothing(new: Projected, params: AttentionParams) -> Tensor:

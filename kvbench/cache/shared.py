@@ -40,6 +40,7 @@ class SharedReads:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
+        self.owned = layout.owned
         self._to_come = 0  # readers
         self._reads: dict[int, list[_Read]] = {}
 

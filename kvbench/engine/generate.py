@@ -75,6 +75,8 @@ def generate_tokens(
     if context_tokens is not None and mask is not None:
         raise ValueError("compress=context takes prompts without padding, whose contexts are all of one length")
     questions = question if isinstance(question, Sequence) else [question] * len(input_ids)
+    if len(questions) != len(input_ids):
+        raise ValueError(f"question names {len(questions)} sequences, the model was called with {len(input_ids)}")
     requests = [
         Request(
             input_ids[row : row + 1] if mask is None else input_ids[row : row + 1, mask[row]],

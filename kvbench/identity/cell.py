@@ -42,7 +42,6 @@ COMPUTES = (
     "kvbench.engine.generate",
     "kvbench.engine.batch",
     "kvbench.engine.prefill",
-    "kvbench.engine.prefill_examples",
     "kvbench.engine.sequence",
     "kvbench.inference.rating",
     "kvbench.models.cache_shapes",

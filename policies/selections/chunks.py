@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.checks import check_choices, whole_number
-from kvbench.policies.ranking import Ranking
-from kvbench.policies.select import LATE
-from kvbench.policies.selections.selection import Selection
+from kvbench.policies.ranking import LATE, Ranking
+from kvbench.policies.rankingions.selection import Selection
 
 
 @dataclass(frozen=True)

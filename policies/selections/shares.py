@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvbench.policies.checks import whole_number
-from kvbench.policies.ranking import Ranking
-from kvbench.policies.select import LATE
-from kvbench.policies.selections.selection import Selection
+from kvbench.policies.ranking import LATE, Ranking
+from kvbench.policies.rankingions.selection import Selection
 
 
 @dataclass(frozen=True)

@@ -362,6 +362,9 @@ class SlotStore(LayerStore):
             self._packed = bool((self.memory["positions"] >= 0).all())
             self._views.clear()
 
+    def settle(self) -> None:
+        """Nothing to do: tokens stay as they were appended."""
+
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
         if self.starts is None or self.counts is None or queries.shape[2] > 1 or "bias" in self.memory:
             return None

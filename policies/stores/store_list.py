@@ -215,7 +215,7 @@ class StoreList(LayerStore):
             held.settle()
 
     @property
-    def watching(self) -> bool:
+    def watching(self) -> bool:  # type: ignore[override]
         return any(held.watching for held in self.members)
 
     def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:

@@ -70,7 +70,7 @@ class ThinKLayerStore(QuantisedLayerStore):
         return {**super().parts(), **asked}
 
     @property
-    def watching(self) -> bool:
+    def watching(self) -> bool:  # type: ignore[override]
         return self._dense is not None
 
     def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:

@@ -179,7 +179,7 @@ class ZipCacheLayerStore(QuantisedLayerStore):
         return self.store.k == self.store.v  # the same tokens are salient for both
 
     @property
-    def watching(self) -> bool:
+    def watching(self) -> bool:  # type: ignore[override]
         return self._dense is not None
 
     def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
