@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from kvbench.cache import NAME
+from kvbench.cache.attention import Projected
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
 from kvbench.cache.caller import Caller, check_heads, check_policy
 from kvbench.cache.device_batch import DeviceBatch, can_join
@@ -33,7 +34,6 @@ from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, check_padding
 from kvbench.cache.saving import load, save
 from kvbench.cache.shared import SharedReads
-from kvbench.cache.step import Projected
 from kvbench.cache.uncompiled import uncompiled
 from kvbench.policies.latents import check_latents
 from kvbench.policies.observation import AttentionParams
@@ -153,7 +153,7 @@ class KVCache(Cache):
     def _called(self, index: int, keys: Tensor, values: Tensor, reader: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
         """What the attention function calls. reader: the module that attends; args: queries, mask, parameters."""
         queries, mask, params = args
-        if index == 0:
+        if index == 0 and (self._caller.reader is None or self._caller.reader() is not reader):
             self._caller.check(reader)
         if any(group.policy.needs.model for group in self.groups):
             params = params._replace(model=model_layer(reader, queries))
@@ -165,7 +165,8 @@ class KVCache(Cache):
         mask [B,M] bool marks the real tokens of this call, None if all are.
         """
         self._begin(index, new, mask)
-        check_heads(self.groups, index, new.keys)
+        if not self.groups[0].layers[index].opened:
+            check_heads(self.groups, index, new.keys)
         if self._batch is not None:
             out = self._attention.on_device(self._batch, dict(self._rows()), index, new, params)
         elif self.one_prompt:

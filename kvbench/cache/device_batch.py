@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvbench.cache.attention import Projected
 from kvbench.cache.device_part import Arena, DevicePart, evicts, to_grow, units_of
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.state import LayerState
-from kvbench.cache.step import Projected
 from kvbench.kernels.decode import NewTokens, decode_attention_flat
 from kvbench.kernels.prompt import one_for_all
 from kvbench.policies.observation import AttentionParams

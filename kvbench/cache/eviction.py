@@ -16,10 +16,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvbench.cache.attention import LayerStep
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.rerotate import close_gaps
 from kvbench.cache.state import LayerState
-from kvbench.cache.step import LayerStep
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.merger import Eviction, Merged, OneEviction, Vectors

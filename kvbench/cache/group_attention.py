@@ -8,13 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvbench.cache.attention import attend, attend_to_survivors
+from kvbench.cache.attention import LayerStep, Projected, attend, attend_to_survivors
 from kvbench.cache.device_batch import DeviceBatch
 from kvbench.cache.eviction import Evictions
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.shared import SharedReads
 from kvbench.cache.state import LayerState
-from kvbench.cache.step import LayerStep, Projected
 from kvbench.cache.steps import BatchStep
 from kvbench.policies.observation import AttentionParams, Known
 from kvbench.policies.stores.slots import owned

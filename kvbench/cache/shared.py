@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvbench.cache.attention import attend, attend_to_survivors
+from kvbench.cache.attention import LayerStep, attend, attend_to_survivors
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.layout import Layout
 from kvbench.cache.state import LayerState
-from kvbench.cache.step import LayerStep
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvbench.cache.attention import ALL, LayerStep, Projected
 from kvbench.cache.budgets import Budgets
 from kvbench.cache.reading import PageReads
-from kvbench.cache.step import ALL, LayerStep, Projected
 from kvbench.cache.steps import BatchStep
 from kvbench.policies.latents import LatentObservation
 from kvbench.policies.observation import MOVED, AttentionParams, Known, Memory, Observation

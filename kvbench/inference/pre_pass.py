@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from kvbench.cache.attention import attend
+from kvbench.cache.attention import LayerStep, Projected, attend
 from kvbench.cache.cache import KVCache
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.interface import InterfaceError
 from kvbench.cache.layout import attention_layers, continues
 from kvbench.cache.model_layer import model_layer
-from kvbench.cache.step import LayerStep, Projected
 from kvbench.cache.steps import BatchStep
 from kvbench.inference.logits import base_of, prompt_ratings
 from kvbench.policies.layer_budgets import total_slots

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.policies.checks import check_choices, whole_number
 from kvbench.policies.ranking import LATE, Ranking
-from kvbench.policies.rankingions.selection import Selection
+from kvbench.policies.selections.selection import Selection
 
 
 @dataclass(frozen=True)

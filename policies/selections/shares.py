@@ -9,7 +9,7 @@ import torch
 
 from kvbench.policies.checks import whole_number
 from kvbench.policies.ranking import LATE, Ranking
-from kvbench.policies.rankingions.selection import Selection
+from kvbench.policies.selections.selection import Selection
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def read(running: PreTrainedModel, held: Cache, ids: Tensor, *calls: int) -> Ten
 
 
 def states(held: KVCache) -> dict[str, Tensor]:
-    return held.group.states
+    return {name: torch.cat([group.states[name] for group in held.groups]) for name in held.groups[0].states}
 
 
 def assert_same_states(found: KVCache, expected: KVCache, row: int | slice = slice(None), within: float = 1e-4) -> None:
