@@ -43,12 +43,11 @@ More:
 
 Other commands, each with a --help of its own:
   python -m kvbench.sweep        follow, stop or continue a sweep
-  python -m kvbench.results      finished runs as a tidy table, NLL curves, or sent to a dashboard
+  python -m kvbench.results      finished runs as a table, as NLL curves, on a dashboard; `check` recomputes them
   python -m kvbench.report       finished runs as one HTML page
   python -m kvbench.plot         pictures of finished runs
   python -m kvbench.tables       the papers' tables: print, run, compare with our runs
   python -m kvbench.claims       what the papers claim, beside their numbers and ours
-  python -m kvbench.leaderboard  runs of many policies as a ranked site; checks what others hand in
   python -m kvbench.memory       what a policy's cache will hold, in bytes
   python -m kvbench.bench        latency, throughput and memory
   python -m kvbench.diagnose     what policies did on real prompts
