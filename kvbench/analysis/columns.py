@@ -157,9 +157,7 @@ def _result(row: dict[str, Any]) -> Result:
     changed = tuple(key for key, value in row.items() if key.startswith(("policy.", "task.")) and value is not None)
     naming = Naming(**named, changed=changed, reads=None if not reads else "" if block is None else f"m={block:g}")
     return Result(
-        **{**told, **named},
-        reads=reads,
-        curve=tree.get("nll_curve"),
+        **{**told, **named, "reads": reads, "curve": tree.get("nll_curve")},
         folder=Path(str(row["run_id"])),
         identity=identity,
         environment={},

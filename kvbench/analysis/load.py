@@ -182,7 +182,7 @@ def _with_baselines(rows: Sequence[Result]) -> list[Result]:
 def _place(row: Result) -> tuple[Any, ...]:
     """A key that sorts rows."""
     rest = " ".join([row.when, row.compress, *map(text_of, row.differs.values()), row.run_id])
-    model, task, policy = natural(row.model), natural(row.labels["task"]), natural(row.policy)
+    model, task, policy = natural(row.model), natural(row.task_label), natural(row.policy)
     return model, task, budget_order(row.budget), row.policy != "full", policy, natural(rest)
 
 

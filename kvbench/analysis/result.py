@@ -106,6 +106,16 @@ class Result(Numbers):
         return self.policy
 
     @property
+    def model_label(self) -> str:
+        """The model, with the fields in which it differs from others of the table: for titles."""
+        return self.labels.get("model", self.model)
+
+    @property
+    def task_label(self) -> str:
+        """The task, with the fields in which it differs from its preset or others of the table: for titles."""
+        return self.labels.get("task", self.task)
+
+    @property
     def compress(self) -> str:
         """What was compressed: the prompt, or the context before its question."""
         return compressed(self.identity)
@@ -183,7 +193,7 @@ class Result(Numbers):
 
     @property
     def vs_full(self) -> Difference | None:
-        """By how much it scores higher than its baseline; None where either has no score, or below 5 shared examples."""
+        """By how much it scores higher than its baseline; None without two scores, or below 5 shared examples."""
         has = self.baseline is not None and self.score is not None and self.baseline.score is not None
         return self.to_full.difference if has and self.to_full and self.to_full.difference.n >= FEWEST else None
 

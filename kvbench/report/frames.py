@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 NOTE_WIDTH = 100  # letters of a line of notes under a narrow table
 _LATEX = str.maketrans(
-    {**{c: f"\\{c}" for c in "&%$#_{}"}, "\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}"}
+    {
+        **{c: f"\\{c}" for c in "&%$#_{}"},
+        "\\": "\\textbackslash{}",
+        "~": "\\textasciitilde{}",
+        "^": "\\textasciicircum{}",
+    }
 )
 _BOX = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
@@ -44,7 +49,7 @@ class Table:
 def text(table: Table, width: int | None = None) -> str:
     """Aligned columns. width: letters of a line, into which rich folds the columns; None: as wide as needed."""
     frame = table.frame
-    shown = RichTable(box=_BOX, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    shown = RichTable(box=_BOX, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
     for name in frame.columns:
         longest = max((len(line) for cell in frame[name] for line in cell.split("\n")), default=0)
         heading = Text(str(name)).wrap(Console(), max([longest, *map(len, str(name).split())]))
@@ -97,7 +102,7 @@ def latex(table: Table) -> str:
 
 
 def _tex(words: object) -> str:
-    """Escaped for LaTeX, with true minus signs; {} before `*` or `[`, which would belong to the end of the row above."""
+    """Escaped for LaTeX, with true minus signs; {} before `*` or `[`, which else ends the row above."""
     escaped = str(words).translate(_LATEX)
     guard = "{}" if escaped.lstrip()[:1] in ("*", "[") else ""
     return guard + re.sub(r"(?<![\w-])-(?=\d)", "$-$", escaped)

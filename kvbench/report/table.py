@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 NONE = "-"
 LONG_ANSWER = 256  # mean generated tokens from which on the answers' length is a column
 MIB = 2**-20
+Value = Callable[[Result], str | None]
 
 
 def measure(row: Result) -> str:
@@ -49,7 +50,7 @@ def _share(row: Result) -> str | None:
     return None if share is None else f"{100 * share:.{0 if share > 0.9995 else 1}f}%"
 
 
-def _number(field: str, how: str, scale: float = 1, unit: str = "", instead: str = "") -> Callable[[Result], str | None]:
+def _number(field: str, how: str, scale: float = 1, unit: str = "", instead: str = "") -> Value:
     """The text of a field of a result. instead: the field that is shown where the first has no value."""
 
     def value(row: Result) -> str | None:
@@ -61,16 +62,16 @@ def _number(field: str, how: str, scale: float = 1, unit: str = "", instead: str
     return value
 
 
-def _seconds(field: str, how: str) -> Callable[[Result], str | None]:
+def _seconds(field: str, how: str) -> Value:
     return lambda row: "shared" if row.n_shared else _number(field, how)(row)
 
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of numbers, shown where `shown` is true of a row and any row has a value. legend: stands in the footer."""
+    """A column of numbers, present if a row has a value and `shown` is true of it. legend: stands in the footer."""
 
     title: str
-    value: Callable[[Result], str | None]
+    value: Value
     legend: str = ""
     shown: Callable[[Result], bool] = lambda _: True
 
@@ -79,12 +80,16 @@ def _is_long(row: Result) -> bool:
     return (row.generated_tokens or 0) >= LONG_ANSWER
 
 
+def _chooses(row: Result) -> bool:
+    return row.read_tokens is not None
+
+
 _PAIRED = "vs full: on the same examples, * where the 95% interval leaves out 0"
 _READS = "read: by the last decoded token; the budget of such a policy is what a decoded token may read"
 _COLUMNS = (
     _Column("tokens", _number("scored_tokens", "d")),
     _Column("score (95% CI)", measure, "score: mean, 1 is best", lambda row: not row.reads),
-    _Column("NLL, lower is better (95% CI)", measure, "NLL: nats per token", lambda row: row.reads),
+    _Column("NLL (95% CI)", measure, "NLL: nats per token, lower is better", lambda row: row.reads),
     _Column("vs full (95% CI)", _against, _PAIRED, lambda row: row.difference is not None or row.gap is not None),
     _Column("PPL", _number("perplexity", ".4g")),
     _Column("PPL vs full", lambda row: None if row.gap is None else f"{row.gap.perplexity:+.4g}"),
@@ -93,10 +98,10 @@ _COLUMNS = (
     _Column("cut off", _number("cut_share", ".1f", 100, "%"), "cut off: answers that reached max_new_tokens", _is_long),
     _Column("score/1k held", _number("score_per_1000_held", ".3f"), "", _is_long),
     _Column("kept/KV head", _number("kept_tokens", ".1f"), "kept, cache: held at the end"),
-    _Column("read/KV head", _number("read_tokens", ".1f", instead="kept_tokens"), _READS, lambda r: r.read_tokens is not None),
+    _Column("read/KV head", _number("read_tokens", ".1f", instead="kept_tokens"), _READS, _chooses),
     _Column("most kept", lambda row: str(max(map(max, row.max_kept_tokens))) if row.max_kept_tokens else None),
     _Column("cache MiB", _number("cache_bytes", ".3f", MIB)),
-    _Column("MiB read/token", _number("read_bytes", ".3f", MIB, instead="cache_bytes"), "", lambda r: r.read_bytes is not None),
+    _Column("MiB read/token", _number("read_bytes", ".3f", MIB, instead="cache_bytes"), "", _chooses),
     _Column("of full", _share),
     _Column("spare MiB", _number("spare_bytes", ".3f", MIB), "spare: reserved but unused"),
     _Column("peak MiB", _number("peak_bytes", ".3f", MIB)),
@@ -104,7 +109,7 @@ _COLUMNS = (
     _Column("device peak MiB", _number("device_peak_bytes", ".0f", MIB)),
     _Column("pre-pass tokens", _number("pre_pass_tokens", ".1f")),
     _Column("bits/number", _number("bits_per_number", ".2f")),
-    _Column("16-bit/this", _number("ratio_to_16_bit", ".2f", unit="x"), "16-bit/this: a full cache in 16 bits over this one"),
+    _Column("16-bit/this", _number("ratio_to_16_bit", ".2f", unit="x"), "16-bit/this: full 16-bit cache over this"),
     _Column("prefill s", _seconds("prefill_seconds", ".3f"), "", lambda row: row.prefill_seconds is not None),
     _Column("decode s", _seconds("decode_seconds", ".3f"), "", lambda row: row.decode_seconds is not None),
     _Column("ms/token", _seconds("decode_ms_per_token", ".2f"), "", lambda row: row.decode_ms_per_token is not None),
@@ -154,9 +159,11 @@ def _frame(names: Sequence[str], columns: Sequence[Sequence[str]]) -> pd.DataFra
 
 def _grouped(rows: Sequence[Result]) -> list[Result]:
     """The rows by model, task and schedule in order of appearance; in each task those that evict nothing first."""
-    places = [*dict.fromkeys((row.model, row.labels.get("task")) for row in rows)]
+    places = [*dict.fromkeys((row.model_label, row.task_label) for row in rows)]
     whens = ["", *dict.fromkeys(row.when for row in rows)]
-    return sorted(rows, key=lambda row: (places.index((row.model, row.labels.get("task"))), whens.index(row.when)))
+    if len({*whens}) < 3:  # no two rows evict at different moments
+        return sorted(rows, key=lambda row: places.index((row.model_label, row.task_label)))
+    return sorted(rows, key=lambda row: (places.index((row.model_label, row.task_label)), whens.index(row.when)))
 
 
 def _words(rows: Sequence[Result]) -> dict[str, list[str]]:
@@ -189,7 +196,9 @@ def _shared(words: dict[str, list[str]], shown: Sequence[str]) -> str:
     """The fields that all rows share: "model pocket, task niah, 20 examples"."""
     silent = {"policy", "schedule", "decode", "n", *shown}
     usual = {"subset": "all", "state": FINISHED, "budget": NONE}
-    same = [f"{name} {values[0]}" for name, values in words.items() if name not in silent and values[0] != usual.get(name)]
+    same = [
+        f"{name} {values[0]}" for name, values in words.items() if name not in silent and values[0] != usual.get(name)
+    ]
     n = words["n"][0]
     return ", ".join([*same, *([] if "n" in shown else [f"{n} example{'s' * (n != '1')}"])])
 
@@ -213,7 +222,9 @@ def pivot(rows: Sequence[Result], across: str) -> Table:
     rows = _grouped(rows)
     words = _words(rows)
     if across == "task":  # tasks of one name that differ in a field are columns of their own
-        words["task"] = [row.labels.get("task", row.task) for row in rows]
+        tasks = {(row.task, row.task_label) for row in rows}
+        several = len({task for task, _ in tasks}) < len(tasks)
+        words["task"] = [row.task_label if several else row.task for row in rows]
         for key in [key for key in words if key.startswith("task.")]:
             del words[key]
     named = [name for name in _named_columns(words, ("policy",)) if name not in ("n", "state", across)]
@@ -231,9 +242,8 @@ def pivot(rows: Sequence[Result], across: str) -> Table:
         titles.append("average")
         for line, found in zip(body, cells.values(), strict=True):
             line.append(_average([found.get(name, []) for name in columns]))
-    what = "score x 100" if across == "task" else " or ".join(
-        dict.fromkeys("NLL in nats per token, lower is better" if row.reads else "score" for row in rows)
-    ) + " (95% CI)"
+    kinds = dict.fromkeys("NLL in nats per token, lower is better" if row.reads else "score" for row in rows)
+    what = "score x 100" if across == "task" else f"{' or '.join(kinds)} (95% CI)"
     legend = ["budget: tokens a KV head may keep (below 1: share of the prompt)"]
     if any(row.difference and row.difference.claims for row in rows) and across == "budget":
         legend.append("*: the 95% interval of the difference to full on the same examples leaves out 0")
@@ -247,12 +257,18 @@ def pivot(rows: Sequence[Result], across: str) -> Table:
 
 
 def _with_interval(found: Sequence[Result]) -> str:
-    marks = ["*" if row.difference and row.difference.claims else "" for row in found]
-    return "; ".join(measure(row) + mark for row, mark in zip(found, marks, strict=True)) or NONE
+    return "; ".join(measure(row) + _mark(row) for row in found) or NONE
+
+
+def _mark(row: Result) -> str:
+    star = "*" if row.difference and row.difference.claims else ""
+    return star if row.finished else f"{star} [unfinished, n={row.n}]"
 
 
 def _percent(found: Sequence[Result]) -> str:
-    return "; ".join("failed" if row.score is None else f"{100 * row.score:.1f}" for row in found) or NONE
+    texts = ["failed" if row.score is None else f"{100 * row.score:.1f}" for row in found]
+    marks = ["" if row.finished else f" [unfinished, n={row.n}]" for row in found]
+    return "; ".join(text + mark for text, mark in zip(texts, marks, strict=True)) or NONE
 
 
 def _average(tasks: Sequence[Sequence[Result]]) -> str:
@@ -265,13 +281,11 @@ def chosen(rows: Sequence[Result], names: Sequence[str] = ()) -> Table:
     frame, json = tidy(rows, names), {column.name for column in COLUMNS if column.kind == "json"}
     if not names:
         frame = frame[[name for name in frame if frame[name].notna().any() and name not in json]]
-    left = [str(name) for name in frame if not frame[name].dtype.kind in "iuf"]
-    return Table(frame.map(_cell), left=left)
+    left = [str(name) for name in frame if frame[name].dtype.kind not in "iuf"]
+    return Table(frame.astype(object).where(frame.notna(), "").map(_cell), left=left)
 
 
 def _cell(value: object) -> str:
-    if value is None or value != value or str(value) == "<NA>":
-        return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -49,8 +49,7 @@ def curves(runs: Sequence[Result], paper: Paper | None = None) -> Figure:
 
 def name(run: Result) -> str:
     """Policy and budget, as the legend has them."""
-    policy = " ".join([run.policy, *(f"{key}={value}" for key, value in run.differs.items())])
-    return policy if run.budget is None else f"{policy}, {run.budget}"
+    return run.line if run.budget is None else f"{run.line}, {run.budget}"
 
 
 def _panel(axes: Axes, runs: Sequence[Result], looks: Mapping[str, Look]) -> bool:

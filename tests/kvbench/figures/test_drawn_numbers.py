@@ -12,15 +12,18 @@ from drawn_figures import lines_of, picture
 from matplotlib.text import Text
 from plotted_runs import POLICIES, described, sample, write_run
 
+from kvbench.analysis.load import load_results
 from kvbench.analysis.result import Result
 from kvbench.plot import main
-from kvbench.report.collect import Choice, collect, show
+from kvbench.report.command import main as results
 from kvbench.report.figures import panels, score
+from kvbench.report.frames import text
+from kvbench.report.table import results_table
 
 
 @pytest.mark.parametrize("kind", ["budget", "bytes"])
 def test_the_drawn_numbers_are_those_of_the_table(kind: str, sweep: Path, cells: list[Result], tmp_path: Path) -> None:
-    collect(sweep, tmp_path / "table.csv")
+    assert results(["collect", str(sweep), "-o", str(tmp_path / "table.csv")]) == 0
     table = pd.read_csv(tmp_path / "table.csv")
     draw = score.against_budget if kind == "budget" else score.against_bytes
     figure = picture(draw, cells)
@@ -29,7 +32,7 @@ def test_the_drawn_numbers_are_those_of_the_table(kind: str, sweep: Path, cells:
     ticks = [tick.get_text() for tick in axes.get_xticklabels()]
     bars = {tuple(map(tuple, np.round(seg, 9))) for c in axes.collections for seg in c.get_segments()}  # type: ignore[attr-defined]
     for policy in POLICIES:
-        rows = table[table["slug"] == policy].sort_values("budget")
+        rows = table[table["policy"] == policy].sort_values("budget")
         name = next(label for label in lines if label.partition(" ")[0] == policy)
         x = lines[name].get_xdata()
         if kind == "budget":
@@ -48,16 +51,16 @@ def test_bytes_are_the_cache_column_of_the_table_which_leaves_out_room_to_spare(
     for name, held in (("full", 4 * mib), ("tova", mib)):
         examples = [replace(sample(i, 1.0, held - mib // 4), spare_bytes=mib // 4) for i in range(4)]
         write_run(tmp_path / "runs", name, examples, None if name == "full" else 64)
-    collect(tmp_path / "runs", tmp_path / "table.csv")
+    assert results(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "table.csv")]) == 0
     for place in (tmp_path / "runs", tmp_path / "table.csv"):
         assert {cell.line: cell.cache_bytes for cell in panels.read(place)} == {"full": 3.75 * mib, "tova": 0.75 * mib}
     ((_, figure),) = score.against_bytes(panels.read(tmp_path / "runs"), panels.looks(panels.read(place)))
     assert any("full, 3.75 MiB" in text.get_text() for text in figure.findobj(Text))
-    assert "3.750" in show(tmp_path / "runs", Choice(), None)
+    assert "3.750" in text(results_table(load_results(tmp_path / "runs")))
 
 
 def test_a_table_draws_the_same_picture_as_the_runs_it_was_made_of(small: Path, tmp_path: Path) -> None:
-    collect(small, tmp_path / "table.csv")
+    assert results(["collect", str(small), "-o", str(tmp_path / "table.csv")]) == 0
     assert main([str(small), "-o", str(tmp_path / "runs.svg")]) == 0
     assert main([str(tmp_path / "table.csv"), "-o", str(tmp_path / "table.svg")]) == 0
     assert (tmp_path / "runs.svg").read_bytes() == (tmp_path / "table.svg").read_bytes()

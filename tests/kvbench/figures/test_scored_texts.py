@@ -21,5 +21,5 @@ def test_runs_of_one_name_that_read_with_another_window_are_two_lines_of_the_cur
     for window in (16, 32):
         write_run(tmp_path, "snapkv", [read(0, [3.0, 1.0])], parts=described("SnapKV", window=window))
     (axes,) = nll.curves(panels.read(tmp_path)).axes
-    assert sorted(lines_of(axes)) == [f"snapkv(scorer.window={window}) (evict), 64" for window in (16, 32)]
+    assert sorted(lines_of(axes)) == [f"snapkv(scorer.window={window}), 64" for window in (16, 32)]
     assert list(next(iter(lines_of(axes).values())).get_ydata()) == [3.0, 2.0]
