@@ -1,10 +1,9 @@
-"""Finished runs: a table of them, a picture of their NLL curves, or the runs themselves sent to a dashboard."""
+"""Finished runs: a table of them, or a figure of their NLL curves."""
 
 from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from kvbench.analysis.result import Result
 from kvbench.records.files import atomic_write
 from kvbench.report.frames import FORMATS, Table, text, write
 from kvbench.report.table import chosen, pivot, results_table
-from kvbench.report.trackers.wandb_settings import WandbSettings
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.errors import UsageError, refusing
 from kvbench.terminal.folding import terminal_width
@@ -33,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line of `python -m kvbench.results`; returns the exit code."""
     asked = _parser().parse_args(arguments)
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
-    sys.stdout.write({"collect": collect_table, "curve": draw_curves, "wandb": send_to_wandb}[asked.command](asked))
+    sys.stdout.write({"collect": collect_table, "curve": draw_curves}[asked.command](asked))
     return 0
 
 
@@ -46,7 +44,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     curve.add_argument("folder", type=Path, help="where the runs are, such as results/runs")
     curve.add_argument("-o", "--output", type=Path, required=True, help="picture to write: .svg, .png, .pdf")
-    _add_wandb(commands.add_parser("wandb", help="send the finished runs below a folder to Weights & Biases"))
     return parser
 
 
@@ -123,38 +120,6 @@ def _write_tidy(table: pd.DataFrame, output: Path) -> None:
                 table.to_parquet(beside, index=False)
     except OSError as error:
         raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
-
-
-def _add_wandb(command: argparse.ArgumentParser) -> None:
-    command.add_argument("folder", type=Path, help="where the runs are, such as results/runs")
-    command.add_argument("--sweep", help="what the runs are grouped by (default: the folder's name)")
-    command.add_argument("--project", help="default: WANDB_PROJECT, or else kvbench")
-    command.add_argument("--entity", help="default: WANDB_ENTITY, or else your own")
-    command.add_argument(
-        "--mode", help="online, or offline: files for `wandb sync` (default: WANDB_MODE, else offline)"
-    )
-    command.add_argument("--tags", nargs="+", default=[], help="added to WANDB_TAGS")
-
-
-def send_to_wandb(asked: argparse.Namespace) -> str:
-    """Send the runs below `asked.folder` that W&B lacks; returns a line with their number. Raises UsageError."""
-    runs = load_results(asked.folder)
-    with refusing("wandb: "):
-        place = os.environ.get("WANDB_DIR") or str(asked.folder)
-        logger = WandbSettings(asked.project, asked.entity, asked.mode, asked.tags, place).resolved()
-    if logger.mode == "disabled":
-        raise UsageError("wandb: mode=disabled sends nothing, choose online or offline")
-    import wandb  # here: it takes two seconds
-
-    from kvbench.report.trackers.wandb_watch import WandbWatch
-
-    try:
-        sent = WandbWatch(logger, asked.sweep or asked.folder.resolve().name).send(runs)
-    except (wandb.Error, OSError) as error:
-        said = (str(error).strip().splitlines() or ["no message"])[0]
-        raise UsageError(f"wandb: {type(error).__name__}: {said}; the same command sends what is left") from error
-    where = logger.project if logger.mode == "online" else f"{place}/wandb (`wandb sync` uploads them)"
-    return f"{sent} of {len(runs)} runs -> {where}\n"
 
 
 def draw_curves(asked: argparse.Namespace) -> str:

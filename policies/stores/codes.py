@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.quantise import Filled
-from kvbench.policies.contents import saved
 from kvbench.policies.stores.packing import SHORT, WORD, in_order, scaled, times_codes, times_codes_transposed
 from kvbench.policies.stores.quantiser import Group, Quantiser
 from kvbench.policies.stores.queue import Queue
@@ -64,7 +63,6 @@ class Run(ABC):
         return weights @ self.dequantised()
 
 
-@saved
 class Exact(Run):
     """Tokens x [B,H,N,D] in full precision."""
 
@@ -140,7 +138,6 @@ class GroupCodes(Codes):
         return Group(*(self.queue.view(name)[:, :, first:last] for name in Group._fields))
 
 
-@saved
 class ChannelCodes(GroupCodes):
     """Groups of `unit` consecutive tokens, each channel with its own scale: words [B,H,N/G,D,W], scale [B,H,N/G,D]."""
 
@@ -179,7 +176,6 @@ class ChannelCodes(GroupCodes):
             yield self._group(first, last), slice(first * self.unit, last * self.unit)
 
 
-@saved
 class TokenCodes(GroupCodes):
     """Tokens one by one, each in groups of G channels: words [B,H,N,D/G,W], scale and minimum [B,H,N,D/G].
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.quantise import Filled
-from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import Codes, Run
 from kvbench.policies.stores.queue import Counts, Queue
 from kvbench.policies.stores.slots import take
@@ -18,7 +17,6 @@ from kvbench.policies.stores.slots import take
 TAIL_GROWTH = 16  # slots; a tail is at most a few hundred tokens long, so moving it this often costs nothing
 
 
-@saved
 class Column:
     """Tokens, oldest first: codes, then the exact tail. KV heads may hold different numbers of either."""
 

@@ -13,13 +13,11 @@ from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.compaction import compact_triton, kept_slots_triton
 from kvbench.kernels.jit import use_triton
 from kvbench.policies.constants import on_device
-from kvbench.policies.contents import saved
 from kvbench.policies.observation import State
 from kvbench.policies.stores.slots import block_of, by_kind, owned, spread_index, take
 from kvbench.policies.stores.store import LayerStore, Segments, Store
 
 
-@saved
 class DenseStore(LayerStore):
     """Buffers [B,H,capacity,...] of which the first `used` slots are in use."""
 

@@ -15,7 +15,6 @@ from kvbench.kernels.jit import use_triton
 from kvbench.kernels.quantise import LARGEST_GROUP, Filled
 from kvbench.kernels.quantised_attention import Outliers
 from kvbench.policies.checks import check_choices, layers_exist, whole_number, whole_numbers
-from kvbench.policies.contents import saved
 from kvbench.policies.draws import uniform_draws
 from kvbench.policies.stores.column import Column, beyond, most
 from kvbench.policies.stores.dense import DenseStore
@@ -69,7 +68,6 @@ class Competition:
         self.used = self.used + defeated.sum(-1)
 
 
-@saved
 class Pools:
     """Traced tokens of one layer: exact keys and values [B,H,n+A,D] at slots [B,H,n+A] (-1: empty), the pool first."""
 
@@ -175,7 +173,6 @@ class Pools:
         return self.slots.long().masked_fill(self.slots < 0, width)
 
 
-@saved
 class OttLayerStore(QuantisedLayerStore):
     """Keys and values are quantised together, `group` tokens at a time; traced tokens' slots show the exact ones."""
 
@@ -229,7 +226,6 @@ class OttLayerStore(QuantisedLayerStore):
         return super().mix(weights) + traced
 
 
-@saved
 @dataclass(frozen=True)
 class Ott(QuantisedStore):
     """KIVI's groups, flushed together every `group` tokens past a residual; tokens of small keys are kept out of them.

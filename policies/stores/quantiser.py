@@ -14,7 +14,6 @@ from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.quantise import LARGEST_GROUP, Filled, quantise_triton
 from kvbench.policies.checks import check_choices, choice
-from kvbench.policies.contents import saved
 from kvbench.policies.stores.packing import from_planes, pack, planes
 
 BITS = (2, 4, 8)
@@ -30,7 +29,6 @@ class Group(NamedTuple):
     minimum: Tensor
 
 
-@saved
 @dataclass(frozen=True)
 class Quantiser:
     """x = code * scale + minimum with scale = (max - min) / (2**bits - 1), per group along the last dimension.

@@ -16,7 +16,6 @@ from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.quantise import Filled
 from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.constants import at_hand
-from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import Codes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.dense import DenseStore
@@ -83,7 +82,6 @@ def from_bytes(packed: Tensor, bits: int, dim: int) -> Tensor:
     return found
 
 
-@saved
 class RotatedCodes(Codes):
     """Vectors as norm [B,H,N] float16 times a rotated unit vector in codes [B,H,N,W].
 
@@ -161,7 +159,6 @@ def check_norms(norms: Tensor) -> None:
     raise ValueError("keys or values contain NaN or infinity, or their norms do not fit 16 bits (65504)")
 
 
-@saved
 class TurboQuantLayerStore(QuantisedLayerStore):
     """The prompt is exact until it is in and evicted, a later token for the step that it comes in."""
 
@@ -170,7 +167,6 @@ class TurboQuantLayerStore(QuantisedLayerStore):
             column.quantise(column.tail.counts_held)
 
 
-@saved
 @dataclass(frozen=True)
 class TurboQuant(ColumnStore):
     """A vector's norm in 16 bits, and its direction, rotated at random, in `bits` per number: no groups, no residual.
