@@ -16,7 +16,7 @@ from kvbench.records.files import atomic_write
 from kvbench.report.frames import FORMATS, Table, text, write
 from kvbench.report.table import chosen, pivot, results_table
 from kvbench.terminal.command import Parser, command
-from kvbench.terminal.errors import UsageError, refusing
+from kvbench.terminal.errors import UsageError
 from kvbench.terminal.folding import terminal_width
 from kvbench.terminal.outputs import check_output
 
@@ -123,15 +123,9 @@ def _write_tidy(table: pd.DataFrame, output: Path) -> None:
 
 
 def draw_curves(asked: argparse.Namespace) -> str:
-    """Draw the NLL curves of all finished runs below `asked.folder`, and say how many. Raises UsageError."""
-    from kvbench.report.figures import (  # here: matplotlib is a second, which only pictures have to wait for
-        nll,
-        pictures,
-        style,
-    )
+    """Draw the NLL curves of all runs below `asked.folder`. Raises UsageError."""
+    from kvbench.report.figures import pictures  # here: matplotlib is a second, which only figures have to wait for
 
-    check_output(asked.output, style.FORMATS)
-    runs = nll.read_runs(load_results(asked.folder))
-    with refusing(f"{asked.folder}: "), style.house_style():
-        (path,) = pictures.write([("nll", nll.curves(runs))], asked.output, ".svg")
-    return f"{len(runs)} lines -> {path}\n"
+    check_output(asked.output, (".svg", ".png", ".pdf"))
+    (path,) = pictures.draw("nll", load_results(asked.folder), asked.output)
+    return f"{path}\n"

@@ -193,14 +193,18 @@ def _named_columns(words: dict[str, list[str]], always: Sequence[str]) -> list[s
 
 
 def _shared(words: dict[str, list[str]], shown: Sequence[str]) -> str:
-    """The fields that all rows share: "model pocket, task niah, 20 examples"."""
+    """What all rows have in common: "model pocket, task niah(lengths=[300]), 20 examples"."""
     silent = {"policy", "schedule", "decode", "n", *shown}
     usual = {"subset": "all", "state": FINISHED, "budget": NONE}
-    same = [
-        f"{name} {values[0]}" for name, values in words.items() if name not in silent and values[0] != usual.get(name)
-    ]
+    same = {k: values[0] for k, values in words.items() if k not in silent and values[0] != usual.get(k)}
+    for name, roots in (("model", ("model.", "generation.")), ("task", ("task.",))):
+        fields = [key for key in same if key.startswith(roots)] if name in same else []
+        text = ", ".join(f"{key.partition('.')[2]}={same.pop(key)}" for key in fields)
+        if text:
+            same[name] += f"({text})"
     n = words["n"][0]
-    return ", ".join([*same, *([] if "n" in shown else [f"{n} example{'s' * (n != '1')}"])])
+    parts = [f"{name} {value}" for name, value in same.items()]
+    return ", ".join([*parts, *([] if "n" in shown else [f"{n} example{'s' * (n != '1')}"])])
 
 
 def _when(rows: Sequence[Result]) -> list[str]:
