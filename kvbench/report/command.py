@@ -13,7 +13,6 @@ from kvbench.analysis.columns import COLUMNS
 from kvbench.analysis.load import load_results
 from kvbench.report.collect import FORMATS, Choice, collect, show
 from kvbench.terminal.command import Parser, command
-from kvbench.terminal.errors import refusing
 from kvbench.terminal.folding import terminal_width
 from kvbench.terminal.outputs import check_output
 
@@ -80,15 +79,9 @@ def collect_table(asked: argparse.Namespace) -> str:
 
 
 def draw_curves(asked: argparse.Namespace) -> str:
-    """Draw the NLL curves of all finished runs below `asked.folder`, and say how many. Raises UsageError."""
-    from kvbench.report.figures import (  # here: matplotlib is a second, which only pictures have to wait for
-        nll,
-        pictures,
-        style,
-    )
+    """Draw the NLL curves of all runs below `asked.folder`. Raises UsageError."""
+    from kvbench.report.figures import pictures  # here: matplotlib is a second, which only figures have to wait for
 
-    check_output(asked.output, style.FORMATS)
-    runs = nll.read_runs(load_results(asked.folder))
-    with refusing(f"{asked.folder}: "), style.house_style():
-        (path,) = pictures.write([("nll", nll.curves(runs))], asked.output, ".svg")
-    return f"{len(runs)} lines -> {path}\n"
+    check_output(asked.output, (".svg", ".png", ".pdf"))
+    (path,) = pictures.draw("nll", load_results(asked.folder), asked.output)
+    return f"{path}\n"
