@@ -287,7 +287,7 @@ def test_a_tracker_that_hangs_delays_the_end_by_its_patience_at_most(caplog: pyt
     assert "logger=some has not sent everything after 0.1 s" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.slow("waits for W&B to give a server up: half a minute")
 def test_a_server_that_never_answers_does_not_hang_a_run(tmp_path: Path, tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
