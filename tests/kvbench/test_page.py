@@ -1,6 +1,7 @@
 """The report: who is best, what is doubtful, what is shown of examples, and that nothing leaves its place."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -250,7 +251,8 @@ def test_numbers_stand_beside_the_print_that_they_are_about(tmp_path: Path) -> N
     )
     text = page(load_results(tmp_path), tmp_path)
     shown = text[text.index('id="published"') : text.index('id="examples"')]
-    assert "<td>38.34</td><td>50.00</td><td>29.93 to 70.07</td><td>+11.66</td><td>20</td>" in shown
+    row = [re.sub("<.*?>", "", cell) for cell in shown[shown.index("Qasper") :].splitlines()[1:6]]
+    assert [cell.strip() for cell in row] == ["38.34", "50.00", "29.93 to 70.07", "+11.66", "20"]
     assert shown.count("<td>50.00</td>") == 1  # rows without a number of ours are left out
     assert "python -m" not in shown
 
