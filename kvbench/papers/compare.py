@@ -127,7 +127,7 @@ def compare(name: str, runs: Sequence[Result], overrides: Sequence[str] = ()) ->
             order.setdefault(key, len(order))
     lines.sort(key=lambda line: (order[line.place[:3]], order[line.number.method]))
     several = len({line.number.metric for line in lines}) > 1
-    rows = []
+    rows: list[dict[str, str]] = []
     for _, group in groupby(lines, key=lambda line: line.place):
         rows += _rows(own, list(group), several, choice)
     frame = pd.DataFrame(rows).astype(str)

@@ -214,7 +214,7 @@ class _Grid:
         sign = -1 if LOWER_IS_BETTER.search(known[0].metric) else 1
         ranked = sorted({sign * one.value for one in known}, reverse=True)
         marks = dict(zip(ranked, SIGNS, strict=False))
-        mark = marks.get(sign * number.value)
+        mark = marks.get(sign * number.value, "")
         return number.printed + (SIGNS[mark] if mark in self.layout.marks else "")
 
 
