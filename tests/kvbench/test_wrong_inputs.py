@@ -183,7 +183,6 @@ LINES = {
     "diagnose coverage budget=64,128": "budget=64,128 names several values: a diagnostic compares policies",
     "diagnose coverage policy=full": "coverage is of policies that evict: policy=full keeps every token",
     "diagnose output_error policy=full": "policy=full keeps every token exactly, so it makes no error",
-    "diagnose reconstruction policy=full": "policy=full stores every token exactly, so nothing is lost",
     "sweep status file.txt": "file.txt holds no sweep: there is no sweep.yaml",
     "memory dtype=[1]": "dtype=[1] is not allowed, choose one of",
     "memory budget={": "budget={ cannot be read: { is no value of YAML",
