@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.cache.step import LayerStep
-from kvbench.kernels.attention_rows import visible
-from kvbench.kernels.masked_attention import masked_attention
+from kvbench.kernels.prompt import masked_attention
+from kvbench.kernels.references import visible
 from kvbench.policies.layer_budgets import read_budget
 from kvbench.policies.observation import State
 from kvbench.policies.policy import Policy

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import ConfigError
-from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, number, whole_number
 from kvbench.policies.stores.codes import ChannelCodes, Exact, Run, TokenCodes
 from kvbench.policies.stores.column import Column

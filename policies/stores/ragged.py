@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import beside_sinks, widen
-from kvbench.kernels.decode_attention import decodes
-from kvbench.kernels.decode_attention_flat import decode_attention_flat
-from kvbench.kernels.prompt_attention import one_for_all
+from kvbench.kernels.decode import decode_attention_flat, decodes
+from kvbench.kernels.prompt import one_for_all
+from kvbench.kernels.references import beside_sinks, widen
 from kvbench.policies.observation import AttentionParams, State
 from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.slots import block_of, by_kind

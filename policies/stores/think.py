@@ -11,8 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import widen
-from kvbench.kernels.quantise import Filled
+from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Observation
 from kvbench.policies.stores.codes import Codes
@@ -29,7 +28,7 @@ class PrunedKeys(Codes):
         self.dim = dim
         self.channels: Tensor | None = None
 
-    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None, filled: Filled | None = None) -> None:
+    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
         self.queue.append({"x": x.gather(-1, self._index(x.shape[2]))}, counts)
 
     def _index(self, rows: int) -> Tensor:

@@ -12,8 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import widen
-from kvbench.kernels.quantise import Filled
+from kvbench.kernels.references import widen
 from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.constants import at_hand
 from kvbench.policies.stores.codes import Codes
@@ -95,8 +94,7 @@ class RotatedCodes(Codes):
     def _constants(self, like: Tensor) -> tuple[Tensor, ...]:
         return constants(self.dim, self.bits, self.seed, widen(like.new_empty(0)).dtype, like.device)
 
-    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None, filled: Filled | None = None) -> None:
-        assert filled is None, "every token is coded as it is"
+    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
         rotation, gaussian, own_levels, bounds = self._constants(x)
         x = widen(x)
         norm = x.norm(dim=-1)

@@ -1,19 +1,96 @@
 # ruff: noqa: N803, N806 - in kernels, sizes have the names they have in shapes
-"""What the kernels over whole prompts have in common: tiles of logits, who sees whom, and how a call becomes arguments.
+"""What the Triton kernels share: the import of Triton, views of tensors, tiles of logits, masks and running softmaxes.
 
-Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, T slots, D head dim. Logits are in base 2,
-softmax(x) = exp2(x log2(e) - lse log2(e)): GPUs have exp2 in hardware.
+Triton has wheels for Linux only. This module is the only one that imports it, so that the others can be imported
+everywhere. Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, T slots, D head dim. Logits are
+in base 2, softmax(x) = exp2(x log2(e) - lse log2(e)), because GPUs have exp2 in hardware.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import fit_heads, jit, next_power_of_two, require_triton, tl
-from kvbench.kernels.softmax_blocks import LOG2E
+from kvbench.kernels.references import LOG2E
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
+
+LARGEST_HEAD = 256
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class View(NamedTuple):
+    """A tensor [B,H,T,D] as kernels take it, and its strides; 0 for dimensions that it has not."""
+
+    ptr: Tensor
+    batch: int
+    head: int
+    row: int = 0
+    dim: int = 0
+
+
+def view(x: Tensor) -> View:
+    """x, whose first dimensions are B, H, T and D."""
+    return View(x, *x.stride())
+
+
+def rows(x: Tensor) -> View:
+    """x, or a copy of it, with the numbers of its last dimension side by side."""
+    return view(x if x.stride(-1) == 1 else x.contiguous())
+
+
+def use_triton(x: Tensor) -> bool:
+    """Whether kernels run as Triton: on CUDA tensors, and all where it is interpreted; float64 stays with PyTorch."""
+    return (x.is_cuda or INTERPRETED) and x.dtype != torch.float64
+
+
+def jit(function: Callable[..., Any], varying: Sequence[str] = ()) -> Any:  # noqa: ANN401
+    """`triton.jit`; the function itself where Triton is missing: `require_triton` stands before every launch.
+
+    varying: arguments whose values change from step to step; a kernel is not compiled anew for those divisible by 16.
+    """
+    return function if triton is None else triton.jit(function, do_not_specialize=list(varying))
+
+
+def require_triton(kernel: str, device: object) -> None:
+    """ValueError where Triton is missing."""
+    if triton is None:
+        raise ValueError(f"{kernel} on device {device} needs Triton, which is not installed here; use device=cpu")
+
+
+def fit_heads(kernel: str, *dims: int) -> None:
+    """ValueError for heads of more numbers than a program's tiles hold."""
+    if max(dims) > LARGEST_HEAD:
+        raise ValueError(f"{kernel} takes a head_dim of at most {LARGEST_HEAD}, got {max(dims)}; use device=cpu")
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two >= n, for n >= 1: tiles have no other sizes."""
+    return 1 << (n - 1).bit_length()
+
+
+@jit
+def at_head(x: tl.tensor, row: tl.tensor, heads: tl.tensor) -> tl.tensor:
+    """Where KV head `row` of B * heads begins in a `View`."""
+    return x.ptr + row // heads * x.batch + row % heads * x.head
+
+
+@jit
+def of_head(x: View | None, row: tl.tensor, heads: tl.tensor, first: tl.tensor) -> View | None:
+    """What KV head `row` has of x, from slot `first` on; None of None."""
+    own = None
+    if x is not None:
+        own = View(at_head(x, row, heads) + first * x.row, 0, 0, x.row, x.dim)
+    return own
 
 
 @jit
@@ -35,16 +112,9 @@ def span(
 
 @jit
 def query_blocks(
-    q_pos_ptr: tl.tensor,
-    k_place: tl.tensor,
-    start: tl.tensor,
-    M: tl.tensor,
-    T: tl.tensor,
-    window: tl.tensor,
-    ALIGNED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    q_pos_ptr: tl.tensor, k_place: tl.tensor, start: tl.tensor, M: tl.tensor, T: tl.tensor, window: tl.tensor,
+    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """The queries that see one of the slots start..start+BLOCK_T: the first one, how many blocks, how many need a mask.
 
     The blocks that need one come first.
@@ -90,35 +160,13 @@ def slot_places(ptr: tl.tensor, slots: tl.tensor, T: tl.tensor, ALIGNED: tl.cons
 
 
 @jit
-def slot_blocks(
-    k_pos_ptr: tl.tensor,
-    q_place: tl.tensor,
-    start: tl.tensor,
-    M: tl.tensor,
-    T: tl.tensor,
-    window: tl.tensor,
-    ALIGNED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The slots that queries start..start+BLOCK_M see: the first one, how many blocks, how many need no mask.
-
-    The blocks that need none come first.
-    """
-    free = 0
-    if ALIGNED:
-        begin, before = 0, T - M
-        if window is not None:
-            begin = tl.maximum(0, start + before - window + 1)
-        else:
-            free = (start + before + 1) // BLOCK_T
-        blocks = tl.cdiv(tl.minimum(T, start + BLOCK_M + before) - begin, BLOCK_T)
-    else:
-        low = 0
-        if window is not None:
-            low = tl.min(tl.where(q_place < 0, 2**30, q_place), 0) - window + 1
-        begin, blocks = span(k_pos_ptr, T, low, tl.max(q_place, 0), BLOCK_T)
-    return begin, blocks, free
+def segment(starts: tl.tensor, counts: tl.tensor, kv_row: tl.tensor, T: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """First flat slot and length of a KV head's segment; 0 and T if there are no segments."""
+    start, length = tl.zeros([], tl.int64), T
+    if counts is not None:
+        start = tl.load(starts + kv_row).to(tl.int64)
+        length = tl.load(counts + kv_row).to(tl.int32)
+    return start, length
 
 
 class Rule(NamedTuple):
@@ -208,6 +256,30 @@ def log_sum(top: tl.tensor, total: tl.tensor, nothing: tl.constexpr) -> tl.tenso
     return tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), nothing)
 
 
+@jit
+def store_part(
+    out_ptr: tl.tensor, lse_ptr: tl.tensor, places: tl.tensor, there: tl.tensor, top: tl.tensor, total: tl.tensor,
+    out: tl.tensor, dims: tl.tensor, D_V: tl.constexpr,
+) -> None:  # fmt: skip
+    """Store output and natural log-sum-exp of query rows over some of their slots, for `join`; -inf of no slots."""
+    tl.store(lse_ptr + places, log_sum(top, total, float("-inf")) * 0.6931471805599453, mask=there)
+    at = out_ptr + places[:, None] * D_V + dims[None, :]
+    out /= tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(at, out, mask=there[:, None] & (dims < D_V)[None, :])
+
+
+@lru_cache(maxsize=64)
+def programs_at_once(device: torch.device) -> int:
+    """Programs a device runs at once: two per SM, by the shared memory they take; the interpreter gets a few."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+def slots_of_a_part(heads: int, slots: int, block: int, programs: int, most: int | None = None) -> int:
+    """Slots a program reads, a multiple of `block`, so that about `programs` of them share `heads` of `slots` each."""
+    even = -(-heads * slots // (programs * block)) * block
+    return max(block, even if most is None else min(even, most))
+
+
 def same_dtype(kernel: str, queries: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the dtype they are multiplied in. ValueError for float64 and where Triton is missing."""
     require_triton(kernel, queries.device)
@@ -251,19 +323,3 @@ def shared_memory(device: torch.device) -> int:
         return LITTLE
     known = torch.cuda.get_device_properties(device)  # kept by PyTorch: no question to the device
     return int(getattr(known, "shared_memory_per_block_optin", LITTLE))
-
-
-def sum_tiles(dim: int, dtype: torch.dtype, shared: int = LITTLE) -> dict[str, Any]:
-    """Tile sizes and launch options of sums over queries: no register spills, no more shared memory than there is.
-
-    Three stages: with two, Triton asks for the next tile only once this one is multiplied. At 64 to 128 dimensions two
-    blocks fit a multiprocessor, so that one takes exponentials while the other multiplies.
-    """
-    dims = dims_of(dim, dtype)
-    if dtype == torch.float32:
-        block = 16 if dim > 128 else 32
-        return {"DIMS": dims, "BLOCK_M": 32, "BLOCK_T": block, "num_warps": 4, "num_stages": 2}
-    if dims.WHOLE > 128:
-        stages = 3 if shared >= 136 * 1024 else 2
-        return {"DIMS": dims, "BLOCK_M": 64, "BLOCK_T": 64, "num_warps": 4, "num_stages": stages}
-    return {"DIMS": dims, "BLOCK_M": 64, "BLOCK_T": 128, "num_warps": 4, "num_stages": 3}

@@ -1,13 +1,15 @@
-"""Attention rows of a few queries, against softmax written out slot by slot."""
+"""Attention in PyTorch: rows against a softmax written out slot by slot, blocks of rows against all rows at once."""
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import attention_rows, rows_and_sight
+from kvbench.kernels import references
+from kvbench.kernels.references import Attended, attention_rows, rows_and_sight, softmax_blocks
 
 
 def slot_by_slot(
@@ -63,3 +65,35 @@ def test_a_slot_one_token_out_of_sight_gets_exactly_nothing_even_far_into_the_te
     )
     assert rows.flatten().tolist() == [0.0, 1.0]
     assert sight.tolist() == [[[1.0]]]
+
+
+@settings(max_examples=60)
+@given(
+    scene=scenes(),
+    at_once=st.sampled_from([1, 2**12, 2**21]),
+    loudness=st.sampled_from([0.01, 1.0, 30.0]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_blocks_of_rows_give_sums_and_output_of_all_rows_at_once(
+    scene: Scene, at_once: int, loudness: float, dtype: torch.dtype
+) -> None:
+    queries, keys, asked, stored, softcap, sliding = scene
+    queries, keys = (queries * loudness).to(dtype), keys.to(dtype)
+    rows = attention_rows(queries, keys, asked, stored, 0.3, softcap, sliding)
+    values = torch.randn(*keys.shape[:3], 5, dtype=dtype)
+    attended = Attended(values, values.new_zeros(*queries.shape[:3], 5))
+    sums = torch.zeros(*rows.shape[:3], rows.shape[-1], dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(references, "LOGITS_AT_ONCE", at_once)
+        for reached, weights, inverse in softmax_blocks(queries, keys, asked, stored, 0.3, softcap, sliding, attended):
+            sums[..., reached] += (weights * inverse[..., None]).sum(-2)
+    torch.testing.assert_close(sums, rows.sum(-2), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(attended.out, (rows @ values[:, :, None]).flatten(1, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_a_block_of_rows_computes_little_that_its_queries_do_not_see() -> None:
+    queries, keys, places = torch.randn(1, 2, 700, 4), torch.randn(1, 1, 700, 4), torch.arange(700)
+    blocks = list(softmax_blocks(queries, keys, places[None], places[None, None], 0.5))
+    assert sum(weights.shape[3] for _, weights, _ in blocks) == 700
+    computed = sum(weights.numel() for _, weights, _ in blocks)
+    assert computed < 1.2 * 2 * 700 * 701 / 2  # 700 queries at once would take twice what is seen

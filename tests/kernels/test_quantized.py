@@ -11,12 +11,12 @@ from kernel_interpreted import Interpreter, largest, mostly_slow
 from kv_quantised import ATTENTION, Case
 from kv_stores import attended, feed, stream
 
-from kvbench.kernels.quantised_attention import (
+from kvbench.kernels.quantized import (
     Outliers,
     Packed,
     Side,
+    quantised_attention,
     quantised_attention_ref,
-    quantised_attention_triton,
 )
 from kvbench.policies.stores.kivi import Kivi
 from kvbench.policies.stores.quantised import side
@@ -58,11 +58,13 @@ def by_hand(outliers: Outliers | None) -> dict[str, Any]:
 
 
 def test_the_reference_by_hand() -> None:
-    out, log_sum_exp = quantised_attention_ref(**by_hand(None))
+    out, log_sum_exp, _ = quantised_attention_ref(**by_hand(None))
     assert out.item() == pytest.approx((1 * 1 + 2 * 2 + 1 * 5) / 4)
     assert log_sum_exp.item() == pytest.approx(math.log(4))
     exact = Outliers(torch.tensor([[[[math.log(3)]]]]), torch.tensor([[[[7.0]]]]), torch.tensor([[[1]]]).int())
-    out, log_sum_exp = quantised_attention_ref(**by_hand(exact))  # the token at slot 1 counts once, with its exact key
+    out, log_sum_exp, _ = quantised_attention_ref(
+        **by_hand(exact)
+    )  # the token at slot 1 counts once, with its exact key
     assert out.item() == pytest.approx((1 * 1 + 3 * 7 + 1 * 5) / 5)
     assert log_sum_exp.item() == pytest.approx(math.log(5))
 
@@ -80,9 +82,7 @@ def test_the_reference_gives_what_a_store_gives_from_its_codes() -> None:
 @pytest.mark.parametrize("name", mostly_slow(ATTENTION, FAST))
 def test_the_kernels_equal_the_reference(name: str, interpret: Interpreter) -> None:
     call = wide(ATTENTION[name].draw(list(ATTENTION).index(name)))
-    torch.testing.assert_close(
-        interpret(quantised_attention_triton, **call), quantised_attention_ref(**call), **FLOAT32
-    )
+    torch.testing.assert_close(interpret(quantised_attention, **call), quantised_attention_ref(**call), **FLOAT32)
 
 
 @pytest.mark.parametrize("name", mostly_slow(ATTENTION, FAST[:2]))
@@ -90,7 +90,7 @@ def test_queries_of_16_bits_are_multiplied_in_float16(name: str, interpret: Inte
     """Products of numbers of 11 bits: what a model in float16 computes from dequantised keys and values."""
     call = ATTENTION[name].draw(list(ATTENTION).index(name))
     call["queries"] = call["queries"].half()
-    got, expected = interpret(quantised_attention_triton, **call), quantised_attention_ref(**wide(call))
+    got, expected = interpret(quantised_attention, **call), quantised_attention_ref(**wide(call))
     torch.testing.assert_close(got.out.float(), expected.out, rtol=4e-3, atol=4e-3)
     torch.testing.assert_close(got.log_sum_exp, expected.log_sum_exp, rtol=4e-3, atol=4e-3)
 
@@ -101,7 +101,7 @@ def test_queries_of_16_bits_are_multiplied_in_float16(name: str, interpret: Inte
 def test_a_cuda_device_gives_what_the_reference_gives(name: str) -> None:
     for seed in range(3):
         case = ATTENTION[name]
-        got = quantised_attention_triton(**wide(case.draw(seed, "cuda")))
+        got = quantised_attention(**wide(case.draw(seed, "cuda")))
         expected = quantised_attention_ref(**wide(case.draw(seed)))
         torch.testing.assert_close(got.out.cpu(), expected.out, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(got.log_sum_exp.cpu(), expected.log_sum_exp, rtol=1e-4, atol=1e-4)
@@ -116,11 +116,11 @@ def test_many_tokens_on_a_cuda_device(bits: int, group: int) -> None:
                 bits=bits, unit=group, outliers=35, dtype=torch.bfloat16)  # fmt: skip
     call = case.draw(0, "cuda")
     expected = quantised_attention_ref(**wide(call))
-    got = quantised_attention_triton(**call)
+    got = quantised_attention(**call)
     torch.testing.assert_close(got.out.float(), expected.out, rtol=1e-2, atol=4e-3)
     torch.testing.assert_close(got.log_sum_exp, expected.log_sum_exp, rtol=4e-3, atol=4e-3)
 
 
 def test_nothing_as_large_as_the_dequantised_tensors_is_made(interpret: Interpreter) -> None:
     case = Case(keys=512, values=512, tokens=520, outliers=3)
-    assert 0 < interpret(largest, function=quantised_attention_triton, arguments=case.draw(0)) < 512 * 64 * 2
+    assert 0 < interpret(largest, function=quantised_attention, arguments=case.draw(0)) < 512 * 64 * 2

@@ -11,13 +11,9 @@ from decode_cases import DECODE_CASES, DecodeCase, decoded
 from kernel_interpreted import Interpreter, largest, mostly_slow
 from torch import Tensor
 
-from kvbench.kernels.decode_attention import (
-    Attention,
-    decode_attention,
-    decode_attention_ref,
-    decode_attention_triton,
-)
-from kvbench.kernels.decode_attention_flat import decode_attention_flat_ref
+from kvbench.kernels import decode
+from kvbench.kernels.decode import decode_attention, decode_attention_flat
+from kvbench.kernels.references import Attention, decode_attention_ref
 
 FAST = (
     "packed-and-all-that-is-asked",
@@ -38,12 +34,6 @@ TOLERANCES: dict[torch.dtype, dict[str, Any]] = {  # of outputs; all statistics 
     torch.float16: {"rtol": 1e-3, "atol": 1e-3},  # weights are rounded to the values' type before their product
     torch.bfloat16: {"rtol": 8e-3, "atol": 8e-3},
 }
-
-
-def reference(call: dict[str, Any]) -> dict[str, Tensor | None]:
-    """Every result by name; `sums` are those of the call, added to."""
-    how = {name: x for name, x in call.items() if name != "programs"}
-    return decoded(how, decode_attention_ref, decode_attention_flat_ref)
 
 
 def by_hand(**how: Any) -> Attention:
@@ -104,22 +94,53 @@ def test_segments_of_any_lengths_are_joined_of_any_number_of_programs(programs: 
     agree(case.draw(programs), case.dtype, interpret)
 
 
-def test_mixed_types_are_refused() -> None:
-    pytest.importorskip("triton")
+def test_sequences_of_unlike_budgets_decode_in_one_launch(interpret: Interpreter) -> None:
+    """Sequence 0 below its budget of 40, sequence 1 at 9, of which head 1 holds 3: each gives what it gives alone."""
+    torch.manual_seed(0)
+    starts, counts = torch.tensor([[0, 64], [128, 160]]), torch.tensor([[17, 17], [9, 3]])
+    keys, values = torch.randn(192, 8), torch.randn(192, 8)
+    positions = torch.arange(192) % 32
+    queries, asked = torch.randn(2, 4, 1, 8), torch.tensor([[40], [35]])
+    call = {"key_positions": positions, "keys": keys, "values": values, "most": 40, "scaling": 0.3}
+    together = interpret(counted_launches, queries=queries, query_positions=asked, starts=starts, counts=counts, **call)
+    assert together["launches"] == {"_attend": 1, "_join": 1}
+    for row, own in enumerate((slice(0, 1), slice(1, 2))):
+        for head in range(2):
+            held = slice(int(starts[row, head]), int(starts[row, head] + counts[row, head]))
+            rows = queries[own, 2 * head : 2 * head + 2, 0] @ keys[held].T * 0.3
+            expected = rows.softmax(-1) @ values[held]
+            torch.testing.assert_close(together["out"][own, 2 * head : 2 * head + 2, 0], expected)
+
+
+def counted_launches(**call: Any) -> dict[str, Any]:
+    """The output of `decode_attention_flat`, and how often each kernel was launched for it."""
+    launches: dict[str, int] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_attend", "_join", "_weigh"):
+            kernel = getattr(decode, name)
+
+            class Noted:
+                def __init__(self, kernel: Any, name: str) -> None:
+                    self.kernel, self.name = kernel, name
+
+                def __getitem__(self, grid: Any) -> Any:
+                    launches[self.name] = launches.get(self.name, 0) + 1
+                    return self.kernel[grid]
+
+            patch.setattr(decode, name, Noted(kernel, name))
+        out = decode_attention_flat(**call).out
+    return {"out": out, "launches": launches}
+
+
+def test_mixed_types_are_refused(interpret: Interpreter) -> None:
     call = DECODE_CASES["packed"].draw(0)
-    with pytest.raises(ValueError, match=r"takes queries, keys and values of one dtype, got \['torch.float16', 'torch"):
-        decode_attention_triton(**{**call, "keys": call["keys"].half()})
-
-
-def test_sums_of_another_width_are_refused() -> None:
-    pytest.importorskip("triton")
-    with pytest.raises(ValueError, match=r"sums must be float32 \[...,4\] or \[...,1\], got torch.float32"):
-        decode_attention_triton(**DecodeCase(group=4, sums=3).draw(0))
+    with pytest.raises(ValueError, match="takes queries, keys and values of one dtype, not float64; got torch"):
+        interpret(decode_attention, **{**call, "keys": call["keys"].half()})
 
 
 def agree(call: dict[str, Any], out: torch.dtype, interpret: Interpreter) -> Attention:
     """The kernels' results, `sums` among them, are those of the reference."""
-    got, expected = interpret(decoded, call=call), reference(call)
+    got, expected = interpret(decoded, call=call), decoded(call)  # without a GPU, here the reference
     assert {name for name, x in got.items() if x is not None} == {name for name, x in expected.items() if x is not None}
     for name, x in expected.items():
         if x is not None:
@@ -135,7 +156,7 @@ def test_the_kernels_equal_the_reference(name: str, interpret: Interpreter) -> N
 
 def test_where_nothing_is_asked_no_tensor_grows_with_the_slots(interpret: Interpreter) -> None:
     case = DECODE_CASES["long-and-nothing-asked"]
-    most = interpret(largest, function=decode_attention_triton, arguments=case.draw(0))
+    most = interpret(largest, function=decode_attention, arguments=case.draw(0))
     assert 4 * case.value_dim * 2 <= most < 4 * case.slots
 
 
@@ -166,3 +187,17 @@ def test_the_reference_is_what_loops_give() -> None:
         call = DECODE_CASES[name].draw(7)
         out = decode_attention_ref(**{name: x for name, x in call.items() if name != "programs"}).out
         torch.testing.assert_close(out, looped(call).to(out.dtype), **TOLERANCES[out.dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_cuda_device_gives_in_bfloat16_what_the_reference_gives(dim: int, flat: bool) -> None:
+    case = DecodeCase(
+        batch=3, heads=4, group=4, slots=3000, dim=dim, value_dim=dim, dtype=torch.bfloat16, weights=True, sums=1,
+        sinks=True, empty=0 if flat else 100, flat=flat, appends=flat,
+    )  # fmt: skip
+    got, expected = decoded(case.draw(dim, "cuda")), decoded(case.draw(dim))
+    for name in ("out", "log_sum_exp", "weights", "sums"):
+        torch.testing.assert_close(got[name].cpu(), expected[name], **TOLERANCES[torch.bfloat16])
