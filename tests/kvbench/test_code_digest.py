@@ -143,20 +143,17 @@ def test_what_an_imported_name_stands_for_counts(digest: Digest, imports: str, o
     assert first == again != swapped
 
 
-CACHE = """attention audit budgets cache caller chunks device_batch device_evict device_slots evict evict_batches
-    group group_attention hook interface join layer layer_rows layout model_layer pending pressed read_counts reading
-    recent_queries recurrent registration rerotate rotary saving shared state step steps uncompiled"""
-ENGINE = "answers batch device_memory likelihood one_by_one prefill prefill_examples prompts scheduler sequence"
+CACHE = """attention audit budgets cache caller device_batch device_part eviction group group_attention hook interface
+    join layer layout model_layer pressed read_counts reading recurrent registration rerotate rotary saving
+    shared state steps uncompiled"""
+ENGINE = """answers batch device_memory generate likelihood one_by_one prefill prompts scheduler sequence"""
 IDENTITY = "reading"
-INFERENCE = (
-    "answer calls context cuda_graph generate generation logits pre_pass press rating sampling teacher_forcing turns"
-)
-KERNELS = "decode prompt query_sums references tiles"
-POLICIES = """allocators.allocator allocators.uniform checks constants contents describe latents
-    layer_budgets mergers.drop mergers.merger model_layer needs observation policy policy_checks
-    pre_passes.pre_pass press ranking readers.reader schedule scorers.knorm scorers.scorer select
-    selections.selection stacked stores.batch stores.combined stores.dense stores.per_sequence stores.ragged
-    stores.slots stores.store values.value"""
+INFERENCE = """answer context cuda_graph logits pre_pass prefill press rating request sampling teacher_forcing turns"""
+KERNELS = """decode prompt query_sums references tiles"""
+POLICIES = """allocators.allocator allocators.uniform checks constants describe draws latents layer_budgets mergers.drop
+    mergers.merger model_layer needs observation policy policy_checks pre_passes.pre_pass press ranking
+    readers.reader schedule scorers.knorm scorers.random scorers.scorer selections.selection stacked
+    stores.dense stores.slot_store stores.slots stores.store stores.store_list values.value"""
 RECORDS = "kept_heads sample"
 
 
@@ -167,7 +164,7 @@ def test_what_a_run_of_knorm_on_needles_reads() -> None:
         "identity": IDENTITY,
         "inference": INFERENCE,
         "kernels": KERNELS,
-        "models": "cache_shapes loading prompts shared tokens trial",
+        "models": "cache_shapes gguf loading prompts shared tokens trial",
         "policies": POLICIES,
         "records": RECORDS,
         "tasks": "haystack niah ruler.templates scores task text_files words",
