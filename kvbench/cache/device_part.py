@@ -21,7 +21,7 @@ from kvbench.policies.observation import AttentionParams, Observation
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import LayerStore
-from kvbench.policies.stores.store_list import StoreList
+from kvbench.policies.stores.store_list import StoreList, laid_out
 
 WORKSPACE = 2**29  # bytes of keys, values and attention rows that stand side by side at once
 ENDLESS = 1 << 30  # slots: a sequence that grows evicts nothing
@@ -128,7 +128,7 @@ class DevicePart:
         for unit, limit in zip(units, limits, strict=True):
             memory = {name: x[first : first + unit.slots] for name, x in flat.items()}
             memory |= {n: x[self._filled : self._filled + unit.slots] for n, x in self.statistics.items()}
-            own, one = unit.laid_out(memory), int(unit.free is not None)
+            own, one = laid_out(unit, memory), int(unit.free is not None)
             starts, held, free, _ = own.segments()
             most = torch.full_like(held, limit) if unit.starts is None else held + one + self.grow[layer]
             found.append((starts + first, held + one, free, most))
@@ -167,7 +167,7 @@ class DevicePart:
             self.grow[layer] = left - new if self.evicts else ENDLESS
             filled = self.evicts and left == new
             for unit, free in zip(self.units[layer], self._free[layer], strict=True):
-                unit._use(unit.used + new, unit.room - new)
+                unit.use(unit.used + new, unit.room - new)
                 unit.free = free if filled else None
             counts = self.group.layers[layer].counts
             counts[:] = [n + new - filled for n in counts]

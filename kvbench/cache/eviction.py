@@ -191,8 +191,7 @@ def _observe(pending: Pending) -> None:
         state, seen = held.state, pending.step.observation
         observe(policy, seen, state)
         held.remember(state)
-        if policy.needs.memory:
-            _remember([pending], seen.memory)
+        _remember([pending], seen.memory if policy.needs.memory else {})
 
 
 def observe(policy: Policy, seen: Observation, state: State) -> None:

@@ -52,7 +52,7 @@ class SlotStore(LayerStore):
         self._bytes: int | None = None  # of the memory, once it was asked for
         self._to_come: int | None = None  # tokens that no room was made for yet, where their number is known
         self._packed = self._ascending = True
-        self._lent = False  # keys and values are the model's own tensors, which other caches may hold as well
+        self.lent = False  # keys and values are the model's own tensors, which other caches may hold as well
         self._marked = True  # the free slots have position -1: only written where it is read before the next token
 
     @classmethod
@@ -64,7 +64,6 @@ class SlotStore(LayerStore):
         held._ascending = ascending
         return held
 
-    # --- what is held ----------------------------------------------------------------------------------------------
     def _view(self, name: str) -> Tensor:
         """[B,H,used,...]: a view, kept because a layer at its budget is asked for it in every step.
 
@@ -185,20 +184,19 @@ class SlotStore(LayerStore):
         """The next token was written to the slots of `enter`."""
         if self.free is None:
             self.counts = None if self.counts is None else self.counts + 1
-            self._use(self.used + 1, self.room - 1)
+            self.use(self.used + 1, self.room - 1)
         else:
             self.free, self._packed, self._marked, self._ascending = None, True, True, False
 
-    def _use(self, slots: int, room: int) -> None:
-        """So many of the first slots are in use."""
+    def use(self, slots: int, room: int) -> None:
+        """So many of the first slots are in use, and so many follow."""
         self.used, self.room = slots, room
         self._views.clear()
 
     def _hold(self, name: str, memory: Tensor) -> None:
         """Hold another tensor; a view of the old one would keep it alive."""
-        self.memory[name] = memory
+        self.memory[name], self._bytes = memory, None
         self._views.pop(name, None)
-        self._bytes = None
 
     def _put(self, slots: Tensor, tokens: Mapping[str, Tensor], all_names: bool = True) -> None:
         """Write [B,H,n,...] by name to slots [B,H,n]; what has no tensor here is set to 0 (statistics)."""
@@ -220,7 +218,7 @@ class SlotStore(LayerStore):
             for name, x in self.memory.items():
                 zeros = None if name in tokens else x.new_zeros(*x.shape[:2], new, *x.shape[3:])
                 self._hold(name, owned(tokens[name]) if zeros is None else zeros)
-            self._lent = True
+            self.lent = True
         elif new > 1 and new > room:
             self._lengthen(new, tokens)
         else:
@@ -229,7 +227,7 @@ class SlotStore(LayerStore):
             for name, x in self.memory.items():
                 end = x.narrow(2, used, new)
                 end.copy_(tokens[name]) if name in tokens else end.zero_()
-        self._use(used + new, self.memory["positions"].shape[2] - used - new)
+        self.use(used + new, self.memory["positions"].shape[2] - used - new)
 
     def _lengthen(self, more: int, tokens: Mapping[str, Tensor]) -> None:
         """Lay so many slots behind those in use of every segment: the tokens, or empty ones where there are none."""
@@ -242,7 +240,7 @@ class SlotStore(LayerStore):
             if behind is None:
                 behind = x.new_full((*x.shape[:2], more, *x.shape[3:]), -1 if name == "positions" else 0)
             self._hold(name, torch.cat([x[:, :, : self.used], behind], dim=2))
-        self.room, self._lent = more, False
+        self.room, self.lent = more, False
 
     def expect(self, tokens: int) -> None:
         self._to_come = tokens
@@ -258,13 +256,13 @@ class SlotStore(LayerStore):
         if not bool((self.positions < 0).any(-1).all()):
             if self.room == 0:
                 self._lengthen(self.growth(), {})
-            self._use(self.used + 1, self.room - 1)
+            self.use(self.used + 1, self.room - 1)
         slots = (self.positions < 0).to(torch.uint8).argmax(-1, keepdim=True)
         if absent:
             entering = tokens["positions"] >= 0
-            for name in tokens:
+            for name, new in tokens.items():
                 held = take(self.memory[name], slots)
-                tokens[name] = torch.where(entering.reshape(slots.shape + (1,) * (held.dim() - 3)), tokens[name], held)
+                tokens[name] = torch.where(entering.reshape(slots.shape + (1,) * (held.dim() - 3)), new, held)
         self._put(slots, tokens)
         self.free, self._ascending = None, False
         self._packed = bool((self.positions >= 0).all())
@@ -277,10 +275,10 @@ class SlotStore(LayerStore):
                 places = self.memory["positions"]
                 self._hold("bias", torch.zeros(places.shape, dtype=torch.float32, device=places.device))
             self.memory["bias"].scatter_(2, slots, bias)
-        if self._lent:
+        if self.lent:
             for name in ("keys", "values"):
                 self._hold(name, self.memory[name].clone())
-            self._lent = False
+            self.lent = False
         new = {"keys": keys.to(self.memory["keys"].dtype), "values": values.to(self.memory["values"].dtype)}
         self._put(slots, new, all_names=False)
 
@@ -290,16 +288,14 @@ class SlotStore(LayerStore):
             self.free = slots
             return
         self._even_out()
+        self.free = None
         if rows is None and self._packed:
             self.free, self._marked = slots, False
+        elif rows is None:
+            self.positions.scatter_(-1, slots, -1)
         else:
-            positions = self.positions
-            released = torch.full_like(positions[..., :1], -1)
-            if rows is not None:
-                going = on_device(tuple(rows), slots.device)[:, None, None]
-                released = torch.where(going, released, positions.gather(-1, slots))
-            positions.scatter_(-1, slots, released)
-            self.free = None
+            going = on_device(tuple(rows), slots.device)[:, None, None]
+            self.positions.scatter_(-1, slots, self.positions.gather(-1, slots).masked_fill(going, -1))
         self._packed = False
 
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
@@ -318,15 +314,15 @@ class SlotStore(LayerStore):
         else:
             most, least = max(counts), min(counts)
         slots = self._gather(mask, most, spare, even=most == least)
-        self._use(most, spare)
-        self._packed, self._ascending, self.free, self._lent = most == least, True, None, False
+        self.use(most, spare)
+        self._packed, self._ascending, self.free, self.lent = most == least, True, None, False
         return slots
 
     def _gather(self, mask: Tensor, most: int, spare: int, even: bool) -> Tensor:
         """Move the slots of the mask to the front, `most` of a KV head at most (even: just so many), room behind."""
-        if not self.used:  # a sequence that shows nothing yet
+        if not self.used:  # a sequence without a token
             self._lengthen(spare, {})
-            return torch.empty(*mask.shape[:2], 0, dtype=torch.long, device=mask.device)
+            return mask.long()
         if even and self._ascending and mask.is_cpu:  # on a GPU, the host would wait for `nonzero`
             slots = mask.nonzero()[:, -1].view(*mask.shape[:2], most)
         else:
@@ -372,7 +368,6 @@ class SlotStore(LayerStore):
         asked = how.scaling, how.softcap, how.sliding_window, one_for_all(how.sinks)
         return decode_attention_flat(queries, *stored, self.starts, self.counts, self.used, *asked).out
 
-    # --- sequences of several stores -------------------------------------------------------------------------------
     @property
     def shape(self) -> Hashable:
         """What layers have in common whose sequences can decode as one batch; None for those that cannot."""
@@ -404,19 +399,3 @@ class SlotStore(LayerStore):
             starts = torch.arange(rows.numel(), device=device).view(rows) * (self.used + self.room)
             held = torch.full(rows, self.used - one, device=device)
         return Segments(starts, held, held if self.free is None else self.free[..., 0], self.used - one)
-
-    def laid_out(self, flat: Mapping[str, Tensor], room: int = 0) -> "SlotStore":
-        """The same tokens in flat memory {name: [N,...]}, which has `room` more slots for every segment."""
-        assert self.starts is None or room == 0
-        memory = {}
-        for name, x in self.memory.items():
-            if self.starts is None:
-                memory[name] = flat[name].view(*x.shape[:2], self.used + self.room + room, *x.shape[3:])
-                memory[name][:, :, : x.shape[2]] = x
-                memory[name][:, :, x.shape[2] :] = -1 if name == "positions" else 0
-            else:
-                memory[name] = flat[name].copy_(x)
-        held = self.with_memory(memory, self.free)
-        held.room, held._lent = self.room + room, False
-        held.positions  # noqa: B018 - asked for, it also marks which slots are free
-        return held

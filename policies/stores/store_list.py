@@ -50,9 +50,26 @@ def lay_out(
     stores, starts = [], []
     for group, room, begin, end in zip(groups, rooms, [0, *ends], ends, strict=False):
         whole = _stacked(group)
-        stores.append(whole.laid_out({name: x[begin:end] for name, x in flat.items()}, room))
+        stores.append(laid_out(whole, {name: x[begin:end] for name, x in flat.items()}, room))
         starts.append(stores[-1].segments().starts + begin)
     return flat, stores, torch.cat(starts)[..., None]
+
+
+def laid_out(store: SlotStore, flat: Mapping[str, Tensor], room: int = 0) -> SlotStore:
+    """The same tokens in flat memory {name: [N,...]}, which has `room` more slots for every segment."""
+    assert store.starts is None or room == 0
+    memory = {}
+    store.positions  # noqa: B018 - read, it also marks which slots are free
+    for name, x in store.memory.items():
+        if store.starts is None:
+            memory[name] = flat[name].view(*x.shape[:2], store.used + store.room + room, *x.shape[3:])
+            memory[name][:, :, : x.shape[2]] = x
+            memory[name][:, :, x.shape[2] :] = -1 if name == "positions" else 0
+        else:
+            memory[name] = flat[name].copy_(x)
+    held = store.with_memory(memory, store.free)
+    held.room, held.lent = store.room + room, False
+    return held
 
 
 def _stacked(group: Sequence[SlotStore]) -> SlotStore:
