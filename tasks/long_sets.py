@@ -25,8 +25,8 @@ class LongSet(Task):
     "kvpress" uses the columns of kvpress's data set at `kvpress_hub`, always with the chat template, and kvpress's
     scores. revision, kvpress_revision: a commit, or a branch, which may change. sha256: checksum of the authors' file.
     data_dir: a local file or folder with the protocol's data. max_new_tokens: None uses the protocol's value. subset:
-    the configuration. truncation: a prompt that is too long loses its middle, as in the authors' code; kvpress drops the
-    end of the context.
+    the configuration. truncation: a prompt that is too long loses its middle, as in the authors' code; kvpress drops
+    the end of the context.
     """
 
     benchmark: ClassVar[str]
@@ -100,7 +100,9 @@ class LongSet(Task):
             try:
                 yield from self.asked(row)
             except (LookupError, SyntaxError, TypeError, ValueError) as error:
-                raise ValueError(f"{path.name}, row {number}: the format differs from {self.hub} ({error})") from error
+                raise ValueError(
+                    f"{path.name}, row {number}: unexpected format, expected that of {self.hub} ({error})"
+                ) from error
 
     def _of_kvpress(self) -> Iterator[Example]:
         name = self.subset

@@ -39,8 +39,8 @@ class SharedContext(Task, ABC):
 
     mode: "scdq" (same context, different questions) compresses the context by itself and appends each question to it
     separately. "multi_turn" compresses context and first question together; every later question, preceded by the
-    previous answer, is another prompt in the same cache. history: the answers in the history: "golden" for the reference
-    answers (the generated answer is removed from the cache) or "own" for the model's.
+    previous answer, is another prompt in the same cache. history: the answers in the history: "golden" for the
+    reference answers (the generated answer is removed from the cache) or "own" for the model's.
     """
 
     mode: str = "multi_turn"

@@ -7,7 +7,7 @@ metadata["benchmark"] of the examples names the benchmark: a package of `kvbench
                                        has an output and, unless NEEDS_SCORES = False, a score
     SUBSETS_BY: str                    for averages over subsets: the metadata key with the subset's name
     averages(subsets)                  the subsets that each average of `summary` includes, by the average's name
-    heat_map(answers)                  percent by (length, depth in percent), if a cell is not the mean over its examples
+    heat_map(answers)                  percent by (length, depth in percent), if a cell is not a mean over examples
     score_predictions(line, **flags)   fields added to a line of recorded predictions (see `tasks.predictions`)
 """
 

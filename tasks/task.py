@@ -92,10 +92,10 @@ class Example:
     The model's input is wrap(prompt) + answer_prefix, where wrap applies the chat template if the task uses one. The
     model then generates up to `max_new_tokens` tokens. dictated: the beginning of the answer; its tokens are fed one by
     one as if the model had generated them, and are neither counted nor scored. Three fields replace generation. target:
-    a continuation that is scored token by token. reading, without a target: the prompt itself is scored. rated: pairs of
-    a context and a continuation; the continuation is scored with the context as its prompt.
-    question: the end of `prompt` that another question about the same context could replace; the text before it is the
-    context. "" if the task does not separate them. shared: set if the question shares a cache with others.
+    a continuation that is scored token by token. reading, without a target: the prompt itself is scored. rated: pairs
+    of a context and a continuation; the continuation is scored with the context as its prompt.
+    question: the end of `prompt` that another question about the same context could replace; the text before it is
+    the context. "" if the task does not separate them. shared: set if the question shares a cache with others.
     sampling: temperature, top_p and top_k of the answer unless the run sets them; None is greedy decoding.
 
     metadata is stored with the sample. Tables group scores by its "task", "length" and "depth"; "benchmark" names the
@@ -191,7 +191,7 @@ class Task(ABC):
 
     @property
     def compress(self) -> str | None:
-        """"prompt" or "context", if the task determines what policies compress; None leaves it to the run."""
+        """Compress the "prompt" or the "context", if the task determines it; None leaves it to the run."""
         return None
 
     @abstractmethod

@@ -96,7 +96,9 @@ class SCBench(SharedContext):
             context = self._prompts["context"].format(context=text, told=told)
             questions = [self._question(row, turn, first=not number) for number, turn in enumerate(turns)]
         except (LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"{where}: not of the form of {self.hub} ({type(error).__name__}: {error})") from error
+            raise ValueError(
+                f"{where}: unexpected format, expected that of {self.hub} ({type(error).__name__}: {error})"
+            ) from error
         return list(self.turns(context, "\n\n", questions, self._spare(len(turns))))
 
     def _question(self, row: Row, turn: Row, first: bool) -> Question:
