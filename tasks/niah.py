@@ -156,7 +156,7 @@ def _dictating(example: Example, tokens: int, tokenizer: Tokenizer) -> Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Niah(NeedleGrid):
-    """Random numbers, which no model can know: `keys` keys with `values` numbers each, and questions about `queries` keys.
+    """Random numbers, which no model can know: `keys` keys with `values` numbers each; questions about `queries`.
 
     The first number of the first requested key is at the example's depth, all others are anywhere.
     digits: of a number. needle: a sentence with slots key and value. question, answer_prefix: with slots keys,

@@ -18,8 +18,8 @@ FILES = ("*.txt", "*.jsonl", "*.parquet")
 class ReadingTask(Task):
     """Given tokens are scored by the model's -log p (nats); nothing is generated; lower is better.
 
-    texts: the maximum number of texts (None: all). block: tokens between two evictions, overriding the policy's schedule
-    (None keeps it). data_dir: a local file or folder instead of the data set on the Hub.
+    texts: the maximum number of texts (None: all). block: tokens between two evictions, overriding the policy's
+    schedule (None keeps it). data_dir: a local file or folder instead of the data set on the Hub.
     """
 
     texts: int | None = None

@@ -1,4 +1,4 @@
-"""Mathematical problems whose answer stands in a box at the end of a long text."""
+"""Mathematical problems whose answer is in a box at the end of a long text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BoxedMath(Task):
         slots("prompt", self.prompt, ("problem",))
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
-        """See `Task.examples`: nothing is drawn, the seed changes nothing."""
+        """See `Task.examples`: the seed has no effect."""
         path = data_file(self.data_dir, ("", self.file), HubFile(self.hub, self.revision, self.file))
         for index, row in enumerate(islice(rows(path, path.name, ("problem", "answer")), limit)):
             about = {key: row[key] for key in ("subject", "level") if isinstance(row.get(key), str | int)}
