@@ -30,7 +30,7 @@ def correct_choice(output: str, references: tuple[str, ...]) -> float:
 
 
 def last_letter(output: str, references: tuple[str, ...]) -> float:
-    """1.0 if the last letter from A to J that is a word by itself is a reference: multiple choice without a fixed form."""
+    """1.0 if the last letter from A to J that is a word by itself is a reference (free-form multiple choice)."""
     letters = _LETTER.findall(output)
     return float(bool(letters) and letters[-1] in references)
 

@@ -1,4 +1,4 @@
-"""InfiniteBench's scores of one prediction, 0 to 1: the authors' rules, kvpress's, and corrected versions of broken ones.
+"""InfiniteBench's scores of one prediction, 0 to 1: the authors' rules, kvpress's, and corrected ones.
 
 Sources: OpenBMB/InfiniteBench at 88b3daa, src/compute_scores.py; NVIDIA/kvpress at 8bb29b9,
 evaluation/benchmarks/infinite_bench/calculate_metrics.py.
