@@ -17,7 +17,7 @@ import kvbench
 from kvbench.analysis.load import load_results
 from kvbench.cli import main
 from kvbench.models.prompts import PromptMaker
-from kvbench.page.rows import by_task
+from kvbench.page.tables import by_task
 from kvbench.records.shards import Shard
 from kvbench.tasks.scbench.task import SCBench
 from kvbench.tasks.task import PlainTokenizer
