@@ -82,15 +82,9 @@ def attention_behind(queries: Tensor, keys: Tensor, values: Tensor, scaling: flo
 
 
 def _block(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    seen: Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
-) -> Tensor:
+    queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scaling: float, softcap: float | None,
+    sinks: Tensor | None, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Attention under the mask seen [B,H_kv or 1,m,S]."""
     nothing = ~seen.any(-1)  # [B,H_kv or 1,m]
     readable = seen | nothing[..., None]  # a softmax over nothing is no number: such rows are computed and emptied
@@ -129,16 +123,9 @@ def one_for_all(sinks: Tensor | None) -> Tensor | None:
 
 
 def prompt_attention_ref(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Attention:
+    queries: Tensor, keys: Tensor, values: Tensor, query_positions: Tensor, key_positions: Tensor, scaling: float,
+    softcap: float | None = None, sliding_window: int | None = None, sinks: Tensor | None = None,
+) -> Attention:  # fmt: skip
     """The definition: all logits at once. Arguments and result as in `prompt_attention`."""
     logits = attention_logits(queries, keys, scaling, softcap)  # [B,H_kv,G,M,T]
     seen = visible(query_positions, key_positions, sliding_window)[:, :, None]
@@ -219,17 +206,10 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def flex_prompt_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    sinks: Tensor | None = None,
+    queries: Tensor, keys: Tensor, values: Tensor, query_positions: Tensor, key_positions: Tensor, scaling: float,
+    softcap: float | None = None, sliding_window: int | None = None, sinks: Tensor | None = None,
     aligned: bool = False,
-) -> Attention:
+) -> Attention:  # fmt: skip
     """`prompt_attention` by flex_attention, compiled on a GPU; on a CPU all logits exist at once."""
     dtype = torch.promote_types(torch.promote_types(queries.dtype, keys.dtype), values.dtype)
     q, k, v = (x.to(dtype) for x in (queries, keys, values))

@@ -11,10 +11,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvbench.kernels.quantized import Outliers, Side
 
 LOG2E = math.log2(math.e)
 FAR = 2.0**100  # so much below the others that its exponential is exactly 0, even one token away
@@ -94,18 +97,10 @@ def beside_sinks(log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
 
 
 def rows_and_sight(
-    queries: Tensor,
-    keys: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    packed: bool = False,
-    sighted: bool = False,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    queries: Tensor, keys: Tensor, query_positions: Tensor, key_positions: Tensor, scaling: float,
+    softcap: float | None = None, sliding_window: int | None = None, packed: bool = False, sighted: bool = False,
+    sinks: Tensor | None = None, bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Softmax rows [B,H_kv,G,M,T] float32, and 1 for every query that sees something, else 0: [B,H_kv,M].
 
     Arguments as in `attention_rows`; the row of a query that sees nothing is without meaning. packed: no slot is empty.
@@ -262,17 +257,10 @@ class Attended(NamedTuple):
 
 
 def softmax_blocks(
-    queries: Tensor,
-    keys: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    attended: Attended | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    queries: Tensor, keys: Tensor, query_positions: Tensor, key_positions: Tensor, scaling: float,
+    softcap: float | None = None, sliding_window: int | None = None, attended: Attended | None = None,
+    sinks: Tensor | None = None, bias: Tensor | None = None,
+) -> Iterator[tuple[slice, Tensor, Tensor]]:  # fmt: skip
     """Softmax rows of some queries at a time; arguments as in `column_sums`, float64 where an input is float64.
 
     Yields the slots S that these R queries may see, weights [B,H_kv,G,R,S], and what each row is still to be multiplied
@@ -331,20 +319,10 @@ def append(flat: Mapping[str, Tensor], tokens: Mapping[str, Tensor], starts: Ten
 
 
 def decode_attention_ref(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_positions: Tensor | None,
-    key_positions: Tensor | None,
-    scaling: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    sinks: Tensor | None = None,
-    packed: bool = False,
-    weights: bool = False,
-    sums: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Attention:
+    queries: Tensor, keys: Tensor, values: Tensor, query_positions: Tensor | None, key_positions: Tensor | None,
+    scaling: float, softcap: float | None = None, sliding_window: int | None = None, sinks: Tensor | None = None,
+    packed: bool = False, weights: bool = False, sums: Tensor | None = None, bias: Tensor | None = None,
+) -> Attention:  # fmt: skip
     """The definition: all rows at once in float32. Arguments and result as in `decode_attention`."""
     logits = attention_logits(queries, keys, scaling, softcap, bias)
     if not packed:
@@ -367,22 +345,11 @@ def decode_attention_ref(
 
 
 def decode_attention_flat_ref(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    most: int,
-    scaling: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    sinks: Tensor | None = None,
-    weights: bool = False,
-    sums: Tensor | None = None,
+    queries: Tensor, keys: Tensor, values: Tensor, query_positions: Tensor, key_positions: Tensor, starts: Tensor,
+    counts: Tensor, most: int, scaling: float, softcap: float | None = None, sliding_window: int | None = None,
+    sinks: Tensor | None = None, weights: bool = False, sums: Tensor | None = None,
     new_tokens: NewTokens | None = None,
-) -> Attention:
+) -> Attention:  # fmt: skip
     """The definition: segments padded to the longest. Arguments and result as in `decode_attention_flat`."""
     if new_tokens is not None:
         append(
@@ -404,3 +371,25 @@ def decode_attention_flat_ref(
         drawn = drawn if sums.shape[-1] == drawn.shape[-1] else drawn.mean(-1, keepdim=True)
         sums.index_put_((slots,), drawn, accumulate=True)
     return found if weights else found._replace(weights=None)
+
+
+def quantised_attention_ref(
+    queries: Tensor, query_positions: Tensor, keys: Side, values: Side, scaling: float, softcap: float | None = None,
+    outliers: Outliers | None = None,
+) -> Attention:  # fmt: skip
+    """The definition: dequantise, put the outliers in their places, attend in float32."""
+    tokens = torch.arange(int(keys.lengths().max()), device=queries.device).expand(*keys.tail.shape[:2], -1)
+    seen = tokens < keys.lengths()[..., None]  # [B,H,C]
+    k, v = (side.at(tokens) for side in (keys, values))
+    if outliers is not None:
+        for b, h, e in (outliers.slots >= 0).nonzero().tolist():
+            slot = outliers.slots[b, h, e]
+            k[b, h, slot], v[b, h, slot] = outliers.keys[b, h, e].float(), outliers.values[b, h, e].float()
+    batch, query_heads, new, dim = queries.shape
+    rows = queries.float().reshape(batch, k.shape[1], -1, dim)
+    logits = rows @ k.transpose(-1, -2) * scaling
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~(seen & (query_positions >= 0)[..., None])[:, :, None], -torch.inf)
+    log_sum_exp = logits.logsumexp(-1)
+    out = (logits - log_sum_exp[..., None]).exp().nan_to_num(0.0) @ v
+    return Attention(out.view(batch, query_heads, new, -1).to(queries.dtype), log_sum_exp.view(batch, query_heads, new))

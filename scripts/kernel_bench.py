@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kvbench.kernels.decode import decode_attention, decode_attention_flat
 from kvbench.kernels.prompt import prompt_attention
-from kvbench.kernels.quantized import Packed, Side, quantised_attention, quantised_attention_ref
+from kvbench.kernels.quantized import Packed, Side, quantised_attention
 from kvbench.kernels.query_sums import attention_moments, column_sums, window_statistics
-from kvbench.kernels.references import attention_rows
+from kvbench.kernels.references import attention_rows, quantised_attention_ref
 
 GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)

@@ -16,8 +16,8 @@ from kvbench.kernels.quantized import (
     Packed,
     Side,
     quantised_attention,
-    quantised_attention_ref,
 )
+from kvbench.kernels.references import quantised_attention_ref
 from kvbench.policies.stores.kivi import Kivi
 from kvbench.policies.stores.quantised import side
 
