@@ -150,7 +150,9 @@ def _library_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: f
     """
     grouped = queries.shape[1] != keys.shape[1]
     if queries.shape[2] == keys.shape[2]:
-        chosen = torch._fused_sdp_choice(queries, keys, values, None, 0.0, True, scale=scaling, enable_gqa=grouped)
+        chosen: int | None = torch._fused_sdp_choice(
+            queries, keys, values, None, 0.0, True, scale=scaling, enable_gqa=grouped
+        )
     else:
         params = torch.backends.cuda.SDPAParams(queries, keys, values, None, 0.0, False, grouped)
         chosen = FLASH if torch.backends.cuda.can_use_flash_attention(params) else None
@@ -194,7 +196,14 @@ def block_mask(query_places: Tensor, key_places: Tensor, sliding_window: int | N
         return inside if sliding_window is None else inside & (k_place > q_place - sliding_window)
 
     return BlockMask.from_kv_blocks(
-        *parted, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(new, slots), compute_q_blocks=False
+        parted[0],
+        parted[1],
+        parted[2],
+        parted[3],
+        BLOCK_SIZE=BLOCK,
+        mask_mod=seen,
+        seq_lengths=(new, slots),
+        compute_q_blocks=False,
     )
 
 
@@ -221,10 +230,12 @@ def flex_prompt_attention(
         key_positions = key_positions.repeat_interleave(group, dim=1)
     mask = block_mask(query_positions, key_positions, sliding_window)
 
-    def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, slot: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
+    cap = 1.0 if softcap is None else softcap
 
-    attend = _compiled_flex() if q.is_cuda else flex_attention
+    def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    attend: Callable[..., Any] = _compiled_flex() if q.is_cuda else flex_attention
     out, aux = attend(
         q, k, v, score_mod=None if softcap is None else capped, block_mask=mask, scale=scaling, enable_gqa=group > 1,
         return_aux=AuxRequest(lse=True),

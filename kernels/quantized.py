@@ -76,7 +76,8 @@ class Packed:
             group, place, code = group // self.unit, channel, group % self.unit
         at, per_word = (batch[:, None, None], head[:, None], group, place), 32 // self.bits
         codes = self.words[(*at, code // per_word)] >> code % per_word * self.bits & 2**self.bits - 1
-        return codes * self.scale[at].float() + self.minimum[at].float()
+        x: Tensor = codes * self.scale[at].float() + self.minimum[at].float()
+        return x
 
 
 @dataclass(frozen=True)
@@ -287,10 +288,8 @@ def tiles(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     if dtype == torch.float32:
         return {"tokens": 16 if wide else 32, "PRODUCTS": tl.float32, "num_warps": 8, "num_stages": 1}
     registers = 128 if max(dim, value_dim) <= 64 else 255  # without a bound ptxas spills a few
-    return {
-        "tokens": 64 if wide else 128, "PRODUCTS": tl.float16, "num_warps": 8 if wide else 4, "num_stages": 2,
-        "maxnreg": registers,
-    }  # fmt: skip
+    sizes = {"tokens": 64, "num_warps": 8} if wide else {"tokens": 128, "num_warps": 4}
+    return {**sizes, "PRODUCTS": tl.float16, "num_stages": 2, "maxnreg": registers}
 
 
 def quantised_attention(
@@ -351,11 +350,10 @@ def _attend_to_codes(
     how = tiles(dim, value_dim, queries.dtype)
     key, value, order = _layout(keys.packed, values.packed, (dim, value_dim), how.pop("tokens"))
     most = min(keys.packed.tokens, values.packed.tokens)
-    absent = None
+    absent: View | None = None
     if outliers is not None:
-        absent = torch.zeros(batch, heads, most + 1, dtype=torch.uint8, device=queries.device)
-        slots = outliers.slots.long()
-        absent = view(absent.scatter_(-1, slots.masked_fill(slots < 0, most), 1))
+        flags = torch.zeros(batch, heads, most + 1, dtype=torch.uint8, device=queries.device)
+        absent = view(flags.scatter_(-1, outliers.slots.long().masked_fill(outliers.slots < 0, most), 1))
     words, coded_ptr, words_ptr = -(-most // order.U) * order.WIDTH, None, None
     if not (keys.even and values.even):
         coded_ptr = common.to(torch.int32).contiguous()
