@@ -19,7 +19,7 @@ from kvbench.analysis.metrics_file import read_metrics
 from kvbench.analysis.result import FINISHED, Result, numbers
 from kvbench.identity.environment import other_versions
 from kvbench.identity.labels import Naming, budget_order, columns, differing, names, natural, parted, usual
-from kvbench.records.cell_state import failure, read_states
+from kvbench.records.cell_state import read_state
 from kvbench.records.definition import FILE_NAME as SWEEP
 from kvbench.records.definition import Entry, read_definition
 from kvbench.records.files import read_yaml
@@ -231,8 +231,7 @@ def _state(out: Path, entry: Entry) -> str:
     """Why there is no finished run, as far as the sweep's folder says."""
     if entry.run_id is None:
         return f"failed: {entry.error}"
-    said = read_states(out, entry.run_id)
-    failed = failure(said)
-    if failed is not None:
-        return f"failed: {failed.error}"
-    return "not finished" if said else "not begun"
+    state = read_state(out, entry.run_id)
+    if state is None:
+        return "not begun"
+    return "not finished" if state.error is None else f"failed: {state.error}"
