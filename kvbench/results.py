@@ -1,8 +1,11 @@
-"""`python -m kvbench.results`: see `kvbench.report.command`."""
+"""`python -m kvbench.results`: see `kvbench.report.command`, and for `check` `kvbench.tools.check_results`."""
 
 import sys
 
-from kvbench.report.command import main
+if sys.argv[1:2] == ["check"]:
+    from kvbench.tools.check_results import main
+else:
+    from kvbench.report.command import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[2:] if sys.argv[1:2] == ["check"] else None))

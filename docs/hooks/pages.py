@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import evaluator_tables
-import leaderboard_table
 import ledger_pages
 import policy_pages
 import table_pages
@@ -27,7 +26,6 @@ MADE = {
     "<!-- table: longbench -->": evaluator_tables.longbench,
     "<!-- table: ruler -->": evaluator_tables.ruler,
     "<!-- table: parts -->": policy_pages.parts_table,
-    "<!-- table: leaderboard -->": leaderboard_table.leaderboard,
 }
 FETCHED = "https://unpkg.com/iframe-worker/shim"
 _LOADED = re.compile(

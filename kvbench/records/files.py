@@ -1,10 +1,12 @@
-"""Small files that are whole or absent: written beside their place, then moved into it."""
+"""Write files atomically: to a temporary file in the same folder, which then replaces the target."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -15,28 +17,34 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # written in C where th
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text` so that a reader, or a kill at any moment, sees the old or the new file, never a part.
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, with the same suffix; on success it becomes `path`, else it is deleted.
 
-    Does nothing where the file says `text` already. Raises OSError (full disk, no permission) and leaves no litter.
+    A reader, or a kill at any moment, sees the old file or the new one, never a part of it. Whatever writes to a path
+    can use it: text, `DataFrame.to_parquet`, `Figure.savefig`. Raises OSError (full disk, no permission).
     """
-    if path.exists() and path.read_text(encoding="utf-8") == text:
-        return
-    beside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{get_ident()}")
+    beside = path.with_name(f".{path.stem}.{socket.gethostname()}.{os.getpid()}.{get_ident()}{path.suffix}")
     try:
-        with beside.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
+        yield beside
+        with beside.open("rb+") as stream:
             os.fsync(stream.fileno())
         beside.replace(path)
-    except OSError:
+    finally:
         beside.unlink(missing_ok=True)
-        raise
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by `text` through `atomic_write`. Does nothing if the file holds `text` already."""
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return
+    with atomic_write(path) as beside:
+        beside.write_text(text, encoding="utf-8")
 
 
 def remove_torn(folder: Path) -> None:
-    """Remove files that were not whole yet when their process was killed. The caller owns the folder."""
-    for path in (*folder.glob(".*.json.*"), *folder.glob(".*.yaml.*")):
+    """Remove the temporary files of a killed process. The caller owns the folder."""
+    for path in (*folder.glob(".*.json"), *folder.glob(".*.yaml")):
         path.unlink(missing_ok=True)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvbench.analysis.columns import COLUMNS, frame
 from kvbench.analysis.load import load_results
 from kvbench.analysis.result import Result
+from kvbench.records.files import atomic_write
 from kvbench.report.grid import Block, Cell, Grid, Row
 from kvbench.report.pivot import by_budget
 from kvbench.report.plain_text import text
@@ -106,10 +107,11 @@ def _cell(value: object) -> str:
 
 def _write_tidy(table: pd.DataFrame, output: Path) -> None:
     try:
-        if output.suffix == ".csv":
-            table.to_csv(output, index=False)
-        else:
-            table.to_parquet(output, index=False)
+        with atomic_write(output) as beside:
+            if output.suffix == ".csv":
+                table.to_csv(beside, index=False)
+            else:
+                table.to_parquet(beside, index=False)
     except OSError as error:
         raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
     except ImportError as error:

@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from kvbench.records.files import write_atomically
 from kvbench.report.grid import BEST, COMMAND, HOLE, SECOND, Cell, Grid, heading, spans
 from kvbench.report.plain_text import text
 from kvbench.terminal.errors import UsageError
@@ -169,7 +170,7 @@ def write(grid: Grid, path: Path) -> None:
 def save(words: str, path: Path) -> None:
     """Write a file. Raises UsageError where it cannot."""
     try:
-        path.write_text(words, encoding="utf-8")
+        write_atomically(path, words)
     except OSError as error:
         raise UsageError(f"-o {path} cannot be written ({error.strerror or error})") from error
 

@@ -5,7 +5,6 @@ import shlex
 from functools import cache
 from pathlib import Path
 
-import leaderboard_table
 import ledger_pages
 import pages
 import policy_pages
@@ -100,18 +99,6 @@ def test_the_ledger_speaks_of_policies_and_fields_that_exist() -> None:
         said = ledger_pages.said(entry)
         assert said, entry["topic"]
         assert set(FIELD.findall(said)) <= known, entry["topic"]
-
-
-def test_the_leaderboard_shows_every_policy_at_its_budgets_and_the_full_cache_as_reference() -> None:
-    rows = leaderboard_table.leaderboard().splitlines()
-    experiment = load(CONF / "experiment" / "leaderboard" / "pocket.yaml")["hydra"]["sweeper"]["params"]
-    policies = {row.split("`")[1].split("(")[0].strip() for row in rows[2:]}
-    assert policies == set(experiment["policy"].split(","))
-    assert sum(row.startswith("| `snapkv` |") for row in rows) == len(experiment["budget"].split(","))
-    (full,) = [row for row in rows if row.startswith("| `full` |")]
-    assert "| 100.0% | reference |" in full
-    assert {row.count("|") for row in rows} == {rows[0].count("|")}
-    assert rows[0].split("|")[-4:-1] == ["  ", " niah_multikey_2 ", " niah_single_1 "]
 
 
 def test_what_a_page_would_fetch_from_elsewhere_is_found_and_links_are_not() -> None:

@@ -12,9 +12,6 @@ from plotted_runs import answered, write_run
 from kvbench.analysis.load import load_results
 from kvbench.analysis.result import Result
 from kvbench.cli import main as run
-from kvbench.leaderboard.asked import Submission
-from kvbench.leaderboard.board import boards
-from kvbench.leaderboard.site import write_site
 from kvbench.page.command import write_page
 from kvbench.page.prompts import prompts_of
 
@@ -172,37 +169,3 @@ def test_a_link_opens_the_page_as_it_was_left(browser: Any, page: Any, report: s
     other.wait_for_url("**hide=nobody")
     assert other.inner_text("#at") == "example 0 (1 of 2)"
     other.close()
-
-
-def test_a_leaderboard_is_sorted_and_searched_and_fits_a_telephone(browser: Any, tmp_path: Path) -> None:
-    for right, policy in enumerate(("full", "tova", "h2o", "ada_snapkv", "snapkv")):
-        lines = [answered(i, float(i < 8 - right), HOSTILE) for i in range(8)]
-        held = [replace(line, cache_bytes=2**20 - right, full_position_bytes=0) for line in lines]
-        write_run(tmp_path / "runs", policy, held, None if policy == "full" else 64)
-    runs = [
-        (Submission(tmp_path / "runs", "leaderboard/pocket", HOSTILE), row) for row in load_results(tmp_path / "runs")
-    ]
-    write_site(tmp_path / "site", boards(runs), runs)
-    page = browser.new_page(viewport={"width": 1400, "height": 900})
-    complaints: list[str] = []
-    page.on("console", lambda message: complaints.append(message.text))
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.goto((tmp_path / "site" / "index.html").as_uri())
-    page.wait_for_selector("html[data-ready]", timeout=60_000)
-    names = page.locator("table.board td.name")
-    assert names.all_inner_texts() == ["full", "tova", "h2o", "ada_snapkv", "snapkv"]
-    first = "table.board tbody tr:first-child td.name"
-    page.click("table.board thead th:has-text('held')")
-    page.wait_for_selector(f"{first}:text-is('snapkv')")  # DataTables sorts and searches after the event
-    page.fill("input[type=search]", "h2o")
-    page.wait_for_selector(f"{first}:text-is('h2o')")
-    assert names.all_inner_texts() == ["h2o"]
-    assert page.locator(".scatter circle").count() == 5
-    page.click("table.board .square a")
-    assert page.url.endswith("/samples.jsonl")
-    page.go_back()
-    page.set_viewport_size({"width": 500, "height": 900})
-    assert page.evaluate("document.documentElement.scrollWidth") == 500
-    assert page.evaluate("window.broken") is None
-    assert complaints == []
-    page.close()

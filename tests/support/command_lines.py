@@ -5,7 +5,6 @@ MAINS = {
     "calibrate": "kvbench.tools.calibrate",
     "claims": "kvbench.claims",
     "diagnose": "kvbench.tools.diagnose",
-    "leaderboard": "kvbench.leaderboard.command",
     "memory": "kvbench.memory",
     "plot": "kvbench.plot",
     "report": "kvbench.page.command",

@@ -1,1 +1,0 @@
-"""Leaderboards: what an experiment asks, what a submission's samples show, and the page that ranks what holds."""

@@ -1,0 +1,176 @@
+"""Check every run of a folder against its samples: prompts, scores, budgets, bytes, metrics and digests.
+
+Samples do not show whether the model really generated the answers: run the configuration again to see that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from tempfile import gettempdir
+from typing import Any
+
+from kvbench.analysis.load import read_result
+from kvbench.analysis.metrics import metrics
+from kvbench.analysis.metrics_file import summed_up
+from kvbench.analysis.result import Result
+from kvbench.cache.budgets import Budgets
+from kvbench.cache.layout import layout_of
+from kvbench.cache.steps import Progress
+from kvbench.config.choices import chosen
+from kvbench.config.overrides import lay
+from kvbench.config.presets import SCHEDULE
+from kvbench.engine.prompts import blank, prompts_for
+from kvbench.identity.cell import Cell, build_cell, changed_fields, digest_of
+from kvbench.models.prompts import Prompt
+from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
+from kvbench.policies.layer_budgets import read_budget
+from kvbench.policies.press import KVPress
+from kvbench.records.files import read_yaml
+from kvbench.records.sample import Sample
+from kvbench.records.samples import FILE_NAME
+from kvbench.terminal.command import FAILED, Parser, command, pairs, say
+from kvbench.terminal.console import quiet
+from kvbench.terminal.errors import UsageError
+
+FROM_THE_TASK = ("sample", "prompt_hash", "prompt_tokens", "references", "metadata", "context_tokens", "max_new_tokens")
+POSITION = 4  # bytes of a token's position
+
+
+class RefusedError(Exception):
+    """Why a run is refused."""
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, 1 where a run is refused, 2 for a wrong value."""
+    parser = Parser("python -m kvbench.results check", description=__doc__)
+    parser.add_argument("folder", type=Path, help="a run, or a folder of runs")
+    parser.add_argument("fields", nargs="*", metavar="FIELD=VALUE", help="fields that differ here: task.data_dir=/data")
+    given = parser.parse_args(arguments)
+    quiet()
+    folders, refused = sorted(path.parent for path in given.folder.rglob(FILE_NAME)), 0
+    if not folders:
+        raise UsageError(f"{given.folder} holds no run")
+    for folder in folders:
+        try:
+            check_run(folder, pairs(given.fields, "task.data_dir=/data"))
+        except (RefusedError, UsageError) as error:
+            say(f"{folder.name}: {error}")
+            refused += 1
+    sys.stdout.write(f"{given.folder}: {len(folders) - refused} of {len(folders)} runs agree with their samples\n")
+    return FAILED if refused else 0
+
+
+def check_run(folder: Path, fields: dict[str, Any] | None = None) -> None:
+    """Raise RefusedError or UsageError where the files of a run disagree. fields: those with another value here."""
+    run = read_result(folder)
+    cell = _cell(run, read_yaml(folder / "config.yaml")["config"], fields or {})
+    prompts = prompts_for([replace(cell, limit=len(run.samples))]).first(None)
+    if len(prompts) != len(run.samples):
+        raise RefusedError(f"it has {len(run.samples)} samples, but its task has {len(prompts)} examples")
+    for sample, prompt in zip(run.samples, prompts, strict=True):
+        if reason := _sample_refused(cell, prompt, sample):
+            raise RefusedError(f"example {sample.index}: {reason}")
+    summed = summed_up(folder, run.samples)
+    if summed is None:
+        raise RefusedError("metrics.json was computed from other samples or by another version")
+    if json.loads(json.dumps(metrics(run.samples))) != summed:
+        raise RefusedError("metrics.json does not hold the metrics of its samples")
+
+
+def _cell(run: Result, config: dict[str, Any], fields: dict[str, Any]) -> Cell:
+    here = deepcopy({**config, "out": gettempdir(), "device": "auto", "engine": {"rows": None, "cuda_graph": False}})
+    for key, value in fields.items():
+        lay(here, key, value)
+    cell = build_cell(here, run.naming.policy, run.naming.model)
+    ours = json.loads(json.dumps(cell.identity))
+    skipped = {"code", *(key.partition(".")[0] for key in fields)}
+    for key in {*ours, *run.identity} - skipped:
+        if ours.get(key) != run.identity.get(key):
+            raise RefusedError(f"the {key} of its identity does not follow from its configuration")
+    if not run.run_id.endswith(f"-{digest_of(run.identity)}"):
+        raise RefusedError("its run id is not the digest of its identity")
+    preset = {**config, **dict.fromkeys(SCHEDULE), "policy": chosen("policy", run.naming.policy)}
+    changed = {key for key in changed_fields(config, preset) if key.startswith("policy.")}
+    if changed != {key for key in run.naming.changed if key.startswith("policy.")}:
+        raise RefusedError(f"it is named {run.naming.policy}, but its configuration is another policy's")
+    return cell
+
+
+def _sample_refused(cell: Cell, prompt: Prompt, sample: Sample) -> str | None:
+    if sample.error is not None:
+        return f"it failed ({sample.error})"
+    expected = vars(blank(prompt))
+    for name in FROM_THE_TASK:
+        if getattr(sample, name) != json.loads(json.dumps(expected[name], default=vars)):
+            return f"its {name} is not the task's"
+    if sample.likelihood is not None:
+        return None  # given texts have no answer to score, and tokens are evicted between their blocks
+    if sample.output is None:
+        return "it has no answer"
+    score, measures = cell.task.judge(sample.output, prompt.example)
+    if (sample.score, sample.measures or {}) != (score, json.loads(json.dumps(dict(measures)))):
+        return f"its score is {sample.score}, but its answer scores {score}"
+    return _tokens_refused(cell, prompt, sample) or _bytes_refused(cell, sample)
+
+
+def _tokens_refused(cell: Cell, prompt: Prompt, sample: Sample) -> str | None:
+    kept, policy = sample.kept_tokens or [], cell.policy
+    if [len(heads) for heads in kept] != [heads for heads, _ in _heads_and_numbers(cell)]:
+        return "its kept_tokens do not have the model's layers and KV heads"
+    new, steps = (sample.generated_tokens or 0) + len(prompt.dictated), sample.decode_steps or 0
+    if not 0 <= new <= prompt.most_new_tokens or not new - 1 <= steps <= new:
+        return f"it has {new} new tokens in {steps} steps, but {prompt.most_new_tokens} were allowed"
+    seen = len(prompt.ids) + steps
+    if min(map(min, kept)) < 0 or max(map(max, kept)) > seen:
+        return f"a KV head holds fewer than 0 or more than the {seen} tokens of prompt and answer"
+    read = enumerate(sample.read_tokens or [] if policy.reader else [])
+    most = max((max(heads) for layer, heads in read if not policy.reader.reads_all(layer)), default=0)
+    if policy.reader and most > read_budget(policy, prompt.length):
+        return f"its last token read {most} tokens per KV head, more than its budget"
+    return _budget_refused(cell, prompt, kept, seen) if policy.evicts and not isinstance(policy, KVPress) else None
+
+
+def _budget_refused(cell: Cell, prompt: Prompt, kept: list[list[int]], seen: int) -> str | None:
+    policy, allocator = cell.policy, cell.policy.allocator
+    progress = Progress(policy, prompt.length)
+    progress.seen, progress.opened, progress.prompt = [seen], [0], [prompt.length]
+    progress.question = [prompt.length if prompt.question is None else prompt.question]
+    budgets = [n + (not allocator.exact) for n in Budgets(policy, len(kept), progress).promise(0, seen)]
+    held = [fmean(heads) if allocator.per_head else max(heads) for heads in kept]
+    if not isinstance(allocator, JointAllocator | StatisticAllocator):  # these two divide the total by what they see
+        for layer, (tokens, budget) in enumerate(zip(held, budgets, strict=True)):
+            if round(tokens, 6) > budget:
+                return f"layer {layer} holds {tokens:g} tokens per KV head, but its budget is {budget}"
+    total, exact = round(sum(map(fmean, kept)), 6), allocator.exact and policy.selection is None
+    if round(sum(held), 6) > sum(budgets) or (exact and total != sum(budgets)):
+        return f"it holds {total:g} tokens per KV head in {len(kept)} layers, but its budget is {sum(budgets)}"
+    return None
+
+
+def _bytes_refused(cell: Cell, sample: Sample) -> str | None:
+    seen = sample.prompt_tokens + (sample.decode_steps or 0)
+    full = cell.checkpoint.full_cache_bytes(seen), cell.checkpoint.full_position_bytes(seen)
+    if (sample.full_cache_bytes, sample.full_position_bytes) != full:
+        return f"its full cache has {sample.full_cache_bytes} bytes, but {seen} tokens take {full[0]}"
+    width = cell.checkpoint.dtype.itemsize if cell.policy.store.exact else 0
+    position = 0 if isinstance(cell.policy, KVPress) else POSITION
+    layers = zip(sample.kept_tokens or [], _heads_and_numbers(cell), strict=True)
+    least = sum(sum(heads) * (width * numbers + position) for heads, (_, numbers) in layers)
+    if (held := sample.cache_bytes or 0) < least or (sample.peak_bytes or 0) < held:
+        return f"it holds {held} bytes ({sample.peak_bytes} at its peak), but its tokens take at least {least}"
+    return None
+
+
+def _heads_and_numbers(cell: Cell) -> list[tuple[int, int]]:
+    """Of every attention layer: how many heads hold tokens, and how many numbers each stores per token."""
+    text = cell.checkpoint.config.get_text_config(decoder=True)
+    by_query = cell.policy.granularity == "query_head"
+    shapes = [cell.checkpoint.shapes[index] for index in layout_of(text).attention]
+    return [(text.num_attention_heads if by_query else heads, key + value) for heads, key, value in shapes]

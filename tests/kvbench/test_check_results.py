@@ -1,0 +1,181 @@
+"""`python -m kvbench.results check`: honest runs agree with their samples, doctored ones are refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbench.analysis.load import read_result
+from kvbench.analysis.metrics_file import write_metrics
+from kvbench.cli import main as run
+from kvbench.identity.cell import digest_of
+from kvbench.records.files import read_yaml, write_yaml
+from kvbench.tools.check_results import main
+
+POLICIES = "full,snapkv,knorm,p2a_h2o,kvzip,kivi,quest"
+Line = dict[str, Any]
+Doctor = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of the pocket model; two sampled answers per prompt, and a text that is scored."""
+    out = tmp_path_factory.mktemp("runs") / "mine"
+    shared = ["policy=" + POLICIES, "budget=64", "limit=3", f"out={out}"]
+    context = ["compress=context", "schedule=prompt", "decode=evict", "every=1", "task.length=1024"]
+    assert run(["-m", *shared, "task=ruler/niah_single_1", *context]) == 0
+    sampled = ["policy=h2o", "budget=64", "task=niah", "task.lengths=[512]", "limit=1", "generation.temperature=1.0"]
+    assert run([*sampled, "generation.samples=2", f"out={out}"]) == 0
+    return out
+
+
+@pytest.fixture
+def mine(honest: Path, tmp_path: Path) -> Path:
+    """A copy to doctor."""
+    return Path(shutil.copytree(honest, tmp_path / "mine"))
+
+
+def of(folder: Path, policy: str) -> Path:
+    """The folder of a policy's run."""
+    (found,) = folder.glob(f"pocket-{policy}-*niah_single_1*")
+    return found
+
+
+def each_line(folder: Path, change: Callable[[Line], object], only: int | None = 1) -> None:
+    """Change a line of the samples, or all, and sum the run up again, as a careful forger would."""
+    path = folder / "samples.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if only in (None, line["index"]):
+            change(line)
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    summed_up(folder)
+
+
+def summed_up(folder: Path) -> None:
+    write_metrics(folder, read_result(folder).samples)
+
+
+def each_config(folder: Path, change: Callable[[Line], object]) -> None:
+    config = read_yaml(folder / "config.yaml")
+    change(config)
+    write_yaml(folder / "config.yaml", config)
+
+
+def _swap(line: Line) -> None:
+    line["kept_tokens"][0], line["kept_tokens"][1] = (
+        [n + d for n in line["kept_tokens"][i]] for i, d in ((0, 9), (1, -9))
+    )
+
+
+def line(only: int | None = 1, **fields: Any) -> Doctor:
+    """Gives a line of the samples other values."""
+    return lambda folder: each_line(folder, lambda line: line.update(fields), only)
+
+
+def head(line: Line, layer: int, kv_head: int, tokens: int) -> None:
+    line["kept_tokens"][layer][kv_head] = tokens
+
+
+def config(change: Callable[[Line], object]) -> Doctor:
+    return lambda folder: each_config(folder, change)
+
+
+def text(name: str, old: str, new: str) -> Doctor:
+    """Changes a file by hand, and sums nothing up again."""
+    return lambda folder: (folder / name).write_text((folder / name).read_text().replace(old, new))
+
+
+DOCTORED: dict[str, tuple[str, Doctor, str]] = {
+    "score": ("knorm", lambda f: each_line(f, lambda x: x.update(score=1 - x["score"])), "example 1: its score is"),
+    "output": ("full", line(output="edited"), "but its answer scores 0"),
+    "references": ("snapkv", line(references=["1"]), "its references is not the task's"),
+    "prompt": ("snapkv", line(prompt_hash="0" * 64), "its prompt_hash is not the task's"),
+    "more tokens": (
+        "snapkv",
+        lambda f: each_line(f, lambda x: head(x, 2, 0, 70)),
+        "layer 2 holds 70 tokens per KV head, but its budget is 64",
+    ),
+    "fewer tokens": (
+        "kvzip",
+        line(kept_tokens=[[20, 20]] * 4),
+        "holds 80 tokens per KV head in 4 layers, but its budget is 256",
+    ),
+    "other layers": ("snapkv", lambda f: each_line(f, _swap), "layer 0 holds 73 tokens per KV head"),
+    "another total": ("p2a_h2o", lambda f: each_line(f, lambda x: head(x, 3, 1, 99)), "but its budget is 256"),
+    "too many tokens": ("kivi", lambda f: each_line(f, lambda x: head(x, 0, 0, 10**6)), "tokens of prompt and answer"),
+    "tokens read": ("quest", line(read_tokens=[[900, 900]] * 4), "its last token read 900 tokens per KV head"),
+    "bytes": ("snapkv", line(None, cache_bytes=100_000), "but its tokens take at least"),
+    "the full cache's bytes": ("snapkv", line(full_cache_bytes=2**30), "its full cache has"),
+    "longer answers": ("snapkv", line(decode_steps=4000, generated_tokens=4000), "it has 4000 new tokens"),
+    "a hole": ("snapkv", lambda f: _cut(f, lambda x: x[::2], sums=False), "line 2: not the sample of example 1"),
+    "an example twice": (
+        "full",
+        lambda f: _cut(f, lambda x: [*x[:2], x[0]], number=True),
+        "example 2: its prompt_hash",
+    ),
+    "seed of the configuration": (
+        "snapkv",
+        config(lambda x: x["config"].update(seed=1)),
+        "the seed of its identity does not follow from its configuration",
+    ),
+    "budget": (
+        "snapkv",
+        config(lambda x: (x["config"].update(budget=65), _set_identity(x, budget=65))),
+        "but its budget is 260",
+    ),
+    "weights": (
+        "snapkv",
+        config(lambda x: x["identity"]["model"].update(sha256="0" * 64)),
+        "the model of its identity does not follow",
+    ),
+    "name of the policy": (
+        "snapkv",
+        config(lambda x: x["naming"].update(policy="knorm")),
+        "it is named knorm, but its configuration is another policy's",
+    ),
+    "task": ("snapkv", config(lambda x: x["config"]["task"].update(length=512)), "the task of its identity does not"),
+    "the digest": ("snapkv", config(lambda x: x.update(run_id="pocket-x-0123456789")), "its run id is not the digest"),
+    "samples after the run": (
+        "snapkv",
+        text("samples.jsonl", '"spare_bytes": ', '"spare_bytes": 1'),
+        "metrics.json was computed from other samples",
+    ),
+    "the metrics": (
+        "knorm",
+        text("metrics.json", '"score_low": 0', '"score_low": 1'),
+        "metrics.json does not hold the metrics of its samples",
+    ),
+}
+
+
+def _set_identity(config: Line, **fields: Any) -> None:
+    """A forger who knows that the run id ends with the digest of the identity."""
+    config["identity"].update(fields)
+    config["run_id"] = f"pocket-{digest_of(config['identity'])}"
+
+
+def _cut(folder: Path, pick: Callable[[list[Line]], list[Line]], number: bool = False, sums: bool = True) -> None:
+    path = folder / "samples.jsonl"
+    lines = pick([json.loads(line) for line in path.read_text().splitlines()])
+    lines = [{**line, "index": i} if number else line for i, line in enumerate(lines)]
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    if sums:
+        summed_up(folder)
+
+
+def test_honest_runs_agree_with_their_samples(honest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(honest)]) == 0
+    assert capsys.readouterr().out == f"{honest}: 8 of 8 runs agree with their samples\n"
+
+
+@pytest.mark.parametrize("what", DOCTORED)
+def test_a_doctored_run_is_refused_with_the_reason(what: str, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy, doctor, message = DOCTORED[what]
+    folder = of(mine, policy)
+    doctor(folder)
+    assert main([str(folder)]) == 1
+    assert message in capsys.readouterr().err
