@@ -22,7 +22,8 @@ from matplotlib.figure import Figure
 from kvbench.analysis.load import read_result
 from kvbench.analysis.result import Result
 from kvbench.analysis.statistics import Difference, paired_difference
-from kvbench.engine.runner import make_prompts, run
+from kvbench.engine.prompts import make_prompts
+from kvbench.engine.run import run_cells
 from kvbench.identity.cell import Cell
 from kvbench.inference.generate import generate_tokens
 from kvbench.inference.teacher_forcing import continuation_scores
@@ -60,7 +61,7 @@ class Bench:
 
     def scores(self, policy: str, budget: int | None, task: str) -> Result:
         """The harness's own run."""
-        return read_result(run(self.cell(policy, budget, task)), self.limit)
+        return read_result(run_cells([self.cell(policy, budget, task)])[0].folder, self.limit)
 
     def nll(self, cell: Cell) -> list[float]:
         """-log p of each prompt's reference answer, mean over its tokens, in nats."""

@@ -38,11 +38,11 @@ class KvbenchLauncher(Launcher):
         setup_globals()
         common = set(job_overrides[0]).intersection(*job_overrides[1:])
         configs = [self._composed(overrides) for overrides in job_overrides]
-        from kvbench.cli import ready, short_errors  # torch is imported once the configurations are right
+        from kvbench.sweeps.app import ready, short_errors
 
         ready()
         with short_errors():
-            from kvbench.sweeps.jobs import Launcher as Fields
+            from kvbench.sweeps.jobs import Launcher as Fields  # torch is imported once the configurations are right
             from kvbench.sweeps.launch import run_sweep
             from kvbench.sweeps.plan import Asked
 
@@ -69,7 +69,9 @@ class KvbenchLauncher(Launcher):
 
 def plain(config: DictConfig) -> dict[str, Any]:
     """A composed configuration as plain values, without Hydra's own node."""
-    values = OmegaConf.to_container(OmegaConf.masked_copy(config, [key for key in config if key != "hydra"]), resolve=True)
+    values = OmegaConf.to_container(
+        OmegaConf.masked_copy(config, [key for key in config if key != "hydra"]), resolve=True
+    )
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 

@@ -69,7 +69,9 @@ class KvbenchSource(ConfigSource):
         group, _, name = config_path.removesuffix(".yaml").partition("/")
         config = OmegaConf.create(named_config(group, name, folders()))
         OmegaConf.set_struct(config, False)
-        return ConfigResult(config=config, path=f"kvbench://{config_path}", provider=self.provider, header={"package": None})
+        return ConfigResult(
+            config=config, path=f"kvbench://{config_path}", provider=self.provider, header={"package": None}
+        )
 
 
 def folders() -> list[Path]:

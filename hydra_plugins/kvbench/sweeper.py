@@ -15,8 +15,8 @@ Grid = Mapping[str, Any]
 class GridSweeper(BasicSweeper):
     """Hydra's sweeper for a list of grids, each with its own fields, in one launch.
 
-    grids: of each field its value, or a list of values; None: the values of the command line are the only grid. Jobs are
-    composed once, by the launcher, which refuses wrong ones before it computes any.
+    grids: of each field its value, or a list of values; None: the values of the command line are the only grid.
+    The launcher composes each job once and refuses wrong ones before it computes any.
     """
 
     def __init__(
@@ -91,4 +91,8 @@ def _words(value: Any) -> list[str]:  # noqa: ANN401 - whatever YAML holds
 def _word(value: Any) -> str:  # noqa: ANN401
     if isinstance(value, list):
         return f"[{','.join(map(_word, value))}]"
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, dict) else str(value)
+    return (
+        {None: "null", True: "true", False: "false"}.get(value, str(value))
+        if not isinstance(value, dict)
+        else str(value)
+    )

@@ -39,8 +39,8 @@ def policy_config(slug: str, folders: Sequence[Path] = ()) -> Config:
     if config is None:
         wrappers = ", ".join(f"{name}_" for name in names("wrapper", folders))
         raise UsageError(
-            f"policy={slug} does not exist (allowed: {', '.join(names('policy', folders))}; {wrappers} may stand before "
-            "a policy that scores)"
+            f"policy={slug} does not exist (allowed: {', '.join(names('policy', folders))}; {wrappers} may stand "
+            "before a policy that scores)"
         )
     return {**config, "name": slug}
 
@@ -231,5 +231,3 @@ def scheduled(
     given = {"decode": decode, "every": every, "protect": protect}
     own |= {name: value for name, value in given.items() if value is not None}
     return config
-
-

@@ -1,4 +1,4 @@
-"""A checked run: its parts built, its model located, and the id that follows from everything that decides its results."""
+"""A checked run: its parts are built, its model is located, and its id follows from all that decides its results."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def _model_name(run: RunConfig, path: object, hub_id: object) -> str:
 
 
 def out_folder(value: object) -> Path:
-    """The folder that `out` names, created once there is something to write. Raises UsageError if it is not writable."""
+    """The folder of `out`, created once there is something to write. Raises UsageError if it is not writable."""
     if isinstance(value, bool) or not isinstance(value, str | int | Path) or not str(value).strip():
         raise ConfigError("out", value, why="is not allowed, it must be a folder, such as results/runs")
     out = Path(os.path.expanduser(str(value)))

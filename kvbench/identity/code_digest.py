@@ -55,7 +55,9 @@ def _modules(described: object) -> Iterator[str]:
     if isinstance(described, Mapping):
         module = str(described.get("class", "kvbench.")).rpartition(".")[0]
         yield from () if module.startswith("kvbench") else (module,)
-    for value in described.values() if isinstance(described, Mapping) else described if isinstance(described, list) else ():
+    for value in (
+        described.values() if isinstance(described, Mapping) else described if isinstance(described, list) else ()
+    ):
         yield from _modules(value)
 
 

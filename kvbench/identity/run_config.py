@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -140,7 +139,7 @@ def run_config(
         else:
             config[group], chosen[group], objects[group] = {}, part.name, part
     for path, value in settings.items():
-        _set(config, path, value)
+        set_field(config, path, value)
     for group in objects:
         if config.pop(group):
             raise UsageError(f"fields of the {group} are not allowed beside an object: set them in the object")
@@ -157,8 +156,7 @@ def named(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
     if group == "policy":
         return {key: value for key, value in policy_config(name, folders).items() if key != "name"}
     config = named_config(group, name, folders)
-    config = read(group, name, folders) if config is None else config
-    return config
+    return read(group, name, folders) if config is None else config
 
 
 def _model(model: str | Path, folders: Sequence[Path]) -> Config:
@@ -171,8 +169,8 @@ def _model(model: str | Path, folders: Sequence[Path]) -> Config:
     return {**read("model", "hub"), "hub_id": name} if "/" in name else named("model", name, folders)
 
 
-def _set(config: Config, path: str, value: object) -> None:
-    """Set one field by its path."""
+def set_field(config: Config, path: str, value: object) -> None:
+    """Set one field by its path (`policy.scorer.window`). Raises ConfigError."""
     *above, name = path.split(".")
     node = config
     for step in above:

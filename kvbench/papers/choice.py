@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvbench.config.choices import did_you_mean
 from kvbench.papers.layout import budget_text
 from kvbench.papers.lost import printed_cells
 from kvbench.papers.protocol import runs_of
@@ -35,7 +34,7 @@ def names_of(number: Number) -> dict[str, set[str]]:
 class Choice:
     """The selection: values of `SELECTED`, fields of `RUN`, and the scale: the paper's or the pocket model's.
 
-    launcher: `launcher=slurm` and its fields, as they were given.
+    launcher: `hydra/launcher=slurm` and its fields, as they were given.
     """
 
     wanted: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -54,7 +53,7 @@ class Choice:
             known = set().union(*(called[key] for called in found.values()))
             for value in values:
                 if value not in known:
-                    raise UsageError(f"{key}={value} is not in {name}{did_you_mean(value, sorted(known))}")
+                    raise UsageError(f"{key}={value} is not in {name} (allowed: {', '.join(sorted(known))})")
         chosen = tuple(number for number, called in found.items() if self._has(called))
         if not chosen:
             asked = " ".join(f"{key}={','.join(values)}" for key, values in self.wanted.items())
@@ -73,18 +72,18 @@ def read_choice(given: Sequence[str]) -> Choice:
     for key, value in asked.items():
         if not value:
             raise UsageError(f"{key}= cannot be read: write key=value, such as methods=snapkv,caote_snapkv")
-        if key not in (*SELECTED, *RUN, "scale") and key.partition(".")[0] != "launcher":
-            known = (*SELECTED, *RUN, "scale", "launcher")
-            raise UsageError(f"{key}={value} is no selection of a table{did_you_mean(key, known)}")
+        if key not in (*SELECTED, *RUN, "scale") and not key.startswith("hydra"):
+            known = (*SELECTED, *RUN, "scale", "hydra/launcher")
+            raise UsageError(f"{key}={value} is no selection of a table (allowed: {', '.join(known)})")
     limit = asked.get("limit", "null")
     if limit != "null" and not (limit.isdecimal() and int(limit)):
         raise ConfigError("limit", limit, "a whole number of at least 1")
     scale = asked.get("scale", FULL)
     if scale not in SCALES:
-        raise UsageError(f"scale={scale} is unknown{did_you_mean(scale, SCALES)}")
+        raise UsageError(f"scale={scale} is unknown (allowed: {', '.join(SCALES)})")
     return Choice(
         wanted={key: tuple(value.split(",")) for key, value in asked.items() if key in SELECTED},
         run={key: value for key, value in asked.items() if key in RUN},
         scale=scale,
-        launcher=tuple(f"{key}={value}" for key, value in asked.items() if key.startswith("launcher")),
+        launcher=tuple(f"{key}={value}" for key, value in asked.items() if key.startswith("hydra")),
     )

@@ -27,8 +27,8 @@ _SELECTION = """key=value says what of the table, and how:
                  some of it, by the names it has or those of kvbench, with commas between them
   scale=pocket   on the shipped pocket model, with shorter prompts and budgets, offline
   limit=20       examples of each run
-  out= device= dtype= seed= launcher=
-                 as for python -m kvbench (launcher=slurm with its fields)"""
+  out= device= dtype= seed= hydra/launcher=
+                 as for python -m kvbench (hydra/launcher=slurm with its fields)"""
 LISTED = ("grid", "numbers", "runnable", "what")
 GRID = ("model", "method", "budget", "task")
 
@@ -109,9 +109,9 @@ def _run(asked: argparse.Namespace, arguments: Sequence[str]) -> int | None:
     quiet()
     from kvbench.papers.running import OUT, run_table
 
-    code = run_table(asked.table, choice, shlex.join(["python", "-m", "kvbench.tables", *arguments]))
+    code = run_table(asked.table, choice)
     if code is None:
-        beside = ["compare", asked.table, *(word for word in asked.choice if not word.startswith(("launcher", "out=")))]
+        beside = ["compare", asked.table, *(word for word in asked.choice if not word.startswith(("hydra", "out=")))]
         words = shlex.join(["python", "-m", "kvbench.tables", *beside, "--runs", choice.run.get("out", OUT)])
         print(f"{words}  # when they are done")  # noqa: T201
     return code

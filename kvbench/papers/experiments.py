@@ -8,14 +8,14 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
 
-from kvbench.config.sweeps import SWEPT, word
 from kvbench.papers import arrangement
 from kvbench.papers.lost import printed_cells
 from kvbench.papers.protocol import Plan, refused
 from kvbench.papers.published import Number
-from kvbench.papers.sweeps import PlannedSweep, in_sweeps, planned_runs
+from kvbench.papers.sweeps import SWEPT, PlannedSweep, in_sweeps, planned_runs, word
 
 WIDTH = 118
+HYDRA = ("hydra:", "  mode: MULTIRUN", "  sweeper:", "    grids: # of each: every combination of its values")
 LONG = 5  # values of a list that is written once and referred to
 
 
@@ -34,13 +34,14 @@ def experiment(name: str) -> str:
     lines = [
         "# @package _global_",
         *_header(name, runs),
-        "sweeps: # of each: every combination of model, policy, budget, task",
+        *HYDRA,
     ]
     anchors: dict[tuple[Any, ...], str] = {}
     shared = _repeated(sweeps)
     for sweep in sweeps:
         fields = [*_axes(sweep, shared, anchors), *_settings(sweep)]
-        lines += [("  - " if place == 0 else "    ") + field for place, field in enumerate(fields)]
+        text = "\n".join(("  - " if place == 0 else "    ") + field for place, field in enumerate(fields))
+        lines += textwrap.indent(text, "    ").splitlines()
     return "\n".join([*lines, *_left_out(name)]) + "\n"
 
 
@@ -51,9 +52,7 @@ def _header(name: str, runs: Sequence[Plan]) -> Iterator[str]:
     where = f"section {plan.section}" if plan.section else ""
     title = f"{about['paper']}, {table}{f' ({where})' if where else ''}: {plan.title}."
     yield from _comment(f"{title} {len(runs)} runs.")
-    yield from _comment(
-        f"All of it: python -m kvbench -m experiment={name}; a part: python -m kvbench.tables run {name}."
-    )
+    yield from _comment(f"All of it: python -m kvbench experiment={name}; a part: python -m kvbench.tables run {name}.")
     named = {word for one in runs for word in (one.task, one.policy)}
     for one in about["about"]:
         if any(fnmatchcase(word, one["of"]) for word in named):

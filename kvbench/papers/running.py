@@ -7,18 +7,14 @@ from pathlib import Path
 
 from kvbench.analysis.load import load_results
 from kvbench.analysis.result import Result
-from kvbench.config.overrides import check
-from kvbench.identity.cell import out_folder
 from kvbench.papers import arrangement
 from kvbench.papers.choice import POCKET, Choice
 from kvbench.papers.compare import compare
 from kvbench.papers.pocket_table import pocket_runs, pocket_table
 from kvbench.papers.protocol import Plan, refused
 from kvbench.papers.sweeps import in_sweeps, planned_runs
-from kvbench.records.definition import sweep_name
 from kvbench.report.grid import Grid
-from kvbench.sweeps.launcher import defined, make_launcher
-from kvbench.sweeps.plan import plan
+from kvbench.sweeps.app import main
 from kvbench.terminal.errors import UsageError
 
 OUT = "results/runs"
@@ -38,25 +34,15 @@ def planned(name: str, choice: Choice) -> list[Plan]:
     return found
 
 
-def run_table(name: str, choice: Choice, said: str) -> int | None:
-    """See to it that what is missing of the runs behind a table is computed, as one sweep, where `launcher=` says.
+def run_table(name: str, choice: Choice) -> int | None:
+    """Compute or submit what is missing of the runs behind a table, as one sweep.
 
-    said: the command line, which the sweep keeps. Returns the exit code; None where jobs were submitted that nobody
-    waits for. What is wrong with a run is said, each reason once; UsageError where it is so with all of them.
+    Returns the exit code; None if jobs were submitted and are not waited for.
     """
-    config = check(choice.launcher).first.config["launcher"]
-    launcher = make_launcher(config)
-    fields = {"out": OUT, **choice.run}
-    lines = [
-        [*sweep.words, *(f"{key}={value}" for key, value in fields.items())]
-        for sweep in in_sweeps(planned(name, choice))
-    ]
-    cells = plan([cell for line in lines for cell in check(line).cells], elsewhere=launcher.elsewhere)
-    if not any(one.cell for one in cells):
-        raise UsageError(f"not one of the {len(cells)} runs behind {name} can be made")
-    out = out_folder(fields["out"])
-    code = launcher.launch(defined(out, cells, sweep_name(out, name), said, config, shows=False))
-    return None if launcher.elsewhere and not config["wait"] else code
+    fields = [f"{key}={value}" for key, value in {"out": OUT, **choice.run}.items()]
+    code = main(["-m", *fields, *choice.launcher], grids=[sweep.grid for sweep in in_sweeps(planned(name, choice))])
+    submitted = any(word.startswith("hydra/launcher=slurm") for word in choice.launcher)
+    return None if submitted and "hydra.launcher.wait=true" not in choice.launcher and not code else code
 
 
 def table(name: str, choice: Choice, runs: Sequence[Result]) -> Grid:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from kvbench.config.sweeps import SWEPT, word
 from kvbench.papers import arrangement
 from kvbench.papers.protocol import Plan, runs_of
 from kvbench.papers.published import Number
 
+SWEPT = ("model", "policy", "budget", "task")
 Point = tuple[Any, ...]  # a value for each of SWEPT
 Key = tuple[Point, tuple[tuple[str, str], ...]]
 
@@ -35,6 +35,15 @@ class PlannedSweep:
         return [*(["-m"] if several else []), *swept, *(f"{key}={word(value)}" for key, value in self.settings.items())]
 
     @property
+    def grid(self) -> dict[str, Any]:
+        """The sweep as `hydra.sweeper.grids` has it."""
+        axes = {key: list(values) for key, values in zip(SWEPT, self.axes, strict=True) if values != (None,)}
+        single = {
+            key: [list(value)] if isinstance(value, list | tuple) else value for key, value in self.settings.items()
+        }
+        return {**axes, **single}
+
+    @property
     def keys(self) -> list[Key]:
         """Of every run."""
         return [(point, _settings(self.settings)) for point in product(*self.axes)]
@@ -43,6 +52,13 @@ class PlannedSweep:
     def command(self) -> list[str]:
         """The words of its command line."""
         return ["python", "-m", "kvbench", *self.words]
+
+
+def word(value: Any) -> str:  # noqa: ANN401 - whatever YAML holds
+    """A value as the command line has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{','.join(map(word, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
 def key_of(one: Plan) -> Key:

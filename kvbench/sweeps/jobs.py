@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import choice, whole_number
 from kvbench.records.definition import SWEEP_FOLDER, Entry, read_definition
-from kvbench.records.locks import is_held
 
 if TYPE_CHECKING:
     import submitit
@@ -59,7 +58,7 @@ class Job:
         self.out, self.keys, self.cluster, self.threads = out, tuple(keys), cluster, threads
 
     def __call__(self) -> None:
-        """Compute what is missing of the runs. Raises RuntimeError if a run failed, so that the job counts as failed."""
+        """Compute what is missing of the runs. Raises RuntimeError if a run failed, so that the job failed as well."""
         from kvbench.terminal.console import quiet, share_cores
 
         share_cores()
@@ -93,7 +92,7 @@ class Job:
 
 
 def submit(out: Path, name: str, entries: Sequence[Entry], launcher: Launcher) -> list[submitit.Job[None]]:
-    """Submit the runs in jobs: with a cluster one for each model and task, or `jobs`; on this machine one per worker."""
+    """Submit the runs in jobs: one for each model and task or `jobs` with a cluster, else one for each worker."""
     import submitit
 
     cluster = launcher.cluster or "local"
@@ -159,13 +158,8 @@ def submitted(out: Path) -> dict[str, submitit.Job[None]]:
     return found
 
 
-def is_active(job: submitit.Job[None], run: Path) -> bool:
-    """Whether a job is queued or running. run: the folder of one of its runs.
-
-    A job of this machine that another command submitted is known only by the lock of the run that it computes.
-    """
-    import submitit
-
-    if isinstance(job, submitit.LocalJob) and job.state == "NO PROCESS AND NO RESULT":
-        return is_held(run)
-    return not job.done()
+def is_active(job: submitit.Job[None]) -> bool:
+    """Whether a job is queued or running. The id of a job of this machine is the number of its process."""
+    if job.state != "NO PROCESS AND NO RESULT":
+        return not job.done()
+    return Path(f"/proc/{job.job_id}").exists()

@@ -47,7 +47,7 @@ def run_one(asked: Asked) -> float | None:
 def run_sweep(asked: Sequence[Asked], command: str, launcher: Launcher) -> list[Outcome]:
     """Compute or submit the runs of a sweep and print their table; the outcome of each job, in order.
 
-    A run that fails does not stop the others. The outcome of a job that was only submitted has neither folder nor error.
+    A run that fails does not stop the others. A job that was only submitted has neither folder nor error.
     """
     out = out_folder(_same("out", asked))
     _same("logger", asked)
@@ -92,7 +92,7 @@ def _submit(out: Path, entries: Sequence[Entry], name: str, launcher: Launcher) 
     """Submit what is neither complete nor queued nor running."""
     before = submitted(out)
     left = [entry for entry in entries if entry.run_id is not None and not is_complete(out, entry)]
-    left = [e for e in left if e.key not in before or not is_active(before[e.key], out / e.key)]
+    left = [e for e in left if e.key not in before or not is_active(before[e.key])]
     if not left:
         say("nothing to submit: all runs are complete, queued or running")
         return
@@ -104,9 +104,10 @@ def _submit(out: Path, entries: Sequence[Entry], name: str, launcher: Launcher) 
 
 
 def wait(out: Path, entries: Sequence[Entry]) -> None:
-    """Wait until no job of these runs is queued or running. On Ctrl-C, jobs of this machine end as well."""
-    jobs = {key: job for key, job in submitted(out).items() if key in {entry.key for entry in entries}}
-    while any(is_active(job, out / key) for key, job in jobs.items()):
+    """Wait until no job of these runs is queued or running."""
+    keys = {entry.key for entry in entries}
+    jobs = {job.job_id: job for key, job in submitted(out).items() if key in keys}
+    while any(is_active(job) for job in jobs.values()):
         time.sleep(POLL_SECONDS)
 
 

@@ -78,8 +78,8 @@ def rebuilt(entry: Entry, out: Path) -> Planned:
     cell = build_cell(typed({**entry.config, "out": str(out)}, chosen))
     if cell.run_id != entry.run_id:
         raise UsageError(
-            f"{entry.run_id} would now be {cell.run_id}: its code, model or a file it reads changed since the sweep was "
-            "begun; run its command again"
+            f"{entry.run_id} would now be {cell.run_id}: its code, model or a file it reads changed since the sweep "
+            "was begun; run its command again"
         )
     return Planned(entry, replace(cell, changed=entry.changed, config=entry.config))
 
@@ -91,10 +91,10 @@ def _anywhere(run: RunConfig) -> RunConfig:
 
 def _check_decode(asked: Sequence[Asked], runs: Sequence[Planned]) -> None:
     """UsageError if decoding is to evict but no policy evicts; beside other policies, `full` gets the same fields."""
-    if all(one.config.get("decode") == "evict" for one in asked):
-        if all(run.cell is not None and not run.cell.policy.evicts for run in runs):
-            names = ", ".join(dict.fromkeys(run.entry.policy for run in runs))
-            raise UsageError(f"decode=evict is not allowed for {names}, which keeps every token: leave decode= out")
+    keeps = all(run.cell is not None and not run.cell.policy.evicts for run in runs)
+    if keeps and all(one.config.get("decode") == "evict" for one in asked):
+        names = ", ".join(dict.fromkeys(run.entry.policy for run in runs))
+        raise UsageError(f"decode=evict is not allowed for {names}, which keeps every token: leave decode= out")
 
 
 def _longer(one: Planned, other: Planned) -> Planned:

@@ -10,6 +10,6 @@ MAINS = {
     "report": "kvbench.page.command",
     "results": "kvbench.report.command",
     "score": "kvbench.tools.score",
-    "sweep": "kvbench.sweeps.command",
+    "sweep": "kvbench.sweeps.status",
     "tables": "kvbench.papers.cli",
 }
