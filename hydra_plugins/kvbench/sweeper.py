@@ -91,8 +91,4 @@ def _words(value: Any) -> list[str]:  # noqa: ANN401 - whatever YAML holds
 def _word(value: Any) -> str:  # noqa: ANN401
     if isinstance(value, list):
         return f"[{','.join(map(_word, value))}]"
-    return (
-        {None: "null", True: "true", False: "false"}.get(value, str(value))
-        if not isinstance(value, dict)
-        else str(value)
-    )
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)

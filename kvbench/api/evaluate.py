@@ -17,6 +17,7 @@ from kvbench.api.results import Results
 from kvbench.engine.run import run_cells
 from kvbench.errors import ConfigError, UsageError
 from kvbench.identity.cell import build_cell
+from kvbench.identity.code_digest import check_files
 from kvbench.identity.run_config import run_config
 from kvbench.models.given import borrowed, given_model, given_name
 from kvbench.models.loading import GivenModel
@@ -83,6 +84,8 @@ def evaluate(
         for task, policy, budget in product(*lists)
     ]
     cells = [build_cell(run) for run in runs]
+    for cell in cells if temporary is None else ():
+        check_files([cell.identity["policy"], cell.identity["task"]])
     with nullcontext() if given is None else borrowed(given.model):
         endings = run_cells(cells)
     for ending in endings:

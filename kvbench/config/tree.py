@@ -176,7 +176,8 @@ def check_type(name: str, value: object, hint: Any) -> None:  # noqa: ANN401
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if all(kind in KINDS for kind in kinds):
         if not any(_is_a(value, kind) for kind in kinds):
-            raise ConfigError(name, value, " or ".join(KINDS[kind] for kind in kinds))
+            wanted = [KINDS[kind] for kind in kinds if kind is not int or float not in kinds]
+            raise ConfigError(name, value, " or ".join(wanted))
     elif all(isinstance(kind, type) for kind in kinds) and not isinstance(value, tuple(kinds)):
         if isinstance(value, Mapping):
             raise ConfigError(name, value, why="is not a part: it has no _target_ that names its class")

@@ -127,16 +127,20 @@ def _contents(task: Any) -> Any:  # noqa: ANN401 - a described task
     return {k: _digest_of_data(v) if k == "data_dir" and v else _contents(v) for k, v in task.items()}
 
 
-@lru_cache(maxsize=32)  # the runs of a sweep share their tasks
 def _digest_of_data(path: str) -> str:
     root = Path(os.path.expanduser(path))
     files = [root] if root.is_file() else [file for file in sorted(root.rglob("*")) if file.is_file()]
+    names = ["" if file == root else str(file.relative_to(root)) for file in files]
+    shown = [(f, n, f.stat()) for f, n in zip(files, names, strict=True) if not n.startswith(".") and "/." not in n]
+    return _digest_of_files(tuple((file, name, stat.st_mtime_ns, stat.st_size) for file, name, stat in shown))
+
+
+@lru_cache(maxsize=32)  # the runs of a sweep share their tasks
+def _digest_of_files(files: tuple[tuple[Path, str, int, int], ...]) -> str:
     digest = hashlib.sha256()
-    for file in files:
-        name = "" if file == root else str(file.relative_to(root))
-        if not any(part.startswith(".") for part in Path(name).parts):
-            with file.open("rb") as stream:
-                digest.update(name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
+    for file, name, _, _ in files:
+        with file.open("rb") as stream:
+            digest.update(name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
     return f"sha256:{digest.hexdigest()[:16]}"
 
 

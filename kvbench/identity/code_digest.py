@@ -12,6 +12,8 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+from kvbench.errors import UsageError
+
 FOLDERS = ("policies", "kernels", "tasks", "cache", "engine", "inference", "models")
 """The folders of the package whose code computes and scores."""
 
@@ -59,6 +61,13 @@ def _modules(described: object) -> Iterator[str]:
         described.values() if isinstance(described, Mapping) else described if isinstance(described, list) else ()
     ):
         yield from _modules(value)
+
+
+def check_files(described: object) -> None:
+    """Raise UsageError if a part's class has no file, as in a notebook: changes of its code would go unnoticed."""
+    for module in _modules(described):
+        if _file(module) is None:
+            raise UsageError(f"the module {module} of a part has no file: move it to one, or leave out= out")
 
 
 def _file(name: str) -> Path | None:

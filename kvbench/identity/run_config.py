@@ -126,7 +126,8 @@ def run_config(
     given: GivenModel | None = None,
     **settings: Any,  # noqa: ANN401 - whatever a run has
 ) -> RunConfig:
-    """A run by its names or objects, without Hydra. settings: fields, those of parts by their path (`task.lengths`).
+    """A run by its names or objects, without Hydra. settings: fields, those of parts by their path (`task.lengths`;
+    `lengths` alone is a field of the task).
 
     Raises ConfigError for a name or a field that does not exist and for a value of the wrong type.
     """
@@ -138,8 +139,9 @@ def run_config(
             config[group], chosen[group] = named(group, part, folders), part
         else:
             config[group], chosen[group], objects[group] = {}, part.name, part
+    own = {f.name for f in fields(RunConfig)}
     for path, value in settings.items():
-        set_field(config, path, value)
+        set_field(config, path if "." in path or path in own else f"task.{path}", value)
     for group in objects:
         if config.pop(group):
             raise UsageError(f"fields of the {group} are not allowed beside an object: set them in the object")

@@ -95,13 +95,18 @@ def _listed(head: str, values: Sequence[str]) -> str:
 def _settings(sweep: PlannedSweep) -> Iterator[str]:
     """The fields that all runs share, each with its source: behind it, or above all that are from there."""
     for source, keys in groupby(sweep.settings, key=lambda key: sweep.sources[key]):
-        fields = [_folded(f"{key}: {word(sweep.settings[key]).replace(',', ', ')}") for key in keys]
+        fields = [_folded(f"{key}: {_single(sweep.settings[key]).replace(',', ', ')}") for key in keys]
         behind = f"{fields[0]} # {source}"
         if len(fields) > 1 or len(behind) > WIDTH - 4:
             yield f"# {source}"
             yield from fields
         else:
             yield behind
+
+
+def _single(value: Any) -> str:  # noqa: ANN401 - whatever YAML holds
+    """One value of a grid; a list would be several."""
+    return f"[{word(value)}]" if isinstance(value, list | tuple) else word(value)
 
 
 def _folded(text: str) -> str:

@@ -14,7 +14,7 @@ from kvbench.papers.pocket_table import pocket_runs, pocket_table
 from kvbench.papers.protocol import Plan, refused
 from kvbench.papers.sweeps import in_sweeps, planned_runs
 from kvbench.report.grid import Grid
-from kvbench.sweeps.app import main
+from kvbench.sweeps.app import grids_override, main
 from kvbench.terminal.errors import UsageError
 
 OUT = "results/runs"
@@ -40,7 +40,8 @@ def run_table(name: str, choice: Choice) -> int | None:
     Returns the exit code; None if jobs were submitted and are not waited for.
     """
     fields = [f"{key}={value}" for key, value in {"out": OUT, **choice.run}.items()]
-    code = main(["-m", *fields, *choice.launcher], grids=[sweep.grid for sweep in in_sweeps(planned(name, choice))])
+    grids = grids_override([sweep.grid for sweep in in_sweeps(planned(name, choice))])
+    code = main(["-m", *fields, *choice.launcher, grids])
     submitted = any(word.startswith("hydra/launcher=slurm") for word in choice.launcher)
     return None if submitted and "hydra.launcher.wait=true" not in choice.launcher and not code else code
 

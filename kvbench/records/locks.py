@@ -40,7 +40,8 @@ def held(folder: Path, wait: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.release()  # the file stays: to delete it could split those who wait for it
+        (folder / _NAME).unlink(missing_ok=True)  # while it is held: whoever locks the deleted file tries again
+        lock.release()
 
 
 def is_held(folder: Path) -> bool:

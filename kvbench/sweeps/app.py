@@ -33,13 +33,12 @@ def app(config: DictConfig) -> float | None:
 
 
 @command
-def main(arguments: Sequence[str] | None = None, grids: Sequence[Mapping[str, Any]] = ()) -> int:
-    """Run the command line in this process and return its exit code. grids: as `hydra.sweeper.grids`."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line in this process and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words == ["--version"]:
         sys.stdout.write(f"{our_version()}\n")
         return 0
-    words += [f"hydra.sweeper.grids={_quoted(list(grids))}"] if grids else []
     before, sys.argv = sys.argv, ["kvbench", *words]
     log_to_stderr()
     share_cores()
@@ -65,6 +64,11 @@ def short_errors() -> Iterator[None]:
         yield
     except UsageError as error:
         raise CompactHydraException(str(error)) from error
+
+
+def grids_override(grids: Sequence[Mapping[str, Any]]) -> str:
+    """The override that makes `-m` run these grids: of each field its value, or a list of values."""
+    return f"hydra.sweeper.grids={_quoted(grids)}"
 
 
 def _quoted(value: object) -> str:

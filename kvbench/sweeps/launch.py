@@ -17,7 +17,7 @@ from kvbench.records.definition import Definition, Entry, sweep_name, write_defi
 from kvbench.report.trackers.watching import make_watch
 from kvbench.sweeps.compute import close_tracker, compute
 from kvbench.sweeps.jobs import Launcher, is_active, submit, submitted
-from kvbench.sweeps.outcome import Outcome, print_results
+from kvbench.sweeps.outcome import Outcome, is_expected, message_of, print_results
 from kvbench.sweeps.plan import Asked, Planned, plan
 from kvbench.terminal.command import say
 
@@ -36,7 +36,8 @@ def run_one(asked: Asked) -> float | None:
     finally:
         tracker.close()
     if key in recorder.errors:
-        raise recorder.errors[key]
+        error = recorder.errors[key]
+        raise UsageError(message_of(error)) if is_expected(error) else error
     outcome = recorder.outcomes[key]
     scores = print_results([outcome])
     if outcome.error is not None:

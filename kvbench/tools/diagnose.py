@@ -93,9 +93,9 @@ def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
     """One checked run per policy; `policy=` alone may name several."""
     from kvbench.identity.cell import build_cell
     from kvbench.identity.run_config import run_config
-    from kvbench.terminal.command import pairs
 
-    given = {"limit": 1, **{key: yaml.safe_load(text) for key, text in pairs(fields, "policy=a,b").items()}}
+    words = [field.partition("=") for field in fields]
+    given: dict[str, Any] = {"limit": 1, **{key: yaml.safe_load(text) for key, _, text in words}}
     model, task = given.pop("model", "pocket"), given.pop("task", "niah")
     folders = [] if config_dir is None else [Path(config_dir)]
     policies = dict.fromkeys(str(given.pop("policy", "caote_snapkv")).split(","))

@@ -7,9 +7,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from command_lines import composed, first_of
 
 from kvbench.claims import PAPERS, main
-from kvbench.config.overrides import check
 from kvbench.papers.claims.claim import Claim
 from kvbench.papers.claims.inference import Printed, judge_print
 from kvbench.papers.claims.read import claims_of
@@ -207,7 +207,7 @@ def test_the_command_of_a_claim_is_one_that_runs(name: str) -> None:
     assert trial is not None
     start, fields = trial.command.split(" -m kvbench ")
     assert start == "python"
-    assert check(fields.split()).first.config["model"]
+    assert composed(*first_of(fields.split())).model
 
 
 def test_today_is_decided_by_runs_of_one_schedule_that_no_table_is_needed_for(judged: dict[str, Printed]) -> None:

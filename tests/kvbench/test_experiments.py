@@ -4,15 +4,13 @@ import csv
 from itertools import product
 
 import pytest
+from command_lines import composed, first_of, grids_of, lines_of
 
-from kvbench.config import sweeps
-from kvbench.config.overrides import check
 from kvbench.config.tree import CONF, names
 from kvbench.papers import arrangement, published
 from kvbench.papers.experiments import experiment, runnable_tables
 from kvbench.papers.layout import lay_out
 from kvbench.papers.protocol import Plan, plan
-from kvbench.terminal.errors import UsageError
 
 SIXTEEN = """narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique gov_report qmsum multi_news trec triviaqa
     samsum passage_count passage_retrieval_en lcc repobench-p"""
@@ -84,9 +82,9 @@ def can(number: published.Number) -> bool:
 def read_grid(name: str) -> list[Run]:
     """The runs of an experiment as the reader of the command line expands them."""
     found = []
-    for line in sweeps.read(name):
-        for words in sweeps.cells(line):
-            run = dict(word.split("=", 1) for word in words)
+    for grid in grids_of(name):
+        for values in product(*grid.values()):
+            run = dict(zip(grid, values, strict=True))
             length = run.get("task.length") or {"[1000,42": "50k"}.get(run.get("task.lengths", "")[:8], "")
             if length == "50k" and run["task.lengths"].count(",") == 30:
                 length = "100k"
@@ -122,61 +120,23 @@ def test_the_files_are_those_that_the_script_writes(name: str) -> None:
     assert (CONF / "experiment" / f"{name}.yaml").read_text() == experiment(name), "run scripts/write_experiments.py"
 
 
-def lines_of(paper: str) -> list[list[str]]:
-    """The command lines of a paper's experiments, one of each kind: others differ in values alone."""
+def kinds_of(paper: str) -> list[list[str]]:
+    """One line of each kind of a paper's experiments: others differ in values alone."""
     kinds = {}
     for name in (name for name in TABLES if name.startswith(f"{paper}/")):
-        for line in sweeps.read(name):
-            kinds.setdefault((tuple(line), line["task"][0].split("/")[0], line["policy"][-1]), sweeps.words(line))
+        for grid, line in zip(grids_of(name), lines_of(name), strict=True):
+            kinds.setdefault((tuple(grid), grid["task"][0].split("/")[0], grid["policy"][-1]), line)
     return list(kinds.values())
 
 
 SLOW = [
     pytest.param(line, marks=pytest.mark.slow("composes hundreds of configurations"))
     for paper in published.papers()
-    for line in lines_of(paper)
+    for line in kinds_of(paper)
 ]
 
 
-@pytest.mark.parametrize("line", [*(max(lines_of(paper), key=len) for paper in published.papers()), *SLOW])
+@pytest.mark.parametrize("line", [*(max(kinds_of(paper), key=len) for paper in published.papers()), *SLOW])
 def test_a_line_of_every_kind_is_one_that_the_command_line_accepts(line: list[str]) -> None:
-    asked = check(["-m", *line])
-    config = asked.first.config
     given = dict(word.split("=", 1) for word in line)
-    assert str(config["budget"]) == given.get("budget", "128").split(",")[0]
-    assert asked.is_sweep
-
-
-def test_a_table_becomes_a_command_line_for_each_of_its_sweeps() -> None:
-    """CAOTE, table 9: nine policies at 2,048 tokens, and the full cache without budget or schedule."""
-    lines = sweeps.command_lines(["experiment=caote/table9", "limit=5"])
-    rest, full = ({word.partition("=")[0]: word.partition("=")[2] for word in line} for line in lines)
-    assert rest["policy"].split(",")[:3] == ["h2o_norecent", "caote_h2o", "fastcaote_h2o"]
-    assert (rest["budget"], rest["block"], rest["task"], rest["limit"]) == ("2048", "128", "booksum", "5")
-    assert full == {"-m": "", "model": rest["model"], "policy": "full", "task": "booksum", "limit": "5"}
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["caote/table2", "policy=cake"], r"policy=cake: cake is not in experiment=caote/table2, which has caote_h2o"),
-        (
-            ["cake/table5", "policy=cake", "policy.allocator.tau1=0.9", "budget=1024"],
-            "budget=1024 leaves no run of experiment=cake/table5",
-        ),
-        (["demo,caote/table2"], "names a table and another experiment"),
-    ],
-)
-def test_a_selection_that_makes_no_sense_is_refused_in_one_sentence(words: list[str], sentence: str) -> None:
-    with pytest.raises(UsageError, match=sentence):
-        sweeps.command_lines([f"experiment={words[0]}", *words[1:]])
-    assert sweeps.command_lines(["experiment=demo"]) == [["experiment=demo"]]
-
-
-def test_values_of_the_table_select_and_others_take_their_place() -> None:
-    (only,) = sweeps.command_lines(["experiment=caote/table2", "policy=tova,caote_tova", "budget=4096"])
-    assert "policy=tova,caote_tova" in only
-    assert "budget=4096" in only
-    full, rest = sweeps.command_lines(["experiment=caote/table2", "model=/my/model", "task=longbench/trec"])
-    assert {"model=/my/model", "task=longbench/trec", "policy=full"} <= set(full)
-    assert {"model=/my/model", "budget=2048,4096"} <= set(rest)
+    assert str(composed(*first_of(line)).budget) == given.get("budget", "128").split(",")[0]

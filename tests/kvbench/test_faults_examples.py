@@ -14,8 +14,8 @@ from small_cells import SMALL, small_cell
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvbench.cli import main
+from kvbench.engine.prompts import make_prompts
 from kvbench.engine.run import run_cells
-from kvbench.engine.runner import make_prompts
 from kvbench.engine.watch import Nobody
 from kvbench.identity.cell import Cell
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import plotted_runs
 import pytest
+from command_lines import composed
 
 from kvbench.analysis.load import read_result
 from kvbench.analysis.result import Result
-from kvbench.config import overrides
-from kvbench.config.choices import chosen
 from kvbench.identity import cell
+from kvbench.identity.run_config import named
 from kvbench.papers import arrangement, published
 from kvbench.papers.cli import main
 from kvbench.papers.compare import HEADER, compare
@@ -49,7 +49,7 @@ def test_every_number_can_be_run_or_has_a_reason() -> None:
 def test_models_policies_and_tasks_of_all_plans_exist() -> None:
     for group in ("model", "policy", "task"):
         for name in {getattr(one, group) for one in PLANS.values()}:
-            chosen(group, name)
+            named(group, name)
 
 
 def test_every_rule_is_about_some_number_and_says_where_it_is_from() -> None:
@@ -75,14 +75,13 @@ SLOW = [
 
 @pytest.mark.parametrize("words", [*FEW, *SLOW], ids=lambda words: " ".join(words[3:])[:80])
 def test_a_command_is_accepted_and_its_run_is_known_again_by_what_it_records(words: tuple[str, ...]) -> None:
-    asked, one = overrides.check(list(words[3:])), PLANS[words]
-    config = asked.first.config
-    policy = cell._policy(config, one.policy)
+    run, one = composed(*words[3:]), PLANS[words]
+    policy = cell._policy(run)
     assert policy.budget == one.budget
     if not one.task.startswith("lm_eval/"):  # which would look for its data
-        task = cell._task(config["task"])
+        task = cell._task(run)
         assert task.name == plan_task(one)
-        generation = {"max_prompt_tokens": config["model"]["max_prompt_tokens"]}
+        generation = {"max_prompt_tokens": run.model["max_prompt_tokens"]}
         identity = {"policy": cell.describe(policy), "task": cell.describe(task), "generation": generation}
         assert differences(one, identity) == []
 

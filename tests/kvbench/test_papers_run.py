@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command_lines import composed, first_of
 
 from kvbench.analysis.load import load_results
-from kvbench.config.overrides import check
 from kvbench.identity.cell import Cell, build_cell
 from kvbench.papers import arrangement
 from kvbench.papers.choice import read_choice
@@ -28,8 +28,7 @@ def planned_for(name: str, *given: str) -> list[Plan]:
 
 def cell_of(one: Plan, **fields: str) -> Cell:
     (sweep,) = in_sweeps([one])
-    (asked,) = check([*sweep.words, *(f"{key}={value}" for key, value in fields.items())]).cells
-    return build_cell(asked.config, one.policy, one.model, asked.preset)
+    return build_cell(composed(*first_of([*sweep.words, *(f"{key}={value}" for key, value in fields.items())])))
 
 
 # --- what is asked for ----------------------------------------------------------------------------------------------
