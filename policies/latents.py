@@ -13,8 +13,8 @@ from functools import cached_property
 
 from torch import Tensor
 
-from kvbench.kernels.attention_moments import Moments
-from kvbench.kernels.attention_rows import attention_rows, widen
+from kvbench.kernels.query_sums import Moments
+from kvbench.kernels.references import attention_rows, widen
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy

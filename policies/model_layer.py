@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.references import widen
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,20 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_moments import Moments, attention_moments
-from kvbench.kernels.attention_rows import attention_logits, rows_and_sight
-from kvbench.kernels.column_sums import column_sums, column_sums_blocked
-from kvbench.kernels.decode_attention import decode_attention, decodes
-from kvbench.kernels.jit import use_triton
-from kvbench.kernels.prompt_attention import one_for_all, prompt_attention
-from kvbench.kernels.softmax_blocks import FEW_QUERIES, Attended
-from kvbench.kernels.window_largest import window_largest
-from kvbench.kernels.window_statistics import MOST_QUERIES, entropy, variance, window_statistics
+from kvbench.kernels.decode import decode_attention, decodes
+from kvbench.kernels.prompt import one_for_all, prompt_attention
+from kvbench.kernels.query_sums import (
+    MOST_QUERIES,
+    Moments,
+    attention_moments,
+    column_sums,
+    entropy,
+    variance,
+    window_largest,
+    window_statistics,
+)
+from kvbench.kernels.references import FEW_QUERIES, Attended, attention_logits, rows_and_sight
+from kvbench.kernels.tiles import use_triton
 from kvbench.policies.constants import on_device
 from kvbench.policies.model_layer import Latents, ModelLayer, Rotation
 from kvbench.policies.ranking import protected
@@ -312,14 +317,14 @@ class Observation:
             found = attention_moments(*self._call, attended, sinks=self.sinks)
             self._known["first", 0], self._known["second", 0] = found
         else:
-            self._known["column_sums", 0] = column_sums_blocked(*self._call, attended, self.sinks)
+            self._known["column_sums", 0] = column_sums(*self._call, sinks=self.sinks, attended=attended)
         return attended.out
 
     def _attend_then_sum(self, statistic: Literal["column_sums", "moments"]) -> Tensor:
         """The same by kernels: the attention and its log-sum-exp, then the statistic."""
         queries, keys, *_ = self._call
         how = (*self._call[2:], one_for_all(self.sinks), self._in_order)
-        out, log_sum_exp = prompt_attention(queries, keys, self.values, *how)
+        out, log_sum_exp, _ = prompt_attention(queries, keys, self.values, *how)
         if statistic == "moments":
             found = attention_moments(*self._call, log_sum_exp=log_sum_exp, aligned=self._in_order)
             self._known["first", 0], self._known["second", 0] = found

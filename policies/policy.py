@@ -12,7 +12,6 @@ from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import MOVED, Observation, State
 from kvbench.policies.policy_checks import (
-    check_all_readers,
     check_budget,
     check_merger,
     check_pre_pass,
@@ -44,8 +43,6 @@ class Policy:
     `kv_head`, one per `query_head` (keys and values are then stored H_q / H_kv times, and the budget counts per query
     head), or one for all heads of a `layer`. selection: what stays or goes together; None: each token by itself.
     reader: which of all tokens a decoded query reads, `budget` of them.
-    readers: whose attention scores where layers read the keys and values of an earlier one: their `owner`'s, or that of
-    `all`, averaged.
     pre_pass: what the model computes of a prompt first, its scorer's unless nothing scores; only our own generation can
     drive it.
     Raises ValueError for a combination that has no meaning or a budget smaller than what is protected.
@@ -60,7 +57,6 @@ class Policy:
     schedule: Schedule = field(default_factory=Prompt)
     reader: Reader | None = None
     granularity: Literal["kv_head", "query_head", "layer"] = "kv_head"
-    readers: Literal["owner", "all"] = "owner"
     pre_pass: PrePass | None = None
     budget: Budget = None
     name: str = "policy"
@@ -83,8 +79,6 @@ class Policy:
         check_schedule(self.name, self.schedule, self.scorer, self.allocator)
         check_statistics(self.name, self.scorer, self.allocator, self.merger)
         check_merger(self.name, self.merger, self.allocator, self.store)
-        if self.readers == "all":
-            check_all_readers(self.name, self.schedule, self.allocator, self.needs, self.pre_pass)
         if self.allocator.sets_budget:
             object.__setattr__(self, "budget", None)
         else:

@@ -3,8 +3,7 @@
 from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
 from kvbench.policies.checks import LARGEST, whole_number
 from kvbench.policies.mergers.merger import Merger
-from kvbench.policies.needs import Needs
-from kvbench.policies.pre_passes.pre_pass import BlockPasses, PrePass, TokenRating
+from kvbench.policies.pre_passes.pre_pass import BlockPasses, PrePass
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import AttentionScorer, Scorer
 from kvbench.policies.stores.dense import Dense
@@ -150,23 +149,6 @@ def check_reader(name: str, scorer: Scorer | None, store: Store, granularity: st
             f"{name} reads some of the tokens that are held, so it holds all of them: it goes with no scorer, the "
             "dense store and granularity=kv_head"
         )
-
-
-def check_all_readers(
-    name: str, schedule: Schedule, allocator: Allocator, needs: Needs, pre_pass: PrePass | None
-) -> None:
-    """ValueError for what cannot wait for a layer's readers, or is about the heads of one layer."""
-    reasons = {
-        "evicts before any layer attends (order=evict_then_attend)": schedule.order == "evict_then_attend",
-        "shares its budget out by what the heads of each layer show": isinstance(allocator, StatisticAllocator),
-        "asks a layer for its rotation or its output projection": needs.model,
-        "has the model look at a prompt more than once": not isinstance(pre_pass, TokenRating | None),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(
-                f"{name} {reason}, which cannot go with readers=all, scores by several layers: use readers=owner"
-            )
 
 
 def check_next_prompt(name: str, store: Store, allocator: Allocator) -> None:

@@ -68,8 +68,8 @@ class KVPress(Policy):
                 f"{self.schedule}, decode={self.schedule.decode}",
                 why="cannot be: a press compresses a whole prompt and lets the cache grow (decode=grow)",
             )
-        if (self.scorer, self.value, self.store, self.readers) != (None, None, Dense(), "owner"):
-            raise ValueError("policy=kvpress takes no scorer, value, store or readers of ours: the press is all of it")
+        if (self.scorer, self.value, self.store) != (None, None, Dense()):
+            raise ValueError("policy=kvpress takes no scorer, value or store of ours: the press is all of it")
 
     @property
     def kind(self) -> str:

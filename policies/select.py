@@ -8,9 +8,6 @@ Shapes: B batch, H KV heads, T slots.
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import use_triton
-from kvbench.kernels.selection import select_triton, victim_triton
-
 LATE = torch.iinfo(torch.int64).max
 
 
@@ -52,8 +49,6 @@ def select(
     scores, tie_break (optional) [B,H,T]; protected [B,H,T] bool; keep: an int or [B,H] counts. ascending: stored tokens
     are in order of position; packed: no slot is empty; False means unknown.
     """
-    if _as_kernels(scores, tie_break):
-        return select_triton(scores, tie_break, positions, protected, keep, ascending)
     in_order = ascending and packed
     if in_order and scores.is_cpu and not isinstance(keep, Tensor) and 0 < keep < scores.shape[-1]:
         kept = _select_by_cut(scores, tie_break, protected, keep)
@@ -100,15 +95,6 @@ def victim(
 
     packed: no slot is empty.
     """
-    if _as_kernels(scores, tie_break):
-        return victim_triton(scores, tie_break, positions, protected)
-    return victim_by_passes(scores, tie_break, positions, protected, packed)
-
-
-def victim_by_passes(
-    scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor, packed: bool = False
-) -> Tensor:
-    """`victim` in PyTorch, on any device."""
     stays = protected if packed else protected | (positions < 0)
     for key in (scores,) if tie_break is None else (scores, tie_break):
         key = _comparable(key)
@@ -119,9 +105,3 @@ def victim_by_passes(
 
 def _comparable(x: Tensor) -> Tensor:
     return x.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)  # a tenth of a mask's time (CPU)
-
-
-def _as_kernels(scores: Tensor, tie_break: Tensor | None) -> bool:
-    """Whether the kernels can compare these keys: float32, on a device that has kernels."""
-    both = (scores,) if tie_break is None else (scores, tie_break)
-    return use_triton(scores) and all(x.dtype == torch.float32 for x in both)

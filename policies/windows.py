@@ -7,8 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import widen
-from kvbench.kernels.window_statistics import entropy, variance
+from kvbench.kernels.query_sums import entropy, variance
+from kvbench.kernels.references import widen
 from kvbench.policies.constants import on_device
 from kvbench.policies.observation import Observation
 

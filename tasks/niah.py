@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import islice
 from typing import ClassVar
 
 from kvbench.errors import ConfigError, choice, number, whole_number
@@ -88,8 +88,8 @@ class NeedleGrid(Task):
         """Draw what is hidden. `text`: the haystack as far as it is known beforehand; it must not hold the answer."""
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
-        """See `Task.examples`. All lengths and depths come once before any comes again."""
-        grid = ((repeat, *cell) for repeat in range(self.repeats) for cell in product(self.lengths, self.depths))
+        """See `Task.examples`. Any limit covers the lengths and depths; all come once before any comes again."""
+        grid = ((repeat, *cell) for repeat in range(self.repeats) for cell in interleaved(self.lengths, self.depths))
         # A stream of its own for every text: none depends on what was drawn before it.
         hidden = (
             self._hidden(length, depth, random.Random(f"{seed} {length} {depth} {repeat}"), tokenizer)
@@ -237,6 +237,20 @@ class TextNiah(NeedleGrid):
         if self.answer in text:
             raise ConfigError("data_dir", self.data_dir, why=f"already holds the answer={self.answer!r}")
         return Planted((self.needle,), self.question, self.answer_prefix, (self.answer,))
+
+
+def interleaved(lengths: Sequence[int], depths: Sequence[float]) -> Iterator[tuple[int, float]]:
+    """Every pair of a length and a depth once, in an order of which any beginning covers the range of both.
+
+    Lengths alternate. Depths begin with the smallest and the largest; each next one is the farthest from those before.
+    """
+    order, rest = [], sorted(depths)
+    while rest:
+        order.append(max(rest, key=lambda depth: min((abs(depth - other) for other in order), default=-depth)))
+        rest.remove(order[-1])
+    for turn in range(len(order)):
+        for place, length in enumerate(lengths):
+            yield length, order[(turn + place) % len(order)]
 
 
 def _distinct(count: int, draw: Callable[[], str], text: str) -> list[str]:

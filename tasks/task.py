@@ -146,7 +146,7 @@ class Task(ABC):
     end an answer (which ends before them). end_texts: texts whose last token, each encoded alone, ends an answer as
     EOS does. min_new_tokens: the first so many tokens of an answer are neither EOS nor such a token. truncation: of a
     prompt longer than the model's context: "refuse" is an error, "middle" keeps its first and last halves, "left" its
-    end.
+    end. max_new_tokens: the longest answer; None: as the benchmark has it, which differs between its examples.
     """
 
     named_by: ClassVar[str | None] = None
@@ -165,6 +165,7 @@ class Task(ABC):
     stop: tuple[str, ...] = ()
     end_texts: tuple[str, ...] = ()
     min_new_tokens: int = 0
+    max_new_tokens: int | None = None
     truncation: str = "refuse"
 
     def __post_init__(self) -> None:
@@ -176,6 +177,8 @@ class Task(ABC):
             raise ConfigError("name", self.name, why="is not allowed, it must be a word that tables can show")
         choice("truncation", self.truncation, *TRUNCATIONS)
         whole_number("min_new_tokens", self.min_new_tokens, 0)
+        if self.max_new_tokens is not None:
+            whole_number("max_new_tokens", self.max_new_tokens, 0)
         if self.chat_template_args is not None and not isinstance(self.chat_template_args, Mapping):
             raise ConfigError("chat_template_args", self.chat_template_args, "fields, such as {enable_thinking: false}")
         if self.think_end is not None and (not isinstance(self.think_end, str) or not self.think_end):

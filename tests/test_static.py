@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("conf", "kernels", "policies", "tasks")
 PLANTED = {
     "kvbench/planted.py": "from kvbench.policies.schedule import Blocks\n\nBlocks(size='many')\n",
-    "policies/planted.py": "from kvbench.kernels.attention_rows import widen\n\nwiden('keys')\n",
+    "policies/planted.py": "from kvbench.kernels.references import widen\n\nwiden('keys')\n",
     "kvbench/asked.py": "from kvbench.tasks.task import PlainTokenizer\n\nPlainTokenizer(None).decode('ids')\n",
 }
 

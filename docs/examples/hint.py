@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import attention_logits
+from kvbench.kernels.references import attention_logits
 from kvbench.policies.checks import whole_number
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State

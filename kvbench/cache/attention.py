@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.cache.step import LayerStep
-from kvbench.kernels.attention_rows import visible
-from kvbench.kernels.decode_attention import decode_attention, decodes
-from kvbench.kernels.jit import use_triton
-from kvbench.kernels.masked_attention import attention_behind, grouped_attention, masked_attention
-from kvbench.kernels.prompt_attention import one_for_all, prompt_attention
+from kvbench.kernels.decode import decode_attention, decodes
+from kvbench.kernels.prompt import attention_behind, grouped_attention, masked_attention, one_for_all, prompt_attention
+from kvbench.kernels.references import visible
+from kvbench.kernels.tiles import use_triton
 from kvbench.policies.needs import Needs
 from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.store import LayerStore
@@ -125,17 +124,14 @@ def _prompt_kernel(step: LayerStep, held: LayerStore) -> Tensor | None:
         params.softcap,
         params.sliding_window,
     )
-    return prompt_attention(*call, one_for_all(params.sinks), aligned=step.fresh and now.aligned).out
+    aligned = now.aligned and (step.fresh or (_inside(step) and _newest_last(step, held)))
+    return prompt_attention(*call, one_for_all(params.sinks), aligned=aligned).out
 
 
 def _behind(step: LayerStep, held: LayerStore) -> Tensor | None:
     """A block of a prompt that sees all the older tokens, and itself as a prompt does."""
-    if not (held.packed and held.ascending and _plain(step)):
+    if not (_plain(step) and _newest_last(step, held)):
         return None
-    new = step.queries.shape[2]
-    last = held.positions[:, :, -new:]
-    if last.shape[2] < new or not (last == step.now.positions[:, None]).all():
-        return None  # some were evicted before they attend
     return attention_behind(step.queries, held.keys, held.values, step.params.scaling)
 
 
@@ -152,6 +148,14 @@ Way = Callable[[LayerStep, LayerStore], Tensor | None]
 AMONG_THEMSELVES: tuple[Way, ...] = (_causal, _prompt_kernel, _masked)
 """For a step whose tokens are all that is held."""
 OVER_WHAT_IS_HELD: tuple[Way, ...] = (_of_the_store, _decode_kernel, _one_query, _prompt_kernel, _behind, _masked)
+
+
+def _newest_last(step: LayerStep, held: LayerStore) -> bool:
+    """Whether the last slots hold this step's tokens in order, after older ones: none was evicted before it attends."""
+    if not (held.packed and held.ascending):
+        return False
+    last = held.positions[:, :, -step.queries.shape[2] :]
+    return last.shape[2] == step.queries.shape[2] and bool((last == step.now.positions[:, None]).all())
 
 
 def _inside(step: LayerStep) -> bool:

@@ -19,21 +19,19 @@ from transformers.cache_utils import Cache
 
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
 from kvbench.cache.caller import Caller, check_heads, check_policy
-from kvbench.cache.chunks import ChunkLayer
 from kvbench.cache.device_batch import DeviceBatch, can_join
 from kvbench.cache.evict import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.group_attention import GroupAttention
 from kvbench.cache.hook import LayerCall, SharedCall, expect
-from kvbench.cache.interface import check_interface, check_places
+from kvbench.cache.interface import check_interface
 from kvbench.cache.layer import EmptyLayer, KVLayer, stacked
-from kvbench.cache.layout import check_readers, layout_of
+from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, check_padding
 from kvbench.cache.saving import load, save
 from kvbench.cache.shared import SharedReads
 from kvbench.cache.step import Projected
-from kvbench.cache.steps import BatchStep
 from kvbench.cache.uncompiled import uncompiled
 from kvbench.policies.latents import check_latents
 from kvbench.policies.observation import AttentionParams
@@ -103,7 +101,6 @@ class KVCache(Cache):
         self._shared = SharedReads(self._layout)
         self._attention = GroupAttention(self._evictions, self._shared)
         self._places = self._layout.places
-        self._chunks = {index: ChunkLayer(index, chunk) for index, chunk in self._layout.chunks.items()}
         layers: list[Any] = [self._new_layer(index) for index in range(self._layout.layers)]
         self.attention_layers: list[KVLayer] = [layers[index] for index in self._layout.attention]
         super().__init__(layers=layers)
@@ -112,7 +109,6 @@ class KVCache(Cache):
     def _new_group(self, policy: Policy) -> PolicyGroup:
         """Sequences to come, under a policy. ValueError where only our own generation can drive it."""
         check_policy(policy)
-        check_readers(policy, self._layout)
         if self._layout.latent:
             check_latents(policy)
         # Where every token stays as it came, nothing depends on where a prompt ends.
@@ -122,8 +118,6 @@ class KVCache(Cache):
     def _new_layer(self, index: int) -> KVLayer | RecurrentLayer | EmptyLayer:
         """A layer of the model, by its index there."""
         place = self._places.get(index)
-        if index in self._chunks:
-            return self._chunks[index]
         if index not in self._layout.states:
             return EmptyLayer() if place is None else KVLayer(self.groups, place)
         if place is None:
@@ -136,12 +130,9 @@ class KVCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[LayerCall | Tensor, LayerCall | Tensor]:
         """Hand the new keys and values [B,H_kv,M,D] of a layer, or its latents, on to its attention, which appends."""
-        place = self._places.get(layer_idx)
-        if layer_idx == self._layout.attending[0]:
+        place = self._places[layer_idx]
+        if place == 0:
             self._caller.check_attention()
-        if place is None:
-            call = LayerCall(layer_idx, partial(self._in_chunk, layer_idx, key_states, value_states))
-            return call, call
         call = LayerCall(layer_idx, partial(self._called, place, key_states, value_states))
         if self._layout.latent:  # the model expands them on the way, to keys and values of all heads
             expect(call)
@@ -160,7 +151,8 @@ class KVCache(Cache):
     def _called(self, index: int, keys: Tensor, values: Tensor, reader: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
         """What the attention function calls. reader: the module that attends; args: queries, mask, parameters."""
         queries, mask, params = args
-        self._check_caller(self._layout.attention[index], reader)
+        if index == 0:
+            self._caller.check(reader)
         if any(group.policy.needs.model for group in self.groups):
             params = params._replace(model=model_layer(reader, queries))
         return self.attend(index, Projected(queries, keys, values), mask, params)
@@ -170,7 +162,7 @@ class KVCache(Cache):
 
         mask [B,M] bool marks the real tokens of this call, None if all are.
         """
-        self._begin(self._layout.attention[index], new, mask)
+        self._begin(index, new, mask)
         check_heads(self.groups, index, new.keys)
         if self._batch is not None:
             out = self._attention.on_device(self._batch, dict(self._rows()), index, new, params)
@@ -178,32 +170,15 @@ class KVCache(Cache):
             out = self._attention.once(self.groups, index, new, params)
         else:
             out = self._attention.each(self._rows(), index, new, params)
-        self._end(self._layout.attention[index])
+        self._end(index)
         return out
-
-    def _in_chunk(self, layer: int, keys: Tensor, values: Tensor, reader: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
-        """What the attention function calls in a layer whose tokens see their own chunk."""
-        queries, mask, params = args
-        self._check_caller(layer, reader)
-        new = Projected(queries, keys, values)
-        self._begin(layer, new, mask)
-        out = self._chunks[layer].attend(self._rows(), partial(self._steps, like=queries), new, params, self.one_prompt)
-        self._end(layer)
-        return out
-
-    def _steps(self, group: PolicyGroup, like: Tensor) -> list[BatchStep]:
-        return group.steps_on(like)
-
-    def _check_caller(self, layer: int, reader: nn.Module) -> None:
-        if layer == self._layout.attending[0]:
-            self._caller.check(reader)
 
     def _begin(self, layer: int, new: Projected, mask: Tensor | None) -> None:
-        if layer == self._layout.attending[0]:
+        if layer == 0:
             self._begin_call(new, mask)
 
     def _end(self, layer: int) -> None:
-        if layer == self._layout.attending[-1] and not self._layout.owners:
+        if layer == len(self.attention_layers) - 1 and not self._layout.owners:
             self._end_call()
 
     def _begin_call(self, new: Projected, mask: Tensor | None) -> None:
@@ -224,7 +199,6 @@ class KVCache(Cache):
                     group.begin_call(new.queries[rows], mask, self._is_user_defined)
                 except Exception as error:
                     group.fail(error)
-        check_places(self.config, [seen for group in self.groups for seen in group.progress.seen])
 
     def _rows(self) -> Iterator[tuple[PolicyGroup, slice]]:
         """Every group, and which rows of a call are its sequences."""
@@ -262,7 +236,7 @@ class KVCache(Cache):
         as does a step for which a store has to grow.
         """
         layout = self._layout
-        if wanted and self._batch is None and not (layout.owners or layout.chunks or layout.latent):
+        if wanted and self._batch is None and not (layout.owners or layout.latent):
             groups = [group for group in self.groups if can_join(group)]
             self._batch = DeviceBatch(groups) if groups else None
         elif not wanted and self._batch is not None:
@@ -318,7 +292,7 @@ class KVCache(Cache):
         nothing can be written.
         """
         self.on_device(False)
-        save(type(self).__name__, self.config, self.group, Path(path))
+        save(self.config, self.group, Path(path))
 
     @classmethod
     def load(
@@ -331,7 +305,7 @@ class KVCache(Cache):
         weights apart: load it for the very model that read the document).
         """
         cache = cls(config, policy)
-        load(cls.__name__, cache.config, cache.group, Path(path), device)
+        load(cache.config, cache.group, Path(path), device)
         return cache
 
     # --- what it holds ---------------------------------------------------------------------------------------------
@@ -354,13 +328,12 @@ class KVCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor held, over all layers."""
-        return sum(layer.nbytes for layer in self.attention_layers) + sum(group.state_nbytes for group in self.groups)
+        return sum(layer.nbytes for layer in self.attention_layers) + self.state_nbytes
 
     @property
     def state_nbytes(self) -> int:
         """Bytes of recurrent layers' states, which no policy makes smaller."""
-        states = [(name, state) for group in self.groups for name, state in group.states.items()]
-        return sum(state.nbytes for name, state in states if int(name.partition(".")[0]) not in self._layout.chunks)
+        return sum(group.state_nbytes for group in self.groups)
 
     @property
     def spare_nbytes(self) -> int:

@@ -17,12 +17,11 @@ from torch import Tensor
 from kvbench.cache.device_evict import DeviceGroup
 from kvbench.cache.device_slots import DeviceSlots, Unit, units_of
 from kvbench.cache.group import PolicyGroup
+from kvbench.cache.layer_rows import LayerRows
 from kvbench.cache.state import LayerState
 from kvbench.cache.step import Projected
-from kvbench.kernels.decode_attention import NewTokens
-from kvbench.kernels.decode_attention_flat import decode_attention_flat
-from kvbench.kernels.layer_rows import LayerRows
-from kvbench.kernels.prompt_attention import one_for_all
+from kvbench.kernels.decode import NewTokens, decode_attention_flat
+from kvbench.kernels.prompt import one_for_all
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.batch import BatchStore

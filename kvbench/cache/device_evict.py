@@ -13,12 +13,12 @@ from torch import Tensor
 from kvbench.cache.device_slots import DeviceSlots, Unit
 from kvbench.cache.evict import evict
 from kvbench.cache.group import PolicyGroup
+from kvbench.cache.layer_rows import LayerRows
 from kvbench.cache.pending import Pending, layers_alike
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.cache.state import LayerState, keeps_window
 from kvbench.cache.step import ALL, LayerStep
 from kvbench.cache.steps import decoded
-from kvbench.kernels.layer_rows import LayerRows
 from kvbench.policies.constants import on_device
 from kvbench.policies.observation import AttentionParams, Observation, State
 from kvbench.policies.stores.store import LayerStore, Segments

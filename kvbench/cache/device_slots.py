@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.kernels.layer_rows import LayerRows
+from kvbench.cache.layer_rows import LayerRows
 from kvbench.policies.stores.batch import BatchStore
 from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.ragged import RaggedStore

@@ -68,9 +68,6 @@ class Evictions:
         read, self._readers = self._readers, []
         for group, layer, step in read:
             try:
-                if step.heard:
-                    layer.all_heard(step, group.context(step.known))
-                    group.note_bytes(layer.index)
                 self.add(group, layer, step)
             except Exception as error:
                 group.fail(error)

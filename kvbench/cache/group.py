@@ -53,8 +53,7 @@ class PolicyGroup:
         self.policy = policy
         self.progress = Progress(policy, prompt_length, several_tokens, uniform_length(config), question)
         self.budgets = Budgets(policy, layers, self.progress)
-        readers = layout.readers if policy.readers == "all" else {}
-        self.layers = [LayerState(policy, index, readers.get(index, 0)) for index in range(layers)]
+        self.layers = [LayerState(policy, index) for index in range(layers)]
         self.shared: dict[str, Tensor] = {}
         self.states: dict[str, Tensor] = {}
         self.error: Exception | None = None
@@ -174,7 +173,7 @@ class PolicyGroup:
         return sum(state.nbytes for state in self.states.values())
 
     def hold_state(self, name: str, state: Tensor) -> None:
-        """Hold another state [B,...] of a recurrent or chunked layer than before."""
+        """Hold another state [B,...] of a recurrent layer than before."""
         before = self.states.get(name)
         self.states[name] = state
         self._total_bytes += state.nbytes - (0 if before is None else before.nbytes)

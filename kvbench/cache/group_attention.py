@@ -65,8 +65,7 @@ class GroupAttention:
                 continue
             try:
                 layer, (now,) = group.layers[index], group.steps_on(new.queries)
-                queries_seen = f"{group.policy.granularity}, {layer.readers} readers"
-                context = group.context(known.setdefault(queries_seen, {}))
+                context = group.context(known.setdefault(group.policy.granularity, {}))
                 steps[group] = layer.append(layer.prepare(new), now, params, True, context)
                 group.note_bytes(index)
             except Exception as error:
@@ -75,7 +74,7 @@ class GroupAttention:
             return _nothing(new, params)
         reader = min(steps, key=_cost)
         out = attend(steps[reader], reader.policy.needs)
-        self._shared.add(reader, reader.layers[index], steps[reader], new.values, tuple(steps.values()))
+        self._shared.add(reader, reader.layers[index], steps[reader], new.values)
         for group, step in steps.items():
             try:
                 self._evict(group, group.layers[index], step)

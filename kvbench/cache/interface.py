@@ -8,7 +8,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from kvbench.cache.layout import NOTHING, RECURRENT, layout_of
 
-KINDS = ("full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding")
+KINDS = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
 """Types of layers with attention that kvbench follows; every other sees something else of the past tokens."""
 INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
 """Types of layers with an indexer; the last two are names that older versions of transformers have."""
@@ -56,6 +56,11 @@ def written_in(name: str) -> str:
 
 
 def _check_kinds(config: PreTrainedConfig, name: str) -> None:
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()) or getattr(config, "floor_scale", None):
+        raise InterfaceError(
+            f"{name} attends within chunks of the text, or scales queries by their place in the whole batch (Llama 4), "
+            f"which kvbench does not support; {INSTEAD}"
+        )
     known = dict.fromkeys((*KINDS, *RECURRENT, *NOTHING))
     others = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind not in known})
     indexed = [kind for kind in others if kind in INDEXED]
@@ -93,20 +98,6 @@ def _check_own_cache(config: PreTrainedConfig, name: str) -> None:
         raise InterfaceError(
             f"layers {', '.join(map(str, crossing))} of {name} attend to another input than the tokens of the text "
             f"(cross_attention_layers), so they hold none that could be evicted; {INSTEAD}"
-        )
-
-
-def check_places(config: PreTrainedConfig, seen: Sequence[int]) -> None:
-    """InterfaceError where a model sharpens all queries of a call by one place (Llama 4), and sequences differ there.
-
-    seen: tokens of every sequence. Up to `floor_scale` tokens nothing is sharpened.
-    """
-    floor = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
-    if floor is not None and len(set(seen)) > 1 and max(seen) >= floor:
-        raise InterfaceError(
-            f"{name_of(config)} sharpens queries beyond {floor} tokens by one place for a whole batch "
-            f"(attn_temperature_tuning), whose sequences have {min(seen)} to {max(seen)}: run them one by one "
-            "(engine.rows=1)"
         )
 
 

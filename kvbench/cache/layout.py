@@ -4,7 +4,6 @@ A policy, its budget and its statistics know only the layers with keys and value
 the attention layers of a cache. Everything that names a layer to a reader gives the model's index.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +11,6 @@ from functools import cached_property
 from transformers import PreTrainedConfig
 
 from kvbench.cache.rotary import beyond, uniform_length
-from kvbench.policies.policy import Policy
 
 RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 """Types of layers with a convolutional or recurrent state; the hybrid ones keep keys and values too."""
@@ -29,8 +27,7 @@ class Layout:
     layers: how many there are. attention: those with keys and values of their own, in order. states: how many a layer
     with recurrent or convolutional states has. continues: whether such a layer goes on from its state where a call
     brings several tokens; else it begins anew. owners: for a layer that reads another's keys and values, that layer.
-    chunks: the tokens of a chunk, for layers where a token sees its own chunk only. latent: attention layers keep
-    latents, one for all heads.
+    latent: attention layers keep latents, one for all heads.
     """
 
     layers: int
@@ -38,23 +35,12 @@ class Layout:
     states: Mapping[int, int] = field(default_factory=dict)
     continues: bool = True
     owners: Mapping[int, int] = field(default_factory=dict)
-    chunks: Mapping[int, int] = field(default_factory=dict)
     latent: bool = False
 
     @cached_property
     def owned(self) -> frozenset[int]:
         """The places of attention layers that others read too."""
-        return frozenset(self.readers)
-
-    @cached_property
-    def readers(self) -> Mapping[int, int]:
-        """How many layers read what another one stored, by its place among attention layers."""
-        return Counter(self.places[owner] for owner in self.owners.values())
-
-    @cached_property
-    def attending(self) -> tuple[int, ...]:
-        """The layers with keys and values of their own, those with chunks included."""
-        return tuple(sorted((*self.attention, *self.chunks)))
+        return frozenset(self.places[owner] for owner in self.owners.values())
 
     @property
     def places(self) -> dict[int, int]:
@@ -67,13 +53,12 @@ def layout_of(config: PreTrainedConfig) -> Layout:
     count = config.num_hidden_layers
     kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
     owners = _owners(config, kinds)
-    chunks = {index: config.attention_chunk_size for index, kind in enumerate(kinds) if kind == "chunked_attention"}
-    without = ("linear_attention", "conv", "chunked_attention", *NOTHING)
+    without = ("linear_attention", "conv", *NOTHING)
     attention = [index for index, kind in enumerate(kinds) if kind not in without and index not in owners]
     number = getattr(config, "number_of_conv_states", None) or 1
     states = {index: number for index, kind in enumerate(kinds) if kind in RECURRENT}
     latent = getattr(config, "kv_lora_rank", None) is not None
-    return Layout(count, tuple(attention), states, config.model_type not in BEGIN_ANEW, owners, chunks, latent)
+    return Layout(count, tuple(attention), states, config.model_type not in BEGIN_ANEW, owners, latent)
 
 
 def _owners(config: PreTrainedConfig, kinds: Sequence[str]) -> dict[int, int]:
@@ -81,15 +66,6 @@ def _owners(config: PreTrainedConfig, kinds: Sequence[str]) -> dict[int, int]:
     first = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
     last = {kind: index for index, kind in enumerate(kinds[:first])}
     return {index: last[kinds[index]] for index in range(first, len(kinds))}
-
-
-def check_readers(policy: Policy, layout: Layout) -> None:
-    """ValueError for a mean over readers in a model where no layer reads what another one stored."""
-    if policy.readers == "all" and not layout.owners:
-        raise ValueError(
-            f"readers=all has {policy.name} score by the layers that read an earlier layer's keys and values too, and "
-            "this model has none: use readers=owner"
-        )
 
 
 def continues(config: PreTrainedConfig) -> bool:

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.cache.step import LayerStep
-from kvbench.kernels.attention_rows import visible
-from kvbench.kernels.masked_attention import masked_attention
-from kvbench.policies.contents import saved
+from kvbench.kernels.prompt import masked_attention
+from kvbench.kernels.references import visible
 from kvbench.policies.layer_budgets import read_budget
 from kvbench.policies.observation import State
 from kvbench.policies.policy import Policy
@@ -21,7 +20,6 @@ from kvbench.policies.stores.slots import take
 from kvbench.policies.stores.store import LayerStore
 
 
-@saved
 class PageReads:
     """The pages of one layer: their summaries, and what the newest decoded query read of them.
 

@@ -5,10 +5,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from kvbench.policies.contents import saved
 
-
-@saved
 class RecentQueries:
     """Up to `window` newest rotated queries [B,H_q,w,D] and their positions [B,w] (-1 = none), oldest first."""
 

@@ -159,5 +159,4 @@ class EndedStates:
 
     @property
     def _states(self) -> dict[str, Tensor]:
-        kinds = "conv", "recurrent"  # chunks of keys and values take in no padding
-        return {name: state for name, state in self._group.states.items() if name.split(".")[1] in kinds}
+        return self._group.states

@@ -2,8 +2,7 @@
 
 The owner's policy decides what is held, by its own attention; readers see what the owner's queries saw. So an owner
 evicts once its last reader is through; where a call holds several steps of the schedule, readers get a copy of what
-was held at each of them. With `readers=all` the policy sees the step once the last reader is through, the queries of
-all beside each other.
+was held at each of them.
 
 Shapes: B batch, H_q query heads, M new tokens of a call, n of them that a reader computes, D head dim.
 """
@@ -23,18 +22,11 @@ from kvbench.policies.observation import AttentionParams
 
 
 class _Read(NamedTuple):
-    """A step of an owner, as its readers take it; values [B,H_kv,m,D]: of its tokens; steps: of all who share it."""
+    """A step of an owner, as its readers take it; values [B,H_kv,m,D]: of its tokens."""
 
     group: PolicyGroup
     step: LayerStep
     values: Tensor
-    steps: tuple[LayerStep, ...]
-
-    def tell(self, queries: Tensor, params: AttentionParams) -> None:
-        """Whoever waits for the queries of readers hears these."""
-        for step in self.steps:
-            if step.heard:
-                step.hear(queries, params)
 
     def attend(self, queries: Tensor, params: AttentionParams) -> Tensor:
         step = self.step.read_by(queries, params)
@@ -72,11 +64,10 @@ class SharedReads:
         layer: LayerState,
         step: LayerStep,
         values: Tensor,
-        steps: tuple[LayerStep, ...] | None = None,
     ) -> None:
-        """A layer attends to what it holds; `values` are those of the step's tokens, `steps` those of all policies."""
+        """A layer attends to what it holds; `values` are those of the step's tokens."""
         if layer.index in self._layout.owned:
-            read = _Read(group, step if step.alone else step.copied(), values, steps or (step,))
+            read = _Read(group, step if step.alone else step.copied(), values)
             self._reads.setdefault(layer.index, []).append(read)
 
     def attend(
@@ -96,7 +87,6 @@ class SharedReads:
             if read.group.error is not None:
                 continue
             begin, end = (max(0, edge - skipped) for edge in (read.step.now.columns.start, read.step.now.columns.stop))
-            read.tell(here[rows[read.group], :, begin:end], params)
             if begin < end:
                 mine = out[rows[read.group], :, begin:end]
                 try:

@@ -41,13 +41,12 @@ class LayerState:
 
     counts: tokens held per KV head, for each sequence. memory: what scorer and merger remember of each sequence.
     ranking: the scores of a prompt whose budget is not known yet. unsettled: a prompt is in, and its eviction is still
-    to come. pages: of its reader. readers: how many layers read what this one stores and count beside it.
+    to come. pages: of its reader.
     """
 
-    def __init__(self, policy: Policy, index: int, readers: int = 0) -> None:
+    def __init__(self, policy: Policy, index: int) -> None:
         self.policy = policy
         self.index = index
-        self.readers = readers
         self.counts: list[int] = []
         self.memory: Memory = {}
         self.ranking: Ranking | None = None
@@ -89,7 +88,7 @@ class LayerState:
 
     def like(self, held: LayerStore, recent: RecentQueries, memory: Memory, counts: list[int]) -> "LayerState":
         """The same layer with other sequences."""
-        found = LayerState(self.policy, self.index, self.readers)
+        found = LayerState(self.policy, self.index)
         found._store, found.recent, found.memory, found.counts = held, recent, memory, counts
         found.query_heads = self.query_heads
         return found
@@ -118,7 +117,7 @@ class LayerState:
         if self._store is None:
             self.query_heads = new.queries.shape[1]
             self.counts = [0] * new.keys.shape[0]
-            group = self.query_heads // new.keys.shape[1] * (1 + self.readers)
+            group = self.query_heads // new.keys.shape[1]
             width = group if self.policy.needs.query_heads else 1
             store = self.policy.store.for_layer(self.index)
             self._store = store.open(new.keys, new.values, self.policy.needs.statistics, width)
@@ -127,15 +126,9 @@ class LayerState:
     def append(
         self, new: Projected, now: BatchStep, params: AttentionParams, alone: bool, context: Context
     ) -> LayerStep:
-        """Append a step's keys and values [B,H_kv,m,D]. ValueError where its scores would come too late."""
+        """Append a step's keys and values [B,H_kv,m,D]."""
         policy, held = self.policy, self.store
         seen = policy.scorer is not None and (now.phase != "decode" or any(now.evicts))
-        if seen and self.readers and not alone:
-            raise ValueError(
-                f"{policy.name} scores tokens once all readers of a layer have attended (readers=all), but a call of "
-                "the model brings several steps of its schedule: let each block and each decoded token come in a call "
-                "of its own, without padding, or use readers=owner"
-            )
         fresh = not any(self.counts)
         held.append(new.keys, new.values, now.places, absent=not now.aligned)
         before, self.counts = self.counts, [n + more for n, more in zip(self.counts, now.counts, strict=True)]
@@ -148,19 +141,11 @@ class LayerState:
         if self.pages is not None and now.phase == "decode":
             read = partial(self.pages.attend, policy, self.index, context.prompts)
         step = LayerStep(new.queries, now, params, held, fresh, None, alone, read, known=context.known)
-        if seen and self.readers:
-            step.heard.append(new.queries.unflatten(1, (new.keys.shape[1], -1)))
-        elif seen:
+        if seen:
             self._show(step, context)
         if isinstance(held, BatchStore):
             step.parts = tuple(step.of(rows, part) for rows, part in held.by_length)
         return step
-
-    def all_heard(self, step: LayerStep, context: Context) -> None:
-        """All readers have attended: the policy sees their queries as more query heads of each group."""
-        step.queries, step.heard = torch.cat(step.heard, dim=2).flatten(1, 2), []
-        self._show(step, context)
-        step.parts = tuple(step.of(part.rows, part.store) for part in step.parts)
 
     def _show(self, step: LayerStep, context: Context) -> None:
         """Let the policy see a step, whose queries enter the window."""

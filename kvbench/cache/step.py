@@ -49,8 +49,7 @@ class LayerStep:
     call of the model is this one step. read: attention where the policy reads less than is held; it gives None where
     all is read. rows: the sequences it is about. parts: the same step by length, where sequences of several lengths
     share a store. observe: makes what the policy sees; None where the policy sees nothing. known: what was computed of
-    the very same step for another policy. heard [B,H_kv,G,m,D]: where the policy sees the queries of this layer's
-    readers too, those that attended so far, the layer's own first.
+    the very same step for another policy.
     """
 
     queries: Tensor
@@ -64,7 +63,6 @@ class LayerStep:
     rows: slice = field(default_factory=lambda: ALL)
     parts: tuple["LayerStep", ...] = ()
     known: Known | None = None
-    heard: list[Tensor] = field(default_factory=list)
     _seen: Observation | None = field(default=None, init=False, repr=False)
     _read: LayerStore | None = field(default=None, init=False, repr=False)
 
@@ -80,16 +78,6 @@ class LayerStep:
             now, fresh = replace(now, positions=now.positions[:, -queries.shape[2] :]), False
         parts = tuple(part.read_by(queries[part.rows], params) for part in self.parts)
         return LayerStep(queries, now, params, self.store, fresh, None, self.alone, self.read, self.rows, parts)
-
-    def hear(self, queries: Tensor, params: AttentionParams) -> None:
-        """Another layer attends to the same, with queries [B,H_q,m,D]. ValueError where tokens are left out."""
-        assert params[:3] == self.params[:3], "layers of one type attend alike"
-        if queries.shape[2] < self.queries.shape[2]:
-            raise ValueError(
-                "readers=all averages over layers of which some compute only the tokens that logits are asked of "
-                "(logits_to_keep, as model.generate sets it): use kvbench.generate, logits_to_keep=0 or readers=owner"
-            )
-        self.heard.append(queries.unflatten(1, (self.heard[0].shape[1], -1)))
 
     def copied(self) -> "LayerStep":
         """The step over a copy of what is held now, which no later step changes."""

@@ -28,7 +28,7 @@ from kvbench.engine.sequence import LiveSequence, Request, choose_next, new_sequ
 from kvbench.inference.calls import next_logits
 from kvbench.inference.cuda_graph import Recorder, bucket, recorded
 from kvbench.inference.generate import padding
-from kvbench.kernels.jit import use_triton
+from kvbench.kernels.tiles import use_triton
 from kvbench.policies.policy import Policy
 
 Prefill = Callable[[PreTrainedModel, Sequence[Sequence[LiveSequence]]], None]

@@ -27,13 +27,21 @@ TOKENS_AT_ONCE = 8192  # prompt tokens in one call, over all sequences that read
 def prefill_prompt(model: PreTrainedModel, questions: Sequence[Sequence[LiveSequence]]) -> None:
     """Prefill a prompt and choose the token after it, for the sequences of every question about it.
 
-    The sequences of all questions have the same policies in the same order. One that fails has its error afterwards.
-    Those of a first question may have some blocks already (`kvbench.engine.prefill_examples`).
+    The sequences of all questions have the same policies in the same order, but for the seeds of random numbers. One
+    that fails has its error afterwards. Those of a first question may have some blocks already
+    (`kvbench.engine.prefill_examples`).
     """
     forget_lengths(model)
-    for some in _prefilled_together(model, questions[0]):
-        places = [index for index, sequence in enumerate(questions[0]) if sequence in some]
-        _prefill_questions(model, [[asked[index] for index in places] for asked in questions])
+    shared, apart = [], []
+    for sequences in zip(*questions, strict=True):
+        same = all(sequence.policy == sequences[0].policy for sequence in sequences[1:])
+        (shared if same else apart).append(sequences)
+    for sequence in chain(*apart):  # a policy that draws random numbers, for several answers to one prompt
+        _prefill_questions(model, [[sequence]])
+    first = [sequences[0] for sequences in shared]
+    for some in _prefilled_together(model, first):
+        together_with = [sequences for sequences in shared if sequences[0] in some]
+        _prefill_questions(model, [list(asked) for asked in zip(*together_with, strict=True)])
 
 
 def _prefilled_together(model: PreTrainedModel, sequences: Sequence[LiveSequence]) -> Iterator[list[LiveSequence]]:

@@ -33,7 +33,8 @@ def prefill_examples(model: PreTrainedModel, examples: Sequence[Sequence[LiveSeq
     sizes: dict[int, list[list[LiveSequence]]] = {}
     for variant in zip(*examples, strict=True):
         several = [sequence for sequence in variant if _block(sequence) < _length(sequence)]
-        if len(several) > 1 and _alike(several[0].policy, layers, list(map(_length, several))):
+        same = all(sequence.policy == several[0].policy for sequence in several[1:])
+        if len(several) > 1 and same and _alike(several[0].policy, layers, list(map(_length, several))):
             sizes.setdefault(_block(several[0]), []).append(several)
     for size, some in sizes.items():
         at_once = max(1, TOKENS_AT_ONCE // (size * len(some[0])))

@@ -15,6 +15,7 @@ from kvbench.inference.context import parted
 from kvbench.inference.sampling import Draws
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TextEncoder
+from kvbench.policies.scorers.random import drawing_anew
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Request:
     question: where the question in the prompt begins, for policies that ask. encoder: for policies with a pre-pass that
     is made of text. draws: makes what an answer draws its tokens by; None: decoding is greedy. turns: of a conversation
     the tokens of each turn's prompt, the answered one last; () elsewhere. dictated: tokens with which its answer
-    begins, among max_new_tokens and min_new_tokens.
+    begins, among max_new_tokens and min_new_tokens. example: the run's seed and the index of the example, by which
+    policies draw random numbers; None: by their own seed alone.
     """
 
     input_ids: Tensor
@@ -39,6 +41,7 @@ class Request:
     draws: Callable[[], Draws] | None = None
     turns: tuple[int, ...] = ()
     dictated: tuple[int, ...] = ()
+    example: tuple[int, int] | None = None
 
     @property
     def prompt(self) -> Tensor:
@@ -95,6 +98,7 @@ def new_sequence(request: Request, policy: Policy) -> LiveSequence:
     draws = None if request.draws is None else request.draws()
     most, least = request.max_new_tokens, request.min_new_tokens
     answer = Answer(request.eos_token_ids, request.stop, most, least, draws, request.dictated)
+    policy = policy if request.example is None else drawing_anew(policy, *request.example)
     return LiveSequence(request, policy, answer)
 
 

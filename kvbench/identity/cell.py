@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvbench.cache.layout import check_readers, layout_of
+from kvbench.cache.layout import layout_of
 from kvbench.config.naming import refusing_in
 from kvbench.config.presets import build_policy, scheduled
 from kvbench.config.tree import build, find
@@ -192,7 +192,6 @@ def check_shapes(policy: Policy, checkpoint: Checkpoint) -> None:
     text = checkpoint.config.get_text_config(decoder=True)
     layout = layout_of(text)
     check_layers(len(layout.attention), policy.store, policy.pre_pass)
-    check_readers(policy, layout)
     own = [checkpoint.shapes[index] for index in layout.attention]
     if policy.granularity == "query_head":
         own = [(text.num_attention_heads, key, value) for _, key, value in own]

@@ -74,10 +74,8 @@ def _call_size(group: PolicyGroup, cache: KVCache, tokens: int) -> int:
     """Tokens of a question that one call takes.
 
     One, where each must be rated before it is appended, where a store compresses between two calls, and where the model
-    would rotate all of a call by the length of the last, or begin its recurrent layers anew; or where the scores
-    of each wait for all layers.
+    would rotate all of a call by the length of the last, or begin its recurrent layers anew.
     """
     policy = group.policy
-    waits = policy.readers == "all" and policy.schedule.decode == "evict"
-    one = policy.rates or waits or not policy.store.exact or in_one_call(cache.config, cache.seen + tokens)
+    one = policy.rates or not policy.store.exact or in_one_call(cache.config, cache.seen + tokens)
     return 1 if one else CALL

@@ -52,7 +52,6 @@ def can_replay(config: PreTrainedConfig, asked: bool) -> bool:
     others = {
         "layers of latents, expanded in every step": layout.latent,
         "layers that read what others store": bool(layout.owners),
-        "layers that see chunks of the text": bool(layout.chunks),
         "layers that differ in their KV heads": asked and len(set(layer_shapes(config).values())) > 1,
     }
     found = [kind for kind, has in others.items() if has]

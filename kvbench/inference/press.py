@@ -55,7 +55,6 @@ def generate_with_press(
     others = {
         "recurrent layers": layout.states,
         "layers that read another's keys and values": layout.owners,
-        "layers that see chunks of the text": layout.chunks,
     }
     for kind, has in others.items():
         if has:

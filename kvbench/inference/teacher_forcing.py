@@ -220,14 +220,12 @@ def _call_size(model: PreTrainedModel, policy: Policy, block: int = 1) -> int:
     """Tokens a call of the model takes: whole blocks, where more than one fits.
 
     One, where the next token must be known first (surprisal), where a store compresses between two calls, and where the
-    model would begin its recurrent layers anew. No more than a block, where scores wait for all layers.
+    model would begin its recurrent layers anew.
     """
     if policy.rates or not policy.store.exact or not continues(model.config):
         return 1
     vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
     most = max(1, min(CALL, LOGITS_AT_ONCE // vocabulary))
-    if policy.readers == "all":
-        return min(block, most)
     return most - most % block if block <= most else most
 
 

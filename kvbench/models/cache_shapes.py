@@ -16,10 +16,9 @@ from kvbench.config.tree import find, names, read
 from kvbench.errors import ConfigError, whole_number
 from kvbench.models.trial import layer_shapes, state_bytes
 
-CHUNKED = {"chunked_layers", "chunk"}  # what shapes with chunked layers have beside
 LATENT = {"kv_lora_rank", "qk_rope_head_dim"}  # what shapes of layers with latents have beside
 HYBRID = {"attention_layers", "state_bytes"}  # what shapes with recurrent layers have beside
-MORE: tuple[set[str], ...] = (set(), CHUNKED, LATENT, HYBRID, {"state_bytes"})
+MORE: tuple[set[str], ...] = (set(), LATENT, HYBRID, {"state_bytes"})
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -27,11 +26,10 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 class CacheShape:
     """L layers with keys and values, of H_kv KV heads and H_q query heads with head dimension D; dtype of these.
 
-    Layers that read what another one stores are not counted. chunked_layers: beside the L, those that hold the newest
-    `chunk` tokens at most, which no policy makes fewer. Layers of latents have one KV head, which stores kv_lora_rank
-    and qk_rope_head_dim numbers of a token; D is then that of queries. state_bytes: of the recurrent layers' states,
-    for each sequence. Elsewhere these five are 0. own: where layers differ, KV heads of each of the L, and numbers of a
-    key and of a value; kv_heads and head_dim are then those of the first.
+    Layers that read what another one stores are not counted. Layers of latents have one KV head, which stores
+    kv_lora_rank and qk_rope_head_dim numbers of a token; D is then that of queries. state_bytes: of the recurrent
+    layers' states, for each sequence. Elsewhere these three are 0. own: where layers differ, KV heads of each of the L,
+    and numbers of a key and of a value; kv_heads and head_dim are then those of the first.
     """
 
     layers: int
@@ -39,8 +37,6 @@ class CacheShape:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    chunked_layers: int = 0
-    chunk: int = 0
     kv_lora_rank: int = 0
     qk_rope_head_dim: int = 0
     state_bytes: int = 0
@@ -58,14 +54,8 @@ class CacheShape:
 
     @property
     def numbers(self) -> int:
-        """What all layers together have of a token, chunked ones included."""
-        chunked = self.chunked_layers * 2 * self.kv_heads * self.head_dim
-        return chunked + sum(heads * (key + value) for heads, key, value in map(self.layer, range(self.layers)))
-
-    def chunked_bytes(self, length: int) -> int:
-        """What the chunked layers hold of a sequence."""
-        numbers = 2 * self.kv_heads * self.head_dim * min(length, self.chunk)
-        return self.chunked_layers * numbers * self.dtype.itemsize
+        """What all layers together have of a token."""
+        return sum(heads * (key + value) for heads, key, value in map(self.layer, range(self.layers)))
 
 
 def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
@@ -122,12 +112,12 @@ def check_shape(shape: object) -> None:
 
     kv_heads and head_dim may be lists of numbers, a pattern that repeats over the layers with keys and values. Of
     models with recurrent layers it may also say how many layers have keys and values, and the states' bytes; of
-    others the chunked layers, or the size of latents.
+    others the size of latents.
     """
     names = [f.name for f in fields(CacheShape) if f.default is MISSING and f.name != "dtype"]
     more = set(shape) - set(names) if isinstance(shape, Mapping) else None
     if not isinstance(shape, Mapping) or more is None or not set(names) <= set(shape) or more not in MORE:
-        may = " or ".join(" and ".join(sorted(some)) for some in (CHUNKED, LATENT, HYBRID))
+        may = " or ".join(" and ".join(sorted(some)) for some in (LATENT, HYBRID))
         raise ConfigError("shape", shape, why=f"is not allowed, it must have {', '.join(names)}, and may have {may}")
     for name, value in shape.items():
         pattern = value if name in ("kv_heads", "head_dim") and isinstance(value, list) and value else [value]
@@ -143,7 +133,6 @@ def from_config(config: dict[str, Any]) -> CacheShape:
     known = None
     if config.get("model_type") in CONFIG_MAPPING:
         known = CONFIG_MAPPING[config["model_type"]].from_dict(config).get_text_config(decoder=True)
-    chunks = {} if known is None else layout_of(known).chunks
     if known is None:
         dim = config.get("head_dim") or config["hidden_size"] // max(heads, 1)  # 0 is refused below
         own = [(config.get("num_key_value_heads") or heads, dim, dim)] * config["num_hidden_layers"]
@@ -151,8 +140,6 @@ def from_config(config: dict[str, Any]) -> CacheShape:
         shapes = layer_shapes(known)
         own = [shapes[index] for index in layout_of(known).attention]
     shape = {"layers": len(own), "query_heads": heads, "kv_heads": own[0][0], "head_dim": own[0][1]}
-    if chunks:
-        shape |= {"chunked_layers": len(chunks), "chunk": max(chunks.values())}
     if config.get("kv_lora_rank"):
         shape |= {name: config[name] for name in LATENT}
         shape |= {"kv_heads": 1, "head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"]}

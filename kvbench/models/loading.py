@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from kvbench.cache.hook import prepare
-from kvbench.cache.layout import layout_of
+from kvbench.models.gguf import dequantized, gguf_source, installed_folder, source_digest
 from kvbench.models.trial import layer_shapes, state_bytes, try_out
 from kvbench.terminal.errors import UsageError, refusing
 
@@ -47,7 +47,8 @@ log = logging.getLogger(__name__)
 class ModelSpec:
     """What `conf/model/*.yaml` and the command line say about a model.
 
-    One source: `path` (a local folder) wins over `bundled` (a folder of this package) and `hub_id` at `revision`
+    One source: `path` (a local folder, or a GGUF file; with `gguf_file`, that file in the folder) wins over `package`
+    (an installed package that contains `gguf_file`), `bundled` (a folder of this package) and `hub_id` at `revision`
     (None: the newest). `max_prompt_tokens` (None: what the model's positions allow) is where tasks cut long prompts.
     `device_map` (None: all on one device) spreads the layers over all devices, memory and disk, as accelerate does.
     `shape`: of its cache, for those who ask without having its files (see `kvbench.models.cache_shapes`).
@@ -58,6 +59,8 @@ class ModelSpec:
     revision: str | None = None
     bundled: str | None = None
     path: str | None = None
+    gguf_file: str | None = None
+    package: str | None = None
     dtype: str = "auto"
     max_prompt_tokens: int | None = None
     trust_remote_code: bool = False
@@ -91,9 +94,7 @@ class Checkpoint:
 
     def full_position_bytes(self, tokens: int) -> int:
         """Bytes of the positions of these tokens: 4 for each token of each KV head, as every policy stores them."""
-        layout = layout_of(self.config.get_text_config(decoder=True))
-        layers = zip(layout.attending, self._full(tokens), strict=True)  # chunked ones store no positions
-        return 4 * sum(heads * held for index, (heads, _, held) in layers if index not in layout.chunks)
+        return 4 * sum(heads * held for heads, _, held in self._full(tokens))
 
     @cached_property
     def state_bytes(self) -> int:
@@ -280,6 +281,9 @@ def pick_device(name: str) -> torch.device:
 
 def _folder(spec: ModelSpec, wanted: tuple[str, ...]) -> Path:
     """The folder with the model's files; of a hub model at least those that match `wanted`."""
+    file = _gguf_file(spec)
+    if file is not None:
+        return dequantized(file)
     if spec.path is not None:
         return _local_folder(Path(expanduser(spec.path)))
     if spec.bundled is not None:
@@ -289,7 +293,21 @@ def _folder(spec: ModelSpec, wanted: tuple[str, ...]) -> Path:
     return _download(spec.hub_id, spec, [*wanted, *(["*.py"] if spec.trust_remote_code else [])])
 
 
+def _gguf_file(spec: ModelSpec) -> Path | None:
+    """The GGUF file that a model is read from; None where it has another format."""
+    if spec.path is not None:
+        return gguf_source(Path(expanduser(spec.path)), spec.gguf_file)
+    if spec.package is not None:
+        return gguf_source(installed_folder(spec.package), spec.gguf_file)
+    if spec.gguf_file is not None:
+        raise UsageError(f"model.gguf_file={spec.gguf_file} names a file in a folder: set model.path=/folder as well")
+    return None
+
+
 def _identity(spec: ModelSpec, folder: Path) -> tuple[tuple[str, str], ...]:
+    file = _gguf_file(spec)
+    if file is not None:
+        return (("gguf_sha256", source_digest(file)),)
     if spec.path is None and spec.bundled is None:
         return (("hub_id", str(spec.hub_id)), ("commit", folder.name))
     return (("sha256", weights_hash(folder)),)
@@ -313,7 +331,9 @@ def _local_folder(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise UsageError(f"model.path={folder} has no config.json: it must be a folder made by save_pretrained")
     if not any(folder.glob("*.safetensors")):
-        raise UsageError(f"model.path={folder} has no *.safetensors: weights in other formats are not loaded")
+        raise UsageError(
+            f"model.path={folder} has no *.safetensors: of other formats only GGUF is loaded (model.gguf_file=NAME)"
+        )
     return folder.resolve()
 
 

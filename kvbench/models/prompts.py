@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, takewhile
 
 import torch
@@ -73,6 +74,13 @@ class Prompt:
         return hashlib.sha256(self.ids[:first].numpy().tobytes()).hexdigest()
 
     @property
+    def draw(self) -> int:
+        """A number for a policy's random draws: the example's index, or one of the context that questions share."""
+        if not self.turns and self.context_tokens is None:
+            return self.example.index
+        return int(str(self.context_hash)[:15], 16) + (self.sample or 0)
+
+    @property
     def own(self) -> bool:
         """Whether the history of its conversation has the model's own answers, which are not among ids."""
         return self.example.shared is not None and self.example.shared.own
@@ -124,6 +132,7 @@ class PromptMaker:
             return self._in_shared_cache(example, example.shared)
         if self.compress == "context":
             self._check_question(example)
+        example = self._limited(example)
         if example.rated:
             return self._rated(example)
         prompt = self._fit(example)
@@ -143,6 +152,23 @@ class PromptMaker:
         bare, tokens = replace(example, prompt="", question="", dictated=""), torch.tensor(ids, dtype=torch.int32)
         found = Prompt(bare, tokens, digest, target, context_tokens=context)
         return replace(found, question=question, dictated=dictated)
+
+    def _limited(self, example: Example) -> Example:
+        """The example with the most new tokens that the task allows and the model has positions for.
+
+        A limit of more than half of the model's positions is cut to what is left beside the prompt, or to that half.
+        """
+        limit = self.task.max_new_tokens
+        if example.rated or example.target is not None or example.reading is not None:
+            if limit is not None:
+                raise UsageError(f"task {self.task.name} generates no tokens: max_new_tokens={limit} has no effect")
+            return example
+        most = example.max_new_tokens if limit is None else limit
+        if self.max_positions is not None and most > self.max_positions // 2:
+            taken = len(self._encode(self._wrap(example.prompt, example) + example.answer_prefix + example.dictated))
+            most = min(most, max(self.max_positions - taken, self.max_positions // 2))
+            _log_cut_limit(self.task.name, example.max_new_tokens if limit is None else limit, self.max_positions)
+        return replace(example, max_new_tokens=most)
 
     def _check_positions(self, example: Example, prompt: int, answer: int) -> None:
         """UsageError where the model has no positions for so many tokens."""
@@ -305,6 +331,15 @@ class PromptMaker:
 
     def _encode(self, text: str) -> list[int]:
         return encode(self.tokenizer, text)
+
+
+@lru_cache  # once for each task, not for each example
+def _log_cut_limit(task: str, limit: int, positions: int) -> None:
+    log.warning(
+        "task %s: up to %d new tokens do not fit the model's %d positions, so that answers end where these are used up "
+        "(set max_new_tokens for a lower limit)",
+        *(task, limit, positions),
+    )
 
 
 def _shared(first: list[int], second: list[int]) -> int:

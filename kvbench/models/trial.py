@@ -53,14 +53,14 @@ def _check_places(model: PreTrainedModel) -> None:
 
 
 def layer_shapes(config: PreTrainedConfig) -> dict[int, tuple[int, int, int]]:
-    """KV heads of every layer that attends, chunked ones included, and numbers it stores of a token's key and value.
+    """KV heads of every layer that attends, and numbers it stores of a token's key and value.
 
     As the model's code has it: some configurations do not say in what their layers differ. Where the trial ends before
     a layer, and for code of the model's own, as the configuration says.
     """
     text = config.get_text_config(decoder=True)
     layout = layout_of(text)
-    shapes = dict(zip(layout.attending, kv_shapes(text, layout.attending), strict=True))
+    shapes = dict(zip(layout.attention, kv_shapes(text, layout.attention), strict=True))
     model = _without_weights(config)
     if model is not None:
         cache = KVCache(model.config, make_policy("full"), prompt_length=TOKENS)

@@ -1,10 +1,9 @@
-"""Finished runs: a table of them, a picture of their NLL curves, or the runs themselves sent to a dashboard."""
+"""Finished runs: a table of them, or a figure of their NLL curves."""
 
 from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +12,7 @@ from typing import Any
 from kvbench.analysis.columns import COLUMNS
 from kvbench.analysis.load import load_results
 from kvbench.report.collect import FORMATS, Choice, collect, show
-from kvbench.report.trackers.wandb_settings import WandbSettings
 from kvbench.terminal.command import Parser, command
-from kvbench.terminal.errors import UsageError, refusing
 from kvbench.terminal.folding import terminal_width
 from kvbench.terminal.outputs import check_output
 
@@ -25,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line of `python -m kvbench.results`; returns the exit code."""
     asked = _parser().parse_args(arguments)
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
-    sys.stdout.write({"collect": collect_table, "curve": draw_curves, "wandb": send_to_wandb}[asked.command](asked))
+    sys.stdout.write({"collect": collect_table, "curve": draw_curves}[asked.command](asked))
     return 0
 
 
@@ -38,7 +35,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     curve.add_argument("folder", type=Path, help="where the runs are, such as results/runs")
     curve.add_argument("-o", "--output", type=Path, required=True, help="picture to write: .svg, .png, .pdf")
-    _add_wandb(commands.add_parser("wandb", help="send the finished runs below a folder to Weights & Biases"))
     return parser
 
 
@@ -82,48 +78,10 @@ def collect_table(asked: argparse.Namespace) -> str:
     return f"{collect(asked.folder, asked.output, choice)} rows -> {asked.output}\n"
 
 
-def _add_wandb(command: argparse.ArgumentParser) -> None:
-    command.add_argument("folder", type=Path, help="where the runs are, such as results/runs")
-    command.add_argument("--sweep", help="what the runs are grouped by (default: the folder's name)")
-    command.add_argument("--project", help="default: WANDB_PROJECT, or else kvbench")
-    command.add_argument("--entity", help="default: WANDB_ENTITY, or else your own")
-    command.add_argument(
-        "--mode", help="online, or offline: files for `wandb sync` (default: WANDB_MODE, else offline)"
-    )
-    command.add_argument("--tags", nargs="+", default=[], help="added to WANDB_TAGS")
-
-
-def send_to_wandb(asked: argparse.Namespace) -> str:
-    """Send the runs below `asked.folder` that W&B lacks; returns a line with their number. Raises UsageError."""
-    runs = load_results(asked.folder)
-    with refusing("wandb: "):
-        place = os.environ.get("WANDB_DIR") or str(asked.folder)
-        logger = WandbSettings(asked.project, asked.entity, asked.mode, asked.tags, place).resolved()
-    if logger.mode == "disabled":
-        raise UsageError("wandb: mode=disabled sends nothing, choose online or offline")
-    import wandb  # here: it takes two seconds
-
-    from kvbench.report.trackers.wandb_watch import WandbWatch
-
-    try:
-        sent = WandbWatch(logger, asked.sweep or asked.folder.resolve().name).send(runs)
-    except (wandb.Error, OSError) as error:
-        said = (str(error).strip().splitlines() or ["no message"])[0]
-        raise UsageError(f"wandb: {type(error).__name__}: {said}; the same command sends what is left") from error
-    where = logger.project if logger.mode == "online" else f"{place}/wandb (`wandb sync` uploads them)"
-    return f"{sent} of {len(runs)} runs -> {where}\n"
-
-
 def draw_curves(asked: argparse.Namespace) -> str:
-    """Draw the NLL curves of all finished runs below `asked.folder`, and say how many. Raises UsageError."""
-    from kvbench.report.figures import (  # here: matplotlib is a second, which only pictures have to wait for
-        nll,
-        pictures,
-        style,
-    )
+    """Draw the NLL curves of all runs below `asked.folder`. Raises UsageError."""
+    from kvbench.report.figures import pictures  # here: matplotlib is a second, which only figures have to wait for
 
-    check_output(asked.output, style.FORMATS)
-    runs = nll.read_runs(load_results(asked.folder))
-    with refusing(f"{asked.folder}: "), style.house_style():
-        (path,) = pictures.write([("nll", nll.curves(runs))], asked.output, ".svg")
-    return f"{len(runs)} lines -> {path}\n"
+    check_output(asked.output, (".svg", ".png", ".pdf"))
+    (path,) = pictures.draw("nll", load_results(asked.folder), asked.output)
+    return f"{path}\n"

@@ -86,8 +86,6 @@ def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> P
         if key not in sizes:
             sizes[key] = _layer_parts(policy, shape, layer, length, batch, budget)
         total.update(sizes[key])
-    if shape.chunked_layers:
-        total["chunks"] = shape.chunked_bytes(length) * batch
     total.update({STATES: batch * shape.state_bytes} if shape.state_bytes else {})
     return Prediction(shape, length, batch, dict(total))
 
@@ -99,8 +97,6 @@ def check_predictable(policy: Policy) -> None:
         "gives every KV head a budget by what the prompt shows": policy.allocator.per_head,
         "remembers what it merged": policy.merger.merges,
         "remembers per layer what it saw": policy.needs.memory,
-        "remembers what the readers of a layer show (readers=all)": policy.readers == "all"
-        and (policy.needs.queries_decoding > 0 or policy.needs.query_heads),
     }
     for reason, holds in reasons.items():
         if holds:
@@ -148,9 +144,8 @@ def _recent(policy: Policy, shape: CacheShape, dim: int, length: int, batch: int
 
 def limit_bits(policy: Policy, shape: CacheShape) -> float:
     """Bits per number that each further token takes in a long cache."""
-    held = replace(shape, chunked_layers=0)
     deep = replace(policy, store=policy.store.for_layer(shape.layers))  # a layer that no list of layers names
-    short, long = (predict(deep, held, length) for length in (LONG, 2 * LONG))
+    short, long = (predict(deep, shape, length) for length in (LONG, 2 * LONG))
     return 8 * (long.nbytes - short.nbytes) / (long.numbers - short.numbers)
 
 

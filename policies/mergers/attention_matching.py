@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import attention_logits, visible, widen
+from kvbench.kernels.references import attention_logits, visible, widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, in_order
 from kvbench.policies.needs import Needs

@@ -12,16 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.errors import ConfigError
-from kvbench.kernels.attention_rows import widen
-from kvbench.kernels.jit import use_triton
-from kvbench.kernels.merge_one import merge_one_triton
-from kvbench.kernels.nearest import NORM_FLOOR, margin, nearest_triton
+from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, number
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, Slots, Vectors, in_order
 from kvbench.policies.stores.slots import padded, spread_index, take
 
 SIMILARITIES_AT_ONCE = 2**19  # 2 MiB of float32: similarities are built for some evicted tokens at a time
 GROUP = 64  # kept tokens per group of a maximum
+NORM_FLOOR = 1e-6
 
 
 class Exchange(NamedTuple):
@@ -38,6 +36,15 @@ class Match(NamedTuple):
     nearest: Tensor
 
 
+def margin(dtype: torch.dtype) -> float:
+    """Cosines computed in `dtype` that differ by no more than this count as equal, because rounding can cause it.
+
+    Equal tokens have equal values in the first layer, but a product of another shape (more rows in the batch, another
+    slot in the cache) may round its last bits otherwise, and those must not decide which of the two is the nearest.
+    """
+    return 64 * torch.finfo(dtype).eps
+
+
 def unit(vectors: Tensor) -> Tensor:
     """[...,D] at length 1, or shorter where they are all but 0."""
     length: Tensor = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
@@ -49,8 +56,6 @@ def match(gone: Tensor, own: Tensor, present: Tensor) -> Match:
 
     Ties (`margin`) go to the older kept token. Places that a head does not have stand for its first.
     """
-    if use_triton(own):
-        return Match(*nearest_triton(gone.to(own.dtype), own, present))
     own = widen(own)
     kept = own.shape[2]
     places = torch.arange(-(-kept // GROUP) * GROUP, device=own.device)
@@ -170,9 +175,6 @@ class ThresholdedMerge(Merger):
     def absorb_one(self, eviction: OneEviction, memory: MergeState) -> Merged | None:
         if self.similarity == "separate":
             return super().absorb_one(eviction, memory)
-        plain = self.weight != "sim_mean" and self.tau_scope == "kv_head" and eviction.going is None
-        if plain and use_triton(eviction.keys.layers[0]):
-            return self._absorb_in_kernels(eviction, memory)
         keys, values = eviction.keys, eviction.values
         similarity, nearest = match_one(keys if self.similarity == "keys" else values, eviction)
         gain, mass = self._weights(similarity)
@@ -187,20 +189,6 @@ class ThresholdedMerge(Merger):
             gone = gone if gain is mass else gone * gain[..., None]
             new.append(torch.lerp(own, gone, share).to(held.dtype))
         return Merged(nearest, *new)
-
-    def _absorb_in_kernels(self, eviction: OneEviction, memory: MergeState) -> Merged:
-        """Match, threshold and mean of every KV head in two launches."""
-        tau = None
-        if self.ema:
-            tau = memory.get("tau")
-            if tau is None:
-                tau = torch.full(eviction.victims.shape[:2], torch.nan, device=eviction.victims.device)
-        average, by_values = self.merge == "average", self.similarity == "values"
-        view = eviction.keys.whole(), eviction.values.whole(), eviction.positions, eviction.victims
-        merged = merge_one_triton(*view, tau, self.beta, average, by_values)
-        if self.ema:
-            memory["tau"] = merged.threshold
-        return Merged(merged.nearest, merged.key, merged.value)
 
     def _merged(
         self, judged: Exchange, pairs: list[Exchange], evicted: Slots, kept: Slots, memory: MergeState, tau: str

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.references import widen
 from kvbench.policies.checks import layers_exist, whole_number
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.scorers.pooling import check_kernel

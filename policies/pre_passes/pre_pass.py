@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import attention_logits, beside_sinks
+from kvbench.kernels.references import attention_logits, beside_sinks
 from kvbench.policies.observation import AttentionParams, Observation, State
 
 ROWS = 256  # queries of a pass whose attention exists at once

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.references import widen
 from kvbench.policies.pre_passes.pre_pass import ROWS, PassStep
 from kvbench.policies.pre_passes.repetition import Repetition
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.references import widen
 from kvbench.policies.checks import whole_number
 from kvbench.policies.observation import State
 from kvbench.policies.readers.reader import Reader, Reading

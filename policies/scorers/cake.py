@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import ConfigError
-from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, number
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State

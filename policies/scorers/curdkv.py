@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, whole_number
 from kvbench.policies.mergers.merger import in_order
 from kvbench.policies.needs import Needs, Protected

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.references import widen
 from kvbench.policies.checks import whole_number
 from kvbench.policies.mergers.merger import in_order
 from kvbench.policies.needs import Needs, Protected

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kvbench.errors import ConfigError
-from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.references import widen
 from kvbench.policies.describe import FILE
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State

@@ -1,13 +1,14 @@
 """Random eviction: the baseline of every policy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from kvbench.policies.checks import whole_number
-from kvbench.policies.draws import uniform_draws
+from kvbench.policies.draws import combined_seed, uniform_draws
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
+from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.scorer import Scorer
 
 
@@ -18,6 +19,7 @@ class Random(Scorer):
         s_j = u("seed", "layer", "head", j), 0 <= u < 1
 
     The draw is a hash, not a generator's next number: it depends neither on the batch nor on how the prompt was split.
+    A benchmark run draws anew for every example and sampled answer (`drawing_anew`).
 
     seed: of the draws.
     """
@@ -31,3 +33,11 @@ class Random(Scorer):
 
     def score(self, observation: Observation, state: State) -> Tensor:
         return uniform_draws(self.seed, observation.layer, observation.positions)
+
+
+def drawing_anew(policy: Policy, run_seed: int, example: int) -> Policy:
+    """The policy of one example of a run: a `Random` scorer's seed is made of its own, the run's, and the example."""
+    scorer = policy.scorer
+    if not isinstance(scorer, Random):
+        return policy
+    return replace(policy, scorer=replace(scorer, seed=combined_seed(scorer.seed, run_seed, example)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvbench.kernels.attention_rows import attention_logits, visible, widen
+from kvbench.kernels.references import attention_logits, visible, widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State

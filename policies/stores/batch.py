@@ -15,7 +15,7 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
-from kvbench.kernels.append import append
+from kvbench.kernels.references import append
 from kvbench.policies.stores.combined import CombinedStore
 from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.store import LayerStore

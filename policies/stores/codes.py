@@ -11,9 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import widen
-from kvbench.kernels.quantise import Filled
-from kvbench.policies.contents import saved
+from kvbench.kernels.references import widen
 from kvbench.policies.stores.packing import SHORT, WORD, in_order, scaled, times_codes, times_codes_transposed
 from kvbench.policies.stores.quantiser import Group, Quantiser
 from kvbench.policies.stores.queue import Queue
@@ -64,7 +62,6 @@ class Run(ABC):
         return weights @ self.dequantised()
 
 
-@saved
 class Exact(Run):
     """Tokens x [B,H,N,D] in full precision."""
 
@@ -105,11 +102,8 @@ class Codes(Run):
         return self.queue.counts is None
 
     @abstractmethod
-    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None, filled: Filled | None = None) -> None:
-        """Code x [B,H,n,D] of a model in `dtype`; counts [B,H]: only the first so many tokens of each head.
-
-        filled: what the kernel puts in the place of some tokens of x (see `Quantiser.quantise_tokens`).
-        """
+    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
+        """Code x [B,H,n,D] of a model in `dtype`; counts [B,H]: only the first so many tokens of each head."""
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +134,6 @@ class GroupCodes(Codes):
         return Group(*(self.queue.view(name)[:, :, first:last] for name in Group._fields))
 
 
-@saved
 class ChannelCodes(GroupCodes):
     """Groups of `unit` consecutive tokens, each channel with its own scale: words [B,H,N/G,D,W], scale [B,H,N/G,D]."""
 
@@ -148,8 +141,8 @@ class ChannelCodes(GroupCodes):
         super().__init__(quantiser, growth=1)
         self.unit = group
 
-    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None, filled: Filled | None = None) -> None:
-        self._store(self.quantiser.quantise_tokens(x, self.unit, False, dtype, filled), counts)
+    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
+        self._store(self.quantiser.quantise_tokens(x, self.unit, False, dtype), counts)
 
     def dequantised(self) -> Tensor:
         return self.quantiser.dequantise(self._group(0, self.queue.most), self.unit).transpose(-1, -2).flatten(2, 3)
@@ -179,7 +172,6 @@ class ChannelCodes(GroupCodes):
             yield self._group(first, last), slice(first * self.unit, last * self.unit)
 
 
-@saved
 class TokenCodes(GroupCodes):
     """Tokens one by one, each in groups of G channels: words [B,H,N,D/G,W], scale and minimum [B,H,N,D/G].
 
@@ -190,10 +182,10 @@ class TokenCodes(GroupCodes):
         super().__init__(quantiser, growth)
         self.group, self.heads = group, heads
 
-    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None, filled: Filled | None = None) -> None:
+    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
         if self.heads is not None:
             x = x.transpose(1, 2).flatten(2)[:, None]
-        self._store(self.quantiser.quantise_tokens(x, self.group, True, dtype, filled), counts)
+        self._store(self.quantiser.quantise_tokens(x, self.group, True, dtype), counts)
 
     def dequantised(self) -> Tensor:
         return self._by_head(self.quantiser.dequantise(self._group(0, self.queue.most), self.group).flatten(-2))

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import widen
-from kvbench.kernels.quantise import Filled
-from kvbench.policies.contents import saved
+from kvbench.kernels.references import widen
 from kvbench.policies.stores.codes import Codes, Run
 from kvbench.policies.stores.queue import Counts, Queue
 from kvbench.policies.stores.slots import take
@@ -18,7 +16,6 @@ from kvbench.policies.stores.slots import take
 TAIL_GROWTH = 16  # slots; a tail is at most a few hundred tokens long, so moving it this often costs nothing
 
 
-@saved
 class Column:
     """Tokens, oldest first: codes, then the exact tail. KV heads may hold different numbers of either."""
 
@@ -63,13 +60,13 @@ class Column:
         """The tail's first tokens, n the largest of `counts`: [B,H,n,D]."""
         return self.tail.oldest("x", most(counts))
 
-    def quantise(self, counts: Counts, x: Tensor | None = None, run: int = -1, filled: Filled | None = None) -> None:
+    def quantise(self, counts: Counts, x: Tensor | None = None, run: int = -1) -> None:
         """Quantise the tail's first tokens: `x` [B,H,n,D] in their place where it is given, else as they are."""
         if most(counts) == 0:
             return
         own, codes = self.oldest(counts), self.runs[run]
         assert isinstance(codes, Codes)
-        codes.append(own if x is None else x, own.dtype, counts if isinstance(counts, Tensor) else None, filled)
+        codes.append(own if x is None else x, own.dtype, counts if isinstance(counts, Tensor) else None)
         self.tail.drop(counts)
 
     def replace_runs(self, runs: Sequence[Run], counts: Counts) -> None:

@@ -9,17 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.kernels.attention_rows import widen
-from kvbench.kernels.compaction import compact_triton, kept_slots_triton
-from kvbench.kernels.jit import use_triton
+from kvbench.kernels.references import widen
 from kvbench.policies.constants import on_device
-from kvbench.policies.contents import saved
 from kvbench.policies.observation import State
 from kvbench.policies.stores.slots import block_of, by_kind, owned, spread_index, take
 from kvbench.policies.stores.store import LayerStore, Segments, Store
 
 
-@saved
 class DenseStore(LayerStore):
     """Buffers [B,H,capacity,...] of which the first `used` slots are in use."""
 
@@ -346,10 +342,7 @@ class DenseStore(LayerStore):
             assert counts is None or (most, least) == (max(counts), min(counts)), "counts are those of the mask"
         else:
             most, least = max(counts), min(counts)
-        if use_triton(self.keys):
-            slots = self._compact(mask, most, spare)
-        else:
-            slots = self._gather(mask, most, spare, even=most == least)
+        slots = self._gather(mask, most, spare, even=most == least)
         self._use(most)
         self._packed, self._ascending, self._free, self._lent = most == least, True, None, False
         self.evicted = True
@@ -360,7 +353,7 @@ class DenseStore(LayerStore):
         if not self._used:  # a sequence that shows nothing yet
             self._lengthen(spare, {})
             return torch.empty(*mask.shape[:2], 0, dtype=torch.long, device=mask.device)
-        if even and self._ascending:
+        if even and self._ascending and mask.is_cpu:  # on a GPU, the host would wait for `nonzero`
             slots = mask.nonzero()[:, -1].view(*mask.shape[:2], most)
         else:
             order = self.positions.masked_fill(~mask, torch.iinfo(torch.int32).max)
@@ -372,19 +365,6 @@ class DenseStore(LayerStore):
             self._buffers[name].narrow(2, most, spare).fill_(-1 if name == "positions" else 0)
         if staying is not None:
             self._buffers["positions"].narrow(2, 0, most).masked_fill_(~staying, -1)
-        return slots
-
-    def _compact(self, mask: Tensor, most: int, spare: int) -> Tensor:
-        """The same in two launches: the slots are listed, then everything they hold is copied once."""
-        positions = self.positions
-        slots, counts = kept_slots_triton(mask, most)
-        if not self._ascending:
-            late = torch.iinfo(positions.dtype).max
-            places = positions.gather(-1, slots).masked_fill_(~mask.gather(-1, slots), late)
-            slots = slots.gather(-1, places.argsort(dim=-1, stable=True))
-        used = {name: self._view(name) for name in self._buffers}
-        for name, buffer in compact_triton(used, slots, counts, spare).items():
-            self._put(name, buffer)
         return slots
 
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:

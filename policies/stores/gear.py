@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import ConfigError
-from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, number, whole_number
-from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import ChannelCodes, Exact, Run, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
 
 
-@saved
 class Sparse(NamedTuple):
     """Entries set aside along the second last dimension of [...,n,D]: their places, and the error of their codes."""
 
@@ -55,7 +53,6 @@ def low_rank(error: Tensor, rank: int, loops: int, seed: int) -> tuple[Tensor, T
     return left, right
 
 
-@saved
 class Block(Run):
     """Tokens compressed together: codes of the first ones, the others exact, entries set aside, low-rank factors."""
 
@@ -145,7 +142,6 @@ class Block(Run):
         return dict(sizes)
 
 
-@saved
 class GearLayerStore(QuantisedLayerStore):
     """The prompt as one block, then a block whenever `gap` new tokens are there."""
 
@@ -193,7 +189,6 @@ class GearLayerStore(QuantisedLayerStore):
         return Block(x, codes, tokens, official, gear)
 
 
-@saved
 @dataclass(frozen=True)
 class Gear(QuantisedStore):
     """KIVI's groups with `outlier_ratio` of the entries set aside exactly and a rank-`rank` copy of what is lost.

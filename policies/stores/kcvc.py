@@ -7,7 +7,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvbench.policies.checks import whole_number
-from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import ChannelCodes
 from kvbench.policies.stores.column import Column, most
 from kvbench.policies.stores.dense import DenseStore
@@ -16,7 +15,6 @@ from kvbench.policies.stores.quantised import QuantisedLayerStore
 from kvbench.policies.stores.queue import Counts
 
 
-@saved
 class UngroupedLayerStore(GroupedLayerStore):
     """One group per channel over the prompt's tokens that are due, then one for every later block of the residual."""
 
@@ -29,7 +27,6 @@ class UngroupedLayerStore(GroupedLayerStore):
         super().flush(prompt)
 
 
-@saved
 @dataclass(frozen=True)
 class Kcvc(GroupedStore):
     """Keys and values in groups of `group` tokens per channel, both `residual` tokens at a time, as KIVI does its keys.

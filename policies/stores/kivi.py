@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kvbench.errors import ConfigError
 from kvbench.policies.checks import whole_number
-from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
 from kvbench.policies.stores.column import Column, beyond
 from kvbench.policies.stores.dense import DenseStore
@@ -26,7 +25,6 @@ class GroupedStore(QuantisedStore):
         """How many of a tail's tokens to quantise now, oldest first; side 0: keys, 1: values."""
 
 
-@saved
 class GroupedLayerStore(QuantisedLayerStore):
     """A layer of KIVI or KCVC."""
 
@@ -47,7 +45,6 @@ def check_residual(group: int, residual: int) -> None:
         )
 
 
-@saved
 @dataclass(frozen=True)
 class Kivi(GroupedStore):
     """Keys in groups of `group` tokens per channel, values in groups of min(group, D) channels per token.

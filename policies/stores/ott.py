@@ -10,12 +10,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import widen
-from kvbench.kernels.jit import use_triton
-from kvbench.kernels.quantise import LARGEST_GROUP, Filled
-from kvbench.kernels.quantised_attention import Outliers
+from kvbench.kernels.quantized import Outliers
+from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, layers_exist, whole_number, whole_numbers
-from kvbench.policies.contents import saved
 from kvbench.policies.draws import uniform_draws
 from kvbench.policies.stores.column import Column, beyond, most
 from kvbench.policies.stores.dense import DenseStore
@@ -69,7 +66,6 @@ class Competition:
         self.used = self.used + defeated.sum(-1)
 
 
-@saved
 class Pools:
     """Traced tokens of one layer: exact keys and values [B,H,n+A,D] at slots [B,H,n+A] (-1: empty), the pool first."""
 
@@ -87,10 +83,9 @@ class Pools:
     def nbytes(self) -> int:
         return sum(x.nbytes for x in (self.keys, self.values, self.slots, self.frozen))
 
-    def trace(self, keys: Tensor, values: Tensor, first: Tensor, counts: Counts) -> list[tuple[Tensor, Filled | None]]:
+    def trace(self, keys: Tensor, values: Tensor, first: Tensor, counts: Counts) -> list[Tensor]:
         """New tokens [B,H,m*G,D] compete group by group, oldest first; returns both with traced ones filled in.
 
-        Where the kernel that quantises them fills them in, they are returned unchanged with what it needs.
         first [B,H]: slot of each head's first new token; counts: how many of the tokens each head has.
         """
         if not keys.is_meta and not bool(keys.isfinite().all() & values.isfinite().all()):
@@ -136,7 +131,7 @@ class Pools:
         self.slots = places.masked_fill_(ids < 0, -1).to(torch.int32)
         self.frozen = contest.frozen
 
-    def _filled(self, tokens: Tensor, traced: Tensor) -> tuple[Tensor, Filled | None]:
+    def _filled(self, tokens: Tensor, traced: Tensor) -> Tensor:
         """tokens [B,H,m*G,D] with traced ones [B,H,m,G] replaced by their group's mean, float32."""
         group = traced.shape[-1]
         x = widen(tokens).unflatten(2, (-1, group))
@@ -145,9 +140,7 @@ class Pools:
         else:
             inlier = ~traced[..., None] | traced.all(-1)[..., None, None]
             mean = (x * inlier).sum(3, keepdim=True) / inlier.sum(3, keepdim=True)
-        if use_triton(tokens) and max(group, x.shape[-1]) <= LARGEST_GROUP:
-            return tokens, Filled(traced.flatten(2), mean[:, :, :, 0], group)
-        return torch.where(traced[..., None], mean, x).flatten(2, 3), None
+        return torch.where(traced[..., None], mean, x).flatten(2, 3)
 
     # --- attention: traced tokens in their slots' places --------------------------------------------------------------
     def cover(self, x: Tensor, exact: Tensor) -> Tensor:
@@ -175,7 +168,6 @@ class Pools:
         return self.slots.long().masked_fill(self.slots < 0, width)
 
 
-@saved
 class OttLayerStore(QuantisedLayerStore):
     """Keys and values are quantised together, `group` tokens at a time; traced tokens' slots show the exact ones."""
 
@@ -205,14 +197,14 @@ class OttLayerStore(QuantisedLayerStore):
         counts = beyond(keys.tail.counts_held, self.store.residual) // self.store.group * self.store.group
         if most(counts) == 0:
             return
-        shown: list[tuple[Tensor | None, Filled | None]] = [(None, None)] * 2
+        shown: list[Tensor | None] = [None, None]
         if self.store.outliers:
             new_keys, new_values = keys.oldest(counts), values.oldest(counts)
             if self.pools is None:
                 self.pools = Pools(self.store, new_keys, new_values)
             shown = [*self.pools.trace(new_keys, new_values, keys.coded_lengths(), counts)]
-        for column, (x, filled) in zip(self._columns, shown, strict=True):
-            column.quantise(counts, x, filled=filled)
+        for column, x in zip(self._columns, shown, strict=True):
+            column.quantise(counts, x)
 
     @property
     def outliers(self) -> Outliers | None:
@@ -229,7 +221,6 @@ class OttLayerStore(QuantisedLayerStore):
         return super().mix(weights) + traced
 
 
-@saved
 @dataclass(frozen=True)
 class Ott(QuantisedStore):
     """KIVI's groups, flushed together every `group` tokens past a residual; tokens of small keys are kept out of them.

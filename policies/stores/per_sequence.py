@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvbench.policies.contents import saved
 from kvbench.policies.observation import AttentionParams, Observation
 from kvbench.policies.stores.combined import CombinedStore
 from kvbench.policies.stores.slots import padded
@@ -26,7 +25,6 @@ def open_per_sequence(
     return rows[0] if len(rows) == 1 else PerSequenceStores(rows)
 
 
-@saved
 class PerSequenceStores(CombinedStore):
     """The stores of a batch's sequences, each of which comes out as it would alone; views are padded."""
 

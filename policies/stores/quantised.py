@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import ConfigError
-from kvbench.kernels.attention_rows import beside_sinks, visible, widen
-from kvbench.kernels.jit import use_triton
-from kvbench.kernels.packed import Packed, Side
-from kvbench.kernels.quantised_attention import Outliers, quantised_attention_triton
+from kvbench.kernels.quantized import Outliers, Packed, Side, quantised_attention
+from kvbench.kernels.references import beside_sinks, visible, widen
+from kvbench.kernels.tiles import use_triton
 from kvbench.policies.observation import AttentionParams, State
 from kvbench.policies.stores.codes import ChannelCodes, Codes, TokenCodes
 from kvbench.policies.stores.column import Column
@@ -210,7 +209,7 @@ class QuantisedLayerStore(LayerStore):
         if keys is None or values is None:
             return None
         call = queries, positions, keys, values, how.scaling, how.softcap, self.outliers
-        out, log_sum_exp = quantised_attention_triton(*call)
+        out, log_sum_exp, _ = quantised_attention(*call)
         if how.sinks is None:
             return out
         return out * beside_sinks(log_sum_exp, how.sinks[..., None])[..., None].to(out.dtype)
@@ -290,7 +289,7 @@ class QuantisedStore(ColumnStore):
 
 
 def side(column: Column) -> Side | None:
-    """A column as `quantised_attention_triton` reads it; None in another form (several runs, joined heads)."""
+    """A column as `quantised_attention` reads it; None in another form (several runs, joined heads)."""
     codes, tail = column.runs[0] if len(column.runs) == 1 else None, column.tail
     if not isinstance(codes, ChannelCodes | TokenCodes) or (isinstance(codes, TokenCodes) and codes.heads is not None):
         return None

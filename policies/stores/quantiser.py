@@ -10,11 +10,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import widen
-from kvbench.kernels.jit import use_triton
-from kvbench.kernels.quantise import LARGEST_GROUP, Filled, quantise_triton
+from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, choice
-from kvbench.policies.contents import saved
 from kvbench.policies.stores.packing import from_planes, pack, planes
 
 BITS = (2, 4, 8)
@@ -30,7 +27,6 @@ class Group(NamedTuple):
     minimum: Tensor
 
 
-@saved
 @dataclass(frozen=True)
 class Quantiser:
     """x = code * scale + minimum with scale = (max - min) / (2**bits - 1), per group along the last dimension.
@@ -71,19 +67,8 @@ class Quantiser:
         codes = (x - minimum.to(x.dtype)[..., None]).div_(step.masked_fill(step == 0, torch.inf)[..., None])
         return Group(pack(codes.round_().clamp_(0, levels).to(torch.uint8), self.bits), scale, minimum)
 
-    def quantise_tokens(
-        self, x: Tensor, unit: int, per_token: bool, dtype: torch.dtype, filled: Filled | None = None
-    ) -> Group:
-        """Tokens x [B,H,T,D] in groups of `unit` channels of a token or, per channel, of `unit` tokens; see `quantise`.
-
-        On GPUs in one launch, which also fills in the means that replace traced tokens (`filled`).
-        """
-        if use_triton(x) and unit <= LARGEST_GROUP:
-            arithmetic = x.dtype if self.fp16_arith and filled is None else torch.float32  # stand-ins are float32
-            group = Group(*quantise_triton(x, unit, per_token, self.bits, self.held_in(dtype), arithmetic, filled))
-            check_finite(x, x, group.scale, group.minimum)
-            return group
-        assert filled is None, "traced tokens are filled in by the caller"
+    def quantise_tokens(self, x: Tensor, unit: int, per_token: bool, dtype: torch.dtype) -> Group:
+        """`quantise` tokens x [B,H,T,D] in groups of `unit` channels of a token or, per channel, of `unit` tokens."""
         return self.quantise(
             x.unflatten(3, (-1, unit)) if per_token else x.unflatten(2, (-1, unit)).transpose(-1, -2), dtype
         )

@@ -6,14 +6,12 @@ Shapes: B batch, H KV heads, n entries (tokens, or groups of tokens).
 import torch
 from torch import Tensor
 
-from kvbench.policies.contents import saved
 from kvbench.policies.stores.slots import take
 
 Counts = int | Tensor
 """A number for all KV heads, or one for each, [B,H] long."""
 
 
-@saved
 class Queue:
     """Tensors [B,H,capacity,...] that share their entries: KV head (b,h) uses counts[b,h] of them, oldest first.
 

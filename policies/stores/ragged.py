@@ -12,11 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import beside_sinks, widen
-from kvbench.kernels.decode_attention import decodes
-from kvbench.kernels.decode_attention_flat import decode_attention_flat
-from kvbench.kernels.prompt_attention import one_for_all
-from kvbench.policies.contents import saved
+from kvbench.kernels.decode import decode_attention_flat, decodes
+from kvbench.kernels.prompt import one_for_all
+from kvbench.kernels.references import beside_sinks, widen
 from kvbench.policies.observation import AttentionParams, State
 from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.slots import block_of, by_kind
@@ -24,7 +22,6 @@ from kvbench.policies.stores.store import LayerStore, Store
 from kvbench.policies.stores.store import Segments as Places
 
 
-@saved
 class Segments:
     """Flat tensors [N,...] cut into S segments, one per KV head of every sequence; all of it is held memory."""
 
@@ -124,7 +121,6 @@ class Segments:
         return seen & readable
 
 
-@saved
 class RaggedStore(LayerStore):
     """Dense while tokens come in several at a time, segments from the first eviction on."""
 

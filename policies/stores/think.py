@@ -11,10 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import widen
-from kvbench.kernels.quantise import Filled
+from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
-from kvbench.policies.contents import saved
 from kvbench.policies.observation import Observation
 from kvbench.policies.stores.codes import Codes
 from kvbench.policies.stores.column import Column, beyond
@@ -22,7 +20,6 @@ from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.quantised import ColumnStore, QuantisedLayerStore
 
 
-@saved
 class PrunedKeys(Codes):
     """Keys [B,H,N,D'] of the channels [B,H,D'] int16, rising; the others read 0. Filled once, at the prompt's end."""
 
@@ -31,7 +28,7 @@ class PrunedKeys(Codes):
         self.dim = dim
         self.channels: Tensor | None = None
 
-    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None, filled: Filled | None = None) -> None:
+    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
         self.queue.append({"x": x.gather(-1, self._index(x.shape[2]))}, counts)
 
     def _index(self, rows: int) -> Tensor:
@@ -55,7 +52,6 @@ class PrunedKeys(Codes):
         return self.queue.nbytes() + (0 if self.channels is None else self.channels.nbytes)
 
 
-@saved
 class ThinKLayerStore(QuantisedLayerStore):
     """The prompt is dense until it is in and evicted; then channels of its older keys go. Later tokens keep all."""
 
@@ -111,7 +107,6 @@ class ThinKLayerStore(QuantisedLayerStore):
         return order[..., :staying].sort(-1).values.to(torch.int16)
 
 
-@saved
 @dataclass(frozen=True)
 class ThinK(ColumnStore):
     """Of each KV head's older keys, the channels of the lowest score are not held; values stay.

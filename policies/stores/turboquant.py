@@ -12,11 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import widen
-from kvbench.kernels.quantise import Filled
+from kvbench.kernels.references import widen
 from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.constants import at_hand
-from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import Codes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.dense import DenseStore
@@ -83,7 +81,6 @@ def from_bytes(packed: Tensor, bits: int, dim: int) -> Tensor:
     return found
 
 
-@saved
 class RotatedCodes(Codes):
     """Vectors as norm [B,H,N] float16 times a rotated unit vector in codes [B,H,N,W].
 
@@ -97,8 +94,7 @@ class RotatedCodes(Codes):
     def _constants(self, like: Tensor) -> tuple[Tensor, ...]:
         return constants(self.dim, self.bits, self.seed, widen(like.new_empty(0)).dtype, like.device)
 
-    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None, filled: Filled | None = None) -> None:
-        assert filled is None, "every token is coded as it is"
+    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
         rotation, gaussian, own_levels, bounds = self._constants(x)
         x = widen(x)
         norm = x.norm(dim=-1)
@@ -161,7 +157,6 @@ def check_norms(norms: Tensor) -> None:
     raise ValueError("keys or values contain NaN or infinity, or their norms do not fit 16 bits (65504)")
 
 
-@saved
 class TurboQuantLayerStore(QuantisedLayerStore):
     """The prompt is exact until it is in and evicted, a later token for the step that it comes in."""
 
@@ -170,7 +165,6 @@ class TurboQuantLayerStore(QuantisedLayerStore):
             column.quantise(column.tail.counts_held)
 
 
-@saved
 @dataclass(frozen=True)
 class TurboQuant(ColumnStore):
     """A vector's norm in 16 bits, and its direction, rotated at random, in `bits` per number: no groups, no residual.

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import ConfigError
-from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
-from kvbench.policies.contents import saved
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.stores.codes import ChannelCodes, Run, TokenCodes
 from kvbench.policies.stores.column import Column
@@ -72,7 +71,6 @@ def channel_scales(parts: tuple[Tensor, Tensor]) -> Tensor:
     return scales.masked_fill(scales == 0, 1)
 
 
-@saved
 class Mixed(Run):
     """Tokens of two kinds, each in codes of its own width; tokens of more bits are first."""
 
@@ -153,7 +151,6 @@ class Mixed(Run):
         return dict(sizes)
 
 
-@saved
 class ZipCacheLayerStore(QuantisedLayerStore):
     """Quantises the prompt by its saliency, then the whole cache again whenever `gap` new tokens were appended."""
 
@@ -251,7 +248,6 @@ class ZipCacheLayerStore(QuantisedLayerStore):
         column.replace_runs([mixed], count)
 
 
-@saved
 @dataclass(frozen=True)
 class ZipCache(QuantisedStore):
     """The least salient tokens (shares k of the keys, v of the values) in `bits`, the others in twice as many.

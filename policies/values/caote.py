@@ -1,14 +1,12 @@
 """CAOTE: score a token by the error that its eviction causes in the attention output."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import widen
-from kvbench.kernels.jit import use_triton
-from kvbench.kernels.value_errors import value_errors_triton
+from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, number
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
@@ -71,9 +69,6 @@ class Caote(ValueAware):
     f_norm: Literal["auto", "sum", "minmax_sum", "softmax"] = "auto"
     eps: float = 1e-6
 
-    from_mean: ClassVar[bool] = False
-    """Whether errors are measured from the plain mean of the values."""
-
     def __post_init__(self) -> None:
         check_choices(self)
         number("eps", self.eps, 0, below=1)
@@ -94,11 +89,6 @@ class Caote(ValueAware):
         values [B,H_kv,T,D]: of all slots, anything where a slot does not count. never_negative: no score is below 0.
         """
         how = "sum" if self.f_norm == "auto" and never_negative else self.f_norm
-        if use_triton(values) and scores.dtype != torch.float64:
-            shares = (
-                scores if how == "sum" else normalise(scores, None if counted is None else counted[:, :, None], how)
-            )
-            return value_errors_triton(shares, values, counted, self.eps, self.from_mean)
         if counted is not None:
             values = values.masked_fill(~counted[..., None], 0.0)  # what does not count must not reach the sums
         alpha = normalise(scores, None if counted is None else counted[:, :, None], how)

@@ -1,7 +1,6 @@
 """FastCAOTE: CAOTE measured from the plain mean of the values."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -17,8 +16,6 @@ class FastCaote(Caote):
 
     alpha stays the normalised score; protected tokens count. Source: Goel et al. 2025, arXiv 2504.14051, eq. 23.
     """
-
-    from_mean: ClassVar[bool] = True
 
     def centre(self, alpha: Tensor, values: Tensor, counted: Tensor | None) -> Tensor:
         number = values.shape[2] if counted is None else counted.sum(-1, keepdim=True).clamp(min=1)

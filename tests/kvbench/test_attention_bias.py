@@ -15,11 +15,9 @@ from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch, Request
 from kvbench.inference.generate import generate_tokens
-from kvbench.kernels.attention_moments import attention_moments
-from kvbench.kernels.attention_rows import attention_rows
-from kvbench.kernels.column_sums import column_sums
-from kvbench.kernels.masked_attention import masked_attention
-from kvbench.kernels.window_largest import window_largest
+from kvbench.kernels.prompt import masked_attention
+from kvbench.kernels.query_sums import attention_moments, column_sums, window_largest
+from kvbench.kernels.references import attention_rows
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState
 from kvbench.policies.needs import Needs
 from kvbench.policies.policy import Policy

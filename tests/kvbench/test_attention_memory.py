@@ -8,14 +8,14 @@ from kv_models import tiny
 from live_bytes import Live
 
 from kvbench import KVCache, make_policy
-from kvbench.kernels import masked_attention, softmax_blocks
+from kvbench.kernels import prompt, references
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks as small beside these prompts as they are beside long ones."""
-    monkeypatch.setattr(masked_attention, "PAIRS_AT_ONCE", 2**16)
-    monkeypatch.setattr(softmax_blocks, "LOGITS_AT_ONCE", 2**16)
+    monkeypatch.setattr(prompt, "PAIRS_AT_ONCE", 2**16)
+    monkeypatch.setattr(references, "LOGITS_AT_ONCE", 2**16)
 
 
 def peak(family: str, slug: str, length: int, padded: bool) -> int:

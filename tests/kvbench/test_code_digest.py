@@ -144,16 +144,14 @@ def test_what_an_imported_name_stands_for_counts(digest: Digest, imports: str, o
 
 
 CACHE = """attention audit budgets cache caller chunks device_batch device_evict device_slots evict evict_batches
-    group group_attention hook interface join layer layout model_layer pending pressed read_counts reading
+    group group_attention hook interface join layer layer_rows layout model_layer pending pressed read_counts reading
     recent_queries recurrent registration rerotate rotary saving shared state step steps uncompiled"""
 ENGINE = "answers batch device_memory likelihood one_by_one prefill prefill_examples prompts scheduler sequence"
 IDENTITY = "reading"
 INFERENCE = (
     "answer calls context cuda_graph generate generation logits pre_pass press rating sampling teacher_forcing turns"
 )
-KERNELS = """append attention_moments attention_rows column_sums compaction decode_attention
-    decode_attention_flat decode_tile jit join_splits layer_rows masked_attention prompt_attention
-    prompt_tiles selection softmax_blocks window_largest window_statistics work_list"""
+KERNELS = "decode prompt query_sums references tiles"
 POLICIES = """allocators.allocator allocators.uniform checks constants contents describe latents
     layer_budgets mergers.drop mergers.merger model_layer needs observation policy policy_checks
     pre_passes.pre_pass press ranking readers.reader schedule scorers.knorm scorers.scorer select

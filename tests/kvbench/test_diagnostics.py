@@ -6,7 +6,6 @@ import pandas as pd
 import pytest
 import torch
 from kv_hybrids import tiny_hybrid
-from kv_models import tiny
 from matplotlib.figure import Figure
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -87,7 +86,7 @@ def test_every_diagnostic_draws(model: PreTrainedModel, module: object) -> None:
     assert figure.axes
 
 
-@pytest.mark.parametrize(("running", "attention"), [(tiny_hybrid("qwen3_5_text"), 2), (tiny("llama4", layers=4), 1)])
+@pytest.mark.parametrize(("running", "attention"), [(tiny_hybrid("qwen3_5_text"), 2)])
 def test_output_error_is_of_attention_layers_alone(running: PreTrainedModel, attention: int) -> None:
     rows = output_error.measure(probe(prepare(running), "snapkv", 40))
     assert [row["layer"] for row in rows] == list(range(attention))

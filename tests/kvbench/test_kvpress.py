@@ -140,7 +140,6 @@ def test_what_a_press_cannot_do_is_refused_in_a_sentence(model: PreTrainedModel)
     [
         (tiny_hybrid("qwen3_5_text"), "recurrent layers"),
         (tiny("gemma4"), "layers that read another's keys and values"),
-        (tiny("llama4"), "layers that see chunks of the text"),
     ],
 )
 def test_models_with_layers_of_other_kinds_are_refused(running: PreTrainedModel, kind: str) -> None:

@@ -141,7 +141,6 @@ def test_a_model_without_rotary_embedding_is_refused_in_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("family", "more"),
     [
-        ("llama4_text", {"num_local_experts": 2, "intermediate_size_mlp": 64, "layer_types": ["full_attention"] * 2}),
         ("zaya", {"layer_types": ["hybrid"] * 2, "num_experts": 2, "moe_intermediate_size": 16}),
     ],
 )

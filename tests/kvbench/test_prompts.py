@@ -197,3 +197,19 @@ def test_what_has_no_question_apart_is_refused(
         PromptMaker(tokenizer, Given(), 300, compress="context").make(asked)
     assert said in str(caught.value)
     assert PromptMaker(tokenizer, Given(), 300, asks=True).make(asked).question is None
+
+
+def test_a_limit_beyond_the_models_positions_is_cut_to_what_the_prompt_leaves(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    maker = PromptMaker(tokenizer, Given(), max_positions=100)
+    assert maker.make(example("a" * 19, new=16384)).most_new_tokens == 80  # with <s> the prompt has 20 tokens
+    left = PromptMaker(tokenizer, Given(truncation="left"), max_positions=100).make(example("a" * 500, new=16384))
+    assert (len(left.ids), left.most_new_tokens) == (50, 50)
+
+
+def test_a_task_of_any_kind_takes_a_limit_of_new_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    maker = PromptMaker(tokenizer, Given(max_new_tokens=7), max_positions=100)
+    assert maker.make(example("a", new=16384)).most_new_tokens == 7
+    with pytest.raises(UsageError, match="max_new_tokens=7 has no effect"):
+        maker.make(replace(example("a"), target="b"))

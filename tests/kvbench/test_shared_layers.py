@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from kv_models import SHARING, CodePoints, left_padded, prompt, tiny
 from kv_oracle import Rules
 from kv_runs import policy_for, run_greedy
@@ -20,10 +19,8 @@ from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
 from kvbench.inference.generate import generate_tokens
-from kvbench.inference.teacher_forcing import continuation_scores, in_blocks, text_scores
-from kvbench.models.cache_shapes import cache_shape
+from kvbench.inference.teacher_forcing import in_blocks, text_scores
 from kvbench.models.loading import Checkpoint, ModelSpec
-from kvbench.tools.cache_bytes import predict
 
 OWNERS = {3: 2, 4: 0}
 NEW = 6
@@ -52,17 +49,10 @@ def test_full_is_the_familys_eager_attention_beyond_its_window(family: str) -> N
         ("gemma4", Rules("h2o", 20, block=8)),
         ("gemma4", Rules("tova", 20, "caote", block=16)),
         ("gemma4", Rules("tova", 20, block=16, order="evict_then_attend")),
-        ("gemma3n", Rules("snapkv", 20, window=6, readers="all")),
-        ("gemma4", Rules("snapkv", 20, window=6, readers="all")),
-        ("gemma3n", Rules("h2o", 20, readers="all")),
-        ("gemma4", Rules("h2o", 20, block=8, readers="all")),
-        ("gemma4", Rules("tova", 20, readers="all")),
-        ("gemma3n", Rules("h2o", 20, "caote", block=16, gqa="group_l2", readers="all")),
-        ("gemma4", Rules("snapkv", 20, block=8, window=6, granularity="query_head", readers="all")),
     ],
 )
 def test_what_is_kept_and_said_is_the_oracles(family: str, rules: Rules) -> None:
-    """Readers see what the owner's queries saw; in what it evicts they have a say with readers=all."""
+    """Readers see what the owner's queries saw."""
     trace = simulate(model_of(family), prompt(45), 4, rules, OWNERS)
     assert trace.margin() > 1e-6
     run = run_greedy(model_of(family), [prompt(45)], policy_for(rules), 4)
@@ -72,9 +62,8 @@ def test_what_is_kept_and_said_is_the_oracles(family: str, rules: Rules) -> None
 
 def policies() -> list[Any]:
     slugs = ("full", "snapkv", "ada_snapkv", "pyramidkv", "cake", "kivi_g8_r8", "kvzip", "sirllm")
-    several = [make_policy("h2o", 24, block=8), make_policy("quest", 16), make_policy("tova", 24, readers="all")]
-    several += [make_policy("h2o", 24, block=8, readers="all")]
-    several += [make_policy("snapkv", 36, window=16, decode="evict", readers=readers) for readers in ("all", "owner")]
+    several = [make_policy("h2o", 24, block=8), make_policy("quest", 16), make_policy("tova", 24)]
+    several += [make_policy("snapkv", 36, window=16, decode="evict")]
     return [*(make_policy(slug, 36) for slug in slugs), *several]
 
 
@@ -139,9 +128,8 @@ def test_the_bytes_of_full_are_those_of_transformers_own_cache(family: str) -> N
     assert asked.full_cache_bytes(45) == sum(x.numel() * 8 for x in held)
 
 
-@pytest.mark.parametrize("readers", ["owner", "all"])
-def test_later_prompts_saved_caches_and_contexts_go_on(tmp_path: Path, readers: str) -> None:
-    model, policy = model_of("gemma4"), make_policy("snapkv", 20, window=6, readers=readers)
+def test_later_prompts_saved_caches_and_contexts_go_on(tmp_path: Path) -> None:
+    model, policy = model_of("gemma4"), make_policy("snapkv", 20, window=6)
     first, second = torch.tensor([prompt(45, 1)]), torch.tensor([prompt(30, 2)])
     cache = KVCache(model.config, policy)
     with torch.no_grad():
@@ -160,61 +148,3 @@ def test_later_prompts_saved_caches_and_contexts_go_on(tmp_path: Path, readers: 
     assert grown.tokens == plain.tokens
     assert isinstance(asked.cache, KVCache)
     assert torch.equal(asked.cache.kept_tokens(), torch.full((3, 1, 2), 20 + 30 + NEW - 1))  # it grows
-
-
-@pytest.mark.parametrize("family", SHARING)
-def test_the_mean_over_readers_is_another_ones_choice_and_that_of_whole_prompts_padded_or_not(family: str) -> None:
-    prompts = [prompt(45, 1), prompt(30, 2)]
-    ids, mask = left_padded(prompts)
-    kept = {}
-    for readers in ("owner", "all"):
-        policy = make_policy("h2o", 20, readers=readers)
-        both = generate_tokens(model_of(family), ids, policy, attention_mask=mask, max_new_tokens=NEW)
-        alone = [generate_tokens(model_of(family), torch.tensor([one]), policy, max_new_tokens=NEW) for one in prompts]
-        assert both.tokens == [one.tokens[0] for one in alone]
-        kept[readers] = [layer.positions.sort(-1).values for layer in alone[0].cache.attention_layers]
-    assert [torch.equal(*both) for both in zip(*kept.values(), strict=True)][0::2] == [False, False]
-
-
-def test_text_is_rated_and_asked_about_block_by_block_and_token_by_token() -> None:
-    """Scores that wait for readers take a call for each block, and for each token that decoding evicts after."""
-    model, ids = model_of("gemma3n"), torch.tensor([prompt(60)])
-    policy = make_policy("h2o", 20, block=8, readers="all")
-    expected, cache = text_scores(model, ids, policy), KVCache(model.config, policy, prompt_length=60)
-    with torch.no_grad():
-        logits = torch.cat([model(block, past_key_values=cache).logits for block in ids.split(8, dim=1)], dim=1)
-    nll = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="none")
-    torch.testing.assert_close(expected.nll, nll)
-    tova = make_policy("tova", 20, readers="all")
-    rated = continuation_scores(model, ids[:, :45], ids[:, 45:], tova)
-    asked = generate_tokens(model, ids, tova, max_new_tokens=1, context_tokens=45)
-    for found in (rated.cache, asked.cache):
-        assert torch.equal(found.kept_tokens(), torch.full((3, 1, 2), 20))
-
-
-@pytest.mark.parametrize(
-    ("slug", "fields", "reason"),
-    [
-        ("tova", {"block": 16, "order": "evict_then_attend"}, "evicts before any layer attends"),
-        ("cake", {}, "shares its budget out by what the heads of each layer show"),
-        ("expected_attention", {}, "asks a layer for its rotation"),
-        ("kvzip", {}, "has the model look at a prompt more than once"),
-    ],
-)
-def test_what_is_about_one_layer_takes_no_mean_over_readers(slug: str, fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        make_policy(slug, 40, readers="all", **fields)
-
-
-def test_calls_in_which_readers_come_too_late_are_refused() -> None:
-    model, ids = model_of("gemma4"), torch.tensor([prompt(45)])
-    with pytest.raises(ValueError, match="this model has none: use readers=owner"):
-        KVCache(tiny("gemma2").config, make_policy("h2o", 20, readers="all"))
-    with pytest.raises(ValueError, match="several steps of its schedule"), torch.no_grad():
-        model(ids, past_key_values=KVCache(model.config, make_policy("h2o", 20, block=8, readers="all")))
-    if transformers.__version__ >= "5.23":  # before, Gemma 4's readers compute every token of a prompt
-        cache = KVCache(model.config, make_policy("h2o", 20, readers="all"))
-        with pytest.raises(ValueError, match="logits_to_keep=0 or readers=owner"):
-            model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
-    with pytest.raises(ValueError, match="what the readers of a layer show"):
-        predict(make_policy("snapkv", 40, decode="evict", readers="all"), cache_shape("pocket"), 45)

@@ -1,60 +1,33 @@
-"""What W&B is told during a run, of a sweep, after an interrupt and in a rerun; once with W&B's own files."""
+"""`logger=wandb` with W&B itself, offline: what its files hold; and that no tracker can delay or change a run."""
 
 import json
 import logging
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
 from plotted_runs import sample, write_run
 from small_cells import SMALL, small_cell
 
 from kvbench.analysis.load import read_result
-from kvbench.cli import main
+from kvbench.analysis.result import Result
 from kvbench.engine.run import run_cells
 from kvbench.identity.cell import Cell
-from kvbench.records.samples import read_samples
-from kvbench.report.command import main as results
-from kvbench.report.trackers.run_info import example_table
-from kvbench.report.trackers.wandb_settings import WandbSettings
-from kvbench.report.trackers.wandb_watch import WandbWatch
-from kvbench.report.trackers.watching import make_watch
+from kvbench.records.sample import Sample
+from kvbench.report.trackers.wandb_logger import WandbLogger, WandbWatch, history_row
+from kvbench.report.trackers.watching import InThread, Quiet, make_watch
+from kvbench.terminal.errors import UsageError
 
 TARGET = "kvbench.report.trackers.wandb_logger.WandbLogger"
-
-
-@dataclass
-class Run:
-    """A run of W&B that keeps what it is told."""
-
-    given: dict[str, Any]
-    resumed: bool = False
-    history: list[dict[str, Any]] = field(default_factory=list)
-    summary: dict[str, Any] = field(default_factory=dict)
-    exit_code: int | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return self.__dict__["given"][name]
-
-    def define_metric(self, *_: Any, **__: Any) -> None:
-        """Summaries are whatever they are told."""
-
-    def log(self, row: dict[str, Any], step: int = 0, commit: bool = True) -> None:
-        self.history.append({"_step": step, **row})
-
-    def finish(self, exit_code: int = 0) -> None:
-        self.exit_code = exit_code
-
-    def column(self, name: str) -> list[Any]:
-        return [row[name] for row in self.history]
-
-    def table(self, name: str) -> list[dict[str, Any]]:
-        found = self.summary.get(name) or self.history[-1][name]
-        return [dict(zip(found.columns, row, strict=True)) for row in found.data]
 
 
 @pytest.fixture(autouse=True)
@@ -70,77 +43,97 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     wandb.teardown()
 
 
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
-    """The runs that W&B is asked to begin, in their order."""
+class Stored:
+    """One offline run, from W&B's own file: its description, history, last summary, and exit code."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.history, self.summary, self.config = path, [], {}, {}
+        for record in _records(path.read_bytes()):
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                self.run, self.config = record.run, _items(record.run.config.update)
+            elif kind == "history":
+                self.history.append(_items(record.history.item))
+            elif kind == "summary":
+                self.summary |= _items(record.summary.update)
+            elif kind == "exit":
+                self.exit_code = record.exit.exit_code
+
+    def column(self, name: str) -> list[Any]:
+        return [row.get(name) for row in self.history]
+
+    def table(self, path: str) -> list[dict[str, Any]]:
+        found = json.loads((self.path.parent / "files" / path).read_text())
+        return [dict(zip(found["columns"], row, strict=True)) for row in found["data"]]
+
+
+def _records(data: bytes) -> Iterator[Any]:
+    """The records of a file: LevelDB's log format, blocks of 32 KiB, after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    at, whole = 7, b""
+    while at + 7 <= len(data):
+        if (left := 2**15 - at % 2**15) < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield Record.FromString(whole)
+            whole = b""
+
+
+def _items(items: Any) -> dict[str, Any]:
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def stored(folder: Path) -> list[Stored]:
+    """The runs in a folder of W&B, the oldest first, once its process has written them."""
     import wandb
 
-    begun: list[Run] = []
-
-    def init(**given: Any) -> Run:
-        (Path(given["dir"]) / "wandb").mkdir(exist_ok=True)  # where W&B's files would lie
-        begun.append(Run(given))
-        return begun[-1]
-
-    monkeypatch.setattr(wandb, "init", init)
-    return begun
+    wandb.teardown()
+    return [
+        Stored(path)
+        for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime)
+    ]
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-
-
-def test_a_sweep_is_a_run_per_cell_and_one_of_its_own(tmp_path: Path, tiny_model: Path, told: list[Run]) -> None:
+def test_a_sweep_is_one_offline_run_for_each_run_and_one_with_the_table(tmp_path: Path, tiny_model: Path) -> None:
     out = tmp_path / "mine"
     asked = [("streamingllm", 40), ("streamingllm", 80), ("full", 40)]
     cells = [small_cell(out, tiny_model, policy, budget, "engine.rows=1") for policy, budget in asked]
     node = {"_target_": TARGET, "project": "caches", "entity": "lab", "tags": ["a", "b"], "folder": str(out)}
-
-    def sweep() -> None:
-        watch = make_watch(node, "mine")
-        watch.close([read_result(ending.folder) for ending in run_cells(cells, watch) if ending.folder])
-
-    sweep()
-    found = {run.id: run for run in told}
+    watch = make_watch(node, "mine")
+    watch.close([read_result(ending.folder) for ending in run_cells(cells, watch) if ending.folder])
+    found = {one.run.run_id: one for one in stored(out)}
     assert set(found) == {*(cell.run_id for cell in cells), "sweep-mine"}
-    assert len(found) == len(told)
     for cell in cells:
-        run, wrote = found[cell.run_id], lines(cell.folder)
-        assert (run.project, run.entity, run.group, run.job_type) == ("caches", "lab", "mine", "niah")
-        assert (tuple(run.tags), run.exit_code) == (("a", "b"), 0)
-        assert run.column("_step") == [0, 1, 2]
-        kept = [fmean(n for layer in line["kept_tokens"] for n in layer) for line in wrote]
-        assert run.column("example/kept_tokens") == kept
+        one = found[cell.run_id]
+        lines = [json.loads(line) for line in (cell.folder / "samples.jsonl").read_text().splitlines()]
+        assert (one.run.project, one.run.entity, one.run.run_group) == ("caches", "lab", "mine")
+        assert (one.run.job_type, [*one.run.tags], one.exit_code) == ("niah", ["a", "b"], 0)
+        kept = [fmean(n for layer in line["kept_tokens"] for n in layer) for line in lines]
+        assert one.column("example/kept_tokens") == kept
         for column in ("score", "cache_bytes", "peak_bytes", "prefill_seconds", "decode_seconds"):
-            assert run.column(f"example/{column}") == [line[column] for line in wrote], column
-        assert run.column("score") == [fmean(line["score"] for line in wrote[: n + 1]) for n in range(3)]
-        table = run.table("examples")
+            assert one.column(f"example/{column}") == [line[column] for line in lines], column
+        assert one.column("score") == [fmean(line["score"] for line in lines[: n + 1]) for n in range(3)]
+        table = one.table(one.summary["examples"]["path"])
         for column in ("prompt_hash", "output"):
-            assert [row[column] for row in table] == [line[column] for line in wrote]
-        assert ([row["depth"] for row in table], {row["length"] for row in table}) == ([0.0, 0.5, 1.0], {300})
+            assert [row[column] for row in table] == [line[column] for line in lines]
         metrics = json.loads((cell.folder / "metrics.json").read_text())
         for key in ("score", "score_low", "score_high", "kept_tokens", "cache_bytes", "prefill_seconds", "n"):
-            assert run.summary[key] == metrics[key], key
-        assert ("score_vs_full" in run.summary) == ("streamingllm" in cell.run_id)
+            assert one.summary[key] == metrics[key], key
+        assert ("score_vs_full" in one.summary) == ("streamingllm" in cell.run_id)
     tight = found[cells[0].run_id].config
     assert (tight["model"], tight["policy"], tight["budget"]) == (tiny_model.name, "streamingllm", 40)
     assert (tight["schedule"], tight["policy.scorer.sinks"], tight["task.lengths"]) == ("prompt", 4, [300])
-    whole = found["sweep-mine"]
-    assert (whole.name, whole.group, whole.job_type) == ("sweep-mine", "mine", "sweep")
-    assert {row["run_id"] for row in whole.table("table")} == {cell.run_id for cell in cells}
-    assert {"budget", "bytes", "heatmap"} <= set(whole.history[0])
-
-    sweep()
-    assert len(told) == len(found), "a rerun of what is complete logs nothing new"
-
-
-def logger(place: Path) -> WandbSettings:
-    place.mkdir(exist_ok=True)
-    return WandbSettings(folder=str(place)).resolved()
+    (whole,) = found["sweep-mine"].history
+    assert {row["run_id"] for row in found["sweep-mine"].table(whole["table/path"])} == {cell.run_id for cell in cells}
+    assert {"budget/path", "bytes/path", "heatmap/path"} <= set(whole)
 
 
 class Replayed(Cell):
-    """A cell whose results lie on disk already: what a watch asks of it is read from there."""
+    """A run on disk, as a watch sees it while it is computed."""
 
     def __init__(self, folder: Path) -> None:
         self.__dict__["row"] = read_result(folder)
@@ -149,125 +142,163 @@ class Replayed(Cell):
     folder = property(lambda self: self.row.folder)
     identity = property(lambda self: self.row.identity)
     naming = property(lambda self: self.row.naming)
-
-    @property
-    def device(self) -> Any:
-        import torch
-
-        return torch.device("cpu")
+    device = property(lambda self: torch.device("cpu"))
 
 
 def written(out: Path, policy: str, scores: list[float | None], budget: int | None = 64) -> Replayed:
     return Replayed(write_run(out, policy, [sample(i, score) for i, score in enumerate(scores)], budget))
 
 
-def test_cells_in_step_have_their_own_curves_and_the_difference_to_full_whichever_ends_first(
-    tmp_path: Path, told: list[Run]
-) -> None:
-    tova = written(tmp_path, "tova", [1.0, 0.0, 0.0])
-    full = written(tmp_path, "full", [1.0, 1.0, 0.0], None)
-    watch = WandbWatch(logger(tmp_path / "w"), "both")
-    for cell in (tova, full):
-        watch.started(cell, (), 4)
+def test_runs_computed_together_have_their_own_curves_and_the_difference_to_full(tmp_path: Path) -> None:
+    cells = written(tmp_path, "tova", [1.0, 0.0, 0.0]), written(tmp_path, "full", [1.0, 1.0, 0.0], None)
+    watch = WandbWatch(WandbLogger(folder=str(tmp_path)), "both")
+    for cell in cells:
+        watch.started(cell, (), 3)
     for index in range(3):
-        for cell in (tova, full):
+        for cell in cells:
             watch.finished(cell, cell.row.samples[index])
-    for cell in (tova, full):
+    for cell in cells:
         watch.ended(cell, None)
-    watch.close()
-    assert [run.id for run in told] == [tova.run_id, full.run_id], "a share of a sweep does not speak for the whole"
-    assert told[0].column("score") == [1.0, 0.5, pytest.approx(1 / 3)]
-    assert told[1].column("score") == [1.0, 1.0, pytest.approx(2 / 3)]
-    assert told[0].summary["score_vs_full"] == pytest.approx(-1 / 3)
-    assert told[0].summary["score_vs_full_low"] < -1 / 3 < told[0].summary["score_vs_full_high"]
-    assert "score_vs_full" not in told[1].summary
+    watch.close()  # a part of a sweep, which sends no table
+    tova, full = sorted(stored(tmp_path), key=lambda one: one.summary["score"])
+    assert tova.column("score") == [1.0, 0.5, pytest.approx(1 / 3)]
+    assert full.column("score") == [1.0, 1.0, pytest.approx(2 / 3)]
+    assert tova.summary["score_vs_full"] == pytest.approx(-1 / 3)
+    assert "score_vs_full" not in full.summary
 
 
-def test_the_table_numbers_the_answers_to_a_prompt_where_there_are_several() -> None:
-    one, *several = sample(0, 1.0), *(replace(sample(i, 1.0), sample=i % 2) for i in range(4))
-    columns, rows = example_table(several)
-    assert [row[columns.index("sample")] for row in rows] == [0, 1, 0, 1]
-    assert "sample" not in example_table([one])[0]
-
-
-def test_a_resumed_cell_continues_its_run_at_the_next_example(tmp_path: Path, told: list[Run]) -> None:
+def test_an_interrupted_run_is_whole_in_the_file_of_the_command_that_continues_it(tmp_path: Path) -> None:
     cell = written(tmp_path, "tova", [1.0, 0.0, 1.0, 0.0])
     samples = cell.row.samples
-    watch = WandbWatch(logger(tmp_path / "w"), "s")
-    watch.started(cell, (), 4)
-    for one in samples[:2]:
-        watch.finished(cell, one)
-    watch.close()  # as Ctrl-C leaves it
-    watch = WandbWatch(logger(tmp_path / "w"), "s")
-    watch.started(cell, samples[:3], 4)  # the third was on disk, but W&B had not heard of it
-    watch.finished(cell, samples[3])
-    watch.ended(cell, None)
-    watch.close()
-    first, second = told
-    assert first.id == second.id == cell.run_id
+    for name, done in {"first": 0, "second": 2}.items():
+        watch = WandbWatch(WandbLogger(folder=str(tmp_path / name)), None)
+        (tmp_path / name).mkdir()
+        watch.started(cell, samples[:done], 4)
+        for one in samples[done : done + 2]:
+            watch.finished(cell, one)
+        if done:
+            watch.ended(cell, None)
+        watch.close()
+    (first,), (second,) = stored(tmp_path / "first"), stored(tmp_path / "second")
+    assert first.run.run_id == second.run.run_id == cell.run_id
     assert (first.exit_code, second.exit_code) == (130, 0)
-    assert (first.column("_step"), second.column("_step")) == ([0, 1], [2, 3])
-    assert second.column("score") == [pytest.approx(2 / 3), 0.5]
-    assert len(second.table("examples")) == 4
+    assert (first.column("score"), second.column("score")) == ([1.0, 0.5], [1.0, 0.5, pytest.approx(2 / 3), 0.5])
+    assert len(second.table(second.summary["examples"]["path"])) == 4
     assert "examples" not in first.summary
 
 
-def test_cells_that_failed_and_runs_with_failed_examples_say_so_and_what_computed_nothing_says_nothing(
-    tmp_path: Path, told: list[Run]
-) -> None:
+def test_failed_runs_and_failed_examples_are_marked_and_a_complete_run_is_not_sent_again(tmp_path: Path) -> None:
     cell, other = written(tmp_path / "a", "tova", [1.0, None]), written(tmp_path / "b", "h2o", [1.0, None])
-    watch = WandbWatch(logger(tmp_path / "w"), None)
-    watch.started(cell, (), 4)
-    watch.finished(cell, cell.row.samples[0])
+    complete = written(tmp_path / "c", "cake", [1.0])
+    watch = WandbWatch(WandbLogger(folder=str(tmp_path)), None)
+    watch.started(cell, cell.row.samples[:1], 2)
     watch.ended(cell, OSError("no space"))
-    watch.ended(other, None)
-    (run,) = told
-    assert (run.exit_code, run.summary["error"], run.group) == (1, "OSError: no space", None)
     watch.started(other, other.row.samples, 2)
     watch.ended(other, None)
-    watch.close([other.row])
-    _, run = told
-    assert (run.exit_code, run.summary["n_failed"], run.history[-1]["n_failed"]) == (1, 1, 1)
-    assert "score" not in run.summary
-    assert run.table("examples")[1]["error"].startswith("BudgetError")
+    watch.ended(complete, None)
+    watch.close([other.row, complete.row])
+    failed, broken = stored(tmp_path)
+    assert (failed.exit_code, failed.summary["error"]) == (1, "OSError: no space")
+    assert (broken.exit_code, broken.summary["n_failed"], broken.history[-1]["n_failed"]) == (1, 1, 1)
+    assert "score" not in broken.summary
+    assert broken.table(broken.summary["examples"]["path"])[1]["error"].startswith("BudgetError")
 
 
-def test_old_results_are_sent_once_and_with_a_later_full_once_more(
-    tmp_path: Path, told: list[Run], capsys: pytest.CaptureFixture[str]
+def test_the_running_score_is_that_of_all_examples_so_far_and_ends_with_the_first_failure() -> None:
+    made = [sample(0, 1.0), sample(1, 0.0), sample(2, None), sample(3, 1.0)]
+    rows = [history_row(made[: n + 1]) for n in range(4)]
+    assert [row.get("score") for row in rows] == [1.0, 0.5, None, None]
+    assert (rows[1]["score_low"], rows[1]["score_high"]) == pytest.approx((0.0945, 0.9055), abs=1e-4)  # Wilson, 1 of 2
+    assert [row["n_failed"] for row in rows] == [0, 0, 1, 1]
+    assert rows[0]["example/kept_tokens"] == 15  # of heads that hold 10 and 20
+    assert "example/score" not in rows[2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mode": "sometimes"}, "logger.mode=sometimes is not allowed, choose one of offline, online, disabled"),
+        ({"project": "a/b"}, "logger.project=a/b is refused by W&B"),
+        ({"folder": "/proc/none"}, "logger.folder=/proc/none cannot be made"),
+        ({"tags": "x"}, "logger.tags=x must be a list of texts"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_is_computed(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        make_watch({"_target_": TARGET, **fields}, "sweep")
+    assert message in str(refused.value)
+
+
+class Broken(Quiet):
+    """A tracker that fails at one of its calls."""
+
+    def __init__(self, call: str, error: BaseException) -> None:
+        self.calls: list[str] = []
+        self._call, self._error = call, error
+
+    def _take(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self._call:
+            raise self._error
+
+    def started(self, cell: Cell, done: Sequence[Sample], total: int) -> None:
+        self._take("started")
+
+    def finished(self, cell: Cell, sample: Sample) -> None:
+        self._take("finished")
+
+    def ended(self, cell: Cell, error: Exception | None) -> None:
+        self._take("ended")
+
+    def close(self, records: Sequence[Result] = ()) -> None:
+        self._take("close")
+
+
+CALLS = ["started", "finished", "finished", "finished", "ended", "close"]
+
+
+@pytest.mark.parametrize("call", ["started", "finished", "ended", "close", "never"])
+@pytest.mark.parametrize("error", [RuntimeError("no network\nmore"), SystemExit(3)], ids=["error", "exit"])
+def test_a_tracker_that_raises_is_one_warning_and_changes_nothing(
+    call: str, error: BaseException, tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    out = tmp_path / "old"
-    tova = written(out, "tova", [1.0, 0.0])
-    for sent in ("1 of 1 runs -> ", "0 of 1 runs -> "):
-        assert results(["wandb", str(out), "--tags", "x", "--project", "p"]) == 0
-        assert capsys.readouterr().out.startswith(sent)
-        assert [run.id for run in told] == [tova.run_id, "sweep-old"]
-    run = told[0]
-    assert (run.project, run.group, tuple(run.tags), run.job_type) == ("p", "old", ("x",), "niah")
-    assert run.column("score") == [1.0, 0.5]
-    assert "score_vs_full" not in run.summary
-
-    full = written(out / "more", "full", [1.0, 1.0], None)
-    assert results(["wandb", str(out), "--project", "p"]) == 0
-    assert capsys.readouterr().out.startswith("2 of 2 runs -> ")
-    again = {run.id: run for run in told[2:]}
-    assert (len(again[tova.run_id].history), len(again[full.run_id].history)) == (0, 2), "no point is sent twice"
-    assert again[tova.run_id].summary["score_vs_full"] == -0.5
+    broken = Broken(call, error)
+    watch = InThread(broken, "some", patience=60)
+    (ending,) = run_cells([small_cell(tmp_path, tiny_model)], watch)
+    watch.close()
+    watch.close()  # a second call does nothing
+    assert ending.error is None
+    assert len((ending.folder / "samples.jsonl").read_text().splitlines()) == 3
+    assert broken.calls == (CALLS if call == "never" else CALLS[: CALLS.index(call) + 1])
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == (call != "never")
+    assert all(w.startswith(f"logger=some failed ({type(error).__name__}: ") for w in warnings)
 
 
-def test_an_error_of_wandb_changes_neither_results_nor_the_exit_code(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, told: list[Run]
-) -> None:
-    import wandb
+def test_a_tracker_that_hangs_delays_the_end_by_its_patience_at_most(caplog: pytest.LogCaptureFixture) -> None:
+    stuck = threading.Event()
 
-    def broken(*_: Any, **__: Any) -> None:
-        raise wandb.Error("the server is on fire")
+    class Hanging(Quiet):
+        def close(self, records: Sequence[Result] = ()) -> None:
+            stuck.wait(60)
 
-    command = [f"model={tiny_model}", "policy=streamingllm", "budget=40", *SMALL, "out=o", "logger=wandb"]
-    with caplog.at_level(logging.WARNING), monkeypatch.context() as patched:
-        patched.setattr(wandb, "init", broken)
-        assert main(command) == 0
-    assert "logger=wandb is told no more (Error: the server is on fire)" in caplog.text
-    (folder,) = (path.parent for path in Path("o").glob("*/samples.jsonl"))
-    assert len(read_samples(folder / "samples.jsonl")) == 3
-    assert results(["wandb", "o"]) == 0
-    assert [run.id for run in told] == [folder.name, "sweep-o"]
+    InThread(Hanging(), "some", patience=0.1).close()
+    stuck.set()
+    assert "logger=some has not sent everything after 0.1 s" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_server_that_never_answers_does_not_hang_a_run(tmp_path: Path, tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        command = [f"model={tiny_model}", "policy=streamingllm", "budget=40", *SMALL, "out=o", "logger=wandb"]
+        ended = subprocess.run(
+            [sys.executable, "-m", "kvbench", *command, "logger.mode=online", "logger.patience=2"],
+            env={**os.environ, "WANDB_BASE_URL": address, "WANDB_API_KEY": "a" * 40},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert ended.returncode == 0, ended.stderr
+    assert "logger=wandb" in ended.stderr
+    assert len([*Path("o").glob("*/metrics.json")]) == 1

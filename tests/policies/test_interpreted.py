@@ -65,7 +65,7 @@ def decodes_in_kernels(interpret: Interpreter, case: str) -> None:
     slug, family, rows = case.split(":")
     budget = None if slug == "full" else 36
     got = same(interpret, slug, family=family, lengths=[48 - 3 * row for row in range(int(rows))], budget=budget)
-    assert got["launches"]["_attend_list"] == STEPS
+    assert got["launches"]["_attend"] == STEPS
     assert got["second passes"] == 0 or slug not in WEIGHTS
 
 
@@ -79,13 +79,13 @@ def test_sequences_of_several_budgets_attend_in_one_launch_and_keep_the_same_tok
     got, expected = interpret(run_rows, **case), run_rows(**case)
     assert got["tokens"] == expected["tokens"]
     assert got["kept"] == expected["kept"]
-    assert got["launches"]["_attend_list"] == 2 * (3 * 2 + 3)
+    assert got["launches"]["_attend"] == 2 * (3 * 2 + 3)
 
 
 @pytest.mark.slow("interprets kernels")
 def test_a_prompt_s_eviction_keeps_the_same_tokens_of_sequences_of_two_lengths(interpret: Interpreter) -> None:
     got = same(interpret, "caote_snapkv", lengths=(45, 38), budget=20, fields=OF_A_PROMPT)
-    assert {"_statistics", "_errors", "_select", "_compact"} <= set(got["launches"])
+    assert "_over_window" in got["launches"]
 
 
 @pytest.mark.slow("interprets kernels")

@@ -34,16 +34,14 @@ def score(
     return task.score(tokenizer.decode(out[0, inputs.input_ids.shape[1] :], skip_special_tokens=True), example)
 
 
-def test_the_shipped_tokenizer_is_the_one_the_script_builds(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+def test_the_tokenizer_cuts_digits_by_three_and_any_text_survives_a_round_trip(
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
-    from pocket_tokenizer import build_tokenizer
-
-    assert tokenizer.get_vocab() == build_tokenizer().get_vocab()
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode("5285656", add_special_tokens=False)]
+    assert pieces == ["528", "565", "6"]
     text = "One of the special magic numbers for able-acorn is: 5285656.\nVAR DMNOI = VAR QXZRT \u6f22\u5b57 \u00fcber"
     ids = tokenizer(text).input_ids
-    assert ids == build_tokenizer().encode(text).ids
+    assert ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(ids[1:]) == text
 
 

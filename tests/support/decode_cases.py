@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.decode_attention import NewTokens, decode_attention_triton
-from kvbench.kernels.decode_attention_flat import decode_attention_flat_triton
+from kvbench.kernels.decode import decode_attention, decode_attention_flat
+from kvbench.kernels.references import NewTokens
 
 
 @dataclass(frozen=True)
@@ -96,14 +95,10 @@ class DecodeCase:
         return stored
 
 
-def decoded(
-    call: dict[str, Any],
-    padded: Callable[..., Any] = decode_attention_triton,
-    flat: Callable[..., Any] = decode_attention_flat_triton,
-) -> dict[str, Tensor | None]:
-    """Every result of a call by name, of the function that takes flat segments if any; `sums` as it left them."""
-    function = flat if "starts" in call else padded
-    found = {**function(**call)._asdict(), "sums": call.get("sums")}
+def decoded(call: dict[str, Any]) -> dict[str, Tensor | None]:
+    """Every result of a call by name; `sums`, and keys and values that took new tokens in, as it left them."""
+    found = {**(decode_attention_flat if "starts" in call else decode_attention)(**call)._asdict()}
+    found["sums"] = call.get("sums")
     return found | {name: call[name].nan_to_num() for name in ("keys", "values") if call.get("new_tokens")}
 
 

@@ -14,7 +14,7 @@ from kv_runs import run_greedy
 from kvbench import make_policy
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
-from kvbench.kernels import jit
+from kvbench.kernels import tiles
 from kvbench.policies import observation
 
 OVER_KEYS = ("attention_logits", "rows_and_sight", "column_sums", "attention_moments")  # what reads all keys once more
@@ -66,7 +66,7 @@ def run_rows(slugs: Sequence[str], budgets: Sequence[int], lengths: Sequence[int
 def _launches(patch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts kernels by name, as they are launched."""
     counts: Counter[str] = Counter()
-    if not jit.INTERPRETED:
+    if not tiles.INTERPRETED:
         return counts
     from triton.runtime.interpreter import GridExecutor
 

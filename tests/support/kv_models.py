@@ -17,7 +17,6 @@ from transformers import (
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma4TextConfig,
-    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -29,7 +28,6 @@ from transformers import (
 VOCABULARY = 512
 PADDING = 0
 SLIDING = 24
-CHUNK = 16
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 
 Sizes = dict[str, Any]
@@ -51,16 +49,6 @@ def _config(family: str, sizes: Sizes) -> PreTrainedConfig:
         ),
         "gemma3n": lambda: Gemma3nTextConfig(
             **sharing(sizes), intermediate_size=[48] * 5, activation_sparsity_pattern=[0.0] * 5, altup_num_inputs=2
-        ),
-        "llama4": lambda: Llama4TextConfig(
-            **(sizes | {"num_hidden_layers": 3}),
-            head_dim=8,
-            layer_types=["chunked_attention", "full_attention", "chunked_attention"],
-            no_rope_layers=[1, 0, 1],
-            attention_chunk_size=CHUNK,
-            intermediate_size_mlp=48,
-            moe_layers=[],
-            floor_scale=16,
         ),
         "gemma4": lambda: Gemma4TextConfig(**sharing(sizes), global_head_dim=16, intermediate_size=48),
     }

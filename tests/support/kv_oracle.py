@@ -42,7 +42,6 @@ class Rules:
     norm_domain: str = "all"
     f_norm: str = "auto"
     granularity: str = "kv_head"
-    readers: str = "owner"
 
     @property
     def slug(self) -> str:

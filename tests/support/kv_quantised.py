@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.kernels.quantised_attention import Outliers, Packed, Side
+from kvbench.kernels.quantized import Outliers, Packed, Side
 
 
 @dataclass(frozen=True)

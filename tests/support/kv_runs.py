@@ -128,6 +128,5 @@ def policy_for(rules: Rules) -> Policy:
     if rules.value is not None:
         fields |= {"gqa": rules.gqa, "norm_domain": rules.norm_domain, "f_norm": rules.f_norm}
     fields |= {"granularity": rules.granularity, "order": rules.order, "decode": rules.decode}
-    fields |= {"readers": rules.readers}
     schedule: dict[str, Any] = {"schedule": "prompt"} if rules.block is None else {"block": rules.block}
     return make_policy(rules.slug, rules.budget, **schedule, **fields)

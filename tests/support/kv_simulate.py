@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from kv_layers import SlowLayers, SlowReaders
+from kv_layers import SlowLayers
 from kv_oracle import Glance, Rules, SlowSequence, Trace
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -76,19 +76,17 @@ def simulate(
     new_tokens: int,
     rules: Rules,
     owners: Mapping[int, int] | None = None,
-    chunks: Mapping[int, int] | None = None,
 ) -> Trace:
-    """Prefill the prompt and generate greedily under `rules`; owners, chunks: see `SlowLayers`."""
+    """Prefill the prompt and generate greedily under `rules`; owners: see `SlowLayers`."""
     config = model.config
     kv_heads = config.num_key_value_heads
     group = config.num_attention_heads // kv_heads
     layers = len(_places(config)) or config.num_hidden_layers
     sequence = SlowSequence(rules, layers, kv_heads, group, len(prompt))
     states = DynamicCache(config=config) if layers < config.num_hidden_layers else None
-    if owners or chunks:
+    if owners:
         layers, states = config.num_hidden_layers, None
-        kind = SlowReaders if rules.readers == "all" else SlowLayers
-        sequence = kind(rules, layers, kv_heads, group, len(prompt), owners or {}, chunks or {})
+        sequence = SlowLayers(rules, layers, kv_heads, group, len(prompt), owners)
     with attending(model, sequence):
         generate(model, list(prompt), new_tokens, sequence, states)
     return sequence.trace

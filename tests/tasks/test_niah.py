@@ -125,3 +125,12 @@ def test_a_number_that_stands_in_the_folder_is_not_hidden(tmp_path: Path, words:
     )
     task = Niah(lengths=(200,), depths=(0.5,), digits=2, data_dir=str(tmp_path))
     assert {example.references for example in task.examples(words, 0)} == {("57",)}
+
+
+@pytest.mark.parametrize("limit", [2, 4, 7])
+def test_any_limit_covers_lengths_and_depths(tokenizer: Tokenizer, limit: int) -> None:
+    depths = (0.0, 0.25, 0.5, 0.75, 1.0)
+    found = [e.metadata for e in Niah(lengths=(400, 600), depths=depths, repeats=2).examples(tokenizer, 0, limit)]
+    assert {about["length"] for about in found} == {400, 600}
+    assert {0.0, 1.0} <= {about["depth"] for about in found}
+    assert len({(about["length"], about["depth"]) for about in found}) == limit

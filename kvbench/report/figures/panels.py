@@ -1,4 +1,4 @@
-"""What pictures are made of: results by model and task, in each a line per policy, from a folder or a tidy table."""
+"""What figures are made of: results by model and task, one line for each policy."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from pathlib import Path
 from kvbench.analysis.columns import read_table
 from kvbench.analysis.load import Results, load_results
 from kvbench.analysis.result import Result
+from kvbench.errors import UsageError
+from kvbench.identity.labels import in_words
 from kvbench.report.figures.style import Look, family, palette
-from kvbench.terminal.errors import UsageError
 
 TABLES = (".csv", ".parquet")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """The results of one model and task, by line in the order of the legend, each line's by budget."""
+    """The results of one model and task: by line in the order of the legend, each line's by budget."""
 
     model: str
     task: str
@@ -25,11 +26,12 @@ class Panel:
 
     @property
     def cells(self) -> list[Result]:
+        """All its results."""
         return [cell for line in self.lines.values() for cell in line]
 
 
 def read(place: Path) -> list[Result]:
-    """All finished runs below a folder, or of a table that `results collect` wrote. Raises UsageError."""
+    """All runs below a folder, or of a table that `results collect` wrote. Raises UsageError."""
     if place.suffix in TABLES and place.is_file():
         return once(Results(read_table(place)))
     return once(load_results(place))
@@ -44,10 +46,10 @@ def once(rows: Iterable[Result]) -> list[Result]:
 
 
 def choose(rows: Sequence[Result], **wanted: Sequence[str]) -> list[Result]:
-    """The rows whose policy, task, model and budget are among those wanted (none wanted: all), named among themselves.
+    """The rows whose policy, task, model and budget are among those wanted (none wanted: all).
 
-    The full cache is always there, as rows without a budget are for any budget. A policy is meant by its preset or by
-    its whole name. Raises UsageError for a value that no row has.
+    The full cache is always there, and rows without a budget are there for any budget. A policy can be given by its
+    preset or by its whole label. Raises UsageError for a value that no row has.
     """
     chosen = list(rows)
     for field, values in wanted.items():
@@ -95,13 +97,24 @@ def looks(rows: Iterable[Result]) -> dict[str, Look]:
     return palette({row.line: family(row.identity["policy"]) for row in rows})
 
 
-def height(row: Result) -> float:
-    """The value of a row that has one."""
-    assert row.value is not None
-    return row.value
-
-
-def sides(row: Result) -> tuple[float, float]:
-    """How far the interval of a row's value reaches below and above it; 0 without an interval."""
-    low, high = row.ends or (height(row), height(row))
-    return max(0.0, height(row) - low), max(0.0, high - height(row))
+def notes(cells: Sequence[Result], first: str = "") -> list[str]:
+    """The notes under a figure: model, number of examples, schedules, and what makes a comparison doubtful."""
+    sizes = sorted({cell.n for cell in cells if cell.value is not None}) or [0]
+    many = f"n = {sizes[0]}" if len(sizes) == 1 else f"n = {sizes[0]} to {sizes[-1]}, not the same for all"
+    found = [f"Model: {', '.join(sorted({cell.model for cell in cells}))}. {many}. {first}".rstrip()]
+    moments = sorted({cell.moments for cell in cells if cell.when and not cell.reads})
+    words = ["; ".join(map(in_words, filter(None, own))) for own in moments]
+    if len(words) > 1:
+        found.append(f"Different schedules, which are different experiments: {' | '.join(words)}.")
+    elif words:
+        found.append(f"All policies that evict: {words[0]}.")
+    asked: dict[tuple[str, str], set[tuple[str, ...]]] = {}
+    for cell in cells:
+        if cell.samples:
+            asked.setdefault((cell.task, cell.model), set()).add(tuple(one.prompt_hash for one in cell.samples))
+    several = sorted(task for (task, _), examples in asked.items() if len(examples) > 1)
+    found += [f"Not the same examples for all: {', '.join(several)}."] if several else []
+    mixed = sorted({f"{cell.line} on {cell.task} ({cell.mixed})" for cell in cells if cell.mixed})
+    found += [f"Versions mixed within a run: {'; '.join(mixed)}."] if mixed else []
+    failed = [f"{c.line} {c.budget or ''} on {c.task} ({c.n_failed} of {c.n})" for c in cells if c.n_failed]
+    return [*found, *([f"Not drawn, because examples failed: {', '.join(failed)}."] if failed else [])]

@@ -1,79 +1,67 @@
-"""A picture of panels: the title above, legend and notes below. matplotlib's constrained layout places the panels."""
+"""A figure of panels: the title above, legend and notes below; matplotlib's constrained layout places the panels."""
 
 from __future__ import annotations
 
 import logging
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from kvbench.errors import UsageError
 from kvbench.report.figures.style import FAINT
-from kvbench.terminal.errors import UsageError
 
 log = logging.getLogger(__name__)
 
-TITLE, LABEL, NOTE = 10.5, 8.0, 7.5  # points
-LETTER = 0.0084  # inches that a letter takes on average, for each point of its size
 EDGE = 0.12  # inches of paper around everything
-BESIDE = 0.96  # inches that ticks, labels and edges take
-LEAST = 1.3  # inches of the narrowest panel
-STEP, TAKEN = 0.1, 0.65  # of the way to the next category: between two lines side by side, and all of them at most
-
-Legend = tuple[Sequence[Any], Sequence[str]]  # handles, labels
+LEAST = 2.1  # inches of the narrowest panel with its labels
 
 
 @dataclass(frozen=True)
 class Paper:
-    """What a picture is drawn for.
+    """What a figure is drawn for.
 
-    width: inches of the whole picture (None: what suits it). caption: whether title and notes are drawn; if not, they
-    are logged.
+    width: inches of the whole figure (None: what suits it). caption: draw title and notes, else log them. font,
+    font_size: see `style.house_style`. names: other names for the legend, by label. free_y: the y axis follows the
+    scores instead of 0 to 1. ylim: the limits of the y axis.
     """
 
     width: float | None = None
     caption: bool = True
+    font: str | None = None
+    font_size: float | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    free_y: bool = False
+    ylim: tuple[float, float] | None = None
+
+    def name(self, label: str) -> str:
+        """A label as the figure shows it: renamed as a whole, or its policy, which is the part before a space."""
+        policy, space, rest = label.partition(" ")
+        return self.names.get(label) or self.names.get(policy, policy) + space + rest
 
 
 class Sheet:
-    """`panels` panels of `width` by `height` inches, labels included, in at most `columns` columns.
-
-    On paper of a given width as many columns are made as fit. least: inches of the narrowest panel; beside: inches
-    that labels take beside it; in_shape: whether the height of a panel follows its width.
-    """
+    """Panels of `width` by `height` inches, labels included, in at most `columns` columns, as many as the paper has."""
 
     def __init__(
-        self,
-        panels: int,
-        columns: int,
-        width: float,
-        height: float,
-        paper: Paper | None = None,
-        least: float = LEAST,
-        beside: float = BESIDE,
-        in_shape: bool = True,
+        self, panels: int, columns: int, width: float, height: float, paper: Paper, least: float = LEAST
     ) -> None:
-        self.paper = paper or Paper()
-        self.columns = min(columns, panels)
-        total = max(self.columns * width, 4.4)
-        if self.paper.width is not None:
-            total = self.paper.width
-            if total < least + beside:
-                raise UsageError(
-                    f"--width {total:g} is too narrow for this picture, which needs {least + beside:.1f} inches"
-                )
-            self.columns = min(self.columns, max(1, int((total - beside) / least)))
-        self.rows = -(-panels // self.columns)
+        self.paper, self.columns = paper, min(columns, panels)
+        total = paper.width or max(self.columns * width, 4.4)
+        if total < least:
+            raise UsageError(f"--width {total:g} is too narrow for this figure, which needs {least:.1f} inches")
+        if paper.width:
+            self.columns = min(self.columns, int(total / least))
+        rows = -(-panels // self.columns)
         self.panel_width = total / self.columns
-        high = height * min(1.0, max(self.panel_width / width, 0.7)) if in_shape else height
-        self.figure = Figure(figsize=(total, self.rows * high))
+        self.figure = Figure(figsize=(total, rows * height * min(1.0, max(self.panel_width / width, 0.7))))
         FigureCanvasAgg(self.figure)
-        grid = self.figure.subplots(self.rows, self.columns, squeeze=False).flatten().tolist()
+        grid = self.figure.subplots(rows, self.columns, squeeze=False).flatten().tolist()
         for unused in grid[panels:]:
             unused.remove()
         self.axes: list[Axes] = grid[:panels]
@@ -86,76 +74,50 @@ class Sheet:
         """Whether no panel is below."""
         return index + self.columns >= len(self.axes)
 
-    def set_title(self, axes: Axes, words: str, size: float = 9.0, beside: float = 0.5) -> None:
-        """A panel's title, in lines of its width. beside: inches of the panel that labels take."""
-        axes.set_title(textwrap.fill(words, _letters(self.panel_width - beside, size)), loc="left", size=size)
+    def set_title(self, axes: Axes, words: str) -> None:
+        """A panel's title, in lines of its width."""
+        axes.set_title(textwrap.fill(words, _letters(self.panel_width - 0.6, 1.0)), loc="left")
 
-    def finish(self, title: str, notes: Sequence[str], legend: Legend | None = None) -> Figure:
-        """Add title, legend and notes, make the figure higher by what they take, and return it."""
+    def finish(self, title: str, notes: Sequence[str]) -> Figure:
+        """Add title, legend and notes below the panels, make the figure higher by what they take, and return it."""
         if not self.paper.caption:
             log.info("caption: %s. %s", title, " ".join(notes))
             title, notes = "", ()
         wide, high = self.figure.get_size_inches()
-        inside = wide - 2 * EDGE
-        text = "\n".join(textwrap.fill(note, _letters(1.08 * inside, NOTE), break_on_hyphens=False) for note in notes)
-        foot = self.figure.text(EDGE / wide, 0, text, size=NOTE, color=FAINT, linespacing=1.35)
-        key = self.figure.legend(*legend, **_in_columns(legend[1], inside)) if legend is not None else None
+        text = "\n".join(textwrap.fill(note, _letters(wide - EDGE, 0.83), break_on_hyphens=False) for note in notes)
+        head = textwrap.fill(title, _letters(wide - EDGE, 1.15))
+        foot = self.figure.text(EDGE / wide, 0, text, size=0.83 * rcParams["font.size"], color=FAINT, linespacing=1.35)
+        key = self._legend(wide)
+        above = 0.023 * rcParams["font.size"] * (head.count("\n") + 1) * bool(head) + EDGE
         foot_high, key_high = (0.0 if not x else _inches_high(x) + EDGE for x in (text and foot, key))
-        head = textwrap.fill(title, _letters(1.08 * inside, TITLE))
-        above = 0.02 * TITLE * (head.count("\n") + 1) * bool(head) + EDGE
         total = above + high + key_high + foot_high
         self.figure.set_size_inches(wide, total)
-        self.figure.text(EDGE / wide, 1 - EDGE / total, head, size=TITLE, va="top")
+        self.figure.text(EDGE / wide, 1 - EDGE / total, head, size=1.15 * rcParams["font.size"], va="top")
         foot.set_y(EDGE / total)
         if key is not None:
             key.set_bbox_to_anchor((0.5, (EDGE / 2 + foot_high) / total))
         panels = (0.0, (key_high + foot_high) / total, 1.0, high / total)
-        self.figure.set_layout_engine("constrained", rect=panels, w_pad=0.1, h_pad=0.06)
+        self.figure.set_layout_engine("constrained", rect=panels, w_pad=0.08, h_pad=0.06)
         return self.figure
+
+    def _legend(self, wide: float) -> Any:  # noqa: ANN401 - a matplotlib legend
+        """Every line of some panel once, under its new name, in as many columns as fit; None without a line."""
+        found: dict[str, Any] = {}
+        for axes in self.axes:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                found.setdefault(self.paper.name(label), handle)
+        if not found:
+            return None
+        each = 0.6 + 0.0075 * rcParams["font.size"] * max(map(len, found))
+        columns = max(1, min(len(found), int((wide - 2 * EDGE) / each)))
+        look: dict[str, Any] = {"loc": "lower center", "handlelength": 3, "borderaxespad": 0, "columnspacing": 1.6}
+        return self.figure.legend(list(found.values()), list(found), ncols=columns, **look)
 
 
 def _letters(inches: float, size: float) -> int:
-    """How many letters of a size stand in a line."""
-    return max(12, int(inches / (LETTER * size)))
+    """How many letters of a relative size stand in a line."""
+    return max(12, int(inches / (0.0078 * size * rcParams["font.size"])))
 
 
 def _inches_high(words: Any) -> float:  # noqa: ANN401 - a text or a legend
     return float(words.get_window_extent().height) / float(words.get_figure(root=True).dpi)
-
-
-def _in_columns(labels: Sequence[str], wide: float) -> dict[str, Any]:
-    """Arguments of a legend below the panels: as many columns as fit."""
-    each = 0.58 + LETTER * LABEL * max(map(len, labels), default=0)
-    columns = max(1, min(len(labels), int(wide / each)))
-    return {"loc": "lower center", "ncols": columns, "handlelength": 3, "borderaxespad": 0, "columnspacing": 1.6}
-
-
-def legend_of(panels: Sequence[Axes]) -> Legend:
-    """Every line that some panel has, once."""
-    found: dict[str, Any] = {}
-    for axes in panels:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    return list(found.values()), list(found)
-
-
-def inches_wide(words: Sequence[str], size: float = LABEL) -> float:
-    """About the width of the longest of some words."""
-    return LETTER * size * max(map(len, words), default=0)
-
-
-def side_by_side(lines: int) -> list[float]:
-    """Where lines stand around a category, so that none covers another: shares of the way to the next, in order."""
-    step = min(STEP, TAKEN / max(lines - 1, 1))
-    return [step * (place - (lines - 1) / 2) for place in range(lines)]
-
-
-def by_factors(axes: Axes, which: str, ends: Sequence[float]) -> None:
-    """Plain numbers on a logarithmic axis ("x" or "y"). ends: the smallest and the largest value."""
-    low, high = ends
-    axes.set(**{f"{which}scale": "log"})
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    steps = (1, 2, 5) if high < 200 * low else (1,)
-    axis.set_major_locator(MaxNLocator(4) if high < 4 * low else LogLocator(10, subs=steps))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))

@@ -1,7 +1,7 @@
-"""How every picture of kvbench looks: colours, markers, type, and files that are the same each time.
+"""How every figure of kvbench looks: the style file, and one colour, marker and line style for each policy.
 
-A policy has its own marker and line style everywhere, so that a picture can be read in grey; policies that score tokens
-alike (`snapkv`, `caote_snapkv`, `pyramidkv`) share a hue. The hues are told apart with red-green blindness too.
+Policies with the same scorer (`snapkv`, `caote_snapkv`, `pyramidkv`) share a hue. Markers and line styles also
+differ, so a figure can be read in grey, and the hues differ for red-green blind readers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -19,57 +20,31 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from kvbench.config.presets import policy_config
+from kvbench.records.files import atomic_write
 
 FORMATS = (".svg", ".png", ".pdf")
 HUES = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#7A0019", "#3B2E8C")
-"""Six of Okabe and Ito (2008); for more families, two dark ones as far from them as they are from each other."""
+"""Six hues of Okabe and Ito (2008), and two dark ones for more families."""
 FIRST = 6
 MARKERS = "os^DvPX<>phd*H8"
 LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
-INK, FAINT, GRID = "#222222", "#6b6b6b", "#dddddd"
-HEAT = "cividis"  # from dark to light without a step back: it can be printed in grey
+INK, FAINT = "#222222", "#6b6b6b"
+HEAT = "cividis"
 BASELINE = "full"
-DPI = 150  # of PNGs: text is measured as it will be drawn
-
-_RC: dict[Any, Any] = {
-    "svg.hashsalt": "kvbench",
-    "svg.fonttype": "none",  # text that can be searched and edited
-    "pdf.fonttype": 42,  # TrueType, which journals ask for
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.labelsize": 9,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.6,
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "text.color": INK,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "lines.linewidth": 1.5,
-    "lines.markersize": 5,
-    "figure.facecolor": "white",
-    "image.cmap": HEAT,
-    "figure.dpi": DPI,
-}
 
 
 @contextmanager
-def house_style() -> Iterator[None]:
-    """Make and write figures inside it: matplotlib reads the settings at both."""
-    with mpl.style.context("default"), mpl.rc_context(_RC):
+def house_style(font: str | None = None, font_size: float | None = None) -> Iterator[None]:
+    """Draw and write figures inside it: matplotlib reads its settings at both.
+
+    font: a family such as "serif" or "Times New Roman". font_size: points of the text, to which the rest is relative.
+    """
+    more: dict[Any, Any] = {"font.family": font} if font else {}
+    more |= {"font.size": font_size} if font_size else {}
+    with mpl.style.context(["default", Path(__file__).with_name("kvbench.mplstyle")]), mpl.rc_context(more):
         yield
 
 
@@ -85,24 +60,19 @@ class Look:
     @property
     def plot(self) -> dict[str, Any]:
         """Arguments of `Axes.plot`."""
-        return {"color": self.colour, "linestyle": self.line, **self.points}
-
-    @property
-    def points(self) -> dict[str, Any]:
-        """Arguments of `Axes.plot` for the markers alone."""
         face = "white" if self.hollow else self.colour
-        return {"marker": self.marker, "markerfacecolor": face, "markeredgecolor": self.colour}
+        style = {"marker": self.marker, "markerfacecolor": face, "markeredgecolor": self.colour}
+        return {"color": self.colour, "linestyle": self.line, **style}
 
 
 FULL = Look("#000000", "", (0, (6, 2)))
 
 
 def palette(families: Mapping[str, str]) -> dict[str, Look]:
-    """The look of every policy, from its family. families: by policy.
+    """The look of every policy. families: the family of each policy.
 
-    A family takes the hue of its name where that is free, else the next free one; only beyond eight do some share one.
-    Of those that share a hue the first has it pure, which in a family is the plain method, the others are darker and
-    lighter.
+    A family has the hue of its name if it is free, else the next free one. Within a family the plain method has the
+    pure hue, and the others darker and lighter shades.
     """
     hues = _hues(sorted(set(families.values()) - {BASELINE}))
     ordered = sorted((f, not p.startswith(f), len(p), p) for p, f in families.items() if f != BASELINE)
@@ -127,7 +97,7 @@ def _hues(families: Sequence[str]) -> dict[str, str]:
 
 
 def _shade(hue: str, place: int) -> str:
-    """The hue itself, then darker and once lighter; a light hue only darker, a dark one only lighter."""
+    """The hue itself for place 0, then darker and lighter shades; a dark hue becomes only lighter."""
     if place == 0:
         return hue
     share, own = min(0.22 + 0.12 * place, 0.6), np.array(to_rgb(hue))
@@ -137,11 +107,11 @@ def _shade(hue: str, place: int) -> str:
 
 
 def family(policy: Mapping[str, Any]) -> str:
-    """The family of a policy, which has one hue: its scorer, reader, press or pre-pass, else its store; else `full`.
+    """The family of a policy: the class of its scorer, reader, press or pre-pass, else of its store; else `full`.
 
-    policy: its parts, each with "class" (as runs describe them) or "_target_" (as presets do).
+    policy: its parts, each with "class" (in results) or "_target_" (in presets).
     """
-    for part in ("scorer", "reader", "press", "pre_pass", "filter", "store"):  # older runs say filter
+    for part in ("scorer", "reader", "press", "pre_pass", "filter", "store"):  # results of older versions have filter
         described = policy.get(part) or {}
         name = str(described.get("class", described.get("_target_", ""))).rpartition(".")[2].lower()
         if name and not (part == "store" and name == "dense"):
@@ -150,7 +120,7 @@ def family(policy: Mapping[str, Any]) -> str:
 
 
 def family_of(slug: str) -> str:
-    """The family of a policy known by name only; for other names the part before the first underscore."""
+    """The family of a preset; of an unknown name the part before its first underscore."""
     try:
         return family(policy_config(slug))
     except ValueError:
@@ -158,7 +128,7 @@ def family_of(slug: str) -> str:
 
 
 def looks_of(slugs: Sequence[str]) -> dict[str, Look]:
-    """The palette of policies known by name only."""
+    """The looks of presets."""
     return palette({slug: family_of(slug) for slug in slugs})
 
 
@@ -168,11 +138,28 @@ def by_layer(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
+def by_factors(axes: Axes, which: str, ends: Sequence[float]) -> None:
+    """Make an axis ("x" or "y") logarithmic, with plain numbers. ends: the smallest and the largest value."""
+    low, high = ends
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    steps = (1, 2, 5) if high < 200 * low else (1,)
+    axis.set_major_locator(MaxNLocator(4) if high < 4 * low else LogLocator(10, subs=steps))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+
+
 def legend_below(figure: Figure, axes: Axes) -> None:
     """One legend below all panels, made from the lines of one of them."""
     handles, labels = axes.get_legend_handles_labels()
     columns = max(1, min(len(labels), 6, 90 // (8 + max(map(len, labels), default=0))))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3)
+
+
+def side_by_side(lines: int) -> list[float]:
+    """Offsets of lines around a category, so that none covers another, in shares of the step between categories."""
+    step = min(0.1, 0.65 / max(lines - 1, 1))
+    return [step * (place - (lines - 1) / 2) for place in range(lines)]
 
 
 def byte_unit(largest: float) -> tuple[str, int]:
@@ -183,6 +170,17 @@ def byte_unit(largest: float) -> tuple[str, int]:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure in the format of its suffix, inside the style; drawn again it has the same bytes. OSError."""
+    """Write a figure in the format of its suffix; the same figure gives the same bytes. An old file stays on failure.
+
+    Call it inside `house_style`. Raises OSError.
+    """
+    with atomic_write(path) as beside:
+        beside.write_bytes(encoded(figure, path.suffix))
+
+
+def encoded(figure: Figure, suffix: str) -> bytes:
+    """A figure in a format of `FORMATS`, inside `house_style`."""
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {"Software": None}}
-    figure.savefig(path, dpi=DPI, metadata=metadata[path.suffix])
+    held = BytesIO()
+    figure.savefig(held, format=suffix[1:], metadata=metadata[suffix])
+    return held.getvalue()

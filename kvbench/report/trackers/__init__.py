@@ -1,1 +1,1 @@
-"""Dashboards that are told of runs while they are computed. The files in `out` stay the truth; they get a copy."""
+"""Dashboards that show runs while they are computed. They receive copies: the files in `out` are what counts."""

@@ -1,22 +1,264 @@
-"""`logger=wandb`: Weights & Biases."""
+"""`logger=wandb`: Weights & Biases shows runs while they are computed, and a sweep's table and figures at its end."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kvbench.report.trackers.wandb_settings import WandbSettings
+from kvbench.analysis.columns import COLUMNS
+from kvbench.analysis.load import Results, read_result
+from kvbench.analysis.metrics import mean_kept, running
+from kvbench.analysis.result import Result
+from kvbench.errors import ConfigError, UsageError
+from kvbench.identity.cell import Cell
+from kvbench.identity.labels import compressed, flat, moments, names
+from kvbench.records.sample import Sample
 from kvbench.report.trackers.watching import InThread, Quiet, SweepWatch
+
+if TYPE_CHECKING:
+    import wandb
+
+MODES = ("offline", "online", "disabled")
+_INTERVALS = 32  # of a run: its running interval is a bootstrap over all examples, too slow for every one of them
+_MEASURED = (
+    *("score", "prompt_tokens", "generated_tokens", "cache_bytes", "peak_bytes", "spare_bytes", "device_peak_bytes"),
+    *("prefill_seconds", "decode_seconds"),
+)
+_EXAMPLE = (
+    *("index", "sample", "prompt_hash", "depth", "length", "prompt_tokens", "output", "references", "score", "nll"),
+    *("kept_tokens", "cache_bytes", "peak_bytes", "error"),
+)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class WandbLogger(WandbSettings):
-    """Weights & Biases: a run per cell while it is computed, and one of the whole sweep."""
+class WandbLogger:
+    """The fields of conf/logger/wandb.yaml."""
+
+    project: str = "kvbench"
+    entity: str | None = None
+    mode: str = "offline"
+    tags: Sequence[str] = ()
+    folder: str = "."
+    patience: float = 600
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError("mode", self.mode, why=f"is not allowed, choose one of {', '.join(MODES)}")
+        if not isinstance(self.tags, list | tuple) or not all(isinstance(tag, str) for tag in self.tags):
+            raise ConfigError("tags", self.tags, why="must be a list of texts: tags=[first,second]")
+        if not self.patience > 0:
+            raise ConfigError("patience", self.patience, why="must be a number of seconds above 0")
 
     def watch(self, sweep: str | None) -> SweepWatch:
-        """The watch that sends to W&B from a thread of its own. Raises ValueError where W&B's settings cannot work."""
-        known = self.resolved()
-        if known.mode == "disabled":
+        """A watch that sends to W&B from a thread. Raises ConfigError where W&B refuses the settings."""
+        if self.mode == "disabled":
             return Quiet()
-        from kvbench.report.trackers.wandb_watch import WandbWatch  # here: wandb takes two seconds
+        import wandb  # here: it takes two seconds
 
-        return InThread(WandbWatch(known, sweep), "wandb", self.patience)
+        try:
+            Path(self.folder).mkdir(parents=True, exist_ok=True)
+            wandb.Settings(project=self.project, entity=self.entity, run_tags=tuple(self.tags))
+        except OSError as error:
+            raise ConfigError("folder", self.folder, why=f"cannot be made ({error.strerror})") from error
+        except (ValueError, wandb.Error) as error:
+            raise ConfigError("project", self.project, why=f"is refused by W&B: {error}") from error
+        if self.mode == "online" and not wandb.login(verify=False, prompt=False):
+            raise ConfigError("mode", "online", why="needs `wandb login`, or WANDB_API_KEY; or choose mode=offline")
+        return InThread(WandbWatch(self, sweep), "wandb", self.patience)
+
+
+@dataclass
+class _Open:
+    """A run of W&B that has not ended, and the examples it has."""
+
+    run: wandb.Run
+    samples: list[Sample] = field(default_factory=list)
+
+    def add(self, sample: Sample) -> None:
+        self.samples.append(sample)
+        self.run.log(history_row(self.samples), step=len(self.samples) - 1)
+
+
+class WandbWatch:
+    """Sends runs to W&B as they are computed; its caller catches errors.
+
+    A complete run stays open until its difference to the full cache is known, or until `close`.
+    """
+
+    def __init__(self, settings: WandbLogger, sweep: str | None) -> None:
+        self._settings, self._sweep = settings, sweep
+        self._open: dict[str, _Open] = {}  # by run_id
+        self._complete: list[Result] = []
+
+    def started(self, cell: Cell, done: Sequence[Sample], total: int) -> None:
+        """Begin a run of W&B, or continue the one that was interrupted."""
+        opened = _Open(self._init(cell.run_id, _title(cell), cell.naming.task, _config(cell)))
+        opened.run.define_metric("*", summary="none")  # else the last running score would stay after a failed example
+        has = opened.run.starting_step if opened.run.resumed else 0  # offline, the new file holds all examples again
+        opened.samples += done[:has]
+        for sample in done[has:]:
+            opened.add(sample)
+        self._open[cell.run_id] = opened
+
+    def finished(self, cell: Cell, sample: Sample) -> None:
+        """Add an example to the curves."""
+        self._open[cell.run_id].add(sample)
+
+    def ended(self, cell: Cell, error: Exception | None) -> None:
+        """Write the summary of a complete run, or the error of another. A run without a new example is not sent."""
+        if cell.run_id not in self._open:
+            return
+        if error is not None:
+            run = self._open.pop(cell.run_id).run
+            run.summary["error"] = f"{type(error).__name__}: {error}"
+            run.finish(exit_code=1)
+            return
+        self._complete.append(read_result(cell.folder))
+        for result in Results(self._complete):
+            if result.baseline is not None or result.is_full:
+                self._finish(result)
+
+    def close(self, records: Sequence[Result] = ()) -> None:
+        """End all runs; with `records`, the whole sweep, send its table and figures."""
+        for result in Results([*records, *self._complete]):
+            self._finish(result)
+        for opened in self._open.values():  # interrupted
+            opened.run.finish(exit_code=130)
+        self._open.clear()
+        if records and self._sweep is not None:
+            self._send_sweep(Results(records))
+
+    def _init(self, run_id: str, title: str, kind: str, config: dict[str, Any]) -> wandb.Run:
+        import wandb
+
+        known, env = self._settings, os.environ
+        return wandb.init(
+            project=known.project,
+            entity=known.entity,
+            mode="online" if known.mode == "online" else "offline",
+            dir=known.folder,
+            id=_short(run_id),
+            name=title,
+            group=env.get("WANDB_RUN_GROUP") or self._sweep,
+            job_type=kind,
+            tags=[*dict.fromkeys((*filter(None, env.get("WANDB_TAGS", "").split(",")), *known.tags))],
+            config=config,
+            resume="allow" if known.mode == "online" else None,
+            reinit="create_new",
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                disable_git=True,
+                save_code=False,
+                x_disable_stats=True,
+                init_timeout=known.patience,
+                finish_timeout=known.patience,
+            ),
+        )
+
+    def _finish(self, result: Result) -> None:
+        """Write the summary and the table of examples of a complete run and end it; again for the same run: nothing."""
+        opened = self._open.pop(result.run_id, None)
+        if opened is None:
+            return
+        opened.run.summary.update(_known({column.name: column.value(result) for column in COLUMNS}))
+        opened.run.summary["examples"] = _table(*example_table(result.samples))
+        opened.run.finish(exit_code=1 if result.n_failed else 0)
+
+    def _send_sweep(self, results: Sequence[Result]) -> None:
+        """A run `sweep-NAME` with the tidy table of all runs and the figures of `kvbench.plot`."""
+        name = f"sweep-{self._sweep}"
+        run = self._init(name, name, "sweep", {"runs": len(results)})
+        table = _table([c.name for c in COLUMNS], [[c.value(row) for c in COLUMNS] for row in results])
+        with tempfile.TemporaryDirectory() as folder:
+            run.log({"table": table, **_figures(results, Path(folder))})
+        run.finish()
+
+
+def _title(cell: Cell) -> str:
+    own = names(cell.naming, cell.identity)
+    budget = [] if cell.identity["budget"] is None else [str(cell.identity["budget"])]
+    return " ".join([own["model"], own["policy"], *budget, own["task"]])
+
+
+def _config(cell: Cell) -> dict[str, Any]:
+    """Everything that decides a run under flat names: `policy.scorer.window`, `task.lengths`."""
+    evicts, decodes = moments(cell.identity)
+    return {
+        **flat({key: value for key, value in cell.identity.items() if key != "version"}),
+        "run_id": cell.run_id,
+        "model": cell.naming.model,
+        "policy": cell.naming.policy,
+        "schedule": evicts,
+        "decode": decodes,
+        "task": cell.naming.task,
+        "compress": compressed(cell.identity),
+    }
+
+
+def history_row(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The last example's numbers under `example/`, and the means of all so far under the names of the tidy table.
+
+    After a failed example there is no running score, as in the table.
+    """
+    n, last = len(samples), samples[-1]
+    found = {f"example/{name}": getattr(last, name) for name in _MEASURED}
+    found |= {"example/nll": last.likelihood and last.likelihood.nll, "example/kept_tokens": mean_kept(last)}
+    found |= running(samples, bounded=n % max(1, n // _INTERVALS) == 0)
+    return _known({**found, "n_failed": sum(sample.error is not None for sample in samples)})
+
+
+def example_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of the table of examples; `sample` numbers several answers to one prompt."""
+    columns = [name for name in _EXAMPLE if name != "sample" or any(one.sample is not None for one in samples)]
+    rows = (
+        {
+            **vars(sample),
+            **{name: sample.metadata.get(name) for name in ("depth", "length")},
+            "references": " | ".join(sample.references),
+            "nll": sample.likelihood and sample.likelihood.nll,
+            "kept_tokens": mean_kept(sample),
+        }
+        for sample in samples
+    )
+    return columns, [[values[name] for name in columns] for values in rows]
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without None, NaN and infinities."""
+    return {k: v for k, v in values.items() if v is not None and not (isinstance(v, float) and not isfinite(v))}
+
+
+def _table(columns: Sequence[str], rows: Sequence[Iterable[Any]]) -> wandb.Table:
+    import wandb
+
+    return wandb.Table(list(columns), list(rows), allow_mixed_types=True)
+
+
+def _figures(results: Sequence[Result], folder: Path) -> dict[str, wandb.Image]:
+    """All figures there is data for, by name, written to `folder`."""
+    import wandb
+
+    from kvbench.report.figures import panels, pictures  # here: matplotlib takes a second
+
+    try:
+        paths = pictures.draw(pictures.ALL, panels.once(results), folder, ".png")
+    except UsageError as error:
+        log.info("no figure for W&B: %s", error)
+        return {}
+    return {path.stem: wandb.Image(str(path)) for path in paths}
+
+
+def _short(name: str) -> str:
+    """A run's id as W&B allows it: at most 64 characters. The end stays, because it tells runs apart."""
+    plain = re.sub(r"[^A-Za-z0-9._=-]", "_", name)
+    return plain if len(plain) <= 64 else f"{plain[:53]}-{plain[-10:]}"

@@ -1,4 +1,4 @@
-"""Watches of a sweep: `make_watch` for the command line, and the thread in which a tracker works."""
+"""The interface of a tracker (`logger=`), and the thread in which it works."""
 
 from __future__ import annotations
 
@@ -21,29 +21,27 @@ log = logging.getLogger(__name__)
 
 
 class SweepWatch(Watch, Protocol):
-    """A watch that also hears of the end of a sweep."""
+    """A watch that is also called at the end of a sweep."""
 
     def close(self, records: Sequence[Result] = ()) -> None:
-        """Nothing more will come: `records` are the sweep's finished runs, those computed elsewhere included.
-
-        None at all: this process computed a share of the sweep, and somebody else will tell of the whole.
-        """
+        """The sweep has ended. records: all its finished runs; none in a process that computed only a part of them."""
         ...
 
 
 @runtime_checkable
 class Logger(Protocol):
-    """What a file in conf/logger describes; making it checks what can be checked without a library."""
+    """What a file in conf/logger describes."""
 
     def watch(self, sweep: str | None) -> SweepWatch:
-        """The watch of a tracker. Raises ValueError for settings with which it cannot work."""
+        """The watch of this tracker. Raises ValueError for settings with which it cannot work."""
         ...
 
 
 def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepWatch:
-    """The watch that the resolved node `logger` of a configuration describes. Raises UsageError.
+    """Build the watch that the resolved node `logger` of a configuration describes.
 
-    sweep: the group of its runs; None: a single cell. Later errors are warnings. `close` sends what is left.
+    sweep: the name of the sweep, None for a single run. Raises UsageError for wrong settings; later errors of the
+    tracker are warnings.
     """
     with refusing_in("logger", logger, "logger: "):
         made = build(logger)
@@ -53,7 +51,7 @@ def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepWatch:
 
 
 class Quiet(Nobody):
-    """Nobody watches, nor waits for the end."""
+    """No tracker."""
 
     def close(self, records: Sequence[Result] = ()) -> None:
         """Do nothing."""
@@ -61,61 +59,58 @@ class Quiet(Nobody):
 
 @dataclass(frozen=True)
 class NoLogger:
-    """Results stay in `out`."""
+    """`logger=none`."""
 
     def watch(self, sweep: str | None) -> SweepWatch:
-        """Nobody."""
+        """A watch that does nothing."""
         return Quiet()
 
 
 class InThread:
-    """Another watch in a thread of its own: it can neither delay a run nor end it.
+    """Runs another watch in a thread, so that a slow or broken tracker neither delays nor fails a run.
 
-    Its first error becomes a warning and ends it. name: of the watch in warnings. patience: the most seconds that
-    `close` waits.
+    The watch's first error is logged as a warning and ends it. name: of the tracker, for warnings. patience: seconds
+    that `close` waits at most.
     """
 
     def __init__(self, watch: SweepWatch, name: str, patience: float) -> None:
         self._watch, self._name, self._patience = watch, name, patience
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name=f"logger {name}", daemon=True)
         self._thread.start()
 
     def started(self, cell: Cell, done: Sequence[Sample], total: int) -> None:
-        """Examples of a cell will be computed."""
+        """Pass on that a run begins."""
         done = tuple(done)
-        self._tasks.put(lambda: self._watch.started(cell, done, total))
+        self._calls.put(lambda: self._watch.started(cell, done, total))
 
     def finished(self, cell: Cell, sample: Sample) -> None:
-        """One more example is on disk."""
-        self._tasks.put(lambda: self._watch.finished(cell, sample))
+        """Pass on an example."""
+        self._calls.put(lambda: self._watch.finished(cell, sample))
 
     def ended(self, cell: Cell, error: Exception | None) -> None:
-        """A cell is complete, or went no further."""
-        self._tasks.put(lambda: self._watch.ended(cell, error))
+        """Pass on that a run has ended."""
+        self._calls.put(lambda: self._watch.ended(cell, error))
 
     def close(self, records: Sequence[Result] = ()) -> None:
-        """Wait until everything is sent, at most `patience` seconds. Closing twice does nothing."""
+        """Wait until everything is sent, at most `patience` seconds. A second call does nothing."""
         if not self._thread.is_alive():
             return
         records = tuple(records)
-        self._tasks.put(lambda: self._watch.close(records))
-        self._tasks.put(None)
+        self._calls.put(lambda: self._watch.close(records))
+        self._calls.put(None)
         until = time.monotonic() + self._patience
         while self._thread.is_alive() and time.monotonic() < until:
-            self._thread.join(0.5)  # in short steps, so that Ctrl-C is heard
+            self._thread.join(0.5)  # in short steps, so that Ctrl-C still works
         if self._thread.is_alive():
-            log.warning("logger=%s still sends after %g s and is not waited for longer", self._name, self._patience)
+            log.warning("logger=%s has not sent everything after %g s; results are in out", self._name, self._patience)
 
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while (call := self._calls.get()) is not None:
             try:
-                task()
+                call()
             except (Exception, SystemExit) as error:
-                lines = str(error).strip().splitlines() or ["no message"]
-                log.warning(
-                    "logger=%s is told no more (%s: %s); results are complete in out, and "
-                    "`python -m kvbench.results %s DIR` sends them",
-                    *(self._name, type(error).__name__, lines[0], self._name),
-                )
+                first = (str(error).strip().splitlines() or ["no message"])[0]
+                what = (self._name, type(error).__name__, first)
+                log.warning("logger=%s failed (%s: %s) and gets no more data; results are complete in out", *what)
                 return

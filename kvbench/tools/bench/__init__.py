@@ -1,1 +1,1 @@
-"""The efficiency benchmark: what policies cost and save in seconds and bytes, set beside the papers' own tables."""
+"""Latency, memory and throughput of policies: `python -m kvbench.bench`."""

@@ -1,104 +1,123 @@
-"""The command line: `python -m kvbench.bench [protocol] key=value ...`."""
+"""The command line `python -m kvbench.bench [EXPERIMENT] key=value ...`: measures, prints a table, appends to a CSV."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
+from kvbench.errors import UsageError
 from kvbench.terminal.command import command, our_version
 from kvbench.terminal.console import quiet
-from kvbench.terminal.errors import UsageError
-from kvbench.terminal.folding import fold, help_width
-from kvbench.tools.bench.settings import ABOUT, Settings, check_used, keys_help, parse
+from kvbench.terminal.outputs import check_folder
+from kvbench.tools.bench.settings import ABOUT, SWEEP, Settings, experiments, parse
 
-if TYPE_CHECKING:
-    from kvbench.tools.bench.bench import BenchProtocol
+HELP = """usage: python -m kvbench.bench [EXPERIMENT] [key=value ...]
 
-HELP = """usage: python -m kvbench.bench PROTOCOL [key=value ...]
+Measures prefill time, decode time, peak memory and cache bytes of policies x
+prompt lengths x batch sizes, beside transformers' own cache and, if installed,
+kvpress. All of them take turns in every round. The table shows medians; the CSV
+file also has the 20th and 80th percentiles.
 
-protocols:
-{protocols}
+  python -m kvbench.bench policies=full,snapkv budgets=128,256 lengths=1024,4096
+  python -m kvbench.bench sweep model=/my/model
+  python -m kvbench.bench cake_table13 model=pocket lengths=1024
+
+experiments:
+{experiments}
 
 keys:
 {keys}
-
-The same command goes on where it stopped (exit code 75: cells are left).
 """
 
 
-def protocols() -> dict[str, BenchProtocol]:
-    """Every protocol by its name."""
-    from kvbench.tools.bench.kernels import KernelsProtocol  # here: they take seconds to import, which a slip need not
-    from kvbench.tools.bench.paper_tables import PROTOCOLS
-    from kvbench.tools.bench.sweep import SweepProtocol
-    from kvbench.tools.bench.targets import TargetsProtocol
-
-    found: list[BenchProtocol] = [*PROTOCOLS, SweepProtocol(), KernelsProtocol(), TargetsProtocol()]
-    return {protocol.name: protocol for protocol in found}
+def _help() -> str:
+    about = {"sweep": "policies and budgets as one batch, against single runs", **experiments()}
+    listed = "\n".join(f"  {name:13} {text}" for name, text in about.items())
+    keys = "\n".join(f"  {key + '=':13} {text}" for key, text in ABOUT.items())
+    return HELP.format(experiments=listed, keys=keys)
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one protocol; returns the exit code: 0 done, 1 a cell failed, 2 asked wrongly, 75 cells are left."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or {"-h", "--help"} & set(arguments):
-        listed = "\n".join(f"  {name:12}  {about}" for name, about in ABOUT.items())
-        sys.stdout.write(fold(HELP.format(protocols=listed, keys=keys_help()), help_width()) + "\n")
+    """Run one benchmark and return the exit code. UsageError for wrong arguments."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(arguments):
+        sys.stdout.write(_help())
         return 0
     if "--version" in arguments:
         sys.stdout.write(f"{our_version()}\n")
         return 0
-    name, *rest = arguments
-    if name not in ABOUT:
-        raise UsageError(f"protocol {name!r} does not exist (allowed: {', '.join(ABOUT)})")
-    settings = parse(rest)
-    check_used(name, settings)
-    from kvbench.tools.bench.journal import AGAIN, DeviceLost
-
-    protocol = protocols()[name]
-    try:
-        return run(protocol, settings)
-    except DeviceLost as error:
-        sys.stderr.write(f"kvbench: {error}: the same command {'tries again' if error.again else 'goes on'}\n")
-        return 1 if error.again else AGAIN
+    name = arguments.pop(0) if arguments and "=" not in arguments[0] else ""
+    if name not in ("", SWEEP, *experiments()):
+        raise UsageError(f"experiment {name} does not exist, choose from {', '.join((SWEEP, *experiments()))}")
+    run(name, parse(name, _sweep_defaults(arguments) if name == SWEEP else arguments))
+    return 0
 
 
-def run(protocol: BenchProtocol, settings: Settings) -> int:
-    """Measure what is missing, write what is there, show it; returns the exit code.
+def _sweep_defaults(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a sweep, after the values that it has where they are not given."""
+    from kvbench.tools.bench.sweep import BUDGETS, POLICIES
 
-    UsageError for what was asked wrongly; DeviceLost where only another process can go on.
-    """
-    quiet()
+    lists = f"policies={','.join(POLICIES)}", f"budgets={','.join(map(str, BUDGETS))}"
+    return [*lists, "lengths=4096", "schedule=prompt", "rounds=3", *arguments]
+
+
+def run(name: str, settings: Settings) -> None:
+    """Measure, append rows to <out>/<name>.csv as soon as they are measured, and print the table."""
+    import pandas as pd  # here: --help need not wait for torch and pandas
+    import torch
+
+    from kvbench.identity.environment import environment
     from kvbench.models.loading import pick_device
-    from kvbench.tools.bench.bench import Bench
-    from kvbench.tools.bench.journal import AGAIN, DeviceLost, Journal
-    from kvbench.tools.bench.machine import device_line
-    from kvbench.tools.bench.report import header, show, write
+    from kvbench.tools.bench import latency, measure, sweep
+    from kvbench.tools.bench.model import build
 
+    quiet()
+    path = Path(settings.out).expanduser() / f"{name or 'bench'}.csv"
+    check_folder(path.parent, True, f"out={settings.out}")
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
     device = pick_device(settings.device)
-    bench = Bench(settings, device, protocol.model)
-    cells = protocol.cells(bench)
-    lines = header(bench, protocol)
-    identity = {
-        "series": protocol.series,
-        "model": bench.built.description if bench.usual_model else None,
-        "device": device_line(device),
-        "scale": bench.scale,
-        **protocol.identity(bench),
+    shared = name == SWEEP
+    for remark in [] if shared else measure.contenders(settings)[1]:
+        sys.stderr.write(f"kvbench: {remark}\n")
+    model, model_name = build(settings.model, settings.dtype, device)
+    stamp = _stamp(environment(device), model_name, str(model.dtype).removeprefix("torch."))
+    sys.stdout.write(f"{model_name}, {stamp['dtype']}, {stamp['hardware']}\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found: list[dict[str, Any]] = []
+    for rows in (sweep if shared else latency).rows(model, settings):
+        _append(path, pd.DataFrame([{**row, **stamp} for row in rows]))
+        found += rows
+    table = pd.DataFrame(found)
+    columns = [one for one in (sweep if shared else latency).SHOWN if one in table]
+    if "error" in table and table.error.any():
+        columns.append("error")
+    text = table[columns].to_string(index=False, na_rep="", float_format=lambda value: f"{value:.4g}")
+    sys.stdout.write(f"{text}\n{path}\n")
+
+
+def _stamp(environment: dict[str, Any], model: str, dtype: str) -> dict[str, Any]:
+    """The columns that all rows of a call share."""
+    hardware, packages = environment["hardware"], environment["packages"]
+    return {
+        "model": model,
+        "dtype": dtype,
+        "hardware": hardware["device_name"] or f"{hardware['processor']}, {hardware['torch_threads']} threads",
+        **{name: packages[name] for name in ("kvbench", "torch", "transformers", "triton")},
+        "revision": environment["kvbench_revision"],
     }
-    journal = Journal(settings.out / f"{protocol.series}.jsonl", identity)
-    stopped: KeyboardInterrupt | DeviceLost | None = None
-    try:
-        left = journal.measure(cells, device, settings.seconds)
-    except (KeyboardInterrupt, DeviceLost) as error:  # what was measured is shown all the same
-        stopped, left = error, [cell.key for cell in cells if "failed" in journal.cells.get(cell.key, {"failed": ""})]
-    found = {cell.key: journal.cells[cell.key] for cell in cells if cell.key in journal.cells}
-    if journal.mistakes:  # before all else: a picture shows only the first lines
-        lines.insert(1, f"failed, and tried again by the same command: {'; '.join(journal.mistakes)}")
-    if left:
-        lines.insert(1, f"{len(left)} of {len(cells)} cells are left: the same command goes on with {left[0]}")
-    show(write(bench, protocol, found, lines), lines)
-    if stopped is not None:
-        raise stopped
-    return AGAIN if left else 1 if journal.mistakes else 0
+
+
+def _append(path: Path, table: Any) -> None:  # noqa: ANN401 - a DataFrame
+    """Append rows to a CSV file, with a header if the file is new. UsageError if its columns are others."""
+    new = not path.exists()
+    if not new:
+        with path.open(encoding="utf-8") as file:
+            columns = file.readline().rstrip("\n").split(",")
+        table = table.reindex(columns=columns) if set(table.columns) <= set(columns) else table
+        if list(table.columns) != columns:
+            raise UsageError(f"{path} has other columns than this benchmark: choose another out=")
+    table.to_csv(path, mode="a", header=new, index=False, float_format="%.6g")

@@ -3,8 +3,7 @@
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvbench.report.figures.sheet import side_by_side
-from kvbench.report.figures.style import by_layer, legend_below, looks_of
+from kvbench.report.figures.style import by_layer, legend_below, looks_of, side_by_side
 from kvbench.tools.diagnostics.probe import Probe
 
 TITLE = "tokens per KV head held by each layer at the end of the prompt"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.state import LayerState
-from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.references import widen
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.values.caote import Caote, normalise

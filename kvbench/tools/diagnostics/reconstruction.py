@@ -11,7 +11,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import attention_rows
+from kvbench.kernels.references import attention_rows
 from kvbench.policies.observation import Observation
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import DenseStore

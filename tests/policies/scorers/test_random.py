@@ -4,6 +4,10 @@ import torch
 from kv_crafted import Crafted, drawn
 
 from kvbench import make_policy
+from kvbench.policies.draws import uniform_draws
+from kvbench.policies.scorers.random import drawing_anew
+
+PLACES = torch.arange(2000).expand(1, 1, -1)
 
 
 def kept(budget: int, tokens: int, *, block: int | None = None, seed: int = 0) -> list[tuple[int, ...]]:
@@ -36,3 +40,18 @@ def test_neighbouring_tokens_heads_and_seeds_are_independent() -> None:
     shifted = {p + 1 for p in first}
     for theirs in (second, other, shifted):
         assert abs(len(first & theirs) - 500) < 56
+
+
+def test_every_example_and_every_run_loses_other_tokens() -> None:
+    """Half of 2000 tokens stay: two independent halves share 500 give or take 5 standard deviations (11.2)."""
+    policy = make_policy("random", 1000)
+    drawn_anew = [drawing_anew(policy, seed, example) for seed, example in ((0, 0), (0, 1), (1, 0), (0, 0))]
+    first, example, run, again = (torch.topk(uniform_draws(p.scorer.seed, 0, PLACES), 1000).indices for p in drawn_anew)
+    assert torch.equal(first, again)
+    for other in (example, run):
+        assert abs(len({*first.flatten().tolist()} & {*other.flatten().tolist()}) - 500) < 56
+
+
+def test_a_policy_that_draws_nothing_stays_as_it_is() -> None:
+    policy = make_policy("snapkv", 1000)
+    assert drawing_anew(policy, 1, 2) is policy

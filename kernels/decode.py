@@ -1,0 +1,411 @@
+# ruff: noqa: N803 - in kernels, sizes have the names they have in shapes
+"""Attention of the newest queries over the stored slots, and the statistics an eviction reads of it, in one pass.
+
+The slots of every KV head are split over programs (flash-decoding, Dao et al. 2023); a second launch joins the parts.
+Each KV head of each sequence can have a segment of its own length: sequences with unlike budgets decode in one launch.
+If weights are wanted, the first launch stores its logits (4 G bytes a slot, beside 4 D of keys and values in 16 bits)
+and a third one turns them into weights, so that keys are read once.
+
+Shapes: B batch, H_q query heads, H_kv KV heads, R = B * H_kv, G = H_q / H_kv, M queries, T slots, N flat slots of all
+segments, D head dim of queries and keys, D_v of values. Logits are in base 2, results in base e.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.references import Attention, NewTokens, append, decode_attention_flat_ref, decode_attention_ref
+from kvbench.kernels.tiles import (
+    Dims,
+    Rule,
+    Vectors,
+    View,
+    at_head,
+    attend,
+    fit_heads,
+    hidden,
+    jit,
+    logits_of,
+    next_power_of_two,
+    of_head,
+    programs_at_once,
+    require_triton,
+    rule_of,
+    segment,
+    slots_of_a_part,
+    store_part,
+    tile,
+    tl,
+    use_triton,
+    view,
+)
+
+REGISTERS = 255  # of a thread, at most; without a bound ptxas chooses 168 for four warps and spills a few
+SLOTS_A_PART = 512  # at most, in segments whose lengths the host does not know: one long segment gets many programs
+SLOTS_WEIGHED = 256  # by a program of `_weigh`
+
+
+class Slots(NamedTuple):
+    """Keys k [..,T,D] and values v [..,T,D_v]; optional positions and a bias [..,T] of their logits."""
+
+    k: View
+    v: View
+    positions: View | None
+    bias: View | None
+
+
+@jit
+def _append(
+    x: View, new: View, slot: tl.tensor, begin: tl.tensor, end: tl.tensor, D: tl.constexpr, BLOCK_D: tl.constexpr
+) -> None:
+    """Write a head's new token into its slot of x if that slot is one of `begin` up to `end`."""
+    dims = tl.arange(0, BLOCK_D)
+    there = (dims < D) & (slot + dims * 0 >= begin) & (slot + dims * 0 < end)
+    numbers = tl.load(new.ptr + dims * new.dim, mask=there)
+    tl.store(x.ptr + slot * x.row + dims * x.dim, numbers, mask=there)
+
+
+@partial(jit, varying=("T", "each"))
+def _attend(
+    q: View, q_pos: View, held: Slots, starts_ptr: tl.tensor, counts_ptr: tl.tensor, new_k: View, new_v: View,
+    new_slots_ptr: tl.tensor, logits_ptr: tl.tensor, out_ptr: tl.tensor, lse_ptr: tl.tensor, H_kv: tl.tensor,
+    G: tl.tensor, M: tl.tensor, T: tl.tensor, each: tl.tensor, rule: Rule, D_V: tl.constexpr, DIMS: tl.constexpr,
+    BLOCK_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program: `each` slots of one KV head for ROWS of its G * M query rows; row g * M + m is query m of head g."""
+    kv_row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, length = segment(starts_ptr, counts_ptr, kv_row, T)
+    begin = part * each
+    if begin >= length:
+        return
+    end = tl.minimum(begin + each, length)
+    k, v = of_head(held.k, kv_row, H_kv, start), of_head(held.v, kv_row, H_kv, start)
+    k_pos, bias = of_head(held.positions, kv_row, H_kv, start), of_head(held.bias, kv_row, H_kv, start)
+    if new_slots_ptr is not None:  # the program that reads the new token's slot writes it first
+        slot = tl.load(new_slots_ptr + kv_row)
+        _append(k, of_head(new_k, kv_row, H_kv, 0), slot, begin, end, DIMS.D, DIMS.WHOLE)
+        _append(v, of_head(new_v, kv_row, H_kv, 0), slot, begin, end, D_V, BLOCK_V)
+        tl.debug_barrier()  # all threads of the program
+    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    there = rows < G * M
+    at = at_head(q, kv_row * G, H_kv * G) + (rows // M).to(tl.int64) * q.head + (rows % M).to(tl.int64) * q.row
+    asked = Vectors(at, there, q.dim)
+    query = tile(asked, 0, DIMS.D, DIMS.BLOCK)
+    q_place, newest, oldest = rows, 0, 0
+    if q_pos is not None:
+        q_place = tl.load(at_head(q_pos, kv_row, H_kv) + rows % M * q_pos.row, mask=there, other=-1).to(tl.int32)
+        newest = tl.max(q_place, 0)
+        oldest = tl.min(tl.where(q_place < 0, 2**30, q_place), 0)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    for step in range(tl.cdiv(end - begin, BLOCK_T)):
+        slots = begin + step * BLOCK_T + tl.arange(0, BLOCK_T)
+        wide, needed, k_place = slots.to(tl.int64), slots < end, slots
+        if k_pos is not None:  # slots that no query of this tile may see are not read
+            k_place = tl.load(k_pos.ptr + wide * k_pos.row, mask=needed, other=-1).to(tl.int32)
+            needed = (k_place >= 0) & (k_place <= newest)
+            if rule.window is not None:
+                needed = needed & (k_place > oldest - rule.window)
+        keys = Vectors(k.ptr + wide * k.row, needed, k.dim)
+        logits = logits_of(query, asked, keys, rule, DIMS)
+        if bias is not None:
+            added = tl.load(bias.ptr + wide * bias.row, mask=needed, other=0.0)
+            logits += added[None, :] * 1.4426950408889634
+        logits = tl.where(needed[None, :], logits, float("-inf"))
+        if k_pos is not None:
+            logits = hidden(logits, q_place[:, None], k_place[None, :], rule.window)
+        if logits_ptr is not None:
+            own = logits_ptr + (kv_row * G * M + rows)[:, None] * T + wide[None, :]
+            tl.store(own, logits, mask=there[:, None] & (slots < end)[None, :])
+        values = Vectors(v.ptr + wide * v.row, needed, v.dim)
+        top, total, out = attend(logits, tile(values, 0, D_V, BLOCK_V), top, total, out)
+    places = (kv_row * tl.num_programs(1) + part) * G * M + rows
+    store_part(out_ptr, lse_ptr, places, there, top, total, out, tl.arange(0, BLOCK_V), D_V)
+
+
+@partial(jit, varying=("T", "each", "parts"))
+def _join(
+    parts_ptr: tl.tensor, parts_lse_ptr: tl.tensor, sinks_ptr: tl.tensor, counts_ptr: tl.tensor, out_ptr: tl.tensor,
+    lse_ptr: tl.tensor, H_kv: tl.tensor, M: tl.tensor, T: tl.tensor, each: tl.tensor, parts: tl.tensor,
+    D_V: tl.constexpr, BLOCK_V: tl.constexpr, AT_ONCE: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program: one query row of one KV head, joined from as many parts as the head's length has."""
+    kv_row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(1)
+    row = tl.program_id(1)
+    count = T
+    if counts_ptr is not None:
+        count = tl.load(counts_ptr + kv_row).to(tl.int32)
+    count = tl.cdiv(count, each)
+    top = tl.full([1], float("-inf"), tl.float32)
+    if sinks_ptr is not None:
+        head = kv_row % H_kv * (rows // M) + row // M
+        top = tl.load(sinks_ptr + head + tl.arange(0, 1)).to(tl.float32)
+    total = tl.where(top == float("-inf"), 0.0, 1.0)
+    dims = tl.arange(0, BLOCK_V)
+    out = tl.zeros([BLOCK_V], tl.float32)
+    for first in range(0, count, AT_ONCE):
+        some = first + tl.arange(0, AT_ONCE)
+        at = (kv_row * parts + some) * rows + row
+        lse = tl.load(parts_lse_ptr + at, mask=some < count, other=float("-inf"))
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        share, fading = tl.exp(lse - shift), tl.exp(top - shift)
+        there = (some < count)[:, None] & (dims < D_V)[None, :]
+        part = tl.load(parts_ptr + at[:, None] * D_V + dims[None, :], mask=there, other=0.0)
+        out = out * fading + tl.sum(share[:, None] * part, 0)
+        total = total * fading + tl.sum(share, 0)
+        top = new_top
+    whole = tl.where(total > 0, total, 1.0)
+    place = kv_row * rows + row
+    tl.store(lse_ptr + place + tl.arange(0, 1), tl.where(total > 0, top + tl.log(whole), float("-inf")))
+    tl.store(out_ptr + place * D_V + dims, (out / whole).to(out_ptr.dtype.element_ty), mask=dims < D_V)
+
+
+@partial(jit, varying=("T",))
+def _weigh(
+    logits_ptr: tl.tensor, lse_ptr: tl.tensor, sums: View, starts_ptr: tl.tensor, counts_ptr: tl.tensor,
+    H_kv: tl.tensor, G: tl.tensor, M: tl.tensor, T: tl.tensor, WEIGHTS: tl.constexpr, PER_QUERY_HEAD: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program: BLOCK_T slots of one KV head, logits become WEIGHTS in place and are added to `sums`."""
+    kv_row = tl.program_id(0).to(tl.int64)
+    start, length = segment(starts_ptr, counts_ptr, kv_row, T)
+    slots = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    heads = tl.arange(0, BLOCK_G)
+    drawn = tl.zeros([BLOCK_G, BLOCK_T], tl.float32)
+    there = (heads < G)[:, None] & (slots < length)[None, :]
+    for query in range(M):
+        rows = kv_row * G * M + heads * M + query
+        lse = tl.load(lse_ptr + rows, mask=heads < G, other=float("-inf"))
+        shift = tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634)
+        at = logits_ptr + rows[:, None] * T + slots[None, :]
+        weights = tl.exp2(tl.load(at, mask=there, other=float("-inf")) - shift[:, None])
+        if WEIGHTS:  # 0 beyond the end of a segment
+            tl.store(at, weights, mask=(heads < G)[:, None] & (slots < T)[None, :])
+        drawn += weights
+    if sums is not None:
+        own = of_head(sums, kv_row, H_kv, start)
+        at = own.ptr + slots.to(tl.int64) * own.row
+        if PER_QUERY_HEAD:
+            each = at[None, :] + heads[:, None] * own.dim
+            tl.store(each, tl.load(each, mask=there, other=0.0) + drawn, mask=there)
+        else:
+            before = tl.load(at, mask=slots < length, other=0.0)
+            tl.store(at, before + tl.sum(drawn, 0) / G, mask=slots < length)
+
+
+def tiles(rows: int, dim: int, value_dim: int, dtype: torch.dtype, placed: bool) -> dict[str, Any]:
+    """Tile sizes and launch options for `rows` query rows per KV head: no spills, at most 99 KiB of shared memory.
+
+    16-bit keys and values: 16 KiB of each at a time, two tiles on their way (four of half the width). Positions
+    (`placed`) are read before the keys, which takes twice the stages. float32 is summed by ordinary cores.
+    """
+    whole, wide = max(16, next_power_of_two(dim)), max(16, next_power_of_two(value_dim))
+    warps = 4 if max(whole, wide) <= 128 else 8
+    if dtype == torch.float32:
+        dims = Dims(dim, max(32, whole), 32 if warps == 4 else 16)
+        return {"DIMS": dims, "BLOCK_V": wide, "ROWS": 16, "BLOCK_T": 16, "num_warps": warps, "num_stages": 2}
+    most_rows = 32 if max(whole, wide) <= (64 if placed else 128) else 16  # more rows spill
+    slots = max(16, min(64, 8192 // max(whole, wide)))
+    ahead = 2 if max(whole, wide) > 64 else 4
+    sizes = {"DIMS": Dims(dim, whole, whole), "BLOCK_V": wide, "BLOCK_T": slots}
+    fitting = min(most_rows, max(16, next_power_of_two(rows)))
+    return {**sizes, "ROWS": fitting, "num_warps": warps, "num_stages": 1 + 2 * ahead if placed else 1 + ahead}
+
+
+def join(
+    part_out: Tensor,
+    part_lse: Tensor,
+    like: Tensor,
+    heads: int,
+    slots: int,
+    each: int,
+    counts: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output [B,H_q,M,D_v] and natural log-sum-exp [B,H_q,M] from parts [R,S,G*M,D_v] and their log-sum-exp [R,S,G*M].
+
+    like [B,H_q,M,D]: the queries. Part s of a KV head has its slots s * each to (s + 1) * each, of counts [B,H_kv] or,
+    without counts, of `slots`; parts beyond the end are not read. sinks [H_q] take part in the sum.
+    """
+    (batch, query_heads, new), value_dim = like.shape[:3], part_out.shape[-1]
+    out = like.new_empty(batch, query_heads, new, value_dim)
+    log_sum_exp = like.new_empty(batch, query_heads, new, dtype=torch.float32)
+    block = max(16, next_power_of_two(value_dim))
+    _join[batch * heads, query_heads // heads * new](
+        part_out, part_lse, sinks, counts, out, log_sum_exp, heads, new, slots, each, part_out.shape[1],
+        D_V=value_dim, BLOCK_V=block, AT_ONCE=max(1, 4096 // block),
+    )  # fmt: skip
+    return out, log_sum_exp
+
+
+def _launch(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: tuple[Tensor, Tensor] | None,
+    segments: tuple[Tensor, Tensor] | None,
+    heads: int,
+    slots: int,
+    how: tuple[float, float | None, int | None, Tensor | None],
+    weights: bool,
+    sums: Tensor | None,
+    programs: int | None,
+    new_tokens: NewTokens | None = None,
+    bias: Tensor | None = None,
+) -> Attention:
+    """All launches; how: scaling, softcap, sliding_window, sinks. Without positions every query sees every slot.
+
+    keys, values and the slots' positions are [B,H_kv,T,...], or flat [N,...] with segments = starts, counts, each count
+    at most `slots`.
+    """
+    require_triton("decode_attention", queries.device)
+    fit_heads("decode_attention", keys.shape[-1], values.shape[-1])
+    if queries.dtype == torch.float64 or not queries.dtype == keys.dtype == values.dtype:
+        found = ", ".join(str(x.dtype) for x in (queries, keys, values))
+        raise ValueError(f"decode_attention takes queries, keys and values of one dtype, not float64; got {found}")
+    kept, (batch, query_heads, new, dim) = values.dtype, queries.shape
+    if not queries.is_cuda and kept == torch.bfloat16:
+        # Triton's interpreter multiplies the bit patterns of bfloat16 (3.9); these are its values
+        queries, keys, values = queries.float(), keys.float(), values.float()
+    scaling, softcap, sliding_window, sinks = how
+    group, value_dim, pairs = query_heads // heads, values.shape[-1], batch * heads
+    assert sums is None or (sums.dtype == torch.float32 and sums.shape[-1] in (1, group)), "one sum a head or a group"
+    rows = group * new
+    sizes = tiles(rows, dim, value_dim, keys.dtype, positions is not None)
+    blocks = -(-rows // sizes["ROWS"])
+    each = slots_of_a_part(
+        pairs * blocks, slots, sizes["BLOCK_T"], programs or programs_at_once(queries.device),
+        None if segments is None else SLOTS_A_PART,
+    )  # fmt: skip
+    parts = max(1, -(-slots // each))
+    part_out = queries.new_empty(pairs, parts, rows, value_dim, dtype=torch.float32)
+    part_lse = queries.new_empty(pairs, parts, rows, dtype=torch.float32)
+    scored = weights or sums is not None
+    logits = part_lse.new_empty(batch, heads, group, new, slots) if scored else None
+    starts, counts = segments or (None, None)
+    flat = () if segments is None else (0, 0)
+    q_pos, k_pos = None, None
+    if positions is not None:
+        q_pos = View(positions[0], positions[0].stride(0), 0, positions[0].stride(1))
+        k_pos = View(positions[1], *flat, *positions[1].stride())
+    k, v = (View(x, *flat, *x.stride()) for x in (keys, values))
+    held = Slots(k, v, k_pos, None if bias is None else view(bias))
+    token: tuple[object, ...] = (None, None, None)
+    if new_tokens is not None:
+        token = view(new_tokens.keys), view(new_tokens.values), new_tokens.slots
+    with torch.cuda.device_of(queries):
+        _attend[pairs, parts, blocks](
+            view(queries), q_pos, held, starts, counts, *token, logits, part_out, part_lse, heads, group, new, slots,
+            each, rule_of(scaling, softcap, sliding_window), D_V=value_dim, maxnreg=REGISTERS, **sizes,
+        )  # fmt: skip
+        out, log_sum_exp = join(part_out, part_lse, queries, heads, slots, each, counts, sinks)
+        if scored:
+            added = None if sums is None else View(sums, *(0,) * (4 - sums.dim()), *sums.stride())
+            _weigh[pairs, -(-slots // SLOTS_WEIGHED)](
+                logits, log_sum_exp, added, starts, counts, heads, group, new, slots, WEIGHTS=weights,
+                PER_QUERY_HEAD=sums is not None and sums.shape[-1] > 1, BLOCK_G=next_power_of_two(group),
+                BLOCK_T=SLOTS_WEIGHED,
+            )  # fmt: skip
+    return Attention(out.to(kept), log_sum_exp, logits if weights else None)
+
+
+def decodes(queries: Tensor) -> bool:
+    """Whether a step of queries [B,H_q,M,D] is computed by the kernel: one query, on a GPU, without gradients."""
+    return queries.shape[2] == 1 and use_triton(queries) and not (torch.is_grad_enabled() and queries.requires_grad)
+
+
+@torch.no_grad()
+def decode_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    packed: bool = False,
+    weights: bool = False,
+    sums: Tensor | None = None,
+    bias: Tensor | None = None,
+    programs: int | None = None,
+) -> Attention:
+    """Attention of a few queries over the stored slots, and the statistics an eviction reads of it.
+
+    queries [B,H_q,M,D], M small, over keys [B,H_kv,T,D] and values [B,H_kv,T,D_v]; query_positions [B,M] and
+    key_positions [B,H_kv,T] are original positions, which causality compares, -1 = padding, empty slot. packed: every
+    query sees every slot; positions and sliding_window are not read. sinks [H_q]: a logit per query head that takes its
+    share of the softmax and adds nothing to the output. weights: return them. sums [B,H_kv,T,G or 1] float32: the
+    attention each slot got is added there in place, per query head or as the mean over a group. bias [B,H_kv,T]
+    float32: added to the logits of a slot, after the soft cap. programs: about how many share the slots (default: as
+    many as the device runs at once). CUDA: Triton, any strides, ValueError without it. CPU, float64: the reference.
+    """
+    if not use_triton(queries):
+        return decode_attention_ref(
+            queries, keys, values, query_positions, key_positions, scaling, softcap, sliding_window, sinks, packed,
+            weights, sums, bias,
+        )  # fmt: skip
+    positions = None
+    if packed:
+        sliding_window = None
+    else:
+        assert query_positions is not None
+        assert key_positions is not None
+        positions = query_positions, key_positions
+    how = scaling, softcap, sliding_window, sinks
+    return _launch(
+        queries, keys, values, positions, None, keys.shape[1], keys.shape[2], how, weights, sums, programs, bias=bias
+    )
+
+
+@torch.no_grad()
+def decode_attention_flat(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    most: int,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    weights: bool = False,
+    sums: Tensor | None = None,
+    new_tokens: NewTokens | None = None,
+    programs: int | None = None,
+) -> Attention:
+    """`decode_attention` over segments of flat tensors, one per KV head of every sequence, each of its own length.
+
+    keys [N,D], values [N,D_v] and key_positions [N]; segment (b, h) is slots starts[b,h] to starts[b,h] + counts[b,h].
+    starts, counts [B,H_kv] are read on the device, so that a CUDA graph follows their changes; most bounds every count.
+    Weights are padded to [B,H_kv,G,M,most]; sums are flat, [N,G or 1]. new_tokens: keys and values that are written
+    into their segments first.
+    """
+    if new_tokens is not None and not keys.is_cuda and keys.dtype == torch.bfloat16:
+        append(
+            {"keys": keys, "values": values},
+            {"keys": new_tokens.keys, "values": new_tokens.values},
+            starts,
+            new_tokens.slots,
+        )  # fmt: skip - the interpreter computes on copies
+        new_tokens = None
+    if not use_triton(queries):
+        return decode_attention_flat_ref(
+            queries, keys, values, query_positions, key_positions, starts, counts, most, scaling, softcap,
+            sliding_window, sinks, weights, sums, new_tokens,
+        )  # fmt: skip
+    segments, positions = (starts.contiguous(), counts.contiguous()), (query_positions, key_positions)
+    how = scaling, softcap, sliding_window, sinks
+    return _launch(
+        queries, keys, values, positions, segments, starts.shape[1], most, how, weights, sums, programs, new_tokens
+    )

@@ -1,0 +1,295 @@
+"""Attention of a prompt: with its log-sum-exp, which statistics over all queries start from, and under any mask.
+
+GPU: the library's fused kernels for plain causal attention in half precision, of whole prompts and of blocks behind
+older tokens, and PyTorch's flex_attention for soft caps, sliding windows, padding and slots in any order. CPU, or with
+gradients: PyTorch, some queries at a time, so that no mask of all queries by all slots exists.
+
+Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, m of a block, T slots, D head dim, D' value
+dim.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from kvbench.kernels.references import Attention, attention_logits, beside_sinks, visible, widen
+
+PAIRS_AT_ONCE = 2**22  # of query and slot, over all query heads: 16 MiB of float32 logits, 4 MiB of mask
+ROWS_OF_A_WINDOW = 256  # queries of a block that looks through a sliding window: it reads window + 256 slots
+LOGITS_AT_ONCE = 2**22  # of `prompt_attention` in PyTorch
+FLASH, CUDNN = 1, 3  # torch.nn.attention.SDPBackend: the two that return their log-sum-exp and take grouped heads
+BLOCK = 128  # queries and slots of a block that flex_attention computes or skips
+LATE = 2**30  # a position later than every query
+
+
+def masked_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    columns: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Attention output [B,H_q,M,D']; a query that sees nothing gives 0. Memory: linear in M and in T.
+
+    queries [B,H_q,M,D], keys [B,H_kv,T,D], values [B,H_kv,T,D'], query_positions [B,M], key_positions [B,H_kv or 1,T];
+    -1 = padding, empty slot. sinks [1,H_q]: see `beside_sinks`. columns: slot i holds the token of query i, in every
+    head, so that a sliding window leaves most slots out of reach. bias [B,H_kv,T]: see `attention_logits`.
+    """
+    batch, query_heads, new, _ = queries.shape
+    slots = keys.shape[2]
+    window = sliding_window if columns else None
+    width = slots if window is None else min(slots, window + ROWS_OF_A_WINDOW)
+    at_once = max(1, PAIRS_AT_ONCE // (batch * query_heads * width))
+    if window is not None:
+        at_once = min(at_once, ROWS_OF_A_WINDOW)
+    outs = []
+    for first in range(0, new, at_once):
+        end = min(first + at_once, new)
+        reach = slice(0 if window is None else max(0, first + 1 - window), end if columns else slots)
+        here = queries[:, :, first:end], keys[:, :, reach], values[:, :, reach]
+        seen = visible(query_positions[:, first:end], key_positions[..., reach], sliding_window)
+        added = None if bias is None else bias[..., reach]
+        outs.append(_block(*here, seen, scaling, softcap, sinks, added))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+
+def attention_behind(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """`masked_attention` where the last M of T slots are the queries' own tokens, in order, after all older ones.
+
+    Positions are not read, and one small mask serves all heads: [B,H_q,M,D] -> [B,H_q,M,D'].
+    """
+    batch, query_heads, new, _ = queries.shape
+    older = keys.shape[2] - new
+    at_once = max(1, PAIRS_AT_ONCE // (batch * query_heads * keys.shape[2]))
+    outs = []
+    for first in range(0, new, at_once):
+        end = min(first + at_once, new)
+        reach = slice(0, older + end)
+        seen = torch.ones(1, 1, end - first, older + end, dtype=torch.bool, device=keys.device).tril(older + first)
+        outs.append(grouped_attention(queries[:, :, first:end], keys[:, :, reach], values[:, :, reach], seen, scaling))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+
+def _block(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Attention under the mask seen [B,H_kv or 1,m,S]."""
+    nothing = ~seen.any(-1)  # [B,H_kv or 1,m]
+    readable = seen | nothing[..., None]  # a softmax over nothing is no number: such rows are computed and emptied
+    if softcap is None and sinks is None and bias is None:
+        out = grouped_attention(queries, keys, values, readable, scaling)
+    else:
+        logits = attention_logits(queries, keys, scaling, softcap, bias)
+        logits = logits.masked_fill(~readable[:, :, None], -torch.inf)
+        rows = logits.softmax(-1)
+        if sinks is not None:
+            rows = rows * beside_sinks(logits.logsumexp(-1), sinks.view(1, *logits.shape[1:3], 1))[..., None]
+        out = (rows.to(values.dtype) @ values[:, :, None]).flatten(1, 2)
+    groups = queries.shape[1] // nothing.shape[1]
+    return out.masked_fill(nothing.repeat_interleave(groups, dim=1)[..., None], 0.0)
+
+
+def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scaling: float) -> Tensor:
+    """SDPA with a group's query heads as rows of their KV head, so that keys and values are never repeated.
+
+    seen [B,H_kv or 1,M,T]: None, where every query sees every slot.
+    """
+    batch, query_heads, new, dim = queries.shape
+    heads = keys.shape[1]
+    rows = queries.reshape(batch, heads, query_heads // heads * new, dim)
+    mask = None if seen is None else seen.repeat(1, 1, query_heads // heads, 1)
+    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
+    return out.view(batch, query_heads, new, values.shape[-1])
+
+
+def one_for_all(sinks: Tensor | None) -> Tensor | None:
+    """Sinks [1,H_q] as [H_q], which is how the kernel takes them: one layer, the same in every sequence."""
+    if sinks is None:
+        return None
+    assert len(sinks) == 1, "the kernel attends one layer at a time"
+    return sinks[0]
+
+
+def prompt_attention_ref(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Attention:
+    """The definition: all logits at once. Arguments and result as in `prompt_attention`."""
+    logits = attention_logits(queries, keys, scaling, softcap)  # [B,H_kv,G,M,T]
+    seen = visible(query_positions, key_positions, sliding_window)[:, :, None]
+    logits = logits.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        taken = widen(sinks).view(1, keys.shape[1], -1, 1, 1).expand(*logits.shape[:4], 1)
+        taken = taken.masked_fill(query_positions[:, None, None, :, None] < 0, -torch.inf)
+        logits = torch.cat([logits, taken], dim=-1)
+    lse = torch.logsumexp(logits, -1)
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    rows = torch.exp(logits - lse[..., None])[..., : keys.shape[2]]
+    out = rows @ widen(values)[:, :, None]
+    return Attention(out.flatten(1, 2).to(values.dtype), lse.flatten(1, 2))
+
+
+def _library_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Attention | None:
+    """Causal attention, queries being the newest tokens, by a fused kernel that returns its log-sum-exp, or None.
+
+    For a whole prompt this is the kernel that PyTorch's own attention would choose, so that a policy that reads sums
+    has, bit for bit, the attention of one that reads none. For a block of a prompt it is flash attention, whose causal
+    mask is aligned to the last query and the last slot.
+    """
+    grouped = queries.shape[1] != keys.shape[1]
+    if queries.shape[2] == keys.shape[2]:
+        chosen = torch._fused_sdp_choice(queries, keys, values, None, 0.0, True, scale=scaling, enable_gqa=grouped)
+    else:
+        params = torch.backends.cuda.SDPAParams(queries, keys, values, None, 0.0, False, grouped)
+        chosen = FLASH if torch.backends.cuda.can_use_flash_attention(params) else None
+    if chosen == FLASH and queries.shape[-1] % 8 == 0:
+        out, log_sum_exp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            queries, keys, values, 0.0, True, False, scale=scaling
+        )
+    elif chosen == CUDNN:
+        out, log_sum_exp, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            queries, keys, values, None, True, 0.0, True, False, scale=scaling
+        )
+    else:
+        return None
+    return Attention(out, log_sum_exp.reshape(queries.shape[:3]))
+
+
+def block_mask(query_places: Tensor, key_places: Tensor, sliding_window: int | None) -> BlockMask:
+    """Which blocks of 128 queries by 128 slots flex_attention computes, with a mask in those that need one.
+
+    query_places [B,M], -1 = padding; key_places [B,H,T], -1 = empty; H = H_q or 1. A block's oldest and newest places
+    decide, so that no mask of all queries by all slots exists, for slots in any order.
+    """
+    new, (heads, slots) = query_places.shape[1], key_places.shape[1:]
+    q = F.pad(query_places.long(), (0, -new % BLOCK), value=-1).unflatten(-1, (-1, BLOCK))[:, None, :, None]
+    k = F.pad(key_places.long(), (0, -slots % BLOCK), value=-1).unflatten(-1, (-1, BLOCK))[:, :, None]
+    newest_q, newest_k = q.amax(-1), k.amax(-1)  # [B,1,M/128,1], [B,H,1,T/128]
+    oldest_q, oldest_k = (x.masked_fill(x < 0, LATE).amin(-1) for x in (q, k))
+    some = (newest_q >= 0) & (newest_k >= 0) & (oldest_k <= newest_q)
+    whole = (q.amin(-1) >= 0) & (k.amin(-1) >= 0) & (newest_k <= oldest_q)
+    if sliding_window is not None:
+        some = some & (newest_k > oldest_q - sliding_window)
+        whole = whole & (oldest_k > newest_q - sliding_window)
+    parted = []
+    for blocks in (some & ~whole, some & whole):
+        order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        parted += [blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)]
+
+    def seen(b: Tensor, h: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+        q_place, k_place = query_places[b, query], key_places[b, h if heads > 1 else 0, slot]
+        inside = (k_place >= 0) & (k_place <= q_place)
+        return inside if sliding_window is None else inside & (k_place > q_place - sliding_window)
+
+    return BlockMask.from_kv_blocks(
+        *parted, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(new, slots), compute_q_blocks=False
+    )
+
+
+@lru_cache(maxsize=1)
+def _compiled_flex() -> Callable[..., Any]:
+    """flex_attention compiled for any lengths; without compilation it builds all logits."""
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
+    return compiled
+
+
+def flex_prompt_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    aligned: bool = False,
+) -> Attention:
+    """`prompt_attention` by flex_attention, compiled on a GPU; on a CPU all logits exist at once."""
+    dtype = torch.promote_types(torch.promote_types(queries.dtype, keys.dtype), values.dtype)
+    q, k, v = (x.to(dtype) for x in (queries, keys, values))
+    new, slots, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    if aligned:
+        places = torch.arange(slots, device=q.device)
+        query_positions, key_positions = places[slots - new :].expand(len(q), -1), places.expand(len(q), 1, -1)
+    elif key_positions.shape[1] > 1:
+        key_positions = key_positions.repeat_interleave(group, dim=1)
+    mask = block_mask(query_positions, key_positions, sliding_window)
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    attend = _compiled_flex() if q.is_cuda else flex_attention
+    out, aux = attend(
+        q, k, v, score_mod=None if softcap is None else capped, block_mask=mask, scale=scaling, enable_gqa=group > 1,
+        return_aux=AuxRequest(lse=True),
+    )  # fmt: skip
+    log_sum_exp = aux.lse
+    blind = log_sum_exp == -torch.inf
+    if sinks is not None:
+        padding = (query_positions < 0)[:, None]
+        out = out * beside_sinks(log_sum_exp, sinks[:, None])[..., None].to(out.dtype)
+        log_sum_exp = torch.logaddexp(log_sum_exp, sinks.to(log_sum_exp.dtype)[:, None])
+        log_sum_exp = log_sum_exp.masked_fill(padding, -torch.inf)
+    out = out.masked_fill(blind[..., None], 0.0)
+    return Attention(out.to(values.dtype), log_sum_exp.masked_fill(log_sum_exp == -torch.inf, torch.inf))
+
+
+@torch.no_grad()
+def prompt_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    aligned: bool = False,
+) -> Attention:
+    """Attention output and log-sum-exp of the queries of a call, without a gradient.
+
+    queries [B,H_q,M,D], keys [B,H_kv,T,D], values [B,H_kv,T,D'], query_positions [B,M], key_positions [B,H_kv,T]; -1 =
+    padding, empty slot. sinks [H_q]: logits that take probability and add nothing. aligned: every slot is occupied, in
+    order of position in every sequence, the queries are the tokens of the last M slots, and a sliding window counts
+    slots; positions are then not read. A query that sees nothing, not even a sink, has output 0 and log-sum-exp +inf,
+    with which all its weights are 0. CUDA: a fused kernel of the library, else flex_attention. CPU, float64: PyTorch.
+    """
+    call = scaling, softcap, sliding_window, sinks
+    if not queries.is_cuda or queries.dtype == torch.float64:
+        at_once = max(1, LOGITS_AT_ONCE // (queries.shape[0] * queries.shape[1] * keys.shape[2]))
+        parts = zip(queries.split(at_once, 2), query_positions.split(at_once, 1), strict=True)
+        some = [prompt_attention_ref(q, keys, values, at, key_positions, *call) for q, at in parts]
+        return Attention(torch.cat([part.out for part in some], 2), torch.cat([part.log_sum_exp for part in some], 2))
+    inside = sliding_window is None or sliding_window >= keys.shape[2]
+    if aligned and inside and softcap is None and sinks is None and queries.element_size() == 2:
+        out = _library_attention(queries, keys, values, scaling)
+        if out is not None:
+            return out
+    return flex_prompt_attention(queries, keys, values, query_positions, key_positions, *call, aligned)

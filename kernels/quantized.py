@@ -1,0 +1,471 @@
+# ruff: noqa: N803, N806 - in kernels, sizes have the names they have in shapes
+"""Attention of one new query per sequence on packed codes of 2, 4 or 8 bits, a tail in full precision and outliers.
+
+The kernel reads the tokens whose key and value are both in codes: it unpacks a tile of them in registers and goes on as
+attention does, so that no dequantised tensor is written. All other tokens, a few hundred at most, are attended to by
+`decode_attention`; the two outputs are joined by their log-sum-exp. Codes are unpacked two at a time, one of each
+16-bit half of a word: 0, 8, 1, 9, ... at 2 bits; `places` gives the order. Under the bits of 1024 a code's bits make
+the float16 1024 + code, so that no integer is converted.
+
+Shapes: B batch, H KV heads, G query heads per KV head, N tokens in codes, R tokens of a tail, E outlier entries, n
+tokens asked for, U numbers of a group, W int32 words of a group, D head dim of keys, D_v of values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.decode import decode_attention, join
+from kvbench.kernels.references import Attention
+from kvbench.kernels.tiles import (
+    Rule,
+    View,
+    at_head,
+    attend,
+    capped,
+    fit_heads,
+    jit,
+    next_power_of_two,
+    of_head,
+    programs_at_once,
+    require_triton,
+    rule_of,
+    slots_of_a_part,
+    store_part,
+    tl,
+    view,
+)
+
+ROWS = 16  # query heads of a KV head, filled up: the fewest rows tensor cores take
+PARTS = 128  # of a KV head, at most
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Quantised tokens: x = code * scale + minimum; code j of an int32 word lies at its bits [b*j, b*j + b - 1].
+
+    Per channel: groups of `unit` tokens, words [B,H,N/U,D,W], scale and minimum [B,H,N/U,D]. Per token (`per_token`):
+    groups of `unit` channels, words [B,H,N,D/U,W], scale and minimum [B,H,N,D/U]. counts [B,H]: the tokens of each
+    head, where they differ.
+    """
+
+    words: Tensor
+    scale: Tensor
+    minimum: Tensor
+    bits: int
+    unit: int
+    per_token: bool
+    counts: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The most any KV head holds."""
+        return self.words.shape[2] * (1 if self.per_token else self.unit)
+
+    def dequantised(self) -> Tensor:
+        """[B,H,N,D] float32."""
+        return _unpacked(self, self.words, self.scale, self.minimum)
+
+    def at(self, tokens: Tensor) -> Tensor:
+        """The tokens [B,H,n] of each head, [B,H,n,D] float32."""
+        group = tokens // (1 if self.per_token else self.unit)
+        scale, minimum = (
+            x.gather(2, group[..., None].expand(-1, -1, -1, x.shape[3])) for x in (self.scale, self.minimum)
+        )
+        batch, head = (torch.arange(n, device=tokens.device) for n in tokens.shape[:2])
+        if self.per_token:
+            return _unpacked(self, self.words[batch[:, None, None], head[:, None], group], scale, minimum)
+        per_word = 32 // self.bits
+        code = (tokens % self.unit)[..., None]
+        channel = torch.arange(scale.shape[3], device=tokens.device)
+        index = batch[:, None, None, None], head[:, None, None], group[..., None], channel, code // per_word
+        codes = self.words[index] >> code % per_word * self.bits & 2**self.bits - 1
+        return codes * scale.float() + minimum.float()
+
+
+def _unpacked(packed: Packed, words: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """Numbers of some of the groups, in the order of `Packed.dequantised`."""
+    shifts = torch.arange(0, 32, packed.bits, device=words.device)
+    codes: Tensor = (words[..., None] >> shifts & 2**packed.bits - 1).flatten(-2)[..., : packed.unit]
+    x = codes * scale.float()[..., None] + minimum.float()[..., None]
+    return x.flatten(3) if packed.per_token else x.transpose(-1, -2).flatten(2, 3)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Keys or values of a layer: codes, then a tail [B,H,R,D] in full precision, counts [B,H] where heads differ."""
+
+    packed: Packed
+    tail: Tensor
+    counts: Tensor | None = None
+
+    @property
+    def even(self) -> bool:
+        """Whether all KV heads hold equally many tokens, equally many of them as codes."""
+        return self.counts is None and self.packed.counts is None
+
+    def coded(self) -> Tensor:
+        """[B,H] tokens of each head in codes."""
+        return self._full(self.packed.tokens) if self.packed.counts is None else self.packed.counts
+
+    def lengths(self) -> Tensor:
+        """[B,H] tokens of each head."""
+        return self.coded() + (self._full(self.tail.shape[2]) if self.counts is None else self.counts)
+
+    def at(self, tokens: Tensor) -> Tensor:
+        """The tokens [B,H,n] of each head, from codes or the tail, [B,H,n,D] float32; anything for those beyond."""
+        coded = self.coded()[..., None]
+        found = self.tail.new_zeros(*tokens.shape, self.tail.shape[3], dtype=torch.float32)
+        if self.tail.shape[2]:
+            place = (tokens - coded).clamp(0, self.tail.shape[2] - 1)
+            found = self.tail.gather(2, place[..., None].expand_as(found)).float()
+        if self.packed.tokens:
+            codes = self.packed.at(tokens.clamp(max=self.packed.tokens - 1))
+            found = torch.where((tokens < coded)[..., None], codes, found)
+        return found
+
+    def _full(self, count: int) -> Tensor:
+        return torch.full(self.tail.shape[:2], count, device=self.tail.device)
+
+
+class Outliers(NamedTuple):
+    """Exact keys [B,H,E,D] and values [B,H,E,D_v] that stand in for the tokens at slots [B,H,E] int32; -1 = empty."""
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+
+
+def quantised_attention_ref(
+    queries: Tensor,
+    query_positions: Tensor,
+    keys: Side,
+    values: Side,
+    scaling: float,
+    softcap: float | None = None,
+    outliers: Outliers | None = None,
+) -> Attention:
+    """The definition: dequantise, put the outliers in their places, attend in float32."""
+    k, v = (_in_order(side) for side in (keys, values))
+    seen = torch.arange(k.shape[2], device=k.device) < keys.lengths()[..., None]  # [B,H,C]
+    if outliers is not None:
+        for b, h, e in (outliers.slots >= 0).nonzero().tolist():
+            slot = outliers.slots[b, h, e]
+            k[b, h, slot], v[b, h, slot] = outliers.keys[b, h, e].float(), outliers.values[b, h, e].float()
+    batch, query_heads, new, dim = queries.shape
+    rows = queries.float().reshape(batch, k.shape[1], -1, dim)
+    logits = rows @ k.transpose(-1, -2) * scaling
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~(seen & (query_positions >= 0)[..., None])[:, :, None], -torch.inf)
+    log_sum_exp = logits.logsumexp(-1)
+    out = (logits - log_sum_exp[..., None]).exp().nan_to_num(0.0) @ v
+    return Attention(out.view(batch, query_heads, new, -1).to(queries.dtype), log_sum_exp.view(batch, query_heads, new))
+
+
+def _in_order(side: Side) -> Tensor:
+    """[B,H,C,D] float32: each head's codes, then its tail, closed up; 0 beyond."""
+    coded, tail = side.packed.dequantised(), side.tail.float()
+    x = tail.new_zeros(*tail.shape[:2], int(side.lengths().max()), tail.shape[3])
+    for b, h in torch.cartesian_prod(*(torch.arange(n) for n in tail.shape[:2])).view(-1, 2).tolist():
+        first, last = int(side.coded()[b, h]), int(side.lengths()[b, h])
+        x[b, h, :first] = coded[b, h, :first]
+        x[b, h, first:last] = tail[b, h, : last - first]
+    return x
+
+
+class Codes(NamedTuple):
+    """Codes as the kernel takes them: words, scale and minimum [B,H,N',..], N' tokens or groups of tokens. Scale and
+    minimum have the same strides."""
+
+    words: View
+    scale: View
+    minimum: View
+
+
+class Groups(NamedTuple):
+    """How codes lie in words: BITS each, groups of U numbers in W of WIDTH words, one token's (PER_TOKEN) or channel's.
+
+    WORDS: of a token, PER_TOKEN, or of a channel that are read at once. D channels, BLOCK_D filled up.
+    """
+
+    PER_TOKEN: bool
+    BITS: int
+    U: int
+    W: int
+    WIDTH: int
+    WORDS: int = 0
+    D: int = 0
+    BLOCK_D: int = 0
+
+
+@jit
+def places(first: tl.tensor, WORDS: tl.constexpr, HOW: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Which numbers WORDS words from `first` on unpack to, and whether they are: a group fills WIDTH words."""
+    PER_WORD: tl.constexpr = 32 // HOW.BITS
+    column = tl.arange(0, WORDS * PER_WORD)
+    word, code = first + column // PER_WORD, column % PER_WORD
+    if PER_WORD > 1:
+        code = code // 2 + code % 2 * (PER_WORD // 2)
+    place = word % HOW.WIDTH * PER_WORD + code
+    return word // HOW.WIDTH * HOW.U + place, place < HOW.U
+
+
+@jit
+def channels(HOW: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Which channels a tile's numbers are, and whether they are."""
+    if HOW.PER_TOKEN:
+        dims, there = places(0, HOW.WORDS, HOW)
+    else:
+        dims, there = tl.arange(0, HOW.BLOCK_D), tl.arange(0, HOW.BLOCK_D) >= 0
+    return dims, there & (dims < HOW.D)
+
+
+@jit
+def _half(
+    words: tl.tensor, HALF: tl.constexpr, BITS: tl.constexpr, SHIFT: tl.constexpr, APART: tl.constexpr
+) -> tl.tensor:
+    """Codes at bits SHIFT, SHIFT + APART, ... of half HALF of every word, as int16 bits of 1024 + code."""
+    if APART < 16:
+        codes = tl.interleave(
+            _half(words, HALF, BITS, SHIFT, 2 * APART), _half(words, HALF, BITS, SHIFT + APART, 2 * APART)
+        )
+    else:
+        both = ((words >> SHIFT) & (((1 << BITS) - 1) * 0x10001)) | 0x64006400
+        codes = (both >> (16 * HALF)).to(tl.int16)
+    return codes
+
+
+@jit
+def coded(
+    side: Codes, first: tl.tensor, tokens: tl.tensor, coded: tl.tensor, HOW: tl.constexpr, TILE: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """A tile of one KV head, 0 beyond the `coded` tokens: [tokens,channels] PER_TOKEN, else [channels,tokens].
+
+    TILE: words of a channel.
+    """
+    WORDS: tl.constexpr = HOW.WORDS if HOW.PER_TOKEN else TILE
+    if HOW.PER_TOKEN:
+        rows, inside, groups, start = tokens.to(tl.int64), tokens < coded, HOW.D // HOW.U, 0
+        row_words, row_scales, group_words, group_scales = side.words.row, side.scale.row, HOW.W, 1
+    else:
+        rows, inside, groups, start = (
+            tl.arange(0, HOW.BLOCK_D),
+            tl.arange(0, HOW.BLOCK_D) < HOW.D,
+            tl.cdiv(coded, HOW.U),
+            first,
+        )
+        row_words, row_scales, group_words, group_scales = HOW.W, 1, side.words.row, side.scale.row
+    column = start + tl.arange(0, WORDS)
+    group, word = column // HOW.WIDTH, column % HOW.WIDTH
+    at = rows[:, None] * row_words + (group.to(tl.int64) * group_words + word)[None, :]
+    there = inside[:, None] & ((group < groups) & (word < HOW.W))[None, :]
+    words = tl.load(side.words.ptr + at, mask=there, other=0)
+    codes = tl.interleave(_half(words, 0, HOW.BITS, 0, HOW.BITS), _half(words, 1, HOW.BITS, 0, HOW.BITS))
+    codes = (codes.to(tl.float16, bitcast=True) - 1024.0).to(PRODUCTS)
+    ROWS: tl.constexpr = codes.shape[0]
+    NUMBERS: tl.constexpr = codes.shape[1]
+    GROUPS: tl.constexpr = (WORDS + HOW.WIDTH - 1) // HOW.WIDTH
+    group = start // HOW.WIDTH + tl.arange(0, GROUPS)
+    at = rows[:, None] * row_scales + (group.to(tl.int64) * group_scales)[None, :]
+    there = inside[:, None] & (group < groups)[None, :]
+    scale = tl.load(side.scale.ptr + at, mask=there, other=0.0).to(PRODUCTS)[:, :, None]
+    minimum = tl.load(side.minimum.ptr + at, mask=there, other=0.0).to(PRODUCTS)[:, :, None]
+    numbers = tl.reshape(codes, (ROWS, GROUPS, NUMBERS // GROUPS)) * scale + minimum
+    return tl.reshape(numbers, (ROWS, NUMBERS))
+
+
+@jit
+def _scaled(
+    q: View, row: tl.tensor, H: tl.tensor, heads: tl.tensor, scale: tl.tensor, KEY: tl.constexpr, G: tl.constexpr
+) -> tl.tensor:
+    """The queries of KV head `row`, [heads,channels of a tile of its keys], times `scale`."""
+    dims, there = channels(KEY)
+    at = at_head(q, row * G, H * G) + heads[:, None] * q.head + dims[None, :]
+    return tl.load(at, mask=(heads < G)[:, None] & there[None, :], other=0.0).to(tl.float32) * scale
+
+
+@partial(jit, varying=("coded", "words", "each"))
+def _attend_codes(
+    q: View, q_pos_ptr: tl.tensor, absent: View, coded_ptr: tl.tensor, words_ptr: tl.tensor, out_ptr: tl.tensor,
+    lse_ptr: tl.tensor, keys: Codes, values: Codes, H: tl.tensor, coded_tokens: tl.tensor, words: tl.tensor,
+    each: tl.tensor, rule: Rule, KEY: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr, G: tl.constexpr,
+    ROWS: tl.constexpr, PRODUCTS: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program: `each` words' worth of one KV head's tokens in codes, TOKENS.WORDS at a time, but the absent ones.
+
+    Tokens are in the order of TOKENS, the groups of a side per channel.
+    """
+    row = tl.program_id(0).to(tl.int64)  # of B * H
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    if coded_ptr is not None:
+        coded_tokens = tl.load(coded_ptr + row)
+        words = tl.load(words_ptr + row)
+    begin = part * each
+    if begin >= words:
+        return
+    steps = tl.cdiv(tl.minimum(begin + each, words) - begin, TOKENS.WORDS)
+    asked = tl.load(q_pos_ptr + row // H) >= 0  # the query of a padded sequence sees nothing
+    heads = tl.arange(0, ROWS)
+    numbers = _scaled(q, row, H, heads, rule.scale, KEY, G).to(PRODUCTS)
+    keys = Codes(of_head(keys.words, row, H, 0), of_head(keys.scale, row, H, 0), of_head(keys.minimum, row, H, 0))
+    values = Codes(
+        of_head(values.words, row, H, 0), of_head(values.scale, row, H, 0), of_head(values.minimum, row, H, 0)
+    )
+    dims, there = channels(VALUE)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, dims.shape[0]], tl.float32)
+    for step in range(tl.where(asked, steps, 0)):
+        first = begin + step * TOKENS.WORDS
+        tokens, placed = places(first, TOKENS.WORDS, TOKENS)
+        k = coded(keys, first, tokens, coded_tokens, KEY, TOKENS.WORDS, PRODUCTS)
+        v = coded(values, first, tokens, coded_tokens, VALUE, TOKENS.WORDS, PRODUCTS)
+        seen = placed & (tokens < coded_tokens)
+        if absent is not None:
+            seen = seen & (tl.load(at_head(absent, row, H) + tokens, mask=seen, other=1) == 0)
+        if KEY.PER_TOKEN:
+            k = tl.trans(k)
+        if not VALUE.PER_TOKEN:
+            v = tl.trans(v)
+        logits = capped(tl.dot(numbers, k, input_precision="ieee"), rule.cap)
+        top, total, out = attend(tl.where(seen[None, :], logits, float("-inf")), v, top, total, out)
+    dims = tl.where(there, dims, VALUE.D)  # what fills a group up is stored nowhere
+    store_part(out_ptr, lse_ptr, (row * parts + part) * G + heads, heads < G, top, total, out, dims, VALUE.D)
+
+
+def tiles(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Tokens of a tile and launch options; 16-bit queries are multiplied as float16, float32 ones in float32."""
+    wide = max(dim, value_dim) > 128
+    if dtype == torch.float32:
+        return {"tokens": 16 if wide else 32, "PRODUCTS": tl.float32, "num_warps": 8, "num_stages": 1}
+    registers = 128 if max(dim, value_dim) <= 64 else 255  # without a bound ptxas spills a few
+    return {
+        "tokens": 64 if wide else 128, "PRODUCTS": tl.float16, "num_warps": 8 if wide else 4, "num_stages": 2,
+        "maxnreg": registers,
+    }  # fmt: skip
+
+
+def quantised_attention(
+    queries: Tensor,
+    query_positions: Tensor,
+    keys: Side,
+    values: Side,
+    scaling: float,
+    softcap: float | None = None,
+    outliers: Outliers | None = None,
+) -> Attention:
+    """Attention of one query per sequence over all tokens of codes, tail and outliers.
+
+    queries [B,H_q,1,D], query_positions [B,1] (-1: padding). Every token held is visible to the query. float32 queries:
+    products in float32; others: of float16 numbers, summed in float32. Where both sides are per channel, in groups of
+    one size. A query at -1 has out 0 and log_sum_exp -inf. ValueError without Triton; interpreted on CPU tensors.
+    """
+    require_triton("quantised_attention", queries.device)
+    fit_heads("quantised_attention", queries.shape[3], values.tail.shape[3])
+    assert queries.shape[2] == 1, "one query per sequence"
+    common = torch.minimum(keys.coded(), values.coded())  # [B,H] tokens whose key and value are in codes
+    rest = _attend_to_the_rest(queries, query_positions, keys, values, common, scaling, softcap, outliers)
+    if not (keys.packed.tokens and values.packed.tokens):
+        return rest
+    out, log_sum_exp = _attend_to_codes(queries, query_positions, keys, values, common, scaling, softcap, outliers)
+    whole = torch.logaddexp(log_sum_exp, rest.log_sum_exp)
+    shift = whole.masked_fill(whole == -torch.inf, 0.0)
+    shares = ((x - shift).exp()[..., None] for x in (log_sum_exp, rest.log_sum_exp))
+    joined = sum(x.float() * share for x, share in zip((out, rest.out), shares, strict=True))
+    assert isinstance(joined, Tensor)
+    return Attention(joined.to(queries.dtype), whole)
+
+
+def _attend_to_the_rest(
+    queries: Tensor,
+    query_positions: Tensor,
+    keys: Side,
+    values: Side,
+    common: Tensor,
+    scaling: float,
+    softcap: float | None,
+    outliers: Outliers | None,
+) -> Attention:
+    """Attention over the tokens whose key or value is not in codes, and over the outliers."""
+    most = max(keys.tail.shape[2], values.tail.shape[2])
+    tokens = common[..., None] + torch.arange(most, device=common.device)  # [B,H,n]
+    there = tokens < keys.lengths()[..., None]
+    k, v = (side.at(tokens).to(queries.dtype) for side in (keys, values))
+    if outliers is not None:
+        k, v = torch.cat([k, outliers.keys.to(k.dtype)], 2), torch.cat([v, outliers.values.to(v.dtype)], 2)
+        there = torch.cat([there, outliers.slots >= 0], -1)
+    return decode_attention(queries, k, v, query_positions, there.int() - 1, scaling, softcap)
+
+
+def _attend_to_codes(
+    queries: Tensor,
+    query_positions: Tensor,
+    keys: Side,
+    values: Side,
+    common: Tensor,
+    scaling: float,
+    softcap: float | None,
+    outliers: Outliers | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the tokens whose key and value are in codes, without outliers: output float32, log-sum-exp."""
+    (batch, query_heads, _, dim), heads, value_dim = queries.shape, common.shape[1], values.tail.shape[3]
+    if not queries.is_cuda and queries.dtype == torch.bfloat16:
+        queries = queries.float()  # Triton's interpreter multiplies the bit patterns of bfloat16
+    queries = queries if queries.stride(-1) == 1 else queries.contiguous()
+    how = tiles(dim, value_dim, queries.dtype)
+    key, value, order = _layout(keys.packed, values.packed, (dim, value_dim), how.pop("tokens"))
+    most = min(keys.packed.tokens, values.packed.tokens)
+    absent = None
+    if outliers is not None:
+        absent = torch.zeros(batch, heads, most + 1, dtype=torch.uint8, device=queries.device)
+        slots = outliers.slots.long()
+        absent = view(absent.scatter_(-1, slots.masked_fill(slots < 0, most), 1))
+    words, coded_ptr, words_ptr = -(-most // order.U) * order.WIDTH, None, None
+    if not (keys.even and values.even):
+        coded_ptr = common.to(torch.int32).contiguous()
+        words_ptr = (coded_ptr + order.U - 1) // order.U * order.WIDTH
+    each = slots_of_a_part(batch * heads, words, order.WORDS, programs_at_once(queries.device))
+    each = max(each, -(-words // (PARTS * order.WORDS)) * order.WORDS)
+    parts, group = -(-words // each), query_heads // heads
+    part_out = queries.new_empty(batch * heads, parts, group, value_dim, dtype=torch.float32)
+    part_lse = part_out.new_empty(part_out.shape[:3])
+    with torch.cuda.device_of(queries):
+        _attend_codes[batch * heads, parts](
+            view(queries), query_positions.contiguous(), absent, coded_ptr, words_ptr, part_out, part_lse,
+            _codes(keys.packed), _codes(values.packed), heads, most, words, each, rule_of(scaling, softcap),
+            KEY=key, VALUE=value, TOKENS=order, G=group, ROWS=max(ROWS, next_power_of_two(group)), **how,
+        )  # fmt: skip
+        return join(part_out, part_lse, queries.float(), heads, words, each, words_ptr)
+
+
+def _layout(keys: Packed, values: Packed, dims: tuple[int, int], tokens: int) -> tuple[Groups, Groups, Groups]:
+    """How keys, values and tokens lie in words; a tile has `tokens` of these."""
+    sides = []
+    order = Groups(False, 32, tokens, tokens, tokens)  # two sides per token are read in order
+    for packed, dim in zip((keys, values), dims, strict=True):
+        words = packed.words.shape[-1]
+        own = Groups(packed.per_token, packed.bits, packed.unit, words, next_power_of_two(words))
+        if packed.per_token:
+            least = 16 * packed.bits // 32  # a product takes 16 channels
+            own = own._replace(WORDS=max(next_power_of_two(packed.words.shape[3]) * own.WIDTH, least))
+        else:
+            assert order.BITS == 32 or order == own, "keys and values per channel share their groups"
+            order = own
+        sides.append(own._replace(D=dim, BLOCK_D=max(16, next_power_of_two(dim))))
+    return sides[0], sides[1], order._replace(WORDS=tokens * order.BITS // 32)
+
+
+def _codes(packed: Packed) -> Codes:
+    """The words of an entry side by side, scale and minimum of the same strides."""
+    words, scale, minimum = packed.words, packed.scale, packed.minimum
+    if words.stride()[3:] != (words.shape[4], 1):
+        words = words.contiguous()
+    if scale.stride() != minimum.stride() or scale.stride(-1) != 1:
+        scale, minimum = scale.contiguous(), minimum.contiguous()
+    return Codes(View(words, *words.stride()[:3]), view(scale), view(minimum))

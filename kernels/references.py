@@ -1,0 +1,406 @@
+"""Attention in PyTorch: the definitions the kernels are tested against, and what a CPU computes.
+
+Rows of a few queries, softmax rows of a prompt in blocks of O(T) memory, one decoding step over slots or segments.
+
+Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries of a call, R of a block, T slots, S of them
+in reach of a block, N flat slots of all segments, D head dim of queries and keys, D_v of values.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LOG2E = math.log2(math.e)
+FAR = 2.0**100  # so much below the others that its exponential is exactly 0, even one token away
+NEVER = 2**24  # an empty slot's position: beyond all that float32 tells from their neighbours
+NOWHERE = 2**30  # a position later than every query
+FEW_QUERIES = 8  # up to here the rows themselves are small and cost less than the bookkeeping of blocks
+LOGITS_AT_ONCE = 2**22  # CPU: 16 MiB of float32; smaller blocks wake the threads too often, larger ones leave the cache
+QUERIES_AT_ONCE = 128  # CPU: a block reaches as far as its last query, so that large ones compute what nobody sees
+NO_SHIFT = 100.0  # logits (base 2) that are smaller on either side need no row maximum: float32 holds their powers' sum
+LOGITS_AT_ONCE_GPU = 2**26  # 256 MiB, so that a launch has something to do; not measured
+
+
+class Attention(NamedTuple):
+    """out [B,H_q,M,D_v] as the values are; log_sum_exp [B,H_q,M] float32; weights [B,H_kv,G,M,T] float32 or None.
+
+    log_sum_exp is the natural logarithm of the sum that divides the weights, the sink's share included. A query that
+    sees nothing gets out 0 and weights 0; its log_sum_exp is that of its sink alone, -inf without one.
+    """
+
+    out: Tensor
+    log_sum_exp: Tensor
+    weights: Tensor | None = None
+
+
+class NewTokens(NamedTuple):
+    """Tokens that flat storage takes in before it is attended to: keys, values [B,H_kv,1,...] into slots [B,H_kv],
+    int64 and contiguous, counted from where their segments start, each inside its segment."""
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+
+
+def widen(x: Tensor) -> Tensor:
+    """Statistics are kept in float32, or in float64 for a float64 model."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def visible(query_positions: Tensor, key_positions: Tensor, sliding_window: int | None = None) -> Tensor:
+    """Which slot each query may read: a stored token, not later than the query, inside the model's sliding window.
+
+    query_positions [B,M] and key_positions [B,H,T] are original positions, -1 = padding or empty slot.
+    Returns bool [B,H,M,T]. Causality compares original positions, never slots.
+    """
+    queries, keys = query_positions[:, None, :, None], key_positions[:, :, None, :]
+    seen = (keys >= 0) & (keys <= queries)
+    if sliding_window is not None:
+        seen &= keys > queries - sliding_window
+    return seen
+
+
+def attention_logits(
+    queries: Tensor, keys: Tensor, scaling: float, softcap: float | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Scaled, soft-capped logits in float32, before any mask: [B,H_q,M,D] x [B,H_kv,T,D] -> [B,H_kv,G,M,T].
+
+    bias [B,H_kv,T] is added to every query's logit of a slot, behind the soft cap.
+    """
+    batch, query_heads, new, dim = queries.shape
+    heads, slots = keys.shape[1:3]
+    rows = widen(queries).reshape(batch * heads, query_heads // heads * new, dim)
+    columns = widen(keys).reshape(batch * heads, slots, dim).transpose(1, 2)
+    logits = torch.baddbmm(rows.new_empty(1), rows, columns, beta=0, alpha=scaling)  # one launch, the scaling included
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.view(batch, heads, query_heads // heads, new, -1)
+    return logits if bias is None else logits + bias[:, :, None, None].to(logits.dtype)
+
+
+def beside_sinks(log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
+    """What an attention sink leaves of the probability of rows whose logits have this (natural) log-sum-exp.
+
+    sinks: its logits, of a shape that broadcasts. With it a row's weights, and so its output, are the plain ones times
+    exp(lse) / (exp(lse) + exp(sink)). Source: Xiao et al. 2023, arXiv 2309.17453, section 3.3; learnt in gpt-oss.
+    """
+    return torch.sigmoid(log_sum_exp - sinks.to(log_sum_exp.dtype))
+
+
+def rows_and_sight(
+    queries: Tensor,
+    keys: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    packed: bool = False,
+    sighted: bool = False,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Softmax rows [B,H_kv,G,M,T] float32, and 1 for every query that sees something, else 0: [B,H_kv,M].
+
+    Arguments as in `attention_rows`; the row of a query that sees nothing is without meaning. packed: no slot is empty.
+    sighted: every query is known to see something; None then stands for the ones. sinks [B or 1,H_q]: see
+    `beside_sinks`; a sink has no slot. bias [B,H_kv,T]: see `attention_logits`.
+    """
+    logits = attention_logits(queries, keys, scaling, softcap, bias).detach()  # what decides who stays has no gradient
+    stored = key_positions if packed else key_positions.masked_fill(key_positions < 0, NEVER)
+    age = query_positions.to(logits.dtype)[:, None, :, None] - stored.to(logits.dtype)[:, :, None]  # [B,H_kv,M,T]
+    # How far a slot is out of sight, 0 or less, and no mask: a fill under a mask costs more than the softmax (CPU).
+    if sliding_window is None:
+        hidden = age.clamp_(max=0.0)
+    else:
+        hidden = (sliding_window - 1 - age).clamp_(max=0.0) + age.clamp(max=0.0)
+    logits.add_(hidden[:, :, None], alpha=FAR)
+    left = None if sinks is None else beside_sinks(logits.logsumexp(-1), sinks.view(len(sinks), *logits.shape[1:3], 1))
+    rows = torch.softmax(logits, -1, out=logits)  # in place: half the memory, which no longer fits the cache of a core
+    if left is not None:
+        rows.mul_(left[..., None])
+    return rows, None if sighted else (hidden.amax(-1) == 0.0).to(logits.dtype)
+
+
+def attention_rows(
+    queries: Tensor,
+    keys: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Softmax rows over the stored keys, [B,H_kv,G,M,T] float32; meant for small M, since it really builds them.
+
+    queries [B,H_q,M,D], keys [B,H_kv,T,D], positions as in `visible`. A query at position -1 (padding), or one that
+    sees nothing, gives a row of zeros; empty slots get weight 0. sinks [B or 1,H_q]: rows then sum to less than 1.
+    """
+    call = queries, keys, query_positions, key_positions, scaling, softcap, sliding_window
+    rows, sight = rows_and_sight(*call, sinks=sinks, bias=bias)
+    assert sight is not None
+    return rows.mul_(sight[:, :, None, :, None])
+
+
+def _extent(flags: Tensor) -> slice:
+    """The shortest range that holds every true entry of flags [T]."""
+    entries = flags.nonzero()
+    return slice(int(entries[0]), int(entries[-1]) + 1) if len(entries) else slice(0, 0)
+
+
+def _reach(positions: Tensor, lowest: Tensor, highest: Tensor, window: int | None) -> tuple[slice, slice]:
+    """The slots some query may see, and among those the ones that not every query of every head sees.
+
+    positions [B,R] of the queries; lowest, highest [B,T] over the KV heads of a slot's positions. Right for any order
+    of slots; short when they ascend.
+    """
+    last = positions.amax(-1, keepdim=True)
+    first = positions.masked_fill(positions < 0, NOWHERE).amin(-1, keepdim=True)
+    some, every = (highest >= 0) & (lowest <= last), (lowest >= 0) & (highest <= first)
+    if window is not None:
+        some &= highest > first - window
+        every &= lowest > last - window
+    reached = _extent(some.any(0))
+    return reached, _extent(~every.all(0)[reached])
+
+
+class _Kept(threading.local):
+    buffer: Tensor | None = None
+
+
+_kept = _Kept()
+
+
+def _workspace(like: Tensor, size: int) -> Tensor:
+    """An uninitialised tensor [size] of the dtype and device of `like`, on a CPU the same one again and again.
+
+    A CPU's allocator may give memory back to the system after every layer, and page faults then cost as much as the
+    sums. What is kept is LOGITS_AT_ONCE numbers per thread at most.
+    """
+    if like.device.type != "cpu" or size > LOGITS_AT_ONCE:
+        return like.new_empty(size)
+    if _kept.buffer is None or _kept.buffer.dtype != like.dtype or len(_kept.buffer) < size:
+        with torch.inference_mode(False):  # else it could not be written to outside of inference mode
+            _kept.buffer = torch.empty(size, dtype=like.dtype)
+    return _kept.buffer
+
+
+class Sight(NamedTuple):
+    """What the queries of a block may see: slots `reached` by some; among these, `partial` are not seen by all of them.
+
+    hidden: which of the partial slots a query does not see, broadcast over [B,H_kv,G,R,P]. padding [B,R]: queries that
+    are none, or see nothing perhaps; None where every query sees something.
+    """
+
+    reached: slice
+    partial: slice
+    hidden: Tensor
+    padding: Tensor | None
+
+
+def _sights(
+    query_positions: Tensor, key_positions: Tensor, at_once: int, window: int | None
+) -> Iterator[tuple[slice, Sight]]:
+    """Rows [start, end) of `at_once` queries each and what they may see; blocks that see nothing are left out."""
+    new, slots = query_positions.shape[1], key_positions.shape[2]
+    before = slots - new
+    if window is None and before >= 0 and _in_order(query_positions, before) and _in_order(key_positions, 0):
+        upper = torch.ones(at_once, at_once, dtype=torch.bool, device=key_positions.device).triu()
+        for start in range(0, new, at_once):
+            end = min(start + at_once, new)
+            hidden = upper[: end - start, : end - start - 1]
+            yield (
+                slice(start, end),
+                Sight(slice(0, before + end), slice(before + start + 1, before + end), hidden, None),
+            )
+        return
+    lowest, highest = key_positions.amin(1), key_positions.amax(1)
+    for start in range(0, new, at_once):
+        rows = slice(start, min(start + at_once, new))
+        positions = query_positions[:, rows]
+        reached, partial = _reach(positions, lowest, highest, window)
+        if reached.stop > 0:
+            seen = visible(positions, key_positions[..., reached][..., partial], window)
+            yield rows, Sight(reached, partial, ~seen[:, :, None], positions < 0)
+
+
+def _in_order(positions: Tensor, first: int) -> bool:
+    """Whether positions [...,T] are first, first + 1, ... in every row."""
+    expected = torch.arange(first, first + positions.shape[-1], device=positions.device)
+    return bool((positions == expected).all())
+
+
+def _all_small(queries: Tensor, transposed: Tensor, scale: float, softcap: float | None, sinks: Tensor | None) -> bool:
+    """Whether no logit (base 2) can be beyond NO_SHIFT on either side, by the lengths of the vectors."""
+    if sinks is not None and not bool(sinks.abs().amax() * LOG2E <= NO_SHIFT):
+        return False
+    if softcap is not None:
+        return softcap * LOG2E <= NO_SHIFT
+    longest = torch.linalg.vector_norm(widen(queries), dim=-1).amax() * transposed.norm(dim=-2).amax()
+    return bool(longest * abs(scale) <= NO_SHIFT)  # not so if there is no number among them
+
+
+class Attended(NamedTuple):
+    """Values [B,H_kv,T,D'] and the attention output over them, [B,H_q,M,D']: filled in while the rows are at hand."""
+
+    values: Tensor
+    out: Tensor
+
+    def take_in(self, rows: slice, reached: slice, weights: Tensor, inverse: Tensor) -> None:
+        """One block of rows, as `softmax_blocks` yields it."""
+        block = weights.flatten(2, 3) @ widen(self.values[:, :, reached])
+        block = block.view(*inverse.shape, -1).mul_(inverse[..., None])
+        self.out[:, :, rows] = block.flatten(1, 2)
+
+
+def softmax_blocks(
+    queries: Tensor,
+    keys: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    attended: Attended | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Softmax rows of some queries at a time; arguments as in `column_sums`, float64 where an input is float64.
+
+    Yields the slots S that these R queries may see, weights [B,H_kv,G,R,S], and what each row is still to be multiplied
+    by, [B,H_kv,G,R] (0 for padding). The weights lie in one buffer of O(T), which the next block overwrites.
+    """
+    batch, query_heads, new, dim = queries.shape
+    heads, slots = keys.shape[1:3]
+    transposed = widen(keys).transpose(-1, -2)
+    scale = scaling * LOG2E if softcap is None else scaling / softcap
+    on_cpu = queries.device.type == "cpu"
+    most, longest = (LOGITS_AT_ONCE, QUERIES_AT_ONCE) if on_cpu else (LOGITS_AT_ONCE_GPU, new)
+    at_once = min(new, longest, max(FEW_QUERIES, most // (batch * query_heads * slots)))
+    buffer = _workspace(transposed, batch * query_heads * at_once * slots)
+    small = bias is None and _all_small(queries, transposed, scale, softcap, sinks)
+    taken = None if sinks is None else widen(sinks).view(len(sinks), heads, -1, 1, 1).to(transposed.dtype) * LOG2E
+    for rows, sight in _sights(query_positions, key_positions, at_once, sliding_window):
+        shape = batch, heads, query_heads // heads, rows.stop - rows.start, sight.reached.stop - sight.reached.start
+        logits = buffer[: math.prod(shape)].view(shape)
+        block = widen(queries[:, :, rows]) * scale
+        if sight.padding is not None:
+            block.masked_fill_(sight.padding[:, None, :, None], 0.0)
+        torch.matmul(block.reshape(batch, heads, -1, dim), transposed[..., sight.reached], out=logits.flatten(2, 3))
+        if softcap is not None:
+            logits.tanh_().mul_(softcap * LOG2E)
+        if bias is not None:
+            logits.add_(bias[:, :, None, None, sight.reached], alpha=LOG2E)
+        logits[..., sight.partial].masked_fill_(sight.hidden, -torch.inf)
+        top = None
+        if not small:
+            top = logits.amax(-1, keepdim=True) if taken is None else logits.amax(-1, keepdim=True).maximum(taken)
+            logits.sub_(top.masked_fill_(top == -torch.inf, 0.0))
+        weights = logits.exp2_()
+        sums = weights.sum(-1)
+        if taken is not None:
+            sums += (taken if top is None else taken - top).exp2().squeeze(-1)
+        if sight.padding is not None:
+            sums.masked_fill_((sums == 0) | sight.padding[:, None, None], torch.inf)
+        inverse = sums.reciprocal_()
+        if attended is not None:
+            attended.take_in(rows, sight.reached, weights, inverse)
+        yield sight.reached, weights, inverse
+
+
+def append(flat: Mapping[str, Tensor], tokens: Mapping[str, Tensor], starts: Tensor, slots: Tensor) -> None:
+    """Write one token of every sequence and KV head at its own slot of flat storage, in place.
+
+    flat: storage [N,...] by name; tokens [B,H,1,...] by name, 0 for names without one (statistics). starts, slots [B,H]
+    integers: the token goes to flat slot starts + slots; no two go to the same one.
+    """
+    where = (starts + slots).flatten()
+    for name, stored in flat.items():
+        if name in tokens:
+            stored.index_copy_(0, where, tokens[name].to(stored.dtype).flatten(0, 2))
+        else:
+            stored.index_fill_(0, where, 0)
+
+
+def decode_attention_ref(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    packed: bool = False,
+    weights: bool = False,
+    sums: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Attention:
+    """The definition: all rows at once in float32. Arguments and result as in `decode_attention`."""
+    logits = attention_logits(queries, keys, scaling, softcap, bias)
+    if not packed:
+        assert query_positions is not None
+        assert key_positions is not None
+        seen = visible(query_positions, key_positions, sliding_window)  # [B,H_kv,M,T]
+        logits = logits.masked_fill(~seen[:, :, None], -torch.inf)
+        values = values.masked_fill((key_positions < 0)[..., None], 0.0)  # whatever an empty slot holds: weight 0
+    all_logits = logits
+    if sinks is not None:
+        sink = sinks.to(logits.dtype).view(1, logits.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
+        all_logits = torch.cat([logits, sink], dim=-1)
+    log_sum_exp = all_logits.logsumexp(-1)
+    rows = (logits - log_sum_exp.masked_fill(log_sum_exp == -torch.inf, 0.0)[..., None]).exp()
+    if sums is not None:
+        drawn = rows.sum(3).transpose(-1, -2)  # [B,H_kv,T,G]
+        sums += drawn if sums.shape[-1] == drawn.shape[-1] else drawn.mean(-1, keepdim=True)
+    out = (rows @ widen(values)[:, :, None]).flatten(1, 2).to(values.dtype)
+    return Attention(out, log_sum_exp.flatten(1, 2), rows if weights else None)
+
+
+def decode_attention_flat_ref(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    most: int,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    weights: bool = False,
+    sums: Tensor | None = None,
+    new_tokens: NewTokens | None = None,
+) -> Attention:
+    """The definition: segments padded to the longest. Arguments and result as in `decode_attention_flat`."""
+    if new_tokens is not None:
+        append(
+            {"keys": keys, "values": values},
+            {"keys": new_tokens.keys, "values": new_tokens.values},
+            starts,
+            new_tokens.slots,
+        )
+    steps = torch.arange(most, device=counts.device)
+    there = steps < counts[..., None]  # [B,H_kv,T]
+    slots = (starts[..., None] + steps).masked_fill(~there, 0)
+    positions = key_positions[slots].masked_fill(~there, -1)
+    found = decode_attention_ref(
+        queries, keys[slots], values[slots], query_positions, positions, scaling, softcap, sliding_window, sinks,
+        weights=weights or sums is not None,
+    )  # fmt: skip
+    if sums is not None and found.weights is not None:
+        drawn = found.weights.sum(3).transpose(-1, -2)  # [B,H_kv,T,G], 0 beyond a segment's end
+        drawn = drawn if sums.shape[-1] == drawn.shape[-1] else drawn.mean(-1, keepdim=True)
+        sums.index_put_((slots,), drawn, accumulate=True)
+    return found if weights else found._replace(weights=None)

@@ -1,0 +1,325 @@
+# ruff: noqa: N803, N806 - in kernels, sizes have the names they have in shapes
+"""What the Triton kernels share: the import of Triton, views of tensors, tiles of logits, masks and running softmaxes.
+
+Triton has wheels for Linux only. This module is the only one that imports it, so that the others can be imported
+everywhere. Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, T slots, D head dim. Logits are
+in base 2, softmax(x) = exp2(x log2(e) - lse log2(e)), because GPUs have exp2 in hardware.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.references import LOG2E
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
+
+LARGEST_HEAD = 256
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class View(NamedTuple):
+    """A tensor [B,H,T,D] as kernels take it, and its strides; 0 for dimensions that it has not."""
+
+    ptr: Tensor
+    batch: int
+    head: int
+    row: int = 0
+    dim: int = 0
+
+
+def view(x: Tensor) -> View:
+    """x, whose first dimensions are B, H, T and D."""
+    return View(x, *x.stride())
+
+
+def rows(x: Tensor) -> View:
+    """x, or a copy of it, with the numbers of its last dimension side by side."""
+    return view(x if x.stride(-1) == 1 else x.contiguous())
+
+
+def use_triton(x: Tensor) -> bool:
+    """Whether kernels run as Triton: on CUDA tensors, and all where it is interpreted; float64 stays with PyTorch."""
+    return (x.is_cuda or INTERPRETED) and x.dtype != torch.float64
+
+
+def jit(function: Callable[..., Any], varying: Sequence[str] = ()) -> Any:  # noqa: ANN401
+    """`triton.jit`; the function itself where Triton is missing: `require_triton` stands before every launch.
+
+    varying: arguments whose values change from step to step; a kernel is not compiled anew for those divisible by 16.
+    """
+    return function if triton is None else triton.jit(function, do_not_specialize=list(varying))
+
+
+def require_triton(kernel: str, device: object) -> None:
+    """ValueError where Triton is missing."""
+    if triton is None:
+        raise ValueError(f"{kernel} on device {device} needs Triton, which is not installed here; use device=cpu")
+
+
+def fit_heads(kernel: str, *dims: int) -> None:
+    """ValueError for heads of more numbers than a program's tiles hold."""
+    if max(dims) > LARGEST_HEAD:
+        raise ValueError(f"{kernel} takes a head_dim of at most {LARGEST_HEAD}, got {max(dims)}; use device=cpu")
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two >= n, for n >= 1: tiles have no other sizes."""
+    return 1 << (n - 1).bit_length()
+
+
+@jit
+def at_head(x: tl.tensor, row: tl.tensor, heads: tl.tensor) -> tl.tensor:
+    """Where KV head `row` of B * heads begins in a `View`."""
+    return x.ptr + row // heads * x.batch + row % heads * x.head
+
+
+@jit
+def of_head(x: View | None, row: tl.tensor, heads: tl.tensor, first: tl.tensor) -> View | None:
+    """What KV head `row` has of x, from slot `first` on; None of None."""
+    own = None
+    if x is not None:
+        own = View(at_head(x, row, heads) + first * x.row, 0, 0, x.row, x.dim)
+    return own
+
+
+@jit
+def span(
+    positions_ptr: tl.tensor, length: tl.tensor, low: tl.tensor, high: tl.tensor, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Where the positions low..high lie, in any order: the first such entry, and how many blocks reach the last one."""
+    first = tl.full([1024], 2**30, tl.int32)
+    last = tl.zeros([1024], tl.int32)
+    for start in range(0, length, 1024):
+        entries = start + tl.arange(0, 1024)
+        positions = tl.load(positions_ptr + entries, mask=entries < length, other=-1).to(tl.int32)
+        inside = (positions >= 0) & (positions >= low) & (positions <= high)
+        first = tl.minimum(first, tl.where(inside, entries, 2**30))
+        last = tl.maximum(last, tl.where(inside, entries + 1, 0))
+    begin = tl.min(first, 0)
+    return begin, tl.cdiv(tl.max(last, 0) - begin, BLOCK)
+
+
+@jit
+def query_blocks(
+    q_pos_ptr: tl.tensor, k_place: tl.tensor, start: tl.tensor, M: tl.tensor, T: tl.tensor, window: tl.tensor,
+    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """The queries that see one of the slots start..start+BLOCK_T: the first one, how many blocks, how many need a mask.
+
+    The blocks that need one come first.
+    """
+    if ALIGNED:
+        before = T - M  # slots that are older than the first query
+        begin = tl.maximum(0, start - before)
+        end = M
+        if window is not None:
+            end = tl.maximum(begin, tl.minimum(M, start + BLOCK_T - 1 + window - before))
+        blocks = tl.cdiv(end - begin, BLOCK_M)
+        masked = blocks
+        if window is None:
+            masked = tl.minimum(blocks, tl.cdiv(tl.maximum(0, start + BLOCK_T - 1 - before - begin), BLOCK_M))
+    else:
+        high = 2**30
+        if window is not None:
+            high = tl.max(tl.where(k_place == 2**30, -1, k_place), 0) + window - 1
+        begin, blocks = span(q_pos_ptr, M, tl.min(k_place, 0), high, BLOCK_M)
+        masked = blocks
+    return begin, blocks, masked
+
+
+@jit
+def query_places(ptr: tl.tensor, queries: tl.tensor, M: tl.tensor, T: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:
+    """Where queries stand in time: their positions, or, where they are the newest of the slots, those slots."""
+    if ALIGNED:  # noqa: SIM108 - a constant of the compilation: only one side exists
+        places = queries + (T - M)
+    else:
+        places = tl.load(ptr + queries, mask=queries < M, other=-1).to(tl.int32)
+    return places
+
+
+@jit
+def slot_places(ptr: tl.tensor, slots: tl.tensor, T: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:
+    """The same of slots; empty ones and those beyond T lie later than every query."""
+    if ALIGNED:
+        places = tl.where(slots < T, slots, 2**30)
+    else:
+        places = tl.load(ptr + slots, mask=slots < T, other=-1).to(tl.int32)
+        places = tl.where(places < 0, 2**30, places)
+    return places
+
+
+@jit
+def segment(starts: tl.tensor, counts: tl.tensor, kv_row: tl.tensor, T: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """First flat slot and length of a KV head's segment; 0 and T if there are no segments."""
+    start, length = tl.zeros([], tl.int64), T
+    if counts is not None:
+        start = tl.load(starts + kv_row).to(tl.int64)
+        length = tl.load(counts + kv_row).to(tl.int32)
+    return start, length
+
+
+class Rule(NamedTuple):
+    """What makes logits in base 2 of inner products, and who sees whom: a factor, a soft cap, a sliding window."""
+
+    scale: float
+    cap: float | None
+    window: int | None
+
+
+def rule_of(scaling: float, softcap: float | None, sliding_window: int | None = None) -> Rule:
+    """A model's scaling, soft cap and sliding window as the kernels' base 2 wants them."""
+    if softcap is None:
+        return Rule(LOG2E * scaling, None, sliding_window)
+    return Rule(2 * LOG2E * scaling / softcap, LOG2E * softcap, sliding_window)
+
+
+class Vectors(NamedTuple):
+    """Vectors [n] to be loaded: pointers to their first numbers, which are there, and how far numbers lie apart."""
+
+    rows: tl.tensor
+    there: tl.tensor
+    dim: tl.tensor
+
+
+@jit
+def tile(x: Vectors, start: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr) -> tl.tensor:
+    """Numbers start..start+BLOCK_D of D of vectors x: [n,BLOCK_D], 0 where there is nothing."""
+    dims = start + tl.arange(0, BLOCK_D)
+    mask = x.there[:, None]
+    if start + BLOCK_D > D:
+        mask = mask & (dims < D)[None, :]
+    return tl.load(x.rows[:, None] + dims.to(tl.int64)[None, :] * x.dim, mask=mask, other=0.0)
+
+
+@jit
+def logits_of(held: tl.tensor, a: Vectors, b: Vectors, rule: Rule, DIMS: tl.constexpr) -> tl.tensor:
+    """Logits of vectors a and b, [a,b]. held: the first numbers of a, DIMS.BLOCK of them."""
+    products = tl.dot(held, tl.trans(tile(b, 0, DIMS.D, DIMS.BLOCK)), input_precision="ieee")
+    WHOLE: tl.constexpr = DIMS.WHOLE  # Triton 3.6 takes no field here
+    BLOCK: tl.constexpr = DIMS.BLOCK
+    for start in tl.static_range(BLOCK, WHOLE, BLOCK):
+        part = tl.trans(tile(b, start, DIMS.D, BLOCK))
+        products = tl.dot(tile(a, start, DIMS.D, BLOCK), part, products, input_precision="ieee")
+    return capped(products * rule.scale, rule.cap)
+
+
+@jit
+def capped(logits: tl.tensor, cap: tl.tensor) -> tl.tensor:
+    """cap * tanh(logit / cap), scaled as `rule_of` says: tanh(y) = 1 - 2 / (exp(2y) + 1), 2y in base 2."""
+    if cap is not None:
+        logits = cap * (1 - 2 / (tl.exp2(logits) + 1))
+    return logits
+
+
+@jit
+def hidden(logits: tl.tensor, q_place: tl.tensor, k_place: tl.tensor, window: tl.tensor) -> tl.tensor:
+    """The logits, -inf where a query may not read a slot; places broadcast against them."""
+    seen = k_place <= q_place
+    if window is not None:
+        seen = seen & (k_place > q_place - window)
+    return tl.where(seen, logits, float("-inf"))
+
+
+@jit
+def weighed(logits: tl.tensor, top: tl.tensor, total: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Weights of the next logits [R,T] of a softmax in base 2; its maximum and sum [R]; what older sums fade to."""
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights, fading = tl.exp2(logits - shift[:, None]), tl.exp2(top - shift)
+    return weights, new_top, total * fading + tl.sum(weights, 1), fading
+
+
+@jit
+def attend(
+    logits: tl.tensor, values: tl.tensor, top: tl.tensor, total: tl.tensor, out: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The running maximum, sum and output of a softmax in base 2 after its next logits [R,T] and values [T,D]."""
+    weights, top, total, fading = weighed(logits, top, total)
+    return top, total, out * fading[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+
+
+@jit
+def log_sum(top: tl.tensor, total: tl.tensor, nothing: tl.constexpr) -> tl.tensor:
+    """Base-2 log-sum-exp of rows by their maximum and sum; `nothing` where they saw nothing."""
+    some = total > 0
+    return tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), nothing)
+
+
+@jit
+def store_part(
+    out_ptr: tl.tensor, lse_ptr: tl.tensor, places: tl.tensor, there: tl.tensor, top: tl.tensor, total: tl.tensor,
+    out: tl.tensor, dims: tl.tensor, D_V: tl.constexpr,
+) -> None:  # fmt: skip
+    """Store output and natural log-sum-exp of query rows over some of their slots, for `join`; -inf of no slots."""
+    tl.store(lse_ptr + places, log_sum(top, total, float("-inf")) * 0.6931471805599453, mask=there)
+    at = out_ptr + places[:, None] * D_V + dims[None, :]
+    out /= tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(at, out, mask=there[:, None] & (dims < D_V)[None, :])
+
+
+@lru_cache(maxsize=64)
+def programs_at_once(device: torch.device) -> int:
+    """Programs a device runs at once: two per SM, by the shared memory they take; the interpreter gets a few."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+def slots_of_a_part(heads: int, slots: int, block: int, programs: int, most: int | None = None) -> int:
+    """Slots a program reads, a multiple of `block`, so that about `programs` of them share `heads` of `slots` each."""
+    even = -(-heads * slots // (programs * block)) * block
+    return max(block, even if most is None else min(even, most))
+
+
+def same_dtype(kernel: str, queries: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype they are multiplied in. ValueError for float64 and where Triton is missing."""
+    require_triton(kernel, queries.device)
+    fit_heads(kernel, *(x.shape[-1] for x in (queries, *others)))
+    dtype = queries.dtype
+    for other in others:
+        dtype = torch.promote_types(dtype, other.dtype)
+    if dtype == torch.float64:
+        raise ValueError(f"{kernel} computes in float32 and takes no float64 tensors: use the PyTorch path")
+    if not queries.is_cuda and dtype == torch.bfloat16:
+        dtype = torch.float32  # Triton's interpreter multiplies the bit patterns of bfloat16; these are its values
+    return tuple(x.to(dtype) for x in (queries, *others))
+
+
+class Dims(NamedTuple):
+    """Numbers of a head, filled up to a power of two, and how many of them are multiplied at a time."""
+
+    D: int
+    WHOLE: int
+    BLOCK: int
+
+
+def dims_of(dim: int, dtype: torch.dtype) -> Dims:
+    """A head's size in a tile, and how much of it is multiplied at a time.
+
+    16-bit tiles go to the tensor cores whole. float32 in full precision is summed by ordinary cores, 32 dimensions at
+    a time: whole heads would spill (seen: 8 KiB a thread at D = 256, sm_90).
+    """
+    whole = max(16, next_power_of_two(dim))
+    if dtype == torch.float32:
+        return Dims(dim, max(32, whole), 32)
+    return Dims(dim, whole, whole)
+
+
+LITTLE = 99 * 1024  # bytes of shared memory that a block may ask for on any GPU since 2020
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a block may ask for on this device."""
+    if device.type != "cuda":
+        return LITTLE
+    known = torch.cuda.get_device_properties(device)  # kept by PyTorch: no question to the device
+    return int(getattr(known, "shared_memory_per_block_optin", LITTLE))

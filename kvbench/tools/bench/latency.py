@@ -1,0 +1,79 @@
+"""Policies x prompt lengths x batch sizes: interleaved rounds, and one row per measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from kvbench.policies.press import KVPress
+from kvbench.tools.bench.measure import Contender, Sample, contenders, measure, out_of_memory, random_prompt
+from kvbench.tools.bench.settings import Settings
+
+MIB = 2**20
+SHOWN = ("policy", "budget", "prompt", "batch", "prefill_ms", "decode_ms", "tokens_per_s", "held_mib", "peak_mib")
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The median of a figure under its name, and its 20th and 80th percentiles."""
+    low, middle, high = np.percentile(values, (20, 50, 80))
+    return {name: float(middle), f"{name}_p20": float(low), f"{name}_p80": float(high)}
+
+
+def rows(model: PreTrainedModel, settings: Settings) -> Iterator[list[dict[str, Any]]]:
+    """The rows of each prompt length and batch size, the smallest first.
+
+    A contender for which the memory was too small at one batch size is not tried at larger ones of the same length; its
+    row has the error `out of memory` and no figures. kvpress compresses one sequence at a time: batches of 1 only.
+    """
+    everyone, _ = contenders(settings)
+    for length in sorted(settings.lengths):
+        fitting = list(everyone)
+        for batch in sorted(settings.batches):
+            ids = random_prompt(model, batch, length)
+            measured = [one for one in fitting if batch == 1 or not isinstance(one.policy, KVPress)]
+            samples = _rounds(model, measured, ids, settings)
+            yield [_row(contender, samples.get(contender), ids, settings) for contender in measured]
+            fitting = [contender for contender in measured if contender in samples]
+
+
+def _rounds(
+    model: PreTrainedModel, those: Sequence[Contender], ids: Tensor, settings: Settings
+) -> dict[Contender, list[Sample]]:
+    """The samples of every contender that fits into memory. They take turns; the first round warms up."""
+    samples: dict[Contender, list[Sample]] = {contender: [] for contender in those}
+    what = f"{ids.shape[1]} tokens, batch {ids.shape[0]}"
+    turns = [contender for _ in range(settings.rounds + 1) for contender in those]
+    for contender in tqdm(turns, desc=what, leave=False, disable=None):
+        if contender in samples:
+            try:
+                samples[contender].append(measure(model, contender, ids, settings.new_tokens))
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                del samples[contender]
+    return {contender: found[1:] for contender, found in samples.items()}
+
+
+def _row(contender: Contender, samples: Sequence[Sample] | None, ids: Tensor, settings: Settings) -> dict[str, Any]:
+    batch, prompt = ids.shape
+    sizes = {"policy": contender.name, "budget": contender.budget, "prompt": prompt, "batch": batch}
+    row: dict[str, Any] = {**sizes, "new_tokens": settings.new_tokens, "rounds": settings.rounds}
+    if samples is None:
+        return {**row, "error": "out of memory"}
+    total = [one.prefill_ms + one.decode_ms * (settings.new_tokens - 1) for one in samples]
+    peaks = [one.peak_bytes / MIB for one in samples if one.peak_bytes is not None]
+    return {
+        **row,
+        **spread("prefill_ms", [one.prefill_ms for one in samples]),
+        **spread("decode_ms", [one.decode_ms for one in samples]),
+        **spread("total_ms", total),
+        **spread("tokens_per_s", [1e3 * batch * settings.new_tokens / ms for ms in total]),
+        "held_mib": samples[-1].held_bytes / MIB,
+        "peak_mib": max(peaks) if peaks else None,
+        "error": "",
+    }

@@ -1,0 +1,186 @@
+"""One generation under a policy, or through transformers' own cache: seconds, bytes, and the peak of memory.
+
+Shapes: B batch, T prompt tokens.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvbench.config.presets import make_policy
+from kvbench.errors import UsageError
+from kvbench.inference.cuda_graph import can_record
+from kvbench.inference.generate import generate_tokens
+from kvbench.models.given import borrowed
+from kvbench.policies.policy import Policy
+from kvbench.policies.press import INSTALL
+from kvbench.tools.bench.settings import Settings
+
+PRESSES: dict[str, Callable[[Any], Any]] = {
+    "snapkv": lambda kvpress: kvpress.SnapKVPress(window_size=32, kernel_size=7),
+    "knorm": lambda kvpress: kvpress.KnormPress(),
+    "tova": lambda kvpress: kvpress.TOVAPress(),
+    "streamingllm": lambda kvpress: kvpress.StreamingLLMPress(),
+    "ada_snapkv": lambda kvpress: kvpress.AdaKVPress(PRESSES["snapkv"](kvpress)),
+}
+"""The policies that kvpress has too. A press compresses the prompt once, then its cache grows."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured generation. decode_ms: mean of its decoding steps. peak_bytes: None where it is not known.
+
+    held_bytes: of the cache after the last token. peak_bytes: on CUDA the most bytes allocated, weights included; on a
+    CPU the largest resident size of the process.
+    """
+
+    prefill_ms: float
+    decode_ms: float
+    held_bytes: int
+    peak_bytes: int | None
+    tokens: list[list[int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """One row of the benchmark: a policy at a budget, or transformers' own cache (policy None)."""
+
+    name: str
+    budget: int | float | None = None
+    policy: Policy | None = None
+
+
+def contenders(settings: Settings) -> tuple[list[Contender], list[str]]:
+    """What is measured, in the order of the rows, and a remark for each baseline that is not installed."""
+    found, remarks = list[Contender](), list[str]()
+    if "transformers" in settings.baselines:
+        found.append(Contender("transformers"))
+    pressed = [slug for slug in settings.policies if slug in PRESSES and "kvpress" in settings.baselines]
+    if pressed and find_spec("kvpress") is None:
+        remarks.append(f"without kvpress, which is not installed: {INSTALL}")
+        pressed = []
+    for slug in settings.policies:
+        for budget in settings.budgets:
+            policy = timed_policy(slug, budget, settings)
+            limited = policy.evicts or policy.reader is not None
+            found.append(Contender(slug, budget if limited else None, policy))
+            if not limited:
+                break  # a budget changes nothing
+            if slug in pressed:
+                import kvpress  # patches transformers' attention: not before it is needed
+
+                press = make_policy("kvpress", budget, press=PRESSES[slug](kvpress))
+                found.append(Contender(f"kvpress {slug}", budget, press))
+    return found, remarks
+
+
+def timed_policy(slug: str, budget: int | float, settings: Settings) -> Policy:
+    """The policy of a slug. UsageError for a policy that needs a text or a question, which random tokens are not."""
+    asked = {"schedule": settings.schedule, "decode": settings.decode}
+    try:
+        policy = make_policy(slug, budget, **{key: value for key, value in asked.items() if value is not None})
+    except ValueError as error:
+        raise UsageError(f"policies={slug}: {error}") from error
+    if policy.pre_pass is not None or policy.needs.question:
+        raise UsageError(f"policies={slug} cannot be timed on random tokens: it needs a text or a question")
+    return policy
+
+
+def random_prompt(model: PreTrainedModel, batch: int, length: int) -> Tensor:
+    """A prompt of random tokens [B,T], the same for every contender."""
+    generator = torch.Generator(device=model.device).manual_seed(length)
+    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
+    return torch.randint(vocabulary, (batch, length), generator=generator, device=model.device)
+
+
+def measure(model: PreTrainedModel, contender: Contender, ids: Tensor, new_tokens: int) -> Sample:
+    """Generate `new_tokens` after ids [B,T], greedily. Errors of a device without memory pass through."""
+    reset_peak(model.device)
+    if contender.policy is None:
+        return _transformers(model, ids, new_tokens)
+    prefill, decode, steps, held, tokens = alone(model, contender.policy, ids, new_tokens)
+    return Sample(1e3 * prefill, 1e3 * decode / steps, held, peak(model.device), tokens)
+
+
+def alone(
+    model: PreTrainedModel, policy: Policy, ids: Tensor, new_tokens: int
+) -> tuple[float, float, int, int, list[list[int]]]:
+    """Generate under one policy: seconds of prefill and of decoding, decoding steps, bytes held, tokens."""
+    graph = model.device.type == "cuda" and can_record(policy)
+    with borrowed(model):
+        done = generate_tokens(
+            model, ids, policy, max_new_tokens=new_tokens, min_new_tokens=new_tokens, cuda_graph=graph
+        )
+    return done.prefill_seconds, done.decode_seconds, done.decode_steps, done.cache.nbytes, done.tokens
+
+
+@torch.inference_mode()
+def _transformers(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> Sample:
+    """The same generation with transformers' sdpa attention and DynamicCache."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        cache, written, times = DynamicCache(config=model.config), list[Tensor](), [seconds(model.device)]
+        step = ids
+        for _ in range(new_tokens):
+            logits = model(step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            step = logits[:, -1:].argmax(-1)
+            written.append(step)
+            if len(times) == 1:
+                times.append(seconds(model.device))
+        times.append(seconds(model.device))
+    finally:
+        model.set_attn_implementation(before)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    start, prefilled, end = times
+    per_step = 1e3 * (end - prefilled) / (new_tokens - 1)
+    tokens = torch.cat(written, dim=1).tolist()
+    return Sample(1e3 * (prefilled - start), per_step, held, peak(model.device), tokens)
+
+
+def seconds(device: torch.device) -> float:
+    """A monotonic clock, read after the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def reset_peak(device: torch.device) -> None:
+    """Free what earlier measurements left, and begin to record the peak of memory anew."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of the resident size is reset
+        except OSError:
+            return
+
+
+def peak(device: torch.device) -> int | None:
+    """The peak since `reset_peak`; see `Sample`."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    return int(found[1]) * 1024 if found else None
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """True if the device had no memory left; on a CPU torch raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -1,0 +1,60 @@
+"""The model of a benchmark. Random weights will do: time and memory do not depend on them."""
+
+from __future__ import annotations
+
+import os
+from os.path import expanduser
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from kvbench.config.tree import find, read
+from kvbench.errors import UsageError
+from kvbench.models.loading import DTYPES, ModelSpec, load, locate
+
+
+def build(model: Any, dtype: str, device: torch.device) -> tuple[PreTrainedModel, str]:  # noqa: ANN401
+    """The model and its name.
+
+    model: a name of conf/model; a folder with weights, or with a config.json only (random weights); or the fields of a
+    transformers configuration with its `model_type` (random weights). UsageError for anything else, and for a model
+    that does not fit into the memory.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype={dtype} is not allowed, choose one of {', '.join(DTYPES)}")
+    if isinstance(model, dict):
+        fields = dict(model)
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        return _random(config, dtype, device), f"{config.model_type} with random weights"
+    folder = Path(expanduser(str(model)))
+    if (folder / "config.json").is_file() and not any(folder.glob("*.safetensors")):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        return _random(config, dtype, device), f"{folder.resolve().name} with random weights"
+    if not folder.is_dir() and find("model", str(model)) is None:
+        raise UsageError(f"model={model} is neither a name of conf/model nor a folder with a config.json")
+    named = ModelSpec(folder.name, path=str(folder)) if folder.is_dir() else ModelSpec(model, **read("model", model))
+    return load(locate(named, dtype), device).model, named.name
+
+
+def _random(config: PreTrainedConfig, dtype: str, device: torch.device) -> PreTrainedModel:
+    """A model with random weights, made on the device itself."""
+    kind = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
+    with torch.device("meta"):
+        weights = AutoModelForCausalLM.from_config(config, dtype=kind).num_parameters() * kind.itemsize
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory()
+    if weights > free:
+        raise UsageError(
+            f"the weights need {weights / 2**30:.1f} GiB and {device} has {free / 2**30:.1f} GiB free: take fewer "
+            "layers (model.num_hidden_layers=2) or another model (model=pocket)"
+        )
+    torch.manual_seed(0)
+    with torch.device(device):
+        built: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=kind).eval()
+    return built
+
+
+def _free_memory() -> int:
+    """Free bytes of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -1,0 +1,184 @@
+"""Attention of prompts: by hand, flex_attention and its blocks against the reference, fused kernels on a GPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from kvbench.kernels import prompt as module
+from kvbench.kernels.prompt import (
+    attention_behind,
+    block_mask,
+    flex_prompt_attention,
+    prompt_attention,
+    prompt_attention_ref,
+)
+from kvbench.kernels.references import Attention, visible
+
+CHOSEN = (
+    "grouped-float32",
+    "one-kv-head-bfloat16",
+    "softcap-float16",
+    "sliding-window-shuffled-float16",
+    "empty-slots-and-padding-float32",
+    "everything-float16",
+    "one-slot-one-query-float32",
+)
+ORDERED = ("grouped-float32", "softcap-float16", "sliding-window-float32", "one-query-head-per-kv-head-float16")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of the output, in the dtype of values
+
+
+def with_values(call: dict[str, Any], sinks: bool, extra: int = 5) -> dict[str, Any]:
+    """The call with values of `extra` numbers more than the keys have, NaN in empty slots, and sinks."""
+    random = torch.Generator().manual_seed(3)
+    keys = call["keys"]
+    values = torch.randn(*keys.shape[:3], keys.shape[3] + extra, generator=random).to(keys.dtype)
+    logits = torch.randn(call["queries"].shape[1], generator=random) if sinks else None
+    return {**call, "values": values, "sinks": logits}
+
+
+def in_order(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with slots at positions 0.. and the queries at the last of them."""
+    batch, heads, slots = call["key_positions"].shape
+    new = call["queries"].shape[2]
+    positions = torch.arange(slots - new, slots).repeat(batch, 1), torch.arange(slots).repeat(batch, heads, 1)
+    return {**call, "query_positions": positions[0], "key_positions": positions[1]}
+
+
+@pytest.fixture(scope="module")
+def calls(cases: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every chosen case without and with sinks, and some in order."""
+    drawn = {name: with_values(cases[name], sinks=False) for name in CHOSEN}
+    drawn["sinks"] = with_values(cases["everything-float16"], sinks=True)
+    drawn["sinks-padding"] = with_values(cases["empty-slots-and-padding-float32"], sinks=True)
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def ordered(cases: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: in_order(with_values(cases[name], sinks=False)) for name in ORDERED}
+
+
+def test_two_queries_and_a_sink_by_hand() -> None:
+    """Odds of 1 and 2 for the slots, 1 for the sink: 1/4, 2/4, 1/4; the first query sees its own slot alone: 1/2."""
+    got = prompt_attention(
+        queries=torch.tensor([[[[1.0], [1.0]]]]),
+        keys=torch.tensor([[[[0.0], [math.log(2.0)]]]]),
+        values=torch.tensor([[[[4.0], [8.0]]]]),
+        query_positions=torch.tensor([[3, 4]]),
+        key_positions=torch.tensor([[[3, 4]]]),
+        scaling=1.0,
+        sinks=torch.tensor([0.0]),
+    )
+    torch.testing.assert_close(got.out, torch.tensor([[[[2.0], [5.0]]]]))
+    torch.testing.assert_close(got.log_sum_exp, torch.tensor([[[math.log(2.0), math.log(4.0)]]]))
+
+
+def test_a_few_queries_at_a_time_give_the_same(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOGITS_AT_ONCE", 1)
+    for call in calls.values():
+        got, expected = prompt_attention(**call), prompt_attention_ref(**call)
+        torch.testing.assert_close(got.log_sum_exp, expected.log_sum_exp)
+        torch.testing.assert_close(got.out, expected.out)
+
+
+def assert_close(got: Attention, expected: Attention) -> None:
+    tolerance = TOLERANCE[expected.out.dtype]
+    torch.testing.assert_close(got.out, expected.out, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(got.log_sum_exp, expected.log_sum_exp, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", [*CHOSEN, "sinks", "sinks-padding"])
+def test_flex_attention_equals_the_reference(case: str, calls: Any) -> None:
+    assert_close(flex_prompt_attention(**calls[case]), prompt_attention_ref(**calls[case]))
+
+
+@pytest.mark.parametrize("case", ORDERED)
+def test_slots_in_order_need_no_positions(case: str, ordered: Any) -> None:
+    call = ordered[case]
+    nowhere = {at: torch.full_like(call[at], -1) for at in ("query_positions", "key_positions")}
+    got = flex_prompt_attention(**{**call, **nowhere}, aligned=True)
+    assert_close(got, prompt_attention_ref(**call))
+
+
+@pytest.mark.parametrize("window", [None, 1, 90, 400])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_blocks_are_skipped_masked_or_whole_as_their_pairs_are_seen(window: int | None, shuffled: bool) -> None:
+    random = torch.Generator().manual_seed(5)
+    stored = torch.stack([torch.randperm(700, generator=random)[:600] for _ in range(2)])
+    stored = (stored if shuffled else stored.sort().values)[None].clone()
+    stored[0, 1, 300:500] = -1
+    asked = torch.arange(400, 700)[None].clone()
+    asked[0, :20] = -1
+    mask = block_mask(asked, stored, window)
+    pairs = F.pad(visible(asked, stored, window), (0, 640 - 600, 0, 384 - 300))  # of all blocks of 128
+    pairs = pairs.unflatten(3, (-1, 128)).unflatten(2, (-1, 128)).transpose(3, 4)  # [1,2,3,5,128,128]
+    some, whole = pairs.flatten(4).any(-1), pairs.flatten(4).all(-1)
+
+    def listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        first = torch.arange(indices.shape[-1]) < counts[..., None]
+        return torch.zeros(indices.shape, dtype=torch.bool).scatter(-1, indices.long(), first)
+
+    full = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+    computed = full | listed(mask.kv_num_blocks, mask.kv_indices)
+    assert not (full & ~whole).any(), "a block that needs a mask has one"
+    assert not (some & ~computed).any(), "no pair is left out"
+    if not shuffled:
+        assert torch.equal(computed & ~some, computed & ~some & ~whole)
+        assert computed.sum() <= some.sum() + 6, "ordered slots compute next to nothing that nobody sees"
+
+
+def by_hand(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Query by query, head by head: a softmax over the slots up to its own."""
+    out = queries.new_empty(*queries.shape[:3], values.shape[-1])
+    group, older = queries.shape[1] // keys.shape[1], keys.shape[2] - queries.shape[2]
+    for b, h, m in torch.cartesian_prod(*map(torch.arange, queries.shape[:3])).tolist():
+        read = slice(0, older + m + 1)
+        weights = (keys[b, h // group, read] @ queries[b, h, m] * scaling).softmax(-1)
+        out[b, h, m] = weights @ values[b, h // group, read]
+    return out
+
+
+@pytest.mark.parametrize("pairs", [2**22, 64])  # at once; or in pieces of two queries
+@pytest.mark.parametrize(("new", "slots"), [(5, 8), (5, 5), (1, 7)])
+def test_a_block_behind_older_tokens_reads_them_and_its_own_up_to_each_query(
+    monkeypatch: pytest.MonkeyPatch, new: int, slots: int, pairs: int
+) -> None:
+    monkeypatch.setattr(module, "PAIRS_AT_ONCE", pairs)
+    torch.manual_seed(0)
+    queries, keys, values = torch.randn(1, 4, new, 6), torch.randn(1, 2, slots, 6), torch.randn(1, 2, slots, 3)
+    torch.testing.assert_close(attention_behind(queries, keys, values, 0.3), by_hand(queries, keys, values, 0.3))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("older", [0, 500])
+@pytest.mark.parametrize("how", [{}, {"softcap": 20.0}, {"sliding_window": 300}, {"sinks": True}, {"aligned": False}])
+def test_a_cuda_device_gives_in_bfloat16_what_the_reference_gives(how: dict[str, Any], older: int) -> None:
+    random = torch.Generator().manual_seed(older)
+    queries = torch.randn(2, 777, 8, 128, generator=random).transpose(1, 2)
+    keys, values = torch.randn(2, 2, 2, 777 + older, 128, generator=random).unbind(0)
+    how = {"aligned": True, **how}
+    if "sinks" in how:
+        how["sinks"] = torch.randn(8, generator=random)
+    places = torch.arange(777 + older).repeat(2, 1)
+    call = [x.bfloat16() for x in (queries, keys, values)] + [places[:, older:], places[:, None].expand(-1, 2, -1)]
+    expected = prompt_attention_ref(*call, 128**-0.5, **{name: x for name, x in how.items() if name != "aligned"})
+    there = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in how.items()}
+    got = prompt_attention(*(x.cuda() for x in call), 128**-0.5, **there)
+    torch.testing.assert_close(got.out.cpu(), expected.out, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(got.log_sum_exp.cpu(), expected.log_sum_exp, rtol=1e-3, atol=1e-3)
+
+
+def test_the_reference_is_the_attention_of_pytorch() -> None:
+    random = torch.Generator().manual_seed(1)
+    queries = torch.randn(2, 4, 33, 16, generator=random)
+    keys, values = torch.randn(2, 2, 33, 16, generator=random), torch.randn(2, 2, 33, 16, generator=random)
+    at = torch.arange(33).repeat(2, 1)
+    got = prompt_attention_ref(queries, keys, values, at, at[:, None].expand(-1, 2, -1), 0.25)
+    expected = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=0.25, enable_gqa=True)
+    torch.testing.assert_close(got.out, expected)

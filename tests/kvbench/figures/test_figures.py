@@ -1,0 +1,237 @@
+"""Figures of finished runs: what is drawn is what was measured, and nothing covers anything."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from plotted_runs import POLICIES, described, read, sample, write_run
+
+from kvbench import preset_names
+from kvbench.analysis.result import Result
+from kvbench.plot import main
+from kvbench.report.collect import collect
+from kvbench.report.figures import heatmap, layers, nll, panels, score
+from kvbench.report.figures.sheet import Paper
+from kvbench.report.figures.style import BASELINE, family_of, looks_of, save
+
+
+def lines_of(axes: Axes) -> dict[str, Any]:
+    return {str(line.get_label()): line for line in axes.get_lines() if not str(line.get_label()).startswith("_")}
+
+
+def notes_of(figure: Figure) -> str:
+    return " ".join(" ".join(t.get_text() for t in figure.texts).split())
+
+
+def drawn(draw: Any, rows: list[Result], paper: Paper | None = None) -> Figure:
+    """The only figure of its kind that these runs make."""
+    ((_, figure),) = draw(rows, panels.looks(rows), paper)
+    return figure
+
+
+def overlaps(figure: Figure) -> list[tuple[str, str]]:
+    """Pairs of words that are drawn over each other, and words that leave the paper."""
+    figure.canvas.draw()
+    axes = [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]
+    ticks = [(tick, sorted(axis.get_view_interval())) for axis in axes for tick in axis.get_major_ticks()]
+    beyond = [tick.label1 for tick, (low, high) in ticks if not low <= tick.get_loc() <= high]
+    texts = [t for t in figure.findobj(Text) if t.get_text().strip() and t.get_visible() and t not in beyond]  # type: ignore[misc]
+    boxes = np.array([text.get_window_extent().extents for text in texts])  # [words, (x0, y0, x1, y1)] in pixels
+    low, high = boxes[:, None, :2], boxes[:, None, 2:]
+    shared = np.minimum(high, high.swapaxes(0, 1)) - np.maximum(low, low.swapaxes(0, 1))
+    pairs = np.argwhere(np.triu((shared > 1).all(-1), k=1))
+    outside = (boxes[:, :2] < 0).any(-1) | (boxes[:, 2:] > figure.get_size_inches() * figure.dpi).any(-1)
+    words = [text.get_text() for text in texts]
+    return [(words[i], words[j]) for i, j in pairs] + [(words[i], "the edge") for i in np.flatnonzero(outside)]
+
+
+def test_only_the_full_cache_is_drawn_as_the_full_cache() -> None:
+    assert [slug for slug in preset_names() if family_of(slug) == BASELINE] == ["full"]
+    assert all(look.marker for slug, look in looks_of(preset_names()).items() if slug != "full")
+
+
+@pytest.mark.parametrize("kind", ["budget", "bytes"])
+def test_the_drawn_numbers_are_those_of_the_table(kind: str, sweep: Path, cells: list[Result], tmp_path: Path) -> None:
+    collect(sweep, tmp_path / "table.csv")
+    table = pd.read_csv(tmp_path / "table.csv")
+    (axes,) = drawn(score.against_budget if kind == "budget" else score.against_bytes, cells).axes
+    lines = lines_of(axes)
+    ticks = [tick.get_text() for tick in axes.get_xticklabels()]
+    bars = {tuple(map(tuple, np.round(seg, 9))) for c in axes.collections for seg in c.get_segments()}  # type: ignore[attr-defined]
+    for policy in POLICIES:
+        rows = table[table["slug"] == policy].sort_values("budget")
+        name = next(label for label in lines if label.partition(" ")[0] == policy)
+        x = lines[name].get_xdata()
+        if kind == "budget":
+            assert [ticks[round(place)] for place in x] == [f"{budget:g}" for budget in rows["budget"]]
+        else:
+            assert x == pytest.approx((rows["cache_bytes"] / 2**10).tolist())
+        assert lines[name].get_ydata() == pytest.approx(rows["score"].tolist())
+        ends = zip(x, rows["score_low"], rows["score_high"], strict=True)
+        assert {((round(at, 9), round(low, 9)), (round(at, 9), round(high, 9))) for at, low, high in ends} <= bars
+    full = table[table["policy"] == "full"].iloc[0]
+    assert set(lines["full"].get_ydata()) == {full["score"]}
+
+
+@pytest.mark.parametrize("width", [None, 3.3])
+@pytest.mark.parametrize("draw", [score.against_budget, score.against_bytes])
+def test_with_twelve_policies_and_six_budgets_no_words_cover_others(
+    draw: Any, width: float | None, cells: list[Result]
+) -> None:
+    figure = drawn(draw, cells, Paper(width))
+    assert overlaps(figure) == []
+    assert width in (None, figure.get_size_inches()[0])
+
+
+def test_the_legend_can_be_renamed_and_the_y_axis_set_free_or_fixed(small: Path) -> None:
+    rows = [replace(row, score=0.5, score_low=0.4, score_high=0.6) for row in panels.read(small)]
+    figure = drawn(score.against_budget, rows, Paper(names={"cake": "CAKE (Qin et al.)"}, free_y=True))
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["full", "CAKE (Qin et al.)", "tova"]
+    assert figure.axes[0].get_ylim() == pytest.approx((0.392, 0.608))  # the intervals and 4% of their range
+    assert drawn(score.against_budget, rows, Paper(ylim=(0.3, 0.9))).axes[0].get_ylim() == (0.3, 0.9)
+    assert drawn(score.against_budget, rows).axes[0].get_ylim() == (-0.04, 1.04)
+
+
+def test_notes_name_model_examples_schedules_and_failed_runs_or_are_logged(
+    tmp_path: Path, cells: list[Result], caplog: pytest.LogCaptureFixture
+) -> None:
+    said = notes_of(drawn(score.against_budget, cells))
+    assert "Model: pocket. n = 10. Bars, and the grey band of the full cache: 95% intervals." in said
+    assert "Different schedules, which are different experiments:" in said
+    with caplog.at_level("INFO", logger="kvbench"):
+        assert notes_of(drawn(score.against_budget, cells, Paper(3.3, caption=False))) == ""
+    assert "caption: Score against the budget. Model: pocket. n = 10." in caplog.text
+    write_run(tmp_path, "cake", [sample(0, 1.0), sample(1, 1.0)])
+    write_run(tmp_path, "tova", [sample(0, 1.0), sample(1, None)], 96)
+    write_run(tmp_path, "h2o", [replace(sample(0, 1.0), prompt_hash="another")])
+    figure = drawn(score.against_budget, panels.read(tmp_path))
+    assert set(lines_of(figure.axes[0])) == {"cake", "h2o"}
+    for words in (
+        "tova 96 on niah (1 of 2)",
+        "n = 1 to 2, not the same for all",
+        "Not the same examples for all: niah",
+    ):
+        assert words in notes_of(figure)
+
+
+def test_a_store_without_a_budget_is_a_level_beside_shares_and_a_point_among_bytes(tmp_path: Path) -> None:
+    store = {**described(None), "store": {"class": "kvbench.policies.stores.kivi.Kivi"}}
+    write_run(tmp_path, "kivi", [sample(0, 1.0), sample(1, 0.0)], None, parts=store)
+    for share in (0.1, 0.2):
+        write_run(tmp_path, "cake", [sample(0, 1.0), sample(1, 1.0)], share)
+    (axes,) = drawn(score.against_budget, panels.read(tmp_path)).axes
+    assert set(lines_of(axes)["kivi"].get_ydata()) == {0.5}
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["10%", "20%"]
+    assert len(lines_of(drawn(score.against_bytes, panels.read(tmp_path)).axes[0])["kivi"].get_xdata()) == 1
+
+
+def test_a_table_and_the_runs_it_was_made_of_give_the_same_bytes(small: Path, tmp_path: Path) -> None:
+    collect(small, tmp_path / "table.csv")
+    assert main([str(small), "-o", str(tmp_path / "runs.svg")]) == 0
+    assert main([str(tmp_path / "table.csv"), "-o", str(tmp_path / "table.svg")]) == 0
+    assert (tmp_path / "runs.svg").read_bytes() == (tmp_path / "table.svg").read_bytes()
+
+
+def test_a_needle_map_has_the_mean_of_every_cell_and_the_mean_over_examples_in_its_title(tmp_path: Path) -> None:
+    scores = {(1000, 0.5): (1.0, 0.0), (1000, 1.0): (1.0, 1.0), (2000, 0.5): (0.0,)}
+    asked = [(cell, one) for cell, own in scores.items() for one in own]
+    write_run(tmp_path, "cake", [sample(i, s, length=n, depth=depth) for i, ((n, depth), s) in enumerate(asked)])
+    (axes, _) = drawn(heatmap.needle_maps, panels.read(tmp_path)).axes
+    assert np.ma.filled(axes.images[0].get_array(), -1).tolist() == [[0.5, 0.0], [1.0, -1]]  # one cell has no example
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["50", "100"]
+    assert [t.get_text() for t in axes.texts] == [".50", "1", "0"]
+    assert axes.get_title("left") == "cake, 64: 0.60"  # 3 of 5, not the mean of three cells
+    assert heatmap.grid_of([sample(0, 1.0, length=1, depth=0), sample(1, None, length=1, depth=1)]) == {}
+
+
+def test_prompts_of_one_length_are_rows_of_one_map(tmp_path: Path) -> None:
+    for policy, right in (("cake", 1.0), ("tova", 0.0)):
+        write_run(tmp_path, policy, [sample(i, right, length=500, depth=i / 2) for i in range(3)])
+    figure = drawn(heatmap.needle_maps, panels.read(tmp_path))
+    assert figure.axes[0].images[0].get_array().tolist() == [[1.0] * 3, [0.0] * 3]
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["cake, 64: 1.00", "tova, 64: 0.00"]
+    assert overlaps(figure) == []
+
+
+def test_needlebench_weighs_its_kinds_in_a_cell() -> None:
+    """Single retrieval (1 + 0) / 2 with 0.4, multi reasoning 1 with 0.3, multi retrieval absent: 0.5 / 0.7."""
+    about = {"benchmark": "needlebench", "length": 1000, "depth": 50}
+    asked = (("single_retrieval", "en", 1), ("single_retrieval", "zh", 1), ("multi_reasoning", "en", 2))
+    samples = [
+        sample(i, (1.0, 0.0, 1.0)[i], **about, task=task, language=language, needles=needles)
+        for i, (task, language, needles) in enumerate(asked)
+    ]
+    assert heatmap.grid_of(samples) == {(1000, 50): pytest.approx(0.5 / 0.7)}
+
+
+def test_layer_budgets_are_means_over_heads_and_examples_of_policies_that_share_unequally(tmp_path: Path) -> None:
+    held = ([[10, 20], [60, 70]], [[20, 30], [40, 50]])
+    write_run(tmp_path, "cake", [replace(sample(i, 1.0), kept_tokens=one) for i, one in enumerate(held)])
+    write_run(tmp_path, "full", [replace(sample(0, 1.0), kept_tokens=[[99, 99], [99, 99]])], None)
+    (axes,) = drawn(layers.layer_budgets, panels.read(tmp_path)).axes
+    assert {name: list(line.get_ydata()) for name, line in lines_of(axes).items()} == {"cake": [20.0, 55.0]}
+    write_run(tmp_path / "even", "tova", [replace(sample(0, 1.0), kept_tokens=[[9, 9], [9, 9]])])
+    even = panels.read(tmp_path / "even")
+    assert layers.layer_budgets(even, panels.looks(even)) == []
+
+
+def test_nll_curves_begin_where_they_part_and_each_run_is_a_line(tmp_path: Path) -> None:
+    same = {"lengths": [2, 4, 8, 16], "nll": [9.0, 8.0, 2.0, 1.0]}
+    other = {"lengths": [2, 4, 8, 16], "nll": [9.0, 8.0, 3.0, 2.0]}
+    assert (nll.parting([same, other]), nll.parting([same, same])) == (4, 2)
+    for window in (16, 32):
+        write_run(tmp_path, "snapkv", [read(0, [3.0, 1.0])], parts=described("SnapKV", window=window))
+    (axes,) = drawn(nll.curves, panels.read(tmp_path)).axes
+    assert len(lines_of(axes)) == 2
+    assert all("window" in label for label in lines_of(axes))
+    assert list(next(iter(lines_of(axes).values())).get_ydata()) == [3.0, 2.0]
+
+
+def test_a_folder_gets_every_figure_there_is_data_for(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(small), "-o", str(tmp_path / "made"), "--format", "png", "--font", "serif"]) == 0
+    assert sorted(p.name for p in (tmp_path / "made").iterdir()) == ["budget.png", "bytes.png"]
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere", "-o", "x.svg"], "nowhere does not exist"),
+        (["{runs}", "-o", "x.jpeg"], "must end in one of .svg, .png, .pdf"),
+        (["{runs}", "-o", "x.svg", "--kind", "nll"], "--kind nll has nothing to draw: no run has scored"),
+        (["{runs}", "-o", "x.svg", "--policy", "snapvk"], "snapvk is not among the runs (there are: cake, full, tova)"),
+        (["{runs}", "-o", "x.svg", "--width", "1"], "--width 1 is too narrow for this figure, which needs 2.1 inches"),
+        (["{runs}", "-o", "x.svg", "--rename", "cake"], "--rename cake must be POLICY=NAME"),
+    ],
+)
+def test_a_wrong_request_is_one_message(
+    arguments: list[str], message: str, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word.replace("{runs}", str(small)) for word in arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_the_old_figure(small: Path, tmp_path: Path) -> None:
+    path = tmp_path / "budget.svg"
+    path.write_text("old")
+    figure = drawn(score.against_budget, panels.read(small))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # bytes a file may have: a write beyond them fails
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save(figure, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == "old"
+    assert [*tmp_path.iterdir()] == [path]
