@@ -51,27 +51,31 @@ class KvbenchSource(ConfigSource):
         return []
 
     def is_config(self, config_path: str) -> bool:
-        """Whether a name of these groups has a file in conf/ or is composed."""
-        from kvbench.config.named import named_config
+        """Whether a name of these groups has a file or is composed of others."""
+        from kvbench.config.named import composed_config
+        from kvbench.config.tree import find
 
         group, _, name = config_path.removesuffix(".yaml").partition("/")
         if group not in GROUPS:
             return False
         try:
-            return named_config(group, name, folders()) is not None
+            return find(group, name, folders()) is not None or composed_config(group, name, folders()) is not None
         except ValueError as error:
             raise ConfigCompositionException(str(error)) from error
 
     def load_config(self, config_path: str) -> ConfigResult:
         """The configuration of a name, open for fields that it leaves to the defaults of a class."""
-        from kvbench.config.named import named_config
+        from kvbench.config.named import composed_config
+        from kvbench.config.tree import find
 
         group, _, name = config_path.removesuffix(".yaml").partition("/")
-        config = OmegaConf.create(named_config(group, name, folders()))
+        file = find(group, name, folders())
+        if file is None:
+            config, header = OmegaConf.create(composed_config(group, name, folders())), {"package": None}
+        else:
+            config, header = OmegaConf.load(file), self._get_header_dict(file.read_text(encoding="utf-8"))
         OmegaConf.set_struct(config, False)
-        return ConfigResult(
-            config=config, path=f"kvbench://{config_path}", provider=self.provider, header={"package": None}
-        )
+        return ConfigResult(config=config, path=f"kvbench://{config_path}", provider=self.provider, header=header)
 
 
 def folders() -> list[Path]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.config.named import named_config
-from kvbench.config.presets import SCHEDULE, policy_config, scheduled
+from kvbench.config.presets import SCHEDULE, scheduled
 from kvbench.config.tree import Config, build, merge, names, part_class, read, tree_of
 from kvbench.errors import ConfigError, UsageError, choice, whole_number
 from kvbench.identity.labels import flat
@@ -136,7 +136,7 @@ def run_config(
     objects: dict[str, Policy | Task] = {}
     for group, part in (("policy", policy), ("task", task)):
         if isinstance(part, str):
-            config[group], chosen[group] = named(group, part, folders), part
+            config[group], chosen[group] = named_config(group, part, folders), part
         else:
             config[group], chosen[group], objects[group] = {}, part.name, part
     own = {f.name for f in fields(RunConfig)}
@@ -153,22 +153,14 @@ def run_config(
     return RunConfig(**{**values, **objects, **budget, "given": given})
 
 
-def named(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
-    """The configuration of `group=name`. Raises UsageError if there is none."""
-    if group == "policy":
-        return {key: value for key, value in policy_config(name, folders).items() if key != "name"}
-    config = named_config(group, name, folders)
-    return read(group, name, folders) if config is None else config
-
-
 def _model(model: str | Path, folders: Sequence[Path]) -> Config:
     """A name of conf/model, a folder, or a model of the Hub."""
     name = str(model)
     if name in names("model", folders):
-        return named("model", name, folders)
+        return named_config("model", name, folders)
     if isinstance(model, Path) or name.startswith(("/", "~", ".")) or Path(name).is_dir():
         return {**read("model", "hub"), "path": name}
-    return {**read("model", "hub"), "hub_id": name} if "/" in name else named("model", name, folders)
+    return {**read("model", "hub"), "hub_id": name} if "/" in name else named_config("model", name, folders)
 
 
 def set_field(config: Config, path: str, value: object) -> None:
@@ -207,7 +199,7 @@ def _preset(run: RunConfig) -> Config:
     config = {**run.record, **dict.fromkeys(SCHEDULE), "generation": vars(Generation())}
     for group in ("policy", "task"):
         try:
-            config[group] = named(group, run.names[group], run.folders)
+            config[group] = named_config(group, run.names[group], run.folders)
         except ValueError:  # a name of the caller: nothing differs
             continue
     model = {} if run.given else _model(run.names["model"], run.folders)

@@ -122,7 +122,7 @@ def test_a_sweep_ends_with_one_table_and_goes_on_after_a_failed_cell(here: Here,
     assert rows == ["full", "snapkv", "caote_knorm", "caote_knorm"]
     assert "vs full" in done.stdout
     others = {path.name for path in (here.folder / "runs").iterdir() if not path.name.startswith("tiny")}
-    assert others == {"sweep.yaml", ".sweep"}
+    assert others == {"sweep.yaml", "multirun.yaml", ".sweep"}
     assert len(list((here.folder / "runs").glob("tiny*"))) == 4
 
 

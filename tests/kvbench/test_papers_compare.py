@@ -11,8 +11,8 @@ from command_lines import composed
 
 from kvbench.analysis.load import read_result
 from kvbench.analysis.result import Result
+from kvbench.config.named import named_config
 from kvbench.identity import cell
-from kvbench.identity.run_config import named
 from kvbench.papers import arrangement, published
 from kvbench.papers.cli import main
 from kvbench.papers.compare import HEADER, compare
@@ -49,7 +49,7 @@ def test_every_number_can_be_run_or_has_a_reason() -> None:
 def test_models_policies_and_tasks_of_all_plans_exist() -> None:
     for group in ("model", "policy", "task"):
         for name in {getattr(one, group) for one in PLANS.values()}:
-            named(group, name)
+            named_config(group, name)
 
 
 def test_every_rule_is_about_some_number_and_says_where_it_is_from() -> None:
