@@ -118,7 +118,7 @@ def test_the_command_line_collect_and_baselines_say_what_ran(
         ["policy=caote_snapkv", "policy.value=null"],
         ["-m", "policy=snapkv", "policy.scorer.window=16,32"],
     ):
-        assert main([*small, *arguments]) == 0
+        assert main([*arguments, *small]) == 0
     printed = capsys.readouterr().out
     windows = (f"snapkv(scorer.window={n})" for n in (16, 32))
     for label in ("snapkv(scorer=null) = full", "caote_snapkv(value=null)", *windows):

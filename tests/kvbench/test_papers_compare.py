@@ -228,8 +228,8 @@ def test_every_command_writes_files(
         (["compare", "cake/table5", "--runs", "nowhere"], "nowhere is not a folder"),
         (["show", "caote/table2", "-o", "t.pdf"], "-o t.pdf must end in one of .txt, .md, .tex, .html, .csv"),
         (["run", "caote/table5"], "caote/table5 cannot be run: the paper gives neither needle, haystack"),
-        (["run", "caote/table2", "methods=cake"], "methods=cake is not in caote/table2, choose one of caote_h2o"),
-        (["run", "caote/table2", "model=pocket"], "model=pocket is no selection of a table, did you mean models"),
+        (["run", "caote/table2", "methods=cake"], "methods=cake is not in caote/table2 (allowed: caote_h2o"),
+        (["run", "caote/table2", "model=pocket"], "model=pocket is no selection of a table (allowed: models"),
         (["run", "caote/table9", "scale=pocket"], "caote/table9 has nothing that the pocket model can stand in for"),
     ],
 )
