@@ -29,7 +29,8 @@ def digest(module: Path, text: str) -> str:
 def test_code_changes_the_digest_and_comments_docstrings_and_layout_do_not(module: Path) -> None:
     first = digest(module, CODE)
     assert digest(module, CODE.replace("# one", "# the first number").replace("A part", "Mine")) == first
-    assert (
+    other = CODE.replace('"""Doc."""', '"""What it does."""').replace("a + X", "(a +\n            X)")
+    assert digest(module, other) == first
         digest(module, CODE.replace('"""Doc."""', '"""What it does."""').replace("a + X", "(a +\n            X)"))
         == first
     )
