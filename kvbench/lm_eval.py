@@ -1,37 +1,52 @@
-"""`python -m kvbench.lm_eval`: see `kvbench.tools.lm_eval_cli`."""
+"""lm-eval's own command line with the model `kvbench` in it: `python -m kvbench.lm_eval --model kvbench ...`.
+
+lm-eval finds models in its own package only, so that ours is registered before its command line runs.
+"""
 
 import sys
+from collections.abc import Sequence
 
-from kvbench.terminal.command import WRONG, our_version, say
-from kvbench.terminal.folding import fold, help_width
+from kvbench.errors import UsageError
+from kvbench.terminal.command import command, our_version
 
 __all__ = ["main"]
 HELP = """\
-lm-eval's own command line, with a model `kvbench` in it, whose arguments are a model, a policy and a budget:
+lm-eval's own command line, with a model `kvbench` in it:
 
   python -m kvbench.lm_eval --model kvbench --tasks gsm8k \\
       --model_args pretrained=my/model,policy=snapkv,budget=256
 
-What lm-eval says of itself:
+The help of lm-eval follows.
+
 """
 
 
-def main() -> None:
-    """Run lm-eval's command line; one sentence where there is none."""
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Register the model and run lm-eval's command line, which reads `sys.argv`; returns the exit code."""
     if sys.argv[1:] == ["--version"]:
         sys.stdout.write(f"{our_version()}\n")
-        return
+        return 0
     if sys.argv[1:] in (["-h"], ["--help"]):
-        sys.stdout.write(f"{fold(HELP, help_width())}\n")
+        sys.stdout.write(HELP)
     try:
-        from kvbench.tools.lm_eval_cli import main as command_line
+        from lm_eval.__main__ import cli_evaluate
+        from lm_eval.api.registry import model_registry
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "lm_eval":
-            raise
-        say("lm-eval is not installed: pip install 'lm-eval>=0.4.13'")
-        sys.exit(WRONG)
-    command_line()
+        raise UsageError("lm-eval is not installed: pip install 'lm-eval>=0.4.13'") from error
+    from kvbench.tasks.lm_eval import squad
+
+    if "kvbench" not in model_registry:
+        model_registry.register("kvbench", target="kvbench.tools.harness_model:KVBenchLM")
+    squad.provide()
+    try:
+        cli_evaluate()
+    except ValueError as error:
+        if str(error).startswith("Tasks not found"):
+            raise UsageError(f"--tasks: {error} (`python -m kvbench.lm_eval ls tasks` lists all)") from error
+        raise
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -20,7 +20,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
-from kvbench.papers import arrangement, published
+from kvbench.papers import layout, published
 
 MADE = {
     "<!-- table: longbench -->": evaluator_tables.longbench,
@@ -45,9 +45,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     }
     ledger = {chapter["title"]: f"ledger/{slug}.md" for slug, chapter in ledger_pages.chapters().items()}
     tables = {
-        table_pages.paper_name(paper): {
-            table_pages.readable(t): table_pages.page_name(t) for t in arrangement.tables(paper)
-        }
+        table_pages.paper_name(paper): {table_pages.readable(t): table_pages.page_name(t) for t in layout.tables(paper)}
         for paper in published.papers()
     }
     made: dict[str, Mapping[str, Any]] = {"Policies": policies, "Ledger": ledger, "Published tables": tables}
@@ -78,7 +76,7 @@ def generated() -> Iterator[tuple[str, str]]:
     for slug, chapter in ledger_pages.chapters().items():
         yield f"ledger/{slug}.md", ledger_pages.chapter_page(chapter, policy_pages.page_of())
     yield "tables/index.md", table_pages.index_page()
-    for table in arrangement.tables():
+    for table in layout.tables():
         yield table_pages.page_name(table), table_pages.table_page(table)
 
 

@@ -13,7 +13,7 @@ from docstrings import Described, describe, yaml_value
 from md import table
 
 from kvbench.config.tree import CONF, Config, names, part_class, read
-from kvbench.papers import arrangement
+from kvbench.papers import layout
 
 DECISIONS = {
     "pre_pass": "What is read at all",
@@ -77,7 +77,7 @@ def printed_methods() -> dict[str, set[str]]:
 
 def title(name: str) -> str:
     """What papers call a policy: `SnapKV + CAOTE`."""
-    return arrangement.names().labels["method"].get(name, name)
+    return layout.names()["labels"]["method"].get(name, name)
 
 
 def about(name: str) -> str:

@@ -9,17 +9,17 @@ from functools import cache
 from md import table as md_table
 
 from kvbench.config.presets import store_of
-from kvbench.papers import arrangement, published
+from kvbench.papers import layout, published
 from kvbench.papers.layout import budget_text, lay_out
 from kvbench.papers.published import AVERAGE, BASELINE, Number
-from kvbench.report import render
+from kvbench.report import frames
 
 COMMAND = "python -m kvbench.tables"
 
 
 def paper_name(table: str) -> str:
     """What the paper of a table calls its method: `K-VEC`."""
-    return arrangement.label_of(table.partition("/")[0]).partition(" (")[0]
+    return layout.paper_label(table.partition("/")[0]).partition(" (")[0]
 
 
 def page_name(table: str) -> str:
@@ -29,7 +29,7 @@ def page_name(table: str) -> str:
 
 def table_page(table: str) -> str:
     """The published table in its paper's layout, and the commands that show it and put our runs beside it."""
-    grid = lay_out(table)
+    shown = lay_out(table)
     title = f"{paper_name(table)}, {readable(table)}"
     return f"""---
 title: {title}
@@ -37,15 +37,14 @@ hide: [toc]
 ---
 # {title}
 
-{grid.title}. Printed numbers, as the paper has them: none of these was measured with kvbench.
+{shown.title.partition(": ")[2]}. Printed numbers, as the paper has them: none of these was measured with kvbench.
 
 <div class="printed" markdown="0" data-search-exclude>
-{render.html(grid)}
+{frames.html(shown)}
 </div>
 
     {COMMAND} show {table}
     {COMMAND} compare {table} --runs results/runs
-    {COMMAND} bytes {table}
 """
 
 
@@ -67,13 +66,13 @@ def index_page() -> str:
     """All tables, paper by paper."""
     blocks = ["# Published tables", _INTRODUCTION]
     for paper in published.papers():
-        sizes = {name: len(arrangement.numbers(name)) for name in arrangement.tables(paper)}
+        sizes = {name: len(layout.numbers(name)) for name in layout.tables(paper)}
         blocks += [f"## {paper_name(paper)}", _listed(sizes, lambda name: f"[{readable(name)}]({name}.md)")]
     return "\n\n".join(blocks) + "\n"
 
 
 def _listed(sizes: Mapping[str, int], link: Callable[[str], str]) -> str:
-    rows = ((link(name), arrangement.arrangement(name).title, size) for name, size in sizes.items())
+    rows = ((link(name), layout.layout(name).title, size) for name, size in sizes.items())
     return md_table(("table", "what it shows", "numbers:"), rows)
 
 
@@ -82,10 +81,10 @@ never mended. A printed average that does not add up stays, with a note. No numb
 kvbench; `compare` puts ours beside them.
 
     {COMMAND} list                                              # which of them can be run, and why the others cannot
-    {COMMAND} show caote/table2 -o table2.tex                   # also .md, .csv, .html
-    {COMMAND} compare caote/table2 --runs results/runs          # ours beside the print, and commands for the holes
+    {COMMAND} show caote/table2 -o table2.tex                   # also .md, .txt, .html
+    {COMMAND} compare caote/table2 --runs results/runs          # ours beside the print, and how many are missing
 
-What the papers claim is held against these numbers by [`python -m kvbench.claims`](../claims.md)."""
+[`python -m kvbench.claims`](../claims.md) decides what the papers claim from runs."""
 
 
 def owners(method: str, pages: Mapping[str, str]) -> list[str]:
@@ -119,11 +118,11 @@ def section(page: str, printed: Collection[str]) -> list[str]:
         return ["No table of the five papers prints this policy."]
     averages = [n for n in numbers if (n.task, n.metric) == (AVERAGE, "score")]
     averages.sort(key=lambda n: n.method != page)  # its variants come last
-    example = arrangement.whole(numbers[0].name)
+    example = layout.whole(numbers[0].name)
     return [
         *(_averages(averages) if averages else []),
         "Every table that prints it:",
-        _listed(Counter(arrangement.whole(n.name) for n in numbers), _link),
+        _listed(Counter(layout.whole(n.name) for n in numbers), _link),
         f"    {COMMAND} show {example}\n    {COMMAND} compare {example} --runs results/runs     # your runs beside it",
     ]
 
@@ -154,4 +153,4 @@ def _full(table: str, model: str) -> str:
 
 def _link(table: str) -> str:
     """The page of a table, as a policy's page links it."""
-    return f"[{paper_name(table)}, {readable(table)}](../{page_name(arrangement.whole(table))})"
+    return f"[{paper_name(table)}, {readable(table)}](../{page_name(layout.whole(table))})"

@@ -1,1 +1,1 @@
-"""The report one can open: finished runs as one self-contained page. `python -m kvbench.report DIR -o report.html`."""
+"""The HTML report: one file with tables, figures, examples and caveats."""

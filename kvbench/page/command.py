@@ -1,4 +1,4 @@
-"""The command line of `python -m kvbench.report`: finished runs as one page that can be opened, sent and printed."""
+"""`python -m kvbench.report DIR -o report.html`: all runs below a folder as one HTML file."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbench.errors import UsageError
 from kvbench.terminal.command import Parser, command
-from kvbench.terminal.errors import UsageError
 from kvbench.terminal.outputs import check_output
 
 if TYPE_CHECKING:
     from kvbench.analysis.result import Result
 
-OUTPUT = Path("report.html")
-
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page and say where; returns the exit code: 2 for what was asked wrongly."""
+    """Write the report and print where; returns the exit code."""
     parser = Parser("python -m kvbench.report", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="where the runs are, such as results/runs")
     parser.add_argument(
-        "-o", "--output", type=Path, default=OUTPUT, metavar="FILE", help="page to write (default: %(default)s)"
+        "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="(default: %(default)s)"
     )
     asked = parser.parse_args(arguments)
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
@@ -33,19 +31,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     results = load_results(asked.folder)
     nbytes = write_page(results, asked.folder, asked.output)
-    said = "1 run" if len(results) == 1 else f"{len(results)} runs"
-    sys.stdout.write(f"report: {asked.output} ({said}, {nbytes / 1e6:.1f} MB, opens in any browser)\n")
+    many = "1 run" if len(results) == 1 else f"{len(results)} runs"
+    sys.stdout.write(f"report: {asked.output} ({many}, {nbytes / 1e6:.1f} MB, opens in any browser)\n")
     return 0
 
 
 def write_page(results: Sequence[Result], folder: Path, output: Path) -> int:
-    """Write the page of results that lie below a folder; returns its bytes. Raises UsageError."""
+    """Write the report of results below a folder and return its bytes; on failure an old file stays. UsageError."""
     check_output(output, (".html",))
     from kvbench.page.render import page  # here: it imports torch and matplotlib, which `--help` need not wait for
+    from kvbench.records.files import atomic_write
 
     written = page(results, folder).encode()
     try:
-        output.write_bytes(written)
+        with atomic_write(output) as beside:
+            beside.write_bytes(written)
     except OSError as error:
         raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
     return len(written)

@@ -1,17 +1,16 @@
-"""Prompts as they were asked: made again from a run's configuration, and held against the hashes its samples have.
+"""Prompts of a run, made again from its configuration and checked against the hashes of its samples.
 
-Samples say what was asked by a hash alone: a prompt of 100,000 tokens in every line would be most of a run's bytes.
+Samples have only a hash of their prompt, because prompts would be most of a run's bytes.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from itertools import pairwise
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -21,59 +20,52 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from kvbench.analysis.result import Result
 from kvbench.config.tree import build
+from kvbench.errors import UsageError
 from kvbench.identity.labels import compressed
 from kvbench.models.loading import Checkpoint, ModelSpec
 from kvbench.models.prompts import PromptMaker
 from kvbench.records.files import read_yaml
 from kvbench.records.sample import Sample
 from kvbench.tasks.task import PlainTokenizer, Task
-from kvbench.terminal.errors import UsageError
 
-HEAD, TAIL, AROUND, PASSAGES = 60, 140, 24, 3  # tokens shown of a prompt, and around a reference; how many of those
+HEAD, TAIL, AROUND, FOUND = 60, 140, 24, 3  # tokens shown of a prompt and around a reference; how many references
 
 
 @dataclass(frozen=True)
 class Passage:
-    """Tokens of a prompt that stand together, each as its text.
-
-    start: the place of the first in the prompt. folded: shown only when the whole prompt is asked for.
-    """
+    """Consecutive tokens of a prompt. start: position of the first. skipped: tokens left out before it."""
 
     start: int
     tokens: tuple[str, ...]
-    folded: bool
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A prompt from first to last token: its ends, passages that hold a reference, and between them folded ones."""
-
-    passages: tuple[Passage, ...]
+    skipped: int
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of a run's first examples by their hash; reason: why there are none, in words."""
+    """The passages of prompts by the hash of the prompt. reason: why there are none."""
 
-    shown: Mapping[str, Shown]
+    shown: Mapping[str, tuple[Passage, ...]]
     reason: str = ""
 
 
 def prompts_of(run: Result, count: int) -> Prompts:
-    """The prompts of the first `count` examples of a run, from its own configuration."""
+    """The prompts of the first `count` examples of a run: both ends, and what stands around the references."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # the run has shown its warnings
     try:
-        with _quietly():
-            return Prompts(dict(_made(run, count)))
+        return Prompts(dict(_made(run, count)))
     except (UsageError, ValueError, TypeError, KeyError, ImportError, OSError, yaml.YAMLError) as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
-        return Prompts({}, f"prompts are not shown, they cannot be made again here: {first}")
+        return Prompts({}, f"Prompts are not shown, because they cannot be made again here: {first}.")
+    finally:
+        logging.disable(level)
 
 
-def _made(run: Result, count: int) -> Iterator[tuple[str, Shown]]:
+def _made(run: Result, count: int) -> Iterator[tuple[str, tuple[Passage, ...]]]:
     config = read_yaml(run.folder / "config.yaml")["config"]
     task = build(config["task"])
     if not isinstance(task, Task):
-        raise ValueError(f"{type(task).__name__} is no task")
+        raise ValueError(f"{type(task).__name__} is not a task")
     checkpoint = _checkpoint(run, ModelSpec(name=run.model, **config["model"]))
     tokenizer = checkpoint.tokenizer()
     limits = checkpoint.max_positions, checkpoint.spec.max_prompt_tokens
@@ -84,12 +76,12 @@ def _made(run: Result, count: int) -> Iterator[tuple[str, Shown]]:
     for sample, example in zip(asked, examples, strict=False):
         prompt = maker.make(example)
         if prompt.hash != sample.prompt_hash:
-            raise ValueError(f"example {sample.index} is another one now (the task's data or code changed since)")
-        yield prompt.hash, _shown([text_of(i) for i in prompt.ids.tolist()], sample)
+            raise ValueError(f"example {sample.index} is different now (the task's data or code has changed)")
+        yield prompt.hash, passages([text_of(i) for i in prompt.ids.tolist()], sample)
 
 
 def _checkpoint(run: Result, spec: ModelSpec) -> Checkpoint:
-    """Configuration and tokenizer of a run's model as this machine has them: no weights, no code of the model's own."""
+    """Configuration and tokenizer of a run's model from this machine, without weights or code of the model's own."""
     if spec.bundled is not None:
         folder = Path(str(resources.files("kvbench") / spec.bundled))
     elif spec.path is not None:
@@ -104,7 +96,7 @@ def _checkpoint(run: Result, spec: ModelSpec) -> Checkpoint:
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
-    """The text of a token as it follows another one: by itself a SentencePiece token loses the space before it."""
+    """The text of a token after another one: alone, a SentencePiece token loses the space before it."""
     before = tokenizer.encode("a", add_special_tokens=False)[-1:]
     skip = len(str(tokenizer.decode(before)))
 
@@ -115,47 +107,19 @@ def _texts(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
     return text
 
 
-def _shown(tokens: list[str], sample: Sample) -> Shown:
-    """A prompt of which both ends and what stands around the first references are not folded."""
+def passages(tokens: list[str], sample: Sample) -> tuple[Passage, ...]:
+    """The first and last tokens of a prompt, and those around its references."""
     length = len(tokens)
-    spans = [(0, HEAD), *_around(tokens, sample.references), (length - TAIL, length)]
-    merged: list[tuple[int, int]] = []
-    for start, end in sorted((max(0, start), min(length, end)) for start, end in spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    edges = sorted({0, *(edge for span in merged for edge in span)})
-    return Shown(tuple(Passage(a, tuple(tokens[a:b]), (a, b) not in merged) for a, b in pairwise(edges)))
-
-
-def _around(tokens: list[str], references: list[str]) -> Iterator[tuple[int, int]]:
-    """Spans of tokens around the references that the text holds, the first few."""
-    text, ends, found = "".join(tokens), _ends(tokens), 0
-    for reference in dict.fromkeys(reference for reference in references if reference.strip()):
+    shown = {*range(min(HEAD, length)), *range(max(0, length - TAIL), length)}
+    text, ends, found = "".join(tokens), [*accumulate(map(len, tokens))], 0
+    for reference in dict.fromkeys(reference for reference in sample.references if reference.strip()):
         place = text.find(reference)
-        if place >= 0 and found < PASSAGES:
+        if place >= 0 and found < FOUND:
             found += 1
             first = next(i for i, end in enumerate(ends) if end > place)
             last = next(i for i, end in enumerate(ends) if end >= place + len(reference))
-            yield first - AROUND, last + 1 + AROUND
-
-
-def _ends(tokens: list[str]) -> list[int]:
-    """Where each token ends in the text."""
-    place, ends = 0, []
-    for token in tokens:
-        place += len(token)
-        ends.append(place)
-    return ends
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """No warnings: the run gave them."""
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(level)
+            shown |= {*range(max(0, first - AROUND), min(length, last + 1 + AROUND))}
+    starts = [i for i in sorted(shown) if i - 1 not in shown]
+    stops = [i + 1 for i in sorted(shown) if i + 1 not in shown]
+    before = [0, *stops]
+    return tuple(Passage(a, tuple(tokens[a:b]), a - last) for a, b, last in zip(starts, stops, before, strict=False))

@@ -1,114 +1,86 @@
-"""The page itself: everything in one file, which asks no network for anything and says so to the browser."""
+"""Everything the template needs, and the finished page."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvbench.analysis.result import Result
-from kvbench.identity.labels import budget_order
-from kvbench.page import about, caveats, charts, examples, maps, published, ranking, swatches, tables
-from kvbench.page.libraries import libraries
-from kvbench.page.rows import budget_words, in_order
-from kvbench.report.figures.panels import looks
+from kvbench.errors import UsageError
+from kvbench.identity.environment import machine
+from kvbench.identity.labels import flat
+from kvbench.page import tables
+from kvbench.page.caveats import caveats
+from kvbench.page.examples import LEVELS, examples
+from kvbench.report.figures import pictures
+from kvbench.report.figures.panels import once
+from kvbench.report.figures.sheet import Paper
+from kvbench.report.figures.style import encoded, house_style
 
-MANY = 6  # panels: with more, only the one by budget is shown at first
 
-
-def page(runs: Sequence[Result], folder: Path, most_bytes: int = examples.MOST_BYTES) -> str:
-    """The report of finished runs below `folder` as HTML. most_bytes: of the examples in it, see `examples.browser`."""
-    rows = in_order(runs)
-    where = ranking.standings(rows)
-    palette = looks(rows)
-    cards = charts.cards(rows, palette)
-    needles, kept = maps.needle_maps(rows), maps.budget_maps(rows)
-    browsed = examples.browser(rows, most_bytes)
-    drawn = {line: swatches.svg(look) for line, look in palette.items()}
-    data = {
-        "figures": [card.spec for card in (*cards, *needles, *kept)],
-        "entries": examples.legend(rows),
-        "looks": drawn,
-    }
-    numbered = list(enumerate((*cards, *needles, *kept)))
+def page(results: Sequence[Result], folder: Path) -> str:
+    """The report of runs below a folder as one HTML document that loads nothing."""
+    rows = tables.in_order(results)
+    groups = tables.groups(rows)
+    bundle = resources.files("itables") / "html"  # DataTables, as the package itables has it
     environment = Environment(
         loader=PackageLoader("kvbench.page", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"budget": budget_words, "number": tables.number, "amount": tables.amount}
+    environment.filters |= {"budget": tables.budget_text, "amount": tables.amount, "number": tables.number}
     return environment.get_template("page.html").render(
         title=folder.resolve().name,
-        about=about.about(rows),
-        task_columns=about.TASK_COLUMNS,
-        filters=_filters(rows),
-        caveats=caveats.caveats(rows, where, caveats.unfinished(folder)),
-        rankings=_rankings(tables.ranking(rows, where)),
-        where=where,
-        forests=tables.forests(rows),
-        said=tables.said,
-        marks={"": "", "worse": "", **tables.MARKS},
-        places=tables.PLACES,
-        below=folder,
-        several_models=len({row.model for row in rows}) > 1,
-        several_tasks=len({row.task for row in rows}) > 1,
-        costs=tables.costs(rows),
         rows=rows,
-        cards=numbered[: len(cards)],
-        many=len(cards) > 2 * MANY,
-        strips=[(number, card) for number, card in numbered if card.axis == "strip"],
-        needles=_by_title([(number, card) for number, card in numbered if card.axis == "map"]),
-        kept=[(number, card) for number, card in numbered if card.axis == "kept"],
+        kinds=[("score", [g for g in groups if not g.rows[0].reads]), ("NLL", [g for g in groups if g.rows[0].reads])],
+        marks={row: mark for group in groups for row, mark in tables.marks(group).items()},
         matrices=tables.matrices(rows),
-        published=[(name, Markup(table)) for name, table in published.beside_print(runs)],
-        colours={line: look.colour for line, look in palette.items()},
-        swatches={line: Markup(svg) for line, svg in drawn.items()},
-        cut=browsed.cut,
-        groups=[(group, script_json(group)) for group in browsed.groups],
-        libraries=libraries(),
-        css=Markup(_own("page.css")),
-        script=Markup(_own("page.js")),
-        data=script_json(data),
+        figures=_figures(rows),
+        costs=tables.costs(rows),
+        caveats=caveats(rows, groups),
+        tasks=examples(rows),
+        levels=range(1, LEVELS + 1),
+        facts=_facts(rows),
+        policies={row.line: _fields(row) for row in rows},
+        below=folder,
+        datatables=Markup((bundle / "dt_bundle.js").read_text(encoding="utf-8").replace("<!--", "<\\!--")),
+        datatables_css=Markup((bundle / "dt_bundle.css").read_text(encoding="utf-8")),
     )
 
 
-def script_json(data: Any) -> Markup:  # noqa: ANN401 - whatever JSON holds
-    """JSON that stands inside `<script>` and cannot leave it, whatever a model wrote."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)
+def _figures(rows: Sequence[Result]) -> list[tuple[str, str]]:
+    """The figures of `kvbench.plot` by name, as addresses of images that hold their SVG."""
+    with house_style():
+        try:
+            found = pictures.figures(pictures.ALL, once(rows), Paper())
+        except UsageError:  # no run has a score
+            return []
+        images = [(name, b64encode(encoded(figure, ".svg")).decode()) for name, figure in found]
+    return [(name, f"data:image/svg+xml;base64,{image}") for name, image in images]
 
 
-def _own(name: str) -> str:
-    return (resources.files("kvbench.page") / name).read_text(encoding="utf-8")
-
-
-def _by_title(cards: Sequence[tuple[int, charts.Card]]) -> list[tuple[str, list[tuple[int, charts.Card]]]]:
-    """Maps of one task and model beside each other."""
-    found: dict[str, list[tuple[int, charts.Card]]] = {}
-    for number, card in cards:
-        found.setdefault(f"{card.task} ({card.model})", []).append((number, card))
-    return list(found.items())
-
-
-def _filters(rows: Sequence[Result]) -> list[tuple[str, list[str]]]:
-    """The choices of the filters: fields that differ between rows."""
-    budgets = sorted({row.budget for row in rows if row.budget is not None}, key=budget_order)
-    values = {
-        "model": list(dict.fromkeys(row.model for row in rows)),
-        "task": list(dict.fromkeys(row.task for row in rows)),
-        "budget": [budget_words(budget) for budget in budgets],
-        "schedule": sorted({row.moments[0] for row in rows if row.moments[0]}),
+def _facts(rows: Sequence[Result]) -> list[tuple[str, str]]:
+    """What a reader needs to run it again: one value if all runs share it, else all values."""
+    places = [row.environment for row in rows]
+    packages = sorted({name for place in places for name, version in place["packages"].items() if version})
+    found: dict[str, Iterable[object]] = {
+        "model": [f"{row.model_label} ({row.weights})" for row in rows],
+        "dtype": [row.identity["dtype"] for row in rows],
+        "decoding": [row.identity["generation"]["decoding"] for row in rows],
+        "seed": [row.identity["seed"] for row in rows],
+        "kvbench revision": [place["kvbench_revision"] or "unknown" for place in places],
+        "hardware": [machine(place) for place in places],
+        "python": [place["python"] for place in places],
+        **{name: [place["packages"].get(name) for place in places] for name in packages},
     }
-    return [(name, options) for name, options in values.items() if len(options) > 1]
+    return [(name, "; ".join(sorted({str(value) for value in values}))) for name, values in found.items()]
 
 
-def _rankings(rows: Sequence[Result]) -> list[tuple[str, list[Result]]]:
-    """Scores and NLLs are not one column."""
-    kinds = [("score", [row for row in rows if not row.reads]), ("NLL", [row for row in rows if row.reads])]
-    return [(name, own) for name, own in kinds if own]
+def _fields(row: Result) -> str:
+    """Every field of a policy."""
+    fields = flat({key: value for key, value in row.identity["policy"].items() if key != "class"})
+    return ", ".join(f"{key}={value}" for key, value in fields.items() if value is not None)

@@ -1,177 +1,160 @@
-"""The page's tables as rows of words: ranking, cost, scores task by task."""
+"""The report's tables: runs in comparison groups, policies by tasks, and costs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from statistics import fmean
 
-from kvbench.analysis.metrics import Numbers
+from kvbench.analysis.metrics import Numbers, by_value
+from kvbench.analysis.pairs import paired
 from kvbench.analysis.result import Result
+from kvbench.analysis.statistics import ALPHA, FEWEST, holm
 from kvbench.identity.labels import budget_order, natural
-from kvbench.page.ranking import Standing, standings
-from kvbench.page.rows import NOTHING, budget_words, by_task
+from kvbench.report.figures.panels import rank
 from kvbench.report.figures.style import byte_unit
-from kvbench.report.table import unlike
 
-MARKS = {"best": "best", "tied": "≈ best", "reference": "reference"}
-PLACES = ("best", "tied", "worse", "")
+NOTHING = "–"
+BEST, TIED, REFERENCE = "best", "≈ best", "reference"
 
 
 @dataclass(frozen=True)
-class Forest:
-    """Where value, interval and the full cache's value lie on a common scale, in percent of its width."""
+class Group:
+    """Runs that are compared with each other: of one model, task, budget, schedule and decoding rule."""
 
-    value: float
-    low: float
-    high: float
-    full: float | None
+    title: str
+    rows: tuple[Result, ...]
 
 
-def ranking(entries: Sequence[Result], where: Mapping[Result, Standing]) -> list[Result]:
-    """The runs, those of one task beside each other, the best first."""
-
-    def order(entry: Result) -> tuple[object, ...]:
-        value = entry.value if entry.value is not None else (float("inf") if entry.reads else float("-inf"))
-        equal = not entry.is_full, budget_order(entry.budget), entry.when, PLACES.index(where[entry].place)
-        return natural(entry.model), natural(entry.task), value if entry.reads else -value, *equal
-
-    return sorted(entries, key=order)
-
-
-def forests(entries: Sequence[Result]) -> dict[Result, Forest]:
-    """Of every run that has a value."""
-    scales = _scales(entries)
-    return {entry: _forest(entry, scales[entry.model, entry.task]) for entry in entries if entry.value is not None}
-
-
-def _scales(entries: Sequence[Result]) -> dict[tuple[str, str], tuple[float, float]]:
-    """The ends of every task's scale: 0 to 1 for scores in it, else what the intervals reach."""
-    found: dict[tuple[str, str], tuple[float, float]] = {}
-    for key in dict.fromkeys((e.model, e.task) for e in entries):
-        own = [e for e in entries if (e.model, e.task) == key and e.value is not None]
-        ends = [x for e in own for x in (e.value, *(e.ends or ())) if x is not None]
-        inside = ends and not own[0].reads and min(ends) >= 0 and max(ends) <= 1
-        found[key] = (0.0, 1.0) if inside or not ends else (min(ends), max(ends))
-    return found
-
-
-def said(standing: Standing) -> str:
-    """Its difference to the best, in words."""
-    found = standing.difference
-    if found is None:
-        return ""
-    return (
-        f"{found.mean:+.3f} to the best ({found.low:+.3f} to {found.high:+.3f}), p = {standing.p:.3g} after Holm, "
-        f"{found.n} examples"
+def in_order(rows: Iterable[Result]) -> list[Result]:
+    """By model, task and budget, policies that score alike beside each other."""
+    return sorted(
+        rows, key=lambda row: (natural(row.model_label), natural(row.task_label), budget_order(row.budget), *rank(row))
     )
 
 
-def _forest(entry: Result, scale: tuple[float, float]) -> Forest:
-    assert entry.value is not None, "only what has a value is drawn"
-    low, high = entry.ends or (entry.value, entry.value)
-    full = None if entry.baseline is None else entry.baseline.value
-    value, low, high = (_percent(x, scale) for x in (entry.value, low, high))
-    return Forest(value, low, high, None if full is None else _percent(full, scale))
+def groups(rows: Sequence[Result]) -> list[Group]:
+    """The runs in their comparison groups, in each the best first; runs that evict nothing are a group of their own."""
+    found: dict[tuple[object, ...], list[Result]] = {}
+    for row in in_order(rows):
+        key = (*row.setting, row.task_label, row.budget, row.when, row.reads)
+        found.setdefault(key, []).append(row)
+    return [Group(_title(own[0], rows), tuple(sorted(own, key=_badness))) for own in found.values()]
 
 
-def _percent(value: float, scale: tuple[float, float]) -> float:
-    width = scale[1] - scale[0]
-    return round(min(100.0, max(0.0, 100 * (value - scale[0]) / width if width else 50.0)), 2)
+def _title(row: Result, rows: Sequence[Result]) -> str:
+    model = [row.model_label] if len({one.model_label for one in rows}) > 1 else []
+    budget = [] if row.budget is None else [f"budget {budget_text(row.budget)}"]
+    return ", ".join([*model, row.task_label, *budget, row.when or "nothing evicted"])
+
+
+def _badness(row: Result) -> float:
+    if row.value is None:
+        return float("inf")
+    return row.value if row.reads else -row.value
+
+
+def marks(group: Group) -> dict[Result, str]:
+    """Which runs of a group are the best, and which its examples cannot tell from it.
+
+    Paired by example, Holm over the group, 5%. No mark if all values are equal, or below 5 shared examples.
+    """
+    found = {row: REFERENCE for row in group.rows if row.is_full}
+    own = [row for row in group.rows if row.value is not None and not row.is_full]
+    if len({row.value for row in own}) < 2:
+        return found
+    compared = [(row, pair) for row in own[1:] if (pair := paired(own[0].samples, row.samples)) is not None]
+    if len(compared) < len(own) - 1 or any(pair.difference.n < FEWEST for _, pair in compared):
+        return found
+    found[own[0]] = BEST
+    for (row, _), p in zip(compared, holm([pair.difference.p for _, pair in compared]), strict=True):
+        if row.value == own[0].value:
+            found[row] = BEST
+        elif p >= ALPHA:
+            found[row] = TIED
+    return found
+
+
+def by_task(rows: Iterable[Result]) -> list[Result]:
+    """The rows, those whose examples are of several tasks or turns split, each part named after its own."""
+    found = []
+    for row in rows:
+        key = next((key for key in ("task", "turn") if len(by_value(row.samples, key)) > 1), None)
+        parts = [] if key is None else row.parts(key)
+        values = [part.subset.partition("=")[2] for part in parts]
+        words = [f"turn {value}" if key == "turn" else value for value in values]
+        labels = [{**row.labels, "task": f"{row.task_label}: {word}"} for word in words]
+        found += [replace(part, labels=own) for part, own in zip(parts, labels, strict=True)] or [row]
+    return found
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Scores of one model: a row for each policy and budget, a column for each task, and the mean over the tasks."""
+
+    model: str
+    tasks: tuple[str, ...]
+    rows: tuple[tuple[Result, tuple[Result | None, ...], float | None], ...]
+
+
+def matrices(rows: Sequence[Result]) -> list[Matrix]:
+    """One for each model with scores of at least two tasks. The mean is given where no task is missing."""
+    parts = [row for row in by_task(in_order(rows)) if not row.reads]
+    found = []
+    for model in dict.fromkeys(row.model_label for row in parts):
+        own = [row for row in parts if row.model_label == model]
+        tasks = tuple(dict.fromkeys(row.task_label for row in own))
+        lines: dict[tuple[str, object], dict[str, Result]] = {}
+        for row in own:
+            lines.setdefault((row.line, row.budget), {}).setdefault(row.task_label, row)
+        ordered = sorted(lines.values(), key=lambda line: budget_order(next(iter(line.values())).budget))
+        if len(tasks) > 1:
+            found.append(Matrix(model, tasks, tuple(_matrix_row(line, tasks) for line in ordered)))
+    return found
+
+
+def _matrix_row(
+    line: Mapping[str, Result], tasks: Sequence[str]
+) -> tuple[Result, tuple[Result | None, ...], float | None]:
+    cells = tuple(line.get(task) for task in tasks)
+    values = [cell.value for cell in cells if cell is not None and cell.value is not None]
+    return next(iter(line.values())), cells, fmean(values) if len(values) == len(tasks) else None
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A column of what an example costs: the measured number it shows."""
+    """A column of the table of costs: a measured number."""
 
-    field: str
+    name: str
     meaning: str
 
     @property
     def title(self) -> str:
-        """The number's name with its unit."""
-        return self.field.replace("_bytes", " MiB").replace("_seconds", " s").replace("_", " ")
+        """Its name with the unit."""
+        return self.name.replace("_bytes", " MiB").replace("_seconds", " s").replace("_", " ")
 
     def text(self, row: Result) -> str:
-        """What stands in the column; a dash where nothing was measured, such as seconds out of a shared prefill."""
-        value = getattr(row, self.field)
-        if self.field.endswith("_bytes"):
-            return number(None if value is None else value / 2**20, ",.3f")
-        return number(value, ",.1f" if self.field.endswith("_tokens") else ".3f")
+        """The number, or a dash if it was not measured."""
+        value = getattr(row, self.name)
+        if value is None:
+            return NOTHING
+        if self.name.endswith("_bytes"):
+            return f"{value / 2**20:,.3f}"
+        return f"{value:,.1f}" if self.name.endswith("_tokens") else f"{value:.3f}"
 
 
 def costs(rows: Sequence[Result]) -> list[Cost]:
-    """The measured numbers that some run has, those of the full cache and shares aside."""
+    """The measured numbers that some run has, except shares and those of the full cache."""
     found = [one for one in fields(Numbers) if not one.name.startswith("full_") and not one.name.endswith("_share")]
     given = [one for one in found if any(getattr(row, one.name) is not None for row in rows)]
     return [Cost(one.name, one.metadata["meaning"]) for one in given]
 
 
-@dataclass(frozen=True)
-class Square:
-    """A score in the matrix. place: in its column among policies of the same budget, schedule and decoding rule."""
-
-    text: str
-    value: float | None
-    place: str
-    title: str
-
-
-@dataclass(frozen=True)
-class MatrixRow:
-    """A policy at a budget: a square for every task, and their plain mean where none is missing."""
-
-    entry: Result
-    squares: tuple[Square | None, ...]
-    mean: float | None
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """Scores of one model, task by task; runs of several tasks are taken apart."""
-
-    model: str
-    tasks: tuple[str, ...]
-    rows: tuple[MatrixRow, ...]
-    notes: tuple[str, ...]
-
-
-def matrices(entries: Sequence[Result]) -> list[Matrix]:
-    """One matrix per model with at least two tasks that have scores."""
-    parts = [entry for entry in by_task(entries) if not entry.reads]
-    places = standings(parts)
-    found = []
-    for model in dict.fromkeys(entry.model for entry in parts):
-        own = [entry for entry in parts if entry.model == model]
-        tasks = tuple(dict.fromkeys(entry.task for entry in own))
-        if len(tasks) > 1:
-            found.append(_matrix(model, tasks, own, places))
-    return found
-
-
-def _matrix(model: str, tasks: Sequence[str], entries: Sequence[Result], places: Mapping[Result, Standing]) -> Matrix:
-    rows: dict[tuple[str, int | float | None], dict[str, Result]] = {}
-    for entry in entries:
-        rows.setdefault((entry.line, entry.budget), {}).setdefault(entry.task, entry)
-    lines = [_matrix_row(by_name, tasks, places) for by_name in rows.values()]
-    lines.sort(key=lambda row: (budget_order(row.entry.budget), not row.entry.is_full))
-    return Matrix(model, tuple(tasks), tuple(lines), tuple(unlike(entries)))
-
-
-def _matrix_row(own: Mapping[str, Result], tasks: Sequence[str], places: Mapping[Result, Standing]) -> MatrixRow:
-    squares = tuple(None if task not in own else _square(own[task], places[own[task]]) for task in tasks)
-    values = [square.value for square in squares if square is not None and square.value is not None]
-    mean = fmean(values) if len(values) == len(tasks) else None
-    return MatrixRow(next(iter(own.values())), squares, mean)
-
-
-def _square(entry: Result, standing: Standing) -> Square:
-    if entry.value is None:
-        return Square("failed", None, "", f"{entry.n_failed} of {entry.n} examples failed")
-    between = "" if entry.ends is None else f", {entry.ends[0]:.3f} to {entry.ends[1]:.3f}"
-    title = f"{entry.line}, budget {budget_words(entry.budget)}, {entry.task}: {entry.value:.3f}{between}"
-    title += f", {entry.n} examples" + (f"; {said(standing)}" if standing.difference else "")
-    return Square(f"{entry.value:.2f}", entry.value, standing.place, title)
+def budget_text(budget: int | float | None) -> str:
+    """128, 20%, or a dash."""
+    if budget is None:
+        return NOTHING
+    return f"{100 * budget:g}%" if isinstance(budget, float) and budget < 1 else f"{budget:g}"
 
 
 def amount(nbytes: float | None) -> str:

@@ -16,20 +16,14 @@ def chat_text(
     add_generation_prompt: bool = True,
     also: Mapping[str, Any] | None = None,
 ) -> str:
-    """The turns in a Hugging Face tokenizer's chat template.
+    """The turns in a Hugging Face tokenizer's chat template; also: further arguments of the template.
 
-    add_generation_prompt: open a new turn for the answer, else leave the last one open. also: what the template reads
-    besides. Templates that know no system
-    turn get the others, as lm-eval does it. Raises ValueError where the tokenizer has no template.
+    A template without system turns gets the other turns, as in lm-eval. Raises ValueError if there is no template.
     """
     if not tokenizer.chat_template:
         raise ValueError("apply_chat_template=true, but the model's tokenizer has no chat template")
-    ways = {
-        **(also or {}),
-        "tokenize": False,
-        "add_generation_prompt": add_generation_prompt,
-        "continue_final_message": not add_generation_prompt,
-    }
+    opens = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+    ways = {**(also or {}), "tokenize": False, **opens}
     try:
         return str(tokenizer.apply_chat_template(list(turns), **ways))
     except TemplateError:

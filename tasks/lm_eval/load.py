@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,10 +17,13 @@ from jinja2.exceptions import TemplateError
 from kvbench.errors import ConfigError
 from kvbench.tasks.lm_eval import squad
 from kvbench.tasks.lm_eval.chat import sampling_of
-from kvbench.tasks.lm_eval.data import CODE_REFUSED, sources
-from kvbench.tasks.lm_eval.find import asked_splits, manager
-from kvbench.tasks.sandbox import run_program
+from kvbench.tasks.lm_eval.data import rows_from
+from kvbench.tasks.lm_eval.find import manager
 
+CODE_REFUSED = (
+    "scoring runs code that the model wrote: allow_code_execution=true permits it. lm-eval runs it on this machine, "
+    "without a sandbox: use a container"
+)
 GENERATES, RATES = ("generate_until",), ("loglikelihood", "multiple_choice")
 LmTask = Any  # lm_eval.api.task.ConfigurableTask: importing it takes seconds, which other tasks need not wait for
 
@@ -46,8 +50,12 @@ def load(key: str) -> Loaded:
     wanted = json.loads(key)
     with _quietly(), _seeded():
         known = manager(wanted["task"], wanted["include_path"])
-        asked = asked_splits(known, wanted["task"])
-        with sources(wanted["data_dir"], asked, wanted["allow_code_execution"]), squad.importable():
+        squad.provide()
+        if (known.task_index[wanted["task"]].cfg or {}).get("unsafe_code") and not wanted["allow_code_execution"]:
+            raise ValueError(f"{wanted['task']}: {CODE_REFUSED}")
+        if wanted["allow_code_execution"]:
+            os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # which the metric `code_eval` of Hugging Face asks for
+        with rows_from(wanted["data_dir"]):
             found = _built(known, wanted["task"], wanted["data_dir"])
     tasks, group = found["tasks"], found.get("groups", {}).get(wanted["task"])
     for name, task in tasks.items():
@@ -111,10 +119,8 @@ def aggregation(task: LmTask, metric: str) -> str:
 
 def _check(name: str, task: LmTask, allow_code: bool) -> None:
     """ValueError for a task that asks for what is not done here."""
-    if getattr(task, "UNSAFE_CODE", False):
-        if not allow_code:
-            raise ValueError(f"{name}: {CODE_REFUSED}")
-        run_program("")  # to be refused now, where it cannot be done, and not after the first answer
+    if getattr(task, "UNSAFE_CODE", False) and not allow_code:
+        raise ValueError(f"{name}: {CODE_REFUSED}")
     if getattr(task, "MULTIMODAL", False):
         raise ValueError(f"{name} shows pictures or sounds, and only text is read here")
     if not hasattr(task, "task_docs"):
@@ -133,45 +139,31 @@ def _check_metric(name: str, task: LmTask, metric: str | None) -> None:
 
 
 def _set_fewshot(tasks: Mapping[str, LmTask], count: int | None, split: str | None) -> None:
-    """Few-shot settings by lm-eval's rule: a task that says 0 itself keeps it, one that says nothing gets 0."""
-    settable = [task for task in tasks.values() if task.config.num_fewshot != 0]
-    if count and not settable:
+    """Few-shot settings by lm-eval's rule: a task that says 0 itself keeps it, one that says nothing gets 0.
+
+    ConfigError where the settings cannot be had.
+    """
+    if count and all(task.config.num_fewshot == 0 for task in tasks.values()):
         raise ConfigError("num_fewshot", count, why=f"changes nothing: lm-eval fixes the prompts of {', '.join(tasks)}")
     for name, task in tasks.items():
+        asked = task.config.test_split or task.config.validation_split
         if split is not None:
-            _draw_from(name, task, split)
-        if task in settable and (count is not None or task.config.num_fewshot is None):
+            if split == task.config.validation_split and task.config.test_split is None:
+                raise ConfigError("fewshot_split", split, why=f"is what {name} asks: prompts could hold its answers")
+            task.fewshot_cfg.split = split
+            task.sampler.replace_df(list(task.fewshot_docs()))
+        if task.config.num_fewshot != 0 and (count is not None or task.config.num_fewshot is None):
             task.set_config(key="num_fewshot", value=count or 0)
-        _check_enough(name, task)
-
-
-def _draw_from(name: str, task: LmTask, split: str) -> None:
-    """Let few-shot examples come from another split. Raises ValueError where it cannot be."""
-    if split == task.config.validation_split and task.config.test_split is None:
-        raise ConfigError("fewshot_split", split, why=f"is what {name} asks: its own answer could stand in a prompt")
-    task.fewshot_cfg.split = split
-    try:
-        task.sampler.replace_df(list(task.fewshot_docs()))
-    except KeyError as error:
-        raise ConfigError("fewshot_split", split, why=f"is no split of {name}'s data set") from error
-
-
-def _check_enough(name: str, task: LmTask) -> None:
-    """ValueError where there are fewer examples to draw from than a prompt needs."""
-    needed = task.config.num_fewshot or 0
-    if not needed:
-        return
-    home, asked = task.fewshot_cfg.split, task.config.test_split
-    there = len(task.sampler.fewshot_docs()) - (home is not None and home == asked)  # the asked one is left out
-    if needed > there:
-        more = f"add the split {home} to data_dir, " if home else ""
-        own = f", or let them come from what is asked, the asked one left out (task.fewshot_split={asked})"
-        raise ConfigError(
-            "num_fewshot",
-            needed,
-            why=f"of {name} needs as many examples to draw from, and {max(there, 0)} are there: "
-            f"{more}set a smaller num_fewshot{own if asked and home != asked else ''}",
-        )
+        needed, home = task.config.num_fewshot or 0, task.fewshot_cfg.split
+        there = len(task.sampler.fewshot_docs()) - (home is not None and home == asked) if needed else 0
+        if needed > there:
+            raise ConfigError(
+                "num_fewshot",
+                needed,
+                why=f"of {name} needs as many examples to draw from, and {max(there, 0)} are there: add the split "
+                f"{home} to data_dir, set a smaller num_fewshot, or draw from what is asked "
+                f"(task.fewshot_split={asked})",
+            )
 
 
 @contextmanager

@@ -7,8 +7,6 @@ punctuation; with SQuAD 2.0's rule that an empty answer is matched by an empty a
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -18,34 +16,20 @@ from kvbench.tasks.scores import bag_f1
 PACKAGE = "transformers.data.metrics"
 
 
-def normalize_answer(text: str) -> str:
-    """Lower case, without punctuation and articles, one space between words."""
-    return " ".join(plain(text).split())
-
-
 def compute_exact(reference: str, answer: str) -> int:
     """1 if both are the same once normalised."""
-    return int(normalize_answer(reference) == normalize_answer(answer))
+    return int(plain(reference).split() == plain(answer).split())
 
 
 def compute_f1(reference: str, answer: str) -> float:
-    """Harmonic mean of the shares of their words that both have, counted as often as they stand."""
-    wanted, found = normalize_answer(reference).split(), normalize_answer(answer).split()
+    """Harmonic mean of precision and recall over words, repeated words counted."""
+    wanted, found = plain(reference).split(), plain(answer).split()
     return bag_f1(found, wanted) if wanted and found else float(wanted == found)
 
 
-@contextmanager
-def importable() -> Iterator[None]:
-    """While tasks are loaded, `transformers.data.metrics.squad_metrics` is there: its own, or else this module."""
-    if find_spec(PACKAGE) is not None:
-        yield
-        return
-    package = ModuleType(PACKAGE)
-    package.squad_metrics = sys.modules[__name__]  # type: ignore[attr-defined]
-    ours = {PACKAGE: package, f"{PACKAGE}.squad_metrics": sys.modules[__name__]}
-    sys.modules.update(ours)
-    try:
-        yield
-    finally:  # these two alone: what else was imported meanwhile stays
-        for name in ours:
-            del sys.modules[name]
+def provide() -> None:
+    """Make `transformers.data.metrics.squad_metrics` importable if transformers does not have it."""
+    if PACKAGE not in sys.modules and find_spec(PACKAGE) is None:
+        package = ModuleType(PACKAGE)
+        package.squad_metrics = sys.modules[__name__]  # type: ignore[attr-defined]
+        sys.modules |= {PACKAGE: package, f"{PACKAGE}.squad_metrics": sys.modules[__name__]}

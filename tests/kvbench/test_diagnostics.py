@@ -11,8 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvbench import make_policy
 from kvbench.cache.hook import prepare
-from kvbench.policies.values.caote import Caote
-from kvbench.tools.diagnostics import allocation, attention_statistics, coverage, joint_error, output_error, retention
+from kvbench.tools.diagnostics import allocation, coverage, output_error
 from kvbench.tools.diagnostics.probe import Probe
 
 
@@ -55,30 +54,7 @@ def test_output_error_is_nothing_where_nothing_is_evicted_and_local_in_layer_0_e
     assert all(float(str(row["local"])) > 1e-4 for row in rows)
 
 
-def test_the_joint_error_of_one_token_is_its_caote_score() -> None:
-    torch.manual_seed(0)
-    alpha, values = torch.rand(2, 7, dtype=torch.float64).softmax(-1), torch.randn(2, 7, 3, dtype=torch.float64)
-    one = torch.zeros(2, 7, dtype=torch.bool)
-    one[:, 4] = True
-    joint, single = joint_error.joint_error(alpha, values, one)
-    score = Caote().eviction_error(alpha[None, :, None], values[None], torch.ones(1, 2, 7, dtype=torch.bool))[
-        0, :, 0, 4
-    ]
-    torch.testing.assert_close(joint, score)
-    torch.testing.assert_close(single, score)
-
-
-def test_the_joint_error_of_two_tokens_by_hand() -> None:
-    # CAOTE's example A: evicting tokens 3 and 4 together costs 0.384615, their scores sum to 0.426471.
-    alpha = torch.tensor([[6.0, 5, 4, 3, 2]], dtype=torch.float64) / 20
-    values = torch.tensor([[[1.0, 0], [-3, 5], [2, 2], [1, 1], [9, 2]]], dtype=torch.float64)
-    evicted = torch.tensor([[False, False, True, True, False]])
-    joint, single = joint_error.joint_error(alpha, values, evicted)
-    assert float(joint) == pytest.approx(0.384615, abs=5e-7)
-    assert float(single) == pytest.approx(0.426471, abs=5e-7)
-
-
-@pytest.mark.parametrize("module", [coverage, retention, allocation, output_error, attention_statistics])
+@pytest.mark.parametrize("module", [coverage, allocation, output_error])
 def test_every_diagnostic_draws(model: PreTrainedModel, module: object) -> None:
     table = pd.DataFrame(module.measure(probe(model, "snapkv", 40)))  # type: ignore[attr-defined]
     figure = Figure()

@@ -11,7 +11,7 @@ from kvbench.cache.hook import prepare
 from kvbench.policies.observation import Observation
 from kvbench.policies.stores.ott import Ott
 from kvbench.tools.diagnose import main
-from kvbench.tools.diagnostics import exact_tokens, reconstruction
+from kvbench.tools.diagnostics import exact_tokens
 from kvbench.tools.diagnostics.probe import Probe
 
 
@@ -24,16 +24,15 @@ def probe(model: PreTrainedModel, slug: str, **fields: object) -> Probe:
     return Probe(model, torch.tensor([prompt(96)]), make_policy(slug, **fields), slug)  # type: ignore[arg-type]
 
 
-def test_key_errors_are_those_of_the_formula(model: PreTrainedModel) -> None:
-    policy = probe(model, "kivi", group=32, residual=0)
-    layers = reconstruction.record(policy)
-    for row, layer in zip(reconstruction.measure(policy), layers, strict=True):
+def test_errors_are_those_of_the_formula(model: PreTrainedModel) -> None:
+    for layer in exact_tokens.record(probe(model, "kivi", group=32, residual=0)):
         keys = layer.keys[0].double().numpy()  # [H,96,D]
         lost = 0.0
         for group in keys.reshape(keys.shape[0], 3, 32, -1).swapaxes(2, 3).reshape(-1, 32):
             step = (group.max() - group.min()) / 3
             lost += np.abs(np.round((group - group.min()) / step) * step + group.min() - group).sum()
-        assert row["keys"] == pytest.approx(lost / np.abs(keys).sum(), rel=1e-5)
+        errors = exact_tokens.errors(layer, make_policy("kivi", group=32, residual=0).store)
+        assert errors["keys"] == pytest.approx(lost / np.abs(keys).sum(), rel=1e-5)
 
 
 def planted() -> Observation:
@@ -55,7 +54,7 @@ def planted() -> Observation:
 def test_the_smallest_keys_are_worth_keeping_where_they_stretch_the_range_of_the_others() -> None:
     def error(trace: str, count: int) -> float:
         store = exact_tokens._keeping(Ott(group=128, residual=0), trace, count)
-        return reconstruction.errors(planted(), store)["attention"]
+        return exact_tokens.errors(planted(), store)["attention"]
 
     none = error("smallest", 0)
     assert error("largest", 0) == error("random", 0) == none
@@ -67,7 +66,7 @@ def test_the_smallest_keys_are_worth_keeping_where_they_stretch_the_range_of_the
 @pytest.mark.parametrize(
     ("name", "policy", "sentence"),
     [
-        ("reconstruction", "snapkv_kivi", "snapkv_kivi drops tokens, and stores are compared on all of them"),
+        ("exact_tokens", "snapkv_ott", "snapkv_ott drops tokens, and exact_tokens compares stores on all of them"),
         ("exact_tokens", "kivi", "kivi keeps no chosen tokens exact: use an ott policy"),
     ],
 )

@@ -106,7 +106,7 @@ def test_a_model_object_answers_as_its_folder_does_and_is_left_as_it_was(objects
     assert outputs(called) == outputs(kvbench.evaluate(tiny_model, device="cpu", **chosen))
     assert (model.config._attn_implementation, model.training) == ("sdpa", True)
     assert [result.run_id[:5] for result in called] == ["tiny0", "tiny0"]
-    assert prompts_of(called[0], 1).reason.endswith("the model was an object of a program")
+    assert "the model was an object of a program" in prompts_of(called[0], 1).reason
 
 
 def test_models_of_other_weights_are_other_runs(objects: Objects, tiny_model: Path, tmp_path: Path) -> None:
@@ -248,6 +248,10 @@ def test_results_are_rows_a_frame_a_table_and_a_page(tiny_model: Path, tmp_path:
     assert [*results.to_pandas()["n"]] == [2, 2]
     assert shown_rows(repr(results))[0][0] == "tova"
     assert "<table" in results._repr_html_()
+    assert [*results.table()["policy"]] == ["tova", "full"]
+    assert [*results.pivot("task").columns][-1] == "niah"
+    assert shown_rows(repr(results[:1]))[0][0] == "tova"
+    assert len(repr(results[:1][0])) < 200, "a notebook shows a result in one line"
     assert "tova" in results.report(tmp_path / "report.html").read_text()
     with pytest.raises(ValueError, match=r"report\.txt must end in \.html"):
         results.report(tmp_path / "report.txt")

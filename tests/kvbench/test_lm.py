@@ -101,7 +101,6 @@ def test_a_small_budget_bites_and_says_so(tiny_model: Path, full: KVBenchLM) -> 
         ({"do_sample": True, "temperature": 0.0}, r"do_sample=true needs a temperature above 0, got 0.0"),
         ({"do_sample": True, "min_p": 0.1}, "gen_kwargs min_p cannot be honoured"),
         ({"num_beams": 4}, "gen_kwargs num_beams cannot be honoured"),
-        ({"max_gen_toks": 1024}, "max_gen_toks=1024 leaves no room for a prompt: max_length is 1024"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(full: KVBenchLM, kwargs: dict[str, Any], sentence: str) -> None:
@@ -120,8 +119,6 @@ def test_repeated_requests_that_sample_draw_numbers_of_their_own_again_and_again
 
 def test_chat_turns_are_rendered_by_the_model_s_template(full: KVBenchLM, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = [{"role": "user", "content": "1+1?"}]
-    with pytest.raises(ValueError, match="no chat template"):
-        full.apply_chat_template(turns)
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     template += "{% if add_generation_prompt %}[bot]{% endif %}"
     monkeypatch.setattr(full.tokenizer, "chat_template", template)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from lm_eval import simple_evaluate
 from kvbench.analysis.load import read_result
 from kvbench.cli import main
 from kvbench.tasks.lm_eval import squad
-from kvbench.tasks.lm_eval.data import sources
-from kvbench.tasks.lm_eval.find import asked_splits, manager
+from kvbench.tasks.lm_eval.data import rows_from
+from kvbench.tasks.lm_eval.find import manager
 
 
 class Bench:
@@ -64,7 +66,8 @@ def bench(
 def theirs(model: Path, task: str, data_dir: Path, limit: int, **options: Any) -> dict[str, Any]:
     """What lm-eval itself makes of its task with its own model `hf`; only the rows come from our files."""
     known = manager(task)
-    with sources(str(data_dir), asked_splits(known, task), allow_code=False), squad.importable():
+    squad.provide()
+    with rows_from(str(data_dir)):
         return simple_evaluate(
             model="hf",
             model_args={"pretrained": str(model), "dtype": "float32"},
@@ -209,8 +212,7 @@ def test_data_that_is_nowhere_is_one_sentence_that_says_what_to_download(
     ("arguments", "sentence"),
     [
         (["num_fewshot=2"], "num_fewshot=2 of gsm8k needs as many examples to draw from, and 0 are there: add the "
-         "split train to data_dir, set a smaller num_fewshot, or let them come from what is asked, the asked one left "
-         "out (task.fewshot_split=test)"),
+         "split train to data_dir, set a smaller num_fewshot, or draw from what is asked (task.fewshot_split=test)"),
         (["num_fewshot=-1"], "num_fewshot must be a whole number of at least 0, got -1"),
         (["task.gen_kwargs=8"], "gen_kwargs=8 is not allowed, write gen_kwargs={max_gen_toks: 512}"),
         (["task.gen_kwargs={do_sample: true}"], "gsm8k: do_sample=true needs a temperature above 0, got 0.0"),
@@ -228,8 +230,8 @@ def test_what_cannot_be_done_with_a_test_file_alone_is_refused(
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("gsm8k_test.jsonl", '{"question": "a", "answer": "#### 1"}\n{"quest', "gsm8k_test.jsonl, row 2: the file"),
-        ("notes.md", "x", "holds no data of openai/gsm8k (main)"),
+        ("gsm8k_test.jsonl", '{"question": "a", "answer": "#### 1"}\n{"quest', "openai/gsm8k (main) cannot be loaded"),
+        ("notes.md", "x", "openai/gsm8k (main) cannot be loaded"),
         (
             "test.jsonl",
             '{"input": "a", "target": "b"}\n',
@@ -256,26 +258,24 @@ def test_human_eval_is_refused_until_it_is_allowed(bench: Bench) -> None:
     assert len(said.strip().splitlines()) == 1
 
 
-def test_human_eval_runs_in_the_sandbox_and_counts_what_passes(bench: Bench) -> None:
+def test_human_eval_counts_what_passes_where_it_is_allowed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hugging Face's metric is downloaded; a metric of three lines that runs the tests is in its place."""
     from kvbench.tasks.lm_eval.task import LmEval
-    from kvbench.tasks.sandbox import SandboxUnavailableError, run_program
 
-    try:
-        run_program("")
-    except SandboxUnavailableError as error:
-        pytest.skip(str(error))
-    short = ("policy=full", "allow_code_execution=true", "task.gen_kwargs={max_gen_toks: 8}")
-    samples = bench.run("humaneval", *short)
-    assert [s["score"] for s in samples] == [0.0, 0.0]  # a random model writes no Python
-    assert bench.official == {"pass@1,create_test": 0.0}
-    refused, _, said = bench("humaneval", "policy=full")
-    assert refused == 2, said  # what another cell of this process was allowed does not count here
+    class Metric:
+        def compute(self, references: list[str], predictions: list[list[str]], k: list[int]) -> tuple[Any, None]:
+            passed = []
+            for test, programs in zip(references, predictions, strict=True):
+                done = [subprocess.run([sys.executable, "-c", f"{p}\n{test}"], capture_output=True) for p in programs]
+                passed.append(sum(one.returncode == 0 for one in done) / len(done))
+            return {"pass@1": sum(passed) / len(passed)}, None
+
+    monkeypatch.setattr("evaluate.load", lambda name: Metric())
     task = LmEval(name="x", task="humaneval", data_dir=str(bench.data["humaneval"]), allow_code_execution=True)
     first, second = task.examples(None, 0)  # type: ignore[arg-type]
     assert first.prompt == made.humaneval()[0]["prompt"]
     assert task.judge("    return a + b + 0\n", first) == (1.0, {"pass@1,create_test": 1.0})
     assert task.judge("    return a + b + 0\n", second) == (0.0, {"pass@1,create_test": 0.0})
-    assert task.score("    import os; os._exit(0)\n", first) == 0.0
 
 
 CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"

@@ -1,6 +1,9 @@
-"""The report: who is best, what is doubtful, what is shown of examples, and that nothing leaves its place."""
+"""The report: groups, marks and caveats, what is shown of examples, and the page in a browser without a network."""
 
-import json
+import re
+import resource
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,23 +13,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plotted_runs import answered, described, sample, write_run
+from plotted_runs import answered, read, sample, write_run
 
 from kvbench.analysis.load import load_results
-from kvbench.analysis.result import Result
-from kvbench.analysis.statistics import paired_difference
-from kvbench.page import charts, examples, tables
-from kvbench.page.caveats import Caveat, caveats, unfinished
-from kvbench.page.command import main
-from kvbench.page.differences import ADDED, MISSING, pieces
-from kvbench.page.ranking import standings
-from kvbench.page.render import page, script_json
-from kvbench.page.rows import budget_words, in_order
+from kvbench.cli import main as run
+from kvbench.page.caveats import caveats
+from kvbench.page.command import main, write_page
+from kvbench.page.examples import LEVELS, examples
+from kvbench.page.prompts import prompts_of
+from kvbench.page.render import page
+from kvbench.page.tables import budget_text, groups, in_order, marks, matrices
 from kvbench.records.kept_heads import counts, kept_heads
 from kvbench.records.sample import Sample
-from kvbench.report.figures.panels import looks
 
 HOSTILE = '</script><script>window.broken = 1</script><img src="http://evil.test/x.png" onerror="window.broken = 1">'
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+SMALL = ("task.lengths=[600]", "task.depths=[0.0,0.5]", "task.repeats=1", "task.max_new_tokens=4")
 
 
 def right(many: int, of: int = 20, **metadata: Any) -> list[Sample]:
@@ -34,145 +36,94 @@ def right(many: int, of: int = 20, **metadata: Any) -> list[Sample]:
     return [answered(i, float(i < many), "x" if i < many else "y", **metadata) for i in range(of)]
 
 
-def runs(folder: Path, *rights: tuple[str, int]) -> None:
-    """Runs of policies at 64 tokens with so many of 20 examples right."""
+def runs(folder: Path, *rights: tuple[str, int], of: int = 20) -> None:
+    """Runs of policies at 64 tokens with so many examples right."""
     for policy, many in rights:
-        write_run(folder, policy, right(many), None if policy == "full" else 64)
+        write_run(folder, policy, right(many, of), None if policy == "full" else 64)
 
 
-def rows_of(folder: Path) -> list[Result]:
-    return in_order(load_results(folder))
+def marked(folder: Path) -> dict[str, dict[str, str]]:
+    """The marks of every group: by its title, then by policy."""
+    found = groups(in_order(load_results(folder)))
+    return {group.title: {row.name: marks(group).get(row, "") for row in group.rows} for group in found}
 
 
-def read(folder: Path) -> dict[str, Result]:
-    """The runs below a folder by policy and budget."""
-    return {f"{row.name} {budget_words(row.budget)}": row for row in rows_of(folder)}
-
-
-def titles(folder: Path) -> list[str]:
-    return [caveat.title for caveat in said(folder)]
-
-
-def said(folder: Path) -> list[Caveat]:
-    rows = rows_of(folder)
-    return caveats(rows, standings(rows), unfinished(folder))
-
-
-# --- ranking ------------------------------------------------------------------------------------------------------
-def test_the_best_and_what_20_examples_cannot_tell_from_it(tmp_path: Path) -> None:
+# --- groups and marks ----------------------------------------------------------------------------------------------
+def test_groups_are_ranked_and_what_20_examples_cannot_tell_from_the_best_is_marked(tmp_path: Path) -> None:
     """Against 20 right: 19 right lose one example (McNemar p = 1), none right all 20 (p = 2^-19, twice by Holm)."""
-    runs(tmp_path, ("full", 20), ("h2o", 20), ("tova", 19), ("roco", 0))
-    rows = read(tmp_path)
-    found = standings(list(rows.values()))
-    places = {name: found[entry].place for name, entry in rows.items()}
-    assert places == {"full –": "", "h2o 64": "best", "tova 64": "tied", "roco 64": "worse"}
-    assert found[rows["tova 64"]].p == 1.0
-    assert found[rows["roco 64"]].p == pytest.approx(2 * 2.0**-19)
-    assert found[rows["roco 64"]].difference.mean == -1.0  # type: ignore[union-attr]
+    runs(tmp_path, ("full", 20), ("roco", 0), ("tova", 19), ("h2o", 20), ("snapkv", 20), ("pyramidkv", 20))
+    assert marked(tmp_path) == {
+        "niah, nothing evicted": {"full": "reference"},
+        "niah, budget 64, whole prompt, evict": {"h2o": "best", "tova": "≈ best", "roco": ""},
+        "niah, budget 64, whole prompt, grow": {"snapkv": "", "pyramidkv": ""},  # equal: none is better
+    }
+    assert [list(own) for own in marked(tmp_path).values()][1] == ["h2o", "tova", "roco"]
 
 
-def test_what_grows_and_what_evicts_while_decoding_are_ranked_apart(tmp_path: Path) -> None:
-    """Both compress the whole prompt to 64: snapkv and pyramidkv grow afterwards, h2o and tova do not."""
-    runs(tmp_path, ("full", 20), ("snapkv", 20), ("pyramidkv", 0), ("h2o", 10), ("tova", 9))
-    rows = read(tmp_path)
-    found = standings(list(rows.values()))
-    places = {name: found[entry].place for name, entry in rows.items()}
-    assert places == {"full –": "", "snapkv 64": "best", "pyramidkv 64": "worse", "h2o 64": "best", "tova 64": "tied"}
-    assert found[rows["tova 64"]].difference.mean == -0.05  # type: ignore[union-attr]
-    assert all(entry.vs_full for name, entry in rows.items() if name != "full –"), "full is everyone's reference"
-    (wide,) = [caveat for caveat in said(tmp_path) if caveat.title.startswith("Intervals too wide")]
-    assert wide.where[0].startswith("niah, pocket, budget 64, whole prompt, evict: 1 of 1 others cannot be told")
+def test_below_five_examples_and_among_equal_values_nothing_is_best(tmp_path: Path) -> None:
+    runs(tmp_path / "few", ("h2o", 4), ("tova", 0), of=4)
+    runs(tmp_path / "zeros", ("h2o", 0), ("tova", 0))
+    for name in ("few", "zeros"):
+        assert list(marked(tmp_path / name).values()) == [{"h2o": "", "tova": ""}]
 
 
-def test_what_compresses_the_context_alone_is_ranked_apart_and_said_to_be_mixed(tmp_path: Path) -> None:
-    write_run(tmp_path, "h2o", right(20))
-    write_run(tmp_path, "tova", right(0), compress="context")
-    rows = read(tmp_path)
-    assert {entry.name: entry.moments[0] for entry in rows.values()} == {"h2o": "whole prompt", "tova": "whole context"}
-    assert {s.place for s in standings(list(rows.values())).values()} == {""}
-    assert "Prompts and contexts mixed in one comparison" in titles(tmp_path)
+def test_a_lower_nll_is_better(tmp_path: Path) -> None:
+    write_run(tmp_path, "tova", [read(i, [3.0, 3.0]) for i in range(5)])
+    write_run(tmp_path, "h2o", [read(i, [1.0, 1.0]) for i in range(5)])
+    (own,) = marked(tmp_path).values()
+    assert own["h2o"] == "best"
+    assert list(own) == ["h2o", "tova"]
 
 
-def test_rows_stand_by_score_with_their_difference_from_full_and_their_folder(tmp_path: Path) -> None:
-    write_run(tmp_path, "full", right(20), None)
-    worst = write_run(tmp_path / "more", "h2o", right(10), 64)
-    write_run(tmp_path, "tova", right(15), 128)
-    write_run(tmp_path, "roco", [*right(19, of=19), sample(19, None)], 32)  # failed: no score
-    rows = tables.ranking(known := rows_of(tmp_path), standings(known))
-    assert [f"{row.name} {budget_words(row.budget)}" for row in rows] == [
-        "full –",
-        "tova 128",
-        "h2o 64",
-        "roco 32",
-    ]
-    lost = paired_difference([1.0] * 20, [1.0] * 10 + [0.0] * 10)
-    assert rows[2].vs_full == lost
-    assert lost.claims
-    text = page(load_results(tmp_path), tmp_path)
-    assert f"<code>more/{worst.name}</code>" in text
-    assert f'-0.500 <small class="between">{lost.low:+.2f} to {lost.high:+.2f}</small>' in text
+def test_policies_by_tasks_has_the_mean_where_no_task_is_missing(tmp_path: Path) -> None:
+    for task, many in (("niah", 20), ("vt", 10)):
+        write_run(tmp_path, "h2o", right(many), task=task)
+    write_run(tmp_path, "tova", right(5), task="vt")
+    (matrix,) = matrices(load_results(tmp_path))
+    assert matrix.tasks == ("niah", "vt")
+    cells = {row.line: ([cell and cell.value for cell in cells], mean) for row, cells, mean in matrix.rows}
+    assert cells == {"h2o": ([1.0, 0.5], 0.75), "tova": ([None, 0.25], None)}
+    parts = [replace(one, metadata={"task": ("cwe", "qa")[i % 2]}) for i, one in enumerate(right(1))]
+    write_run(tmp_path / "suite", "h2o", parts, task="ruler")
+    (suite,) = matrices(load_results(tmp_path / "suite"))
+    assert (suite.tasks, [cell.value for cell in suite.rows[0][1] if cell]) == (("ruler: cwe", "ruler: qa"), [0.1, 0.0])
 
 
-# --- warnings ----------------------------------------------------------------------------------------------------
-def test_runs_that_share_examples_and_schedule_and_are_told_apart_raise_no_doubt(tmp_path: Path) -> None:
-    runs(tmp_path, ("full", 20), ("h2o", 20), ("tova", 0))
-    assert titles(tmp_path) == []
-    assert "Nothing to warn of" in page(load_results(tmp_path), tmp_path)
+def test_budgets_are_written_as_people_do() -> None:
+    assert [budget_text(budget) for budget in (None, 128, 0.2)] == ["–", "128", "20%"]
 
 
-def test_the_worst_comes_first_and_names_its_runs(tmp_path: Path) -> None:
-    write_run(tmp_path, "full", right(20), None)
+# --- caveats -------------------------------------------------------------------------------------------------------
+def test_caveats_name_the_runs_they_are_about(tmp_path: Path) -> None:
+    runs(tmp_path / "fine", ("full", 20), ("h2o", 20), ("tova", 0))
+    fine = in_order(load_results(tmp_path / "fine"))
+    assert caveats(fine, groups(fine)) == []
     write_run(tmp_path, "h2o", [*right(3, of=3), sample(3, None)])
-    write_run(tmp_path, "snapkv", right(20, of=21))
-    write_run(tmp_path, "caote_snapkv", right(20), environment={"kvbench_revision": "dead"})
-    begun = write_run(tmp_path, "tova", right(20))
+    write_run(tmp_path, "snapkv", right(20, of=21), environment={"kvbench_revision": "dead"})
+    write_run(tmp_path, "tova", [replace(one, cache_bytes=2**21, evicted=0.0) for one in right(20)])
+    begun = write_run(tmp_path, "roco", right(20))
     (begun / "metrics.json").unlink()
-    found = said(tmp_path)
-    assert [caveat.title for caveat in found] == [
-        "1 run broke their budget",
-        "1 run not finished",
-        "Schedules and rules of decoding mixed in one comparison",
-        "Not the same examples for all",
-        "Computed by several revisions of kvbench",
-    ]
-    assert found[0].where == (
-        "h2o at 64 on niah (pocket): 1 of 4 examples; example 3: BudgetError: one token too many",
+    shutil.rmtree(tmp_path / "fine")
+    rows = in_order(load_results(tmp_path))
+    found = {caveat.title: caveat.where for caveat in caveats(rows, groups(rows))}
+    failed = "h2o at 64 on niah (pocket): 1 of 4 examples failed; example 3: BudgetError: one token too many"
+    assert found["Failed examples"] == (failed,)
+    assert found["Unfinished runs"] == ("roco [unfinished, n=20] at 64 on niah (pocket): 20 examples",)
+    assert found["Different schedules or decoding rules"] == (
+        "whole prompt, evict: 3 runs",
+        "whole prompt, grow: 1 run",
     )
-    assert found[1].where == (begun.name,)
-    assert found[3].where == ("niah (pocket): 4 to 21 examples",)
-
-
-def test_a_budget_that_evicts_nothing_and_unequal_memory_and_machines_are_said(tmp_path: Path) -> None:
-    write_run(tmp_path, "h2o", [replace(s, evicted=0.0) for s in right(20)])
-    other = {"hardware": {"device_name": "A GPU", "processor": "p", "torch_threads": 1, "platform": "Linux"}}
-    write_run(tmp_path, "tova", [replace(s, cache_bytes=2**21) for s in right(0)], environment=other)
-    found = {caveat.title: caveat.where for caveat in said(tmp_path)}
-    assert found["Nothing was evicted"] == ("h2o at 64 on niah (pocket)",)
+    assert found["Not the same examples for all"] == ("niah (pocket): 4 to 21 examples",)
+    assert found["Fewer than 5 examples"] == ("h2o at 64 on niah (pocket)",)
+    assert found["Nothing was evicted"] == ("tova at 64 on niah (pocket)",)
     assert found["The same budget is not the same memory"] == (
-        "niah (pocket) at 64, whole prompt, evict: tova holds 2.00x the bytes of h2o",
+        "niah, budget 64, whole prompt, evict: tova holds 2.00x the bytes of roco [unfinished, n=20]",
     )
-    assert found["Several machines or numbers of threads"] == ("a processor, 1 thread: 1 run", "A GPU: 1 run")
     assert found["The full cache was not run"] == ("niah (pocket)",)
+    assert len(found["Several revisions or machines"]) == 2
 
 
-@given(st.text(alphabet="ab \n<_é4"), st.text(alphabet="ab \n<_é4"))
-def test_pieces_put_together_are_both_answers(own: str, other: str) -> None:
-    found = pieces(own, other)
-    assert "".join(words for words, kind in found if kind != MISSING) == own
-    assert "".join(words for words, kind in found if kind != ADDED) == other
-
-
-def test_an_answer_to_another_prompt_is_not_shown_beside(tmp_path: Path) -> None:
-    write_run(tmp_path, "full", right(2, of=2), None)
-    write_run(tmp_path, "h2o", [answered(0, 1.0, prompt="f" * 64), answered(1, 1.0)])
-    (group,) = examples.browser(rows_of(tmp_path)).groups
-    assert [[answer is not None for answer in example["answers"]] for example in group["examples"]] == [
-        [True, False],
-        [True, True],
-    ]
-
-
-# --- which tokens are kept -----------------------------------------------------------------------------------------
+# --- examples ------------------------------------------------------------------------------------------------------
 @given(st.lists(st.lists(st.sets(st.integers(0, 40)), min_size=1, max_size=3), min_size=1, max_size=3))
 def test_pairs_say_of_every_token_how_many_heads_keep_it(layers: list[list[set[int]]]) -> None:
     wide = max(len(head) for layer in layers for head in layer)
@@ -182,90 +133,146 @@ def test_pairs_say_of_every_token_how_many_heads_keep_it(layers: list[list[set[i
     assert all(first != second for (first, _), (second, _) in pairwise(pairs))
 
 
-def test_a_strip_has_a_level_for_every_part_of_the_prompt(tmp_path: Path) -> None:
-    """1,000 tokens in 240 parts: the first 500 in all of four heads, the rest in none but the last token, in one."""
-    kept = [[4, 500], [0, 499], [1, 1]]
-    write_run(tmp_path, "h2o", [replace(answered(0, 1.0), kept_heads=kept)])
-    (group,) = examples.browser(rows_of(tmp_path)).groups
-    assert group["examples"][0]["answers"][0]["strip"] == "z" * 120 + "0" * 119 + "9"
-
-
-# --- tables and figures --------------------------------------------------------------------------------------------
-def test_a_chart_has_scores_intervals_and_the_full_cache_where_they_are(tmp_path: Path) -> None:
-    write_run(tmp_path, "full", right(20), None)
-    for budget, many in ((64, 10), (128, 20)):
-        write_run(tmp_path, "h2o", right(many), budget)
-    rows = rows_of(tmp_path)
-    by_budget, by_bytes = charts.cards(rows, looks(rows))
-    line = by_budget.spec["data"][0]
-    assert (line["name"], line["x"], line["y"]) == ("h2o", [0, 1], [0.5, 1.0])
-    assert by_budget.spec["layout"]["xaxis"]["ticktext"] == ["64", "128"]
-    assert line["error_y"]["arrayminus"] == pytest.approx([0.2007, 0.1611], abs=1e-4)  # Wilson, 10 and 20 of 20
-    assert by_budget.spec["data"][-1]["y"] == [1.0] * 9
-    assert by_bytes.spec["data"][0]["x"] == [1024, 1024]  # KiB, both hold 2^20 bytes
-
-
-def test_names_in_a_hover_are_no_markup(tmp_path: Path) -> None:
-    write_run(tmp_path, "h2o", right(20))
-    (entry,) = rows_of(tmp_path)
-    assert charts.hover(replace(entry, line="a<b>")).startswith("<b>a&lt;b&gt;</b><br>score 1.000 (0.839 to 1.000)")
+def test_an_answer_to_another_prompt_is_not_shown_and_left_out_examples_are_counted(tmp_path: Path) -> None:
+    write_run(tmp_path, "full", right(30, of=30), None)
+    write_run(tmp_path, "h2o", [answered(0, 1.0, prompt="f" * 64), answered(1, 1.0)])
+    (task,) = examples(in_order(load_results(tmp_path)))
+    assert [[answer.row.policy for answer in one.answers] for one in task.shown[:3]] == [
+        ["full"],
+        ["full", "h2o"],
+        ["full"],
+    ]
+    assert task.notes[0] == "The first 25 of 30 examples; samples.jsonl has all."
+    assert task.notes[1].startswith("Prompts are not shown")
 
 
 # --- the page ------------------------------------------------------------------------------------------------------
-def test_what_a_model_wrote_cannot_leave_its_place(tmp_path: Path) -> None:
-    write_run(tmp_path, "h2o", [answered(0, 0.0, HOSTILE)])
-    text = page(load_results(tmp_path), tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """Real runs of two policies, and made-up ones with a hostile answer."""
+    out = tmp_path_factory.mktemp("page") / "runs"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(out.parent)
+        policies = ("-m", f"model={tiny_model}", "policy=full,snapkv", "budget=64,128")
+        assert run([*policies, "task=niah", f"out={out}", *SMALL]) == 0
+    write_run(out, "full", [answered(i, 1.0, "fine") for i in range(6)], None, task="hostile")
+    write_run(out, "h2o", [answered(i, 0.0, HOSTILE) for i in range(6)], task="hostile")
+    return out
+
+
+def test_prompts_are_made_again_and_kept_tokens_are_marked(folder: Path) -> None:
+    real = next(one for one in load_results(folder) if one.policy.startswith("snapkv"))
+    shown = prompts_of(real, 2).shown
+    assert list(shown) == [one.prompt_hash for one in real.samples]
+    for one, passages in zip(real.samples, shown.values(), strict=True):
+        text = "".join(token for passage in passages for token in passage.tokens)
+        assert text.startswith("<s>Read this text and remember what it says.")
+        assert one.references[0] in text  # wherever it stands in the prompt
+        place = 0
+        for passage in passages:
+            place += passage.skipped
+            assert passage.start == place
+            place += len(passage.tokens)
+        assert place == one.prompt_tokens
+    half = [[len(layer) for layer in real.samples[0].kept_tokens or []]]
+    heads, length = sum(half[0]), real.samples[0].prompt_tokens
+    kept = replace(real.samples[0], kept_heads=[[heads, 3], [0, length - 4], [1, 1]])
+    (task,) = examples([replace(real, samples=(kept,))])
+    spans = task.shown[0].answers[0].spans
+    assert [level for level, _ in spans[0]] == [LEVELS, 0]
+    assert spans[0][0][1] == "".join(next(iter(shown.values()))[0].tokens[:3])
+    assert spans[-1][-1][0] == 1  # kept by one head: marked, though weakly
+
+
+def test_numbers_of_the_page_are_those_of_the_results_and_answers_are_text(folder: Path) -> None:
+    text = page(load_results(folder), folder)
+    results = text[text.index('id="results"') : text.index('id="figures"')]
+    assert '<td class="cell" data-order="0.0">0.000 <small>0.000 to 0.390</small></td>' in results  # Wilson, 0 of 6
+    assert re.search(r"claims\" data-order=\"-1.0\">-1.000 <small>-1.000 to -0\.\d+</small>", results)
     assert "<script>window.broken" not in text
-    assert "<img" not in text.replace(text[: text.index("<body>")], "").split('id="datatables"')[0]
-    (group,) = examples.browser(rows_of(tmp_path)).groups
-    assert json.loads(script_json(group)) == group  # and nothing of it is lost
+    assert text.count('src="data:image/svg+xml;base64,') == 3  # budget, bytes, needles
+    own = text[text.index("<body>") : text.index('id="datatables"')]
+    assert "http" not in own.replace("http://evil.test", "")
 
 
 def test_recurrent_states_have_a_column_where_a_model_has_some(tmp_path: Path) -> None:
-    for folder, state in ((tmp_path / "plain", None), (tmp_path / "hybrid", 2**19)):
-        write_run(folder, "h2o", [replace(one, state_bytes=state) for one in right(2, of=2)])
-        text = page(load_results(folder), folder)
-        table = text[text.index('<table class="sortable"') : text.index("</table>")]
-        assert (">states</th>" in table) == ('data-order="524288.0">512 KiB</td>' in table) == (state is not None)
-    (entry,) = rows_of(tmp_path / "hybrid")
-    assert "1024 KiB held, 6.1% of full, 512 of it recurrent states<br>" in charts.hover(entry)
+    for place, state in ((tmp_path / "plain", None), (tmp_path / "hybrid", 2**19)):
+        write_run(place, "h2o", [replace(one, state_bytes=state) for one in right(2, of=2)])
+        text = page(load_results(place), place)
+        assert ("<th>recurrent states</th>" in text) == (">512 KiB</td>" in text) == (state is not None)
 
 
-def test_the_page_loads_nothing_and_tells_the_browser_so(tmp_path: Path) -> None:
-    write_run(tmp_path, "h2o", right(2, of=2))
-    text = page(load_results(tmp_path), tmp_path)
-    own = text[text.index("<body>") : text.index('<script type="text/plain" id="plotly">')]
-    assert "http" not in own
-    assert "Content-Security-Policy\" content=\"default-src 'none';" in text
+def test_a_full_disk_leaves_the_old_report(tmp_path: Path) -> None:
+    runs(tmp_path / "runs", ("h2o", 1))
+    old = tmp_path / "report.html"
+    old.write_text("old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # a write beyond 10,000 bytes fails
+    try:
+        with pytest.raises(ValueError, match="cannot be written"):
+            write_page(load_results(tmp_path / "runs"), tmp_path / "runs", old)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert old.read_text() == "old"
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "report.html"}
 
 
-def test_numbers_stand_beside_the_print_that_they_are_about(tmp_path: Path) -> None:
-    """CAOTE's table 2 prints 38.34 for Qasper; ten of twenty right are 50.00."""
-    blocks = {"class": "kvbench.policies.schedule.Blocks", "size": 128, "decode": "evict"}
-    parts = {**described("H2O", "Caote"), "schedule": blocks}
-    folder = write_run(tmp_path, "caote_h2o", right(10), 2048, task="longbench_qasper", parts=parts)
-    config = (folder / "config.yaml").read_text().replace("model: pocket", "model: llama31_8b_instruct")
-    (folder / "config.yaml").write_text(
-        config.replace("decoding: greedy", "decoding: greedy\n    max_prompt_tokens: null")
-    )
-    text = page(load_results(tmp_path), tmp_path)
-    shown = text[text.index('id="published"') : text.index('id="examples"')]
-    assert "<td>38.34</td><td>50.00</td><td>29.93 to 70.07</td><td>+11.66</td><td>20</td>" in shown
-    assert shown.count("<td>50.00</td>") == 1  # rows without a number of ours are left out
-    assert "python -m" not in shown
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: no browser to open")
+    with sync_api.sync_playwright() as play:
+        known = [path for path in (*map(shutil.which, BROWSERS), play.chromium.executable_path) if path]
+        path = next((path for path in known if Path(path).exists()), None)
+        if path is None:
+            pytest.skip(f"no browser here: none of {', '.join(BROWSERS)}, and playwright has downloaded none")
+        opened = play.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-background-networking"])
+        yield opened
+        opened.close()
+
+
+def test_in_a_browser_groups_stand_together_all_columns_fit_and_nothing_is_loaded(browser: Any, folder: Path) -> None:
+    write_page(load_results(folder), folder, folder.parent / "report.html")
+    view = browser.new_page(viewport={"width": 1400, "height": 900})
+    complaints: list[str] = []
+    asked: list[str] = []
+    view.on("console", lambda message: complaints.append(message.text))
+    view.on("pageerror", lambda error: complaints.append(str(error)))
+    view.on("request", lambda request: asked.append(request.url))
+    view.goto((folder.parent / "report.html").as_uri())
+    view.wait_for_selector("html[data-ready]", timeout=60_000)
+    rows = view.locator("#results tbody tr:not(.dtrg-group)")
+    assert rows.count() == 5  # full, snapkv at two budgets, and two of the other task
+    table = view.locator("#results .wide").first
+    assert table.evaluate("node => node.scrollWidth <= node.clientWidth"), "no column is hidden at 1,400 pixels"
+    first = view.locator("#results tr.dtrg-group").all_inner_texts()
+    view.click("#results thead th:has-text('score')")
+    view.wait_for_selector("#results thead th[aria-sort]:has-text('score')")
+    assert view.locator("#results tr.dtrg-group").all_inner_texts() == first, "sorted within groups"
+    example = view.locator("#examples details.example", has=view.locator("td", has_text="window.broken")).first
+    example.locator("summary").first.click()
+    assert HOSTILE in example.inner_text()
+    assert example.locator("img, script").count() == 0
+    assert view.evaluate("window.broken") is None
+    assert complaints == []
+    assert [url for url in asked if not url.startswith(("file:", "blob:", "data:"))] == []
+    view.set_viewport_size({"width": 500, "height": 900})
+    assert view.evaluate("document.documentElement.scrollWidth") == 500  # tables scroll within themselves
+    cell = view.locator("#results td.cell").first.bounding_box()
+    assert cell["x"] + cell["width"] <= 500, "the score is visible at 500 pixels"
+    view.close()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         (["nowhere"], "kvbench: nowhere is not a folder\n"),
         ([".", "-o", "r.pdf"], "kvbench: -o r.pdf must end in .html\n"),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+def test_a_wrong_request_is_one_message(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
-    assert capsys.readouterr().err == sentence
+    assert capsys.readouterr().err == message

@@ -49,7 +49,9 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
         rated, look = rows.dropna(subset="rate").groupby("rate")["coverage"].mean(), looks[str(policy)]
         axes.plot(rated.index, rated.to_numpy(), label=str(policy), **look.plot)
         asked = rows[rows["rate"].isna()]
-        axes.plot(_evicted(asked).mean(), asked["coverage"].mean(), gid="asked", **{**look.points, **ASKED})
+        axes.plot(
+            _evicted(asked).mean(), asked["coverage"].mean(), gid="asked", **{**look.plot, "linestyle": "none", **ASKED}
+        )
     axes.plot([], [], label="the budget asked for", color=INK, **ASKED, marker="o", linestyle="none")
     axes.set(xlabel="eviction rate (share of the prompt evicted per head)", ylabel="coverage, %", ylim=(0, 102))
     legend_below(figure, axes)

@@ -1,28 +1,64 @@
-"""Which tokens are worth keeping exact in a quantised layer: those of small keys (OTT, figure 1(c))."""
+"""Which tokens are worth keeping exact in a quantised layer: those of small keys (OTT, figure 1(c)).
 
-from dataclasses import replace
+Shapes: H_kv KV heads, G query heads per KV head, C tokens, D head dim; one sequence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import pandas as pd
+import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
+from kvbench.kernels.references import attention_rows
+from kvbench.policies.observation import Observation
 from kvbench.policies.policy import Policy
+from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.ott import Ott
+from kvbench.policies.stores.store import LayerStore, Store
 from kvbench.report.figures.style import HUES, LINES, MARKERS, legend_below
 from kvbench.tools.diagnostics.probe import Probe
-from kvbench.tools.diagnostics.reconstruction import errors, keeps_all, record
 
 TITLE = "attention-output error against the number of exact tokens"
 Trace = Literal["smallest", "random", "largest"]
 TRACES: tuple[Trace, ...] = get_args(Trace)
 COUNTS = (0, 1, 2, 4, 8, 16, 32)
+QUERIES = 64  # the prompt's last ones, whose attention is compared
+
+
+class _RecordingStore(DenseStore):
+    """A dense layer that remembers what it was shown."""
+
+    def __init__(self, keys: Tensor, values: Tensor, seen: list[Observation]) -> None:
+        super().__init__(keys, values, (), 1)
+        self._seen = seen
+
+    @property
+    def watching(self) -> bool:
+        return True
+
+    def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
+        self._seen.append(observation)
+
+
+@dataclass(frozen=True)
+class _Recording(Store):
+    """Keeps everything exactly, and every layer's observation of the prompt."""
+
+    seen: list[Observation]
+
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
+        return _RecordingStore(keys, values, self.seen)
 
 
 def check(policy: Policy, name: str) -> None:
     """ValueError for a policy without OTT's store, or one that evicts."""
     if not isinstance(policy.store, Ott):
         raise ValueError(f"policy={name} keeps no chosen tokens exact: use an ott policy, such as ott_g32_r0")
-    keeps_all(policy, name)
+    if policy.evicts or policy.pre_pass is not None:
+        raise ValueError(f"policy={name} drops tokens, and exact_tokens compares stores on all of them: use ott_g32_r0")
 
 
 def measure(probe: Probe) -> list[dict[str, object]]:
@@ -41,6 +77,44 @@ def measure(probe: Probe) -> list[dict[str, object]]:
         for count in COUNTS
         for layer in layers
     ]
+
+
+def record(probe: Probe) -> list[Observation]:
+    """Queries, keys and values of every layer for the probe's prompt, exactly."""
+    seen: list[Observation] = []
+    Probe(probe.model, probe.ids, Policy(store=_Recording(seen)), probe.name).prefilled()
+    return seen
+
+
+@torch.inference_mode()
+def errors(layer: Observation, store: Store) -> dict[str, float]:
+    """L1 errors, over L1 norms, of a layer's keys, values and attention after `store` has taken its prompt in."""
+    held = store.for_layer(layer.layer).open(layer.keys, layer.values, (), 1)
+    held.append(layer.keys, layer.values, layer.query_positions, absent=False)
+    if held.watching:
+        held.observe(layer, [layer.keys.shape[2]])
+    held.settle()
+    pairs = {
+        "keys": (held.keys, layer.keys),
+        "values": (held.values, layer.values),
+        "attention": (_attention(layer, held.keys, held.values), _attention(layer, layer.keys, layer.values)),
+    }
+    return {name: float((x - y).abs().sum() / y.abs().sum()) for name, (x, y) in pairs.items()}
+
+
+def _attention(layer: Observation, keys: Tensor, values: Tensor) -> Tensor:
+    """Outputs of the layer's last queries over keys and values [1,H_kv,C,D]: [1,H_kv,G,QUERIES,D]."""
+    rows = attention_rows(
+        layer.queries[:, :, -QUERIES:],
+        keys,
+        layer.query_positions[:, -QUERIES:],
+        layer.positions,
+        layer.scaling,
+        layer.softcap,
+        layer.sliding_window,
+        layer.sinks,
+    )
+    return rows @ values[:, :, None].to(rows.dtype)
 
 
 def _keeping(store: Ott, trace: Trace, count: int) -> Ott:
