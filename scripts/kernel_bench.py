@@ -19,7 +19,7 @@ from kvbench.kernels.decode import decode_attention, decode_attention_flat
 from kvbench.kernels.prompt import prompt_attention
 from kvbench.kernels.quantized import Packed, Side, quantised_attention
 from kvbench.kernels.query_sums import attention_moments, column_sums, window_statistics
-from kvbench.kernels.references import attention_rows, quantised_attention_ref
+from kvbench.kernels.references import attention_rows
 
 GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
@@ -131,7 +131,11 @@ def codes(bits: int, tokens: int, batch: int = 1) -> Case:
     asked = torch.zeros(batch, 1, dtype=torch.int64, device=DEVICE)
     call = drawn(batch, H_KV * G, 1, D), asked, Side(keys, tail[0]), Side(values, tail[1]), D**-0.5
     nbytes = sum(x.nbytes for side in (keys, values) for x in (side.words, side.scale, side.minimum)) + tail.nbytes
-    ours = (lambda: quantised_attention(*call)) if GPU else (lambda: quantised_attention_ref(*call))
+    ours = (
+        (lambda: quantised_attention(*call))
+        if GPU
+        else (lambda: call[2].at(torch.arange(tokens).expand(batch, H_KV, -1)))
+    )
     return Case(f"codes of {bits} bits batch={batch} T={tokens}", nbytes, ours, {})
 
 

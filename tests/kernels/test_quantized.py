@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_interpreted import Interpreter, largest, mostly_slow
-from kv_quantised import ATTENTION, Case
+from kv_quantised import ATTENTION, Case, quantised_attention_ref
 from kv_stores import attended, feed, stream
 
 from kvbench.kernels.quantized import (
@@ -17,7 +17,6 @@ from kvbench.kernels.quantized import (
     Side,
     quantised_attention,
 )
-from kvbench.kernels.references import quantised_attention_ref
 from kvbench.policies.stores.kivi import Kivi
 from kvbench.policies.stores.quantised import side
 
