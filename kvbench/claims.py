@@ -1,75 +1,70 @@
-"""What the papers claim, beside the numbers they print and beside our runs: `python -m kvbench.claims`."""
+"""Claims of papers, decided from finished runs: `python -m kvbench.claims --runs results/runs`."""
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
+import pandas as pd
+import yaml
 
 from kvbench.analysis.load import load_results
-from kvbench.analysis.result import Result
-from kvbench.papers.claims.inference import judge_print
-from kvbench.papers.claims.measured import judge_runs
-from kvbench.papers.claims.read import claims_of
-from kvbench.papers.claims.show import Judged, as_csv, as_json, markdown, table
-from kvbench.terminal.command import Parser, command
-from kvbench.terminal.errors import UsageError
+from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
+from kvbench.report import frames
+from kvbench.terminal.command import Parser, command, pairs
+from kvbench.terminal.console import log_to_stderr
+from kvbench.terminal.folding import terminal_width
 from kvbench.terminal.outputs import check_output
-
-PAPERS = ("caote", "cake", "kvec", "d2o", "ott", "today")
-WRITERS: dict[str, Callable[[Sequence[Judged]], str]] = {".md": markdown, ".csv": as_csv, ".json": as_json}
-_WIDTH = 170  # where the output is no terminal
-
-
-def judge(
-    papers: Sequence[str] = PAPERS, runs: Sequence[Result] | None = None, any_budget: bool = False
-) -> list[Judged]:
-    """All claims of the papers on the published numbers and, where runs are given, on these.
-
-    any_budget: runs count at every budget and not only at those of the claim, as for a model with shorter prompts.
-    """
-    printed = [(claim, judge_print(claim)) for paper in papers for claim in claims_of(paper)]
-    measured = [None] * len(printed) if runs is None else judge_runs(printed, runs, any_budget)
-    return [Judged(claim, found, own) for (claim, found), own in zip(printed, measured, strict=True)]
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code, 2 for a wrong value, said in one sentence."""
+    """The command line; returns the exit code, 2 for a wrong value."""
     parser = Parser("python -m kvbench.claims", description=__doc__)
-    parser.add_argument("--paper", choices=PAPERS, action="append", help="only this one's; may be given again")
-    parser.add_argument("--runs", type=Path, help="folder of finished runs to judge by too, such as results/runs")
     parser.add_argument(
-        "--any-budget",
-        action="store_true",
-        help="runs count at any budget, not only at the claim's (for a model with shorter prompts, such as pocket)",
+        "--paper", action="append", help=f"of {', '.join(PAPERS)}, or a YAML file of claims; may be given again"
     )
-    parser.add_argument("-o", "--output", type=Path, help=f"file to write instead: {', '.join(WRITERS)}")
-    asked = parser.parse_args(arguments)
-    logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
+    parser.add_argument("--runs", type=Path, help="folder of finished runs; without: the claims and their commands")
+    parser.add_argument("-o", "--output", type=Path, help=f"file to write: {', '.join(frames.FORMATS)}")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="other fields of the runs: model=pocket task=niah budget=64"
+    )
+    asked, rest = parser.parse_known_args(arguments)
+    if any("=" not in word or word[0] == "-" for word in rest):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    log_to_stderr()
     if asked.output is not None:
-        check_output(asked.output, tuple(WRITERS))
-    if asked.any_budget and asked.runs is None:
-        raise UsageError("--any-budget has no effect without --runs, of which it says what counts")
-    runs = None if asked.runs is None else load_results(asked.runs)
-    judged = judge(list(dict.fromkeys(asked.paper or PAPERS)), runs, asked.any_budget)
+        check_output(asked.output, tuple(frames.FORMATS))
+    words = pairs([*asked.overrides, *rest], "model=pocket")
+    budget = {"budget": f"[{words['budget']}]"} if "budget" in words else {}
+    overrides = {key: yaml.safe_load(value) for key, value in {**words, **budget}.items()}
+    claims = [claim for paper in asked.paper or PAPERS for claim in read_claims(paper, overrides)]
+    runs = [] if asked.runs is None else load_results(asked.runs)
+    table = as_table([decide(claim, runs) for claim in claims])
     if asked.output is None:
-        console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
-        console.print(table(judged))
+        sys.stdout.write(frames.text(table, terminal_width()))
     else:
-        _write(asked.output, WRITERS[asked.output.suffix](judged))
-        sys.stdout.write(f"{len(judged)} claims -> {asked.output}\n")
+        frames.write(table, asked.output)
+        sys.stdout.write(f"{len(claims)} claims -> {asked.output}\n")
     return 0
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"-o {path} cannot be written ({error.strerror or error})") from error
+def as_table(verdicts: Sequence[Verdict]) -> frames.Table:
+    """A row per comparison, or per claim without one."""
+    rows = []
+    for one in verdicts:
+        first = [one.claim.name, f"{one.claim.claim} ({one.claim.source})", one.verdict]
+        for found in one.comparisons:
+            d = found.difference
+            need = f", needs {found.gain:+g}" if found.gain else ""
+            rows.append([*first, f"{found.where}{need}", f"{d.mean:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", str(d.n)])
+        if not one.comparisons:
+            rows.append([*first, "", "", "", ""])
+    columns = ["name", "claim", "verdict", "comparison", "difference", "95% interval", "n"]
+    notes = [f"{one.claim.name}: {remark}" for one in verdicts for remark in one.remarks]
+    frame = pd.DataFrame(rows, columns=columns)
+    return frames.Table(frame, f"{len(verdicts)} claims", notes, left=columns[:4], groups=["name"])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvbench.analysis.metrics import Numbers, metrics
 from kvbench.analysis.result import Result, numbers
-from kvbench.identity.labels import DENSE, Naming, parted
+from kvbench.identity.labels import DENSE, NAMED, Naming, parted
 from kvbench.terminal.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,22 +53,17 @@ _LAST = (
 _MEASURED = tuple(Column(one.name, one.metadata["meaning"]) for one in fields(Numbers))
 COLUMNS = (
     Column("run_id", "folder of the run", "words"),
-    Column("model", "name of the model configuration or folder", "words"),
+    Column("model", "name of the model", "words"),
     Column("weights", "hub id and commit, or sha256 of the files", "words"),
     Column("dtype", "numbers the model computes and stores in", "words", at="identity.dtype"),
-    Column(
-        "policy",
-        "preset, the fields that are not the preset's or differ between rows, and whether decoding evicts or grows",
-        "words",
-    ),
-    Column("slug", "preset alone, as policy= takes it", "words"),
+    Column("policy", "name of the preset, as policy= takes it", "words"),
     Column("schedule", "prompt or blocks of m: when the prompt is evicted from", "words"),
     Column("decode", "evict, evict every k tokens, or grow: what decoding does", "words"),
     Column("policy_fields", "every field of the policy, as JSON", "json", at="identity.policy"),
     Column("budget", "tokens per KV head per layer, or share of the prompt"),
     Column("budget_kind", "tokens_per_head, share or none", "words"),
     Column("compress", "prompt, or context: what stands before the question", "words"),
-    Column("task", "task, and the fields that are not the preset's or differ", "words"),
+    Column("task", "name of the task", "words"),
     Column("task_fields", "every field of the task, as JSON", "json", at="identity.task"),
     Column("subset", "all examples, or those of one task, length or depth (--by)", "words"),
     Column("seed", "seed of the examples", "integer", at="identity.seed"),
@@ -110,16 +105,25 @@ COLUMNS = (
     Column("device", "where it was computed", "words"),
     Column("kvbench_revision", "git commit, if known", "words", at="environment.kvbench_revision"),
     Column("mixed", "versions that differ within the run (allow_mixed=true); empty: none", "words"),
-    Column("state", "finished; of a sweep's cells also: failed and why, not finished, not begun", "words"),
+    Column("state", "finished, or unfinished: n examples so far", "words"),
 )
 
 
 def frame(rows: Sequence[Result], names: Sequence[str] = ()) -> pd.DataFrame:
-    """The tidy table of these rows, all columns or some: all values of one have one type, missing ones included."""
+    """One row for each result; all columns, or those of `names`.
+
+    Behind them stands a column for each field that differs between the rows or from its preset, such as
+    "policy.scorer.window"; a list or a mapping is JSON text there. Missing values are NA of the column's type.
+    """
     import pandas as pd  # here, not above: `python -m kvbench` reads runs too and should start quickly
 
     chosen = [column for column in COLUMNS if not names or column.name in names]
     series = {c.name: pd.Series([c.value(row) for row in rows], dtype=_TYPES[c.kind]) for c in chosen}
+    for key in dict.fromkeys(key for row in rows for key in row.differs if key not in series):
+        values = [row.differs.get(key) for row in rows]
+        if len({type(value) for value in values} - {type(None)}) > 1 or any(isinstance(v, list | dict) for v in values):
+            values = [None if value is None else json.dumps(value) for value in values]
+        series[key] = pd.Series(values, dtype=object).convert_dtypes()
     return pd.DataFrame({name: series[name] for name in names or series})
 
 
@@ -145,16 +149,18 @@ def _result(row: dict[str, Any]) -> Result:
     identity |= {"policy": tree["policy_fields"], "task": tree["task_fields"]}
     if (store := identity["policy"].get("store")) and store["class"] == "Dense":  # as older versions say it
         store["class"] = DENSE
-    name, when = parted(row["policy"])
     known = {field.name for field in fields(Result)}
     told = {k: v for k, v in {**numbers(metrics(())), **row, **tree}.items() if k in known}
     told |= {"n": int(row["n"]), "n_failed": int(row["n_failed"]), "mixed": row.get("mixed") or ""}
-    told |= {"reads": row.get("scored_tokens") is not None, "curve": tree.get("nll_curve")}
+    block, reads = row.get("block"), row.get("scored_tokens") is not None
+    named = {name: parted(row[name])[0] for name in NAMED}  # labels in tables of old versions
+    changed = tuple(key for key, value in row.items() if key.startswith(("policy.", "task.")) and value is not None)
+    naming = Naming(**named, changed=changed, reads=None if not reads else "" if block is None else f"m={block:g}")
     return Result(
-        **told,
+        **{**told, **named, "reads": reads, "curve": tree.get("nll_curve")},
         folder=Path(str(row["run_id"])),
         identity=identity,
         environment={},
         samples=(),
-        naming=Naming(name, row["model"], row["task"], reads=when if when.startswith("m=") else None),
+        naming=naming,
     )

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from kvbench.analysis.averages import average_intervals, of_prompts
-from kvbench.analysis.statistics import mean_interval, weighted_interval
+from kvbench.analysis.statistics import FEWEST, mean_interval, weighted_interval
 from kvbench.records.sample import Likelihood, Sample
 from kvbench.tasks.summary import summary
 
@@ -167,7 +167,7 @@ def running(samples: Sequence[Sample], bounded: bool) -> dict[str, Any]:
     if not read:
         return {k: v for k, v in _score(samples).items() if k != "interval"} if bounded else {"score": fmean(scores)}
     found = {"nll": token_mean(read), "perplexity": exp(min(token_mean(read), 700.0))}
-    if bounded and len(read) > 1:
+    if bounded and len(read) >= FEWEST:
         interval = weighted_interval([x.nll for x in read], [x.tokens for x in read])
         found |= {"nll_low": interval.low, "nll_high": interval.high}
     return found
@@ -191,7 +191,7 @@ def _likelihood(samples: Sequence[Sample]) -> dict[str, Any] | None:
     """NLL in nats per token and its exponential, the perplexity, lower is better; None where nothing was read.
 
     The mean is over all scored tokens, so that a long text weighs more than a short one; its interval is the bootstrap
-    over texts, and there is none for a single text. curve: the same mean over the scored tokens among the first
+    over texts, given from 5 texts on. curve: the same mean over the scored tokens among the first
     `lengths` tokens of every text that is so long; texts: how many are. max_kept_tokens [L][H_kv]: over all texts.
     """
     read = [s.likelihood for s in samples if s.likelihood is not None]
@@ -201,7 +201,7 @@ def _likelihood(samples: Sequence[Sample]) -> dict[str, Any] | None:
         return {"nll": None, "perplexity": None}
     nll = token_mean(read)
     interval = None
-    if len(read) > 1:
+    if len(read) >= FEWEST:
         interval = weighted_interval([x.nll for x in read], [x.tokens for x in read])
     return {
         "mean_over": "tokens",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
@@ -36,15 +37,21 @@ class NLLGap:
     perplexity: float
 
 
+def shared(first: Sequence[Sample], second: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
+    """The examples of the same prompts, in the order of `second`; a prompt asked k times pairs k times at most."""
+    known: defaultdict[str, list[Sample]] = defaultdict(list)
+    for sample in reversed(of_prompts(first)):
+        known[sample.prompt_hash].append(sample)
+    return [(known[b.prompt_hash].pop(), b) for b in of_prompts(second) if known[b.prompt_hash]]
+
+
 def paired(first: Sequence[Sample], second: Sequence[Sample]) -> Paired | None:
     """Compare the examples of the same prompts for which both have a value; None without any."""
-    prompts = zip(of_prompts(first), of_prompts(second), strict=False)
-    pairs = [(a, b) for a, b in prompts if a.prompt_hash == b.prompt_hash]
+    pairs = shared(first, second)
     read = tuple((a.likelihood, b.likelihood) for a, b in pairs if a.likelihood and b.likelihood)
-    if read:
-        values = [(a.nll, b.nll) for a, b in read]
-    else:
-        values = [(a.score, b.score) for a, b in pairs if a.score is not None and b.score is not None]
+    values = [(a.nll, b.nll) for a, b in read] or [
+        (a.score, b.score) for a, b in pairs if a.score is not None and b.score is not None
+    ]
     if not values:
         return None
     weights = [b.tokens for _, b in read] or None

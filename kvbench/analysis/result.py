@@ -1,4 +1,4 @@
-"""One result: what was run, on which examples, and every number that is told of it."""
+"""One result: what was run, on which examples, and its numbers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from typing import Any
 
 from kvbench.analysis.metrics import Numbers, by_value, metrics, token_mean
 from kvbench.analysis.pairs import NLLGap, Paired, paired
-from kvbench.analysis.statistics import Difference
+from kvbench.analysis.statistics import FEWEST, Difference
 from kvbench.identity.labels import Naming, briefly, compressed, evicts, keeps_all, moments
 from kvbench.records.sample import Sample
 
-FINISHED = "finished"
+FINISHED, UNFINISHED = "finished", "unfinished"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Result(Numbers):
-    """A run, or its examples of one value (`parts`), or a cell of a sweep that has no finished run: `state` says why.
+    """The examples of a run, or those with one value of a metadata key (`parts`).
 
     Numbers are those of `analysis.metrics`, from `nll` on of given texts; None where they were not measured, or where
-    an example failed. model, policy, task: as tables name them. differs: what tells
-    this row from others and is in no name. name: the policy with all that tells it from others but when it evicts;
-    line: that too, where it is not the usual. baseline: the full cache's result on the same examples, if there is one.
+    an example failed. model, policy, task: names of presets. differs: the fields that set the run apart from its
+    presets or from others of a table, by dotted name. labels: model, policy and task combined with these fields.
+    name: a label for the policy with all that sets the run apart, except when it evicts; line: that too, where other
+    runs of the table evict at other moments. state: "finished", or "unfinished" if examples are missing.
+    baseline: the result of the full cache on the same examples, if there is one.
     """
 
     folder: Path
@@ -38,8 +40,9 @@ class Result(Numbers):
     samples: tuple[Sample, ...]
     state: str = FINISHED
     subset: str = "all"  # or "length=1024", where the result is about some of the examples
-    naming: Naming  # what the names are made of
-    differs: Mapping[str, str] = field(default_factory=dict)
+    naming: Naming
+    differs: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
     line: str = ""
     mixed: str = ""  # versions that differ between the processes that computed it
@@ -65,6 +68,11 @@ class Result(Numbers):
     max_kept_tokens: Sequence[Sequence[int]] | None = None
     curve: Mapping[str, Sequence[Any]] | None = None
 
+    def __repr__(self) -> str:
+        budget = "" if self.budget is None else f", budget {self.budget}"
+        value = "no score" if self.value is None else f"{'NLL' if self.reads else 'score'} {self.value:.3f}"
+        return f"<Result {self.line or self.policy}{budget}, {self.model}, {self.task}: {value}, n={self.n}>"
+
     @property
     def budget(self) -> int | float | None:
         """Tokens per KV head and layer, or share of the prompt; None where nothing is evicted."""
@@ -73,7 +81,7 @@ class Result(Numbers):
 
     @property
     def finished(self) -> bool:
-        """Whether there is a run."""
+        """Whether all examples that were asked for are there."""
         return self.state == FINISHED
 
     @property
@@ -94,8 +102,18 @@ class Result(Numbers):
 
     @property
     def slug(self) -> str:
-        """The policy's preset, without anything else."""
-        return self.naming.policy.partition("(")[0]
+        """The same as `policy`."""
+        return self.policy
+
+    @property
+    def model_label(self) -> str:
+        """The model, with the fields in which it differs from others of the table: for titles."""
+        return self.labels.get("model", self.model)
+
+    @property
+    def task_label(self) -> str:
+        """The task, with the fields in which it differs from its preset or others of the table: for titles."""
+        return self.labels.get("task", self.task)
 
     @property
     def compress(self) -> str:
@@ -132,7 +150,7 @@ class Result(Numbers):
     @property
     def is_full(self) -> bool:
         """Whether the full cache ran, whatever its name."""
-        return self.finished and keeps_all(self.identity)
+        return keeps_all(self.identity)
 
     @property
     def setting(self) -> tuple[str, ...]:
@@ -175,20 +193,23 @@ class Result(Numbers):
 
     @property
     def vs_full(self) -> Difference | None:
-        """By how much it scores higher than its baseline; None where either has no score."""
+        """By how much it scores higher than its baseline; None without two scores, or below 5 shared examples."""
         has = self.baseline is not None and self.score is not None and self.baseline.score is not None
-        return self.to_full.difference if has and self.to_full is not None else None
+        return self.to_full.difference if has and self.to_full and self.to_full.difference.n >= FEWEST else None
 
     @cached_property
     def gap(self) -> NLLGap | None:
-        """How much worse it predicts than its baseline; None without one, or where either has failed examples."""
+        """How much worse it predicts than its baseline; None without one, or where either has failed examples.
+
+        It has an interval from 5 shared texts on.
+        """
         if self.baseline is None or any(s.likelihood is None for s in (*self.samples, *self.baseline.samples)):
             return None
         found = self.to_full
         if found is None:
             return None
         full, own = (token_mean(texts) for texts in zip(*found.read, strict=True))
-        return NLLGap(own - full, found.difference if len(found.read) > 1 else None, exp(own) - exp(full))
+        return NLLGap(own - full, found.difference if len(found.read) >= FEWEST else None, exp(own) - exp(full))
 
     @property
     def difference(self) -> Difference | None:

@@ -5,28 +5,40 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from kvbench.analysis import load
 from kvbench.analysis.result import Result
 from kvbench.page.command import write_page
-from kvbench.report.plain_text import text
-from kvbench.report.render import html
-from kvbench.report.table import WIDE, results_grids
+from kvbench.report.frames import html, text
+from kvbench.report.table import pivot, results_table
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class Results(load.Results):
-    """Results as rows: `results[0].score`, `len(results)`, `to_pandas()`. Shown, they are the command line's table.
+    """Results as rows: `results[0].score`, `results[:3]`, `len(results)`; printed, they are the command line's table.
 
-    They know the runs of the full cache they are compared with, and what they are made of stays in `folder`.
+    `to_pandas()` has all numbers; `table()` and `pivot()` have the text of tables. All three are DataFrames, which
+    pandas exports: `to_csv`, `to_parquet`, `to_latex`, `to_markdown`.
     """
 
     def __init__(
         self, rows: Iterable[Result], folder: Path, in_order: bool = True, held: TemporaryDirectory[str] | None = None
     ) -> None:
-        """held: removes `folder` once nobody has the results."""
+        """folder: where the runs are. held: removes `folder` once nobody has the results."""
         super().__init__(rows, in_order)
         self.folder = folder
         self._held = held
+
+    def table(self) -> pd.DataFrame:
+        """The printed table: columns that differ between the rows, scores with their intervals, as text."""
+        return results_table(self).frame
+
+    def pivot(self, across: str = "task") -> pd.DataFrame:
+        """Policies down, tasks (scores times 100, with their average) or budgets (scores with intervals) across."""
+        return pivot(self, across).frame
 
     def report(self, path: str | Path) -> Path:
         """Write the page of `python -m kvbench.report`, one file that any browser opens; returns its path."""
@@ -34,17 +46,16 @@ class Results(load.Results):
         return Path(path)
 
     def __repr__(self) -> str:
-        return "\n".join(text(grid, WIDE) for grid in results_grids(self))
+        return text(results_table(self))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return "\n".join(html(grid) for grid in results_grids(self))
+        """The table in a notebook."""
+        return html(results_table(self))
 
 
-def load_results(folder: str | Path, unfinished: bool = False) -> Results:
-    """Every finished run in or below a folder, in the order of tables; others are left out, with a warning.
+def load_results(folder: str | Path) -> Results:
+    """All runs in or below a folder, in the order of tables; unfinished ones have `state` "unfinished".
 
-    unfinished: cells of sweeps that have no finished run are rows as well, at the end; their `state` says why.
-    Raises ValueError where there is no finished run that can be read.
+    Runs that cannot be read are left out, with a warning. Raises ValueError if no run can be read.
     """
-    return Results(load.load_results(Path(folder), unfinished), Path(folder))
+    return Results(load.load_results(Path(folder)), Path(folder))

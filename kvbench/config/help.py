@@ -47,7 +47,7 @@ Other commands, each with a --help of its own:
   python -m kvbench.report       finished runs as one HTML page
   python -m kvbench.plot         pictures of finished runs
   python -m kvbench.tables       the papers' tables: print, run, compare with our runs
-  python -m kvbench.claims       what the papers claim, beside their numbers and ours
+  python -m kvbench.claims       what the papers claim, decided from finished runs
   python -m kvbench.memory       what a policy's cache will hold, in bytes
   python -m kvbench.bench        latency, throughput and memory
   python -m kvbench.diagnose     what policies did on real prompts

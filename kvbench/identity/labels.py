@@ -1,31 +1,33 @@
-"""What tables call a run: its preset, the fields that are not the preset's, and those that differ between rows."""
+"""Names of runs: model, policy and task are the presets' names; fields that differ are told apart from them.
+
+Tables have a column for every field that differs. Titles and legends, which have no columns, combine name and fields.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 DENSE = "kvbench.policies.stores.dense.Dense"
+NAMED = ("model", "policy", "task")
 HOMES = {"policy": "policy", "task": "task", "model": "model", "generation": "model"}
-"""In whose label a part of the identity is told; what has no label of its own becomes a column."""
-_ELSEWHERE = ("budget", "code")  # a column of its own; told only where nothing else differs
-_WHEN = ("policy.schedule", "policy.schedule.size", "policy.schedule.decode", "policy.schedule.every")
-"""Fields told behind the name, in words."""
-_LONGEST = 40  # characters of a value: of a longer one the end, which tells paths apart
+"""Which label combines a field of the identity with the name; other fields follow the policy's label."""
+WHEN = ("policy.schedule", "policy.schedule.size", "policy.schedule.decode", "policy.schedule.every")
+_SILENT = (*WHEN, "budget", "code", "task.name")  # have a column of their own, or are the name
+_LONGEST = 40  # characters of a value; of a longer one the end is shown, which tells paths apart
 
 
 @dataclass(frozen=True)
 class Naming:
-    """What a run's labels are made of.
+    """The names of a run's presets.
 
-    policy, model, task: presets' names. changed: fields that are not as the presets have them, such as
-    "policy.scorer.window". reads: what stands for the schedule where given texts are scored ("m=4"), "" where nothing
-    does, None where answers are generated.
+    changed: fields that differ from the presets, such as "policy.scorer.window". reads: what stands for the schedule
+    where given texts are scored ("m=4"), "" where nothing is evicted then, None where answers are generated.
     """
 
     policy: str
@@ -36,19 +38,19 @@ class Naming:
 
 
 def names(naming: Naming, identity: Mapping[str, Any], also: Collection[str] = ()) -> dict[str, str]:
-    """The labels of one run: policy, model, task. also: fields to show though they are the preset's."""
+    """The labels of a run for titles and legends: "snapkv(scorer.window=16)", "pocket", "niah(lengths=[512])".
+
+    also: fields to show although they are the preset's.
+    """
     fields = flat(identity)
-    shown = [key for key in fields if key in naming.changed or key in also]
-    named = {name: getattr(naming, name) for name in ("policy", "model", "task")}
-    for name in named:
-        told = [key for key in shown if HOMES.get(_root(key)) == name and key not in (*_WHEN, "task.name")]
-        if told:
-            named[name] += f"({', '.join(f'{_below(key)}={_text(fields[key])}' for key in told)})"
-    when = _when(identity, shown if evicts(identity) else also) if naming.reads is None else naming.reads
-    named["policy"] += f" ({when})" if when else ""
+    labels = {}
+    for name in NAMED:
+        shown = [k for k in fields if k in {*naming.changed, *also} and HOMES.get(_root(k)) == name]
+        text = ", ".join(f"{k.partition('.')[2]}={text_of(fields[k])}" for k in shown if k not in _SILENT)
+        labels[name] = getattr(naming, name) + (f"({text})" if text else "")
     if keeps_all(identity) and naming.policy != "full":
-        named["policy"] += " = full"
-    return named
+        labels["policy"] += " = full"
+    return labels
 
 
 def evicts(identity: Mapping[str, Any]) -> bool:
@@ -59,72 +61,58 @@ def evicts(identity: Mapping[str, Any]) -> bool:
 
 
 def keeps_all(identity: Mapping[str, Any]) -> bool:
-    """Whether what ran is the full cache, whatever its name: nothing is evicted, and tokens are stored as made."""
+    """Whether the run is one of the full cache, whatever its name: nothing is evicted, tokens are stored as made."""
     policy = identity["policy"]
-    read = policy.get("pre_pass") or policy.get("filter") or policy.get("reader")  # filter: as older versions say it
+    read = policy.get("pre_pass") or policy.get("filter") or policy.get("reader")  # filter: in results of old versions
     whole = policy.get("scorer", "?") is None and read is None and policy.get("press") is None
     return whole and policy["store"]["class"] == DENSE
 
 
 def compressed(identity: Mapping[str, Any]) -> str:
-    """What the policy compressed: the prompt, or the context before its question; older runs do not say."""
-    return str(identity.get("compress", "prompt"))
+    """What the policy compressed: the prompt, or the context before its question."""
+    return str(identity.get("compress", "prompt"))  # absent in results of old versions
 
 
 def schedule(identity: Mapping[str, Any]) -> str:
-    """When a policy evicts from the prompt."""
+    """When a policy evicts from the prompt: "prompt", "one block", "blocks of 128"."""
     size = identity["policy"]["schedule"].get("size")
     return "prompt" if size is None else "one block" if size == inf else f"blocks of {size:g}"
 
 
 def briefly(identity: Mapping[str, Any]) -> str:
     """What a policy evicts from, and when: "whole prompt", "blocks of 128", "whole context", "context in one block"."""
-    what, words = compressed(identity), schedule(identity)
-    if words == "prompt":
+    what, when = compressed(identity), schedule(identity)
+    if when == "prompt":
         return f"whole {what}"
-    return words if what == "prompt" else f"{what} in {words}"
+    return when if what == "prompt" else f"{what} in {when}"
 
 
 def moments(identity: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """When a policy evicts from the prompt ("prompt", "blocks of 128"), and how decoding does ("evict every 128").
+    """When a policy evicts from the prompt ("prompt", "blocks of 128") and while decoding ("evict every 128", "grow").
 
-    None where it does not evict, or does not say.
+    None where nothing is evicted, or where the run does not record it.
     """
     part = identity["policy"].get("schedule")
-    return (schedule(identity), _decoding(part)) if part is not None and evicts(identity) else (None, None)
-
-
-def _decoding(part: Mapping[str, Any]) -> str:
-    """What decoding does under a schedule; older runs do not say how often."""
-    every = part.get("every", 1)
-    return str(part["decode"]) if every == 1 else f"{part['decode']} every {every}"
-
-
-def when(naming: Naming | None, identity: Mapping[str, Any]) -> str:
-    """Schedule and decoding rule, "blocks of 128, evict", or "m=4" where given texts are scored.
-
-    Only rows that share it are comparable. "" where nothing is evicted, or the run does not say when.
-    """
-    if naming is not None and naming.reads is not None:
-        return naming.reads
-    decode = moments(identity)[1]
-    return "" if decode is None else f"{briefly(identity)}, {decode}"
+    if part is None or not evicts(identity):
+        return None, None
+    every = part.get("every", 1)  # absent in results of old versions
+    return schedule(identity), str(part["decode"]) if every == 1 else f"{part['decode']} every {every}"
 
 
 def parted(name: str) -> tuple[str, str]:
-    """A policy's label without the words on when it evicts, and these: ("snapkv", "blocks of 128, evict")."""
+    """Name and schedule of a policy from a label of an old version: "snapkv(kernel=5) (blocks of 128, evict)"."""
     found = re.search(r" \(([^()]*)\)(?= = full$|$)", name)
-    return (name, "") if found is None else (name[: found.start()] + name[found.end() :], found[1])
+    return name.partition("(")[0].strip(), "" if found is None else found[1]
 
 
-def usual(moments_seen: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """The schedule and the decoding rule that most have; of equally many the first by name, "" where there is none."""
-    schedules, decodes = (sorted(moment[place] for moment in moments_seen) for place in (0, 1))
+def usual(seen: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """The most frequent schedule and decoding rule; of equally frequent ones the first by name."""
+    schedules, decodes = (sorted(moment[place] for moment in seen) for place in (0, 1))
     return max(schedules, key=schedules.count, default=""), max(decodes, key=decodes.count, default="")
 
 
 def in_words(moment: str) -> str:
-    """A schedule or a decoding rule in words, as `moments` or `briefly` tells it."""
+    """A schedule or a decoding rule, as `moments` or `briefly` writes it, as a phrase."""
     what, at = ("context", moment.removeprefix("context in ")) if "context" in moment else ("prompt", moment)
     known = {
         "prompt": "evicted once the whole prompt is in",
@@ -143,48 +131,38 @@ def in_words(moment: str) -> str:
 
 
 def natural(text: str) -> tuple[tuple[int, str], ...]:
-    """Sorts names as people do: seed=2 before seed=10."""
+    """A key that sorts numbers in names by value: seed=2 before seed=10."""
     return tuple((int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", text))
 
 
 def budget_order(budget: float | None) -> tuple[bool, float]:
-    """Sorts budgets as numbers: none (the full cache first), shares of the prompt, tokens."""
+    """A key that sorts budgets: none (the full cache), then by number (shares of the prompt before tokens)."""
     return budget is not None, float(budget or 0)
 
 
-def differing(rows: Sequence[tuple[Naming, Mapping[str, Any]]]) -> list[set[str]]:
-    """For every row of a table the fields in which it differs from another one, beyond the presets' names and budgets.
+def differing(rows: Sequence[tuple[Naming, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """For each run, the fields (dotted names) that set it apart: from its presets, or from another run of these.
 
-    Fields of policy, task and model are compared between the rows that name the same one, the schedule between all
-    that evict. "code" is among them where two rows have nothing else that tells them apart.
+    Fields of policy, task and model are compared between runs of the same policy, task or model. Schedule, budget and
+    names are left out; "code" is included only where two runs differ in nothing else.
     """
     fields = [flat(identity) for _, identity in rows]
-    found: list[set[str]] = [set() for _ in rows]
-    for home in ("policy", "task", "model", ""):
+    shown: list[set[str]] = [set(naming.changed) for naming, _ in rows]
+    for home in (*NAMED, ""):
         own = [{k: _key(v) for k, v in f.items() if HOMES.get(_root(k), "") == home} for f in fields]
         for members in _alike([getattr(naming, home, "") for naming, _ in rows]):
             values: defaultdict[str, set[str]] = defaultdict(set)
             for key, value in (pair for row in members for pair in own[row].items()):
                 values[key].add(value)
             for row in members:
-                found[row] |= {key for key in own[row] if len(values[key]) > 1 and key not in _ELSEWHERE}
-    timed = [row for row, (naming, identity) in enumerate(rows) if evicts(identity) and naming.reads is None]
-    if any(_WHEN[0] in rows[row][0].changed for row in timed) or len({schedule(rows[row][1]) for row in timed}) > 1:
-        for row in timed:
-            found[row].add(_WHEN[0])
-    presets = [[naming.policy, naming.task, naming.model] for naming, _ in rows]
-    rest = [_key({**f, "code": None, "presets": p}) for f, p in zip(fields, presets, strict=True)]
-    for members in _alike(rest):
+                shown[row] |= {key for key in own[row] if len(values[key]) > 1}
+    shown = [keys.difference(_SILENT) for keys in shown]
+    presets = [[getattr(naming, name) for name in NAMED] for naming, _ in rows]
+    for members in _alike([_key({**f, "code": None, "presets": p}) for f, p in zip(fields, presets, strict=True)]):
         if len({_key(fields[row].get("code")) for row in members}) > 1:
             for row in members:
-                found[row].add("code")
-    return found
-
-
-def columns(identity: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str]:
-    """Those of the fields that no label tells, as text by name."""
-    fields = flat(identity)
-    return {key: _text(fields[key]) for key in sorted(keys) if key in fields and _root(key) not in HOMES}
+                shown[row].add("code")
+    return [{k: v for k, v in f.items() if k in keys} for f, keys in zip(fields, shown, strict=True)]
 
 
 def flat(described: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -202,22 +180,14 @@ def flat(described: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
-def _class(name: str) -> str:
-    return name.rpartition(".")[2] if name.startswith(("kvbench.", "kvpress.")) else name
-
-
-def _when(identity: Mapping[str, Any], shown: Collection[str]) -> str:
-    """What is compressed where that is the context alone, the schedule where it is to be shown, the decoding rule."""
-    words = ["compress=context"] if compressed(identity) == "context" and not keeps_all(identity) else []
-    words += [schedule(identity)] if {"policy.schedule", "policy.schedule.size"} & set(shown) else []
-    if "schedule" in identity["policy"] and (evicts(identity) or {*_WHEN[2:]} & set(shown)):
-        words.append(_decoding(identity["policy"]["schedule"]))
-    return ", ".join(words)
-
-
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
+    """A field's value in a label or a table."""
     text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
     return text if len(text) <= _LONGEST else f"...{text[-_LONGEST:]}"
+
+
+def _class(name: str) -> str:
+    return name.rpartition(".")[2] if name.startswith(("kvbench.", "kvpress.")) else name
 
 
 def _key(value: object) -> str:
@@ -228,13 +198,9 @@ def _root(key: str) -> str:
     return key.partition(".")[0]
 
 
-def _below(key: str) -> str:
-    return key.partition(".")[2]
-
-
-def _alike(names: Sequence[str]) -> list[list[int]]:
-    """The rows of the same name, together."""
+def _alike(keys: Sequence[str]) -> list[list[int]]:
+    """The rows with equal keys, together."""
     members: defaultdict[str, list[int]] = defaultdict(list)
-    for row, name in enumerate(names):
-        members[name].append(row)
+    for row, key in enumerate(keys):
+        members[key].append(row)
     return list(members.values())

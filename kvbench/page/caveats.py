@@ -26,7 +26,11 @@ class Caveat:
 def called(row: Result) -> str:
     """A run in words: policy, budget, task, and model."""
     at = "" if row.budget is None else f" at {budget_text(row.budget)}"
-    return f"{row.name}{at} on {row.task} ({row.model})"
+    return f"{row.name}{at} on {_about(row)}"
+
+
+def _about(row: Result) -> str:
+    return f"{row.task_label} ({row.model_label})"
 
 
 def caveats(rows: Sequence[Result], groups: Sequence[Group]) -> list[Caveat]:
@@ -79,7 +83,9 @@ def caveats(rows: Sequence[Result], groups: Sequence[Group]) -> list[Caveat]:
             "note",
             "The full cache was not run",
             "Run policy=full on the same examples to see what compression costs.",
-            tuple(dict.fromkeys(f"{r.task} ({r.model})" for r in rows if not r.is_full and r.baseline is None)),
+            tuple(
+                dict.fromkeys(f"{r.task_label} ({r.model_label})" for r in rows if not r.is_full and r.baseline is None)
+            ),
         ),
         Caveat(
             "note",
@@ -107,7 +113,7 @@ def _examples(rows: Sequence[Result]) -> Iterator[str]:
         sizes = [row.n for row in own]
         if len({tuple(sample.prompt_hash for sample in row.samples) for row in own}) > 1:
             many = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else f"{sizes[0]} different"
-            yield f"{own[0].task} ({own[0].model}): {many} examples"
+            yield f"{_about(own[0])}: {many} examples"
 
 
 def _memory(groups: Sequence[Group]) -> Iterator[str]:

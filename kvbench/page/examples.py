@@ -75,7 +75,9 @@ def _examples(rows: Sequence[Result], many: int) -> Examples:
         shown.append(Shown(sample, about, tuple(map(_short, sample.references)), passages, tuple(answers)))
     left_out = len(longest.samples) - len(shown)
     notes = [f"The first {len(shown)} of {len(longest.samples)} examples; samples.jsonl has all."] * bool(left_out)
-    return Examples(f"{longest.task} ({longest.model})", tuple(shown), (*notes, *filter(None, [prompts.reason])))
+    return Examples(
+        f"{longest.task_label} ({longest.model_label})", tuple(shown), (*notes, *filter(None, [prompts.reason]))
+    )
 
 
 def _answer(row: Result, sample: Sample, passages: Sequence[Passage]) -> Answer:

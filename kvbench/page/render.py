@@ -68,7 +68,7 @@ def _facts(rows: Sequence[Result]) -> list[tuple[str, str]]:
     places = [row.environment for row in rows]
     packages = sorted({name for place in places for name, version in place["packages"].items() if version})
     found: dict[str, Iterable[object]] = {
-        "model": [f"{row.model} ({row.weights})" for row in rows],
+        "model": [f"{row.model_label} ({row.weights})" for row in rows],
         "dtype": [row.identity["dtype"] for row in rows],
         "decoding": [row.identity["generation"]["decoding"] for row in rows],
         "seed": [row.identity["seed"] for row in rows],

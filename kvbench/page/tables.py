@@ -28,22 +28,24 @@ class Group:
 
 def in_order(rows: Iterable[Result]) -> list[Result]:
     """By model, task and budget, policies that score alike beside each other."""
-    return sorted(rows, key=lambda row: (natural(row.model), natural(row.task), budget_order(row.budget), *rank(row)))
+    return sorted(
+        rows, key=lambda row: (natural(row.model_label), natural(row.task_label), budget_order(row.budget), *rank(row))
+    )
 
 
 def groups(rows: Sequence[Result]) -> list[Group]:
     """The runs in their comparison groups, in each the best first; runs that evict nothing are a group of their own."""
     found: dict[tuple[object, ...], list[Result]] = {}
     for row in in_order(rows):
-        key = (*row.setting, row.task, row.budget, row.when, row.reads)
+        key = (*row.setting, row.task_label, row.budget, row.when, row.reads)
         found.setdefault(key, []).append(row)
     return [Group(_title(own[0], rows), tuple(sorted(own, key=_badness))) for own in found.values()]
 
 
 def _title(row: Result, rows: Sequence[Result]) -> str:
-    model = [row.model] if len({one.model for one in rows}) > 1 else []
+    model = [row.model_label] if len({one.model_label for one in rows}) > 1 else []
     budget = [] if row.budget is None else [f"budget {budget_text(row.budget)}"]
-    return ", ".join([*model, row.task, *budget, row.when or "nothing evicted"])
+    return ", ".join([*model, row.task_label, *budget, row.when or "nothing evicted"])
 
 
 def _badness(row: Result) -> float:
@@ -81,7 +83,8 @@ def by_task(rows: Iterable[Result]) -> list[Result]:
         parts = [] if key is None else row.parts(key)
         values = [part.subset.partition("=")[2] for part in parts]
         words = [f"turn {value}" if key == "turn" else value for value in values]
-        found += [replace(part, task=f"{row.task}: {word}") for part, word in zip(parts, words, strict=True)] or [row]
+        labels = [{**row.labels, "task": f"{row.task_label}: {word}"} for word in words]
+        found += [replace(part, labels=own) for part, own in zip(parts, labels, strict=True)] or [row]
     return found
 
 
@@ -98,12 +101,12 @@ def matrices(rows: Sequence[Result]) -> list[Matrix]:
     """One for each model with scores of at least two tasks. The mean is given where no task is missing."""
     parts = [row for row in by_task(in_order(rows)) if not row.reads]
     found = []
-    for model in dict.fromkeys(row.model for row in parts):
-        own = [row for row in parts if row.model == model]
-        tasks = tuple(dict.fromkeys(row.task for row in own))
+    for model in dict.fromkeys(row.model_label for row in parts):
+        own = [row for row in parts if row.model_label == model]
+        tasks = tuple(dict.fromkeys(row.task_label for row in own))
         lines: dict[tuple[str, object], dict[str, Result]] = {}
         for row in own:
-            lines.setdefault((row.line, row.budget), {}).setdefault(row.task, row)
+            lines.setdefault((row.line, row.budget), {}).setdefault(row.task_label, row)
         ordered = sorted(lines.values(), key=lambda line: budget_order(next(iter(line.values())).budget))
         if len(tasks) > 1:
             found.append(Matrix(model, tasks, tuple(_matrix_row(line, tasks) for line in ordered)))

@@ -1,193 +1,127 @@
-"""`python -m kvbench.tables`: published tables in their papers' layout, and our runs beside them."""
+"""Published tables of five papers, and our runs beside them."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.papers import arrangement, published
-from kvbench.papers.choice import read_choice
-from kvbench.papers.layout import lay_out
-from kvbench.report import render
-from kvbench.report.grid import Block, Cell, Grid, Row
-from kvbench.report.plain_text import text
-from kvbench.terminal.command import Parser, command
-from kvbench.terminal.console import log_to_stderr, quiet, share_cores
+import pandas as pd
+
+from kvbench.papers import published
+from kvbench.papers.layout import lay_out, layout, numbers, read_yaml, tables
+from kvbench.report import frames
+from kvbench.report.frames import Table
+from kvbench.terminal.command import Parser, command, pairs
+from kvbench.terminal.console import log_to_stderr
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.folding import terminal_width
 from kvbench.terminal.outputs import check_output
 
-LENGTH, LONGEST = 8192, 10**9
-PICTURES = (".svg", ".png", ".pdf")
-_SELECTION = """key=value says what of the table, and how:
-  models= methods= budgets= tasks=
-                 some of it, by the names it has or those of kvbench, with commas between them
-  scale=pocket   on the shipped pocket model, with shorter prompts and budgets, offline
-  limit=20       examples of each run
-  out= device= dtype= seed= launcher=
-                 as for python -m kvbench (launcher=slurm with its fields)"""
-LISTED = ("grid", "numbers", "runnable", "what")
-GRID = ("model", "method", "budget", "task")
+OUT = "results/runs"
+_OVERRIDES = """Overrides are those of python -m kvbench: values of the table select its runs, others replace them.
+
+some runs of a table:
+  model=llama32_3b_instruct policy=snapkv,caote_snapkv limit=20
+all of them, with another model:
+  model=smollm2 limit=10
+offline, with shorter prompts and budgets (--small has such overrides for a table of each paper):
+  model=pocket task=niah task.lengths=[2048] budget=512,1024 block=32"""
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 2 for what cannot be done, said in one sentence, 1 where runs failed."""
-    asked = _asked(arguments)
-    log_to_stderr()
-    code = 0
-    if asked.command == "bytes" and asked.output is not None and asked.output.suffix in PICTURES:
-        return _picture(asked)
-    if asked.output is not None:
-        check_output(asked.output, tuple(render.FORMATS))  # before anything runs
-    if asked.command == "run":
-        found = _run(asked, sys.argv[1:] if arguments is None else arguments)
-        if found is None:
-            return 0
-        code = found
-    grid = _grid(asked)
-    if asked.output is not None:
-        render.write(grid, asked.output)
-    if asked.output is None:
-        sys.stdout.write(text(grid, terminal_width()))
-    else:
-        print(f"{grid.name}: {asked.output}")  # noqa: T201
-    return code
-
-
-def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """What the command line says, `key=value` before or behind the flags. Raises UsageError."""
+    """The command line; returns the exit code: 2 for a wrong value, 1 where runs failed."""
     parser = _parser()
     asked, rest = parser.parse_known_args(arguments)
-    if rest and not (hasattr(asked, "choice") and all("=" in word and word[0] != "-" for word in rest)):
+    if rest and not (hasattr(asked, "overrides") and all("=" in word and word[0] != "-" for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        asked.choice = [*asked.choice, *rest]
-    return asked
+    if rest:  # overrides behind a flag
+        asked.overrides = [*asked.overrides, *rest]
+    log_to_stderr()
+    if asked.output is not None:
+        check_output(asked.output, tuple(frames.FORMATS))
+    code = 0
+    if asked.command == "list":
+        table = listing(asked.paper)
+    elif asked.command == "show":
+        table = lay_out(asked.table)
+    else:
+        numbers(asked.table)  # an unknown table is refused before torch is imported
+        if asked.small:
+            asked.overrides = [*small(asked.table, asked.overrides), *asked.overrides]
+        from kvbench.analysis.load import load_results
+        from kvbench.papers.compare import compare
+
+        folder = asked.runs if asked.command == "compare" else pairs(asked.overrides, "limit=5").get("out", OUT)
+        if asked.command == "run":
+            code = run(asked.table, asked.overrides)
+        table = compare(asked.table, [] if folder is None else load_results(Path(folder)), asked.overrides)
+    if asked.output is None:
+        sys.stdout.write(frames.text(table, terminal_width()))
+    else:
+        frames.write(table, asked.output)
+        sys.stdout.write(f"{asked.output}\n")
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("python -m kvbench.tables", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
-    listing = commands.add_parser(
-        "list", help="all tables: what they are about, how large, and what of them can be run"
+    listed = commands.add_parser(
+        "list", help="all tables: their contents, their sizes, and how much of them can be run"
     )
-    listing.add_argument("paper", nargs="?", help="one paper only: cake, caote, d2o, kvec, ott")
-    show = commands.add_parser("show", help="a published table in its paper's layout")
-    run = commands.add_parser("run", help="run what is missing of a table, then print it", description=_SELECTION)
-    beside = commands.add_parser(
-        "compare", help="our runs beside a published table, and the commands that are missing", description=_SELECTION
-    )
-    beside.add_argument(
-        "--runs", type=Path, help="folder of finished runs, such as results/runs; without: all is missing"
-    )
-    beside.add_argument(
-        "--bench", type=Path, help="for tables of seconds and memory: folder of kvbench.bench's results"
-    )
-    held = commands.add_parser("bytes", help="bytes that a table's methods hold at its budgets, predicted")
-    held.add_argument("--length", type=int, default=LENGTH, help=f"tokens of the prompt (default: {LENGTH})")
-    for one in (show, run, beside):
+    listed.add_argument("paper", nargs="?", help=f"one paper: {', '.join(published.papers())}")
+    show = commands.add_parser("show", help="a published table in the layout of its paper")
+    start = commands.add_parser("run", help="the runs of a table, then the comparison", description=_OVERRIDES)
+    beside = commands.add_parser("compare", help="our runs beside a published table", description=_OVERRIDES)
+    beside.add_argument("--runs", type=Path, help=f"folder of finished runs, such as {OUT}")
+    for one in (show, start, beside):
         one.add_argument("table", help="such as caote/table2")
-    held.add_argument("table", help="such as caote/table2; a paper, such as caote, for its picture (-o FILE.svg)")
-    for one in (run, beside):
-        one.add_argument("choice", nargs="*", metavar="key=value", help="what of it, and how; see above")
-    for one in (listing, show, run, beside, held):
-        pictures = f"; a picture: {', '.join(PICTURES)}" if one is held else ""
-        what = f"file to write: {', '.join(render.FORMATS)}{pictures}"
-        one.add_argument("-o", "--output", type=Path, help=what)
+    for one in (start, beside):
+        one.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of python -m kvbench")
+        one.add_argument("--small", action="store_true", help="with the overrides of results/paper/small.yaml, offline")
+    for one in (listed, show, start, beside):
+        one.add_argument("-o", "--output", type=Path, help=f"file to write: {', '.join(frames.FORMATS)}")
     return parser
 
 
-def _run(asked: argparse.Namespace, arguments: Sequence[str]) -> int | None:
-    """Run what is asked of a table; its exit code, None where there will be nothing to print before jobs have ended."""
-    choice = read_choice(asked.choice)
-    arrangement.numbers(asked.table)  # an unknown table is refused before torch is imported
-    share_cores()
-    quiet()
-    from kvbench.papers.running import OUT, run_table
-
-    code = run_table(asked.table, choice, shlex.join(["python", "-m", "kvbench.tables", *arguments]))
-    if code is None:
-        beside = ["compare", asked.table, *(word for word in asked.choice if not word.startswith(("launcher", "out=")))]
-        words = shlex.join(["python", "-m", "kvbench.tables", *beside, "--runs", choice.run.get("out", OUT)])
-        print(f"{words}  # when they are done")  # noqa: T201
-    return code
+def small(name: str, given: Sequence[str]) -> list[str]:
+    """The overrides of results/paper/small.yaml for a table, without those of keys that are given otherwise."""
+    known = read_yaml("small.yaml")
+    if name not in known:
+        raise UsageError(f"{name} has no --small overrides (there are some for {', '.join(known)}): pass your own")
+    keys = {word.partition("=")[0] for word in given}
+    return [word for word in known[name] if word.partition("=")[0] not in keys]
 
 
-def _picture(asked: argparse.Namespace) -> int:
-    """Draw what the methods of a table, or of all tables of a paper, are predicted to hold."""
-    paper = asked.table in published.papers()
-    tables = arrangement.tables(asked.table) if paper else (asked.table,)
-    check_output(asked.output, PICTURES)
-    from kvbench.papers.picture import draw  # imports matplotlib
-
-    what = arrangement.label_of(asked.table) if paper else asked.table
-    draw(what, tables, _length(asked), asked.output)
-    print(f"{what}: {asked.output}")  # noqa: T201
-    return 0
-
-
-def _length(asked: argparse.Namespace) -> int:
-    if not 1 <= asked.length <= LONGEST:
-        raise UsageError(f"--length {asked.length} must be a whole number from 1 to {LONGEST}")
-    return int(asked.length)
-
-
-def _grid(asked: argparse.Namespace) -> Grid:
-    if asked.command == "list":
-        return listing(asked.paper)
-    if asked.command == "show":
-        return lay_out(asked.table)
-    arrangement.numbers(asked.table)  # an unknown table is refused before runs are read
-    if asked.command == "bytes":
-        from kvbench.papers.held import predicted
-
-        return predicted(asked.table, _length(asked))
-    if asked.command == "compare" and asked.bench is not None:
-        if asked.choice or asked.runs is not None:
-            raise UsageError("--bench compares a whole table of seconds or bytes: --runs and key=value have no effect")
-        from kvbench.papers.efficiency import beside, read_figures
-
-        return beside(asked.table, read_figures(asked.bench))
-    choice = read_choice(asked.choice)
-    from kvbench.analysis.load import load_results
-    from kvbench.papers.running import finished, table  # imports torch, which `show` need not wait for
-
-    if asked.command == "run":
-        return table(asked.table, choice, finished(choice))
-    return table(asked.table, choice, [] if asked.runs is None else load_results(asked.runs))
-
-
-def listing(paper: str | None = None) -> Grid:
-    """All printed tables, or one paper's, and how many of their numbers can be run, with the reason why some cannot."""
+def run(name: str, overrides: Sequence[str]) -> int:
+    """Run the experiment of a table; returns the exit code. Raises UsageError where the overrides do not fit it."""
+    from kvbench.papers.compare import Choice
     from kvbench.papers.protocol import refused
 
-    letters: dict[str, str] = {}
-    blocks = []
-    for one in published.papers() if paper is None else (paper,):
-        rows = []
-        for name in arrangement.tables(one):
-            numbers = arrangement.numbers(name)
-            reasons = refused(numbers)
-            notes = tuple(letters.setdefault(reason, str(len(letters) + 1)) for reason in reasons)
-            sizes = (len({getattr(number, field) for number in numbers} - {"", None}) for field in GRID)
-            able = len(numbers) - sum(map(len, reasons.values()))
-            grid, count = Cell(" x ".join(map(str, sizes))), Cell(str(len(numbers)))
-            title = Cell(arrangement.arrangement(name).title)
-            rows.append(Row(name, (grid, count, Cell(str(able), notes=notes), title)))
-        blocks.append(Block("", tuple(rows)))
-    return Grid(
-        name="published tables",
-        title=f"{sum(len(block.rows) for block in blocks)} tables",
-        corner="table",
-        header=tuple((words,) for words in LISTED),
-        blocks=tuple(blocks),
-        left=(LISTED.index("what"),),
-        notes=(
-            ("", "grid: models x methods x budgets x tasks. runnable: numbers that a run of ours can be about."),
-            *((number, f"Cannot be run: {reason}.") for reason, number in letters.items()),
-        ),
-    )
+    reasons = refused(numbers(name))
+    if len(numbers(name)) == sum(map(len, reasons.values())):
+        raise UsageError(f"{name} cannot be run: {'; '.join(reasons)}")
+    Choice(name, overrides)
+    return subprocess.run([sys.executable, "-m", "kvbench", f"experiment={name}", *overrides], check=False).returncode
+
+
+def listing(paper: str | None = None) -> Table:
+    """All printed tables, or those of one paper; with one paper, also why some numbers cannot be measured."""
+    from kvbench.papers.protocol import refused
+
+    rows, notes = [], []
+    for name in tables(paper):
+        own, reasons = numbers(name), refused(numbers(name))
+        sizes = (
+            len({getattr(number, key) for number in own} - {"", None}) for key in ("model", "method", "budget", "task")
+        )
+        able = len(own) - sum(map(len, reasons.values()))
+        rows.append((name, " x ".join(map(str, sizes)), str(len(own)), str(able), layout(name).title))
+        notes += [f"{name}: {len(of)} numbers cannot be measured, {reason}." for reason, of in reasons.items() if paper]
+    frame = pd.DataFrame(rows, columns=["table", "grid", "numbers", "runnable", "title"])
+    notes.insert(0, "grid: models x methods x budgets x tasks. runnable: numbers that runs of kvbench can measure.")
+    return Table(frame, f"{len(rows)} published tables", notes, left=["table", "title"])

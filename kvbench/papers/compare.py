@@ -1,202 +1,246 @@
-"""Our runs beside the published numbers, in a table in which the two never share a column."""
+"""Our runs beside the numbers of a published table."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import groupby
+from statistics import fmean
+from typing import Any
+
+import pandas as pd
+import yaml
 
 from kvbench.analysis.result import Result
-from kvbench.papers import arrangement
-from kvbench.papers.choice import Choice
-from kvbench.papers.footnotes import letter
-from kvbench.papers.held import predicted_bytes
-from kvbench.papers.layout import Layout, budget_text, label
-from kvbench.papers.matching import Measured, Runs, average, measured
-from kvbench.papers.protocol import Cannot, Plan, plan, runs_of
-from kvbench.papers.published import Number
-from kvbench.papers.sweeps import Key, in_sweeps, key_of
-from kvbench.report.grid import Block, Cell, Grid, Row
+from kvbench.config.presets import make_policy
+from kvbench.models.cache_shapes import cache_shape
+from kvbench.papers.layout import HOLE, Layout, budget_text, layout, numbers
+from kvbench.papers.matching import Measured, Runs, average, measured, run_task
+from kvbench.papers.protocol import SCHEDULE, Cannot, Plan, plan, runs_of
+from kvbench.papers.published import AVERAGE, Number
+from kvbench.report.frames import Table
+from kvbench.terminal.command import pairs
+from kvbench.terminal.errors import UsageError
+from kvbench.tools.cache_bytes import MIB, predict
 
-HEADER = ("published", "ours", "95% interval", "difference", "n", "tokens", "MiB", "predicted", "to do")
-OURS = HEADER[1:7]
-PERCENT_DIGITS = 2
-PROMPT = 8192
-WHAT = (
-    f"n: examples. tokens, MiB: held at the end, per KV head and in all. predicted: MiB after {PROMPT:,} prompt tokens."
-)
+SWEPT = ("model", "policy", "budget", "task")
+ELSEWHERE = ("limit", "out", "device", "dtype", "seed", "allow_mixed", "debug", "launcher", "logger", "engine", "hydra")
+"""Fields of a run that do not decide which number it measures."""
+OURS = ("ours", "95% interval", "difference", "n", "tokens", "MiB")
+PROMPT = 8192  # tokens, for predicted bytes
 
 
 @dataclass(frozen=True)
 class Line:
-    """A published number with what we have of it: measured, or the runs that are missing, or why there can be none."""
+    """A published number with the runs that measure it, its measured value, and remarks."""
 
     number: Number
-    measured: Measured | None = None
-    missing: tuple[Plan, ...] = ()
-    cannot: Cannot | None = None
+    plans: tuple[Plan, ...] = ()
+    value: Measured | None = None
     remarks: tuple[str, ...] = ()
 
+    @property
+    def place(self) -> tuple[str, ...]:
+        """Numbers with the same place stand in one block, under one method."""
+        return self.number.table, self.number.model, budget_text(self.number), self.number.method
 
-def compare(name: str, runs: Sequence[Result], choice: Choice | None = None) -> Grid:
-    """The published table `name` beside `runs`: a row a number, or one for all of a method that nothing is known of.
 
-    choice: what of the table; None: all of it.
+class Choice:
+    """The overrides of a table's runs, as `python -m kvbench` takes them.
 
-    What was not measured has the number of a command that measures it, or a letter: why it cannot be. Raises UsageError
-    for an unknown table.
+    Values of model, policy, budget and task that the table has select its numbers; others replace those of the table:
+    one value for all, or as many as the table has, in its order. Several other tasks are averaged.
     """
-    chosen = arrangement.numbers(name) if choice is None else [n for n in choice.numbers(name) if n.printed]
-    layout = Layout(arrangement.arrangement(name), chosen)
-    known = Runs(runs)
-    lines = [_line(number, known) for number in _ordered(layout.numbers)]
-    todo = Todo(lines)
-    blocks = []
-    for (table, model, budget), members in groupby(lines, key=lambda line: _block_of(line.number)):
-        part = table if layout.plan.parts else ""
-        title = ", ".join(filter(None, (part, model, f"budget {budget}" if budget else "")))
-        blocks.append(Block(title, tuple(_rows(layout, list(members), todo))))
-    return Grid(
-        name=name,
-        title=f"{layout.plan.title}, ours beside the print",
-        corner="method, task",
-        header=tuple((words,) for words in HEADER),
-        blocks=tuple(blocks),
-        notes=(*(("", said) for said in (*_about(name, lines, choice), WHAT)), *todo.sentences),
-    )
+
+    def __init__(self, name: str, overrides: Sequence[str] = ()) -> None:
+        given = pairs(overrides, "model=pocket")
+        plans = [one for number in numbers(name) for one in runs_of(number)]
+        self.settings = {
+            key: yaml.safe_load(value)
+            for key, value in given.items()
+            if key not in SWEPT and key.partition(".")[0].partition("/")[0] not in ELSEWHERE
+        }
+        self.selected: dict[str, list[Any]] = {}
+        self.replaced: dict[str, list[Any]] = {}
+        self.known = {key: list(dict.fromkeys(getattr(one, key) for one in plans)) for key in SWEPT}
+        self.known["budget"] = [budget for budget in self.known["budget"] if budget is not None]
+        for key in (key for key in SWEPT if key in given):
+            self._read(name, key, given[key])
+
+    def _read(self, name: str, key: str, value: str) -> None:
+        known = self.known[key]
+        values = [yaml.safe_load(word) if key == "budget" else word for word in value.split(",")]
+        if key == "task" and all(str(task).startswith(f"{value}/") for task in known):
+            return  # the suite of all tasks of the table
+        if {*values} <= {*known}:
+            self.selected[key] = values
+        elif key == "policy" or {*values} & {*known}:
+            strangers = ", ".join(str(one) for one in values if one not in known)
+            raise UsageError(f"{key}={value}: {strangers} is not in {name}, which has {', '.join(map(str, known))}")
+        elif key != "task" and len(values) not in (1, len(known)):
+            raise UsageError(f"{key}={value}: give one value, or {len(known)} in place of {', '.join(map(str, known))}")
+        else:
+            self.replaced[key] = values
+
+    def plans(self, number: Number) -> list[Plan]:
+        """The runs that measure a number; none where it is not selected or cannot be measured."""
+        own = list(runs_of(number))
+        kept = [one for one in own if all(self._has(one, key) for key in self.selected)]
+        found = [new for one in own for new in self._replaced(one)] if len(kept) == len(own) else []
+        return list({one.key: one for one in found}.values())
+
+    def _has(self, one: Plan, key: str) -> bool:
+        value = getattr(one, key)
+        return value in self.selected[key] or (key == "budget" and value is None)
+
+    def _replaced(self, one: Plan) -> Iterator[Plan]:
+        fields: dict[str, Any] = {}
+        for key in ("model", "budget"):
+            own, new = getattr(one, key), self.replaced.get(key)
+            if new and own is not None:
+                fields[key] = new[0] if len(new) == 1 else new[self.known[key].index(own)]
+        dropped = tuple(f"{key}." for key in ("model", "task") if key in self.replaced)
+        settings = {k: v for k, v in one.settings.items() if not dropped or not k.startswith(dropped)}
+        added = {k: v for k, v in self.settings.items() if one.budget is not None or k not in SCHEDULE}
+        if "task" in self.replaced and not one.measure.startswith("perplexity"):
+            fields |= {"measure": "score", "only": {}, "times": 100.0}
+        for task in self.replaced.get("task", [one.task]):
+            yield replace(one, **fields, task=task, settings={**settings, **added})
 
 
-def _block_of(number: Number) -> tuple[str, str, str]:
-    return number.table, number.model, budget_text(number)
+def compare(name: str, runs: Sequence[Result], overrides: Sequence[str] = ()) -> Table:
+    """The published table `name` beside our runs, a row a number; unmeasured numbers of a method share a row.
+
+    overrides: see `Choice`. With other tasks than the table's, a row is the mean over the tasks of a method and budget.
+    Raises UsageError for an unknown table or value.
+    """
+    choice, own, known = Choice(name, overrides), layout(name), Runs(runs)
+    lines = [_line(number, choice, known) for number in numbers(name)]
+    if choice.selected:
+        lines = [line for line in lines if line.plans]
+    if not lines:
+        raise UsageError(f"{' '.join(overrides)} selects no number of {name}")
+    order: dict[object, int] = {}
+    for line in lines:
+        for key in (line.place[:3], line.number.method):
+            order.setdefault(key, len(order))
+    lines.sort(key=lambda line: (order[line.place[:3]], order[line.number.method]))
+    several = len({line.number.metric for line in lines}) > 1
+    rows: list[dict[str, str]] = []
+    for _, group in groupby(lines, key=lambda line: line.place):
+        rows += _rows(own, list(group), several, choice)
+    frame = pd.DataFrame(rows).astype(str)
+    measured_lines = [line for line in lines if line.value]
+    missing = [line for line in lines if line.plans and not line.value]
+    counts = len(measured_lines), len(lines), len(missing), len(lines) - len(measured_lines) - len(missing)
+    notes = [
+        "{} of {} numbers are measured, {} are to be run, {} cannot be measured.".format(*counts),
+        f"n: examples. tokens, MiB: held at the end, per KV head and in all. predicted: MiB after {PROMPT:,} tokens.",
+    ]
+    if missing:
+        notes.append(" ".join(["python -m kvbench.tables run", name, *overrides]))
+    if runs and not measured_lines:
+        notes.append(f"None of the {len(runs)} runs measures a number of this table: {_about(runs)}.")
+    if choice.replaced:
+        instead = "; ".join(f"{key}={','.join(map(str, of))}" for key, of in choice.replaced.items())
+        notes.append(f"Ours is measured with {instead}: the values cannot be compared with the published ones.")
+    remarks: dict[str, int] = {}
+    for remark in (remark for line in lines for remark in line.remarks):
+        remarks[remark] = remarks.get(remark, 0) + 1
+    notes += [f"{count} number{'s' if count > 1 else ''}: {remark}." for remark, count in remarks.items()]
+    blocks = [column for column in ("part", "model", "budget") if column in frame]
+    title = f"{name}: {own.title}, ours beside the published numbers"
+    return Table(frame, title, notes, left=[*blocks, "method", "task"], groups=blocks)
 
 
-def _ordered(numbers: Sequence[Number]) -> list[Number]:
-    """Block by block and method by method, each in the order of its first appearance."""
-    places: dict[object, int] = {}
-    for number in numbers:
-        for key in (_block_of(number), number.method):
-            places.setdefault(key, len(places))
-    return sorted(numbers, key=lambda number: (places[_block_of(number)], places[number.method]))
-
-
-def _line(number: Number, runs: Runs) -> Line:
+def _line(number: Number, choice: Choice, runs: Runs) -> Line:
     own = plan(number)
     if isinstance(own, Cannot):
-        return Line(number, cannot=own)
-    plans = list(runs_of(number))
+        return Line(number, remarks=(f"cannot be measured, {own.reason}",))
+    plans = choice.plans(number)
     found = [runs.find(one) for one in plans]
-    notes = tuple(dict.fromkeys([*own.notes, *(note for one in plans for note in one.notes)]))
-    missing = tuple(one for one, (run, _) in zip(plans, found, strict=True) if run is None)
-    if missing:
-        return Line(number, missing=missing, remarks=(*notes, *dict.fromkeys(r for _, r in found if r)))
+    notes = tuple(dict.fromkeys(note for one in (own, *plans) for note in one.notes))
     made = [run for run, _ in found if run is not None]
-    got = average(plans, made) if own.measure == "average" else measured(own, made[0])
-    return Line(number, remarks=(*notes, got)) if isinstance(got, str) else Line(number, got, remarks=notes)
+    if not plans or len(made) < len(plans):
+        return Line(number, tuple(plans), remarks=(*notes, *dict.fromkeys(r for _, r in found if r)))
+    value = measured(plans[0], made[0]) if len(plans) == 1 else average(plans, made)
+    if isinstance(value, str):
+        return Line(number, tuple(plans), remarks=(*notes, value))
+    return Line(number, tuple(plans), value, notes)
 
 
-class Todo:
-    """Commands that fill the holes, numbered, a sweep each; and remarks, lettered."""
-
-    def __init__(self, lines: Sequence[Line]) -> None:
-        self.sentences: list[tuple[str, str]] = []
-        self._numbers: dict[Key, str] = {}
-        self._letters: dict[str, str] = {}
-        missing = {key_of(one): one for line in lines for one in line.missing}
-        for number, sweep in enumerate(in_sweeps(missing.values()), start=1):
-            self._numbers |= dict.fromkeys(sweep.keys, str(number))
-            self.sentences.append((str(number), shlex.join(sweep.command)))
-
-    def commands(self, line: Line) -> tuple[str, ...]:
-        """Numbers of the commands that a line waits for."""
-        return tuple(dict.fromkeys(self._numbers[key_of(one)] for one in line.missing))
-
-    def remarks(self, line: Line) -> tuple[str, ...]:
-        """Letters of the remarks on a line."""
-        said = [f"cannot be run: {_with_source(line.cannot)}"] if line.cannot else list(line.remarks)
-        return tuple(self._letter(sentence) for sentence in said)
-
-    def _letter(self, sentence: str) -> str:
-        if sentence not in self._letters:
-            self._letters[sentence] = letter(len(self._letters))
-            self.sentences.append((self._letters[sentence], sentence + "."))
-        return self._letters[sentence]
+def _rows(own: Layout, lines: Sequence[Line], several: bool, choice: Choice) -> Iterator[dict[str, str]]:
+    if "task" in choice.replaced:
+        for _, group in groupby(lines, key=lambda line: line.number.metric):
+            alike = list(group)
+            average = next((line for line in alike if line.number.task.endswith(AVERAGE)), None)
+            printed = average.number.printed if average else f"{fmean(one.number.value for one in alike):.2f}"
+            yield _row(own, alike[0], f"mean of {len(alike) - (average is not None)}", printed, choice)
+    elif len(lines) > 1 and not any(line.value for line in lines):
+        yield _row(own, lines[0], f"{len(lines)} numbers", "", choice, lines)
+    else:
+        for line in lines:
+            fields = ("task", "metric") if several else ("task",)
+            words = ", ".join(filter(None, (own.label(name, getattr(line.number, name)) for name in fields)))
+            yield _row(own, line, words, line.number.printed, choice)
 
 
-def _with_source(cannot: Cannot) -> str:
-    return f"{cannot.reason} ({cannot.source})" if cannot.source else cannot.reason
+def _row(
+    own: Layout, line: Line, task: str, printed: str, choice: Choice, lines: Sequence[Line] = ()
+) -> dict[str, str]:
+    number = line.number
+    first = {"part": number.table} if own.parts else {}
+    predicted = {_predicted(one) for one in lines or [line]}
+    return {
+        **first,
+        "model": number.model,
+        "budget": budget_text(number),
+        "method": own.label("method", number.method),
+        "task": task,
+        "published": printed,
+        **_ours(line, bool(choice.replaced)),
+        "predicted": predicted.pop() if len(predicted) == 1 else HOLE,
+    }
 
 
-def _rows(layout: Layout, lines: Sequence[Line], todo: Todo) -> Iterator[Row]:
-    several = len({number.metric for number in layout.numbers}) > 1
-    for _, members in groupby(lines, key=lambda line: line.number.method):
-        own = list(members)
-        known = any(line.measured for line in own)
-        for _, alike in groupby(own, key=lambda line: id(line) if known else (todo.commands(line), todo.remarks(line))):
-            group = list(alike)
-            yield _row(layout, group[0], todo, several) if known or len(group) == 1 else _summary(layout, group, todo)
+def _ours(line: Line, replaced: bool) -> dict[str, str]:
+    found, number = line.value, line.number
+    if found is None:
+        return dict.fromkeys(OURS, HOLE)
+    digits = max(2, len(number.printed.partition(".")[2]))
+    interval = HOLE if found.low is None else f"{found.low:.{digits}f} to {found.high:.{digits}f}"
+    difference = HOLE if replaced else f"{found.value - number.value:+.{digits}f}"
+    held = f"{found.kept:.1f}", f"{found.nbytes / MIB:.3f}"
+    return dict(zip(OURS, (f"{found.value:.{digits}f}", interval, difference, str(found.n), *held), strict=True))
 
 
-def _summary(layout: Layout, lines: Sequence[Line], todo: Todo) -> Row:
-    """One row for the numbers of a method of which none was measured."""
-    method = label(layout.plan, "method", lines[0].number.method)
-    alike = {_predicted(line).text for line in lines}
-    held = _predicted(lines[0]) if len(alike) == 1 else Cell("")
-    cells = [Cell(""), *[Cell("", hole=True)] * len(OURS), held, _what_to_do(lines[0], todo)]
-    return Row(f"{method}, {len(lines)} numbers", tuple(cells), todo.remarks(lines[0]))
+def _predicted(line: Line) -> str:
+    found = {_nbytes(one.model, one.policy, one.budget, tuple(_policy_fields(one))) for one in line.plans}
+    nbytes = found.pop() if len(found) == 1 else None
+    return HOLE if nbytes is None else f"{nbytes / MIB:.1f}"
 
 
-def _row(layout: Layout, line: Line, todo: Todo, metric: bool) -> Row:
-    number, got = line.number, line.measured
-    fields = ("method", "task", "metric") if metric else ("method", "task")
-    words = ", ".join(filter(None, (label(layout.plan, field, getattr(number, field)) for field in fields)))
-    holes = [Cell("", hole=True)] * len(OURS)
-    ours = holes if got is None else [Cell(text, hole=not text) for text in _texts(number, got)]
-    return Row(words, (Cell(number.printed), *ours, _predicted(line), _what_to_do(line, todo)), todo.remarks(line))
+def _policy_fields(one: Plan) -> Iterator[tuple[str, Any]]:
+    for key, value in one.settings.items():
+        if key in ("schedule", "block", "decode") or key.startswith("policy."):
+            yield key.removeprefix("policy."), value
 
 
-def _predicted(line: Line) -> Cell:
-    """MiB that the policy is predicted to hold; a hole where that depends on the prompt or there is no run."""
-    plans = [] if line.cannot else list(runs_of(line.number))
-    found = {predicted_bytes(one, PROMPT) for one in plans}
-    nbytes = next(iter(found)) if len(found) == 1 else None
-    return Cell("", hole=True) if nbytes is None else Cell(f"{nbytes / 2**20:.1f}")
+@cache
+def _nbytes(model: str, policy: str, budget: int | float | None, fields: tuple[tuple[str, Any], ...]) -> int | None:
+    """Bytes held after `PROMPT` tokens; None where they depend on the prompt or the model's shape is not known."""
+    try:
+        return predict(make_policy(policy, budget, **dict(fields)), cache_shape(model), PROMPT).nbytes
+    except ValueError:
+        return None
 
 
-def _what_to_do(line: Line, todo: Todo) -> Cell:
-    return Cell(" ".join(f"[{number}]" for number in todo.commands(line)))
-
-
-def _texts(number: Number, got: Measured) -> list[str]:
-    """The texts of the columns `OURS`."""
-    digits = max(PERCENT_DIGITS, len(number.printed.partition(".")[2]))
-    interval = "" if got.low is None or got.high is None else f"{got.low:.{digits}f} to {got.high:.{digits}f}"
-    return [
-        f"{got.value:.{digits}f}",
-        interval,
-        f"{got.value - number.value:+.{digits}f}",
-        str(got.n),
-        f"{got.kept:.1f}",
-        f"{got.nbytes / 2**20:.3f}",
-    ]
-
-
-def _about(name: str, lines: Sequence[Line], choice: Choice | None) -> list[str]:
-    """The notes: how much was measured, the settings of the runs, and licences to accept."""
-    plans = [one for line in lines if line.cannot is None for one in runs_of(line.number)]
-    counts = [
-        sum(map(bool, having)) for having in zip(*((x.measured, x.missing, x.cannot) for x in lines), strict=True)
-    ]
-    said = ["{} of {} numbers measured, {} to be run, {} cannot be.".format(counts[0], len(lines), *counts[1:])]
-    if counts[1]:
-        asked = "" if choice is None else "".join(f" {key}={','.join(of)}" for key, of in choice.wanted.items())
-        said.append(f"python -m kvbench.tables run {name}{asked}")
-    sources: dict[str, list[str]] = {}
-    for one in plans:
-        for key, source in one.sources.items():
-            if isinstance(value := one.settings[key], str | int) and not key.startswith("policy."):
-                sources.setdefault(source, []).append(f"{key}={value}")
-    said += [f"{', '.join(dict.fromkeys(words))}: {source}." for source, words in sources.items()]
-    if models := sorted({one.model for one in plans} & arrangement.names().gated):
-        said.append(f"The hub asks to accept a licence for {', '.join(models)}.")
-    return said
+def _about(runs: Sequence[Result]) -> str:
+    values: Mapping[str, list[object]] = {
+        "model": [run.naming.model for run in runs],
+        "budget": [run.budget for run in runs if run.budget is not None],
+        "task": [run_task(run) for run in runs],
+    }
+    words = [f"{key} {', '.join(dict.fromkeys(map(str, of)))}" for key, of in values.items()]
+    return f"they have {'; '.join(words)}. Give the overrides that they were run with"

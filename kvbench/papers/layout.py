@@ -1,136 +1,116 @@
-"""A published table in its paper's own layout, as a grid. What is bold or underlined is derived from the print."""
+"""A published table in the layout of its paper: results/paper/<paper>/layout.yaml and results/paper/names.yaml."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
-from kvbench.papers import arrangement as arrangements
-from kvbench.papers.arrangement import Arrangement
-from kvbench.papers.footnotes import Footnotes, Key, Place
+import pandas as pd
+
+from kvbench.config.tree import load
+from kvbench.papers import published
 from kvbench.papers.published import BASELINE, Number
-from kvbench.report.grid import BEST, SECOND, Block, Cell, Grid, Row
+from kvbench.report.frames import Table
 
+HOLE = "–"
 LOWER_IS_BETTER = re.compile(r"perplexity|seconds|minutes|_ms_|GB$|gap|drop")
-BY_BUDGET = ("tokens_per_head", "ratio")
-FEWEST_IN_CATEGORIES = 10  # LongBench's categories stand above the tasks where so many of its tasks are columns
+SIGNS = {"best": "*", "second": "+"}
+Key = tuple[str, ...]
 
 
-def lay_out(name: str) -> Grid:
-    """The published table `name` as a grid. Raises UsageError for an unknown table."""
-    return grid_of(name, arrangements.arrangement(name), arrangements.numbers(name))
-
-
-def grid_of(name: str, plan: Arrangement, numbers: Sequence[Number]) -> Grid:
-    """Numbers laid out as a table."""
-    table = Layout(plan, numbers)
-    notes = Footnotes(table.cells, [(block, row) for block in table.block_keys for row in table.rows_of(block)])
-    blocks = tuple(_block(table, notes, key) for key in table.block_keys)
-    holes = any(cell.hole for block in blocks for row in block.rows for cell in row.cells)
-    return Grid(
-        name=name,
-        title=plan.title + (f" (section {plan.section})" if plan.section else ""),
-        corner=plan.corner or plan.rows[0],
-        header=tuple(table.words(table.columns, key) for key in table.column_keys),
-        blocks=blocks,
-        notes=(*(("", sentence) for sentence in _legend(plan, holes)), *notes.sentences),
-        column_notes=tuple(notes.of_column(key) for key in table.column_keys),
-    )
-
-
+@dataclass(frozen=True)
 class Layout:
-    """Where each number of a table stands: (block, row, column), each a tuple of values of its fields."""
+    """The layout of a table. rows, columns, blocks: fields of a number, or groups of the expressions in `split`.
 
-    def __init__(self, plan: Arrangement, numbers: Sequence[Number]) -> None:
-        self.plan = plan
-        self.numbers = numbers
-        self.values = [values(number, plan.split) for number in numbers]
-        self.columns = plan.columns if plan.columns is not None else self._default_columns()
-        self.blocks = plan.blocks if plan.blocks is not None else self._default_blocks()
-        self.cells = self._cells()
-        self.block_keys = list(dict.fromkeys(block for block, _, _ in self.cells))
-        self.column_keys = self._column_keys()
+    section: of the paper. parts: the CSVs that the paper prints as one table. split: field -> regular expression with
+    named groups. marks: what the paper marks in each column of a block (best, second). complete: every block has the
+    same rows; a missing number was lost with the text of the paper, and `holes` describes how. repeat_full: the full
+    cache stands beside every budget. labels: field -> value -> words.
+    """
 
-    def _several(self, field: str) -> bool:
-        return len({one[field] for one in self.values}) > 1
+    title: str
+    section: str = ""
+    parts: Sequence[str] = ()
+    rows: Sequence[str] = ("method",)
+    columns: Sequence[str] = ()
+    blocks: Sequence[str] | None = None
+    split: Mapping[str, str] = field(default_factory=dict)
+    marks: Sequence[str] = ()
+    complete: bool = True
+    holes: str = ""
+    repeat_full: bool = False
+    corner: str = ""
+    labels: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
-    def _default_columns(self) -> tuple[str, ...]:
-        in_categories = {one["task"] for one in self.values if one["category"]}
-        columns = ("category", "task") if len(in_categories) >= FEWEST_IN_CATEGORIES else ("task",)
-        return (*columns, "metric") if self._several("metric") else columns
-
-    def _default_blocks(self) -> tuple[str, ...]:
-        budgets = {(n.budget_kind, n.budget) for n in self.numbers if n.budget_kind in BY_BUDGET}
-        return (*(["model"] if self._several("model") else []), *(["budget"] if len(budgets) > 1 else []))
-
-    def _cells(self) -> dict[Place, Number]:
-        cells: dict[Place, Number] = {}
-        for number, given in zip(self.numbers, self.values, strict=True):
-            for one in self._copies(number, given):
-                place = (_key(one, self.blocks), _key(one, self.plan.rows), _key(one, self.columns))
-                if place in cells:
-                    other = cells[place]
-                    raise ValueError(f"{number.name}: {other.printed} and {number.printed} stand in one cell {place}")
-                cells[place] = number
-        return cells
-
-    def _copies(self, number: Number, given: dict[str, str]) -> list[dict[str, str]]:
-        if not (self.plan.repeat_full and number.method == BASELINE):
-            return [given]
-        return [{**given, "budget": b} for b in dict.fromkeys(one["budget"] for one in self.values if one["budget"])]
-
-    def _column_keys(self) -> list[Key]:
-        """Columns under the same heading stand together, in the order of the print, or of labels that name them all."""
-        keys = list(dict.fromkeys(column for _, _, column in self.cells))
-        return sorted(keys, key=lambda key: [self._order(keys, key[: level + 1]) for level in range(len(key))])
-
-    def _order(self, keys: Sequence[Key], heading: Key) -> int:
-        """The place of a heading, said from the outermost to itself, among those beside it."""
-        level = len(heading) - 1
-        named = list(self.plan.labels.get(self.columns[level], {}))
-        if {key[level] for key in keys} <= set(named):
-            return named.index(heading[level])
-        return next(place for place, key in enumerate(keys) if key[: level + 1] == heading)
-
-    @cached_property
-    def compressed_rows(self) -> list[Key]:
-        """Rows that some number other than the full cache's stands in, in the order of the print."""
-        return list(dict.fromkeys(row for (_, row, _), n in self.cells.items() if n.method != BASELINE))
-
-    def rows_of(self, block: Key) -> list[Key]:
-        """The rows of a block: those that have a number and, where all blocks are alike, those that have lost all."""
-        own = list(dict.fromkeys(row for (at, row, _) in self.cells if at == block))
-        if not self.plan.complete or not set(own) & set(self.compressed_rows):
-            return own
-        return [*(row for row in own if row not in self.compressed_rows), *self.compressed_rows]
-
-    def words(self, fields: Sequence[str], key: Key) -> tuple[str, ...]:
-        """What is printed for the values of some fields."""
-        return tuple(label(self.plan, field, value) for field, value in zip(fields, key, strict=True))
+    def label(self, name: str, value: str) -> str:
+        """The words for a value of a field: those of the table, those of all papers, or the value itself."""
+        return self.labels.get(name, {}).get(value, names()["labels"].get(name, {}).get(value, value))
 
 
-def values(number: Number, split: Mapping[str, str]) -> dict[str, str]:
-    """Every field of a number by which a table may be laid out, as text."""
-    found = {
-        "table": number.table,
-        "model": number.model,
-        "method": number.method,
-        "budget": budget_text(number),
-        "task": number.task,
-        "metric": number.metric,
-        "category": arrangements.names().categories.get(number.task, ""),
-    }
-    for field, pattern in split.items():
-        match = re.fullmatch(pattern, found[field])
-        if match is None:
-            raise ValueError(f"{number.name}: {field} {found[field]!r} is not of the form {pattern}")
-        found |= match.groupdict(default="")
-    return found
+@cache
+def names() -> dict[str, Any]:
+    """results/paper/names.yaml: `labels` of fields, LongBench's `categories`, and the `models` of conf/model."""
+    return dict(load(published.FOLDER / "names.yaml"))
+
+
+@cache
+def longbench() -> tuple[str, ...]:
+    """The tasks of LongBench, in the order of its table."""
+    return tuple(task for tasks in names()["categories"].values() for task in tasks)
+
+
+@cache
+def read_yaml(path: str) -> Any:  # noqa: ANN401 - whatever YAML holds
+    """A file of results/paper. The caller must not change what it returns."""
+    return load(published.FOLDER / path)
+
+
+@cache
+def layout(name: str) -> Layout:
+    """The layout of `caote/table2`. Raises UsageError for an unknown table."""
+    given = _layouts(name).get(name) or _layouts(name).get(whole(name))
+    if given is None:
+        published.read_table(name)
+        raise ValueError(f"results/paper/{name.partition('/')[0]}/layout.yaml has no entry for {name}")
+    labels = {key: {str(k): str(v) for k, v in of.items()} for key, of in given.get("labels", {}).items()}
+    return Layout(**{**given, "labels": labels})
+
+
+def _layouts(name: str) -> dict[str, dict[str, Any]]:
+    paper = name.partition("/")[0]
+    known = read_yaml(f"{paper}/layout.yaml") if paper in published.papers() else {}
+    return {f"{paper}/{table}": given for table, given in known.items()}
+
+
+def tables(paper: str | None = None) -> tuple[str, ...]:
+    """The names of all printed tables, or of one paper's; CSVs that are printed as one table have one name."""
+    return tuple(dict.fromkeys(whole(name) for name in published.tables(paper)))
+
+
+def whole(name: str) -> str:
+    """The printed table that a CSV is a part of, or the CSV itself."""
+    table = name.partition("/")[2]
+    return next((one for one, given in _layouts(name).items() if table in given.get("parts", ())), name)
+
+
+def numbers(name: str) -> tuple[Number, ...]:
+    """The numbers of a printed table, or of one CSV. Raises UsageError for an unknown one."""
+    paper = name.partition("/")[0]
+    parts = _layouts(name).get(name, {}).get("parts")
+    parts = [name] if parts is None else [f"{paper}/{part}" for part in parts]
+    return tuple(number for part in parts for number in published.read_table(part))
+
+
+def paper_label(paper: str) -> str:
+    """The name of a paper and where it is published: `CAOTE (arXiv 2504.14051)`."""
+    return str(read_yaml(f"{paper}/protocol.yaml")["paper"])
 
 
 def budget_text(number: Number) -> str:
-    """`2048`, `20%` or `2 bits`; empty where there is none."""
+    """`2048`, `20%` or `2 bits`; empty without a budget."""
     if number.budget is None:
         return ""
     if number.budget_kind == "ratio":
@@ -138,58 +118,117 @@ def budget_text(number: Number) -> str:
     return f"{number.budget:g} bits" if number.budget_kind == "bits" else str(number.budget)
 
 
-def label(plan: Arrangement, field: str, value: str) -> str:
-    """The words for a value of a field: the table's own, those of all papers, or the value."""
-    shared = arrangements.names().labels.get(field, {})
-    return plan.labels.get(field, {}).get(value, shared.get(value, value))
+def lay_out(name: str) -> Table:
+    """The published table `name`; * and + mark the best and second best number of a block. UsageError if unknown."""
+    grid = _Grid(layout(name), numbers(name))
+    own = grid.layout
+    titles = [words(own, grid.columns, key) for key in grid.column_keys]
+    inner = [title[-1] for title in titles]
+    header = inner if len({*inner}) == len(inner) else [" ".join(filter(None, title)) for title in titles]
+    rows = [
+        [*words(own, grid.blocks, block), " ".join(filter(None, words(own, own.rows, row))), *cells]
+        for block in grid.block_keys
+        for row in grid.rows_of(block)
+        for cells in [[grid.text((block, row, column)) for column in grid.column_keys]]
+    ]
+    first = [*grid.blocks, own.corner or " ".join(own.rows)]
+    frame = pd.DataFrame(rows, columns=[*first, *header])
+    title = f"{name}: {own.title}" + (f" (section {own.section})" if own.section else "")
+    return Table(frame, title, _notes(grid, frame), left=first, groups=grid.blocks)
+
+
+def words(own: Layout, fields: Sequence[str], key: Key) -> list[str]:
+    """The labels of the values of some fields."""
+    return [own.label(name, value) for name, value in zip(fields, key, strict=True)]
+
+
+def _notes(grid: _Grid, frame: pd.DataFrame) -> list[str]:
+    own, notes = grid.layout, []
+    if own.marks:
+        second = ", + the second best" if "second" in own.marks else ""
+        notes.append(f"* marks the best number of its block{second}; columns with a lost number have no mark.")
+    if own.complete and (frame == HOLE).to_numpy().any():
+        notes.append(f"{HOLE}: the text of the paper has lost this number: {own.holes or 'not legible'}.")
+    about: dict[str, list[Number]] = {}
+    for number in dict.fromkeys(grid.cells.values()):
+        for part in filter(None, number.note.split("; ")):
+            about.setdefault(part, []).append(number)
+    for note, of in about.items():
+        place = f"{own.label('method', of[0].method)}, {own.label('task', of[0].task)} {of[0].printed}"
+        several = f"{place} and {len(of) - 1} more: " if len(of) > 1 else f"{place}: "
+        notes.append(f"{'' if len(of) == len(grid.numbers) else several}{note.rstrip('.')}.")
+    return notes
+
+
+class _Grid:
+    """The place of every number of a table: (block, row, column), each a tuple of values of fields."""
+
+    def __init__(self, own: Layout, found: Sequence[Number]) -> None:
+        self.layout, self.numbers = own, found
+        values = [_values(number, own.split) for number in found]
+        several = {name: len({one[name] for one in values}) > 1 for name in ("model", "budget", "metric")}
+        by_budget = {budget_text(n) for n in found if n.budget_kind in ("tokens_per_head", "ratio")}
+        self.columns = [*own.columns] or ["task", *(["metric"] if several["metric"] else [])]
+        split = {"model": several["model"], "budget": len(by_budget - {""}) > 1}
+        self.blocks = [name for name, is_split in split.items() if is_split] if own.blocks is None else [*own.blocks]
+        self.cells: dict[tuple[Key, Key, Key], Number] = {}
+        budgets = dict.fromkeys(one["budget"] for one in values if one["budget"])
+        for number, given in zip(found, values, strict=True):
+            repeated = own.repeat_full and number.method == BASELINE
+            for one in [{**given, "budget": budget} for budget in budgets] if repeated else [given]:
+                place = (_key(one, self.blocks), _key(one, own.rows), _key(one, self.columns))
+                if place in self.cells:
+                    raise ValueError(f"{number.name}: two numbers stand in one cell {place}")
+                self.cells[place] = number
+        self.block_keys = list(dict.fromkeys(block for block, _, _ in self.cells))
+        keys = list(dict.fromkeys(column for _, _, column in self.cells))
+        self.column_keys = sorted(keys, key=lambda key: [self._order(keys, key[: i + 1]) for i in range(len(key))])
+        compressed = (row for (_, row, _), number in self.cells.items() if number.method != BASELINE)
+        self.compressed = list(dict.fromkeys(compressed))
+
+    def _order(self, keys: Sequence[Key], heading: Key) -> int:
+        """The place of a heading among those beside it: of the labels if they name them all, else of the print."""
+        level = len(heading) - 1
+        named = list(self.layout.labels.get(self.columns[level], {}))
+        if {key[level] for key in keys} <= {*named}:
+            return named.index(heading[level])
+        return next(place for place, key in enumerate(keys) if key[: level + 1] == heading)
+
+    def rows_of(self, block: Key) -> list[Key]:
+        """The rows of a block; where all blocks are alike, also the rows whose numbers are all lost."""
+        own = list(dict.fromkeys(row for (at, row, _) in self.cells if at == block))
+        if not self.layout.complete or not {*own} & {*self.compressed}:
+            return own
+        return [*(row for row in own if row not in self.compressed), *self.compressed]
+
+    def text(self, place: tuple[Key, Key, Key]) -> str:
+        """The printed digits with their mark, or a hole."""
+        block, row, column = place
+        if place not in self.cells:
+            return HOLE if self.layout.complete else ""
+        rivals = [self.cells.get((block, one, column)) for one in self.rows_of(block) if one in self.compressed]
+        known = [number for number in rivals if number is not None]
+        number = self.cells[place]
+        if not self.layout.marks or row not in self.compressed or len(rivals) < 2 or len(known) < len(rivals):
+            return number.printed
+        sign = -1 if LOWER_IS_BETTER.search(known[0].metric) else 1
+        ranked = sorted({sign * one.value for one in known}, reverse=True)
+        marks = dict(zip(ranked, SIGNS, strict=False))
+        mark = marks.get(sign * number.value, "")
+        return number.printed + (SIGNS[mark] if mark in self.layout.marks else "")
+
+
+def _values(number: Number, split: Mapping[str, str]) -> dict[str, str]:
+    """Every field of a number by which a table may be laid out, as text."""
+    found = {name: str(getattr(number, name)) for name in ("table", "model", "method", "task", "metric")}
+    found["budget"] = budget_text(number)
+    for name, pattern in split.items():
+        match = re.fullmatch(pattern, found[name])
+        if match is None:
+            raise ValueError(f"{number.name}: {name} {found[name]!r} does not match {pattern}")
+        found |= match.groupdict(default="")
+    return found
 
 
 def _key(given: Mapping[str, str], fields: Sequence[str]) -> Key:
-    return tuple(given[field] for field in fields)
-
-
-def _block(table: Layout, notes: Footnotes, block: Key) -> Block:
-    rows = table.rows_of(block)
-    marks = {column: _marks(table, block, rows, column) for column in table.column_keys}
-    laid = []
-    for row in rows:
-        cells = tuple(_cell(table, notes, (block, row, column), marks[column]) for column in table.column_keys)
-        laid.append(Row(" ".join(filter(None, table.words(table.plan.rows, row))), cells, notes.of_row(block, row)))
-    return Block(_block_title(table, block), tuple(laid))
-
-
-def _block_title(table: Layout, block: Key) -> str:
-    titles = []
-    for field, words in zip(table.blocks, table.words(table.blocks, block), strict=True):
-        if words:
-            titles.append(f"budget {words}" if field == "budget" and words[0].isdigit() else words)
-    return ", ".join(titles)
-
-
-def _cell(table: Layout, notes: Footnotes, place: Place, marks: Mapping[Key, str]) -> Cell:
-    number = table.cells.get(place)
-    if number is None:
-        return Cell("", hole=table.plan.complete)
-    return Cell(number.printed, marks.get(place[1], ""), notes.of_cell(place))
-
-
-def _marks(table: Layout, block: Key, rows: Sequence[Key], column: Key) -> dict[Key, str]:
-    """Best and second best of a block's column, full cache aside; none where a rival is lost or there is no rival."""
-    places = {row: table.cells.get((block, row, column)) for row in rows if row in table.compressed_rows}
-    if not table.plan.marks or len(places) < 2 or None in places.values():
-        return {}
-    found = {row: number for row, number in places.items() if number is not None}
-    sign = -1 if LOWER_IS_BETTER.search(next(iter(found.values())).metric) else 1
-    ranked = sorted({sign * number.value for number in found.values()}, reverse=True)
-    names = {value: mark for value, mark in zip(ranked, (BEST, SECOND), strict=False) if mark in table.plan.marks}
-    return {row: names[sign * n.value] for row, n in found.items() if sign * n.value in names}
-
-
-def _legend(plan: Arrangement, holes: bool) -> list[str]:
-    said = []
-    if plan.marks:
-        marked = "best of its block in bold (*)" + (", second best underlined (+)" if SECOND in plan.marks else "")
-        said.append(f"Derived from the printed numbers: {marked}; no mark in a column that has lost a rival's number.")
-    if holes:
-        said.append(f"– is a number that the text of the paper has lost: {plan.holes or 'not legible'}.")
-    return said
+    return tuple(given[name] for name in fields)

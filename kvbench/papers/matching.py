@@ -1,4 +1,4 @@
-"""Which of our runs is about a published number, and what it measured in the paper's unit."""
+"""Which finished run measures a planned number, and its value in the paper's unit."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from kvbench.papers.protocol import SCHEDULE, Plan
 from kvbench.papers.published import BASELINE
 from kvbench.tasks.summary import summary
 
-DATA = "task.data_dir"  # where the paper's own data lie on this machine
-Key = tuple[str, str, int | float | None, str]
+IGNORED = ("task.data_dir", "task.path")  # where files are on this machine
+SCHEDULE_FIELDS = {"size": "block", "class": "schedule"}  # names of the identity -> fields of the command line
 SUITES = {"longbench": "longbench_", "longbench_e": "longbench_", "ruler": "ruler_", "ruler_13": "ruler_"}
-"""Runs of several tasks in turn, and what stands before the name of a task that runs alone."""
+"""Tasks that run several tasks, and the prefix of the name of one of these when it runs alone."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Our value of a published number, in its unit, with its 95% interval where there is one.
+    """Our value of a published number in its unit, with the ends of its 95% interval where it has one.
 
-    n: examples. kept, nbytes: mean tokens per layer and KV head, and bytes, held at the end of an example.
+    n: examples. kept, nbytes: mean tokens per layer and KV head, and mean bytes, held at the end of an example.
     """
 
     value: float
@@ -37,73 +37,76 @@ class Measured:
 
 
 class Runs:
-    """Finished runs, by what they are about. Runs of several tasks are also about each of them."""
+    """Finished runs by model, policy, budget and task; a run of several tasks also stands for each of them."""
 
     def __init__(self, runs: Sequence[Result]) -> None:
-        self._by_key: dict[Key, list[Result]] = {}
+        self._by_key: dict[tuple[object, ...], list[Result]] = {}
         for run in runs:
-            prefix = SUITES.get(_preset(run, "task"))
+            prefix = SUITES.get(_plain(run.naming.task))
             self._add(run, run_task(run))
             for part in run.parts("task") if prefix else []:
                 self._add(part, f"{prefix}{part.subset.partition('=')[2]}")
 
     def _add(self, run: Result, task: str) -> None:
-        self._by_key.setdefault((_preset(run, "model"), run.slug, run.budget, task), []).append(run)
+        self._by_key.setdefault((_plain(run.naming.model), run.slug, run.budget, task), []).append(run)
 
     def find(self, plan: Plan) -> tuple[Result | None, str]:
-        """The run with most examples that was made as planned, and a remark where others are another experiment."""
+        """The run of a plan with the most examples; without one, a remark on runs that differ in some settings."""
         found = self._by_key.get((plan.model, plan.policy, plan.budget, plan_task(plan)), [])
-        wrong = [differences(plan, run.identity, () if run.naming is None else run.naming.changed) for run in found]
-        fit = [run for run, other in zip(found, wrong, strict=True) if not other]
-        others = "; one with ".join(sorted({", ".join(other) for other in wrong}))
-        remark = f"not shown, another experiment: a run with {others}" if others and not fit else ""
+        differ = [differences(plan, run.identity, run.naming.changed) for run in found]
+        fit = [run for run, other in zip(found, differ, strict=True) if not other]
+        others = "; a run with ".join(sorted({", ".join(other) for other in differ}))
+        remark = f"not the planned run: a run with {others}" if others and not fit else ""
         return max(fit, key=lambda run: len(run.samples), default=None), remark
 
 
 def run_task(run: Result) -> str:
     """The task of a run as `plan_task` names it."""
     task = run.identity["task"]
-    return f"lm_eval/{task['task']}" if "lm_eval" in str(task.get("class")) else _preset(run, "task")
+    return f"lm_eval/{task['task']}" if "lm_eval" in str(task.get("class")) else _plain(run.naming.task)
 
 
-def _preset(run: Result, what: str) -> str:
-    """The preset of a run's model or task; names in tables also tell changed fields: `niah(length=512)`."""
-    chosen = getattr(run if run.naming is None else run.naming, what)
-    return str(chosen).partition(" ")[0].partition("(")[0]
+def _plain(name: str) -> str:
+    """A name without the fields that may stand behind it: `niah` of `niah(length=512)`."""
+    return str(name).partition(" ")[0].partition("(")[0]
 
 
 def plan_task(plan: Plan) -> str:
-    """The name that a run of the planned task has: that of its file in conf/task."""
+    """The task's name in results: that of its file in conf/task."""
     return plan.task if plan.task.startswith("lm_eval/") else plan.task.replace("/", "_")
 
 
 def differences(plan: Plan, identity: Mapping[str, Any], changed: Sequence[str] = ()) -> list[str]:
-    """Settings of a run that are not as planned, as `field=value`; papers compress prompts, questions included.
+    """The settings of a run that are not the planned ones, as `field=value`.
 
-    changed: fields that are not as the presets have them.
+    changed: the fields in which the run differs from its presets. Without `compress`, the whole prompt is compressed.
     """
-    asked = {"compress": "prompt", **plan.settings}
-    found = {key: _recorded(key, identity) for key in asked}
-    found = {key: value for key, value in found.items() if not _same(value, asked[key])}
-    strangers = [key for key in changed if key not in asked and not _asked_for(key, plan)]
-    return [f"{key}={value}" for key, value in (found | {key: _recorded(key, identity) for key in strangers}).items()]
+    planned = {"compress": "prompt", **plan.settings}
+    found = {key: _recorded(key, identity) for key in planned}
+    found = {key: value for key, value in found.items() if not _same(value, planned[key])}
+    more = {key: _recorded(key, identity) for key in changed if not _is_planned(key, plan)}
+    return [f"{key}={value}" for key, value in (found | more).items()]
 
 
-def _asked_for(key: str, plan: Plan) -> bool:
-    """Whether a changed field of a run is one that the plan sets, or one that leaves it the same experiment."""
-    if key.startswith("policy.schedule"):  # which means nothing to a policy that evicts nothing
-        return plan.policy == BASELINE or bool({*SCHEDULE} & {*plan.settings})
-    return key in plan.settings or key == DATA or key.replace("generation.", "model.") in plan.settings
+def _is_planned(key: str, plan: Plan) -> bool:
+    """Whether a run of the plan may differ from its preset in a field of the identity."""
+    if key.startswith("policy.schedule"):
+        name = key.removeprefix("policy.schedule").lstrip(".") or "schedule"
+        name = SCHEDULE_FIELDS.get(name, name)
+        replaced = name in SCHEDULE[3:] and plan.settings.get("decode") == "grow"  # which has no `every` or `protect`
+        blocks = name in ("schedule", "block") and {"schedule", "block"} & {*plan.settings}
+        return bool(plan.policy == BASELINE or name in plan.settings or replaced or blocks)
+    return key in plan.settings or key in IGNORED or key.replace("generation.", "model.") in plan.settings
 
 
 def _recorded(key: str, identity: Mapping[str, Any]) -> Any:  # noqa: ANN401 - whatever a field holds
-    """What a run's identity says of a field of the command line."""
+    """The value that a run's identity has for a field of the command line."""
     schedule = identity["policy"].get("schedule") or {}
     if key == "schedule":
         return str(schedule.get("class")).rpartition(".")[2].lower()
     if key == "compress":
         return compressed(identity)
-    if key in ("block", "decode"):
+    if key in SCHEDULE:
         return schedule.get({"block": "size"}.get(key, key))
     if key == "model.max_prompt_tokens":
         return identity["generation"].get("max_prompt_tokens")
@@ -117,24 +120,22 @@ def _same(recorded: object, planned: object) -> bool:
     if planned == "inf":
         return recorded in (inf, "inf")
     if isinstance(planned, list) and isinstance(recorded, list):
-        return [float(x) for x in recorded] == [float(x) for x in planned]
+        return [*map(str, map(float, recorded))] == [*map(str, map(float, planned))]
     return recorded == planned
 
 
 def measured(plan: Plan, run: Result) -> Measured | str:
-    """A run's value of a published number, or a sentence on why it has none."""
+    """A run's value of a published number, or why it has none."""
     if run.n_failed:
-        return f"{run.n_failed} of {run.n} examples of {run.run_id} failed, so that it has no score"
+        return f"{run.n_failed} of {run.n} examples of {run.run_id} failed"
     value, low, high = (None if x is None else plan.times * x for x in _value(plan, run))
     if value is None:
         return f"{run.run_id} has no {plan.measure.removeprefix('official ').replace('_', ' ')}"
-    assert run.kept_tokens is not None
-    assert run.cache_bytes is not None
-    return Measured(value, low, high, run.n, run.kept_tokens, run.cache_bytes)
+    return Measured(value, low, high, run.n, run.kept_tokens or 0, run.cache_bytes or 0)
 
 
 def _value(plan: Plan, run: Result) -> tuple[float | None, float | None, float | None]:
-    """Value and ends of its interval in our unit, None where there is none."""
+    """The value and the ends of its interval in our unit."""
     if plan.measure.startswith("official "):
         samples = [s for s in run.samples if all(s.metadata.get(k) == v for k, v in plan.only.items())]
         return summary(samples).get(plan.measure.removeprefix("official ")), None, None
@@ -148,33 +149,19 @@ def _value(plan: Plan, run: Result) -> tuple[float | None, float | None, float |
 
 
 def average(plans: Sequence[Plan], runs: Sequence[Result]) -> Measured | str:
-    """The plain mean over tasks, each of which weighs the same, with its interval: every task is resampled."""
-    found = []
-    for plan, run in zip(plans, runs, strict=True):
-        one = measured(plan, run)
-        if isinstance(one, str):
-            return one
-        found.append(one)
-    low, high = _interval(plans, runs)
-    return replace(
-        found[0],
-        value=fmean(one.value for one in found),
-        low=low,
-        high=high,
-        n=sum(one.n for one in found),
-        kept=fmean(one.kept for one in found),
-        nbytes=fmean(one.nbytes for one in found),
-    )
-
-
-def _interval(plans: Sequence[Plan], runs: Sequence[Result]) -> tuple[float | None, float | None]:
-    """Ends of the 95% interval of a mean of mean scores; none of other measures, and where a task has one example."""
+    """The mean over tasks of the same weight; for its interval every task is resampled by itself."""
+    found = [measured(plan, run) for plan, run in zip(plans, runs, strict=True)]
+    values = [one for one in found if isinstance(one, Measured)]
+    if len(values) < len(found):
+        return next(one for one in found if isinstance(one, str))
     scores = [[sample.score for sample in run.samples if sample.score is not None] for run in runs]
+    low = high = None
     if (
-        {one.measure for one in plans} != {"score"}
-        or len({one.times for one in plans}) > 1
-        or min(map(len, scores)) < 2
+        {one.measure for one in plans} == {"score"}
+        and len({one.times for one in plans}) == 1
+        and min(map(len, scores)) > 1
     ):
-        return None, None
-    found = stratified_interval(scores)
-    return plans[0].times * found.low, plans[0].times * found.high
+        interval = stratified_interval(scores)
+        low, high = plans[0].times * interval.low, plans[0].times * interval.high
+    means = {name: fmean(getattr(one, name) for one in values) for name in ("value", "kept", "nbytes")}
+    return replace(values[0], low=low, high=high, n=sum(one.n for one in values), **means)

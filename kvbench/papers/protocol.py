@@ -1,8 +1,4 @@
-"""How each published number would be measured with kvbench: `results/paper/<paper>/protocol.yaml`.
-
-A protocol is a list of rules, each with the section of the paper (or the code) it is from; of two that set the same
-thing the later wins. What no run of ours can be about has a rule that says why (`cannot`).
-"""
+"""How kvbench measures each published number: the rules of results/paper/<paper>/protocol.yaml; the last one wins."""
 
 from __future__ import annotations
 
@@ -12,21 +8,23 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
-from kvbench.papers import arrangement, published
+from kvbench.papers import published
+from kvbench.papers.layout import longbench, names, read_yaml
 from kvbench.papers.published import AVERAGE, BASELINE, Number
 
-SCHEDULE = ("schedule", "block", "decode")  # said only of policies that evict
+SCHEDULE = ("schedule", "block", "decode", "every", "protect")  # fields of policies that evict
 NO_BUDGET = "none"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What holds for the numbers that `when` describes: fields and the values (patterns such as `cake*`) they may have.
+    """A rule for the numbers whose fields match the patterns (`cake*`) of `when`.
 
-    model, policy, task: choices of `python -m kvbench`. budget: as there, or `none`, where the paper counts otherwise.
-    set: further fields of a run. measure: what of a run is the number: `score`, `perplexity`, `perplexity_gap`,
-    `average` or `official NAME`, which `only` narrows to some examples. times: our unit into the paper's. note: what a
-    reader must know of the comparison. cannot: why no run can be about it. source: where the rule is from.
+    model, policy, task: choices of `python -m kvbench`. budget: the budget of the run, or `none`, where it is not the
+    printed one. set: further fields of a run. measure: which metric of a run is the number: `score`, `perplexity`,
+    `perplexity_gap`, `average` or `official NAME`, which `only` restricts to some examples. times: factor from our unit
+    to the paper's. note: a caveat of the comparison. cannot: why no run can measure the number. source: the section of
+    the paper, or the code, that the rule is from.
     """
 
     source: str = ""
@@ -43,7 +41,7 @@ class Rule:
     cannot: str = ""
 
     def holds(self, number: Number) -> bool:
-        """Whether the rule is about a number."""
+        """Whether the rule applies to a number."""
         return all(
             any(fnmatchcase(str("" if (value := getattr(number, name)) is None else value), one) for one in patterns)
             for name, patterns in self.when.items()
@@ -52,23 +50,27 @@ class Rule:
 
 @dataclass(frozen=True)
 class Plan:
-    """The run that measures a published number; sources: field -> where the paper says so. See `Rule` for the rest."""
+    """The run that measures a published number; settings: its further fields. See `Rule` for the rest."""
 
     model: str
     policy: str
     budget: int | float | None
     task: str
     settings: Mapping[str, Any]
-    measure: str
-    only: Mapping[str, str]
-    times: float
-    notes: tuple[str, ...]
-    sources: Mapping[str, str]
+    measure: str = "score"
+    only: Mapping[str, str] = field(default_factory=dict)
+    times: float = 100.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What distinguishes the runs of a table."""
+        return self.model, self.policy, self.budget, self.task, *map(str, self.settings.items())
 
 
 @dataclass(frozen=True)
 class Cannot:
-    """Why no run can be about a published number."""
+    """Why no run can measure a published number."""
 
     reason: str
     source: str
@@ -77,7 +79,7 @@ class Cannot:
 @cache
 def rules(paper: str) -> tuple[Rule, ...]:
     """The rules of a paper."""
-    return tuple(_rule(raw) for raw in arrangement.read_yaml(f"{paper}/protocol.yaml")["rules"])
+    return tuple(_rule(raw) for raw in read_yaml(f"{paper}/protocol.yaml")["rules"])
 
 
 def _rule(raw: Mapping[str, Any]) -> Rule:
@@ -87,12 +89,12 @@ def _rule(raw: Mapping[str, Any]) -> Rule:
 
 @cache
 def plan(number: Number) -> Plan | Cannot:
-    """How a published number is measured, or why it cannot be."""
+    """The run that measures a number, or why there is none."""
     found = [rule for rule in rules(number.paper) if rule.holds(number)]
     for rule in found:
         if rule.cannot:
             return Cannot(rule.cannot, rule.source)
-    model = _last(found, "model") or arrangement.names().models.get(number.model)
+    model = _last(found, "model") or names()["models"].get(number.model)
     task = _last(found, "task") or _own_task(number)
     budget = _budget(found, number)
     if not model:
@@ -108,56 +110,53 @@ def plan(number: Number) -> Plan | Cannot:
         for part in parts(number):
             if isinstance(refused := plan(part), Cannot):
                 return Cannot(f"its part {part.task} cannot be run: {refused.reason}", refused.source)
-    settings = {
-        k: (v, rule.source) for rule in found for k, v in rule.set.items() if budget is not None or k not in SCHEDULE
-    }
+    settings = {k: v for rule in found for k, v in rule.set.items() if budget is not None or k not in SCHEDULE}
     return Plan(
         model=model,
         policy=_last(found, "policy") or number.method,
         budget=budget,
         task=task,
-        settings={key: value for key, (value, _) in settings.items() if value is not None},
+        settings={key: value for key, value in settings.items() if value is not None},
         measure=measure,
         only={k: v for rule in found for k, v in rule.only.items()},
         times=_last(found, "times") or 100.0,
         notes=tuple(dict.fromkeys(rule.note for rule in found if rule.note)),
-        sources={key: source for key, (value, source) in settings.items() if value is not None},
     )
 
 
 def _last(found: Sequence[Rule], name: str) -> Any:  # noqa: ANN401
-    """The value of the last rule that says anything of a field."""
-    said = [value for rule in found if (value := getattr(rule, name)) is not None]
-    return said[-1] if said else None
+    """The value of a field in the last rule that sets it."""
+    given = [value for rule in found if (value := getattr(rule, name)) is not None]
+    return given[-1] if given else None
 
 
 def _budget(found: Sequence[Rule], number: Number) -> int | float | None:
-    """What `budget=` says; a store's code width is in its method's name."""
-    said = _last(found, "budget")
-    if said is not None:
-        return None if said == NO_BUDGET else said
+    """The budget of the run; code widths are part of a store's name."""
+    given = _last(found, "budget")
+    if given is not None:
+        return None if given == NO_BUDGET else given
     return None if number.budget_kind == "bits" else number.budget
 
 
 def _own_task(number: Number) -> str | None:
-    if number.task in arrangement.names().categories:
+    if number.task in longbench():
         return f"longbench/{number.task}"
     return "longbench" if number.task.endswith(AVERAGE) else None
 
 
 def parts(number: Number) -> tuple[Number, ...]:
-    """What a printed average is the mean of: the table's other tasks, or LongBench's 16 where it prints no other."""
+    """The numbers behind a printed average: the table's other tasks, or LongBench's 16 where it prints no other."""
     prefix = number.task.removesuffix(AVERAGE)
     others = [
         n for n in published.read_table(number.name) if n.task.startswith(prefix) and not n.task.endswith(AVERAGE)
     ]
     kinds = dict.fromkeys((n.task, n.metric) for n in others)
-    tasks = kinds or dict.fromkeys((task, number.metric) for task in arrangement.names().categories)
+    tasks = kinds or dict.fromkeys((task, number.metric) for task in longbench())
     return tuple(replace(number, task=task, metric=metric) for task, metric in tasks)
 
 
 def runs_of(number: Number) -> Iterator[Plan]:
-    """The plans of the runs a number needs: its own, or those of the parts of an average. None if it cannot be run."""
+    """The runs that a number needs: one, or those of the parts of an average, or none if it cannot be measured."""
     own = plan(number)
     if isinstance(own, Plan):
         if own.measure != "average":
@@ -170,7 +169,7 @@ def runs_of(number: Number) -> Iterator[Plan]:
 
 
 def refused(numbers: Iterable[Number]) -> dict[str, list[Number]]:
-    """Why some of the numbers cannot be run, and which."""
+    """Reason -> the numbers that cannot be measured for it."""
     reasons: dict[str, list[Number]] = {}
     for number in numbers:
         if isinstance(own := plan(number), Cannot):

@@ -7,14 +7,23 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvbench.analysis.columns import COLUMNS
+from kvbench.analysis.columns import COLUMNS, frame
 from kvbench.analysis.load import load_results
-from kvbench.report.collect import FORMATS, Choice, collect, show
+from kvbench.analysis.result import Result
+from kvbench.records.files import atomic_write
+from kvbench.report.frames import FORMATS, Table, text, write
+from kvbench.report.table import chosen, pivot, results_table
 from kvbench.terminal.command import Parser, command
+from kvbench.terminal.errors import UsageError
 from kvbench.terminal.folding import terminal_width
 from kvbench.terminal.outputs import check_output
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TIDY = (".csv", ".parquet")
 
 
 @command
@@ -41,15 +50,15 @@ def _parser() -> argparse.ArgumentParser:
 def _add_collect(commands: Any) -> None:  # noqa: ANN401 - argparse's class of it has no public name
     collecting = commands.add_parser(
         "collect",
-        help="one table of all finished runs below a folder: tidy, or for people",
-        usage="%(prog)s folder [-o OUTPUT] [--by KEY ...]\n  [--columns A,B,C | --wide | --pivot budget]",
-        description="One table of all finished runs below a folder. .csv and .parquet are tidy: a row a run, every "
-        "column. The others are for people: columns that differ between rows, and what is the same for all said once, "
-        "above. Without -o such a table is printed.",
+        help="one table of all runs below a folder: tidy, or for people",
+        usage="%(prog)s folder [-o OUTPUT] [--by KEY ...]\n  [--columns A,B,C | --wide | --pivot budget|task]",
+        description="One table of all runs below a folder. .csv and .parquet are tidy: a row for each run, every "
+        "column. The others are for people: columns that differ between rows, and what is the same for all in the "
+        "title. Without -o such a table is printed.",
         epilog="columns:\n" + "\n".join(f"  {column.name:20}  {column.meaning}" for column in COLUMNS),
     )
     collecting.add_argument("folder", type=Path, help="where the runs are, such as results/runs")
-    collecting.add_argument("-o", "--output", type=Path, help=f"file to write: {', '.join(FORMATS)}")
+    collecting.add_argument("-o", "--output", type=Path, help=f"file to write: {', '.join((*TIDY, *FORMATS))}")
     collecting.add_argument(
         "--by",
         nargs="+",
@@ -59,8 +68,12 @@ def _add_collect(commands: Any) -> None:  # noqa: ANN401 - argparse's class of i
     )
     kinds = collecting.add_mutually_exclusive_group()
     kinds.add_argument("--columns", type=_names, default=[], metavar="A,B,C", help="these columns, in this order")
-    kinds.add_argument("--wide", action="store_true", help="every column that says something, but for those of JSON")
-    kinds.add_argument("--pivot", choices=["budget"], help="policies down, budgets across, scores with intervals")
+    kinds.add_argument("--wide", action="store_true", help="every column that has a value, except those of JSON")
+    kinds.add_argument(
+        "--pivot",
+        choices=["budget", "task"],
+        help="policies down; budgets across (scores with intervals) or tasks across (scores x 100, and their average)",
+    )
 
 
 def _names(words: str) -> list[str]:
@@ -71,11 +84,42 @@ def _names(words: str) -> list[str]:
 
 
 def collect_table(asked: argparse.Namespace) -> str:
-    """Write the table that was asked for, or return it where no file was named. Raises UsageError."""
-    choice = Choice(asked.by, asked.columns, asked.wide, asked.pivot)
-    if asked.output is None:
-        return show(asked.folder, choice, terminal_width())
-    return f"{collect(asked.folder, asked.output, choice)} rows -> {asked.output}\n"
+    """Write the table that was asked for, or return it if no file was named. Raises UsageError."""
+    output = asked.output
+    if output is not None:
+        check_output(output, (*TIDY, *FORMATS))
+        if asked.pivot and output.suffix in TIDY:
+            raise UsageError(f"--pivot {asked.pivot} is for {', '.join(FORMATS)}; {output.suffix} has one row per run")
+    rows = load_results(asked.folder).by(asked.by)
+    known = dict.fromkeys([*(column.name for column in COLUMNS), *(key for row in rows for key in row.differs)])
+    for name in asked.columns:
+        if name not in known:
+            raise UsageError(f"--columns {name} is no column (there are: {', '.join(known)})")
+    if output is not None and output.suffix in TIDY:
+        _write_tidy(frame(rows, asked.columns), output)
+    else:
+        table = _for_people(rows, asked)
+        if output is None:
+            return text(table, terminal_width())
+        write(table, output)
+    return f"{len(rows)} rows -> {output}\n"
+
+
+def _for_people(rows: Sequence[Result], asked: argparse.Namespace) -> Table:
+    if asked.pivot:
+        return pivot(rows, asked.pivot)
+    return chosen(rows, asked.columns) if asked.columns or asked.wide else results_table(rows)
+
+
+def _write_tidy(table: pd.DataFrame, output: Path) -> None:
+    try:
+        with atomic_write(output) as beside:
+            if output.suffix == ".csv":
+                table.to_csv(beside, index=False)
+            else:
+                table.to_parquet(beside, index=False)
+    except OSError as error:
+        raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
 
 
 def draw_curves(asked: argparse.Namespace) -> str:

@@ -1,198 +1,313 @@
-"""Tables for people: at the end of a run or a sweep, and as files beside the tidy table."""
+"""Tables for people: one row for each run, or one column for each budget or task."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
 
+from kvbench.analysis.columns import COLUMNS
+from kvbench.analysis.columns import frame as tidy
 from kvbench.analysis.load import Results
-from kvbench.analysis.result import Result
-from kvbench.identity.labels import in_words, parted
-from kvbench.report.grid import Block, Cell, Grid, Row
-from kvbench.report.plain_text import text
+from kvbench.analysis.result import FINISHED, Result
+from kvbench.analysis.statistics import FEWEST
+from kvbench.identity.labels import budget_order, in_words, text_of
+from kvbench.report.frames import Table, text
+from kvbench.terminal.errors import UsageError
 from kvbench.terminal.folding import terminal_width
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 NONE = "-"
-POLICY, SUBSET, BUDGET, EXAMPLES, STATE, WHEN = "policy", "subset", "budget", "n", "state", "when"
-LONG_ANSWER = 256  # tokens written on average, from which on their number is told
-WIDE = 100  # letters of a line at most
+LONG_ANSWER = 256  # mean generated tokens from which on the answers' length is a column
+MIB = 2**-20
+Value = Callable[[Result], str | None]
+
+
+def measure(row: Result) -> str:
+    """A run's score, or the NLL of the texts it was given, with its 95% interval."""
+    if row.value is None:
+        return f"none: {row.n_failed} failed"
+    digits = 4 if row.reads else 3
+    ends = "" if row.ends is None else f" ({'-'.join(f'{end:.{digits - 1}f}' for end in row.ends)})"
+    return f"{row.value:.{digits}f}{ends}"
+
+
+def _against(row: Result) -> str | None:
+    """Mean difference to the baseline over the examples both have; "*" where the two can be told apart."""
+    found, digits = row.difference, 4 if row.reads else 3
+    if found is None:
+        return f"{row.gap.nll:+.4f} " if row.gap else None
+    star = "*" if found.claims else " "
+    return f"{found.mean:+.{digits}f} ({found.low:+.{digits - 1}f}..{found.high:+.{digits - 1}f}){star}"
+
+
+def _share(row: Result) -> str | None:
+    share = row.cache_share
+    return None if share is None else f"{100 * share:.{0 if share > 0.9995 else 1}f}%"
+
+
+def _number(field: str, how: str, scale: float = 1, unit: str = "", instead: str = "") -> Value:
+    """The text of a field of a result. instead: the field that is shown where the first has no value."""
+
+    def value(row: Result) -> str | None:
+        found = getattr(row, field)
+        if found is None and instead:
+            found = getattr(row, instead)
+        return None if found is None else f"{found * scale:{how}}{unit}"
+
+    return value
+
+
+def _seconds(field: str, how: str) -> Value:
+    return lambda row: "shared" if row.n_shared else _number(field, how)(row)
 
 
 @dataclass(frozen=True)
-class _Number:
-    """A column of numbers: its title, and its text for a result."""
+class _Column:
+    """A column of numbers, present if a row has a value and `shown` is true of it. legend: stands in the footer."""
 
     title: str
-    value: Callable[[Result], str]
+    value: Value
+    legend: str = ""
+    shown: Callable[[Result], bool] = lambda _: True
 
 
-@dataclass(frozen=True)
-class Line:
-    """A result and the words that name it, by column."""
+def _is_long(row: Result) -> bool:
+    return (row.generated_tokens or 0) >= LONG_ANSWER
 
-    row: Result
-    words: Mapping[str, str]
+
+def _chooses(row: Result) -> bool:
+    return row.read_tokens is not None
+
+
+_PAIRED = "vs full: on the same examples, * where the 95% interval leaves out 0"
+_READS = "read: by the last decoded token; the budget of such a policy is what a decoded token may read"
+_COLUMNS = (
+    _Column("tokens", _number("scored_tokens", "d")),
+    _Column("score (95% CI)", measure, "score: mean, 1 is best", lambda row: not row.reads),
+    _Column("NLL (95% CI)", measure, "NLL: nats per token, lower is better", lambda row: row.reads),
+    _Column("vs full (95% CI)", _against, _PAIRED, lambda row: row.difference is not None or row.gap is not None),
+    _Column("PPL", _number("perplexity", ".4g")),
+    _Column("PPL vs full", lambda row: None if row.gap is None else f"{row.gap.perplexity:+.4g}"),
+    _Column("pass@k", _number("pass_at_k", ".3f"), "pass@k: share of prompts with a right answer"),
+    _Column("tokens", _number("generated_tokens", ".0f"), "tokens: generated, mean", _is_long),
+    _Column("cut off", _number("cut_share", ".1f", 100, "%"), "cut off: answers that reached max_new_tokens", _is_long),
+    _Column("score/1k held", _number("score_per_1000_held", ".3f"), "", _is_long),
+    _Column("kept/KV head", _number("kept_tokens", ".1f"), "kept, cache: held at the end"),
+    _Column("read/KV head", _number("read_tokens", ".1f", instead="kept_tokens"), _READS, _chooses),
+    _Column("most kept", lambda row: str(max(map(max, row.max_kept_tokens))) if row.max_kept_tokens else None),
+    _Column("cache MiB", _number("cache_bytes", ".3f", MIB)),
+    _Column("MiB read/token", _number("read_bytes", ".3f", MIB, instead="cache_bytes"), "", _chooses),
+    _Column("of full", _share),
+    _Column("spare MiB", _number("spare_bytes", ".3f", MIB), "spare: reserved but unused"),
+    _Column("peak MiB", _number("peak_bytes", ".3f", MIB)),
+    _Column("state MiB", _number("state_bytes", ".3f", MIB), "state: of recurrent layers"),
+    _Column("device peak MiB", _number("device_peak_bytes", ".0f", MIB)),
+    _Column("pre-pass tokens", _number("pre_pass_tokens", ".1f")),
+    _Column("bits/number", _number("bits_per_number", ".2f")),
+    _Column("16-bit/this", _number("ratio_to_16_bit", ".2f", unit="x"), "16-bit/this: full 16-bit cache over this"),
+    _Column("prefill s", _seconds("prefill_seconds", ".3f"), "", lambda row: row.prefill_seconds is not None),
+    _Column("decode s", _seconds("decode_seconds", ".3f"), "", lambda row: row.decode_seconds is not None),
+    _Column("ms/token", _seconds("decode_ms_per_token", ".2f"), "", lambda row: row.decode_ms_per_token is not None),
+)  # fmt: skip
 
 
 def print_table(rows: Iterable[Result]) -> None:
-    """Print one row per run on stdout, in the order given.
-
-    Columns that do not fit into 100 letters, or into a narrower terminal, stand in a second table below.
-    """
+    """Print one row for each run on stdout, in the order given; rich folds the columns in a narrow terminal."""
     found = Results(rows, in_order=False)
-    width = min(WIDE, terminal_width() or WIDE)
-    sys.stdout.write("\n".join(text(grid, width) for grid in results_grids(found)))
+    sys.stdout.write(text(results_table(found), terminal_width()))
     if len(found) == 1:
         sys.stdout.write(f"results: {found[0].folder}\n")
 
 
-def results_grids(rows: Sequence[Result]) -> list[Grid]:
-    """The rows as a table; those that scored given texts in one of their own, for NLL and perplexity are no scores.
+def results_table(rows: Sequence[Result]) -> Table:
+    """One row for each result. What is the same for all stands in the title, what differs in columns.
 
-    What is the same in all rows is said once, above.
+    Rows of one model, task and schedule stand together, those that evict nothing first.
     """
-    lines, below = lines_of(rows)
-    kinds = [[line for line in lines if line.row.reads == reads] for reads in (False, True)]
-    if not any(line.row.finished for line in kinds[0]):
-        kinds = [[*kinds[1], *kinds[0]]]
-    found = [_grid(kind) for kind in kinds if kind]
-    found[-1] = replace(found[-1], notes=(*found[-1].notes, *(("", note) for note in [*below, *notes(rows)])))
-    return found
-
-
-def lines_of(rows: Sequence[Result]) -> tuple[list[Line], list[str]]:
-    """Rows with the words that name them, and a sentence on when they evict if it is the same for all."""
-    told = list(dict.fromkeys(name for row in rows for name in row.differs))
-    lines = [Line(row, _words(row, told)) for row in rows]
-    whens = sorted(_whens(lines))
-    return lines, [f"when: {'; '.join(map(in_words, whens[0].split(', ')))}"] if len(whens) == 1 else []
-
-
-def _whens(lines: Sequence[Line]) -> set[str]:
-    """The schedules and decoding rules of the rows that evict."""
-    return {line.words[WHEN] for line in lines} - {""}
-
-
-def in_blocks(lines: Sequence[Line], names: Sequence[str]) -> dict[str, list[Line]]:
-    """Rows under what they share: values of `names`, and when they evict, where rows differ in that.
-
-    What evicts nothing stands first: the full cache is the reference of all that follow.
-    """
-    mixed = len(_whens(lines)) > 1
-    keys = [(tuple(line.words[name] for name in names), line.words[WHEN] if mixed else "") for line in lines]
-    blocks: dict[str, list[Line]] = {}
-    for place in dict.fromkeys(place for place, _ in keys):
-        for evicting in dict.fromkeys(["", *(evicting for _, evicting in keys)]):
-            members = [line for line, key in zip(lines, keys, strict=True) if key == (place, evicting)]
-            if members:
-                blocks["; ".join(filter(None, (", ".join(place), evicting)))] = members
-    return blocks
-
-
-def _words(row: Result, told: Sequence[str]) -> dict[str, str]:
-    return {
-        "model": row.model,
-        POLICY: parted(row.policy)[0] if row.when else row.policy,
-        "task": row.task,
-        WHEN: row.when,
-        SUBSET: row.subset or "all",
-        **{name: row.differs.get(name, NONE) for name in told},
-        BUDGET: NONE if row.budget is None else str(row.budget),
-        EXAMPLES: str(row.n),
-        STATE: row.state,
-    }
-
-
-def _grid(lines: Sequence[Line]) -> Grid:
-    """Rows of one kind. Columns of words and budgets stand only where rows differ; numbers always.
-
-    Models and tasks are titles of blocks instead, where blocks have two rows or more on average.
-    """
-    rows = [line.row for line in lines if line.row.finished]
-    names = [name for name in lines[0].words if name not in (POLICY, WHEN)]
-    same = {name for name in names if len({line.words[name] for line in lines}) == 1}
-    if len(lines) == 1:
-        same.discard(BUDGET)
-    titles = [name for name in ("model", "task") if name not in same]
-    blocks = in_blocks(lines, titles)
-    if 2 * len(blocks) > len(lines):
-        titles = []
-        blocks = in_blocks(lines, titles)
-    shown = [name for name in names if name not in same and name not in titles]
-    shown.sort(key=lambda name: name in (BUDGET, EXAMPLES))
-    numbers = list(_numbers(rows))
-    return Grid(
-        name="",
-        title=shared(lines[0].words, same),
-        corner=POLICY,
-        header=tuple((title,) for title in [*shown, *(number.title for number in numbers)]),
-        blocks=tuple(Block(t, tuple(_row(x, shown, numbers) for x in members)) for t, members in blocks.items()),
-        notes=tuple(("", note) for note in _legend(rows)),
-        left=tuple(i for i, name in enumerate(shown) if name not in (BUDGET, EXAMPLES)),
-        keys=len(shown),
+    rows = _grouped(rows)
+    words = _words(rows)
+    named = _named_columns(words, always=("policy", "budget") if len(rows) == 1 else ("policy",))
+    shown = [one for one in _COLUMNS if any(one.shown(row) and one.value(row) is not None for row in rows)]
+    numbers = [[one.value(row) or NONE for row in rows] for one in shown]
+    legend = [one.legend for one in shown if one.legend]
+    if any(row.budget is not None for row in rows):
+        legend.append("budget: tokens a KV head may keep (below 1: share of the prompt)")
+    return Table(
+        _frame([*named, *(one.title for one in shown)], [*(words[name] for name in named), *numbers]),
+        title=_shared(words, named),
+        notes=["; ".join(legend), *_when(rows), *notes(rows)],
+        left=[name for name in named if name not in _RIGHT],
+        groups=[name for name in _GROUPS if name in named],
     )
 
 
-def _row(line: Line, shown: Sequence[str], numbers: Sequence[_Number]) -> Row:
-    cells = [*(line.words[n] for n in shown), *(x.value(line.row) if line.row.finished else "" for x in numbers)]
-    return Row(line.words[POLICY], tuple(Cell(words) for words in cells))
+_RIGHT = ("budget", "n")
+_GROUPS = ("model", "task", "schedule", "decode")
 
 
-def shared(words: Mapping[str, str], same: set[str]) -> str:
-    """The fields that all rows share, as a heading."""
-    silent = {EXAMPLES, STATE, WHEN} | ({SUBSET} if words[SUBSET] == "all" else set())
-    told = [f"{name} {value}" for name, value in words.items() if name in same - silent]
-    many = [f"{words[EXAMPLES]} example{'s' * (words[EXAMPLES] != '1')}"] if EXAMPLES in same else []
-    return ", ".join([*told, *many])
+def _frame(names: Sequence[str], columns: Sequence[Sequence[str]]) -> pd.DataFrame:
+    import pandas as pd  # here, not above: `python -m kvbench --help` should start quickly
+
+    frame = pd.DataFrame({place: list(column) for place, column in enumerate(columns)}, dtype=object)
+    return frame.set_axis(list(names), axis="columns")
 
 
-def _numbers(rows: Sequence[Result]) -> Iterator[_Number]:
-    """The columns of numbers that some of the rows have; vs full only where there is a full cache to compare with."""
-    reads = any(row.reads for row in rows)
-    compares = any(row.baseline is not None for row in rows)
-    yield from (x for x in (_READ if reads else _SCORED) if compares or "vs full" not in x.title)
-    chooses = any(row.read_tokens is not None for row in rows)
-    yield from _PASS if any(row.pass_at_k is not None for row in rows) else []
-    yield from _LONG if any((row.generated_tokens or 0) >= LONG_ANSWER for row in rows) else []
-    yield _KEPT
-    yield from _READS[:1] if chooses else []
-    yield from _READ_HELD if reads else []
-    yield from _BYTES[:1]
-    yield from _READS[1:] if chooses else []
-    yield from _BYTES[1:]
-    yield from _STATES if any(row.state_bytes is not None for row in rows) else []
-    yield from _DEVICE if any(row.device_peak_bytes is not None for row in rows) else []
-    yield from _PASSED if any(row.pre_pass_tokens is not None for row in rows) else []
-    yield from _CODED if any(row.quantises for row in rows) else []
-    if not all(row.n_shared for row in rows):
-        yield from (seconds for seconds in _SECONDS if any(seconds.value(row) != NONE for row in rows))
+def _grouped(rows: Sequence[Result]) -> list[Result]:
+    """The rows by model, task and schedule in order of appearance; in each task those that evict nothing first."""
+    places = [*dict.fromkeys((row.model_label, row.task_label) for row in rows)]
+    whens = ["", *dict.fromkeys(row.when for row in rows)]
+    if len({*whens}) < 3:  # no two rows evict at different moments
+        return sorted(rows, key=lambda row: places.index((row.model_label, row.task_label)))
+    return sorted(rows, key=lambda row: (places.index((row.model_label, row.task_label)), whens.index(row.when)))
 
 
-def _legend(rows: Sequence[Result]) -> list[str]:
-    """The legend of the table."""
-    reads = any(row.reads for row in rows)
-    what = "text" if reads else "example"
-    told = ["m: tokens scored between two evictions" if reads else "score: mean, 1 is best"]
-    if any(row.baseline is not None for row in rows):
-        told.append(f"vs full: on the same {what}s, * where the 95% interval leaves out 0")
-    budget = "budget: tokens a KV head may keep (below 1: share of the prompt)"
-    held = [f"{budget}; kept, cache: held at the end"]
-    if any(row.read_tokens is not None for row in rows):
-        held.append("budget of a policy that keeps all: tokens a decoded one may read; read: by the last one")
-    return ["; ".join(told), *held]
+def _words(rows: Sequence[Result]) -> dict[str, list[str]]:
+    """The columns of words: names, the fields that differ, when rows evict."""
+    keys = dict.fromkeys(key for row in rows for key in row.differs if key != "compress")  # part of the schedule
+    return {
+        "model": [row.model for row in rows],
+        "task": [row.task for row in rows],
+        "policy": [row.policy for row in rows],
+        "subset": [row.subset for row in rows],
+        **{key: [text_of(row.differs[key]) if key in row.differs else NONE for row in rows] for key in keys},
+        "schedule": [row.moments[0] or NONE for row in rows],
+        "decode": [row.moments[1] or NONE for row in rows],
+        "state": [row.state for row in rows],
+        "budget": [NONE if row.budget is None else str(row.budget) for row in rows],
+        "n": [str(row.n) for row in rows],
+    }
+
+
+def _named_columns(words: dict[str, list[str]], always: Sequence[str]) -> list[str]:
+    """The columns in which rows differ; the schedule only where two rows that evict do."""
+
+    def differ(name: str) -> bool:
+        return len(set(words[name]) - ({NONE} if name in ("schedule", "decode") else set())) > 1
+
+    return [name for name in words if name in always or differ(name)]
+
+
+def _shared(words: dict[str, list[str]], shown: Sequence[str]) -> str:
+    """What all rows have in common: "model pocket, task niah(lengths=[300]), 20 examples"."""
+    silent = {"policy", "schedule", "decode", "n", *shown}
+    usual = {"subset": "all", "state": FINISHED, "budget": NONE}
+    same = {k: values[0] for k, values in words.items() if k not in silent and values[0] != usual.get(k)}
+    for name, roots in (("model", ("model.", "generation.")), ("task", ("task.",))):
+        fields = [key for key in same if key.startswith(roots)] if name in same else []
+        text = ", ".join(f"{key.partition('.')[2]}={same.pop(key)}" for key in fields)
+        if text:
+            same[name] += f"({text})"
+    n = words["n"][0]
+    parts = [f"{name} {value}" for name, value in same.items()]
+    return ", ".join([*parts, *([] if "n" in shown else [f"{n} example{'s' * (n != '1')}"])])
+
+
+def _when(rows: Sequence[Result]) -> list[str]:
+    """When all rows that evict do so, if it is the same for all."""
+    whens = {row.when for row in rows} - {""}
+    return [f"when: {'; '.join(map(in_words, whens.pop().split(', ')))}"] if len(whens) == 1 else []
+
+
+def pivot(rows: Sequence[Result], across: str) -> Table:
+    """One row for each policy, one column for each budget or task: the shape in which papers print their tables.
+
+    across="budget": scores (of given texts: NLL) with 95% intervals; runs without a budget in a column of their own.
+    across="task": scores times 100, one row for each policy and budget, and their mean where every task has a score.
+    """
+    if across == "task":
+        rows = [row for row in rows if not row.reads]
+        if not rows:
+            raise UsageError("--pivot task needs scores, and all runs are of given texts")
+    rows = _grouped(rows)
+    words = _words(rows)
+    if across == "task":  # tasks of one name that differ in a field are columns of their own
+        tasks = {(row.task, row.task_label) for row in rows}
+        several = len({task for task, _ in tasks}) < len(tasks)
+        words["task"] = [row.task_label if several else row.task for row in rows]
+        for key in [key for key in words if key.startswith("task.")]:
+            del words[key]
+    named = [name for name in _named_columns(words, ("policy",)) if name not in ("n", "state", across)]
+    columns = list(dict.fromkeys(words[across]))
+    if across == "budget":
+        columns.sort(key=lambda budget: budget_order(None if budget == NONE else float(budget)))
+    cells: dict[tuple[str, ...], dict[str, list[Result]]] = {}
+    for place, row in enumerate(rows):
+        label = tuple(words[name][place] for name in named)
+        cells.setdefault(label, {}).setdefault(words[across][place], []).append(row)
+    cell = _percent if across == "task" else _with_interval
+    body = [[*label, *(cell(found.get(name, [])) for name in columns)] for label, found in cells.items()]
+    titles = ["no budget" if name == NONE else name for name in columns]
+    if across == "task" and len(columns) > 1:
+        titles.append("average")
+        for line, found in zip(body, cells.values(), strict=True):
+            line.append(_average([found.get(name, []) for name in columns]))
+    kinds = dict.fromkeys("NLL in nats per token, lower is better" if row.reads else "score" for row in rows)
+    what = "score x 100" if across == "task" else f"{' or '.join(kinds)} (95% CI)"
+    legend = ["budget: tokens a KV head may keep (below 1: share of the prompt)"]
+    if any(row.difference and row.difference.claims for row in rows) and across == "budget":
+        legend.append("*: the 95% interval of the difference to full on the same examples leaves out 0")
+    return Table(
+        _frame([*named, *titles], list(zip(*body, strict=True))),
+        title=f"{what} by {across}: {_shared(words, [*named, across])}",
+        notes=["; ".join(legend), *_when(rows), *notes(rows)],
+        left=[name for name in named if name not in _RIGHT],
+        groups=[name for name in _GROUPS if name in named],
+    )
+
+
+def _with_interval(found: Sequence[Result]) -> str:
+    return "; ".join(measure(row) + _mark(row) for row in found) or NONE
+
+
+def _mark(row: Result) -> str:
+    star = "*" if row.difference and row.difference.claims else ""
+    return star if row.finished else f"{star} [unfinished, n={row.n}]"
+
+
+def _percent(found: Sequence[Result]) -> str:
+    texts = ["failed" if row.score is None else f"{100 * row.score:.1f}" for row in found]
+    marks = ["" if row.finished else f" [unfinished, n={row.n}]" for row in found]
+    return "; ".join(text + mark for text, mark in zip(texts, marks, strict=True)) or NONE
+
+
+def _average(tasks: Sequence[Sequence[Result]]) -> str:
+    scores = [found[0].score for found in tasks if len(found) == 1 and found[0].score is not None]
+    return f"{100 * fmean(scores):.1f}" if len(scores) == len(tasks) else NONE
+
+
+def chosen(rows: Sequence[Result], names: Sequence[str] = ()) -> Table:
+    """The columns of the tidy table that were asked for; without names, all that hold a value and no JSON."""
+    frame, json = tidy(rows, names), {column.name for column in COLUMNS if column.kind == "json"}
+    if not names:
+        frame = frame[[name for name in frame if frame[name].notna().any() and name not in json]]
+    left = [str(name) for name in frame if frame[name].dtype.kind not in "iuf"]
+    return Table(frame.astype(object).where(frame.notna(), "").map(_cell), left=left)
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def notes(rows: Sequence[Result]) -> list[str]:
     """Warnings about comparing the rows, a line each."""
     found = [f"mixed versions in {row.run_id}: {row.mixed}" for row in rows if row.mixed]
+    if any(not row.finished for row in rows):
+        found.append("unfinished: n examples so far; the same command continues the run")
+    few = [row for row in rows if row.to_full is not None and row.difference is None and row.gap is None]
+    if any(row.value is not None for row in few):
+        found.append(f"vs full is shown from {FEWEST} shared examples on")
     if any(row.n_shared for row in rows):
         found.append("Times are not shown for batched runs. Use engine.rows=1 to time each run alone.")
-    return found + unlike([row for row in rows if row.finished])
+    return found + unlike(rows)
 
 
 def unlike(all_rows: Sequence[Result]) -> list[str]:
-    """Sentences for policies that evict at other moments: they are other experiments, not only other policies."""
+    """Warnings that rows evict at different moments: such rows differ in more than the policy."""
     rows = [row for row in all_rows if row.evicts and row.naming.reads is None]
     found = []
     modes = sorted({row.compress for row in rows})
@@ -203,112 +318,18 @@ def unlike(all_rows: Sequence[Result]) -> list[str]:
         )
     schedules = {row.schedule for row in rows if row.schedule}
     if len(schedules) > 1:
-        prompts = "what evicts at the end of the prompt has seen the question, what evicts in blocks has not"
-        contexts = "what evicts in blocks decides before it has read the rest of the context"
+        prompts = "eviction at the end of the prompt has seen the question, eviction in blocks has not"
+        contexts = "eviction in blocks decides before the rest of the context was read"
         found.append(
             f"schedules differ ({', '.join(sorted(schedules))}): {contexts if modes == ['context'] else prompts}; "
             "compare rows of one schedule (schedule=)"
         )
     decodes = {row.decode for row in rows if row.decode}
     if len(decodes) > 1:
-        grows = "what grows keeps every new token beside its budget"
-        often = "what evicts every k holds up to k tokens beyond it"
+        grows = "with grow, every new token is kept beside the budget"
+        often = "with evict every k, up to k tokens are held beyond the budget"
         found.append(
             f"decoding differs ({', '.join(sorted(decodes))}): {grows if 'grow' in decodes else often}; compare rows "
             "of one rule (decode=)"
         )
     return found
-
-
-def measure(row: Result) -> str:
-    """A run's score, or the NLL of the texts it was given, with its 95% interval."""
-    if row.value is None:
-        return f"none: {row.n_failed} failed"
-    digits = 4 if row.reads else 3
-    ends = "one text" if row.ends is None else "-".join(f"{end:.{digits - 1}f}" for end in row.ends)
-    return f"{row.value:.{digits}f} ({ends})"
-
-
-def _against(row: Result) -> str:
-    """Mean difference to the baseline over the examples both have; "*" where the two can be told apart."""
-    found, digits = row.difference, 4 if row.reads else 3
-    if found is None:
-        return f"{row.gap.nll:+.4f} (one text) " if row.gap else ""
-    star = "*" if found.claims else " "
-    return f"{found.mean:+.{digits}f} ({found.low:+.{digits - 1}f}..{found.high:+.{digits - 1}f}){star}"
-
-
-def _most_kept(row: Result) -> str:
-    """The most tokens a KV head of any layer held while tokens were scored."""
-    return NONE if row.max_kept_tokens is None else str(max(map(max, row.max_kept_tokens)))
-
-
-def _number(title: str, name: str, how: str, unit: str = "", scale: float = 1) -> _Number:
-    """A column of the field `name`; seconds of batched runs would be those of all."""
-
-    def value(row: Result) -> str:
-        found = getattr(row, name)
-        if title in _TIMED and row.n_shared:
-            return "shared"
-        return NONE if found is None else f"{found * scale:{how}}{unit}"
-
-    return _Number(title, value)
-
-
-def _read(title: str, name: str, held: str, how: str) -> _Number:
-    """A column of what a decoded token reads: what does not choose reads all that it holds."""
-    scale = 2**-20 if "MiB" in title else 1
-
-    def value(row: Result) -> str:
-        found = getattr(row, name)
-        found = getattr(row, held) if found is None else found
-        return NONE if found is None else f"{found * scale:{how}}"
-
-    return _Number(title, value)
-
-
-def _percent(row: Result) -> str:
-    share = row.cache_share
-    return NONE if share is None else f"{100 * share:.{0 if share > 0.9995 else 1}f}%"
-
-
-def _ppl_gap(row: Result) -> str:
-    return "" if row.gap is None else f"{row.gap.perplexity:+.4g}"
-
-
-_TIMED = ("prefill s", "decode s", "ms/token")
-_SCORED = [_Number("score (95% CI)", measure), _Number("vs full (95% CI)", _against)]
-_READ = [
-    _number("tokens", "scored_tokens", "d"),
-    _Number("NLL, lower is better (95% CI)", measure),
-    _Number("vs full (95% CI)", _against),
-    _number("PPL", "perplexity", ".4g"),
-    _Number("PPL vs full", _ppl_gap),
-]
-_READ_HELD = [_Number("most kept", _most_kept)]
-_KEPT = _number("kept/KV head", "kept_tokens", ".1f")
-_BYTES = [
-    _number("cache MiB", "cache_bytes", ".3f", scale=2**-20),
-    _Number("of full", _percent),
-    _number("spare MiB", "spare_bytes", ".3f", scale=2**-20),
-    _number("peak MiB", "peak_bytes", ".3f", scale=2**-20),
-]
-_STATES = [_number("state MiB", "state_bytes", ".3f", scale=2**-20)]
-_PASS = [_number("pass@k", "pass_at_k", ".3f")]
-_LONG = [
-    _number("tokens", "generated_tokens", ".0f"),
-    _number("cut off", "cut_share", ".1f", "%", 100),
-    _number("score/1k held", "score_per_1000_held", ".3f"),
-]
-_DEVICE = [_number("device peak MiB", "device_peak_bytes", ".0f", scale=2**-20)]
-_READS = [
-    _read("read/KV head", "read_tokens", "kept_tokens", ".1f"),
-    _read("MiB read/token", "read_bytes", "cache_bytes", ".3f"),
-]
-_PASSED = [_number("pre-pass tokens", "pre_pass_tokens", ".1f")]
-_CODED = [_number("bits/number", "bits_per_number", ".2f"), _number("16-bit/this", "ratio_to_16_bit", ".2f", "x")]
-_SECONDS = [
-    _number("prefill s", "prefill_seconds", ".3f"),
-    _number("decode s", "decode_seconds", ".3f"),
-    _number("ms/token", "decode_ms_per_token", ".2f"),
-]

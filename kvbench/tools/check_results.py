@@ -130,10 +130,10 @@ def _tokens_refused(cell: Cell, prompt: Prompt, sample: Sample) -> str | None:
     seen = len(prompt.ids) + steps
     if min(map(min, kept)) < 0 or max(map(max, kept)) > seen:
         return f"a KV head holds fewer than 0 or more than the {seen} tokens of prompt and answer"
-    read = enumerate(sample.read_tokens or [] if policy.reader else [])
-    most = max((max(heads) for layer, heads in read if not policy.reader.reads_all(layer)), default=0)
-    if policy.reader and most > read_budget(policy, prompt.length):
-        return f"its last token read {most} tokens per KV head, more than its budget"
+    if reader := policy.reader:
+        read = [max(heads) for layer, heads in enumerate(sample.read_tokens or []) if not reader.reads_all(layer)]
+        if max(read, default=0) > read_budget(policy, prompt.length):
+            return f"its last token read {max(read)} tokens per KV head, more than its budget"
     return _budget_refused(cell, prompt, kept, seen) if policy.evicts and not isinstance(policy, KVPress) else None
 
 

@@ -22,7 +22,7 @@ from kvbench.cache.join import join, together
 from kvbench.config.presets import policy_config, scheduled
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
-from kvbench.identity.labels import Naming, in_words, moments, names
+from kvbench.identity.labels import in_words, moments
 from kvbench.inference.cuda_graph import can_record
 from kvbench.inference.generate import generate_tokens
 from kvbench.inference.teacher_forcing import continuation_scores
@@ -241,7 +241,6 @@ def test_tables_say_how_often() -> None:
     identity = {"policy": describe(policy("h2o", every=128)), "budget": BUDGET}
     assert moments(identity) == ("prompt", "evict every 128")
     assert in_words("evict every 128") == "128 tokens evicted once 128 are held beyond the budget"
-    assert names(Naming("h2o", "pocket", "niah"), identity)["policy"] == "h2o (evict every 128)"
 
 
 @torch.inference_mode()

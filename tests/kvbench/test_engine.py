@@ -28,7 +28,7 @@ from kvbench.policies.scorers.knorm import KNorm
 from kvbench.records.locks import RunBusyError
 from kvbench.records.sample import Sample
 from kvbench.records.samples import open_samples
-from kvbench.report.table import notes, results_grids
+from kvbench.report.table import notes, results_table
 from kvbench.tools.diagnose import cells_of
 
 HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}
@@ -124,9 +124,7 @@ def test_samples_say_how_they_ran_and_give_seconds_only_where_they_are_theirs(ce
     runs = [read_result(cell.folder) for cell in (shared[1], alone[1])]
     assert [run.n_shared for run in runs] == [3, 0]
     assert runs[0].prefill_seconds is runs[0].decode_ms_per_token is None
-    (table,) = results_grids(runs)
-    seconds = [row.cells[table.header.index(("prefill s",))].text for row in table.blocks[0].rows]
-    assert seconds == ["shared", f"{runs[1].prefill_seconds:.3f}"]
+    assert [*results_table(runs).frame["prefill s"]] == ["shared", f"{runs[1].prefill_seconds:.3f}"]
     assert any(
         note == "Times are not shown for batched runs. Use engine.rows=1 to time each run alone."
         for note in notes(runs)

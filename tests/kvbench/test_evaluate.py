@@ -250,6 +250,10 @@ def test_results_are_rows_a_frame_a_table_and_a_page(tiny_model: Path, tmp_path:
     assert [*results.to_pandas()["n"]] == [2, 2]
     assert shown_rows(repr(results))[0][0] == "tova"
     assert "<table" in results._repr_html_()
+    assert [*results.table()["policy"]] == ["tova", "full"]
+    assert [*results.pivot("task").columns][-1] == "niah"
+    assert shown_rows(repr(results[:1]))[0][0] == "tova"
+    assert len(repr(results[:1][0])) < 200, "a notebook shows a result in one line"
     assert "tova" in results.report(tmp_path / "report.html").read_text()
     with pytest.raises(ValueError, match=r"report\.txt must end in \.html"):
         results.report(tmp_path / "report.txt")

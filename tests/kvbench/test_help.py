@@ -11,7 +11,7 @@ from kvbench.config.tree import names
 
 HELPS = (
     *("", "policy", "model task experiment launcher logger", *MAINS, "sweep resume"),
-    *("results collect", "results curve", "tables run", "tables compare", "tables bytes"),
+    *("results collect", "results curve", "tables run", "tables compare"),
 )
 
 

@@ -36,7 +36,7 @@ from kvbench.inference.teacher_forcing import continuation_scores, text_scores
 from kvbench.inference.turns import Conversation
 from kvbench.models.trial import state_bytes, try_out
 from kvbench.policies.policy import Policy
-from kvbench.report.table import results_grids
+from kvbench.report.table import results_table
 from kvbench.tools.diagnose import cells_of
 
 BUDGET, NEW = 16, 6
@@ -342,8 +342,7 @@ def test_a_run_tells_the_states_beside_what_its_policy_keeps(tiny_model: Path, t
     tokens = 2 * 2 * (2 * 8 * 4 + 4)  # two layers, two KV heads: keys and values of 8 numbers, and a position
     assert full.cache_bytes == BYTES["qwen3_5_text"] + tokens * full.kept_tokens
     assert snapkv.cache_share == (snapkv.cache_bytes or 0) / (full.cache_bytes or 1)
-    shown = str(results_grids([full, snapkv]))
-    assert "state MiB" in shown
+    assert "state MiB" in results_table([full, snapkv]).frame
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Rows are named by what ran: the fields that are not the preset's, those that differ, and what keeps everything."""
+"""Labels of runs: names of presets with the fields that differ."""
 
 import copy
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from kvbench.analysis.load import load_results
 from kvbench.cli import main
-from kvbench.identity.labels import Naming, columns, differing, keeps_all, names
+from kvbench.identity.labels import Naming, differing, keeps_all, names
 from kvbench.report.table import print_table
 
 PARTS = "kvbench.policies"
@@ -48,33 +48,50 @@ def naming(*changed: str, policy: str = "snapkv", reads: str | None = None) -> N
     return Naming(policy, "pocket", "niah", changed, reads)
 
 
-def labels(*rows: tuple[Naming, dict[str, Any]]) -> list[dict[str, str]]:
-    """All that a table says of its rows."""
-    keys = differing(rows)
-    return [{**names(n, i, k), **columns(i, k)} for (n, i), k in zip(rows, keys, strict=True)]
+def labels(*rows: tuple[Naming, dict[str, Any]]) -> list[str]:
+    """The labels of policies that stand in one table."""
+    return [names(n, i, shown)["policy"] for (n, i), shown in zip(rows, differing(rows), strict=True)]
 
 
-def test_a_preset_as_it_is_has_its_own_name_and_says_whether_decoding_grows() -> None:
-    assert names(naming(), ran()) == {"policy": "snapkv (grow)", "model": "pocket", "task": "niah"}
-    assert names(naming(reads="m=4"), ran())["policy"] == "snapkv (m=4)"
+BLOCKS = {"class": f"{PARTS}.schedule.Blocks", "size": 128, "decode": "evict", "order": "evict_then_attend"}
 
 
-def test_every_field_that_is_not_the_presets_stands_behind_its_name() -> None:
-    got = names(naming("policy.scorer.window", "task.lengths"), ran(policy__scorer__window=16, task__lengths=[512]))
-    assert got == {"policy": "snapkv(scorer.window=16) (grow)", "model": "pocket", "task": "niah(lengths=[512])"}
-    no_value = names(naming("policy.value", policy="caote_snapkv"), ran())
-    assert no_value["policy"] == "caote_snapkv(value=null) (grow)"
-    own = names(naming("policy.scorer"), ran(policy__scorer={"class": "mine.SnapKV"}))
-    assert own["policy"] == "snapkv(scorer=mine.SnapKV) (grow)", "another module's class is not taken for ours"
-
-
-def test_a_schedule_is_told_in_words_and_a_cut_prompt_behind_the_model() -> None:
-    blocks = {"class": f"{PARTS}.schedule.Blocks", "size": 128, "decode": "evict", "order": "evict_then_attend"}
-    changed = ("policy.schedule", "policy.schedule.size", "policy.schedule.decode", "policy.schedule.order")
-    got = names(naming(*changed), ran(policy__schedule=blocks))
-    assert got["policy"] == "snapkv(schedule.order=evict_then_attend) (blocks of 128, evict)"
-    cut = names(naming("generation.max_prompt_tokens"), ran(generation__max_prompt_tokens=512))
-    assert cut["model"] == "pocket(max_prompt_tokens=512)"
+@pytest.mark.parametrize(
+    ("named", "identity", "expected"),
+    [
+        (naming(), ran(), ("snapkv", "pocket", "niah")),
+        (
+            naming("policy.scorer.window", "task.lengths"),
+            ran(policy__scorer__window=16, task__lengths=[512]),
+            ("snapkv(scorer.window=16)", "pocket", "niah(lengths=[512])"),
+        ),
+        (naming("policy.value", policy="caote"), ran(), ("caote(value=null)", "pocket", "niah")),
+        (
+            naming("policy.scorer"),  # another module's class is not taken for ours
+            ran(policy__scorer={"class": "mine.SnapKV"}),
+            ("snapkv(scorer=mine.SnapKV)", "pocket", "niah"),
+        ),
+        (
+            naming("policy.schedule", "policy.schedule.size", "policy.schedule.decode", "policy.schedule.order"),
+            ran(policy__schedule=BLOCKS),  # when it evicts has columns of its own
+            ("snapkv(schedule.order=evict_then_attend)", "pocket", "niah"),
+        ),
+        (
+            naming("generation.max_prompt_tokens"),
+            ran(generation__max_prompt_tokens=512),
+            ("snapkv", "pocket(max_prompt_tokens=512)", "niah"),
+        ),
+        (
+            naming("policy.scorer"),
+            ran(policy__scorer=None, budget=None),
+            ("snapkv(scorer=null) = full", "pocket", "niah"),
+        ),
+    ],
+)
+def test_a_label_combines_the_name_with_the_fields_that_are_not_the_presets(
+    named: Naming, identity: dict[str, Any], expected: tuple[str, str, str]
+) -> None:
+    assert names(named, identity) == dict(zip(("policy", "model", "task"), expected, strict=True))
 
 
 def test_what_rewrites_its_prompt_keeps_not_all_of_it_under_the_fields_older_name_too() -> None:
@@ -85,20 +102,11 @@ def test_what_rewrites_its_prompt_keeps_not_all_of_it_under_the_fields_older_nam
 
 def test_rows_that_differ_in_a_field_all_show_it_the_presets_value_too() -> None:
     narrow = naming("policy.scorer.window"), ran(policy__scorer__window=16)
-    tova = naming(policy="tova"), ran(policy__scorer={"class": "TOVA"})
-    got = labels((naming(), ran()), narrow, tova)
-    assert [row["policy"] for row in got] == [
-        *("snapkv(scorer.window=32) (grow)", "snapkv(scorer.window=16) (grow)", "tova (grow)")
-    ]
-
-
-def test_where_schedules_differ_every_row_that_evicts_shows_its_own() -> None:
-    blocks = {"class": f"{PARTS}.schedule.Blocks", "size": 128, "decode": "evict"}
-    caote = naming(policy="caote_snapkv"), ran(policy__schedule=blocks)
-    full = naming(policy="full"), ran(policy__scorer=None, budget=None)
-    got = labels(full, (naming(), ran()), caote)
-    assert [row["policy"] for row in got] == ["full", "snapkv (prompt, grow)", "caote_snapkv (blocks of 128, evict)"]
-    assert labels(full, caote)[1]["policy"] == "caote_snapkv (evict)"
+    tova = naming(policy="tova"), ran(policy__scorer={"class": "TOVA"}, policy__schedule=BLOCKS)
+    assert labels((naming(), ran()), narrow, tova) == ["snapkv(scorer.window=32)", "snapkv(scorer.window=16)", "tova"]
+    assert differing([(naming(), ran()), (naming(), ran(seed=1))]) == [{"seed": 0}, {"seed": 1}]
+    assert differing([(naming(), ran()), (naming(), ran(code="n3w"))]) == [{"code": "c0de"}, {"code": "n3w"}]
+    assert differing([(naming(), ran()), (naming(), ran(code="n3w", seed=1))]) == [{"seed": 0}, {"seed": 1}]
 
 
 def test_the_command_line_collect_and_baselines_say_what_ran(
@@ -120,19 +128,15 @@ def test_the_command_line_collect_and_baselines_say_what_ran(
     ):
         assert main([*small, *arguments]) == 0
     printed = capsys.readouterr().out
-    windows = (f"snapkv(scorer.window={n})" for n in (16, 32))
-    for label in ("snapkv(scorer=null) = full", "caote_snapkv(value=null)", *windows):
-        assert f"\n{label} " in printed
+    assert all(f"\nsnapkv  {window} " in printed for window in (32, 16)), "the window has a column"
     assert "schedules differ" not in printed
     runs = load_results(tmp_path / "runs")
-    shown = {"snapkv(scorer=null) = full", "caote_snapkv(value=null) (blocks of 128, evict)"}
-    assert shown < {run.policy for run in runs}
-    assert {run.slug for run in runs} == {"snapkv", "caote_snapkv"}
-    assert all(run.task.startswith("niah(lengths=[300]") for run in runs)
+    assert {run.policy for run in runs} == {"snapkv", "caote_snapkv"}
+    assert {"snapkv(scorer=null) = full", "caote_snapkv(value=null)"} < {run.labels["policy"] for run in runs}
+    assert all(run.task == "niah" and run.task_label.startswith("niah(lengths=[300]") for run in runs)
     print_table(runs)
-    mixed = capsys.readouterr().out
-    notes = " ".join(mixed.split())
-    assert "schedules differ (blocks of 128, prompt): what evicts at the end of the prompt has seen" in notes
+    notes = " ".join(capsys.readouterr().out.split())
+    assert "schedules differ (blocks of 128, prompt): eviction at the end of the prompt has seen" in notes
     assert "decoding differs (evict, grow)" in notes
     assert [run.cache_share for run in runs if keeps_all(run.identity)] == [1.0], "full is 100% of full"
     assert sum(run.baseline is not None for run in runs) == 3, "the full cache is known by what it kept"

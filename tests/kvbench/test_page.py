@@ -101,12 +101,14 @@ def test_caveats_name_the_runs_they_are_about(tmp_path: Path) -> None:
     write_run(tmp_path, "h2o", [*right(3, of=3), sample(3, None)])
     write_run(tmp_path, "snapkv", right(20, of=21), environment={"kvbench_revision": "dead"})
     write_run(tmp_path, "tova", [replace(one, cache_bytes=2**21, evicted=0.0) for one in right(20)])
-    write_run(tmp_path, "roco", right(20))
+    begun = write_run(tmp_path, "roco", right(20))
+    (begun / "metrics.json").unlink()
     shutil.rmtree(tmp_path / "fine")
     rows = in_order(load_results(tmp_path))
     found = {caveat.title: caveat.where for caveat in caveats(rows, groups(rows))}
     failed = "h2o at 64 on niah (pocket): 1 of 4 examples failed; example 3: BudgetError: one token too many"
     assert found["Failed examples"] == (failed,)
+    assert found["Unfinished runs"] == ("roco [unfinished, n=20] at 64 on niah (pocket): 20 examples",)
     assert found["Different schedules or decoding rules"] == (
         "whole prompt, evict: 3 runs",
         "whole prompt, grow: 1 run",
@@ -115,7 +117,7 @@ def test_caveats_name_the_runs_they_are_about(tmp_path: Path) -> None:
     assert found["Fewer than 5 examples"] == ("h2o at 64 on niah (pocket)",)
     assert found["Nothing was evicted"] == ("tova at 64 on niah (pocket)",)
     assert found["The same budget is not the same memory"] == (
-        "niah, budget 64, whole prompt, evict: tova holds 2.00x the bytes of roco",
+        "niah, budget 64, whole prompt, evict: tova holds 2.00x the bytes of roco [unfinished, n=20]",
     )
     assert found["The full cache was not run"] == ("niah (pocket)",)
     assert len(found["Several revisions or machines"]) == 2
@@ -135,7 +137,7 @@ def test_an_answer_to_another_prompt_is_not_shown_and_left_out_examples_are_coun
     write_run(tmp_path, "full", right(30, of=30), None)
     write_run(tmp_path, "h2o", [answered(0, 1.0, prompt="f" * 64), answered(1, 1.0)])
     (task,) = examples(in_order(load_results(tmp_path)))
-    assert [[answer.row.slug for answer in one.answers] for one in task.shown[:3]] == [
+    assert [[answer.row.policy for answer in one.answers] for one in task.shown[:3]] == [
         ["full"],
         ["full", "h2o"],
         ["full"],

@@ -3,23 +3,22 @@
 import json
 import logging
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-from plotted_runs import failed, write_run
+from plotted_runs import described, failed, write_run
 from plotted_runs import sample as plotted_sample
 
-from kvbench.analysis.columns import COLUMNS
-from kvbench.analysis.load import load_results, read_result
+from kvbench.analysis.columns import COLUMNS, read_table
+from kvbench.analysis.load import Results, load_results, read_result
 from kvbench.analysis.metrics import metrics
 from kvbench.analysis.result import Result
 from kvbench.records.sample import Sample
 from kvbench.report.command import main
-from kvbench.report.table import print_table, results_grids
+from kvbench.report.table import print_table
 from kvbench.terminal.errors import UsageError
 
 MIB = 2**20
@@ -29,12 +28,6 @@ def sample(index: int, score: float | None, **fields: Any) -> Sample:
     held = {"kept_tokens": [[10, 20], [30, 40]], "peak_bytes": 3 * MIB, "full_cache_bytes": 4 * MIB, "decode_steps": 5}
     metadata = {"task": "niah", "length": 1024 if index % 2 == 0 else 2048}
     return replace(plotted_sample(index, 0.0), score=score, **{"metadata": metadata, **held, **fields})
-
-
-def column(title: str, *folders: Path) -> list[str]:
-    """A column of the table for people."""
-    (grid,) = results_grids([read_result(folder) for folder in folders])
-    return [row.cells[grid.header.index((title,))].text for block in grid.blocks for row in block.rows]
 
 
 def tidy(run: Result) -> dict[str, Any]:
@@ -84,7 +77,7 @@ def test_official_aggregates_stand_beside_the_mean_and_all_is_plain_json() -> No
 
 
 TIDY = """
-run_id model weights dtype policy slug schedule decode policy_fields budget budget_kind compress task task_fields subset
+run_id model weights dtype policy schedule decode policy_fields budget budget_kind compress task task_fields subset
 seed n n_failed n_shared score score_low score_high interval
 score_vs_full score_vs_full_low score_vs_full_high score_vs_full_p
 nll nll_low nll_high perplexity nll_vs_full nll_vs_full_low nll_vs_full_high nll_vs_full_p perplexity_gap
@@ -106,7 +99,7 @@ def test_every_declared_column_reads_its_own_field(tmp_path: Path) -> None:
     row = tidy(run)
     assert list(row) == TIDY.split()
     told = {"kept_tokens": 7, "run_id": folder.name, "model": "pocket", "task": "niah", "dtype": "float16", "seed": 4}
-    told |= {"device": "a processor", "kvbench_revision": "cafe", "weights": "abc", "policy": "h2o (evict)"}
+    told |= {"device": "a processor", "kvbench_revision": "cafe", "weights": "abc", "policy": "h2o"}
     told |= {"budget": 64, "budget_kind": "tokens_per_head", "state": "finished", "schedule": "prompt"}
     assert {name: row[name] for name in (*given, *told)} == {**given, **told}
     assert row["cache_share"] == 11 / (17 + 6), "the full cache has positions too"
@@ -138,12 +131,13 @@ def test_the_other_formats_hold_the_same_runs(tmp_path: Path) -> None:
     for name in ("table.parquet", "table.md"):
         assert main(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / name)]) == 0
     table = pd.read_parquet(tmp_path / "table.parquet")
-    assert table.loc[0, ["policy", "budget", "budget_kind"]].tolist() == ["snapkv (grow)", 0.25, "share"]
+    assert table.loc[0, ["policy", "budget", "budget_kind"]].tolist() == ["snapkv", 0.25, "share"]
     said, _, head, rule, row, *_ = (tmp_path / "table.md").read_text().splitlines()
-    assert head.count("|") == rule.count("|") == row.count("|")
     assert said == "model pocket, task niah, 1 example"
-    assert "| policy | budget | score (95% CI) |" in head
-    assert "| snapkv | 0.25 | 1.000 (0.21-1.00) | 25.0 | 1.000 | 25.0% |" in row
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (head, rule, row)]
+    assert cells[0][:3] == ["policy", "budget", "score (95% CI)"]
+    assert cells[2][:6] == ["snapkv", "0.25", "1.000 (0.21-1.00)", "25.0", "1.000", "25.0%"]
+    assert len(cells[0]) == len(cells[1]) == len(cells[2])
 
 
 # --- what cannot be read ----------------------------------------------------------------------------------------------
@@ -153,7 +147,7 @@ def test_the_other_formats_hold_the_same_runs(tmp_path: Path) -> None:
         (["nowhere", "-o", "t.csv"], "nowhere is not a folder"),
         ([".", "-o", "t.xlsx"], "must end in one of .csv, .parquet, .txt, .md, .tex, .html"),
         (["runs", "-o", "t.md", "--columns", "scor"], "--columns scor is no column (there are: run_id, model"),
-        (["runs", "-o", "x.parquet"], "x.parquet needs a library: `pip install pyarrow`, or write .csv"),
+        (["runs", "-o", "t.csv", "--pivot", "task"], "--pivot task is for .txt, .md, .tex, .html"),
     ],
 )
 def test_what_cannot_be_collected_is_one_sentence(
@@ -166,8 +160,6 @@ def test_what_cannot_be_collected_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     write_run(Path("runs"), "full", [sample(0, 1.0)], None)
-    for name in ("pyarrow", "fastparquet"):
-        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     assert main(["collect", *arguments]) == 2
     said = capsys.readouterr().err
     assert sentence in said
@@ -184,7 +176,6 @@ def lost(folder: Path) -> None:
     [
         (lambda folder: (folder / "config.yaml").write_text("run_id: ["), "is not a readable run (config.yaml: "),
         (lambda folder: (folder / "environment.json").write_text("{}"), "is there no 'hardware'?"),
-        (lambda folder: (folder / "metrics.json").unlink(), "the run was not finished"),
         (lost, "(samples.jsonl is missing or holds no example)"),
     ],
 )
@@ -198,7 +189,7 @@ def test_a_run_that_cannot_be_read_is_named_and_does_not_stop_the_others(
     caplog.clear()
     write_run(tmp_path, "snapkv", [sample(0, 1.0)], 64)
     with caplog.at_level(logging.WARNING):
-        assert [run.slug for run in load_results(tmp_path)] == ["snapkv"]
+        assert [run.policy for run in load_results(tmp_path)] == ["snapkv"]
     (said,) = caplog.messages
     assert said.startswith(f"{folder} is left out: ")
     assert sentence in said
@@ -254,6 +245,12 @@ def several(tmp_path: Path) -> Path:
     return out
 
 
+def cells_of(table: str) -> list[list[str]]:
+    """The cells of a Markdown table, line by line."""
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
 def written(folder: Path, name: str, *arguments: str) -> str:
     path = folder.parent / name
     assert main(["collect", str(folder), "-o", str(path), *arguments]) == 0
@@ -264,27 +261,26 @@ def test_the_difference_to_full_is_plain_numbers_and_rows_stand_by_budget_as_a_n
     written(several, "table.csv", "--by", "length")
     table = pd.read_csv(several.parent / "table.csv")
     whole = table[table["subset"] == "all"]
-    assert whole["slug"].tolist() == ["full", "tova", "h2o", "h2o", "h2o"]
+    assert whole["policy"].tolist() == ["full", "tova", "h2o", "h2o", "h2o"]
     assert whole["budget"].tolist()[1:] == [0.25, 64, 128, 1024]
     lost = whole.iloc[2]
     assert lost["score_vs_full"] == -0.5
     assert lost["score_vs_full_p"] == pytest.approx(2 * 0.5**10)  # McNemar: ten of ten discordant pairs to one side
     assert -0.8 < lost["score_vs_full_low"] < -0.5 < lost["score_vs_full_high"] < -0.2
     assert whole.loc[0, ["score_vs_full", "score_vs_full_p"]].isna().all()
-    halves = table[(table["slug"] == "h2o") & (table["budget"] == 64) & (table["subset"] != "all")]
+    halves = table[(table["policy"] == "h2o") & (table["budget"] == 64) & (table["subset"] != "all")]
     assert halves["score_vs_full"].tolist() == [-0.5, -0.5]  # five of the ten of each length are lost
     assert halves["score_vs_full_p"].tolist() == pytest.approx([2 * 0.5**5] * 2)
 
 
 def test_columns_are_those_asked_for_in_that_order_and_wide_has_all_that_say_something(several: Path) -> None:
-    chosen = written(several, "table.md", "--columns", "score, slug,budget")
-    assert chosen.splitlines()[0] == "| score | slug | budget |"
-    assert "| 0.5 | h2o | 64 |" in chosen
-    assert written(several, "few.csv", "--columns", "slug,score").splitlines()[1] == "full,1.0"
-    head = written(several, "wide.md", "--wide").splitlines()[0]
+    chosen = written(several, "table.md", "--columns", "score, policy,budget")
+    assert cells_of(chosen)[0] == ["score", "policy", "budget"]
+    assert ["0.5", "h2o", "64"] in cells_of(chosen)
+    assert written(several, "few.csv", "--columns", "policy,score").splitlines()[1] == "full,1.0"
+    head = cells_of(written(several, "wide.md", "--wide"))[0]
     assert r"score\_vs\_full\_p" in head
-    assert "nll" not in head
-    assert "fields" not in head
+    assert not [name for name in head if "nll" in name or "fields" in name]
 
 
 @pytest.mark.parametrize("suffix", [".md", ".txt", ".html", ".tex"])
@@ -294,24 +290,105 @@ def test_a_pivot_has_policies_down_and_budgets_across_as_numbers(several: Path, 
     assert places == sorted(places)
     assert "niah, 20 examples" in said
     if suffix == ".md":
-        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if line[:2] == "| "]
-        assert rows[2:] == [
-            ["tova", "–", r"0.000 (0.00-0.16)\*", "–", "–", "–"],
-            ["h2o", "–", "–", r"0.500 (0.30-0.70)\*", "1.000 (0.84-1.00)", "1.000 (0.84-1.00)"],
+        assert cells_of(said)[3:] == [
+            ["tova", "-", r"0.000 (0.00-0.16)\*", "-", "-", "-"],
+            ["h2o", "-", "-", r"0.500 (0.30-0.70)\*", "1.000 (0.84-1.00)", "1.000 (0.84-1.00)"],
         ]
 
 
-def test_cells_of_a_sweep_without_a_run_stand_in_every_table(
-    several: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_policies_by_tasks_have_scores_times_100_and_an_average_where_every_task_has_one(tmp_path: Path) -> None:
+    out = tmp_path / "runs"
+    for policy, budget, rights in (("full", None, (4, 3)), ("h2o_x", 64, (1, 2)), ("tova", 64, (0,))):
+        for task, right in zip(("niah", "qa"), rights, strict=False):
+            write_run(out, policy, [sample(i, float(i < right)) for i in range(4)], budget, task)
+    said = written(out, "table.tex", "--pivot", "task").splitlines()
+    assert r"\caption{score x 100 by task: model pocket, 4 examples}" in said
+    assert [line for line in said if line.endswith(r"\\") and "&" in line] == [
+        r"policy & budget & niah & qa & average \\",
+        r"full & - & 100.0 & 75.0 & 87.5 \\",
+        r"h2o\_x & 64 & 25.0 & 50.0 & 37.5 \\",
+        r"tova & 64 & 0.0 & - & - \\",
+    ]
+
+
+# --- which runs are compared, and how many examples that takes -------------------------------------------------------
+@pytest.mark.parametrize("size", [None, 128])
+def test_the_baseline_is_the_full_run_with_most_examples_in_common(tmp_path: Path, size: int | None) -> None:
+    """Whatever its schedule: the full cache evicts nothing."""
+    write_run(tmp_path, "full", [sample(i, 1.0) for i in range(6)], None, parts=described(None, size=size))
+    whole = write_run(tmp_path, "full", [sample(i, 1.0) for i in range(10)], None, parts=described(None, decode="grow"))
+    write_run(tmp_path, "full", [sample(i, 0.0, prompt_hash=f"o{i}") for i in range(20)], None, seed=0, version=3)
+    write_run(tmp_path, "tova", [sample(i, float(i >= 6)) for i in range(10)])
+    write_run(tmp_path, "tova", [sample(i, 1.0) for i in range(10)], dtype="bfloat16")
+    *full, other, tova = load_results(tmp_path)
+    assert [row.baseline for row in (*full, other)] == [None] * 4, "no full cache of its dtype"
+    assert tova.baseline.folder == whole
+    assert (tova.vs_full.mean, tova.vs_full.n) == (-0.6, 10)
+
+
+@pytest.mark.parametrize(("n", "compared"), [(4, False), (5, True)])
+def test_below_five_examples_nothing_is_compared(
+    tmp_path: Path, n: int, compared: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tova,) = [row for row in load_results(several) if row.slug == "tova"]
-    none = metrics([])
-    identity = {**tova.identity, "budget": 64}
-    cell = replace(tova, run_id="x", state="failed: BudgetError: one too many", policy="cake", identity=identity)
-    cell = replace(cell, samples=(), subset="", **{name: none[name] for name in ("n", "score", "cache_bytes")})
-    monkeypatch.setattr("kvbench.analysis.load._cells", lambda _: [cell])
-    short, pivot = written(several, "short.md"), written(several, "pivot.md", "--pivot", "budget")
-    assert "| cake | failed: BudgetError: one too many | 64 | 0 |" in short
-    assert "| cake | – | – | failed | – | – |" in pivot
-    assert main(["collect", str(several)]) == 0
-    assert "failed: BudgetError: one too many" in capsys.readouterr().out
+    write_run(tmp_path, "full", [sample(i, 1.0) for i in range(n)], None)
+    write_run(tmp_path, "tova", [sample(i, 0.0) for i in range(n)])
+    print_table(load_results(tmp_path))
+    said = capsys.readouterr().out
+    assert ("-1.000 (" in said, "vs full is shown from 5 shared examples on" in said) == (compared, not compared)
+    assert ("vs full: on the same examples" in said) == compared, "the footer explains no column that is not there"
+    assert load_results(tmp_path).to_pandas()["score_vs_full"].notna().tolist() == [False, compared]
+
+
+# --- names, unfinished runs, slices -----------------------------------------------------------------------------------
+def test_names_are_plain_whatever_stands_beside_them_and_what_differs_has_columns(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for window in (16, 32):
+        write_run(runs, "snapkv", [sample(0, 1.0)], parts=described("SnapKV", decode="grow", window=window))
+    for lengths in ([512], [1024]):
+        write_run(runs, "caote_snapkv", [sample(0, 1.0)], task_fields={"lengths": lengths})
+    write_run(runs, "tova", [sample(0, 1.0)], generation={"decoding": "sampled"}, seed=3)
+    found = load_results(runs)
+    table = found.to_pandas()
+    assert table.groupby("policy")["n"].sum().to_dict() == {"snapkv": 2, "caote_snapkv": 2, "tova": 1}
+    assert (set(table["model"]), set(table["task"])) == ({"pocket"}, {"niah"})
+    assert table[table["policy"] == "snapkv"]["policy.scorer.window"].tolist() == [16, 32]
+    assert table[table["policy"] == "caote_snapkv"]["task.lengths"].tolist() == ["[512]", "[1024]"]
+    assert table[table["policy"] == "tova"]["generation.decoding"].tolist() == ["sampled"]
+    assert {row.line for row in found if row.policy == "snapkv"} == {
+        f"snapkv(scorer.window={n}) seed=0 (grow)" for n in (16, 32)
+    }, "titles and legends combine them"
+    assert [row.task_label for row in found if row.task_label != "niah"] == [
+        "niah(lengths=[512])",
+        "niah(lengths=[1024])",
+    ]
+    for name in ("table.csv", "table.parquet"):
+        assert main(["collect", str(runs), "-o", str(tmp_path / name)]) == 0
+        assert {row.line for row in Results(read_table(tmp_path / name))} >= {
+            f"snapkv(scorer.window={n}) seed=0 (grow)" for n in (16, 32)
+        }
+
+
+def test_an_unfinished_run_is_shown_with_its_examples_and_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, "full", [sample(i, 1.0) for i in range(10)], None)
+    begun = write_run(tmp_path, "tova", [sample(i, 0.0) for i in range(7)])
+    (begun / "metrics.json").unlink()
+    with (begun / "samples.jsonl").open("a") as lines:
+        lines.write('{"index": 7, "pro')
+    assert main(["collect", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^tova +unfinished +64 +7 +0\.000", said, re.MULTILINE)
+    assert "unfinished: n examples so far; the same command continues the run" in said
+    table = load_results(tmp_path).to_pandas().set_index("policy")
+    assert table.loc["tova", ["n", "state", "score_vs_full"]].tolist() == [7, "unfinished", -1.0]
+    assert load_results(tmp_path)[1].line == "tova [unfinished, n=7]"
+
+
+def test_a_slice_is_results_whose_rows_keep_their_names_and_baselines(several: Path) -> None:
+    found = load_results(several)
+    some = found[1:3]
+    assert isinstance(some, Results)
+    assert [row.policy for row in some] == ["tova", "h2o"]
+    assert some.to_pandas()["score_vs_full"].tolist() == [-1.0, -0.5]
+    assert max(len(repr(row)) for row in some) < 200

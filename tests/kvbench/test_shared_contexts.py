@@ -184,7 +184,7 @@ def test_scores_are_told_turn_by_turn_in_numbers_and_on_the_page(run: Run, tmp_p
     turns = [f"turn={turn + 1}" for turn in range(TURNS)]
     assert list(found.groups) == turns
     assert [part.subset for part in found.parts("turn")] == turns
-    assert [part.task.rpartition(": ")[2] for part in by_task([found])] == ["turn 1", "turn 2", "turn 3"]
+    assert [part.task_label.rpartition(": ")[2] for part in by_task([found])] == ["turn 1", "turn 2", "turn 3"]
     assert [part.n for part in by_task([found])] == [CONTEXTS] * TURNS
     assert found.recomputed_tokens == 0
 

@@ -123,7 +123,7 @@ def test_a_sweep_is_one_offline_run_for_each_run_and_one_with_the_table(tmp_path
         metrics = json.loads((cell.folder / "metrics.json").read_text())
         for key in ("score", "score_low", "score_high", "kept_tokens", "cache_bytes", "prefill_seconds", "n"):
             assert one.summary[key] == metrics[key], key
-        assert ("score_vs_full" in one.summary) == ("streamingllm" in cell.run_id)
+        assert "score_vs_full" not in one.summary, "three examples are too few for a comparison"
     tight = found[cells[0].run_id].config
     assert (tight["model"], tight["policy"], tight["budget"]) == (tiny_model.name, "streamingllm", 40)
     assert (tight["schedule"], tight["policy.scorer.sinks"], tight["task.lengths"]) == ("prompt", 4, [300])
@@ -150,20 +150,23 @@ def written(out: Path, policy: str, scores: list[float | None], budget: int | No
 
 
 def test_runs_computed_together_have_their_own_curves_and_the_difference_to_full(tmp_path: Path) -> None:
-    cells = written(tmp_path, "tova", [1.0, 0.0, 0.0]), written(tmp_path, "full", [1.0, 1.0, 0.0], None)
+    cells = (
+        written(tmp_path, "tova", [1.0, 0.0, 0.0, 0.0, 0.0]),
+        written(tmp_path, "full", [1.0, 1.0, 0.0, 0.0, 0.0], None),
+    )
     watch = WandbWatch(WandbLogger(folder=str(tmp_path)), "both")
     for cell in cells:
-        watch.started(cell, (), 3)
-    for index in range(3):
+        watch.started(cell, (), 5)
+    for index in range(5):
         for cell in cells:
             watch.finished(cell, cell.row.samples[index])
     for cell in cells:
         watch.ended(cell, None)
     watch.close()  # a part of a sweep, which sends no table
     tova, full = sorted(stored(tmp_path), key=lambda one: one.summary["score"])
-    assert tova.column("score") == [1.0, 0.5, pytest.approx(1 / 3)]
-    assert full.column("score") == [1.0, 1.0, pytest.approx(2 / 3)]
-    assert tova.summary["score_vs_full"] == pytest.approx(-1 / 3)
+    assert tova.column("score")[:3] == [1.0, 0.5, pytest.approx(1 / 3)]
+    assert full.column("score")[:3] == [1.0, 1.0, pytest.approx(2 / 3)]
+    assert tova.summary["score_vs_full"] == pytest.approx(-1 / 5)
     assert "score_vs_full" not in full.summary
 
 

@@ -57,7 +57,7 @@ def _figure(panel: Panel, maps: Mapping[Result, Cells], paper: Paper) -> Figure:
     if len(lengths) == 1:
         beside = 0.065 * max(map(len, titles)) + 0.6
         sheet = Sheet(1, 1, max(0.34 * len(depths), 2.4) + beside, 0.2 * len(maps) + 0.7, paper, 1.4 + beside)
-        rows = {(depth, row): s for row, cell in enumerate(order) for (_, depth), s in maps[cell].items()}
+        rows = {(depth, float(row)): s for row, cell in enumerate(order) for (_, depth), s in maps[cell].items()}
         _map(sheet.axes[0], rows, depths, [float(row) for row in range(len(maps))])
         sheet.axes[0].set_yticks(range(len(maps)), titles)
         _ticks(sheet.axes[0], "x", [f"{depth:.3g}" for depth in depths], "depth of the needle (%)")

@@ -19,8 +19,8 @@ def held(samples: Sequence[Sample]) -> list[float] | None:
     known = [sample.kept_tokens for sample in samples if sample.kept_tokens]
     if not known or len({len(layers) for layers in known}) > 1:
         return None
-    per_layer = [[np.mean(heads) if heads else np.nan for heads in layers] for layers in known]
-    return [float(value) for value in np.mean(per_layer, axis=0)]
+    per_layer = np.array([[sum(heads) / max(1, len(heads)) for heads in layers] for layers in known])
+    return [float(value) for value in per_layer.mean(axis=0)]
 
 
 def layer_budgets(

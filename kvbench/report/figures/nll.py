@@ -28,7 +28,7 @@ def curves(cells: Sequence[Result], _: Mapping[str, Look], paper: Paper | None =
     of_runs = looks(read)
     panels: dict[tuple[str, str], list[Result]] = {}
     for run in read:
-        panels.setdefault((run.task, run.model), []).append(run)
+        panels.setdefault((run.task_label, run.model_label), []).append(run)
     sheet = Sheet(len(panels), 2, *((6.0, 4.5) if len(panels) == 1 else (4.2, 3.5)), paper or Paper())
     for (about, members), axes in zip(panels.items(), sheet.axes, strict=True):
         _panel(axes, members, of_runs)

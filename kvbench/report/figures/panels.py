@@ -41,7 +41,7 @@ def once(rows: Iterable[Result]) -> list[Result]:
     """Each row once: the full cache is the same for compress=prompt and compress=context."""
     seen: dict[tuple[object, ...], Result] = {}
     for row in rows:
-        seen.setdefault((row.model, row.task, row.line, row.budget), row)
+        seen.setdefault((row.model_label, row.task_label, row.line, row.budget), row)
     return list(seen.values())
 
 
@@ -65,7 +65,7 @@ def choose(rows: Sequence[Result], **wanted: Sequence[str]) -> list[Result]:
 def _names(row: Result, field: str) -> set[str]:
     if field == "budget":
         return set() if row.budget is None else {f"{row.budget:g}"}
-    whole = row.line if field == "policy" else str(getattr(row, field))
+    whole = row.line if field == "policy" else str(getattr(row, f"{field}_label"))
     return {whole, whole.partition(" ")[0], whole.partition("(")[0].rstrip()}
 
 
@@ -77,7 +77,7 @@ def panels_of(rows: Iterable[Result]) -> list[Panel]:
     """The rows by model and task, in the order of their first appearance; lines by family, then by name."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for row in rows:
-        groups.setdefault((row.model, row.task), []).append(row)
+        groups.setdefault((row.model_label, row.task_label), []).append(row)
     return [Panel(model, task, _lines(members)) for (model, task), members in groups.items()]
 
 

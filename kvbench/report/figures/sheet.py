@@ -108,7 +108,7 @@ class Sheet:
                 found.setdefault(self.paper.name(label), handle)
         if not found:
             return None
-        each = 0.6 + 0.0075 * rcParams["font.size"] * max(map(len, found))
+        each = 0.6 + 0.006 * rcParams["font.size"] * max(map(len, found))
         columns = max(1, min(len(found), int((wide - 2 * EDGE) / each)))
         look: dict[str, Any] = {"loc": "lower center", "handlelength": 3, "borderaxespad": 0, "columnspacing": 1.6}
         return self.figure.legend(list(found.values()), list(found), ncols=columns, **look)

@@ -18,7 +18,7 @@ from plotted_runs import POLICIES, described, read, sample, write_run
 from kvbench import preset_names
 from kvbench.analysis.result import Result
 from kvbench.plot import main
-from kvbench.report.collect import collect
+from kvbench.report.command import main as results
 from kvbench.report.figures import heatmap, layers, nll, panels, score
 from kvbench.report.figures.sheet import Paper
 from kvbench.report.figures.style import BASELINE, family_of, looks_of, save
@@ -61,14 +61,14 @@ def test_only_the_full_cache_is_drawn_as_the_full_cache() -> None:
 
 @pytest.mark.parametrize("kind", ["budget", "bytes"])
 def test_the_drawn_numbers_are_those_of_the_table(kind: str, sweep: Path, cells: list[Result], tmp_path: Path) -> None:
-    collect(sweep, tmp_path / "table.csv")
+    assert results(["collect", str(sweep), "-o", str(tmp_path / "table.csv")]) == 0
     table = pd.read_csv(tmp_path / "table.csv")
     (axes,) = drawn(score.against_budget if kind == "budget" else score.against_bytes, cells).axes
     lines = lines_of(axes)
     ticks = [tick.get_text() for tick in axes.get_xticklabels()]
     bars = {tuple(map(tuple, np.round(seg, 9))) for c in axes.collections for seg in c.get_segments()}  # type: ignore[attr-defined]
     for policy in POLICIES:
-        rows = table[table["slug"] == policy].sort_values("budget")
+        rows = table[table["policy"] == policy].sort_values("budget")
         name = next(label for label in lines if label.partition(" ")[0] == policy)
         x = lines[name].get_xdata()
         if kind == "budget":
@@ -135,7 +135,7 @@ def test_a_store_without_a_budget_is_a_level_beside_shares_and_a_point_among_byt
 
 
 def test_a_table_and_the_runs_it_was_made_of_give_the_same_bytes(small: Path, tmp_path: Path) -> None:
-    collect(small, tmp_path / "table.csv")
+    assert results(["collect", str(small), "-o", str(tmp_path / "table.csv")]) == 0
     assert main([str(small), "-o", str(tmp_path / "runs.svg")]) == 0
     assert main([str(tmp_path / "table.csv"), "-o", str(tmp_path / "table.svg")]) == 0
     assert (tmp_path / "runs.svg").read_bytes() == (tmp_path / "table.svg").read_bytes()
