@@ -1,10 +1,10 @@
-"""How sure a score is: intervals of a mean, paired comparisons, corrections for many of them, examples needed."""
+"""Intervals of means, paired comparisons, and Holm's correction for many of them."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import sqrt
 from statistics import NormalDist
 from typing import TypeVar
 
@@ -16,7 +16,6 @@ Key = TypeVar("Key", bound=Hashable)
 
 CONFIDENCE = 0.95
 ALPHA = 1 - CONFIDENCE
-POWER = 0.8
 FEWEST = 5  # examples below which nothing is claimed of a difference
 RESAMPLES = 10_000
 _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
@@ -112,24 +111,6 @@ def stratified_intervals(
             max(0.0, low) if inside else low, min(1.0, high) if inside else high, "stratified bootstrap"
         )
     return found
-
-
-def stratified_difference(
-    first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], seed: int = 0
-) -> Difference:
-    """How much higher `second` scores than `first` in the mean of group means, group by group on the same examples.
-
-    Interval as for `stratified_interval`, p as for `paired_difference`; n counts all examples. Scores lie in [0, 1].
-    Raises ValueError where groups do not pair up, or one has fewer than two examples.
-    """
-    if [len(group) for group in first] != [len(group) for group in second]:
-        raise ValueError("a stratified comparison needs the same examples in every group of both")
-    pairs = enumerate(zip(first, second, strict=True))
-    drawn = _Strata([_stratum(np.subtract(b, a), -1.0, 1.0, seed + i) for i, (a, b) in pairs])
-    low, high = drawn.percentiles()
-    extreme = int((np.abs(drawn.deviations) >= abs(drawn.mean) - 1e-12).sum())
-    p = (extreme + 1) / (RESAMPLES + 1)
-    return Difference(drawn.mean, low, high, p, sum(len(group) for group in first), "stratified bootstrap")
 
 
 @dataclass(frozen=True)
@@ -248,12 +229,6 @@ def _equal_difference(mean: float, n: int) -> Difference:
     return Difference(mean, mean - missed * (1 + mean), mean + missed * (1 - mean), min(1.0, p), n, "floor")
 
 
-def sign_test(supports: int, contradicts: int) -> float | None:
-    """Two-sided exact p of so uneven a split if either sign were as likely; None without any cell that has one."""
-    n = supports + contradicts
-    return None if n == 0 else min(1.0, 2 * float(bdtr(min(supports, contradicts), n, 0.5)))
-
-
 def holm(p_values: Sequence[float]) -> list[float]:
     """p-values of one family, adjusted so that at most 5% of families have any false claim at 0.05, in the same order.
 
@@ -265,19 +240,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
         least = max(least, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = least
     return adjusted
-
-
-def examples_needed(spread: float, effect: float, family: int = 1) -> int | None:
-    """Examples for which a mean difference of `effect` is seen in 80% of studies; None where there is nothing to see.
-
-    spread: standard deviation of the difference per example. family: comparisons of which this is one; each is tested
-    at 0.05 / family, the strictest step of Holm's. Normal approximation: n = ((z_(1-a/2) + z_0.8) spread / effect)^2.
-    """
-    if effect == 0:
-        return None
-    z = NormalDist()
-    units = (z.inv_cdf(1 - ALPHA / family / 2) + z.inv_cdf(POWER)) * spread / effect
-    return max(FEWEST, ceil(units**2))
 
 
 def _tails(n: int) -> tuple[float, float]:

@@ -46,6 +46,19 @@ class Table:
     groups: Sequence[str] = ()
 
 
+def table_of(names: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", left: Sequence[str] = ()) -> Table:
+    """A table of rows of text."""
+    return Table(frame_of(names, list(zip(*rows, strict=True)) or [[] for _ in names]), title, left=left)
+
+
+def frame_of(names: Sequence[str], columns: Sequence[Sequence[str]]) -> pd.DataFrame:
+    """A DataFrame of text, from its columns."""
+    import pandas as pd  # here, not above: `python -m kvbench --help` should start quickly
+
+    frame = pd.DataFrame({place: list(column) for place, column in enumerate(columns)}, dtype=object)
+    return frame.set_axis(list(names), axis="columns")
+
+
 def text(table: Table, width: int | None = None) -> str:
     """Aligned columns. width: letters of a line, into which rich folds the columns; None: as wide as needed."""
     frame = table.frame

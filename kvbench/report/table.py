@@ -14,12 +14,12 @@ from kvbench.analysis.load import Results
 from kvbench.analysis.result import FINISHED, Result
 from kvbench.analysis.statistics import FEWEST
 from kvbench.identity.labels import budget_order, in_words, text_of
-from kvbench.report.frames import Table, text
+from kvbench.report.frames import Table, frame_of, text
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.folding import terminal_width
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 NONE = "-"
 LONG_ANSWER = 256  # mean generated tokens from which on the answers' length is a column
@@ -87,7 +87,7 @@ def _chooses(row: Result) -> bool:
 _PAIRED = "vs full: on the same examples, * where the 95% interval leaves out 0"
 _READS = "read: by the last decoded token; the budget of such a policy is what a decoded token may read"
 _COLUMNS = (
-    _Column("tokens", _number("scored_tokens", "d")),
+    _Column("scored tokens", _number("scored_tokens", "d")),
     _Column("score (95% CI)", measure, "score: mean, 1 is best", lambda row: not row.reads),
     _Column("NLL (95% CI)", measure, "NLL: nats per token, lower is better", lambda row: row.reads),
     _Column("vs full (95% CI)", _against, _PAIRED, lambda row: row.difference is not None or row.gap is not None),
@@ -138,7 +138,7 @@ def results_table(rows: Sequence[Result]) -> Table:
     if any(row.budget is not None for row in rows):
         legend.append("budget: tokens a KV head may keep (below 1: share of the prompt)")
     return Table(
-        _frame([*named, *(one.title for one in shown)], [*(words[name] for name in named), *numbers]),
+        frame_of([*named, *(one.title for one in shown)], [*(words[name] for name in named), *numbers]),
         title=_shared(words, named),
         notes=["; ".join(legend), *_when(rows), *notes(rows)],
         left=[name for name in named if name not in _RIGHT],
@@ -148,13 +148,6 @@ def results_table(rows: Sequence[Result]) -> Table:
 
 _RIGHT = ("budget", "n")
 _GROUPS = ("model", "task", "schedule", "decode")
-
-
-def _frame(names: Sequence[str], columns: Sequence[Sequence[str]]) -> pd.DataFrame:
-    import pandas as pd  # here, not above: `python -m kvbench --help` should start quickly
-
-    frame = pd.DataFrame({place: list(column) for place, column in enumerate(columns)}, dtype=object)
-    return frame.set_axis(list(names), axis="columns")
 
 
 def _grouped(rows: Sequence[Result]) -> list[Result]:
@@ -252,7 +245,7 @@ def pivot(rows: Sequence[Result], across: str) -> Table:
     if any(row.difference and row.difference.claims for row in rows) and across == "budget":
         legend.append("*: the 95% interval of the difference to full on the same examples leaves out 0")
     return Table(
-        _frame([*named, *titles], list(zip(*body, strict=True))),
+        frame_of([*named, *titles], list(zip(*body, strict=True))),
         title=f"{what} by {across}: {_shared(words, [*named, across])}",
         notes=["; ".join(legend), *_when(rows), *notes(rows)],
         left=[name for name in named if name not in _RIGHT],

@@ -25,8 +25,7 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_layers
 from kvbench.policies.press import KVPress
 from kvbench.policies.stores.store import LayerStore
-from kvbench.report.grid import Block, Cell, Grid, Row
-from kvbench.report.plain_text import text
+from kvbench.report.frames import Table, table_of, text
 from kvbench.terminal.command import Parser, pairs
 from kvbench.terminal.errors import refusing
 from kvbench.terminal.folding import terminal_width
@@ -175,9 +174,9 @@ def tell(arguments: Sequence[str]) -> int:
         tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
     if budget is not None and not any(policy.evicts or policy.reader is not None for policy in policies):
         sys.stderr.write(f"kvbench: budget={budget} is ignored: {', '.join(slugs)} keeps every token\n")
-    for grid in tables:
-        if grid.blocks[0].rows:
-            sys.stdout.write(text(grid, terminal_width()) + "\n")
+    for table in tables:
+        if len(table.frame):
+            sys.stdout.write(text(table, terminal_width()) + "\n")
     return 0
 
 
@@ -213,7 +212,7 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _sizes(policies: Sequence[Policy], shape: CacheShape, lengths: Sequence[int], batches: Sequence[int]) -> Grid:
+def _sizes(policies: Sequence[Policy], shape: CacheShape, lengths: Sequence[int], batches: Sequence[int]) -> Table:
     """Bytes by kind, one row per policy, length and batch."""
     found = [(p, predict(p, shape, length, batch)) for p in policies for length in lengths for batch in batches]
     kinds = dict.fromkeys(kind for _, one in found for kind, nbytes in one.parts.items() if nbytes)
@@ -228,10 +227,11 @@ def _sizes(policies: Sequence[Policy], shape: CacheShape, lengths: Sequence[int]
     if shape.kv_lora_rank:
         each = f"a latent of {shape.kv_lora_rank} + {shape.qk_rope_head_dim} a token"
     title = f"MiB held after a prompt; {shape.layers} layers, {each}, {dtype}"
-    return _grid(title, ("length", "batch", *kinds, "MiB", "bytes", "bits/number", "16-bit/this"), rows, keys=2)
+    names = ("policy", "length", "batch", *kinds, "MiB", "bytes", "bits/number", "16-bit/this")
+    return table_of(names, rows, title, left=("policy",))
 
 
-def _limits(policies: Sequence[Policy], shape: CacheShape) -> Grid:
+def _limits(policies: Sequence[Policy], shape: CacheShape) -> Table:
     """Which dtype of scales and minima gives which ratio in a long cache, for policies that keep every token."""
     title = "Each further token of a long cache, by the dtype of scales and minima: bits/number (16-bit/this)"
     rows = []
@@ -242,10 +242,4 @@ def _limits(policies: Sequence[Policy], shape: CacheShape) -> Grid:
         kinds: list[dict[str, Any]] = [{"metadata": dtype} for dtype in ("float16", "float32")]
         bits = [limit_bits(replace(policy, store=replace(store, **kind)), shape) for kind in kinds]
         rows.append((policy.name, *(f"{b:.3f} ({16 / b:.2f}x)" for b in bits)))
-    return _grid(title, ("float16", "float32"), rows)
-
-
-def _grid(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], keys: int = 0) -> Grid:
-    """Rows that begin with a policy's name."""
-    made = tuple(Row(name, tuple(map(Cell, cells))) for name, *cells in rows)
-    return Grid("", title, "policy", tuple((name,) for name in columns), (Block("", made),), keys=keys)
+    return table_of(("policy", "float16", "float32"), rows, title, left=("policy",))

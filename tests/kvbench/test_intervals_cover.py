@@ -15,7 +15,6 @@ from kvbench.analysis import statistics as stats
 from kvbench.analysis.statistics import (
     Interval,
     mean_interval,
-    stratified_difference,
     stratified_interval,
     weighted_interval,
 )
@@ -60,20 +59,11 @@ def stratified(rng: np.random.Generator, n: int) -> Interval:
     return stratified_interval([scores.tolist() for scores in suite(rng, n)], seed=int(rng.integers(2**31)))
 
 
-def difference(rng: np.random.Generator, n: int) -> Interval:
-    """Of two policies on the suite's examples: the second loses a tenth of what the first has, .06125 on average."""
-    first = suite(rng, n)
-    second = [np.where(rng.uniform(size=n) < 0.1, 0.0, scores) for scores in first]
-    got = stratified_difference([x.tolist() for x in first], [x.tolist() for x in second], int(rng.integers(2**31)))
-    return Interval(got.low, got.high, got.method)
-
-
 CASES: dict[str, tuple[Draw, float]] = {
     "graded": (graded, 0.25),
     "answers": (answers, 0.425),
     "clustered": (clustered, 0.5),
     "stratified": (stratified, (0.99 + 0.9 + 0.7 + 0.5 + 0.25 + 0.8 + 0.425 + 0.335) / 8),
-    "difference": (difference, -(0.99 + 0.9 + 0.7 + 0.5 + 0.25 + 0.8 + 0.425 + 0.335) / 80),
 }
 
 
@@ -143,8 +133,3 @@ def test_sets_that_were_all_right_are_no_certainty() -> None:
 def test_a_group_of_one_says_nothing_of_its_spread(groups: list[list[float]]) -> None:
     with pytest.raises(ValueError, match="two scores or more in every group"):
         stratified_interval(groups)
-
-
-def test_a_stratified_difference_needs_pairs() -> None:
-    with pytest.raises(ValueError, match="same examples"):
-        stratified_difference([[0.1, 0.2]], [[0.1, 0.2, 0.3]])
