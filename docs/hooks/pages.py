@@ -17,11 +17,6 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
-<<<<<<< HEAD
-=======
-from kvbench.papers import layout, published
-
->>>>>>> main
 MADE = {
     "<!-- table: longbench -->": evaluator_tables.longbench,
     "<!-- table: ruler -->": evaluator_tables.ruler,
@@ -43,15 +38,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         if members
     }
     ledger = {chapter["title"]: f"ledger/{slug}.md" for slug, chapter in ledger_pages.chapters().items()}
-<<<<<<< HEAD
     made: dict[str, Mapping[str, Any]] = {"Policies": policies, "Ledger": ledger}
-=======
-    tables = {
-        table_pages.paper_name(paper): {table_pages.readable(t): table_pages.page_name(t) for t in layout.tables(paper)}
-        for paper in published.papers()
-    }
-    made: dict[str, Mapping[str, Any]] = {"Policies": policies, "Ledger": ledger, "Published tables": tables}
->>>>>>> main
     assert config.nav is not None
     for entry in config.nav:
         for title in made.keys() & entry.keys():
@@ -80,12 +67,6 @@ def generated() -> Iterator[tuple[str, str]]:
         yield f"policies/{name}.md", policy_pages.page(name)
     for slug, chapter in ledger_pages.chapters().items():
         yield f"ledger/{slug}.md", ledger_pages.chapter_page(chapter, policy_pages.page_of())
-<<<<<<< HEAD
-=======
-    yield "tables/index.md", table_pages.index_page()
-    for table in layout.tables():
-        yield table_pages.page_name(table), table_pages.table_page(table)
->>>>>>> main
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

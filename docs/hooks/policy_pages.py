@@ -9,10 +9,6 @@ import ledger_pages
 from md import table
 
 from kvbench.config.tree import CONF, Config, names, part_class, read
-<<<<<<< HEAD
-=======
-from kvbench.papers import layout
->>>>>>> main
 
 DECISIONS = {
     "pre_pass": "What is read at all",
@@ -64,24 +60,6 @@ def page_of() -> dict[str, str]:
     return {name: page for page, variants in pages().items() for name in (page, *variants)}
 
 
-<<<<<<< HEAD
-=======
-@cache
-def printed_methods() -> dict[str, set[str]]:
-    """The methods of published tables that belong to each page."""
-    found: dict[str, set[str]] = {name: set() for name in pages()}
-    for method in table_pages.methods():
-        for owner in table_pages.owners(method, page_of()):
-            found[owner].add(method)
-    return found
-
-
-def title(name: str) -> str:
-    """What papers call a policy: `SnapKV + CAOTE`."""
-    return layout.names()["labels"]["method"].get(name, name)
-
-
->>>>>>> main
 def about(name: str) -> str:
     """The comment at the top of a policy's file."""
     lines = (CONF / "policy" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
