@@ -174,5 +174,5 @@ def _schedule(config: Config) -> list[str]:
     if schedule.get("protect") == "prompt":
         decode += ", none of them the prompt's"
     late = "; the prompt stays whole until the first token was decoded" if schedule.get("late") else ""
-    set_by = "`schedule=`, `block=` and `decode=` set it otherwise: [schedules](../concepts/policy.md#when)."
+    set_by = "`schedule=`, `block=` and `decode=` set it otherwise: [schedules](../concepts/policy.md#schedules)."
     return ["## When", f"It evicts {when}{late}; decoding {decode} (`decode={rule}`).\n{set_by}"]
