@@ -18,9 +18,9 @@ from kvbench.tasks.text_files import rows
 class BoxedMath(Task):
     """The rows of a file with the columns problem and answer, such as MATH-500's, in their order.
 
-    prompt: with slot problem. protocol: "sound" reads the last box to the brace that closes it, "kvpress" the first
-    one to the next brace, by which a nested answer is always wrong; both stand among the measures. hub, revision, file:
-    where the rows are; data_dir: a copy instead, a file or a folder that has it.
+    prompt: with slot problem. protocol: "sound" compares the value in the last box by math-verify, "kvpress" the
+    characters of the first one up to the next brace, by which a nested answer is always wrong; both are measures.
+    hub, revision, file: where the rows are; data_dir: a copy instead, a file or a folder that has it.
     """
 
     name: str = "math500"

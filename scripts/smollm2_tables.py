@@ -1,0 +1,199 @@
+"""Tables and figures of `results/smollm2` from the runs of `scripts/smollm2_pack.py`.
+
+python scripts/smollm2_tables.py RUNS -o results/smollm2. Writes one tidy CSV for each table, the paired differences to
+base policies, every example's scores (samples.csv.gz) and the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import pandas as pd
+import yaml
+
+from kvbench.analysis.statistics import mean_interval, paired_difference
+
+mpl.use("Agg")
+mpl.rcParams["svg.hashsalt"] = "smollm2"
+PAIRS = {  # CAOTE's H2O keeps no recent window
+    f"{value}_{base}": "h2o_norecent" if base == "h2o" and value != "ada" else base
+    for base in ("snapkv", "h2o", "tova", "roco", "pyramidkv", "knorm", "keydiff", "expected_attention")
+    for value in ("caote", "fastcaote", "ada")
+}
+SHOWN = ["full", "streamingllm", "random", "h2o", "tova", "snapkv", "ada_snapkv", "cake", "expected_attention", "kvec"]
+MAPS = ["full", "streamingllm", "h2o", "snapkv", "cake", "expected_attention"]
+
+
+def samples(runs: Path) -> pd.DataFrame:
+    """A row for each example of each run: table, policy, budget, depth, score or NLL, bytes and kept tokens."""
+    rows = []
+    for file in sorted(runs.glob("*/*/samples.jsonl")):
+        config = yaml.safe_load((file.parent / "config.yaml").read_text())
+        for line in file.read_text().splitlines():
+            sample = json.loads(line)
+            kept = [heads for layer in sample["kept_tokens"] for heads in layer]
+            likelihood = sample.get("likelihood") or {}
+            rows.append(
+                {
+                    "table": file.parent.parent.name,
+                    "policy": config["naming"]["policy"],
+                    "budget": config["identity"]["budget"],
+                    "task": sample["metadata"].get("task", ""),
+                    "example": sample["index"],
+                    "depth": sample["metadata"].get("depth"),
+                    "prompt_tokens": sample["prompt_tokens"],
+                    "score": sample["score"],
+                    "nll": likelihood.get("nll"),
+                    "scored_tokens": likelihood.get("tokens"),
+                    "kept_per_head": sum(kept) / len(kept),
+                    "cache_bytes": sample["cache_bytes"],
+                    "full_cache_bytes": sample["full_cache_bytes"],
+                    "run_id": file.parent.name,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def summary(found: pd.DataFrame) -> pd.DataFrame:
+    """Mean score (95% interval), bytes and difference to `full` on the same examples, for each run."""
+    rows = []
+    for (task, policy, budget), some in found.groupby(["task", "policy", "budget"], dropna=False, sort=False):
+        full = found[(found.policy == "full") & (found.task == task)].set_index("example")
+        shared = [example for example in some.example if example in full.index]
+        own = some.set_index("example")
+        measure = "score" if some.score.notna().any() else "nll"
+        interval = mean_interval(some[measure].tolist()) if measure == "score" else None
+        less = paired_difference(full.loc[shared, measure].tolist(), own.loc[shared, measure].tolist())
+        rows.append(
+            {
+                "task": task,
+                "policy": policy,
+                "budget": budget,
+                "n": len(some),
+                measure: some[measure].mean(),
+                **({"low": interval.low, "high": interval.high} if interval else {}),
+                "vs_full": less.mean if policy != "full" else None,
+                "vs_full_low": less.low if policy != "full" and len(shared) > 1 else None,
+                "vs_full_high": less.high if policy != "full" and len(shared) > 1 else None,
+                "kept_per_head": some.kept_per_head.mean(),
+                "cache_mib": some.cache_bytes.mean() / 2**20,
+                "share_of_full": some.cache_bytes.sum() / some.full_cache_bytes.sum(),
+            }
+        )
+    return pd.DataFrame(rows).sort_values(["task", "budget", "policy"], ignore_index=True)
+
+
+def to_base(found: pd.DataFrame) -> pd.DataFrame:
+    """Each value-aware or per-head combination less its base, on the same examples; `all`: budgets together."""
+    rows = []
+    keys = ["task", "example", "budget"]
+    for combined, base in PAIRS.items():
+        ours, theirs = (found[found.policy == name].set_index(keys).score for name in (combined, base))
+        both = ours.index.intersection(theirs.index)
+        for budget in [*sorted({key[2] for key in both}), "all"] if len(both) else []:
+            here = [key for key in both if budget in ("all", key[2])]
+            less = paired_difference(theirs.loc[here].tolist(), ours.loc[here].tolist())
+            scores = {"score": ours.loc[here].mean(), "base_score": theirs.loc[here].mean()}
+            rows.append({"policy": combined, "base": base, "budget": budget, "n": len(here), **scores})
+            rows[-1] |= {"difference": less.mean, "low": less.low, "high": less.high}
+    return pd.DataFrame(rows)
+
+
+def score_figure(table: pd.DataFrame, x: str, file: Path, title: str, xlabel: str) -> None:
+    """Score (or perplexity) against budget or bytes, a line for each policy."""
+    measure = "score" if "score" in table else "nll"
+    figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+    for index, (policy, some) in enumerate(table.groupby("policy", sort=False)):
+        some = some.sort_values(x)
+        if policy == "full":
+            axes.axhline(some[measure].iloc[0], color="black", linestyle="--", linewidth=1, label="full")
+            continue
+        marker = "osv^D<>pX*hPd"[index % 13]
+        axes.plot(some[x], some[measure], marker=marker, linewidth=1.2, markersize=4, label=policy)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel("score (share found)" if measure == "score" else "NLL in nats per token (lower is better)")
+    if measure == "score":
+        axes.set_ylim(-0.03, 1.05)
+    axes.set_title(title, fontsize=9, loc="left")
+    figure.legend(loc="outside right upper", fontsize=7, frameon=False)
+    save(figure, file)
+
+
+def depth_maps(found: pd.DataFrame, policies: list[str], file: Path) -> None:
+    """For each policy a map of needle depth against budget: the share of needles found."""
+    own = found[found.policy.isin(policies)]
+    budgets = sorted(int(budget) for budget in own.budget.dropna().unique())
+    depths = sorted(own.depth.unique())
+    figure, grid = plt.subplots(1, len(policies), figsize=(1.35 * len(policies) + 0.6, 3), sharey=True)
+    for axes, policy in zip(grid, policies, strict=True):
+        some = own[own.policy == policy]
+        cells = [
+            [some[(some.depth == d) & ((some.budget == b) | some.budget.isna())].score.mean() for b in budgets]
+            for d in depths
+        ]
+        axes.imshow(cells, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+        axes.set_xticks(range(len(budgets)), budgets, rotation=90, fontsize=7)
+        axes.set_title(policy, fontsize=8)
+    grid[0].set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths], fontsize=7)
+    grid[0].set_ylabel("depth of the needle", fontsize=8)
+    figure.supxlabel("budget (tokens per KV head); yellow: found, purple: lost", fontsize=8)
+    figure.tight_layout()
+    save(figure, file)
+
+
+def difference_figure(table: pd.DataFrame, file: Path, title: str) -> None:
+    """Differences to the base policy over all budgets, with their intervals."""
+    own = table[table.budget == "all"].reset_index(drop=True)
+    figure, axes = plt.subplots(figsize=(6.4, 0.32 * len(own) + 1.2), layout="constrained")
+    spread = [own.difference - own.low, own.high - own.difference]
+    axes.errorbar(own.difference, own.index, xerr=spread, fmt="o", markersize=4, capsize=2, linewidth=1)
+    axes.axvline(0, color="grey", linewidth=0.8)
+    axes.set_yticks(own.index, own.policy, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("score less the base policy's, same examples and budgets (95% interval)", fontsize=8)
+    axes.set_title(title, fontsize=9, loc="left")
+    save(figure, file)
+
+
+def save(figure: plt.Figure, file: Path) -> None:
+    """Write a figure without a date, so that equal runs give equal files."""
+    figure.savefig(file, metadata={"Date": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    """Write all tables and figures for which there are runs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    given = parser.parse_args()
+    given.output.mkdir(parents=True, exist_ok=True)
+    found = samples(given.runs)
+    found.round(6).to_csv(given.output / "samples.csv.gz", index=False, compression={"method": "gzip", "mtime": 0})
+    tables = {str(name): some for name, some in found.groupby("table", sort=False)}
+    for name, some in tables.items():
+        summary(some).round(4).to_csv(given.output / f"{name}.csv", index=False)
+    if "needles" in tables:
+        needles = tables["needles"]
+        least = int(needles.groupby("run_id").size().min())
+        shown = summary(needles[needles.policy.isin(SHOWN)])
+        title = f"Needles in 2,048 tokens, question in the prompt, n = {least}"
+        budget = "budget (tokens per KV head and layer)"
+        score_figure(shown, "budget", given.output / "needles.svg", title, budget)
+        depth_maps(needles, MAPS, given.output / "depths.svg")
+        differences = to_base(needles)
+        differences.round(4).to_csv(given.output / "differences.csv", index=False)
+        difference_figure(differences, given.output / "differences.svg", "Value-aware and per-head variants")
+    for name, title in (("stores", "Needles: quantized stores"), ("perplexity", "Moby Dick, blocks of 128 tokens")):
+        if name in tables:
+            file = given.output / f"{name}.svg"
+            score_figure(summary(tables[name]), "cache_mib", file, title, "cache held, MiB (positions included)")
+
+
+if __name__ == "__main__":
+    main()
