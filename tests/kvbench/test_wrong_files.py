@@ -15,9 +15,8 @@ from command_lines import MAINS
 
 from kvbench.analysis.load import load_results
 from kvbench.records.sample import Sample
-from kvbench.sweeps.outcome import explain
 from kvbench.tasks.text_files import texts
-from kvbench.terminal.command import BROKEN_PIPE, FAILED, WRONG, command
+from kvbench.terminal.command import BROKEN_PIPE, FAILED, WRONG, command, explain
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.signals import sigterm_as_interrupt
 
@@ -90,8 +89,8 @@ def sample(**values: object) -> Sample:
 
 Write = Callable[[Path], object]
 TEXTS: dict[str, tuple[str, Write, str]] = {
-    "white space": ("a.txt", lambda p: p.write_text(" \n\t "), "a.txt has no text but white space"),
-    "white row": ("a.jsonl", lambda p: p.write_text('{"text": " "}\n'), "a.jsonl:1 has no text but white space"),
+    "white space": ("a.txt", lambda p: p.write_text(" \n\t "), "a.txt contains only white space"),
+    "white row": ("a.jsonl", lambda p: p.write_text('{"text": " "}\n'), "a.jsonl:1 contains only white space"),
 }
 
 
