@@ -71,13 +71,7 @@ class IntoNewest(Merger):
         return Merged(newest, eviction.keys.gather(2, place), value)
 
 
-<<<<<<< HEAD
-# --8<-- [end:merger]
-# --8<-- [start:store]
 class HalfStore(SlotStore):
-=======
-class HalfStore(SlotStore):
->>>>>>> main
     """Buffers in float16, seen in the model's dtype."""
 
     def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:

@@ -38,34 +38,7 @@ from kvbench.policies.policy_checks import check_budget, check_layers
 from kvbench.tasks.task import Task
 from kvbench.terminal.errors import refusing
 
-<<<<<<< HEAD
-IDENTITY_VERSION = 2  # raise it where the same configuration comes to mean something else
-COMPUTES = (
-    "kvbench.engine.generate",
-    "kvbench.engine.batch",
-    "kvbench.engine.prefill",
-    "kvbench.engine.sequence",
-    "kvbench.inference.rating",
-    "kvbench.models.cache_shapes",
-    "kvbench.models.prompts",
-    "kvbench.models.loading",
-    "kvbench.engine.answers",
-    "kvbench.engine.device_memory",
-    "kvbench.engine.likelihood",
-    "kvbench.identity.reading",
-    "kvbench.records.kept_heads",
-    "kvbench.engine.one_by_one",
-    "kvbench.engine.prompts",
-    "kvbench.records.sample",
-    "kvbench.engine.scheduler",
-)
-"""What computes and records a run's numbers: these modules, the parts of its policy, its task, and what they import.
-
-Of the rooms `analysis`, `config`, `engine`, `identity`, `records` and `terminal` only what stands here counts.
-"""
-=======
 IDENTITY_VERSION = 3  # raise it where the same configuration comes to mean something else
->>>>>>> main
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,8 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy, preset_names
 from kvbench.cache.hook import prepare
-<<<<<<< HEAD
-from kvbench.config.slugs import parse
-from kvbench.engine.generate import generate_tokens
-=======
 from kvbench.config.presets import store_of
 from kvbench.engine.generate import generate_tokens
->>>>>>> main
 from kvbench.policies.stores.gear import Gear
 from kvbench.policies.stores.kcvc import Kcvc
 from kvbench.policies.stores.kivi import Kivi
