@@ -1,8 +1,8 @@
-"""`python -m kvbench`: see `kvbench.cli`."""
+"""`python -m kvbench`: one run; with `-m` a sweep. A plain Hydra application on the configurations of conf/."""
 
 import sys
 
-from kvbench.cli import main
+from kvbench.sweeps.app import main
 
 if __name__ == "__main__":
     sys.exit(main())

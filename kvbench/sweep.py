@@ -1,8 +1,8 @@
-"""`python -m kvbench.sweep`: see `kvbench.sweeps.command`."""
+"""`python -m kvbench.sweep`: see `kvbench.sweeps.status`."""
 
 import sys
 
-from kvbench.sweeps.command import main
+from kvbench.sweeps.status import main
 
 if __name__ == "__main__":
     sys.exit(main())

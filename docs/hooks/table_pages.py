@@ -8,7 +8,7 @@ from functools import cache
 
 from md import table as md_table
 
-from kvbench.config import slugs
+from kvbench.config.presets import store_of
 from kvbench.papers import layout, published
 from kvbench.papers.layout import budget_text, lay_out
 from kvbench.papers.published import AVERAGE, BASELINE, Number
@@ -95,12 +95,9 @@ def owners(method: str, pages: Mapping[str, str]) -> list[str]:
     found = [name for name in pages if f"{method}_".startswith(f"{name}_")]
     longer = [name for name in pages if name.startswith(f"{method}_")]
     mine = [max(found, key=len)] if found else longer[:1]
-    try:
-        stored = slugs.parse(method)
-    except ValueError:  # a setting that a paper leaves out, such as the labels of skipped layers
-        stored = None
-    if stored is not None and stored.store in pages:
-        mine.append(stored.store)
+    words = method.split("_")
+    parts = ["_".join(words[first:last]) for first in range(len(words)) for last in range(len(words), first, -1)]
+    mine += [name for name in parts if name in pages and store_of(name)][:1]
     return list(dict.fromkeys(pages[name] for name in mine))
 
 

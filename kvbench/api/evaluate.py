@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from itertools import product
+from numbers import Real
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.analysis.load import read_result
-from kvbench.api.asked import Asked, Model
 from kvbench.api.results import Results
 from kvbench.engine.run import run_cells
-from kvbench.errors import UsageError
-from kvbench.identity.cell import Cell
+from kvbench.errors import ConfigError, UsageError
+from kvbench.identity.cell import build_cell
+from kvbench.identity.code_digest import check_files
+from kvbench.identity.run_config import run_config
 from kvbench.models.given import borrowed, given_model, given_name
 from kvbench.models.loading import GivenModel
 from kvbench.policies.policy import Policy
-from kvbench.records.retries import drop_failed
-from kvbench.sweeps.plan import plan
 from kvbench.tasks.task import Task
+
+Model: TypeAlias = PreTrainedModel | str | Path
+_PLURAL = {"policy": "policies", "budget": "budgets", "task": "tasks"}
 
 
 def evaluate(
@@ -44,40 +48,55 @@ def evaluate(
     config_dir: str | Path | None = None,
     **fields: Any,  # noqa: ANN401 - whatever a part of a run has
 ) -> Results:
-    """Run every task with every policy at every budget, as the command line would: each example is audited.
+    """Run every task with every policy at every budget, as the command line does: each example is audited.
 
-    model: an object with its `tokenizer`, or a name: of conf/model, of a folder, of the hub. policies, tasks: names, or
-    objects, which have their budget, schedule and other fields already. budgets: tokens per KV head per layer on
-    average, or below 1 a share of the prompt. batch: most sequences decoded together, `engine.rows` of the command
-    line; None: as memory allows, 1: one by one, timed. out: the folder that keeps the runs, and from which they are
-    continued; None: nothing is kept but what is returned. fields: any other of the command line by its name there:
-    `max_new_tokens=20`, `**{"policy.scorer.window": 16}`.
-    Raises ValueError for a wrong value, before anything is computed where that can be known then; else after all other
-    runs have ended.
+    model: an object with its `tokenizer`, or a name: of conf/model, of a folder, of the Hub. policies, tasks: names, or
+    objects, which have their own budget, schedule and other fields. budgets: tokens per KV head per layer on average,
+    or below 1 a share of the prompt. batch: most sequences decoded together (`engine.rows`); None: as memory allows,
+    1: one by one, timed. out: the folder that keeps the runs, and from which they are continued; None:
+    nothing is kept but what is returned. fields: any other field of the command line: `**{"policy.scorer.window": 16}`.
+    Raises ValueError for a wrong value, before anything is computed if it can be known then; the first error of a run
+    is raised after all other runs have ended.
     """
     given = _given(model, tokenizer, dtype, device)
     temporary = TemporaryDirectory(prefix="kvbench-") if out is None else None
-    into = out if temporary is None else f"{temporary.name}/kvbench"
-    settings = {"schedule": schedule, "block": block, "decode": decode, "compress": compress, "limit": limit}
-    settings |= {"seed": seed, "engine.rows": batch, "dtype": dtype, "out": str(into)}
-    settings |= {"device": device if given is None else str(given.model.device)}
-    asked = Asked(
-        model,
-        tasks=_listed(tasks),
-        policies=_listed(policies),
-        budgets=_listed(budgets),
-        settings={name: value for name, value in settings.items() if value is not None} | fields,
-        config_dir=config_dir,
-        kept=temporary is None,
-    )
-    cells = [one.cell for one in plan(asked.combinations(), strict=True, given=given) if one.cell is not None]
+    settings: dict[str, Any] = {
+        "schedule": schedule,
+        "block": block,
+        "decode": decode,
+        "compress": compress,
+        "limit": limit,
+        "seed": seed,
+        "engine.rows": batch,
+        "dtype": dtype,
+        "device": device if given is None else str(given.model.device),
+        "out": str(out) if temporary is None else f"{temporary.name}/kvbench",
+        **fields,
+    }
+    for name in fields:
+        if name in _PLURAL:
+            raise UsageError(f"{name}= is not allowed, write {_PLURAL[name]}=")
+    lists = [_listed("tasks", tasks, Task), _listed("policies", policies, Policy), _listed("budgets", budgets, Real)]
+    folders = [] if config_dir is None else [Path(config_dir).expanduser()]
+    name = given_name(model) if isinstance(model, PreTrainedModel) else model
+    runs = [
+        run_config(name, policy, task, folders, given, **{**settings, "budget": budget})
+        for task, policy, budget in product(*lists)
+    ]
+    cells = [build_cell(run) for run in runs]
+    for cell in cells if temporary is None else ():
+        check_files([cell.identity["policy"], cell.identity["task"]])
     with nullcontext() if given is None else borrowed(given.model):
-        rows = [read_result(cell.folder, cell.limit) for cell in _computed(cells)]
+        endings = run_cells(cells)
+    for ending in endings:
+        if ending.error is not None:
+            raise ending.error
+    rows = [read_result(cell.folder, cell.limit) for cell in cells]
     return Results(rows, cells[0].out, in_order=False, held=temporary)
 
 
 def _given(model: Model, tokenizer: PreTrainedTokenizerBase | None, dtype: str, device: str) -> GivenModel | None:
-    """The model where it is an object; None for a name. Raises UsageError."""
+    """The model if it is an object; None for a name. Raises UsageError."""
     if not isinstance(model, PreTrainedModel | str | Path):
         raise UsageError(f"model= must be a name or a model of transformers, got a {type(model).__name__}")
     if not isinstance(model, PreTrainedModel):
@@ -91,19 +110,13 @@ def _given(model: Model, tokenizer: PreTrainedTokenizerBase | None, dtype: str, 
     return given_model(model, tokenizer)
 
 
-def _listed(items: object) -> list[Any]:
-    """One item, or several; names in one text as on the command line, "full,snapkv"."""
-    if isinstance(items, str):
-        return items.split(",")
-    return list(items) if isinstance(items, Iterable) else [items]
-
-
-def _computed(cells: Sequence[Cell]) -> Sequence[Cell]:
-    """The cells, once what was missing of each is computed. Raises the first error of those that fail."""
-    for cell in cells:
-        drop_failed(cell.folder)
-    endings = run_cells(cells)
-    error = next((ending.error for ending in endings if ending.error is not None), None)
-    if error is not None:
-        raise error
-    return cells
+def _listed(name: str, items: object, kind: type) -> Sequence[Any]:
+    """One item, or several; names in one text are separated by commas, "full,snapkv"."""
+    found = items.split(",") if isinstance(items, str) else list(items) if isinstance(items, Iterable) else [items]
+    wanted = "a number" if kind is Real else f"a name or a {kind.__name__}"
+    for item in found:
+        if not isinstance(item, kind) and (kind is Real or not isinstance(item, str)):
+            raise ConfigError(name, item if isinstance(item, str) else type(item), wanted)
+    if not found:
+        raise UsageError(f"{name}=[] is not allowed, it must name at least one")
+    return found

@@ -1,96 +1,135 @@
-"""Policies by name: from a slug such as `caote_snapkv` to the composed policy.
+"""Policies by name: from `caote_snapkv` to the composed policy.
 
-A slug is a file of conf/policy/, a wrapper of conf/wrapper/ in front of one (`caote_knorm`), or a store with its
-settings, alone or behind either (see `slugs`).
+A name is a file of conf/policy/, or is composed of several files (`composed`):
+- `caote_knorm`: a wrapper of conf/wrapper/ before a policy;
+- `kivi_g32_r128`, `snapkv_kivi_g32`: a policy that only stores, with settings of its store, alone or behind a policy;
+- `kvpress/KnormPress`: a class of kvpress.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
-from kvbench.config import slugs
 from kvbench.config.tree import Config, build, field_names, find, names, part_class, read
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, UsageError
 from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
 from kvbench.policies.policy import Budget, Policy
-from kvbench.terminal.close import close_names
+from kvbench.policies.stores.dense import Dense
+from kvbench.policies.stores.store import Store
 
 SCHEDULE = ("schedule", "block", "decode", "every", "protect")
-"""The fields of a run that give its policy another schedule, as `scheduled` takes them."""
+"""The fields of a run that change its policy's schedule, in the order of `scheduled`."""
 BLOCKS, PROMPT = "kvbench.policies.schedule.Blocks", "kvbench.policies.schedule.Prompt"
+UNIFORM = "kvbench.policies.allocators.uniform.Uniform"
 
 
 def preset_names() -> list[str]:
-    """Every preset that has a file in conf/policy/, sorted."""
+    """The sorted names of all files in conf/policy/."""
     return list(names("policy"))
 
 
 def policy_config(slug: str, folders: Sequence[Path] = ()) -> Config:
-    """The composed tree of parts (`_target_` and fields) of a slug; ValueError, naming close matches, if unknown.
+    """The configuration of a policy's name, files and composed names alike. Raises UsageError if it is unknown.
 
-    folders: searched before conf/, each with a folder `policy` or `wrapper` of its own, as of --config-dir.
+    folders: searched before conf/ for `policy/` and `wrapper/` (--config-dir).
     """
-    if find("policy", slug, folders):
-        return {**read("policy", slug, folders), "name": slug}
-    if stored := slugs.parse(slug, folders):
-        return {**_with_store(slug, stored, folders), "name": slug}
-    wrapper, base = slugs.wrapped(slug, folders) or ("", slug)
-    if wrapper and _exists(base, folders):
-        return {**_with_wrapper(slug, wrapper, base, folders), "name": slug}
-    known = names("policy", folders)
-    close = close_names(base, known)
-    hint = f"; did you mean {' or '.join(close)}?" if close else ";"
-    wrappers = " or ".join(f"{name}_" for name in names("wrapper", folders))
-    raise ValueError(
-        f"policy {slug!r} does not exist{hint} `python -m kvbench --help` lists all {len(known)}, and {wrappers} may "
-        "stand before any that scores"
-    )
+    config = read("policy", slug, folders) if find("policy", slug, folders) else composed(slug, folders)
+    if config is None:
+        wrappers = ", ".join(f"{name}_" for name in names("wrapper", folders))
+        raise UsageError(
+            f"policy={slug} does not exist (allowed: {', '.join(names('policy', folders))}; {wrappers} may stand "
+            "before a policy that scores)"
+        )
+    return {**config, "name": slug}
 
 
-def _exists(slug: str, folders: Sequence[Path]) -> bool:
-    """Whether a slug is a file of conf/policy/, behind wrappers or not."""
-    if find("policy", slug, folders):
-        return True
-    parts = slugs.wrapped(slug, folders)
-    return parts is not None and _exists(parts[1], folders)
+def composed(slug: str, folders: Sequence[Path] = ()) -> Config | None:
+    """The configuration of a name that has no file; None if the name is not composed of known ones."""
+    press = slug.removeprefix("kvpress/")
+    if press != slug:
+        from kvbench.policies.press import press_class
+
+        return {**read("policy", "kvpress", folders), "press": {"_target_": press_class(press)}}
+    words = slug.split("_")
+    for first in range(len(words)):
+        for last in range(len(words), first, -1):
+            store = store_of("_".join(words[first:last]), folders)
+            if store is not None:
+                return _with_store(slug, "_".join(words[:first]), "_".join(words[first:last]), words[last:], folders)
+    wrapper = next((name for name in names("wrapper", folders) if slug.startswith(f"{name}_")), "")
+    base = slug.removeprefix(f"{wrapper}_")
+    if wrapper and (find("policy", base, folders) or composed(base, folders) is not None):
+        return _with_wrapper(slug, wrapper, policy_config(base, folders), folders)
+    return None
 
 
-def _with_wrapper(slug: str, wrapper: str, base: str, folders: Sequence[Path]) -> Config:
-    """The tree of a policy with the wrapper's parts, on its schedule unless a part needs the whole prompt.
-
-    "${allocator}" in a wrapper's part is the policy's own allocator, and so for every part.
-    """
-    config, added = policy_config(base, folders), read("wrapper", wrapper, folders)
+def _with_wrapper(slug: str, wrapper: str, config: Config, folders: Sequence[Path]) -> Config:
+    """A policy with the parts of a wrapper, and with its schedule unless a part needs the whole prompt."""
+    added = read("wrapper", wrapper, folders)
     if added.get("value") and config.get("value"):
-        raise ValueError(f"policy {slug!r} would wrap {base!r}, which is value-aware already")
+        raise UsageError(f"policy={slug} is not allowed: {config['name']} is value-aware already")
     schedule = added.pop("schedule", None)
     if schedule and not needs_whole_prompt(config):
         config["schedule"] = {**_decoding(config.get("schedule") or {}), **schedule}
-    return {**config, **_filled(added, config)}
+    return {**config, **_filled(added, {"allocator": {"_target_": UNIFORM}, **config})}
 
 
 def _filled(tree: Config, config: Config) -> Config:
-    """A wrapper's parts, with those of the policy where they name them."""
+    """The parts of a wrapper, in which "${allocator}" stands for the policy's own allocator."""
     own = {f"${{{name}}}": part for name, part in config.items()}
     filled = {key: _filled(value, config) if isinstance(value, dict) else value for key, value in tree.items()}
     return {key: own.get(value, value) if isinstance(value, str) else value for key, value in filled.items()}
 
 
-def _with_store(slug: str, stored: slugs.StoreSlug, folders: Sequence[Path]) -> Config:
-    """The tree of a store's slug; an eviction in front of it stops once decoding begins, so that groups stay whole."""
-    config = read("policy", stored.store, folders)
-    config["store"] |= stored.fields
-    if stored.eviction:
-        store, config = config["store"], policy_config(stored.eviction, folders)
-        if not (config.get("scorer") or config.get("pre_pass")):
-            raise ValueError(f"policy {slug!r} would store what {stored.eviction!r} keeps, but that evicts nothing")
-        config = scheduled({**config, "store": store}, decode="grow")
-    return config
+def _with_store(slug: str, eviction: str, name: str, settings: Sequence[str], folders: Sequence[Path]) -> Config:
+    """A policy that stores, behind an eviction ("": none), which then stops once decoding begins."""
+    config = read("policy", name, folders)
+    store = part_class(config["store"])
+    config["store"] |= dict(_setting(slug, word, name, store) for word in settings)
+    if not eviction:
+        return config
+    before = policy_config(eviction, folders)
+    if not (before.get("scorer") or before.get("pre_pass")):
+        raise UsageError(f"policy={slug} is not allowed: {eviction} evicts nothing")
+    return scheduled({**before, "store": config["store"]}, decode="grow")
+
+
+def store_of(name: str, folders: Sequence[Path] = ()) -> type[Store] | None:
+    """The class of the store of a preset that only stores (`kivi`); None for other presets and names."""
+    if find("policy", name, folders) is None:
+        return None
+    config = read("policy", name, folders)
+    if config.get("scorer") or config.get("pre_pass") or not config.get("store"):
+        return None
+    store: type[Store] = part_class(config["store"])
+    return None if store is Dense else store
+
+
+def _setting(slug: str, word: str, name: str, store: type[Store]) -> tuple[str, Any]:
+    """`g32` -> (group, 32), by the store's `slug_letters`."""
+    hints = get_type_hints(store)
+    for letters, field in store.slug_letters.items():
+        value = _value(word.removeprefix(letters), hints[field]) if word.startswith(letters) else None
+        if value is not None:
+            return field, value
+    allowed = ", ".join(f"{letters}... ({field})" for letters, field in store.slug_letters.items()) or "none"
+    raise UsageError(f"policy={slug} is not allowed: {name} has no setting {word} (allowed: {allowed})")
+
+
+def _value(text: str, hint: Any) -> Any:  # noqa: ANN401 - a type and a value of it
+    """`text` as a value of a field: `32`, `0.6`, `0-1` or `none` for a sequence; None if it is not one."""
+    if get_origin(hint) is not None and issubclass(get_origin(hint), Sequence):
+        if re.fullmatch(r"none|\d+(-\d+)*", text):
+            return [int(number) for number in text.split("-") if number != "none"]
+    elif hint is float:
+        return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
+    return int(text) if re.fullmatch(r"\d+", text) else None
 
 
 def needs_whole_prompt(config: Config) -> bool:
-    """Whether a part of the tree cannot work block by block."""
+    """Whether a part of the policy cannot work block by block."""
     if not config.get("scorer"):
         return False
     allocator = part_class(config["allocator"]) if config.get("allocator") else Allocator
@@ -98,7 +137,7 @@ def needs_whole_prompt(config: Config) -> bool:
 
 
 def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
-    """The policy of a composed tree with its budget; ValueError for a meaningless combination or budget."""
+    """The policy of a configuration with its budget. Raises ConfigError for a combination that cannot work."""
     counts = any(config.get(part) for part in ("scorer", "pre_pass", "press", "reader"))
     policy = build({**config, "budget": budget if counts else None})
     if not isinstance(policy, Policy):
@@ -113,7 +152,7 @@ def _inherits(part: Config, name: str) -> bool:
 
 
 def place(config: Config, field: str, value: Any) -> None:  # noqa: ANN401
-    """Set a field in the one part of the tree that has it; `part.field` names the part where two have it."""
+    """Set a field in the part that has it; `part.field` names the part if two have it."""
     part, _, name = field.rpartition(".")
     parts: dict[str, Config] = {k: v for k, v in config.items() if isinstance(v, dict)} | {"": config}
     homes = [home for home, tree in parts.items() if name in field_names(tree)]
@@ -123,11 +162,9 @@ def place(config: Config, field: str, value: Any) -> None:  # noqa: ANN401
         homes = [home for home in homes if not _inherits(parts[home], name)]
     if not homes:
         known = sorted({known for tree in parts.values() for known in field_names(tree)} - set(parts))
-        raise ValueError(f"policy {config.get('name')} has no field {field!r} (allowed: {', '.join(known)})")
+        raise UsageError(f"policy {config.get('name')} has no field {field!r} (allowed: {', '.join(known)})")
     if len(homes) > 1:
-        raise ValueError(
-            f"field {field!r} exists in {' and '.join(homes)}: write {homes[0]}.{name} or {homes[1]}.{name}"
-        )
+        raise UsageError(f"{field!r} exists in {' and '.join(homes)}: write {homes[0]}.{name} or {homes[1]}.{name}")
     parts[homes[0]][name] = value
 
 
@@ -141,13 +178,13 @@ def make_policy(
     config_dir: str | Path | None = None,
     **fields: Any,  # noqa: ANN401
 ) -> Policy:
-    """The policy of a slug: `make_policy("caote_snapkv", budget=2048)`.
+    """The policy of a name: `make_policy("caote_snapkv", budget=2048)`.
 
     budget: tokens per KV head per layer on average (int), or a share of the prompt (float below 1). schedule: `prompt`
     or `blocks`; block: tokens per block, inf allowed (128 where a preset is switched to blocks); decode: `evict` or
-    `grow`; config_dir: a folder of policies of one's own, `policy/mine.yaml`; fields go to the part that has them
+    `grow`; config_dir: a folder with policies of one's own, `policy/mine.yaml`; fields go to the part that has them
     (`window=16`, `**{"scorer.window": 16}` where two parts do).
-    Raises ValueError for anything unknown or meaningless.
+    Raises ValueError for an unknown name or field and for a wrong value.
     """
     folders = [Path(config_dir).expanduser()] if config_dir else []
     config = scheduled(policy_config(slug, folders), schedule, block, decode)
@@ -157,7 +194,7 @@ def make_policy(
 
 
 def _decoding(schedule: Mapping[str, Any]) -> Config:
-    """Of the fields of a schedule those about decoding."""
+    """The fields of a schedule that concern decoding."""
     return {name: schedule[name] for name in ("decode", "every", "protect") if name in schedule}
 
 
@@ -169,8 +206,8 @@ def scheduled(
     every: object = None,
     protect: object = None,
 ) -> Config:
-    """The tree with another schedule, None: its own; every, protect: see `Schedule`. Raises ValueError."""
-    own = {"_target_": PROMPT, "decode": "evict", **(config.get("schedule") or {})}  # as a policy without one has it
+    """The configuration with another schedule; None: the policy's own; every, protect: see `Schedule`."""
+    own = {"_target_": PROMPT, "decode": "evict", **(config.get("schedule") or {})}  # the default of a policy
     config = {**config, "schedule": own}
     if schedule not in (None, "prompt", "blocks"):
         raise ConfigError("schedule", schedule, "prompt or blocks")
@@ -179,18 +216,18 @@ def scheduled(
     if decode not in (None, "evict", "grow"):
         raise ConfigError("decode", decode, "evict or grow")
     wants_blocks = schedule == "blocks" or (schedule is None and block is not None)
-    if wants_blocks and config["schedule"]["_target_"] != BLOCKS:
-        config["schedule"] = {**config["schedule"], "_target_": BLOCKS}
-    if schedule == "prompt" and config["schedule"]["_target_"] != PROMPT:
-        config["schedule"] = {"_target_": PROMPT, **_decoding(config["schedule"])}
+    if wants_blocks and own["_target_"] != BLOCKS:
+        config["schedule"] = own = {**own, "_target_": BLOCKS}
+    if schedule == "prompt" and own["_target_"] != PROMPT:
+        config["schedule"] = own = {"_target_": PROMPT, **_decoding(own)}
     if block is not None:
         if block != "inf" and (isinstance(block, bool) or not isinstance(block, int | float)):
             raise ConfigError("block", block, "a number of tokens >= 1 or inf")
-        config["schedule"]["size"] = math.inf if block == "inf" else block
-    if decode == "grow":  # nothing returns to the budget, so nothing of how is left
-        config["schedule"] = {k: v for k, v in config["schedule"].items() if k not in ("every", "protect")}
+        own["size"] = math.inf if block == "inf" else block
+    if decode == "grow":  # nothing is evicted while decoding, so `every` and `protect` have no meaning
+        config["schedule"] = own = {k: v for k, v in own.items() if k not in ("every", "protect")}
     if config.get("scorer", "?") is None and protect in ("prompt", "none"):
-        protect = None  # nothing is evicted: `full` beside others is one run, whatever they protect
+        protect = None  # nothing is evicted: `full` beside other policies is one run, whatever they protect
     given = {"decode": decode, "every": every, "protect": protect}
-    config["schedule"] |= {name: value for name, value in given.items() if value is not None}
+    own |= {name: value for name, value in given.items() if value is not None}
     return config

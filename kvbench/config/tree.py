@@ -1,12 +1,12 @@
-"""Trees of parts: read from the files of conf/, merged, checked against what each part declares of itself, and built.
+"""Configuration files of parts, and the objects that are built from them.
 
-The one reader and builder, of `make_policy` and of the command line: plain YAML, in the form Hydra gave it.
+This module needs no Hydra, so that `make_policy` works inside any program and takes milliseconds. The files have
+Hydra's form: a `_target_` that names a class, its fields, and a `defaults` list of other files.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module, resources
@@ -17,7 +17,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, UsageError
 
 Config = dict[str, Any]
 CONF = Path(str(resources.files("kvbench.conf")))
@@ -27,14 +27,14 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 # --- reading -----------------------------------------------------------------------------------------------------
 def names(group: str, folders: Sequence[Path] = ()) -> tuple[str, ...]:
-    """The names that have a file in conf/<group>/, or in the same folder of `folders` (of --config-dir), sorted."""
+    """The sorted names of the files in conf/<group>/ and in the same folder of `folders` (--config-dir)."""
     roots = [folder / group for folder in (*folders, CONF)]
     files = [(root, file) for root in roots for file in root.rglob("*.yaml") if file.is_file()]
     return tuple(sorted({str(file.relative_to(root).with_suffix("")) for root, file in files}))
 
 
 def find(group: str, name: str, folders: Sequence[Path] = ()) -> Path | None:
-    """The file of a name, `folders` searched before conf/; None where there is none."""
+    """The file of a name: of `folders`, else of conf/; None if there is none."""
     if ".." in name or name.startswith("/"):
         return None
     files = (folder / group / f"{name}.yaml" for folder in (*folders, CONF))
@@ -42,14 +42,14 @@ def find(group: str, name: str, folders: Sequence[Path] = ()) -> Path | None:
 
 
 def read(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
-    """The tree of a file that `find` finds; a `defaults` list of other names is merged in first, as Hydra does.
+    """The configuration in a file, merged over the files in its `defaults` list as Hydra merges them.
 
-    A name stands there alone (`snapkv`) or as Hydra writes one of another folder (`/task/longbench/qasper@_here_`), or
-    with the field it is to be (`ruler/vt@tasks.vt`).
+    An entry of the list is a name of the same group (`snapkv`, `ruler/vt@tasks.vt`) or an absolute one
+    (`/task/longbench/qasper@_here_`). Raises UsageError if a file does not exist or cannot be read.
     """
     file = find(group, name, folders)
     if file is None:
-        raise ValueError(f"{group}={name} does not exist (allowed: {', '.join(names(group, folders))})")
+        raise UsageError(f"{group}={name} does not exist (allowed: {', '.join(names(group, folders))})")
     own = load(file)
     config: Config = {}
     bases = own.pop("defaults", [])
@@ -58,12 +58,7 @@ def read(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
             merge(config, own)
             continue
         inherited, _, place = str(base).removeprefix(f"/{group}/").partition("@")
-        if find(group, inherited, folders) is None:
-            raise ValueError(f"{file} cannot be read: its defaults name {group}={inherited}, which does not exist")
-        try:
-            tree = read(group, inherited, folders)
-        except RecursionError as error:
-            raise ValueError(f"{file} cannot be read: its defaults lead back to it") from error
+        tree = read(group, inherited, folders)
         for step in reversed(place.split(".") if place not in ("", "_here_") else []):
             tree = {step: tree}
         merge(config, tree)
@@ -71,33 +66,19 @@ def read(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
 
 
 def load(file: Path) -> Config:
-    """What a file says by itself."""
+    """The contents of one file. Raises UsageError if it is not a mapping in YAML."""
     try:
-        own = yaml.load(file.read_text(encoding="utf-8-sig"), _Loader)
+        own = yaml.load(file.read_text(encoding="utf-8-sig"), _LOADER)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+        raise UsageError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     own = {} if own is None else own
-    if not isinstance(own, dict) or not all(isinstance(key, str) for key in own):
-        raise ValueError(f"{file} cannot be read: it must have fields, such as _target_, or a list of defaults")
-    if not isinstance(own.get("defaults", []), list):
-        raise ValueError(f"{file} cannot be read: defaults={own['defaults']} must be a list, such as [snapkv]")
+    if not isinstance(own, dict) or not isinstance(own.get("defaults", []), list):
+        raise UsageError(f"{file} cannot be read: it must hold fields, such as _target_, or a list of defaults")
     return own
 
 
-class _Loader(_LOADER):  # type: ignore[misc, valid-type]
-    """Of two values of one field the last would win in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Config:
-        given = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        twice = next((key for key, times in given.items() if times > 1 and key != "<<"), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice} is given twice", node.start_mark)
-        found: Config = super().construct_mapping(node, deep)
-        return found
-
-
 def merge(config: Config, other: Mapping[str, Any]) -> Config:
-    """Take `other` into `config`, part by part and field by field; returns `config`."""
+    """Merge `other` into `config`, field by field; returns `config`."""
     for key, value in other.items():
         if isinstance(value, dict) and isinstance(config.get(key), dict):
             merge(config[key], value)
@@ -106,44 +87,39 @@ def merge(config: Config, other: Mapping[str, Any]) -> Config:
     return config
 
 
-# --- checking and building -----------------------------------------------------------------------------------------
+# --- building ----------------------------------------------------------------------------------------------------
 def part_class(config: Mapping[str, Any]) -> Any:  # noqa: ANN401
-    """The class a tree's `_target_` names; ValueError where there is none."""
+    """The class named by `_target_`. Raises ConfigError if it cannot be imported or is not a concrete class."""
     module, _, name = str(config["_target_"]).rpartition(".")
-
-    def wrong(why: str) -> ConfigError:
-        return ConfigError("_target_", config["_target_"], why=why)
-
-    if not module or not name:
-        raise wrong("is not a class: write its module, a dot and its name")
     try:
         part = getattr(import_module(module), name)
-    except Exception as error:  # importing runs a module of the user's, in which anything may be wrong
-        raise wrong(f"cannot be imported: {error}") from error
-    if not isinstance(part, type):
-        raise wrong("is not a class")
-    if isabstract(part):
-        raise wrong("is abstract: name a class that is made of it")
+    except Exception as error:  # importing runs a module of the user, in which anything may be wrong
+        missing = (
+            isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] == module.partition(".")[0]
+        )
+        more = "; its folder must be installed or on PYTHONPATH" if missing else ""
+        raise ConfigError("_target_", config["_target_"], why=f"cannot be imported: {error}{more}") from error
+    if not isinstance(part, type) or isabstract(part):
+        raise ConfigError("_target_", config["_target_"], why="is not a class that can be built")
     return part
 
 
 def field_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields of the part a tree describes, whether the tree has them or leaves them to their defaults."""
+    """The fields of the class that a configuration builds, also those left to their defaults."""
     part = part_class(config) if "_target_" in config else None
     return tuple(f.name for f in dataclasses.fields(part) if f.init) if dataclasses.is_dataclass(part) else ()
 
 
 def build(config: Any, where: Sequence[str] = ()) -> Any:  # noqa: ANN401
-    """The object a tree describes; where: its place in a larger one.
+    """The object that a configuration describes; where: its place in a larger one, named in errors.
 
-    ValueError for a field its part does not have, lacks, or does not take: see ConfigError.
+    Raises ConfigError for an unknown or missing field and for a value of the wrong type.
     """
     if isinstance(config, list | tuple):
         return [build(item, where) for item in config]
     if not isinstance(config, Mapping):
         return config
-    own = {key: value for key, value in config.items() if key not in ("_target_", "_convert_")}
-    given = {key: build(value, (*where, str(key))) for key, value in own.items()}
+    given = {key: build(value, (*where, str(key))) for key, value in config.items() if key not in _SPECIAL}
     if "_target_" not in config:
         return given
     try:
@@ -154,46 +130,63 @@ def build(config: Any, where: Sequence[str] = ()) -> Any:  # noqa: ANN401
     except ConfigError as error:
         raise error.at(*where) from error
     except TypeError as error:
-        raise ValueError(str(error)) from error
+        raise UsageError(f"{'.'.join(where) or config['_target_']}: {error}") from error
+
+
+_SPECIAL = ("_target_", "_convert_")
+
+
+def tree_of(part: object) -> Any:  # noqa: ANN401 - whatever YAML holds
+    """The configuration from which `build` makes an object: the inverse, for dataclasses of plain values."""
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        inner = {f.name: tree_of(getattr(part, f.name)) for f in dataclasses.fields(part) if f.init}
+        return {"_target_": f"{type(part).__module__}.{type(part).__qualname__}", **inner}
+    if isinstance(part, Mapping):
+        return {str(key): tree_of(value) for key, value in part.items()}
+    if isinstance(part, list | tuple):
+        return [tree_of(item) for item in part]
+    if isinstance(part, str | int | float | None):
+        return part
+    raise UsageError(f"a {type(part).__name__} cannot be recorded: a run holds plain values and dataclasses of them")
 
 
 def _check_fields(part: Any, given: Config) -> None:  # noqa: ANN401 - a dataclass
     declared = [f for f in dataclasses.fields(part) if f.init]
     allowed = [f.name for f in declared]
-    for name in given:
+    for name, value in given.items():
         if name not in allowed:
-            raise ValueError(f"{part.__name__} has no field {name!r} (allowed: {', '.join(allowed) or 'none'})")
+            others = f" (allowed: {', '.join(allowed) or 'none'})"
+            raise ConfigError(name, value, why=f"is not a field of {part.__name__}{others}")
     for f in declared:
         if f.name not in given and f.default is f.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{part.__name__} needs {f.name}")
+            raise ConfigError(f.name, None, why=f": {part.__name__} needs a value")
     hints = _hints(part)
     for name, value in given.items():
-        _check_kind(name, value, hints[name])
+        check_type(name, value, hints[name])
 
 
 @cache
 def _hints(part: type) -> dict[str, Any]:
-    """What a part declares of its fields; hundreds of cells ask for a handful of parts."""
+    """The declared types of a class; hundreds of runs use a handful of parts."""
     return get_type_hints(part)
 
 
-def _check_kind(name: str, value: object, hint: Any) -> None:  # noqa: ANN401
-    """ValueError for a plain value of another kind than its field declares; the parts check the rest themselves."""
+def check_type(name: str, value: object, hint: Any) -> None:  # noqa: ANN401
+    """ConfigError for a value of another type than its field declares; other annotations are left to the part."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if all(kind in KINDS for kind in kinds):
         if not any(_is_a(value, kind) for kind in kinds):
-            raise ConfigError(name, value, " or ".join(KINDS[kind] for kind in kinds))
+            wanted = [KINDS[kind] for kind in kinds if kind is not int or float not in kinds]
+            raise ConfigError(name, value, " or ".join(wanted))
     elif all(isinstance(kind, type) for kind in kinds) and not isinstance(value, tuple(kinds)):
         if isinstance(value, Mapping):
             raise ConfigError(name, value, why="is not a part: it has no _target_ that names its class")
-        if type(value) not in (*KINDS, list):  # built, but as another part
-            wanted = " or ".join(kind.__name__ for kind in kinds if kind is not NoneType)
-            raise ConfigError(name, type(value), f"a {wanted}")
-        raise ConfigError(name, value, why="is not a part: choose a policy that has it, then set fields of it")
+        wanted = " or ".join(kind.__name__ for kind in kinds if kind is not NoneType)
+        raise ConfigError(name, value if type(value) in (*KINDS, list) else type(value), f"a {wanted}")
 
 
 def _is_a(value: object, kind: type) -> bool:
-    """Whether a value may stand where `kind` is declared: a whole number may for a number, but true is no number."""
+    """Whether a value may stand for a type: a whole number is a number, but true is not a number."""
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)

@@ -1,4 +1,4 @@
-"""Running many cells: the one way in for a single cell, a sweep, and each share of a sweep on a cluster."""
+"""Compute many runs: used by a single run, a sweep, and each job of a sweep on a cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from kvbench.engine.one_by_one import one_by_one
 from kvbench.engine.prompts import prompts_for
 from kvbench.engine.run_writer import RunWriter
 from kvbench.engine.scheduler import BatchError, Scheduler
-from kvbench.engine.shard_writer import ShardWriter
 from kvbench.engine.turns import turns
 from kvbench.engine.watch import Nobody, Watch
 from kvbench.identity.cell import Cell
@@ -70,15 +69,10 @@ def grouped(cells: Sequence[Cell], watch: Watch) -> list[list[RunWriter]]:
         shared = {k: v for k, v in identity.items() if k not in ("policy", "budget", "code")}
         model = json.dumps([identity["model"], identity["dtype"], repr(cell.checkpoint.spec), str(cell.device)])
         key = (model, json.dumps(shared, sort_keys=True), repr(cell.task))
-        asked[key].setdefault(str(cell.place), []).append(cell)
+        asked[key].setdefault(str(cell.folder), []).append(cell)
     models = list(dict.fromkeys(model for model, *_ in asked))
     ordered = sorted(asked.items(), key=lambda item: models.index(item[0][0]))
-    return [[_running(alike, watch) for alike in runs.values()] for _, runs in ordered]
-
-
-def _running(alike: Sequence[Cell], watch: Watch) -> RunWriter:
-    kind = RunWriter if alike[0].shard is None else ShardWriter
-    return kind(alike[0].run_id, alike, watch)
+    return [[RunWriter(alike[0].run_id, alike, watch) for alike in runs.values()] for _, runs in ordered]
 
 
 def _work(runs: Sequence[RunWriter]) -> None:
@@ -142,7 +136,7 @@ def _by_way(runs: Sequence[RunWriter]) -> Iterator[tuple[int | None, list[RunWri
 
 def _work_turns(loaded: LoadedModel, limit: int | None, runs: Sequence[RunWriter]) -> None:
     asked, totals = turns(runs), Totals()
-    total = sum(units(run.prompts[index]) for run in runs for index in run.members)
+    total = sum(units(run.prompts[index]) for run in runs for index in range(len(run.prompts)))
     done = total - sum(units(turn.prompt) * len(turn.runs) for turn in asked)
     try:
         with meter(_title(runs), total, done) as advance:
@@ -155,7 +149,7 @@ def _work_turns(loaded: LoadedModel, limit: int | None, runs: Sequence[RunWriter
     finally:
         if totals.rows:
             log.info("%s", totals)
-            record({run.cell.place: run.run_id for run in runs}, totals)
+            record({run.folder: run.run_id for run in runs}, totals)
 
 
 def _title(runs: Sequence[RunWriter]) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
-from itertools import chain
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +13,12 @@ from kvbench.analysis.metrics_file import write_metrics
 from kvbench.engine.prompts import blank, check_policy
 from kvbench.engine.watch import Watch
 from kvbench.identity.cell import Cell
-from kvbench.identity.provenance import environments, record_environments, write_config
+from kvbench.identity.provenance import record_environment, write_config
 from kvbench.models.prompts import Prompt
 from kvbench.records.files import remove_torn
-from kvbench.records.locks import RunBusyError, take
+from kvbench.records.locks import RunBusyError, held
 from kvbench.records.sample import Sample
 from kvbench.records.samples import FILE_NAME, SampleFile, open_samples, read_samples
-from kvbench.records.shards import SHARD_FILE, in_shards, remove, shard_folders
-from kvbench.records.totals import adopt
 from kvbench.terminal.errors import UsageError, refusing
 
 _ASKED = {
@@ -56,11 +52,9 @@ class RunWriter:
         self.apart = False  # it is not worked with the others any more, but after them
         self._watch = watch
         self._done: list[Sample] = []
-        self._left = deque[int]()  # examples that are to be written, in order
+        self._left: dict[int, None] = {}  # examples that are to be written, in order
         self._ready: dict[int, Sample] = {}  # samples that wait for those before them
-        self._in_shards: set[int] = set()  # examples that shards hold, until their samples are moved here
         self._file: SampleFile | None = None
-        self._shards: list[SampleFile] = []
         self._open = ExitStack()
 
     @contextmanager
@@ -84,18 +78,13 @@ class RunWriter:
             self._watch.ended(cell, error)
 
     @property
-    def members(self) -> Sequence[int]:
-        """The examples that it is made of."""
-        return range(len(self.prompts))
-
-    @property
     def missing(self) -> list[int]:
         """The examples that are still to be computed."""
-        return [i for i in self._left if i not in self._ready and i not in self._in_shards]
+        return [i for i in self._left if i not in self._ready]
 
     def has(self, index: int) -> bool:
         """Whether one of its examples is on disk, or waits to be written."""
-        return not self._left or index < self._left[0] or index in self._ready
+        return index not in self._left or index in self._ready
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Take these prompts as the run's. Raises UsageError where its policy, or what lies on disk, does not fit."""
@@ -104,38 +93,26 @@ class RunWriter:
             self._done = read_samples(self.folder / FILE_NAME)
         check_same_data(self._done, prompts, self.folder)
         self.prompts = prompts
-        self._left, self._in_shards = self._lacking(), in_shards(self.folder)
+        self._left = self._lacking()
 
-    def _lacking(self) -> deque[int]:
-        """The examples that are to be written."""
-        return deque(range(len(self._done), len(self.prompts)))
+    def _lacking(self) -> dict[int, None]:
+        """The examples that are to be written: failed ones again, then those that are not on disk."""
+        failed = [sample.index for sample in self._done if sample.error is not None]
+        wanted = [*failed, *range(len(self._done), len(self.prompts))]
+        return dict.fromkeys(index for index in wanted if index < len(self.prompts))
 
-    def begin(self, here: dict[str, Any] | None) -> None:
-        """Open the files, and move here what shards hold. Raises RunBusyError where another computes this run.
-
-        here: `environment` of this process; None where it computes nothing.
-        """
+    def begin(self, here: dict[str, Any]) -> None:
+        """Open the files. Raises RunBusyError if another process computes this run. here: `environment` of this one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file = self._open.enter_context(open_samples(self.folder / FILE_NAME))
         remove_torn(self.folder)
-        places = shard_folders(self.folder)
-        with refusing():
-            files = [open_samples(place / SHARD_FILE, whole=False) for place in places]
-            self._shards = [self._open.enter_context(file) for file in files]
         self._done = self._file.samples
-        self._left, self._in_shards = self._lacking(), set()
+        self._left = self._lacking()
         write_config(self.cell, self.run_id, self.folder, self.prompts[0])
-        computed = chain(*map(environments, places), [] if here is None else [here])
-        record_environments(self.cell, self.folder, computed)
+        record_environment(self.cell, self.folder, here)
         self._watch.started(self.cell, tuple(self._done), len(self.prompts))
         if self._done:
-            log.info("%s: continues with example %d", self.run_id, len(self._done))
-        for shard in self._shards:
-            check_same_data(shard.samples, self.prompts, shard.path.parent)
-            adopt(self.folder, shard.path.parent)
-            for sample in shard.samples:
-                self.deliver(sample)
-        self.write()
+            log.info("%s: continues with example %d", self.run_id, next(iter(self._left), len(self._done)))
 
     def deliver(self, sample: Sample) -> None:
         """A sample is there, to be written when its turn comes; those of a run that ended are of no use."""
@@ -144,31 +121,26 @@ class RunWriter:
 
     def write(self, before: int | None = None) -> None:
         """Write the samples that wait: those below index `before`, and none whose predecessor is missing."""
-        while not self.ended and self._left and self._left[0] in self._ready:
-            if before is not None and self._left[0] >= before:
+        while not self.ended and self._left and (first := next(iter(self._left))) in self._ready:
+            if before is not None and first >= before:
                 return
             with self.own():
                 assert self._file is not None
-                sample = self._ready.pop(self._left[0])
-                self._file.append(sample)
-                self._left.popleft()
+                sample = self._ready.pop(first)
+                (self._file.replace if first < len(self._done) else self._file.append)(sample)
+                del self._left[first]
                 self._watch.finished(self.cell, sample)
 
     def finish(self) -> None:
-        """All examples are on disk, some in shards perhaps: put them together and sum them up."""
-        if self._file is None and shard_folders(self.folder):
-            self.begin(None)
-        self.write()  # what shards hold of the last examples
-        if self.ended:  # there was no room for it
+        """Summarize the run: all its examples are on disk."""
+        self.write()
+        if self.ended:
             return
         assert not self._left, f"{self.run_id} is finished without its examples {list(self._left)}"
         if self._file is None:
             tidy(self.folder)
         else:
             self._file.check()
-        for shard in self._shards:
-            if all(sample.index < len(self._done) for sample in shard.samples):  # else it knows more than this limit
-                remove(shard.path.parent)
         numbers = write_metrics(self.folder, self._done)
         if self.cell.policy.evicts and numbers["evicted_share"] == 0:
             log.warning("%s: nothing was evicted from any cache, the budget is above every prompt", self.run_id)
@@ -183,7 +155,7 @@ class RunWriter:
 def tidy(folder: Path) -> None:
     """Remove what a killed process left beside a complete run, which nobody opens any more: a lock, half a file."""
     if any(folder.glob(".*")):
-        with suppress(RunBusyError), closing(take(folder)):
+        with suppress(RunBusyError), held(folder):
             remove_torn(folder)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def write_config(cell: Cell, run_id: str, folder: Path, first: Prompt) -> None:
 
 
 def environments(folder: Path) -> list[dict[str, Any]]:
-    """With what the run or the shard in a folder was computed so far: one record, and more where that changed."""
+    """The environments in which a run was computed so far: one, and another one for each change."""
     try:
         first = json.loads((folder / _ENVIRONMENT).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -45,28 +45,24 @@ def environments(folder: Path) -> list[dict[str, Any]]:
     return [first, *first.pop("resumed", [])]
 
 
-def record_environments(
-    cell: Cell, folder: Path, found: Iterable[dict[str, Any]], beside: Sequence[Mapping[str, Any]] = ()
-) -> None:
-    """Add environments to those of `folder` that are not among them.
+def record_environment(cell: Cell, folder: Path, here: Mapping[str, Any]) -> None:
+    """Add this process's environment to those of `folder` if it is not among them.
 
-    beside: those of the run's other shards. Raises UsageError where versions differ, which no run may mix unasked.
+    Raises UsageError if versions differ, which no run may mix unless `allow_mixed` is set.
     """
     known = environments(folder)
-    for here in found:
-        if here in known:
-            continue
-        changed = other_versions([*known, *beside], here)
-        if changed and not cell.allow_mixed:
-            raise UsageError(
-                f"{folder} was begun with other versions ({changed}), and a run that mixes them measures neither: "
-                "go back to those, choose another out, or set allow_mixed=true, which tables will show"
-            )
-        if told := _told(cell, known, here, changed):
-            log.warning("%s: continued %s, see environment.json", cell.run_id, told)
-        known.append(dict(here))
-    if known:
-        write_json(folder / _ENVIRONMENT, {**known[0], **({"resumed": known[1:]} if known[1:] else {})})
+    if here in known:
+        return
+    changed = other_versions(known, here)
+    if changed and not cell.allow_mixed:
+        raise UsageError(
+            f"{folder} was begun with other versions ({changed}), and a run that mixes them measures neither: "
+            "go back to those, choose another out, or set allow_mixed=true, which tables will show"
+        )
+    if told := _told(cell, known, here, changed):
+        log.warning("%s: continued %s, see environment.json", cell.run_id, told)
+    known.append(dict(here))
+    write_json(folder / _ENVIRONMENT, {**known[0], **({"resumed": known[1:]} if known[1:] else {})})
 
 
 def _told(cell: Cell, known: Sequence[Mapping[str, Any]], here: Mapping[str, Any], changed: str) -> str:

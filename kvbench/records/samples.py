@@ -11,11 +11,11 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
-from kvbench.records.locks import Lock, RunLostError, is_open_at, take
+from kvbench.records.files import write_atomically
+from kvbench.records.locks import RunLostError, held, is_open_at
 from kvbench.records.sample import Likelihood, Sample
 
 FILE_NAME = "samples.jsonl"
@@ -29,27 +29,30 @@ _OPTIONAL = (
 log = logging.getLogger(__name__)
 
 
-def read_samples(path: Path, *, whole: bool = True) -> list[Sample]:
+def read_samples(path: Path) -> list[Sample]:
     """The finished examples of a run; a cut-off last line (a killed run) is left out, with a warning.
 
-    whole: see `open_samples`. Raises ValueError, naming file and line, where any other line is damaged.
+    Raises ValueError, naming file and line, if any other line is damaged.
     """
-    if not path.exists():
-        return []
-    return _parse(path, path.read_bytes(), whole)[0]
+    return _parse(path, path.read_bytes())[0] if path.exists() else []
 
 
 class SampleFile:
-    """The open `samples.jsonl` of a run, or a shard's file: what is there already, and the one way to add to it."""
+    """The open `samples.jsonl` of a run: its samples, and the only way to add to them."""
 
-    def __init__(self, path: Path, stream: BinaryIO, lock: Lock, whole: bool) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._stream = stream
-        self._lock = lock
-        self._whole = whole
-        self.samples, self._end = _parse(path, path.read_bytes(), whole)
-        # The next line must start right after the last good one.
-        stream.truncate(self._end)
+        self._stream = path.open("ab", buffering=0)
+        try:
+            self.samples, self._end = _parse(path, path.read_bytes())
+        except BaseException:
+            self._stream.close()
+            raise
+        self._stream.truncate(self._end)  # the next line must start right after the last whole one
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
 
     def check(self) -> None:
         """Raise RunLostError where the file is no longer the one that was opened, with what was written to it."""
@@ -58,7 +61,6 @@ class SampleFile:
                 f"{self.path} was deleted or replaced while its run was computed, so the run stops: the same command "
                 "computes again what is missing"
             )
-        self._lock.check()
         if os.fstat(self._stream.fileno()).st_size != self._end:
             raise RunLostError(f"{self.path} was changed while its run was computed, so the run stops: restore it")
 
@@ -68,11 +70,10 @@ class SampleFile:
         Raises OSError (a full disk, say), and the file then ends with the last whole line; RunLostError where the file
         is gone; ValueError for a sample that could not be read back.
         """
-        assert not self._whole or sample.index == len(self.samples), f"{sample.index} written as {len(self.samples)}"
+        assert sample.index == len(self.samples), f"{sample.index} written as {len(self.samples)}"
         self.check()
         _check_score(sample, f"example {sample.index}")
-        values = {k: v for k, v in vars(sample).items() if v is not None or k not in _OPTIONAL}
-        line = json.dumps(values, ensure_ascii=False, allow_nan=False, default=vars).encode() + b"\n"
+        line = _line(sample)
         try:
             # Unbuffered: a write may take only part of the line before the disk is full.
             written = 0
@@ -85,28 +86,45 @@ class SampleFile:
         self._end += len(line)
         self.samples.append(sample)
 
+    def replace(self, sample: Sample) -> None:
+        """Write a new sample in the place of a failed one: the file is old or new, never a part of either."""
+        self.check()
+        _check_score(sample, f"example {sample.index}")
+        self.samples[sample.index] = sample
+        content = b"".join(map(_line, self.samples))
+        write_atomically(self.path, content.decode())
+        self._stream.close()
+        self._stream, self._end = self.path.open("ab", buffering=0), len(content)
+
 
 @contextmanager
-def open_samples(path: Path, *, whole: bool = True) -> Iterator[SampleFile]:
-    """Open (or create) the samples file of a run for this process alone; a damaged last line is cut off.
+def open_samples(path: Path) -> Iterator[SampleFile]:
+    """Open or create the samples file of a run for this process alone; a damaged last line is cut off.
 
-    whole: its lines are the examples from the first one on; False: a shard's, some of them.
-
-    Raises RunBusyError where another process has it open, ValueError where a line before the last is damaged.
+    Raises RunBusyError if another process has it open, ValueError if a line before the last is damaged.
     """
-    with closing(take(path.parent)) as lock, path.open("ab", buffering=0) as stream:
-        yield SampleFile(path, stream, lock, whole)
+    with held(path.parent):
+        file = SampleFile(path)
+        try:
+            yield file
+        finally:
+            file.close()
 
 
-def _parse(path: Path, content: bytes, whole: bool = True) -> tuple[list[Sample], int]:
+def _line(sample: Sample) -> bytes:
+    values = {k: v for k, v in vars(sample).items() if v is not None or k not in _OPTIONAL}
+    return json.dumps(values, ensure_ascii=False, allow_nan=False, default=vars).encode() + b"\n"
+
+
+def _parse(path: Path, content: bytes) -> tuple[list[Sample], int]:
     """The samples of a file, and the length in bytes of the part that is whole."""
     lines = io.BytesIO(content).readlines()
     samples: list[Sample] = []
     end = 0
     for number, line in enumerate(lines, start=1):
-        sample = _sample(line, index=number - 1 if whole else None)
+        sample = _sample(line, index=number - 1)
         if sample is None:
-            which = f"example {number - 1}" if whole else "an example"
+            which = f"example {number - 1}"
             if number < len(lines) or not line.startswith(b"{") or line.endswith(b"\n"):
                 raise ValueError(
                     f"{path}, line {number}: not the sample of {which}; "
@@ -127,15 +145,15 @@ def _check_score(sample: Sample, where: str) -> None:
         raise ValueError(f"{where}: score={score} is not allowed, it must be a number from 0 to 1 or null")
 
 
-def _sample(line: bytes, index: int | None) -> Sample | None:
-    """The sample a line holds, or None where the line is not a whole sample (of that index)."""
+def _sample(line: bytes, index: int) -> Sample | None:
+    """The sample a line holds, or None where the line is not a whole sample of that index."""
     if not line.endswith(b"\n"):
         return None
     try:
         values = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(values, dict) or (index is not None and values.get("index") != index):
+    if not isinstance(values, dict) or values.get("index") != index:
         return None
     try:
         given = values.pop("likelihood", None)

@@ -73,12 +73,6 @@ def record(places: Mapping[Path, str], totals: Totals) -> None:
         _add(place / FILE_NAME, [session])
 
 
-def adopt(folder: Path, shard: Path) -> None:
-    """Add the sessions of a shard to those of its run."""
-    if (shard / FILE_NAME).exists():
-        _add(folder / FILE_NAME, json.loads((shard / FILE_NAME).read_text(encoding="utf-8"))["sessions"])
-
-
 def _add(path: Path, sessions: Sequence[dict[str, Any]]) -> None:
     try:
         before = json.loads(path.read_text(encoding="utf-8"))["sessions"] if path.exists() else []

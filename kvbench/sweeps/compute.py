@@ -1,67 +1,95 @@
-"""Computing planned cells in this process, beside others that may work on the same folder."""
+"""Compute planned runs in this process, and keep notes of their progress for other processes."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from kvbench.analysis.load import read_result
 from kvbench.engine.run import run_cells
 from kvbench.identity.cell import Cell
-from kvbench.records.locks import Owner, holder
-from kvbench.sweeps.outcome import Outcome, explain
+from kvbench.records.cell_state import CellState, examples, write_state
+from kvbench.records.definition import Entry
+from kvbench.records.sample import Sample
+from kvbench.report.trackers.watching import Quiet, SweepWatch
+from kvbench.sweeps.outcome import Messages, Outcome, is_expected, message_of
 from kvbench.sweeps.plan import Planned
-from kvbench.sweeps.recorder import Recorder
-from kvbench.terminal.command import say
 
-POLL_SECONDS = 1.0
+log = logging.getLogger(__name__)
 
 
-def compute(planned: Sequence[Planned], recorder: Recorder, *, waits: bool) -> list[Outcome]:
-    """Compute what is missing of all cells that can be computed, and return what became of each, in order.
+class Recorder:
+    """A `Watch` that keeps the outcome of every run and, for a sweep in `out`, a note of its progress.
 
-    A cell that another process computes is left to it. waits: until that one has ended, to show its results too.
+    tracker: is called as well. messages: None for a single run, whose error is raised instead of printed.
     """
-    cells = {p.cell.place: p.cell for p in planned if p.cell is not None}
-    run_cells(list(cells.values()), recorder)
-    _take_over(cells, recorder, waits)
-    entries = {p.cell.place: p.entry for p in planned if p.cell is not None}
-    for place, error in recorder.busy.items():
-        code, sentence = explain(error)
-        entry = entries[place]
-        recorder.outcomes[entry.key] = Outcome(entry.title, entry.limit, None, sentence, code)
-        recorder.tell(recorder.outcomes[entry.key])
-    recorder.told.rest()
-    return outcomes(planned, recorder)
 
+    def __init__(self, runs: Sequence[Planned], out: Path | None, tracker: SweepWatch) -> None:
+        self.outcomes: dict[str, Outcome] = {}
+        self.errors: dict[str, Exception] = {}
+        self._runs = {run.entry.key: run.entry for run in runs}
+        self._out, self._tracker = out, tracker
+        self._totals: dict[str, int] = {}
+        self.messages = Messages()
 
-def _take_over(cells: Mapping[Path, Cell], recorder: Recorder, waits: bool) -> None:
-    """Compute those of the cells that others had, by their places, once nobody has them any more."""
-    told = False
-    while recorder.busy:
-        owners = {place: holder(error.folder) for place, error in recorder.busy.items()}
-        free = [cells[place] for place, owner in owners.items() if owner is None]
-        if not free and not waits:
+    def started(self, cell: Cell, done: Sequence[Sample], total: int) -> None:
+        """Examples of a run will be computed, `total` of them with those on disk, `done`."""
+        self._tracker.started(cell, done, total)
+        self._totals[cell.run_id] = total
+        self._note(cell, CellState(cell.limit, total))
+
+    def finished(self, cell: Cell, sample: Sample) -> None:
+        """One more example of a run is on disk."""
+        self._tracker.finished(cell, sample)
+
+    def ended(self, cell: Cell, error: Exception | None) -> None:
+        """A run is complete, or stopped because of `error`."""
+        self._tracker.ended(cell, error)
+        entry = self._runs[cell.run_id]
+        if error is not None:
+            self.errors[entry.key] = error
+            message = message_of(error)
+            self._print(entry, message, None if is_expected(error) else error)
+            self.outcomes[entry.key] = Outcome(entry.key, entry.title, entry.limit, None, message)
+            self._note(cell, CellState(cell.limit, self._totals.get(cell.run_id), message))
             return
-        if not free and not told:
-            told = True
-            say(_waiting([owner for owner in owners.values() if owner is not None]))
-        time.sleep(POLL_SECONDS)
-        if free:
-            run_cells(free, recorder)
+        n, failed = examples(cell.folder)
+        message = f"{failed} of {n} examples failed, see {cell.folder}" if failed else None
+        if message is not None:
+            self._print(entry, message)
+        self.outcomes[entry.key] = Outcome(entry.key, entry.title, entry.limit, cell.folder, message)
+        self._note(cell, CellState(cell.limit, n))
+
+    def _print(self, entry: Entry, message: str, error: Exception | None = None) -> None:
+        if self._out is not None:
+            self.messages.print(entry.title, message, error)
+
+    def _note(self, cell: Cell, state: CellState) -> None:
+        if self._out is None:
+            return
+        try:
+            write_state(self._out, cell.run_id, state)
+        except OSError as error:  # only those who watch need it
+            log.warning("the state of %s cannot be written (%s)", cell.run_id, error.strerror)
 
 
-def outcomes(planned: Sequence[Planned], recorder: Recorder) -> list[Outcome]:
-    """What became of the cells so far, in the order of the sweep; those that never began are left out."""
-    found = []
-    for p in planned:
-        if p.entry.error is not None:
-            found.append(Outcome(p.entry.title, error=p.entry.error, code=p.entry.code))
-        elif p.entry.key in recorder.outcomes:
-            found.append(recorder.outcomes[p.entry.key])
-    return found
+def compute(runs: Sequence[Planned], out: Path | None, tracker: SweepWatch) -> Recorder:
+    """Compute what is missing of all runs; the recorder holds their outcomes. out: None for a single run."""
+    recorder = Recorder(runs, out, tracker)
+    try:
+        run_cells([run.cell for run in runs if run.cell is not None], recorder)
+    finally:
+        recorder.messages.print_counts()
+    return recorder
 
 
-def _waiting(owners: Sequence[Owner]) -> str:
-    many = f"{len(owners)} cells are" if len(owners) > 1 else "1 cell is"
-    return f"{many} being computed by {', '.join(sorted(set(map(str, owners))))}: waiting for it"
+def close_tracker(tracker: SweepWatch, out: Path, entries: Sequence[Entry]) -> None:
+    """Give a tracker the results of all runs of a sweep, also those that other processes computed."""
+    done = []
+    for entry in entries if not isinstance(tracker, Quiet) else ():
+        with suppress(ValueError):  # damaged files were reported
+            if examples(out / entry.key)[0]:
+                done.append(read_result(out / entry.key, entry.limit))
+    tracker.close(done)

@@ -1,84 +1,165 @@
-"""The arrays that were submitted for a sweep, as its folder knows them, and which of their tasks has which cell."""
+"""Jobs of a sweep: groups of runs that another process computes, on this machine or on SLURM, through submitit."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kvbench.records.cell_state import CellState
-from kvbench.records.definition import SWEEP_FOLDER
-from kvbench.records.files import write_json
-from kvbench.sweeps import queue
-from kvbench.sweeps.queue import JobState
-from kvbench.sweeps.shares import read_share
+from kvbench.errors import choice, whole_number
+from kvbench.records.definition import SWEEP_FOLDER, Entry, read_definition
 
-LOGS = Path(SWEEP_FOLDER) / "logs"
+if TYPE_CHECKING:
+    import submitit
+
+JOBS = "jobs"
 
 
 @dataclass(frozen=True)
+class Launcher:
+    """Where the runs of a sweep are computed: the fields of conf/hydra/launcher/kvbench.yaml and slurm.yaml."""
+
+    cluster: str | None = None  # None: this machine
+    workers: int = 1
+    wait: bool = True
+    timeout_min: int = 60 * 24 * 30
+    cpus_per_task: int | None = None
+    gpus_per_node: int | None = None
+    mem_gb: int | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    array_parallelism: int = 256
+    setup: Sequence[str] = ()
+    additional_parameters: Mapping[str, Any] = field(default_factory=dict)
+    max_num_timeout: int = 3
+    jobs: int | None = None
+
+    def __post_init__(self) -> None:
+        choice("hydra.launcher.cluster", self.cluster, None, "slurm", "local")
+        whole_number("hydra.launcher.workers", self.workers, 1)
+        if self.jobs is not None:
+            whole_number("hydra.launcher.jobs", self.jobs, 1)
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the runs are computed in this process."""
+        return self.cluster is None and self.workers == 1
+
+
 class Job:
-    """One array that was submitted: its number, and the stamp of its shares."""
+    """Some runs of the sweep in `out`, by their keys. submitit pickles it, and calls it in another process."""
 
-    array: str
-    stamp: str
-    tasks: int
+    def __init__(self, out: Path, keys: Sequence[str], cluster: str, threads: int | None = None) -> None:
+        self.out, self.keys, self.cluster, self.threads = out, tuple(keys), cluster, threads
 
-    @property
-    def names(self) -> list[str]:
-        """Its tasks, as SLURM names them."""
-        return [f"{self.array}_{number}" for number in range(self.tasks)]
+    def __call__(self) -> None:
+        """Compute what is missing of the runs. Raises RuntimeError if a run failed, so that the job failed as well."""
+        from kvbench.terminal.console import quiet, share_cores
 
+        share_cores()
+        quiet()
+        definition = read_definition(self.out)
+        os.chdir(definition.folder)  # the paths in its runs are relative to it
+        sys.path.insert(0, definition.folder)  # so are the user's own modules, as under `python -m`
+        import torch
 
-def write_job(out: Path, job: Job) -> None:
-    """Remember an array."""
-    path = out / SWEEP_FOLDER / "jobs" / f"{job.stamp}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, asdict(job))
+        from kvbench.report.trackers.watching import make_watch
+        from kvbench.sweeps.compute import compute
+        from kvbench.sweeps.plan import rebuilt
 
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        entries = [entry for entry in definition.cells if entry.key in self.keys]
+        tracker = make_watch(entries[0].config["logger"], definition.name)
+        try:
+            recorder = compute([rebuilt(entry, self.out) for entry in entries], self.out, tracker)
+        finally:
+            tracker.close()
+        failed = [outcome for outcome in recorder.outcomes.values() if outcome.error is not None]
+        if failed:
+            raise RuntimeError(f"{len(failed)} of {len(entries)} runs failed: {failed[0].title}: {failed[0].error}")
 
-def read_jobs(out: Path) -> list[Job]:
-    """All arrays that were submitted for a folder, in the order of their numbers: clocks of clients may disagree."""
-    paths = (out / SWEEP_FOLDER / "jobs").glob("*.json")
-    jobs = [Job(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
-    return sorted(jobs, key=lambda job: int(job.array))
+    def checkpoint(self) -> submitit.helpers.DelayedSubmission:
+        """What SLURM runs after a preemption or a time limit: the same job, which continues with the next example."""
+        import submitit
 
-
-@dataclass(frozen=True)
-class Given:
-    """The tasks that have a cell or a shard of it, with what SLURM says: the last array's, and others that live."""
-
-    tasks: Mapping[str, JobState | None] = field(default_factory=dict)
-
-    @property
-    def living(self) -> dict[str, JobState]:
-        """Those that wait or run, or may do so."""
-        return {task: state for task, state in self.tasks.items() if state is not None and state.lives}
-
-    @property
-    def ended(self) -> tuple[str, JobState | None]:
-        """One that ended, otherwise than well if there is such."""
-        return min(self.tasks.items(), key=lambda item: item[1] is not None and item[1].state == "COMPLETED")
-
-    def running(self, notes: Iterable[CellState | None]) -> set[str]:
-        """Those that run, as far as SLURM says, and wrote one of these notes."""
-        wrote = {Path(note.log).stem for note in notes if note is not None and note.log is not None}
-        return {task for task, job in self.living.items() if job.state in ("RUNNING", queue.UNKNOWN)} & wrote
+        return submitit.helpers.DelayedSubmission(self)
 
 
-NOT_GIVEN = Given()
+def submit(out: Path, name: str, entries: Sequence[Entry], launcher: Launcher) -> list[submitit.Job[None]]:
+    """Submit the runs in jobs: one for each model and task or `jobs` with a cluster, else one for each worker."""
+    import submitit
+
+    cluster = launcher.cluster or "local"
+    groups = grouped(entries, launcher.jobs if launcher.cluster else launcher.workers)
+    gpus = _gpus() if launcher.cluster is None else []
+    threads = max(1, (os.cpu_count() or 1) // len(groups)) if launcher.cluster is None and not gpus else None
+    jobs = [Job(out.resolve(), [entry.key for entry in group], cluster, threads) for group in groups]
+    own = {"slurm_max_num_timeout": launcher.max_num_timeout} if cluster == "slurm" else {}
+    executor = submitit.AutoExecutor(out.resolve() / SWEEP_FOLDER / JOBS, cluster=cluster, **own)
+    executor.update_parameters(name=name, timeout_min=launcher.timeout_min, **_parameters(launcher, cluster))
+    if cluster == "slurm":
+        return executor.submit_array(jobs)
+    submitted = []
+    for number, job in enumerate(jobs):
+        if gpus:
+            executor.update_parameters(gpus_per_node=1, local_visible_gpus=[gpus[number % len(gpus)]])
+        submitted.append(executor.submit(job))
+    return submitted
 
 
-def given_cells(out: Path) -> dict[str, Given]:
-    """To which tasks every cell was given, by its key."""
-    jobs = read_jobs(out)
-    states = queue.job_states([task for job in jobs for task in job.names])
-    found: dict[str, Given] = {}
-    for job in jobs:
-        tasks: dict[str, dict[str, JobState | None]] = {}
-        for number, task in enumerate(job.names):
-            for key, _ in read_share(out, f"{job.stamp}-{number}")[0]:
-                tasks.setdefault(key, {})[task] = states.get(task)
-        found |= {key: Given({**found.get(key, NOT_GIVEN).living, **its}) for key, its in tasks.items()}
+def _parameters(launcher: Launcher, cluster: str) -> dict[str, Any]:
+    """The launcher's fields as submitit names them; unset ones are left to the cluster."""
+    found = {name: getattr(launcher, name) for name in ("cpus_per_task", "gpus_per_node", "mem_gb")}
+    names = ("partition", "account", "qos", "array_parallelism", "setup", "additional_parameters")
+    if cluster == "slurm":
+        found |= {f"slurm_{name}": getattr(launcher, name) for name in names}
+    return {name: value for name, value in found.items() if value not in (None, (), [], {})}
+
+
+def grouped(entries: Sequence[Entry], number: int | None) -> list[list[Entry]]:
+    """The runs in groups: those that share prefills together, in `number` groups of about equal size if it is given."""
+    alike: dict[str, list[Entry]] = {}
+    for entry in entries:
+        alike.setdefault(entry.group, []).append(entry)
+    if number is None:
+        return list(alike.values())
+    ordered = [entry for group in alike.values() for entry in group]
+    number = min(number, len(ordered))
+    ends = [round(len(ordered) * place / number) for place in range(number + 1)]
+    return [ordered[start:end] for start, end in pairwise(ends)]
+
+
+def _gpus() -> list[int]:
+    """The numbers of the CUDA devices of this process."""
+    import torch
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given and all(word.isdecimal() for word in given.split(",")):
+        return [int(word) for word in given.split(",")]
+    return list(range(torch.cuda.device_count()))
+
+
+def submitted(out: Path) -> dict[str, submitit.Job[None]]:
+    """The newest job of each run of a sweep that was ever submitted, by the keys of the runs."""
+    import submitit
+
+    folder = out.resolve() / SWEEP_FOLDER / JOBS
+    found = {}
+    for path in sorted(folder.glob("*_submitted.pkl"), key=lambda path: path.stat().st_mtime_ns):
+        job: Job = submitit.core.utils.DelayedSubmission.load(path).function
+        kind = submitit.SlurmJob if job.cluster == "slurm" else submitit.LocalJob
+        found |= dict.fromkeys(job.keys, kind(folder, path.name.removesuffix("_submitted.pkl")))
     return found
+
+
+def is_active(job: submitit.Job[None]) -> bool:
+    """Whether a job is queued or running. The id of a job of this machine is the number of its process."""
+    if job.state != "NO PROCESS AND NO RESULT":
+        return not job.done()
+    return Path(f"/proc/{job.job_id}").exists()

@@ -1,4 +1,4 @@
-"""What became of a cell, in one sentence and one exit code."""
+"""The result of a run: the folder of its results, or the error message that says why there are none."""
 
 from __future__ import annotations
 
@@ -9,74 +9,68 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbench.errors import UsageError
 from kvbench.records.locks import RunBusyError, RunLostError
-from kvbench.terminal.command import FAILED, say
-from kvbench.terminal.command import explain as otherwise
-from kvbench.terminal.signals import exit_code as interrupted
+from kvbench.terminal.command import say
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a cell: the folder of its results, or the sentence that says why there are none."""
+    """key: of the run in its sweep. folder: None if there are no results. error: also of a run with failed examples."""
 
+    key: str
     title: str
     limit: int | None = None
     folder: Path | None = None
     error: str | None = None
-    code: int = 0
+    score: float | None = None
 
 
-class Told:
-    """What is wrong with cells: each sentence is said once, with the first cell that it is true of."""
+class Messages:
+    """Error messages of runs: each is printed once, with the first run that it concerns."""
 
     def __init__(self) -> None:
-        self._said: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
-    def tell(self, title: str, sentence: str, error: BaseException | None = None) -> None:
-        """Say it of one cell, unless it was said. error: whose traceback is shown too."""
-        self._said[sentence] += 1
-        if self._said[sentence] == 1:
-            say(f"{title}: {sentence}", error)
+    def print(self, title: str, message: str, error: BaseException | None = None) -> None:
+        """Print the message of one run unless it was printed. error: its traceback is printed too."""
+        self._counts[message] += 1
+        if self._counts[message] == 1:
+            say(f"{title}: {message}", error)
 
-    def rest(self) -> None:
-        """Say of how many more each of them is true."""
-        for sentence, count in self._said.items():
+    def print_counts(self) -> None:
+        """Print how many more runs each message concerns."""
+        for message, count in self._counts.items():
             if count > 1:
-                say(f"{count - 1} more {'cell has' if count == 2 else 'cells have'} the same problem: {sentence}")
-        self._said.clear()
+                say(f"{count - 1} more {'run has' if count == 2 else 'runs have'} the same problem: {message}")
+        self._counts.clear()
 
 
-def explain(error: BaseException) -> tuple[int, str]:
-    """The exit code and the one sentence for an error of a sweep, or of one cell."""
-    if isinstance(error, KeyboardInterrupt):
-        return interrupted(error), "interrupted; finished examples are kept, the same command continues"
-    if isinstance(error, RunBusyError | RunLostError):
-        return FAILED, str(error)
+def message_of(error: BaseException) -> str:
+    """The error message for a run that failed."""
+    if isinstance(error, UsageError | RunBusyError | RunLostError):
+        return str(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return FAILED, f"no space left to write results ({error.strerror}); finished examples are kept, free some space"
-    return otherwise(error, "debug=true")
+        return f"no space left to write results ({error.strerror}); finished examples are kept, free some space"
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    return f"{type(error).__name__}: {first}"
 
 
-def exit_code(codes: Sequence[int]) -> int:
-    """The code of several cells: something that failed while running outweighs a wrong value."""
-    wrong = set(codes) - {0}
-    return FAILED if FAILED in wrong else max(wrong, default=0)
+def is_expected(error: BaseException) -> bool:
+    """Whether an error concerns the user or the machine, so that its traceback would not help."""
+    return isinstance(error, UsageError | RunBusyError | RunLostError | OSError)
 
 
-def finish(outcomes: Sequence[Outcome], shows: bool = True) -> int:
-    """Print the table of all cells that have results, in their order, and return the exit code of them all.
-
-    shows: False: no table.
-    """
+def print_results(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
+    """Print the table of all runs that have results; their scores by key."""
     from kvbench.analysis.load import read_result
     from kvbench.report.table import print_table
 
-    runs = [read_result(outcome.folder, outcome.limit) for outcome in outcomes if outcome.folder and shows]
+    found = {outcome.key: read_result(outcome.folder, outcome.limit) for outcome in outcomes if outcome.folder}
+    runs = list(found.values())
     if runs:
         print_table(runs)
     if len(runs) > 1:
         sys.stdout.write(f"results: {runs[0].folder.parent}\n")
-    failed = sum(outcome.code != 0 for outcome in outcomes)
-    if failed and len(outcomes) > 1:
-        say(f"{failed} of {len(outcomes)} cells failed")
-    return exit_code([outcome.code for outcome in outcomes])
+    sys.stdout.flush()
+    return {key: run.value for key, run in found.items()}

@@ -1,175 +1,192 @@
-"""How far every cell of a sweep is, from the files in its folder and from SLURM's queue."""
+"""`python -m kvbench.sweep status|wait|resume|cancel FOLDER`: follow, stop or continue the sweep in a folder."""
 
 from __future__ import annotations
 
+import argparse
+import os
+import signal
 import sys
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
+import yaml
 
-from kvbench.records.cell_state import CellState, examples, failure, is_complete, read_states
-from kvbench.records.definition import Definition, Entry
-from kvbench.records.locks import Owner, holder
-from kvbench.records.retries import drop_failed
-from kvbench.records.samples import FILE_NAME
-from kvbench.records.shards import SHARD_FILE, indices
-from kvbench.sweeps.jobs import LOGS, NOT_GIVEN, Given, given_cells
-from kvbench.sweeps.states import broken
-from kvbench.sweeps.waiting import examples_done, totals
+from kvbench.errors import UsageError
+from kvbench.records.cell_state import examples, is_complete, lines, read_state
+from kvbench.records.definition import Definition, Entry, read_definition
+from kvbench.records.locks import is_held
+from kvbench.sweeps.jobs import Launcher, is_active, submitted
+from kvbench.terminal.command import FAILED as EXIT_FAILED
+from kvbench.terminal.command import Parser, command, pairs
+from kvbench.terminal.console import log_to_stderr, share_cores
 
-_AGAIN = "resume tries those again that ran out of memory, resume --failed all of them"
-FINISHED, RUNNING, QUEUED, FAILED, LEFT = "finished", "running", "queued", "failed", "left"
+if TYPE_CHECKING:
+    import submitit
+
+FINISHED, RUNNING, QUEUED, FAILED, LEFT = "finished", "running", "queued", "failed", "not finished"
+STATES = (FINISHED, RUNNING, QUEUED, FAILED, LEFT)
 
 
 @dataclass(frozen=True)
 class Status:
-    """How far a cell is. sentence: why it failed, or waits. rate: examples per second since it was begun last.
-
-    where: the processes or the job that have it. jobs: those of SLURM's array tasks that wait or run for it; owners:
-    the processes that compute it. broke: how many of its examples failed, where all are on disk.
-    """
+    """The progress of a run. total: None if it is unknown. job: its newest one, if it was submitted."""
 
     entry: Entry
     state: str
     done: int = 0
     total: int | None = None
-    rate: float | None = None
-    where: str = ""
-    sentence: str = ""
-    log: str | None = None
-    jobs: tuple[str, ...] = ()
-    owners: tuple[Owner, ...] = ()
-    broke: int = 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it can be launched, and nobody has it."""
-        return self.state in (FAILED, LEFT) and self.entry.error is None and not self.broke
-
-    @property
-    def why(self) -> str:
-        """Why it failed, and where more is said."""
-        return f"{self.sentence} (log: {self.log})" if self.log else self.sentence
-
-    @property
-    def remaining(self) -> float | None:
-        """Seconds it will take at this rate."""
-        return None if not self.rate or self.total is None else (self.total - self.done) / self.rate
+    error: str | None = None
+    job: submitit.Job[None] | None = None
 
 
 def statuses(out: Path, definition: Definition) -> list[Status]:
-    """How far every cell of a sweep is, in its order."""
-    given, cells = given_cells(out), definition.cells
-    return [
-        _status(out, entry, total, given.get(entry.key, NOT_GIVEN))
-        for entry, total in zip(cells, totals(out, cells), strict=True)
-    ]
+    """The progress of every run of a sweep, in its order."""
+    jobs = submitted(out)
+    totals: dict[str, int] = {}
+    for entry in definition.cells:
+        state = None if entry.run_id is None else read_state(out, entry.run_id)
+        if state is not None and state.in_task is not None:
+            totals[entry.group] = state.in_task
+    return [_status(out, entry, jobs.get(entry.key), totals.get(entry.group)) for entry in definition.cells]
 
 
-def _status(out: Path, entry: Entry, total: int | None, given: Given) -> Status:
+def _status(out: Path, entry: Entry, job: submitit.Job[None] | None, in_task: int | None) -> Status:
     if entry.run_id is None:
-        return Status(entry, FAILED, sentence=entry.error or "")
-    folder, said = out / entry.run_id, read_states(out, entry.run_id)
-    # Owners before results: whoever completes a cell writes its results first and lets go of it then.
-    held = {place: owner for place in (folder, *said) if (owner := holder(place)) is not None}
-    # A lock may outlive its job where the node was lost, and may not be seen from here: SLURM knows better.
-    owners = {owner for owner in held.values() if owner.job not in given.tasks or owner.job in given.living}
-    running = given.running(note for note in said.values() if note.error is None)
-    done = examples_done(out, entry)
+        return Status(entry, FAILED, error=entry.error)
+    folder, state = out / entry.run_id, read_state(out, entry.run_id)
+    known = [number for number in (in_task, entry.limit) if number is not None]
+    total, done = min(known, default=None), lines(folder)
+
+    def status(word: str, error: str | None = None) -> Status:
+        return Status(entry, word, done, total, error, job)
+
+    if is_held(folder):
+        return status(RUNNING)
     if is_complete(out, entry):
-        total = done if entry.limit is None else min(done, entry.limit)
-        ended = Status(entry, FINISHED, total, total, where=", ".join(given.tasks))
-        why, jobs = f"{broken(folder)}; {_AGAIN}", tuple(given.living)
-        broke = examples(folder)[1]
-        return replace(ended, state=FAILED, broke=broke, sentence=why, jobs=jobs) if broke else ended
-    begun = Status(entry, LEFT, done, total, jobs=tuple(given.living))
-    if owners or running:
-        where = ", ".join(sorted({owner.job or str(owner) for owner in owners} | running))
-        rate = _rate({place: note for place, note in said.items() if place in held} or said)
-        return replace(begun, state=RUNNING, rate=rate, where=where, owners=tuple(owners))
-    return _idle(out, begun, failure(said), given)
+        failed = examples(folder)[1]
+        return status(FAILED, f"{failed} of {done} examples failed, see {folder}") if failed else status(FINISHED)
+    if job is not None and is_active(job):
+        return status(QUEUED)
+    if state is not None and state.error is not None:
+        return status(FAILED, state.error)
+    if job is not None:
+        return status(FAILED, f"job {job.job_id} ended ({job.state}), its log is {job.paths.stderr}")
+    return status(LEFT)
 
 
-def _idle(out: Path, begun: Status, failed: CellState | None, given: Given) -> Status:
-    """The status of a cell that is not complete and that nobody computes."""
-    waiting = sorted(given.living.keys() - {t for t in given.running([failed]) if given.living[t].state == "RUNNING"})
-    if waiting:
-        return replace(begun, state=QUEUED, where=", ".join(waiting), sentence=given.living[waiting[0]].about)
-    begun = replace(begun, where=", ".join(given.tasks))
+def print_statuses(found: Sequence[Status]) -> None:
+    """A line for each run, the errors, and how many runs there are of each state."""
+    width = max(len(one.entry.title) for one in found)
+    for one in found:
+        numbers = f"{one.done}/{'?' if one.total is None else one.total}"
+        job = "" if one.job is None else f"  job {one.job.job_id}"
+        sys.stdout.write(f"{one.entry.title:{width}}  {one.state:12}  {numbers:>9}{job}\n")
+    for one in found:
+        if one.error is not None:
+            sys.stdout.write(f"{one.entry.title}: {one.error}\n")
+    counts = Counter(one.state for one in found)
+    listed = ", ".join(
+        f"{counts[state]} {state}" for state in (FINISHED, RUNNING, QUEUED, FAILED, LEFT) if counts[state]
+    )
+    sys.stdout.write(f"{len(found)} run{'s' * (len(found) != 1)}: {listed}\n")
+
+
+def resume(out: Path, fields: Sequence[str]) -> int:
+    """Compute or submit again what is neither finished nor queued nor running; returns the exit code.
+
+    fields: of the launcher, in place of those of the last command. Failed examples are computed again.
+    """
+    definition = read_definition(out)
+    left = [one.entry for one in statuses(out, definition) if one.state in (FAILED, LEFT) and one.entry.run_id]
+    if not left:
+        sys.stdout.write("nothing is left to do\n")
+        return 0
+    changed = {key.removeprefix("hydra.launcher."): yaml.safe_load(value) for key, value in _fields(fields).items()}
     try:
-        examples(out / begun.entry.key)
-    except ValueError as error:
-        return replace(begun, state=FAILED, sentence=str(error))
-    if failed is not None:
-        return replace(begun, state=FAILED, sentence=failed.error or "", log=failed.log)
-    if not given.tasks:
-        return begun
-    task, ended = given.ended
-    became = ended.sentence if ended else "is gone, SLURM knows nothing of it"
-    return replace(begun, state=FAILED, sentence=f"job {task} {became}", log=str(out / LOGS / f"{task}.log"))
+        launcher = Launcher(**{**definition.launcher, **changed})
+    except TypeError as error:
+        raise UsageError(f"{' '.join(fields)} is not allowed: {error}") from error
+    here = out.resolve()
+    os.chdir(definition.folder)  # the paths in its runs are relative to it
+    sys.path.insert(0, definition.folder)  # so are the user's own modules
+    share_cores()
+    from kvbench.sweeps.launch import launch  # torch, which the other commands need not wait for
+    from kvbench.sweeps.plan import Planned, rebuilt
+
+    elsewhere = not launcher.in_process
+    runs = [Planned(entry) if elsewhere else rebuilt(entry, here) for entry in left]
+    return _exit_code([outcome.error for outcome in launch(here, runs, definition, launcher)])
 
 
-def retried(out: Path, definition: Definition, every: bool = False) -> list[Status]:
-    """How far every cell is, once failed examples that are to be tried again are missing ones: see `drop_failed`."""
-    found = statuses(out, definition)
-    idle = [s for s in found if s.entry.run_id and s.state in (FAILED, LEFT) and not s.jobs]
-    dropped = sum(drop_failed(out / s.entry.key, every) for s in idle)
-    return statuses(out, definition) if dropped else found
+def _fields(fields: Sequence[str]) -> dict[str, str]:
+    found = pairs(fields, "hydra.launcher.timeout_min=600")
+    for key in found:
+        if not key.startswith("hydra.launcher."):
+            raise UsageError(
+                f"{key}= cannot be set: only fields of the launcher, such as hydra.launcher.timeout_min=600"
+            )
+    return found
 
 
-def _rate(said: Mapping[Path, CellState]) -> float | None:
-    """Examples per second since the cell, or those of its shards that run, were begun last."""
-    now, rate = time.time(), 0.0
-    for place, note in said.items():
-        done = len(indices(place / FILE_NAME) | indices(place / SHARD_FILE))
-        rate += max(done - note.done, 0) / max(now - note.since, 1e-3)
-    return rate or None
+def cancel(out: Path) -> int:
+    """Cancel the jobs of a sweep; finished examples are kept."""
+    jobs = {
+        one.job.job_id: one.job
+        for one in statuses(out, read_definition(out))
+        if one.job and one.state in (RUNNING, QUEUED)
+    }
+    for job in jobs.values():
+        if job.state == "NO PROCESS AND NO RESULT":  # a process of this machine that another command started
+            with suppress(ProcessLookupError):
+                os.kill(int(job.job_id), signal.SIGINT)
+        else:
+            job.cancel()
+    sys.stdout.write(f"cancelled {len(jobs)} jobs; finished examples are kept\n")
+    return 0
 
 
-def print_status(found: Sequence[Status]) -> None:
-    """A row for each cell, then why some failed, then how many there are of each kind."""
-    console = Console(file=sys.stdout, width=10_000, highlight=False)
-    with console.capture() as text:
-        console.print(_table(found))
-    lines = [line.rstrip() for line in text.get().splitlines()]
-    for s in found:
-        if s.state == FAILED:
-            lines.append(f"{s.entry.title}: {s.why}")
-    sys.stdout.write("\n".join([*lines, _counts(found)]) + "\n")
+def _wait(out: Path) -> int:
+    from kvbench.sweeps.launch import outcomes_on_disk, wait
+    from kvbench.sweeps.outcome import print_results
+
+    entries = read_definition(out).cells
+    wait(out, entries)
+    outcomes = outcomes_on_disk(out, entries)
+    print_results(outcomes)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            sys.stderr.write(f"kvbench: {outcome.title}: {outcome.error}\n")
+    return _exit_code([outcome.error for outcome in outcomes])
 
 
-def _table(found: Sequence[Status]) -> Table:
-    table = Table(box=None)
-    for name, side in (("cell", "left"), ("state", "left"), ("examples", "right"), ("per min", "right")):
-        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("remaining", justify="right", no_wrap=True)
-    table.add_column("where", no_wrap=True)
-    for s in found:
-        rate = "" if s.rate is None else f"{60 * s.rate:.3g}"
-        examples = f"{s.done}/{'?' if s.total is None else s.total}" if s.entry.run_id else "-"
-        about = f" ({s.sentence})" if s.state == QUEUED and s.sentence not in ("", "None") else ""
-        table.add_row(s.entry.title, s.state, examples, rate, _duration(s.remaining), s.where + about)
-    return table
+def _exit_code(errors: Sequence[str | None]) -> int:
+    return EXIT_FAILED if any(error is not None for error in errors) else 0
 
 
-def _counts(found: Sequence[Status]) -> str:
-    counts = Counter(s.state for s in found)
-    listed = ", ".join(f"{counts[name]} {name}" for name in (FINISHED, RUNNING, QUEUED, FAILED, LEFT) if counts[name])
-    done, known = sum(s.done for s in found), [s.total for s in found if s.entry.run_id]
-    total = "?" if None in known else sum(n for n in known if n is not None)
-    broke = sum(s.broke for s in found)
-    failed = f", {broke} failed" if broke else ""
-    return f"{len(found)} cell{'s' * (len(found) != 1)}: {listed}; {done} of {total} examples{failed}"
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    parser = Parser("python -m kvbench.sweep", description=__doc__)
+    commands: argparse._SubParsersAction[argparse.ArgumentParser] = parser.add_subparsers(required=True, dest="command")
+    texts = {
+        "status": "the progress of every run",
+        "wait": "wait until nothing is queued or running, then print the table",
+        "resume": "compute or submit again what is left, and failed examples",
+        "cancel": "cancel the jobs; finished examples are kept",
+    }
+    for name, text in texts.items():
+        one = commands.add_parser(name, help=text, description=text)
+        one.add_argument("folder", type=Path, help="folder of the results, `out` of the sweep")
+    commands.choices["resume"].add_argument("fields", nargs="*", help="changed fields: hydra.launcher.timeout_min=600")
+    asked = parser.parse_args(arguments)
+    log_to_stderr()
+    if asked.command == "status":
+        print_statuses(statuses(asked.folder, read_definition(asked.folder)))
+        return 0
+    if asked.command == "resume":
+        return resume(asked.folder, asked.fields)
+    return _wait(asked.folder) if asked.command == "wait" else cancel(asked.folder)

@@ -22,11 +22,9 @@ from kvbench.analysis.result import Result
 from kvbench.cache.budgets import Budgets
 from kvbench.cache.layout import layout_of
 from kvbench.cache.steps import Progress
-from kvbench.config.choices import chosen
-from kvbench.config.overrides import lay
-from kvbench.config.presets import SCHEDULE
 from kvbench.engine.prompts import blank, prompts_for
-from kvbench.identity.cell import Cell, build_cell, changed_fields, digest_of
+from kvbench.identity.cell import Cell, build_cell, digest_of
+from kvbench.identity.run_config import set_field, typed
 from kvbench.models.prompts import Prompt
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.layer_budgets import read_budget
@@ -85,10 +83,11 @@ def check_run(folder: Path, fields: dict[str, Any] | None = None) -> None:
 
 
 def _cell(run: Result, config: dict[str, Any], fields: dict[str, Any]) -> Cell:
-    here = deepcopy({**config, "out": gettempdir(), "device": "auto", "engine": {"rows": None, "cuda_graph": False}})
+    here = deepcopy({**config, "out": gettempdir(), "device": "auto", "engine": {}})
     for key, value in fields.items():
-        lay(here, key, value)
-    cell = build_cell(here, run.naming.policy, run.naming.model)
+        set_field(here, key, value)
+    names = {"model": run.naming.model, "policy": run.naming.policy, "task": run.naming.task}
+    cell = build_cell(typed(here, names))
     ours = json.loads(json.dumps(cell.identity))
     skipped = {"code", *(key.partition(".")[0] for key in fields)}
     for key in {*ours, *run.identity} - skipped:
@@ -96,8 +95,7 @@ def _cell(run: Result, config: dict[str, Any], fields: dict[str, Any]) -> Cell:
             raise RefusedError(f"the {key} of its identity does not follow from its configuration")
     if not run.run_id.endswith(f"-{digest_of(run.identity)}"):
         raise RefusedError("its run id is not the digest of its identity")
-    preset = {**config, **dict.fromkeys(SCHEDULE), "policy": chosen("policy", run.naming.policy)}
-    changed = {key for key in changed_fields(config, preset) if key.startswith("policy.")}
+    changed = {key for key in cell.changed if key.startswith("policy.")}
     if changed != {key for key in run.naming.changed if key.startswith("policy.")}:
         raise RefusedError(f"it is named {run.naming.policy}, but its configuration is another policy's")
     return cell

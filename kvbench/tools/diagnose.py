@@ -13,11 +13,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import yaml
+
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.console import quiet, share_cores
 from kvbench.terminal.errors import UsageError, refusing
 
-_UNUSED = ("engine", "logger", "launcher", "allow_mixed", "experiment")
+_UNUSED = ("engine", "logger", "allow_mixed", "experiment")
 
 
 @command
@@ -62,7 +64,7 @@ def diagnose(name: str, fields: Sequence[str], config_dir: str | None = None) ->
     """Measure every policy on every prompt, write table and picture, and return their paths. Raises UsageError."""
     import pandas as pd
 
-    from kvbench.engine.runner import make_prompts
+    from kvbench.engine.prompts import make_prompts
     from kvbench.models.loading import load
     from kvbench.models.prompts import Prompt
     from kvbench.terminal.bars import progress
@@ -88,27 +90,16 @@ def diagnose(name: str, fields: Sequence[str], config_dir: str | None = None) ->
 
 
 def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
-    """One checked cell per policy; a field may not list several values otherwise."""
-    from kvbench.config.grammar import parse
-    from kvbench.config.overrides import check
+    """One checked run per policy; `policy=` alone may name several."""
     from kvbench.identity.cell import build_cell
+    from kvbench.identity.run_config import run_config
 
-    chosen = [field for field in fields if field.startswith("policy=")]
-    if len(chosen) > 1:
-        raise UsageError(f"{chosen[1]}: policy is given twice, write policy=a,b")
-    policies = (chosen[0].removeprefix("policy=") if chosen else "caote_snapkv").split(",")
-    others = [field for field in fields if field not in chosen]
-    if not any(field.startswith("limit=") for field in others):
-        others.append("limit=1")
-    for field in others:
-        if parse(field).lists:
-            raise UsageError(f"{field} names several values: a diagnostic compares policies, all else is one for all")
-    flags = [] if config_dir is None else ["--config-dir", config_dir]
-    cells = []
-    for slug in dict.fromkeys(policies):
-        (cell,) = check([*flags, *others, f"policy={slug}"]).cells
-        cells.append(build_cell(cell.config, cell.choices["policy"], cell.choices["model"]))
-    return cells
+    words = [field.partition("=") for field in fields]
+    given: dict[str, Any] = {"limit": 1, **{key: yaml.safe_load(text) for key, _, text in words}}
+    model, task = given.pop("model", "pocket"), given.pop("task", "niah")
+    folders = [] if config_dir is None else [Path(config_dir)]
+    policies = dict.fromkeys(str(given.pop("policy", "caote_snapkv")).split(","))
+    return [build_cell(run_config(model, policy, task, folders, **given)) for policy in policies]
 
 
 def _unused(path: Path) -> Path:

@@ -14,8 +14,8 @@ from small_cells import SMALL, small_cell
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvbench.cli import main
+from kvbench.engine.prompts import make_prompts
 from kvbench.engine.run import run_cells
-from kvbench.engine.runner import make_prompts
 from kvbench.engine.watch import Nobody
 from kvbench.identity.cell import Cell
 
@@ -83,7 +83,7 @@ def test_an_example_without_memory_is_recorded_and_the_others_go_on(
     real: str, sentence: str, hungry: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lengths = ("task.lengths=[300,400,500]", "task.depths=[0.5]")
-    command = [f"model={tiny_model}", "--config-dir", "my_conf", "policy=hungry", "budget=40", *SMALL, *lengths]
+    command = ["--config-dir", "my_conf", f"model={tiny_model}", "policy=hungry", "budget=40", *SMALL, *lengths]
     assert main([*command, "out=whole"]) == 0
     whole = samples(hungry / "whole")
     middle = whole[1]["prompt_tokens"]

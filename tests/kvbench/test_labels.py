@@ -126,7 +126,7 @@ def test_the_command_line_collect_and_baselines_say_what_ran(
         ["policy=caote_snapkv", "policy.value=null"],
         ["-m", "policy=snapkv", "policy.scorer.window=16,32"],
     ):
-        assert main([*small, *arguments]) == 0
+        assert main([*arguments, *small]) == 0
     printed = capsys.readouterr().out
     assert all(f"\nsnapkv  {window} " in printed for window in (32, 16)), "the window has a column"
     assert "schedules differ" not in printed

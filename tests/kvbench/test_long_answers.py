@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_lines import composed
 from transformers import AutoTokenizer
 
 from kvbench.analysis.metrics import metrics
-from kvbench.config.overrides import check
+from kvbench.config.tree import CONF, load
 from kvbench.engine.run import run_cells
+from kvbench.identity.cell import build_cell
 from kvbench.inference.sampling import Sampling
 from kvbench.models.prompts import PromptMaker
 from kvbench.records.sample import Sample
-from kvbench.sweeps.plan import plan
 from kvbench.tasks.lm_eval.chat import chat_text
 from kvbench.tasks.niah import Niah
 from kvbench.tasks.task import Example, PlainTokenizer, Task
@@ -106,8 +108,11 @@ def test_cut_answers_tokens_written_and_score_per_1000_held_by_hand() -> None:
 
 
 def test_the_reasoning_experiment_has_each_policy_at_each_budget_with_the_prompt_protected_or_not() -> None:
-    found = plan(check(["experiment=reasoning", "task=niah_dictated", "device=cpu"]).cells)
-    cells = [one.cell for one in found if one.cell is not None]
+    params = load(CONF / "experiment/reasoning.yaml")["hydra"]["sweeper"]["params"]
+    grid = product(*([f"{key}={value}" for value in str(values).split(",")] for key, values in params.items()))
+    same = ("experiment=reasoning", "task=niah_dictated", "device=cpu")
+    runs = {cell.run_id: cell for cell in (build_cell(composed(*same, *words)) for words in grid)}
+    cells = list(runs.values())
     told = {(c.policy_name, c.budget, c.policy.schedule.protect) for c in cells if c.policy_name != "full"}
     five, budgets = ("rkv", "random_attention", "snapkv", "h2o", "streamingllm"), (512, 1024, 2048, 4096)
     assert told == {(name, budget, protect) for name in five for budget in budgets for protect in ("none", "prompt")}

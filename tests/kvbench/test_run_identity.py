@@ -44,14 +44,13 @@ def own(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def run(folder: Path, model: Path, *arguments: str) -> int:
-    return main([f"model={model}", "--config-dir", str(folder / "my_conf"), *SMALL, *arguments])
+    return main(["--config-dir", str(folder / "my_conf"), f"model={model}", *SMALL, *arguments])
 
 
 def run_anew(folder: Path, model: Path, *arguments: str) -> int:
     """One command as a fresh process would see it: modules of the folder are read anew."""
     sys.modules.pop("my_scorers", None)
-    for name in ("_digest", "_imported", "_definitions", "_meaning", "_tree", "_source"):
-        getattr(code_digest, name).cache_clear()
+    code_digest._digest.cache_clear()
     return run(folder, model, *arguments)
 
 
@@ -84,42 +83,14 @@ def test_a_file_that_a_policy_reads_counts_by_its_contents(tmp_path: Path, tiny_
     assert run_id("heads.json", 3.0) != first
 
 
-ROW = {"context": "The key is red. It rains. ", "question": "Which key?", "answers": ["red"], "max_new_tokens": 2}
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        ({"answers": ["blue"]}, "answers scored by other references"),
-        ({"task": "keys"}, "answers scored by other metadata"),
-        ({"max_new_tokens": 3}, "answers of another max_new_tokens"),
-        ({"context": "The key is red. ", "question": "It rains. Which key?"}, "answers to other questions"),
-        ({"question": "Which lock?"}, "answers to other prompts"),
-    ],
-)
-def test_changed_data_is_refused_whether_the_run_is_finished_or_not(
-    change: dict[str, object], what: str, own: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = [f"model={tiny_model}", "policy=knorm", "budget=12", "compress=context", "out=runs"]
-    asked += ["task=context_question", "task.data_dir=rows.jsonl", "task.chat=false"]
-
-    def answered(first: dict[str, object], *limit: str) -> int:
-        Path("rows.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(ROW)}\n")
-        return main([*asked, *limit])
-
-    assert answered(ROW, "limit=1") == 0
-    (path,) = own.glob("runs/*/samples.jsonl")
-    samples = path.read_bytes()
-    for limit in (["limit=1"], []):
-        capsys.readouterr()
-        assert answered({**ROW, **change}, *limit) == 2
-        said = capsys.readouterr()
-        assert f"holds {what} (example 0 differs): the task's data changed since" in said.err
-        assert said.err.count("\n") == 1
-        assert path.read_bytes() == samples
-        assert "score" not in said.out
-    assert answered(ROW) == 0
-    assert path.read_bytes().startswith(samples)
+def test_data_counts_by_its_contents_wherever_it_lies(own: Path, tiny_model: Path) -> None:
+    row = {"context": "The key is red. It rains. ", "question": "Which key?", "answers": ["red"], "max_new_tokens": 2}
+    asked = [f"model={tiny_model}", "policy=knorm", "budget=12", "compress=context", "out=runs", "task.chat=false"]
+    for folder, answers, count in (("one", ["red"], 1), ("two", ["red"], 1), ("two", ["blue"], 2)):
+        Path(folder).mkdir(exist_ok=True)
+        Path(folder, "rows.jsonl").write_text(json.dumps({**row, "answers": answers}) + "\n")
+        assert main([*asked, "task=context_question", f"task.data_dir={folder}/rows.jsonl"]) == 0
+        assert len(runs(own)) == count
 
 
 def test_a_run_of_other_versions_is_continued_only_if_asked_and_tables_say_so(
@@ -133,7 +104,7 @@ def test_a_run_of_other_versions_is_continued_only_if_asked_and_tables_say_so(
     file.write_text(json.dumps(environment))
     samples = (own / "runs" / name / "samples.jsonl").read_bytes()
     capsys.readouterr()
-    assert run(own, tiny_model, "policy=knorm", "limit=2") == 2
+    assert run(own, tiny_model, "policy=knorm", "limit=2") == 1
     said = capsys.readouterr().err
     assert "begun with other versions (torch 1.13 then" in said
     assert "allow_mixed=true" in said

@@ -1,35 +1,27 @@
-"""Locks: one process computes a run, nobody takes it from one that lives, and one that is gone left it free."""
+"""Locks: one process computes a run, and a process that was killed leaves the run free."""
 
-import errno
-import fcntl
 import os
 import signal
 import subprocess
 import sys
-import threading
-from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from kvbench.records import locks
-from kvbench.records.locks import RunBusyError, RunLostError, holder, take
+from kvbench.records.locks import RunBusyError, RunLostError, held, is_held
 from kvbench.records.sample import Sample
-from kvbench.records.samples import open_samples
-from kvbench.sweeps import compute
+from kvbench.records.samples import FILE_NAME, open_samples, read_samples
 
 
-def sample(index: int) -> Sample:
-    return Sample(index=index, prompt_hash="ab" * 32, prompt_tokens=100, references=["a"], output="a", score=1.0)
+def sample(index: int, error: str | None = None) -> Sample:
+    return Sample(
+        index, "ab" * 32, 100, ["a"], output=None if error else "a", score=None if error else 1.0, error=error
+    )
 
 
-def test_nobody_takes_a_run_from_a_process_that_is_only_stopped_and_one_that_was_killed_left_it_free(
-    tmp_path: Path,
-) -> None:
+def test_a_stopped_process_keeps_its_run_and_a_killed_one_leaves_it_free(tmp_path: Path) -> None:
     program = (
-        "import sys; from kvbench.records.locks import *; lock = take(Path(sys.argv[1])); print(flush=True); input()"
+        "import sys; from kvbench.records.locks import *\nwith held(Path(sys.argv[1])): print(flush=True), input()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], **pipes) as other:
@@ -37,83 +29,40 @@ def test_nobody_takes_a_run_from_a_process_that_is_only_stopped_and_one_that_was
         other.stdout.readline()
         os.kill(other.pid, signal.SIGSTOP)
         try:
-            with pytest.raises(RunBusyError, match=f"belongs to process {other.pid} on "):
-                take(tmp_path)
+            assert is_held(tmp_path)
+            with pytest.raises(RunBusyError, match="another process is computing this run"), held(tmp_path):
+                pass
         finally:
             other.kill()
-    assert (tmp_path / ".lock").exists()
-    assert holder(tmp_path) is None
-    lock = take(tmp_path)
-    assert str(holder(tmp_path)).startswith(f"process {os.getpid()} on ")
-    lock.close()
+    assert not is_held(tmp_path)
+    with held(tmp_path):
+        assert is_held(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_of_many_who_find_what_a_killed_process_left_one_takes_it(tmp_path: Path) -> None:
-    (tmp_path / ".lock").write_text('{"host": "far", "pid": 7}')
-    won: list[locks.Lock] = []
-    together = threading.Barrier(8)
-
-    def attempt() -> None:
-        together.wait()
-        with suppress(RunBusyError):
-            won.append(take(tmp_path))
-
-    threads = [threading.Thread(target=attempt) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(won) == 1
-    won[0].check()
-    won[0].close()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_holder_whose_lock_was_deleted_stops_before_its_next_line(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
+def test_a_run_whose_file_was_replaced_or_changed_stops_before_its_next_line(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
     with open_samples(path) as file:
         file.append(sample(0))
         written = path.read_bytes()
-        (tmp_path / ".lock").unlink()
-        other = take(tmp_path)
-        with pytest.raises(RunLostError, match=r"\.lock was deleted while its run was computed"):
+        path.write_bytes(written * 2)
+        with pytest.raises(RunLostError, match="was changed while its run was computed"):
+            file.append(sample(1))
+        path.unlink()
+        path.write_bytes(written)
+        with pytest.raises(RunLostError, match="was deleted or replaced"):
             file.append(sample(1))
     assert path.read_bytes() == written
-    assert holder(tmp_path) is not None, "another one's lock is not given free"
-    other.close()
 
 
-def test_where_the_file_system_has_no_locks_this_is_said_and_who_finds_foreign_lines_stops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def no_locks(*_: Any) -> None:
-        raise OSError(errno.ENOTSUP, "Operation not supported")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    with open_samples(tmp_path / "samples.jsonl") as file:
-        assert "no locks on its file system (Operation not supported)" in caplog.text
-        file.append(sample(0))
-        with open_samples(tmp_path / "samples.jsonl") as other:
-            other.append(sample(1))
-            with pytest.raises(RunLostError, match="was changed while its run was computed"):
-                file.append(sample(1))
-    assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
-
-
-def test_who_waits_for_a_cell_pauses_whatever_its_lock_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen free and found busy again and again: it took all of a core."""
-    told: list[str] = []
-    recorder: Any = SimpleNamespace(busy={Path("a"): RunBusyError("busy", Path("a"))})
-    monkeypatch.setattr(compute, "holder", lambda folder: None)
-    monkeypatch.setattr(compute, "run_cells", lambda cells, recorder: told.append("tried"))
-
-    def pause(seconds: float) -> None:
-        told.append(f"waited {seconds}")
-        if len(told) > 4:
-            recorder.busy.clear()
-
-    monkeypatch.setattr(compute, "time", SimpleNamespace(sleep=pause))
-    cells: Any = {Path("a"): "cell"}
-    compute._take_over(cells, recorder, waits=True)
-    assert told == ["waited 1.0", "tried", "waited 1.0", "tried", "waited 1.0", "tried"]
+def test_a_failed_example_is_replaced_where_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    with open_samples(path) as file:
+        for index in range(3):
+            file.append(sample(index, "OutOfMemoryError" if index == 1 else None))
+        before = path.read_bytes().splitlines()
+        file.replace(sample(1))
+        file.append(sample(3))
+    after = path.read_bytes().splitlines()
+    assert (after[0], after[2]) == (before[0], before[2])
+    assert [(one.index, one.score) for one in read_samples(path)] == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 1.0)]

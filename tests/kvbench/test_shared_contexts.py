@@ -18,7 +18,6 @@ from kvbench.analysis.load import load_results
 from kvbench.cli import main
 from kvbench.models.prompts import PromptMaker
 from kvbench.page.tables import by_task
-from kvbench.records.shards import Shard
 from kvbench.tasks.scbench.task import SCBench
 from kvbench.tasks.task import PlainTokenizer
 
@@ -191,14 +190,6 @@ def test_scores_are_told_turn_by_turn_in_numbers_and_on_the_page(run: Run, tmp_p
 
 def task(folder: Path, name: str = "kv", **fields: Any) -> SCBench:
     return SCBench(subset=name, hub="microsoft/SCBench", revision="main", data_dir=str(folder), **fields)
-
-
-def test_turns_stay_together_when_a_run_is_shared_out(tiny_model: Path, tmp_path: Path) -> None:
-    write(tmp_path, "kv", contexts=4)
-    tokenizer, asked = AutoTokenizer.from_pretrained(tiny_model), task(tmp_path, max_new_tokens=NEW)
-    maker = PromptMaker(tokenizer, asked, 1024)
-    prompts = [maker.make(example) for example in asked.examples(PlainTokenizer(tokenizer), 0)]
-    assert Shard(1, 2).members(prompts) == [0, 1, 2, 6, 7, 8]
 
 
 CHAT = (

@@ -15,9 +15,8 @@ from command_lines import MAINS
 
 from kvbench.analysis.load import load_results
 from kvbench.records.sample import Sample
-from kvbench.sweeps.outcome import explain
 from kvbench.tasks.text_files import texts
-from kvbench.terminal.command import BROKEN_PIPE, FAILED, WRONG, command
+from kvbench.terminal.command import BROKEN_PIPE, FAILED, WRONG, command, explain
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.signals import sigterm_as_interrupt
 

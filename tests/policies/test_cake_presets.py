@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
+from command_lines import composed, grids_of, lines_of
 
 from kvbench import make_policy
-from kvbench.config import sweeps
-from kvbench.config.overrides import check
 from kvbench.config.presets import build_policy
 from kvbench.policies.allocators.cake import P2A
 from kvbench.policies.allocators.pyramid import Pyramid
@@ -41,7 +40,7 @@ ABLATIONS = {
 @pytest.mark.parametrize("table", ["table5", "table6", "table7", "table8", "table9"])
 def test_published_temperatures_belong_to_a_model_and_a_budget(table: str) -> None:
     """And to nothing else: where the authors publish none, the experiment sets none."""
-    for sweep in sweeps.read(f"cake/{table}"):
+    for sweep in grids_of(f"cake/{table}"):
         pairs = {(model, int(budget)) for model in sweep["model"] for budget in sweep.get("budget", ())}
         given = [
             float(sweep[f"policy.allocator.{tau}"][0]) for tau in ("tau1", "tau2") if f"policy.allocator.{tau}" in sweep
@@ -57,16 +56,16 @@ def test_every_published_pair_is_in_a_table() -> None:
     found = {
         (sweep["model"][0], int(sweep["budget"][0]))
         for table in ("table5", "table6", "table7", "table8", "table9")
-        for sweep in sweeps.read(f"cake/{table}")
+        for sweep in grids_of(f"cake/{table}")
         if "policy.allocator.tau1" in sweep
     }
     assert found == set(PUBLISHED)
 
 
 def test_temperatures_of_a_table_reach_the_allocator() -> None:
-    line = next(one for one in sweeps.command_lines(["experiment=cake/table7", "budget=128"]) if "policy=cake" in one)
-    config = check([*line, "task=niah"]).first.config
-    policy = build_policy(config["policy"], config["budget"])
+    line = next(one for one in lines_of("cake/table7", "budget=128", "task=niah") if "policy=cake" in one)
+    run = composed(*line)
+    policy = build_policy(run.policy, run.budget)
     assert policy.allocator == P2A(tau1=1.0, tau2=0.8)
     assert policy.scorer == make_policy("cake", 128).scorer
 

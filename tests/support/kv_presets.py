@@ -3,8 +3,7 @@
 from functools import cache
 
 from kvbench import make_policy, preset_names
-from kvbench.config.presets import policy_config
-from kvbench.config.slugs import parse
+from kvbench.config.presets import policy_config, store_of
 
 BUDGET = 40
 
@@ -20,7 +19,7 @@ INCOMPLETE = ("kvpress", *(slug for slug in preset_names() if not _complete(poli
 
 def stores() -> list[str]:
     """Presets that keep every token, in a store of their own."""
-    return [slug for slug in preset_names() if parse(slug)]
+    return [slug for slug in preset_names() if store_of(slug)]
 
 
 @cache

@@ -1,16 +1,21 @@
-"""Cells of a small model, as the command line would build them, without the sweeper's composing one by one."""
+"""Runs of a small model."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from kvbench.config.overrides import check
+import yaml
+
 from kvbench.identity.cell import Cell, build_cell
+from kvbench.identity.run_config import run_config
 
 SMALL = ("task.lengths=[300]", "task.depths=[0.0,0.5,1.0]", "task.repeats=1", "task.max_new_tokens=3")
 
 
 def small_cell(out: Path, model: Path, policy: str = "streamingllm", budget: int = 40, *more: str) -> Cell:
     """Three needles in 300 tokens."""
-    asked = check([f"model={model}", f"policy={policy}", f"budget={budget}", f"out={out}", *SMALL, *more])
-    return build_cell(asked.first.config, policy, "local")
+    fields = {key: yaml.safe_load(text) for key, _, text in (word.partition("=") for word in (*SMALL, *more))}
+    task = fields.pop("task", "niah")
+    cell = build_cell(run_config(model, policy, task, out=str(out), budget=budget, **fields))
+    return replace(cell, changed=())

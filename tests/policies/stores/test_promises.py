@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy, preset_names
 from kvbench.cache.hook import prepare
-from kvbench.config.slugs import parse
+from kvbench.config.presets import store_of
 from kvbench.inference.generate import generate_tokens
 from kvbench.policies.stores.gear import Gear
 from kvbench.policies.stores.kcvc import Kcvc
@@ -142,7 +142,7 @@ def test_zipcache_asks_the_query_that_filled_each_gap() -> None:
             assert low == sorted(rows.argsort()[:6].tolist())
 
 
-@pytest.mark.parametrize("eviction", [name for name in preset_names() if parse(name) is None])
+@pytest.mark.parametrize("eviction", [name for name in preset_names() if store_of(name) is None])
 def test_every_preset_that_evicts_takes_a_quantised_store_and_grows(eviction: str) -> None:
     if eviction in ("full", "d2o_released", *reading()) or eviction.startswith(INCOMPLETE):
         return  # evicts nothing; evicts with the first decoded token; needs a field (tested elsewhere)

@@ -1,0 +1,82 @@
+"""The Hydra application of `python -m kvbench`: one run; with `-m` a sweep."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from omegaconf import DictConfig, OmegaConf
+
+from kvbench.errors import UsageError
+from kvbench.terminal.command import command, our_version
+from kvbench.terminal.console import log_to_stderr, quiet, share_cores
+
+
+@hydra.main(config_path="pkg://kvbench.conf", config_name="config", version_base="1.3")
+def app(config: DictConfig) -> float | None:
+    """Compute one run, print its table and return its score, which a sweeper can optimize."""
+    ready()
+    with short_errors():
+        from kvbench.sweeps.launch import run_one  # seconds of torch: not for --help and --cfg
+        from kvbench.sweeps.plan import Asked
+
+        runtime = HydraConfig.get().runtime
+        folders = [Path(source["path"]) for source in runtime.config_sources if source["schema"] == "file"]
+        values: Any = OmegaConf.to_container(config, resolve=True)
+        return run_one(Asked(f"policy={runtime.choices.policy}", values, dict(runtime.choices), folders))
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line in this process and return its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words == ["--version"]:
+        sys.stdout.write(f"{our_version()}\n")
+        return 0
+    before, sys.argv = sys.argv, ["kvbench", *words]
+    log_to_stderr()
+    share_cores()
+    try:
+        app()
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    finally:
+        sys.argv = before
+    return 0
+
+
+def ready() -> None:
+    """Prepare a process that computes runs."""
+    share_cores()
+    quiet()
+
+
+@contextmanager
+def short_errors() -> Iterator[None]:
+    """Errors of the user inside are shown by Hydra as one message, without a traceback."""
+    try:
+        yield
+    except UsageError as error:
+        raise CompactHydraException(str(error)) from error
+
+
+def grids_override(grids: Sequence[Mapping[str, Any]]) -> str:
+    """The override that makes `-m` run these grids: of each field its value, or a list of values."""
+    return f"hydra.sweeper.grids={_quoted(grids)}"
+
+
+def _quoted(value: object) -> str:
+    """A value in Hydra's grammar."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_quoted(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_quoted, value))}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return "'" + value.replace("'", "\\'") + "'" if isinstance(value, str) else str(value)
