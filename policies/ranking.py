@@ -64,12 +64,13 @@ class Ranking:
     def occupied(self) -> Tensor:
         return self.positions >= 0
 
-    def broken(self) -> list[int]:
+    def broken(self, wait: bool = True) -> list[int]:
         """The sequences in which an unprotected token has the score NaN.
 
-        Not checked on a GPU, which would have to synchronise: there such a token is evicted first.
+        wait=False: not checked on a GPU, whose host would have to wait for the answer; there such a token is evicted
+        first.
         """
-        if not at_hand(self.scores) or not bool(self.scores.sum().isnan()):  # a sum costs a tenth of asking each
+        if not (wait or at_hand(self.scores)) or not bool(self.scores.sum().isnan()):  # a tenth of asking each
             return []
         wrong = self.scores.isnan() & self.occupied & ~self.protected
         return wrong.flatten(1).any(-1).nonzero().flatten().tolist()

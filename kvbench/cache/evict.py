@@ -336,7 +336,7 @@ def _without_queries(step: LayerStep) -> LayerStep:
 
 def _note_not_numbers(some: Sequence[Pending], ranking: Ranking) -> None:
     """Sequences with a score that is no number (NaN): the call goes on for the others and ends in an error."""
-    for row in ranking.broken():
+    for row in ranking.broken(wait=some[0].step.now.phase != "decode"):  # decoding steps do not wait for a GPU
         for pending, rows in zip(some, _rows(some), strict=True):
             if row < rows:
                 first = pending.step.rows.start or 0

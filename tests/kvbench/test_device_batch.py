@@ -240,13 +240,13 @@ def own_operations(layers: int) -> int:
     return mode.operations.total()
 
 
-def test_a_layer_takes_three_launches_and_eight_operations_whatever_decodes(as_on_a_gpu: None) -> None:
+def test_a_layer_takes_three_launches_and_sixteen_operations_whatever_decodes(as_on_a_gpu: None) -> None:
     model = own_operations(5) - own_operations(2)
     fixed = []
     several = [slug for slug in SEVERAL if slug != "d2o"]  # whose layers differ in what they hold, so budgets may too
     for case in ((("h2o",), (40,), 1), (("h2o",), BUDGETS, 3), (("d2o",), (40,), 2), (several, BUDGETS, 2)):
         few, many = counts(*case, layers=2), counts(*case, layers=5)
-        assert many[0] - few[0] <= model + 3 * 8
+        assert many[0] - few[0] <= model + 3 * 16
         assert many[1] - few[1] == 3 * 3
         fixed.append(few[0] - own_operations(2) - 2 * (many[0] - few[0] - model) // 3)
     assert abs(fixed[0] - fixed[1]) <= 2, "budgets and examples are rows of one batch"
