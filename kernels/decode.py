@@ -219,15 +219,9 @@ def tiles(rows: int, dim: int, value_dim: int, dtype: torch.dtype, placed: bool)
 
 
 def join(
-    part_out: Tensor,
-    part_lse: Tensor,
-    like: Tensor,
-    heads: int,
-    slots: int,
-    each: int,
-    counts: Tensor | None = None,
+    part_out: Tensor, part_lse: Tensor, like: Tensor, heads: int, slots: int, each: int, counts: Tensor | None = None,
     sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [B,H_q,M,D_v] and natural log-sum-exp [B,H_q,M] from parts [R,S,G*M,D_v] and their log-sum-exp [R,S,G*M].
 
     like [B,H_q,M,D]: the queries. Part s of a KV head has its slots s * each to (s + 1) * each, of counts [B,H_kv] or,
@@ -245,20 +239,11 @@ def join(
 
 
 def _launch(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: tuple[Tensor, Tensor] | None,
-    segments: tuple[Tensor, Tensor] | None,
-    heads: int,
-    slots: int,
-    how: tuple[float, float | None, int | None, Tensor | None],
-    weights: bool,
-    sums: Tensor | None,
-    programs: int | None,
-    new_tokens: NewTokens | None = None,
-    bias: Tensor | None = None,
-) -> Attention:
+    queries: Tensor, keys: Tensor, values: Tensor, positions: tuple[Tensor, Tensor] | None,
+    segments: tuple[Tensor, Tensor] | None, heads: int, slots: int,
+    how: tuple[float, float | None, int | None, Tensor | None], weights: bool, sums: Tensor | None,
+    programs: int | None, new_tokens: NewTokens | None = None, bias: Tensor | None = None,
+) -> Attention:  # fmt: skip
     """All launches; how: scaling, softcap, sliding_window, sinks. Without positions every query sees every slot.
 
     keys, values and the slots' positions are [B,H_kv,T,...], or flat [N,...] with segments = starts, counts, each count
@@ -392,12 +377,8 @@ def decode_attention_flat(
     into their segments first.
     """
     if new_tokens is not None and not keys.is_cuda and keys.dtype == torch.bfloat16:
-        append(
-            {"keys": keys, "values": values},
-            {"keys": new_tokens.keys, "values": new_tokens.values},
-            starts,
-            new_tokens.slots,
-        )  # fmt: skip - the interpreter computes on copies
+        stored, new = {"keys": keys, "values": values}, {"keys": new_tokens.keys, "values": new_tokens.values}
+        append(stored, new, starts, new_tokens.slots)  # the interpreter computes on copies
         new_tokens = None
     if not use_triton(queries):
         return decode_attention_flat_ref(

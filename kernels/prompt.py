@@ -82,15 +82,9 @@ def attention_behind(queries: Tensor, keys: Tensor, values: Tensor, scaling: flo
 
 
 def _block(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    seen: Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
-) -> Tensor:
+    queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scaling: float, softcap: float | None,
+    sinks: Tensor | None, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Attention under the mask seen [B,H_kv or 1,m,S]."""
     nothing = ~seen.any(-1)  # [B,H_kv or 1,m]
     readable = seen | nothing[..., None]  # a softmax over nothing is no number: such rows are computed and emptied
@@ -129,16 +123,9 @@ def one_for_all(sinks: Tensor | None) -> Tensor | None:
 
 
 def prompt_attention_ref(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Attention:
+    queries: Tensor, keys: Tensor, values: Tensor, query_positions: Tensor, key_positions: Tensor, scaling: float,
+    softcap: float | None = None, sliding_window: int | None = None, sinks: Tensor | None = None,
+) -> Attention:  # fmt: skip
     """The definition: all logits at once. Arguments and result as in `prompt_attention`."""
     logits = attention_logits(queries, keys, scaling, softcap)  # [B,H_kv,G,M,T]
     seen = visible(query_positions, key_positions, sliding_window)[:, :, None]
@@ -163,7 +150,9 @@ def _library_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: f
     """
     grouped = queries.shape[1] != keys.shape[1]
     if queries.shape[2] == keys.shape[2]:
-        chosen = torch._fused_sdp_choice(queries, keys, values, None, 0.0, True, scale=scaling, enable_gqa=grouped)
+        chosen: int | None = torch._fused_sdp_choice(
+            queries, keys, values, None, 0.0, True, scale=scaling, enable_gqa=grouped
+        )
     else:
         params = torch.backends.cuda.SDPAParams(queries, keys, values, None, 0.0, False, grouped)
         chosen = FLASH if torch.backends.cuda.can_use_flash_attention(params) else None
@@ -207,7 +196,14 @@ def block_mask(query_places: Tensor, key_places: Tensor, sliding_window: int | N
         return inside if sliding_window is None else inside & (k_place > q_place - sliding_window)
 
     return BlockMask.from_kv_blocks(
-        *parted, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(new, slots), compute_q_blocks=False
+        parted[0],
+        parted[1],
+        parted[2],
+        parted[3],
+        BLOCK_SIZE=BLOCK,
+        mask_mod=seen,
+        seq_lengths=(new, slots),
+        compute_q_blocks=False,
     )
 
 
@@ -219,17 +215,10 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def flex_prompt_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    sinks: Tensor | None = None,
+    queries: Tensor, keys: Tensor, values: Tensor, query_positions: Tensor, key_positions: Tensor, scaling: float,
+    softcap: float | None = None, sliding_window: int | None = None, sinks: Tensor | None = None,
     aligned: bool = False,
-) -> Attention:
+) -> Attention:  # fmt: skip
     """`prompt_attention` by flex_attention, compiled on a GPU; on a CPU all logits exist at once."""
     dtype = torch.promote_types(torch.promote_types(queries.dtype, keys.dtype), values.dtype)
     q, k, v = (x.to(dtype) for x in (queries, keys, values))
@@ -241,10 +230,12 @@ def flex_prompt_attention(
         key_positions = key_positions.repeat_interleave(group, dim=1)
     mask = block_mask(query_positions, key_positions, sliding_window)
 
-    def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, slot: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
+    cap = 1.0 if softcap is None else softcap
 
-    attend = _compiled_flex() if q.is_cuda else flex_attention
+    def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    attend: Callable[..., Any] = _compiled_flex() if q.is_cuda else flex_attention
     out, aux = attend(
         q, k, v, score_mod=None if softcap is None else capped, block_mask=mask, scale=scaling, enable_gqa=group > 1,
         return_aux=AuxRequest(lse=True),

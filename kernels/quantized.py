@@ -67,33 +67,17 @@ class Packed:
         """The most any KV head holds."""
         return self.words.shape[2] * (1 if self.per_token else self.unit)
 
-    def dequantised(self) -> Tensor:
-        """[B,H,N,D] float32."""
-        return _unpacked(self, self.words, self.scale, self.minimum)
-
     def at(self, tokens: Tensor) -> Tensor:
         """The tokens [B,H,n] of each head, [B,H,n,D] float32."""
-        group = tokens // (1 if self.per_token else self.unit)
-        scale, minimum = (
-            x.gather(2, group[..., None].expand(-1, -1, -1, x.shape[3])) for x in (self.scale, self.minimum)
-        )
-        batch, head = (torch.arange(n, device=tokens.device) for n in tokens.shape[:2])
-        if self.per_token:
-            return _unpacked(self, self.words[batch[:, None, None], head[:, None], group], scale, minimum)
-        per_word = 32 // self.bits
-        code = (tokens % self.unit)[..., None]
-        channel = torch.arange(scale.shape[3], device=tokens.device)
-        index = batch[:, None, None, None], head[:, None, None], group[..., None], channel, code // per_word
-        codes = self.words[index] >> code % per_word * self.bits & 2**self.bits - 1
-        return codes * scale.float() + minimum.float()
-
-
-def _unpacked(packed: Packed, words: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    """Numbers of some of the groups, in the order of `Packed.dequantised`."""
-    shifts = torch.arange(0, 32, packed.bits, device=words.device)
-    codes: Tensor = (words[..., None] >> shifts & 2**packed.bits - 1).flatten(-2)[..., : packed.unit]
-    x = codes * scale.float()[..., None] + minimum.float()[..., None]
-    return x.flatten(3) if packed.per_token else x.transpose(-1, -2).flatten(2, 3)
+        batch, head = (torch.arange(n, device=tokens.device)[:, None] for n in tokens.shape[:2])
+        channel = torch.arange(self.scale.shape[3] * (self.unit if self.per_token else 1), device=tokens.device)
+        group, place, code = tokens[..., None], channel // self.unit, channel % self.unit
+        if not self.per_token:
+            group, place, code = group // self.unit, channel, group % self.unit
+        at, per_word = (batch[:, None, None], head[:, None], group, place), 32 // self.bits
+        codes = self.words[(*at, code // per_word)] >> code % per_word * self.bits & 2**self.bits - 1
+        x: Tensor = codes * self.scale[at].float() + self.minimum[at].float()
+        return x
 
 
 @dataclass(frozen=True)
@@ -139,43 +123,6 @@ class Outliers(NamedTuple):
     keys: Tensor
     values: Tensor
     slots: Tensor
-
-
-def quantised_attention_ref(
-    queries: Tensor,
-    query_positions: Tensor,
-    keys: Side,
-    values: Side,
-    scaling: float,
-    softcap: float | None = None,
-    outliers: Outliers | None = None,
-) -> Attention:
-    """The definition: dequantise, put the outliers in their places, attend in float32."""
-    k, v = (_in_order(side) for side in (keys, values))
-    seen = torch.arange(k.shape[2], device=k.device) < keys.lengths()[..., None]  # [B,H,C]
-    if outliers is not None:
-        for b, h, e in (outliers.slots >= 0).nonzero().tolist():
-            slot = outliers.slots[b, h, e]
-            k[b, h, slot], v[b, h, slot] = outliers.keys[b, h, e].float(), outliers.values[b, h, e].float()
-    batch, query_heads, new, dim = queries.shape
-    rows = queries.float().reshape(batch, k.shape[1], -1, dim)
-    logits = rows @ k.transpose(-1, -2) * scaling
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~(seen & (query_positions >= 0)[..., None])[:, :, None], -torch.inf)
-    log_sum_exp = logits.logsumexp(-1)
-    out = (logits - log_sum_exp[..., None]).exp().nan_to_num(0.0) @ v
-    return Attention(out.view(batch, query_heads, new, -1).to(queries.dtype), log_sum_exp.view(batch, query_heads, new))
-
-
-def _in_order(side: Side) -> Tensor:
-    """[B,H,C,D] float32: each head's codes, then its tail, closed up; 0 beyond."""
-    coded, tail = side.packed.dequantised(), side.tail.float()
-    x = tail.new_zeros(*tail.shape[:2], int(side.lengths().max()), tail.shape[3])
-    for b, h in torch.cartesian_prod(*(torch.arange(n) for n in tail.shape[:2])).view(-1, 2).tolist():
-        first, last = int(side.coded()[b, h]), int(side.lengths()[b, h])
-        x[b, h, :first] = coded[b, h, :first]
-        x[b, h, first:last] = tail[b, h, : last - first]
-    return x
 
 
 class Codes(NamedTuple):
@@ -254,12 +201,8 @@ def coded(
         rows, inside, groups, start = tokens.to(tl.int64), tokens < coded, HOW.D // HOW.U, 0
         row_words, row_scales, group_words, group_scales = side.words.row, side.scale.row, HOW.W, 1
     else:
-        rows, inside, groups, start = (
-            tl.arange(0, HOW.BLOCK_D),
-            tl.arange(0, HOW.BLOCK_D) < HOW.D,
-            tl.cdiv(coded, HOW.U),
-            first,
-        )
+        rows, inside = tl.arange(0, HOW.BLOCK_D), tl.arange(0, HOW.BLOCK_D) < HOW.D
+        groups, start = tl.cdiv(coded, HOW.U), first
         row_words, row_scales, group_words, group_scales = HOW.W, 1, side.words.row, side.scale.row
     column = start + tl.arange(0, WORDS)
     group, word = column // HOW.WIDTH, column % HOW.WIDTH
@@ -290,7 +233,7 @@ def _scaled(
     return tl.load(at, mask=(heads < G)[:, None] & there[None, :], other=0.0).to(tl.float32) * scale
 
 
-@partial(jit, varying=("coded", "words", "each"))
+@partial(jit, varying=("coded_tokens", "words", "each"))
 def _attend_codes(
     q: View, q_pos_ptr: tl.tensor, absent: View, coded_ptr: tl.tensor, words_ptr: tl.tensor, out_ptr: tl.tensor,
     lse_ptr: tl.tensor, keys: Codes, values: Codes, H: tl.tensor, coded_tokens: tl.tensor, words: tl.tensor,
@@ -345,10 +288,8 @@ def tiles(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     if dtype == torch.float32:
         return {"tokens": 16 if wide else 32, "PRODUCTS": tl.float32, "num_warps": 8, "num_stages": 1}
     registers = 128 if max(dim, value_dim) <= 64 else 255  # without a bound ptxas spills a few
-    return {
-        "tokens": 64 if wide else 128, "PRODUCTS": tl.float16, "num_warps": 8 if wide else 4, "num_stages": 2,
-        "maxnreg": registers,
-    }  # fmt: skip
+    sizes = {"tokens": 64, "num_warps": 8} if wide else {"tokens": 128, "num_warps": 4}
+    return {**sizes, "PRODUCTS": tl.float16, "num_stages": 2, "maxnreg": registers}
 
 
 def quantised_attention(
@@ -383,15 +324,9 @@ def quantised_attention(
 
 
 def _attend_to_the_rest(
-    queries: Tensor,
-    query_positions: Tensor,
-    keys: Side,
-    values: Side,
-    common: Tensor,
-    scaling: float,
-    softcap: float | None,
-    outliers: Outliers | None,
-) -> Attention:
+    queries: Tensor, query_positions: Tensor, keys: Side, values: Side, common: Tensor, scaling: float,
+    softcap: float | None, outliers: Outliers | None,
+) -> Attention:  # fmt: skip
     """Attention over the tokens whose key or value is not in codes, and over the outliers."""
     most = max(keys.tail.shape[2], values.tail.shape[2])
     tokens = common[..., None] + torch.arange(most, device=common.device)  # [B,H,n]
@@ -404,15 +339,9 @@ def _attend_to_the_rest(
 
 
 def _attend_to_codes(
-    queries: Tensor,
-    query_positions: Tensor,
-    keys: Side,
-    values: Side,
-    common: Tensor,
-    scaling: float,
-    softcap: float | None,
-    outliers: Outliers | None,
-) -> tuple[Tensor, Tensor]:
+    queries: Tensor, query_positions: Tensor, keys: Side, values: Side, common: Tensor, scaling: float,
+    softcap: float | None, outliers: Outliers | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over the tokens whose key and value are in codes, without outliers: output float32, log-sum-exp."""
     (batch, query_heads, _, dim), heads, value_dim = queries.shape, common.shape[1], values.tail.shape[3]
     if not queries.is_cuda and queries.dtype == torch.bfloat16:
@@ -421,11 +350,10 @@ def _attend_to_codes(
     how = tiles(dim, value_dim, queries.dtype)
     key, value, order = _layout(keys.packed, values.packed, (dim, value_dim), how.pop("tokens"))
     most = min(keys.packed.tokens, values.packed.tokens)
-    absent = None
+    absent: View | None = None
     if outliers is not None:
-        absent = torch.zeros(batch, heads, most + 1, dtype=torch.uint8, device=queries.device)
-        slots = outliers.slots.long()
-        absent = view(absent.scatter_(-1, slots.masked_fill(slots < 0, most), 1))
+        flags = torch.zeros(batch, heads, most + 1, dtype=torch.uint8, device=queries.device)
+        absent = view(flags.scatter_(-1, outliers.slots.long().masked_fill(outliers.slots < 0, most), 1))
     words, coded_ptr, words_ptr = -(-most // order.U) * order.WIDTH, None, None
     if not (keys.even and values.even):
         coded_ptr = common.to(torch.int32).contiguous()

@@ -189,16 +189,9 @@ def window_tiles(dim: int, window: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def row_sums(
-    queries: Tensor,
-    keys: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    scaling: float,
-    softcap: float | None,
-    sliding_window: int | None,
-    sinks: Tensor | None,
-    aligned: bool = False,
-) -> Tensor:
+    queries: Tensor, keys: Tensor, query_positions: Tensor, key_positions: Tensor, scaling: float,
+    softcap: float | None, sliding_window: int | None, sinks: Tensor | None, aligned: bool = False,
+) -> Tensor:  # fmt: skip
     """Natural log-sum-exp of the queries' logits, [B,H_q,M] float32, +inf for a query that sees nothing."""
     call = queries, keys, keys, query_positions, key_positions, scaling, softcap, sliding_window
     if queries.shape[2] <= MOST_QUERIES:
@@ -212,16 +205,10 @@ def row_sums(
 
 
 def _sum_over_queries(
-    queries: Tensor,
-    keys: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    rule: tuple[float, float | None, int | None],
-    log_sum_exp: Tensor | None,
-    aligned: bool,
-    sinks: Tensor | None,
+    queries: Tensor, keys: Tensor, query_positions: Tensor, key_positions: Tensor,
+    rule: tuple[float, float | None, int | None], log_sum_exp: Tensor | None, aligned: bool, sinks: Tensor | None,
     moments: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch `_over_queries`: column sums [B,H_kv,G,T] and nothing, or both moments [B,H_kv,T]."""
     queries, keys = same_dtype("column_sums", queries, keys)
     positions = query_positions.contiguous(), key_positions.contiguous()

@@ -94,18 +94,10 @@ def beside_sinks(log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
 
 
 def rows_and_sight(
-    queries: Tensor,
-    keys: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    packed: bool = False,
-    sighted: bool = False,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    queries: Tensor, keys: Tensor, query_positions: Tensor, key_positions: Tensor, scaling: float,
+    softcap: float | None = None, sliding_window: int | None = None, packed: bool = False, sighted: bool = False,
+    sinks: Tensor | None = None, bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Softmax rows [B,H_kv,G,M,T] float32, and 1 for every query that sees something, else 0: [B,H_kv,M].
 
     Arguments as in `attention_rows`; the row of a query that sees nothing is without meaning. packed: no slot is empty.
@@ -262,17 +254,10 @@ class Attended(NamedTuple):
 
 
 def softmax_blocks(
-    queries: Tensor,
-    keys: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    attended: Attended | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    queries: Tensor, keys: Tensor, query_positions: Tensor, key_positions: Tensor, scaling: float,
+    softcap: float | None = None, sliding_window: int | None = None, attended: Attended | None = None,
+    sinks: Tensor | None = None, bias: Tensor | None = None,
+) -> Iterator[tuple[slice, Tensor, Tensor]]:  # fmt: skip
     """Softmax rows of some queries at a time; arguments as in `column_sums`, float64 where an input is float64.
 
     Yields the slots S that these R queries may see, weights [B,H_kv,G,R,S], and what each row is still to be multiplied
@@ -331,20 +316,10 @@ def append(flat: Mapping[str, Tensor], tokens: Mapping[str, Tensor], starts: Ten
 
 
 def decode_attention_ref(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_positions: Tensor | None,
-    key_positions: Tensor | None,
-    scaling: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    sinks: Tensor | None = None,
-    packed: bool = False,
-    weights: bool = False,
-    sums: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Attention:
+    queries: Tensor, keys: Tensor, values: Tensor, query_positions: Tensor | None, key_positions: Tensor | None,
+    scaling: float, softcap: float | None = None, sliding_window: int | None = None, sinks: Tensor | None = None,
+    packed: bool = False, weights: bool = False, sums: Tensor | None = None, bias: Tensor | None = None,
+) -> Attention:  # fmt: skip
     """The definition: all rows at once in float32. Arguments and result as in `decode_attention`."""
     logits = attention_logits(queries, keys, scaling, softcap, bias)
     if not packed:
@@ -367,22 +342,11 @@ def decode_attention_ref(
 
 
 def decode_attention_flat_ref(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    most: int,
-    scaling: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    sinks: Tensor | None = None,
-    weights: bool = False,
-    sums: Tensor | None = None,
+    queries: Tensor, keys: Tensor, values: Tensor, query_positions: Tensor, key_positions: Tensor, starts: Tensor,
+    counts: Tensor, most: int, scaling: float, softcap: float | None = None, sliding_window: int | None = None,
+    sinks: Tensor | None = None, weights: bool = False, sums: Tensor | None = None,
     new_tokens: NewTokens | None = None,
-) -> Attention:
+) -> Attention:  # fmt: skip
     """The definition: segments padded to the longest. Arguments and result as in `decode_attention_flat`."""
     if new_tokens is not None:
         append(

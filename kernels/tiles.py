@@ -24,6 +24,8 @@ try:
 except ImportError:
     triton = tl = None
 
+__all__ = ["tl", "triton"]  # re-exported, beside what is defined here
+
 LARGEST_HEAD = 256
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

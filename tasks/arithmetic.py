@@ -1,4 +1,4 @@
-"""Sums and differences of two numbers hidden in a text: the answer is lost with either of them."""
+"""Sums and differences of two numbers hidden in a text: the answer needs both of them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic(NeedleGrid):
-    """`keys` counts between `low` and `high`, hidden like needles; two of them are to be added or subtracted.
+    """`keys` counts between `low` and `high`, hidden like needles; the question adds or subtracts two of them.
 
-    The first operand stands at the depth of the cell, all other counts anywhere; a difference is never negative.
-    operation: "sum", "difference" or "both" (drawn for every example). The score reads the last number of the first
-    line that has one, so that "37 + 54 = 91" and "91." are both right.
+    The first operand is at the example's depth, all other counts are anywhere; a difference is never negative.
+    operation: "sum", "difference" or "both" (drawn for every example). The score uses the last number of the first
+    line that contains one, so "37 + 54 = 91" and "91." are both correct.
     """
 
     name: str = "arithmetic"

@@ -1,4 +1,4 @@
-"""Imports of packages that only some tasks need, which an extra of kvbench installs."""
+"""Imports of optional packages that an extra of kvbench installs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def from_extra(extra: str, purpose: str) -> Iterator[None]:
-    """Turns an ImportError inside into a ValueError that says `pip install 'kvbench[extra]'`.
+    """Turn an ImportError into a ValueError that recommends `pip install 'kvbench[extra]'`.
 
-    purpose: what the package is needed for, as the subject of that sentence.
+    purpose: what the package is needed for, as the subject of the message.
     """
     try:
         yield

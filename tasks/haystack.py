@@ -21,7 +21,7 @@ _END = re.compile(r"[.!?][\"'”’)\]]*\s+|[。！？][”’」]*\s*|\n\s*\n")
 
 
 def written_sentences(rng: random.Random) -> Iterator[str]:
-    """An endless stream of sentences, each with a blank after it. They hold no digit and no hyphen."""
+    """An endless stream of sentences, each followed by a space. They contain no digits and no hyphens."""
     grammar = shipped("sentences.json")
     while True:
         text = _clause(rng, grammar)
@@ -40,7 +40,7 @@ def _clause(rng: random.Random, grammar: Mapping[str, list[str]]) -> str:
 
 
 def sentences_of(text: str) -> list[str]:
-    """The text cut after every sentence; nothing is lost: the pieces joined are the text."""
+    """The text split after every sentence. Joining the pieces gives the text."""
     cuts = [0, *(match.end() for match in _END.finditer(text)), len(text)]
     return [text[start:end] for start, end in pairwise(cuts) if end > start]
 
@@ -49,7 +49,7 @@ def sentences_of(text: str) -> list[str]:
 def read_folder(data_dir: str) -> str:
     """The `*.txt` files of a folder in the order of their names, as one text with a blank line between them.
 
-    Raises ValueError if there is no such folder, no such file, or a file is empty or not UTF-8.
+    Raises ValueError if the folder or its files do not exist, or if a file is empty or not UTF-8.
     """
     if not Path(expanduser(data_dir)).is_dir():
         raise ConfigError("data_dir", data_dir, why="is not a folder, a haystack needs a folder of .txt files")
@@ -57,12 +57,12 @@ def read_folder(data_dir: str) -> str:
 
 
 def repeated(text: str) -> Iterator[str]:
-    """The sentences of a text, again and again."""
+    """The sentences of a text, repeated endlessly."""
     return cycle(sentences_of(text))
 
 
 class Filler:
-    """The first sentences of an endless stream, kept as they are taken."""
+    """A stream of sentences that remembers the sentences taken so far."""
 
     def __init__(self, stream: Iterator[str]) -> None:
         self._stream = stream
@@ -100,7 +100,7 @@ def _nearest(ends: list[int], target: float) -> int:
 def largest_fitting(tokens: Callable[[int], int], room: int) -> int:
     """Most sentences with tokens(size) <= room, for tokens that grow with size; -1 if tokens(0) is more than room.
 
-    Each guess is by the tokens that a sentence took so far: a prompt is encoded a few times, not log2(sizes) times.
+    Each guess uses the mean number of tokens per sentence so far, so a prompt is encoded only a few times.
     """
     start = tokens(0)
     if start > room:

@@ -16,7 +16,7 @@ from kvbench.errors import ConfigError
 
 @dataclass(frozen=True)
 class HubFolder:
-    """A data set on the hub of which single files are read. revision: a commit, or a branch, which may move."""
+    """A data set on the Hub from which single files are read. revision: a commit, or a branch, which may change."""
 
     repo: str
     revision: str
@@ -37,13 +37,13 @@ class HubFile:
 
     @property
     def url(self) -> str:
-        """Where a browser finds it."""
+        """The address of the file's web page."""
         return f"https://huggingface.co/datasets/{self.repo}/resolve/{self.revision}/{self.path}"
 
     def fetch(self, instead: str) -> Path:
         """Path of the file in the local cache of the hub, downloaded if it is not there.
 
-        Raises ValueError with one sentence, ended by `instead`, where it cannot be had or is not the file expected.
+        Raises ValueError, ending with `instead`, if it cannot be downloaded or its checksum differs.
         """
         from huggingface_hub import hf_hub_download, try_to_load_from_cache  # here: only those without a copy wait
 
@@ -65,7 +65,7 @@ class HubFile:
 
 
 def hub_rows(hub: str, subset: str | None, split: str, revision: str | None, named: str = "hub") -> Iterable[Any]:
-    """The rows of a data set on the hub. ValueError, beginning with `named`, where it cannot be had."""
+    """The rows of a data set on the Hub. Raises ConfigError for the field `named` if it cannot be loaded."""
     import datasets  # here: a second that only these rows have to wait for
 
     try:
@@ -84,8 +84,7 @@ def hub_rows(hub: str, subset: str | None, split: str, revision: str | None, nam
 def data_file(data_dir: str | None, names: Sequence[str], source: HubFile | None, url: str = "") -> Path:
     """The file that `data_dir` has under one of its names ("": itself), or else the hub's.
 
-    url: where it is published, if not at the hub. Raises ValueError with one sentence that says what to do, where there
-    is neither.
+    url: where it is published, if not on the Hub. Raises ValueError with the next step if neither exists.
     """
     url = url if source is None else source.url
     shown = [name for name in names if name]
@@ -106,7 +105,7 @@ def _sha256(path: Path) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """Name and message of the first cause, shortened to fit a sentence."""
+    """Name and message of the first cause, shortened."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {shorten(str(error), 120, placeholder='...')}"
@@ -114,7 +113,7 @@ def _cause(error: BaseException) -> str:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Silences the hub's warnings, six for one missing network: its error becomes one sentence."""
+    """Silence the Hub's repeated warnings about a missing network; one error message replaces them."""
     from huggingface_hub.utils import logging
 
     before = logging.get_verbosity()

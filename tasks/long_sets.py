@@ -1,4 +1,4 @@
-"""The base of the public sets of long texts: prompts and scores of their authors, or those of kvpress."""
+"""Base class of the public sets of long texts, with prompts and scores of their authors or of kvpress."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from kvbench.tasks.text_files import Row, rows, shipped
 class LongSet(Task):
     """One configuration of a public set, in file order.
 
-    protocol: "authors": prompts, new tokens and scores of the benchmark's authors, from their rows at `hub`. "kvpress":
-    the prompts and new tokens that kvpress's data set has in its columns, always with the chat template, and kvpress's
-    scores, from `kvpress_hub`. revision, kvpress_revision: a commit there, or a branch, which may move. sha256: of the
-    authors' file. data_dir: a copy of the protocol's rows instead, a file or a folder of them. max_new_tokens: None for
-    the protocol's. subset: which configuration. truncation: a prompt that is too long loses its middle, as for the
-    authors; kvpress drops the end of the context.
+    protocol: "authors" uses the prompts, answer lengths and scores of the benchmark's authors with their data at `hub`.
+    "kvpress" uses the columns of kvpress's data set at `kvpress_hub`, always with the chat template, and kvpress's
+    scores. revision, kvpress_revision: a commit, or a branch, which may change. sha256: checksum of the authors' file.
+    data_dir: a local file or folder with the protocol's data. max_new_tokens: None uses the protocol's value. subset:
+    the configuration. truncation: a prompt that is too long loses its middle, as in the authors' code; kvpress drops
+    the end of the context.
     """
 
     benchmark: ClassVar[str]
-    """Its name in `tasks/data/long_sets.json`, which has the authors' prompts and limits."""
+    """Name in `tasks/data/long_sets.json`, which has the authors' prompts and limits."""
     file: ClassVar[str]
-    """Where the authors' rows are, with slot subset."""
+    """Path of the authors' data on the Hub, with the slot {subset}."""
     texts: ClassVar[tuple[str, ...]]
-    """Fields of these rows that hold texts."""
+    """Fields of the data that contain texts."""
     summed_by: ClassVar[str | None] = None
-    """The package of `kvbench.tasks` that has its aggregates."""
+    """The package of `kvbench.tasks` with the official aggregates."""
 
     protocol: str = "authors"
     truncation: str = "middle"
@@ -59,10 +59,10 @@ class LongSet(Task):
 
     @abstractmethod
     def asked(self, row: Row) -> Iterator[Example]:
-        """What the authors ask about one of their rows. ValueError or LookupError where it is of another form."""
+        """The examples of one row of the authors' data. ValueError or LookupError if the row has another format."""
 
     def of_columns(self, row: columns.Row) -> Mapping[str, Any]:
-        """What else a score needs of a row of kvpress's, as metadata."""
+        """Metadata that the score needs from a row of kvpress's data."""
         return {}
 
     @property
@@ -71,12 +71,12 @@ class LongSet(Task):
         return str(subsets(self.benchmark)[self.subset]["prompt"])
 
     def example(self, prompt: str, question: str, references: tuple[str, ...], **metadata: Any) -> Example:  # noqa: ANN401
-        """A question as the authors put it."""
+        """An example with the authors' prompt and answer length."""
         most = self.max_new_tokens or subsets(self.benchmark)[self.subset]["max_new_tokens"]
         return Example(0, prompt, references, most, question=question, metadata=self._about(metadata))
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
-        """See `Task.examples`: in the order of the rows; nothing is drawn, the seed changes nothing."""
+        """See `Task.examples`. Examples follow the order of the data; the seed has no effect."""
         found = self._of_authors() if self.protocol == "authors" else self._of_kvpress()
         return (replace(example, index=index) for index, example in enumerate(islice(found, limit)))
 
@@ -84,7 +84,7 @@ class LongSet(Task):
         """The score of one output, 0 to 1. Raises ValueError for a set without public answers."""
         score, _ = self.judge(output, example)
         if score is None:
-            raise ValueError(f"{self.name} has no public answers, its outputs are scored by the benchmark's site")
+            raise ValueError(f"{self.name} has no public answers, its outputs are scored on the benchmark's website")
         return score
 
     def _about(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,7 +100,9 @@ class LongSet(Task):
             try:
                 yield from self.asked(row)
             except (LookupError, SyntaxError, TypeError, ValueError) as error:
-                raise ValueError(f"{path.name}, row {number}: not of the form of {self.hub} ({error})") from error
+                raise ValueError(
+                    f"{path.name}, row {number}: unexpected format, expected that of {self.hub} ({error})"
+                ) from error
 
     def _of_kvpress(self) -> Iterator[Example]:
         name = self.subset
@@ -113,6 +115,6 @@ class LongSet(Task):
 
 
 def subsets(benchmark: str) -> Mapping[str, Mapping[str, Any]]:
-    """The prompt and the most new tokens of each subset of a benchmark."""
+    """The prompt and the maximum of new tokens of each subset of a benchmark."""
     found: Mapping[str, Mapping[str, Any]] = shipped("long_sets.json")[benchmark]["subsets"]
     return found

@@ -1,4 +1,4 @@
-"""Needle in a haystack: something hidden at a known depth of a long text, and asked for at its end."""
+"""Needle in a haystack: retrieve a fact hidden at a known depth of a long text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FRAME = "Read this text and remember what it says.\n\n{context}\n\nQuestion: {qu
 
 @dataclass(frozen=True)
 class Planted:
-    """What one prompt hides and asks. `needles[0]` stands at the depth of the cell, the others anywhere."""
+    """The needles and the question of one prompt. `needles[0]` is at the example's depth, the others are anywhere."""
 
     needles: tuple[str, ...]
     question: str
@@ -42,17 +42,16 @@ METRICS: dict[str, Callable[[str, tuple[str, ...]], float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleGrid(Task):
-    """Prompts of `lengths` tokens with a needle at `depths`, `repeats` of each; what is hidden is up to the subclass.
+    """Prompts of `lengths` tokens with a needle at `depths`, `repeats` of each; subclasses define the needle.
 
     lengths: tokens of prompt, answer prefix and answer together; a prompt falls short by less than a sentence.
     depths: 0 (before the text) to 1 (after it), by characters, moved to the nearest end of a sentence.
     haystack: "sentences" (written by us, new for every prompt) or "noise" (RULER's five, repeated).
-    data_dir: a folder whose .txt files are the haystack instead, in the order of their names, from their first sentence
-    on, and again from the start where they are too short.
+    data_dir: a folder whose .txt files, ordered by name, replace the haystack; short ones are repeated.
     frame: the prompt, with slots context and question. metric: "contains", "needle_words" or "rouge1_recall".
-    template_tokens: what the model's chat template adds, to be left free. dictate_after: so many tokens, in whole
-    words, are the prompt; what follows, the question included, is dictated as the beginning of the model's own answer,
-    so that policies evict while it is decoded.
+    template_tokens: tokens to leave free for the model's chat template. dictate_after: the number of prompt tokens (in
+    whole words) before the rest, including the question, is dictated as the beginning of the model's own answer, so
+    that policies evict while decoding it.
     """
 
     length_field: ClassVar[str | None] = "lengths"
@@ -85,7 +84,7 @@ class NeedleGrid(Task):
 
     @abstractmethod
     def plant(self, rng: random.Random, text: str) -> Planted:
-        """Draw what is hidden. `text`: the haystack as far as it is known beforehand; it must not hold the answer."""
+        """Draw the needles. `text`: the known part of the haystack, which must not contain the answer."""
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`. Any limit covers the lengths and depths; all come once before any comes again."""
@@ -99,7 +98,7 @@ class NeedleGrid(Task):
         return (replace(example, index=index) for index, example in enumerate(islice(found, limit)))
 
     def _asked(self, example: Example, planted: Planted) -> Iterator[Example]:
-        """What is asked about one text: a single question."""
+        """The questions about one text, here a single one."""
         yield example
 
     def score(self, output: str, example: Example) -> float:
@@ -107,7 +106,7 @@ class NeedleGrid(Task):
         return METRICS[self.metric](output, example.references)
 
     def _hidden(self, length: int, depth: float, rng: random.Random, tokenizer: Tokenizer) -> tuple[Example, Planted]:
-        """A text with the first question about it, and all that it hides."""
+        """A text with its first question and all of its needles."""
         text = read_folder(self.data_dir) if self.data_dir is not None else ""
         planted = self.plant(rng, text)
         depths = (depth, *(rng.random() for _ in planted.needles[1:]))
@@ -144,22 +143,22 @@ class NeedleGrid(Task):
 
 
 def _dictating(example: Example, tokens: int, tokenizer: Tokenizer) -> Example:
-    """The example with its prompt cut after so many tokens, and all that follows dictated."""
+    """The example with its prompt truncated to `tokens` tokens and the rest dictated."""
     words = re.findall(r"\s*\S+", example.prompt)
     read = tokenizer.encode(example.prompt)
     size = largest_fitting(lambda count: len(tokenizer.encode("".join(words[:count]))), min(tokens, len(read) - 1))
     begins = "".join(words[:size])
     if size < 1 or tokens >= len(read):
-        raise ConfigError("dictate_after", tokens, why="leaves nothing to read or nothing to dictate")
+        raise ConfigError("dictate_after", tokens, why="leaves no prompt or no text to dictate")
     rest = example.prompt.removeprefix(begins) + example.answer_prefix
     return replace(example, prompt=begins, question="", answer_prefix="", dictated=rest)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Niah(NeedleGrid):
-    """Random numbers, which no model can know: `keys` keys with `values` numbers each, `queries` of the keys asked for.
+    """Random numbers, which no model can know: `keys` keys with `values` numbers each; questions about `queries`.
 
-    The first number of the first key asked for stands at the depth of the cell, all others anywhere.
+    The first number of the first requested key is at the example's depth, all others are anywhere.
     digits: of a number. needle: a sentence with slots key and value. question, answer_prefix: with slots keys,
     number ("number" or "numbers") and is_are ("is" or "are").
     """
@@ -214,9 +213,9 @@ class Niah(NeedleGrid):
 
 @dataclass(frozen=True, kw_only=True)
 class TextNiah(NeedleGrid):
-    """One sentence as the needle. It is always the same: a model that knows it may answer without having read it.
+    """One fixed sentence as the needle. A model may know it from its training data.
 
-    Default: the sentence of Kamradt's test and of the papers after it, scored by the share of its words.
+    The default is the sentence of Kamradt's test, used by later papers, scored by the share of its words.
     """
 
     name: str = "niah_text"
@@ -235,7 +234,7 @@ class TextNiah(NeedleGrid):
     def plant(self, rng: random.Random, text: str) -> Planted:
         """See `NeedleGrid.plant`."""
         if self.answer in text:
-            raise ConfigError("data_dir", self.data_dir, why=f"already holds the answer={self.answer!r}")
+            raise ConfigError("data_dir", self.data_dir, why=f"already contains the answer={self.answer!r}")
         return Planted((self.needle,), self.question, self.answer_prefix, (self.answer,))
 
 
@@ -254,7 +253,7 @@ def interleaved(lengths: Sequence[int], depths: Sequence[float]) -> Iterator[tup
 
 
 def _distinct(count: int, draw: Callable[[], str], text: str) -> list[str]:
-    """`count` different draws, none of which stands in `text`."""
+    """`count` different draws that do not occur in `text`."""
     drawn: dict[str, None] = {}
     for _ in range(1000 * count):
         item = draw()
@@ -262,7 +261,7 @@ def _distinct(count: int, draw: Callable[[], str], text: str) -> list[str]:
             drawn.setdefault(item)
         if len(drawn) == count:
             return list(drawn)
-    raise ValueError(f"data_dir holds nearly every needle that could be drawn, such as {item!r}: take more digits")
+    raise ValueError(f"data_dir contains nearly every possible needle, such as {item!r}: increase digits")
 
 
 def _listed(items: list[str]) -> str:

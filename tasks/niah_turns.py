@@ -1,4 +1,4 @@
-"""Several needles in one haystack, asked for one after the other: a shared context that needs no data."""
+"""Several needles in one haystack with one question each: a shared context that needs no data."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvbench.tasks.task import Example
 
 @dataclass(frozen=True, kw_only=True)
 class NiahTurns(SharedContext, Niah):
-    """Numbers hidden in one text, each asked for in a turn of its own: `keys` turns about every text.
+    """Numbers hidden in one text, with one turn per number: `keys` turns about every text.
 
-    Of the depths only the first turn's is set, the others are anywhere, so that samples tell none.
+    Only the needle of the first turn has a set depth, so samples contain no depth.
     """
 
     name: str = "niah_turns"
@@ -24,7 +24,7 @@ class NiahTurns(SharedContext, Niah):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.queries > 1:
-            raise ConfigError("queries", self.queries, why="is not allowed, a turn asks for the numbers of one key")
+            raise ConfigError("queries", self.queries, why="is not allowed, each turn requests the numbers of one key")
 
     def _asked(self, example: Example, planted: Planted) -> Iterator[Example]:
         about = {"task": self.name, "length": example.metadata["length"]}

@@ -16,10 +16,10 @@ FILES = ("*.txt", "*.jsonl", "*.parquet")
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingTask(Task):
-    """Given tokens are scored by the model's -log p (nats), nothing is generated; lower is better.
+    """Given tokens are scored by the model's -log p (nats); nothing is generated; lower is better.
 
-    texts: at most so many (None: all). block: tokens between two evictions, in place of the policy's own schedule
-    (None: as the schedule says). data_dir: read instead of the data set on the hub.
+    texts: the maximum number of texts (None: all). block: tokens between two evictions, overriding the policy's
+    schedule (None keeps it). data_dir: a local file or folder instead of the data set on the Hub.
     """
 
     texts: int | None = None
@@ -31,8 +31,8 @@ class ReadingTask(Task):
         counts(self, 1, "texts", "block")
 
     def score(self, output: str, example: Example) -> float:
-        """There is no output. Raises ValueError."""
-        raise ValueError(f"{self.name} scores tokens that are given, it has no score for an output")
+        """Raises ValueError: nothing is generated."""
+        raise ValueError(f"{self.name} scores given tokens and has no score for an output")
 
     def _most(self, limit: int | None) -> int | None:
         return min((n for n in (self.texts, limit) if n is not None), default=None)
@@ -40,12 +40,12 @@ class ReadingTask(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity(ReadingTask):
-    """The first `length` tokens of each text (None: all), BOS first where the tokenizer uses one.
+    """The first `length` tokens of each text (None: all), including BOS if the tokenizer uses one.
 
-    prompt_tokens: None scores all tokens but the first while the policy evicts block by block. A number makes so many
-    tokens the prompt, which is compressed at its end, and scores the rest by decoding steps. min_tokens: shorter texts
-    are left out (None: a text too short to be scored is an error; BOS does not count). files: patterns of the files
-    that are read of a folder, in the order of the paths. field: the column with the text in .jsonl, .csv and .parquet.
+    prompt_tokens: None scores all tokens but the first and evicts block by block. A number sets the length of a prompt
+    that is compressed at its end, and the rest is scored token by token. min_tokens: shorter texts are skipped (None:
+    a text too short to be scored is an error; BOS does not count). files: patterns of the files to read from a folder,
+    ordered by path. field: the column with the text in .jsonl, .csv and .parquet.
     """
 
     name: str = "perplexity"
@@ -97,8 +97,8 @@ class Perplexity(ReadingTask):
 class Summaries(ReadingTask):
     """BookSum: a chapter is the prompt, and its reference summary is scored after it, token by token.
 
-    split: "test", "dev" or "train", a .csv file each with the fields chapter and summary_text. frame: the prompt, with
-    slot chapter. Prompts beyond the model's context lose their middle.
+    split: "test", "dev" or "train", each a .csv file with the fields chapter and summary_text. frame: the prompt, with
+    slot chapter. Prompts longer than the model's context lose their middle.
     """
 
     name: str = "booksum"

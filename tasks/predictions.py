@@ -19,14 +19,14 @@ Line = dict[str, Any]
 """One prediction, or the predictions of a whole task: a JSON object."""
 
 JUDGES = ("authors", "kvpress")
-"""Who judges: the benchmark's authors, or kvpress, which has its own scorers for some benchmarks."""
+"""The scorers: those of the benchmark's authors, or kvpress's, which exist for some benchmarks."""
 
 RAISED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What official scorers raise on odd outputs."""
+"""Errors that official scorers raise on unusual outputs."""
 
 
 def official(score: Callable[[], object]) -> Line:
-    """`score`; or null, and as `error` why, where the official scorer raises."""
+    """`score`, or null and the message as `error` if the official scorer raises an error."""
     try:
         return {"score": score()}
     except RAISED as error:
@@ -34,12 +34,12 @@ def official(score: Callable[[], object]) -> Line:
 
 
 def raised(error: Exception) -> str:
-    """The reason why an official number is missing."""
+    """The reason for a missing official number."""
     return f"the official scorer raises {type(error).__name__}: {error}"
 
 
 def references(line: Line, name: str = "references") -> Any:  # noqa: ANN401 - texts, numbers, or one of them
-    """The value of a field that must not be missing or empty."""
+    """The value of a required, non-empty field."""
     value = line.get(name)
     if value is None or value == []:
         raise ValueError(f"{name} must be a text, a number or a list of them, it is {_shown(line, name)}")
@@ -47,7 +47,7 @@ def references(line: Line, name: str = "references") -> Any:  # noqa: ANN401 - t
 
 
 def one_of(line: Line, name: str, allowed: Sequence[str]) -> str:
-    """A text among those allowed."""
+    """A string among the allowed values."""
     value = text(line, name)
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is not known, choose one of {', '.join(allowed)}")

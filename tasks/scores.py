@@ -10,12 +10,12 @@ NUMBER = re.compile(r"\d+\.\d+|\d+")  # without its sign
 
 
 def best(score: Callable[[str, str], float]) -> Callable[[str, Sequence[str]], float]:
-    """The best score over the references. Of a text each character is a reference."""
+    """The best score over the references. For a string, each character is a reference."""
     return lambda output, references: max((score(output, reference) for reference in references), default=0.0)
 
 
 def bag_f1(predicted: Sequence[str], expected: Sequence[str]) -> float:
-    """F1 of two bags of words: each counts as often as it stands on both sides."""
+    """F1 of two bags of words: a word counts as often as it occurs in both."""
     common = (Counter(predicted) & Counter(expected)).total()
     if common == 0:
         return 0.0
@@ -24,7 +24,7 @@ def bag_f1(predicted: Sequence[str], expected: Sequence[str]) -> float:
 
 
 def up_to_brace(text: str) -> str | None:
-    """What stands before the brace that closes one opened before the text; None where none does."""
+    """The text before the brace that closes an already open one; None if it is not closed."""
     depth = 1
     for place, character in enumerate(text):
         depth += (character == "{") - (character == "}")
@@ -34,17 +34,17 @@ def up_to_brace(text: str) -> str | None:
 
 
 def contains(output: str, references: tuple[str, ...]) -> float:
-    """Share of the references that stand in the output, ignoring case. RULER calls it string_match_all."""
+    """Share of the references that occur in the output, ignoring case. RULER calls it string_match_all."""
     return sum(reference.lower() in output.lower() for reference in references) / len(references)
 
 
 def contains_any(output: str, references: tuple[str, ...]) -> float:
-    """1.0 if any reference stands in the output, ignoring case. RULER calls it string_match_part."""
+    """1.0 if any reference occurs in the output, ignoring case. RULER calls it string_match_part."""
     return float(any(reference.lower() in output.lower() for reference in references))
 
 
 def needle_words(output: str, references: tuple[str, ...]) -> float:
-    """Share of the distinct words of the references that the output has; punctuation belongs to its word.
+    """Share of the distinct words of the references that occur in the output; punctuation is part of a word.
 
     Source: the average quoted in papers, Zefan-Cai/KVCache-Factory at c97f9d7, scripts/scripts_needle/visualize.py.
     """

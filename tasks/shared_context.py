@@ -1,4 +1,4 @@
-"""The base of tasks that ask several questions about a context: each alone after it, or as turns of a conversation."""
+"""Base class of tasks with several questions about one context, asked separately or as turns of a conversation."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ BETWEEN = "\n\n"  # an answer and the next question, without a chat template
 class Question:
     """One question about a context.
 
-    answer: what the history of later turns has. most: new tokens. prefix: the beginning of the answer. Of a later turn,
-    `begins` is that beginning in a chat template, and `later` the question without one, where these differ.
+    answer: the answer in the history of later turns. most: maximum new tokens. prefix: the beginning of the answer. For
+    later turns, `begins` is that beginning in a chat template and `later` the question without one, if they differ.
     """
 
     text: str
@@ -35,12 +35,12 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedContext(Task, ABC):
-    """Questions that share a context; each is an example, metadata["turn"] counts them from 1.
+    """Questions that share a context. Each is an example; metadata["turn"] counts from 1.
 
-    mode: "scdq" (same context, different questions): the context is compressed and cached by itself, and each question
-    follows it alone. "multi_turn": context and first question are compressed together, and every later question, with
-    the answer before it, is another prompt in the same cache. history: whose answers stand there, "golden" for the
-    right ones (what the model writes then leaves the cache again) or the model's "own".
+    mode: "scdq" (same context, different questions) compresses the context by itself and appends each question to it
+    separately. "multi_turn" compresses context and first question together; every later question, preceded by the
+    previous answer, is another prompt in the same cache. history: the answers in the history: "golden" for the
+    reference answers (the generated answer is removed from the cache) or "own" for the model's.
     """
 
     mode: str = "multi_turn"
@@ -55,11 +55,11 @@ class SharedContext(Task, ABC):
 
     @property
     def compress(self) -> str:
-        """See `Task.compress`: the context alone, or a turn's whole prompt."""
+        """See `Task.compress`."""
         return "context" if self.mode == "scdq" else "prompt"
 
     def turns(self, context: str, first: str, questions: Sequence[Question], spare: int = 0) -> Iterator[Example]:
-        """An example for each question. first: what stands between the context and a conversation's first question.
+        """An example for each question. first: the text between the context and the first question of a conversation.
 
         spare: see `Shared`.
         """

@@ -10,7 +10,7 @@ from kvbench.tasks.task import Example, Task, Tokenizer
 
 
 def in_turn(running: dict[str, Iterator[Example]], limit: int | None) -> Iterator[tuple[str, Example]]:
-    """The first examples of all tasks, then the second ones, and so on, with the task's name; numbered anew."""
+    """The first examples of all tasks, then the second ones, and so on, with task names and new indices."""
     index = 0
     while running and (limit is None or index < limit):
         for name in list(running):
@@ -26,13 +26,13 @@ def in_turn(running: dict[str, Iterator[Example]], limit: int | None) -> Iterato
 class TaskSuite(Task):
     """The examples of several tasks in turn, each scored by its own task; metadata["task"] says which.
 
-    tasks: by name. What a task says about chat, stop, truncation and the like holds for its own examples (`asking`);
-    the suite's own fields say nothing. The first examples of all tasks come first, so that any limit treats the tasks
-    alike and the mean over the examples is the mean over the tasks wherever the limit is a multiple of their number.
+    tasks: the tasks by name. The fields of a task (chat, stop, truncation, ...) apply to its own examples (`asking`);
+    those of the suite are not used. Tasks alternate, so that any limit covers them evenly, and the mean over examples
+    is the mean over tasks if the limit is a multiple of their number.
     """
 
     shared: ClassVar[tuple[str, ...]] = ()
-    """Fields of the suite that are those of every task; a data_dir of None leaves each its own."""
+    """Fields of the suite that override those of every task; a data_dir of None does not."""
 
     tasks: Mapping[str, Task]
 
@@ -52,7 +52,7 @@ class TaskSuite(Task):
             yield replace(example, metadata={**example.metadata, "task": name})
 
     def score(self, output: str, example: Example) -> float:
-        """Score by the task that asked."""
+        """The score by the example's task."""
         return self.asking(example).score(output, example)
 
     def asking(self, example: Example) -> Task:
@@ -62,9 +62,9 @@ class TaskSuite(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class RulerSuite(TaskSuite):
-    """RULER tasks of one length. All fields but `name` and `tasks` are those of every task of the suite.
+    """RULER tasks of one length. All fields but `name` and `tasks` override those of every task.
 
-    data_dir: one folder with the data of all tasks that read some; None leaves each its own.
+    data_dir: a folder with the data of all tasks that need some; None keeps the tasks' own folders.
     """
 
     length_field: ClassVar[str | None] = "length"

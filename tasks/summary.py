@@ -1,15 +1,14 @@
-"""The numbers a benchmark's own scripts print, which are often not the mean over all examples.
+"""Official aggregates: the numbers that a benchmark's own scripts print, often not the mean over all examples.
 
-metadata["benchmark"] of the examples names the benchmark: a package of `kvbench.tasks`, whose modules `summary` and
-`predictions` have the functions below, or a module of your own by its full name (`my_package.my_bench`), which may have
-all of them.
+metadata["benchmark"] of the examples names the benchmark: a package of `kvbench.tasks` with modules `summary` and
+`predictions`, or your own module by its full name (`my_package.my_bench`). They may define:
 
     summary(answers)                   aggregates of scored answers by name, in the benchmark's own unit. Every answer
-                                       has an output and, unless the module says NEEDS_SCORES = False, a score
-    SUBSETS_BY: str                    of a benchmark that averages over subsets: the metadata key that tells them apart
-    averages(subsets)                  then, which of the subsets each average of `summary` is the mean of, by its name
-    heat_map(answers)                  percent by (length, depth in percent), where a cell is no mean over its examples
-    score_predictions(line, **flags)   what is added to a line of recorded predictions (see `tasks.predictions`)
+                                       has an output and, unless NEEDS_SCORES = False, a score
+    SUBSETS_BY: str                    for averages over subsets: the metadata key with the subset's name
+    averages(subsets)                  the subsets that each average of `summary` includes, by the average's name
+    heat_map(answers)                  percent by (length, depth in percent), if a cell is not a mean over examples
+    score_predictions(line, **flags)   fields added to a line of recorded predictions (see `tasks.predictions`)
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ log = logging.getLogger(__name__)
 
 
 def benchmark_module(name: str, part: str) -> ModuleType:
-    """The module that has a benchmark's `part`. Raises ModuleNotFoundError where there is none of that name."""
+    """The module with a benchmark's `part`. Raises ModuleNotFoundError if it does not exist."""
     own = f"{tasks.__name__}.{name}"
     return import_module(f"{own}.{part}" if name.isidentifier() and find_spec(own) else name)
 
 
 def benchmarks_with(part: str) -> list[str]:
-    """Names of our own benchmarks that have such a part, sorted."""
+    """Sorted names of the benchmarks in `kvbench.tasks` that have such a part."""
     packages = sorted(module.name for module in iter_modules(tasks.__path__) if module.ispkg)
     return [name for name in packages if find_spec(f"{tasks.__name__}.{name}.{part}")]
 
 
 def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
-    """Official aggregates of scored answers by name, in the unit of the benchmark (percent); {} where the mean is all.
+    """Official aggregates of scored answers by name, in the unit of the benchmark (percent); {} if it defines none.
 
-    {} also while an answer has no output or no score: a mean over the others would flatter whatever failed.
+    Also {} while an answer has no output or no score, because a mean over the others would ignore failures.
     """
     module = summary_module(answers)
     if module is None or not hasattr(module, "summary") or any(answer.output is None for answer in answers):
@@ -56,19 +55,19 @@ def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
 
 
 def summary_module(answers: Sequence[Scored]) -> ModuleType | None:
-    """The module with the summary of the one benchmark that all answers name; None where there is none."""
+    """The summary module of the benchmark that all answers name; None without a common benchmark."""
     names = {answer.metadata.get("benchmark") for answer in answers}
     return _module(names.pop()) if len(names) == 1 else None
 
 
 def subsets_by(answers: Sequence[Scored]) -> str | None:
-    """The metadata key over whose values their benchmark averages with equal weights; None where it does not."""
+    """The metadata key of the subsets that the benchmark averages with equal weights; None if it does not."""
     return getattr(summary_module(answers), "SUBSETS_BY", None)
 
 
 @cache
 def _module(benchmark: object) -> ModuleType | None:
-    """The module with a benchmark's summary; None, with a warning, where it is not installed."""
+    """The summary module of a benchmark; None, with a warning, if it is not installed."""
     if not isinstance(benchmark, str):
         return None
     try:
@@ -87,24 +86,24 @@ def by_subset(answers: Sequence[Scored], key: str) -> dict[str, list[Scored]]:
 
 
 def scores_of(answers: Sequence[Scored]) -> list[float]:
-    """The scores of answers that all have one."""
+    """The scores of answers, without missing ones."""
     return [answer.score for answer in answers if answer.score is not None]
 
 
 def percent(scores: Sequence[float]) -> float | None:
-    """Mean of scores from 0 to 1, in percent, as LongBench's and RULER's code rounds it; None where it prints NaN."""
+    """Mean of scores from 0 to 1 in percent, rounded as LongBench and RULER do; None without scores."""
     return round(100 * fmean(scores), 2) if scores else None
 
 
 def means(percents: Mapping[str, float | None], averages: Mapping[str, Sequence[str]]) -> dict[str, float | None]:
-    """Averages over subsets by name; none of a single subset is printed. percents: of each subset."""
+    """Averages over subsets by name; {} for a single subset. percents: the score of each subset."""
     if len(percents) < 2:
         return {}
     return {name: fmean(percents[member] or 0.0 for member in members) for name, members in averages.items()}
 
 
 def mean_measures(answers: Sequence[Scored]) -> dict[str, float | None]:
-    """Mean of every metric that the answers have beside their score, by its name, 0 to 100."""
+    """Mean of every further metric of the answers, by its name, 0 to 100."""
     measured: list[Mapping[str, float]] = [getattr(answer, "measures", None) or {} for answer in answers]
     names = dict.fromkeys(name for found in measured for name in found)
     return {name: 100 * fmean(found[name] for found in measured) for name in names}

@@ -1,4 +1,4 @@
-"""The contract of a task: its examples, how prompts are put together, how one output is scored."""
+"""The contract of a task: its examples, how prompts are built, and how one output is scored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRUNCATIONS = ("refuse", "middle", "left")
 
 
 class Tokenizer(Protocol):
-    """The part of a tokenizer that generators of prompts use. Special tokens are never added."""
+    """The methods of a tokenizer that prompt generators use. Special tokens are never added."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without BOS or EOS."""
@@ -25,7 +25,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class PlainTokenizer:
-    """A Hugging Face tokenizer seen as a `Tokenizer`: no special tokens, no warnings about length."""
+    """Adapts a Hugging Face tokenizer to `Tokenizer`, without special tokens or warnings about length."""
 
     tokenizer: Any
 
@@ -35,7 +35,7 @@ class PlainTokenizer:
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """Text of `ids`, special tokens left out."""
+        """Text of `ids`, without special tokens."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
@@ -44,9 +44,9 @@ class PlainTokenizer:
 class Reading:
     """Teacher forcing: given tokens are scored by their log-likelihood, nothing is generated.
 
-    tokens: the text is cut after so many, BOS included; None: not at all. prompt_tokens: so many are the prompt, at
-    whose end the policy evicts before the others are scored; None: all but the first are scored while it evicts block
-    by block. block: tokens between two evictions; None: as the policy's schedule says.
+    tokens: length at which the text is truncated, BOS included; None keeps all of it. prompt_tokens: length of the
+    prompt, after which the policy evicts before the remaining tokens are scored; None scores all tokens but the first
+    and evicts block by block. block: tokens between two evictions; None uses the policy's schedule.
     """
 
     tokens: int | None = None
@@ -56,10 +56,10 @@ class Reading:
 
 @dataclass(frozen=True)
 class FollowUp:
-    """A later turn of a conversation, and the answer that stands before it in the history.
+    """A later turn of a conversation, and the previous answer in its history.
 
-    message: what the user says then, in a chat template; there the answer to it begins with `begins`. plain: all that
-    follows the question before, where there is no template. most: tokens the answer before may take.
+    message: the user's message for a chat template; its answer begins with `begins`. plain: the complete text after the
+    previous question, used without a chat template. most: the longest previous answer in tokens.
     """
 
     answer: str
@@ -71,11 +71,12 @@ class FollowUp:
 
 @dataclass(frozen=True)
 class Shared:
-    """How a question shares its context with others, each text tokenised alone.
+    """How a question shares its context with others. Each text is tokenized separately.
 
-    follow_ups: the later turns of the conversation that the prompt begins, of which `turn` are taken before it is
-    answered; None: the question is asked alone, after a context that is read once. own: the history has the model's own
-    answers in place of the given. spare: positions that stay free where the prompt is cut, half the model's at most.
+    follow_ups: the later turns of the conversation that the prompt starts; the first `turn` of them precede this
+    question. None: the question follows the context directly, and the context is prefilled once for all questions.
+    own: the history contains the model's own answers instead of the given ones. spare: positions to leave free when the
+    prompt is truncated, at most half of the model's.
     """
 
     spare: int
@@ -86,19 +87,19 @@ class Shared:
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt and what its score needs.
+    """One prompt, its references, and how it is answered.
 
-    The model reads wrap(prompt) + answer_prefix, where wrap is the chat template if the task asks for one, and then
-    generates up to `max_new_tokens` tokens. dictated: how its answer begins; these tokens are fed one by one, as if it
-    had written them, and are neither counted nor scored. Three fields replace generation. target: a continuation that
-    is scored token by token. reading, without a target: the prompt itself is scored. rated: pairs of a context and its
-    continuation, each rated with the context as the prompt.
-    question: the end of `prompt`, which another question about the same context could replace; everything before it
-    is the context. "" where the task does not tell them apart. shared: where it is asked in the cache of others.
-    sampling: temperature, top_p, top_k of its answer, where nobody asks for others; None: it is greedy.
+    The model's input is wrap(prompt) + answer_prefix, where wrap applies the chat template if the task uses one. The
+    model then generates up to `max_new_tokens` tokens. dictated: the beginning of the answer; its tokens are fed one by
+    one as if the model had generated them, and are neither counted nor scored. Three fields replace generation. target:
+    a continuation that is scored token by token. reading, without a target: the prompt itself is scored. rated: pairs
+    of a context and a continuation; the continuation is scored with the context as its prompt.
+    question: the end of `prompt` that another question about the same context could replace; the text before it is
+    the context. "" if the task does not separate them. shared: set if the question shares a cache with others.
+    sampling: temperature, top_p and top_k of the answer unless the run sets them; None is greedy decoding.
 
-    metadata becomes part of the samples. Its "task", "length" and "depth" are what tables show scores by, its
-    "benchmark" names the module that knows the official aggregates (`tasks.summary`).
+    metadata is stored with the sample. Tables group scores by its "task", "length" and "depth"; "benchmark" names the
+    module with the official aggregates (`tasks.summary`).
     """
 
     index: int
@@ -117,15 +118,15 @@ class Example:
 
 
 class Scored(Protocol):
-    """A scored answer, as the aggregates of a benchmark see it."""
+    """A scored answer, as passed to the aggregates of a benchmark."""
 
     @property
     def references(self) -> Sequence[str]:
-        """Those of its example."""
+        """The references of the example."""
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """That of its example."""
+        """The metadata of the example."""
 
     @property
     def output(self) -> str | None:
@@ -133,30 +134,30 @@ class Scored(Protocol):
 
     @property
     def score(self) -> float | None:
-        """The score by its task, 0 to 1; None where the example failed."""
+        """The task's score, 0 to 1; None if the example failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """A seeded source of examples and the score of one output. It knows no policy and no model.
+    """A seeded source of examples and the score of one output, independent of policies and models.
 
-    name: its name in tables. chat: wrap prompts in the model's chat template, where it has one. chat_template_args:
-    what the template reads besides, such as {enable_thinking: false}. think_end: the text that ends thinking, such as
-    </think>: what stands before the last one is not scored; an answer without it is scored whole. stop: strings that
-    end an answer (which ends before them). end_texts: texts whose last token, each encoded alone, ends an answer as
-    EOS does. min_new_tokens: the first so many tokens of an answer are neither EOS nor such a token. truncation: of a
-    prompt longer than the model's context: "refuse" is an error, "middle" keeps its first and last halves, "left" its
-    end. max_new_tokens: the longest answer; None: as the benchmark has it, which differs between its examples.
+    name: name in tables. chat: wrap prompts in the model's chat template, if it has one. chat_template_args: further
+    arguments of the template, such as {enable_thinking: false}. think_end: the text that ends thinking, such as
+    </think>; only the text after the last one is scored, and an answer without it is scored whole. stop: strings that
+    end an answer; they are not part of it. end_texts: texts whose last token ends an answer as EOS does.
+    min_new_tokens: number of tokens before EOS or such a token may be generated. truncation: how a prompt longer than
+    the model's context is handled: "refuse" is an error, "middle" keeps its first and last halves, "left" its end.
+    max_new_tokens: the longest answer; None uses the benchmark's value, which may differ between examples.
     """
 
     named_by: ClassVar[str | None] = None
-    """The field that `task=<file>/<name>` sets, of a task that knows many by name."""
+    """The field that `task=<file>/<name>` sets, for tasks with many named subsets."""
 
     length_field: ClassVar[str | None] = None
-    """The field that says how many tokens its prompts are built to fill, of a task that builds them so."""
+    """The field with the prompt length in tokens, for tasks that generate prompts of a given length."""
 
     decoding: ClassVar[str] = "greedy"
-    """How its answers are decoded where nobody asks for another way."""
+    """How answers are decoded unless the run sets it."""
 
     name: str
     chat: bool = False
@@ -190,7 +191,7 @@ class Task(ABC):
 
     @property
     def compress(self) -> str | None:
-        """What policies compress, "prompt" or "context", where the task decides it; None: as the run says."""
+        """Compress the "prompt" or the "context", if the task determines it; None leaves it to the run."""
         return None
 
     @abstractmethod
@@ -210,24 +211,24 @@ class Task(ABC):
         return output.rpartition(str(self.think_end))[2].lstrip() if thought else output
 
     def judge(self, output: str, example: Example) -> tuple[float | None, Mapping[str, Any]]:
-        """The score of one output, and by name what else the benchmark's own aggregates are made of.
+        """The score of one output, and further measures by name that the benchmark's aggregates use.
 
-        Of an example with `rated` pairs the output is JSON: [sum of log p, whether greedy decoding writes it] of each.
+        If the example has `rated` pairs, the output is JSON: [sum of log p, whether greedy decoding generates it] each.
         """
         return self.score(output, example), {}
 
     def asking(self, example: Example) -> Task:
-        """The task whose fields hold for one of its examples: itself, or for a suite the task that asks."""
+        """The task whose fields apply to an example: this task, or for a suite the task that the example belongs to."""
         return self
 
 
 def are_texts(value: object) -> bool:
-    """Whether a field holds a tuple of strings that are not empty."""
+    """Whether a value is a tuple of non-empty strings."""
     return isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
 
 
 def counts(task: Task, low: int, *names: str, high: int = LARGEST) -> None:
-    """`whole_number` for fields of a task; a field that may be left out passes where it is None."""
+    """Apply `whole_number` to fields of a task; None is accepted for optional fields."""
     for item in fields(task):
         value = getattr(task, item.name)
         if item.name in names and (value is not None or item.default is not None):
@@ -235,10 +236,10 @@ def counts(task: Task, low: int, *names: str, high: int = LARGEST) -> None:
 
 
 def question_part(template: str, slot: str, context: str = "{context}") -> str:
-    """The end of a prompt's template that is the question: the line with its slot, or all after the context without it.
+    """The question at the end of a prompt template: the line with its slot, or all text after the context.
 
-    Instructions between the two are the same for every question and belong to the context, as does the white space
-    before the question. "" where the question stands before the context, or nothing after it.
+    Instructions between context and question are the same for every question and belong to the context, as does the
+    white space before the question. "" if the question precedes the context or nothing follows the context.
     """
     before, _, after = template.rpartition(context)
     if slot in before:
@@ -249,7 +250,7 @@ def question_part(template: str, slot: str, context: str = "{context}") -> str:
 
 
 def slots(name: str, text: str, allowed: tuple[str, ...], required: tuple[str, ...] | None = None) -> None:
-    """Raise ValueError with one sentence if `text` has a slot that is not allowed or lacks a required one."""
+    """Raise ValueError if `text` has a slot that is not allowed or does not have a required one."""
     try:
         found = {slot for _, slot, _, _ in Formatter().parse(text) if slot is not None}
         if found <= set(allowed):

@@ -26,13 +26,13 @@ TABLES = (".jsonl", ".csv", ".parquet")
 
 @cache
 def shipped(name: str) -> Any:  # noqa: ANN401 - JSON
-    """The content of a file of `tasks/data`, where texts of benchmarks name their source and licence."""
+    """The content of a file of `tasks/data`, which names the source and licence of benchmark texts."""
     return json.loads(resources("kvbench.tasks").joinpath(f"data/{name}").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
 class Text:
-    """One text, and where it came from: `file.txt`, or `file.jsonl:3` for the third line or row of a file."""
+    """One text and its source: `file.txt`, or `file.jsonl:3` for the third line or row of a file."""
 
     name: str
     text: str
@@ -41,29 +41,31 @@ class Text:
 def texts(data_dir: str, files: Sequence[str], field: str) -> Iterator[Text]:
     """All texts of a file, or of the files of a folder that match one of the patterns `files`, in order of their paths.
 
-    field: where a row of .jsonl, .csv and .parquet files has its text. Raises ValueError with one sentence where there
-    is nothing, naming file and row where it is damaged.
+    field: the column with the text in .jsonl, .csv and .parquet files. Raises ValueError if there is no text, naming
+    file and row if the file is damaged.
     """
     for path, name in found(data_dir, files, (".txt", *TABLES)):
         whole = path.suffix == ".txt"
         for number, row in enumerate(rows(path, name, ("text" if whole else field,)), start=1):
             text = Text(name, row["text"]) if whole else Text(f"{name}:{number}", row[field])
             if not text.text.strip():
-                raise ValueError(f"{text.name} has no text but white space, take it out of data_dir={data_dir}")
+                raise ValueError(f"{text.name} contains only white space, remove it from data_dir={data_dir}")
             yield text
 
 
 def found(data_dir: str, files: Sequence[str], kinds: Sequence[str]) -> Iterator[tuple[Path, str]]:
-    """A file and its name, or those of a folder that match one of the patterns `files`, in order of their paths.
+    """A file and its name, or the files of a folder that match one of the patterns `files`, ordered by path.
 
-    Raises ValueError with one sentence where there is none, and for one whose suffix is none of `kinds`.
+    Raises ValueError if there is none, or for a suffix that is not in `kinds`.
     """
     path = Path(expanduser(data_dir))
     paths = [path]
     if path.is_dir():
         paths = sorted({p for pattern in files for p in path.glob(pattern) if p.is_file()})
         if not paths:
-            raise ConfigError("data_dir", data_dir, why=f"holds no text, it must have files such as {', '.join(files)}")
+            raise ConfigError(
+                "data_dir", data_dir, why=f"contains no text, it must have files such as {', '.join(files)}"
+            )
     elif not path.is_file():
         what = "is neither folder nor file" if path.exists() else "does not exist"
         raise ConfigError(
@@ -71,25 +73,25 @@ def found(data_dir: str, files: Sequence[str], kinds: Sequence[str]) -> Iterator
         )
     for one in paths:
         if one.suffix not in kinds:
-            raise ValueError(f"{one} is not a text file that is read here, it must be a {_listed(kinds)} file")
+            raise ValueError(f"{one} is not a supported text file, it must be a {_listed(kinds)} file")
         yield one, str(one.relative_to(path)) if path.is_dir() else one.name
 
 
 def rows(
     path: Path, name: str, fields: Sequence[str], lists: Sequence[str] = (), member: str = "test.jsonl"
 ) -> Iterator[Row]:
-    """The rows of a file, each with a text in all of `fields` and a list of texts in all of `lists`.
+    """The rows of a file, with a string in each of `fields` and a list of strings in each of `lists`.
 
     .csv and .parquet are tables, .json is a list or has a row a line, as any other file has; .txt is a single row.
     `.gz` behind the suffix is unpacked; of a .zip file the rows are those of `member`. Raises ValueError, naming file
-    and row, where a row lacks a field, the file is damaged, or there is no row.
+    and row, if a row does not have a field, the file is damaged, or there is no row.
     """
     number = 0
     for number, row in enumerate(_read(path, name, member), start=1):
         check_row(row, fields, lists, f"{name}, row {number}")
         yield row
     if not number:
-        raise ValueError(f"{name} holds no rows")
+        raise ValueError(f"{name} contains no rows")
 
 
 def _read(path: Path, name: str, member: str) -> Iterator[Any]:
@@ -101,11 +103,11 @@ def _read(path: Path, name: str, member: str) -> Iterator[Any]:
             yield row
     except (ValueError, OSError, EOFError, LookupError, RecursionError, csv.Error, zipfile.BadZipFile, zlib.error) as e:
         said = (str(e).splitlines() or [type(e).__name__])[0]
-        raise ValueError(f"{name}, row {number + 1}: the file is damaged or cut off ({said})") from e
+        raise ValueError(f"{name}, row {number + 1}: the file is damaged or truncated ({said})") from e
 
 
 def check_row(row: Any, fields: Sequence[str], lists: Sequence[str], where: str) -> None:  # noqa: ANN401 - it is checked
-    """Raise ValueError, naming where it is, for a row without its texts or lists of texts."""
+    """Raise ValueError, naming the place, for a row without its texts or lists of texts."""
     if not isinstance(row, dict):
         raise ValueError(f"{where}: not a JSON object")
     has = ", ".join(str(key) for key in row if key is not None)

@@ -1,4 +1,4 @@
-"""Words from which prompts are generated: our own lists, or those that RULER's official generators draw from."""
+"""Word lists for generated prompts: our own, or those of RULER's official generators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WONDERWORDS = "3.0.1"  # 2.2.0 differs by four nouns, which changes every sample
 
 
 class SortedPairs:
-    """`sorted({f"{a}-{n}" for a in adjectives for n in nouns})`, without writing it down.
+    """`sorted({f"{a}-{n}" for a in adjectives for n in nouns})` as a lazy sequence.
 
     The official lists make 6.2 million pairs, 8 s and 0.8 GB on one core if they are all built. In sorted order
     the pairs of one adjective stand together, unless "x-" begins another one's "x-y-": only those are merged.
@@ -68,13 +68,13 @@ class Words:
 
     @cached_property
     def compounds(self) -> list[str]:
-        """Closed compounds, sorted: what common words are drawn from where single ones are too few."""
+        """Closed compounds, sorted: the source of common words if there are too few single words."""
         return sorted({adjective + noun for adjective in self.adjectives for noun in self.nouns})
 
 
 @cache
 def own_words() -> Words:
-    """250 adjectives, 700 nouns, 250 verbs, lower-case and sorted; no word stands in two lists."""
+    """250 adjectives, 700 nouns, 250 verbs, lower-case and sorted; no word is in two lists."""
     return Words(*(tuple(shipped("words.json")[kind]) for kind in ("adjectives", "nouns", "verbs")))
 
 

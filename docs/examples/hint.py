@@ -13,7 +13,6 @@ from kvbench.policies.pre_passes.pre_pass import ExtraPasses, Pass, PassStep, Pr
 from kvbench.policies.scorers.scorer import Scorer
 
 
-# --8<-- [start:pre_pass]
 @dataclass(frozen=True)
 class Hint(ExtraPasses):
     """The attention every token draws from a text that is read behind the prompt and then forgotten."""
@@ -30,8 +29,6 @@ class Hint(ExtraPasses):
         state["hinted"].copy_(logits.softmax(-1).mean((2, 3))[..., None])
 
 
-# --8<-- [end:pre_pass]
-# --8<-- [start:scorer]
 @dataclass(frozen=True)
 class Hinted(Scorer):
     """Keep the first `sinks` tokens and those that a hint's queries attend to.
@@ -58,6 +55,3 @@ class Hinted(Scorer):
 
     def score(self, observation: Observation, state: State) -> Tensor:
         return state["hinted"][..., 0]
-
-
-# --8<-- [end:scorer]

@@ -11,12 +11,11 @@ from kvbench.policies.allocators.allocator import Allocator
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
-from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import LayerStore, Store
 from kvbench.policies.values.value import ValueAware
 
 
-# --8<-- [start:scorer]
 @dataclass(frozen=True)
 class LargeKeys(Scorer):
     """Keep the keys of large norm."""
@@ -25,8 +24,6 @@ class LargeKeys(Scorer):
         return observation.keys.float().norm(dim=-1)  # [B,H_kv,T,D] -> [B,H_kv,T], higher = keep
 
 
-# --8<-- [end:scorer]
-# --8<-- [start:value]
 @dataclass(frozen=True)
 class ByNorm(ValueAware):
     """Multiply the score by the norm of the value."""
@@ -44,8 +41,6 @@ class ByNorm(ValueAware):
         return scores * (norms.mean(1, keepdim=True) if layer_wide else norms)  # one row for all heads of a layer
 
 
-# --8<-- [end:value]
-# --8<-- [start:allocator]
 @dataclass(frozen=True)
 class FirstMore(Allocator):
     """The first layer gets `extra` slots more than its share, the last as many less."""
@@ -59,8 +54,6 @@ class FirstMore(Allocator):
         return [budgets[0] + moved, *budgets[1:-1], budgets[-1] - moved]  # the sum is exact
 
 
-# --8<-- [end:allocator]
-# --8<-- [start:merger]
 @dataclass(frozen=True)
 class IntoNewest(Merger):
     """Add `share` of the mean of the evicted values to the newest kept token."""
@@ -78,9 +71,7 @@ class IntoNewest(Merger):
         return Merged(newest, eviction.keys.gather(2, place), value)
 
 
-# --8<-- [end:merger]
-# --8<-- [start:store]
-class HalfStore(DenseStore):
+class HalfStore(SlotStore):
     """Buffers in float16, seen in the model's dtype."""
 
     def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
@@ -110,6 +101,3 @@ class Half(Store):
 
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
         return HalfStore(keys, values, statistics, width)
-
-
-# --8<-- [end:store]

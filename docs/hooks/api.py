@@ -1,12 +1,11 @@
-"""Docstrings as the API pages show them: equations set, stars that are products left alone."""
+"""Docstrings as mkdocstrings shows them: equations marked for MathJax, stars and underscores as they are."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from equations import blocks, typeset
+from equations import docstring
 from griffe import Extension, Object
-from md import prose
 
 
 class Docstrings(Extension):
@@ -15,13 +14,4 @@ class Docstrings(Extension):
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:  # noqa: ANN401 - what griffe hands on
         """Called for each module, class, function and attribute."""
         if obj.docstring is not None:
-            obj.docstring.value = "\n\n".join(_paragraph(*block) for block in blocks(obj.docstring.value))
-
-
-def _paragraph(text: str, indented: bool) -> str:
-    if not indented:
-        return prose(text)
-    try:
-        return typeset(text)
-    except ValueError:  # an example or a picture, not an equation
-        return text
+            obj.docstring.value = docstring(obj.docstring.value)

@@ -1,8 +1,7 @@
-"""Markdown: tables, and the prose of docstrings."""
+"""Markdown tables."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
 
@@ -14,10 +13,3 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         *(f"| {' | '.join(map(str, row))} |" for row in rows),
     ]
     return "\n".join(lines)
-
-
-def prose(text: str) -> str:
-    """Docstring prose as Markdown: a star between letters is a product, not emphasis."""
-    text = re.sub(r"^(?!- |  )(.+)\n(?=- )", r"\1\n\n", text, flags=re.MULTILINE)  # a list begins after an empty line
-    parts = re.split(r"(`[^`]*`)", text)
-    return "".join(part if part.startswith("`") else part.replace("*", "\\*").replace("_", "\\_") for part in parts)

@@ -1,26 +1,21 @@
-"""What MkDocs calls: pages made at build time of docstrings, YAML and published numbers, so that they cannot age."""
+"""What MkDocs calls: pages of policies and of the ledger, made at build time of YAML and docstrings."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import evaluator_tables
 import ledger_pages
 import policy_pages
-import table_pages
-from docstrings import describe
-from equations import blocks, typeset
+from equations import asciimath, mathjax_files
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
-
-from kvbench.papers import layout, published
 
 MADE = {
     "<!-- table: longbench -->": evaluator_tables.longbench,
@@ -33,22 +28,17 @@ _LOADED = re.compile(
     r"""["']?((?:https?:)?//[^"')\s>]+)"""
 )
 _PICTURE = re.compile(r"^<!-- picture: ([\w/.]+) -->$", re.MULTILINE)
-_PART = re.compile(r"^<!-- part: ([\w.]+) -->$", re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Take the generated pages into the navigation, where mkdocs.yml has their titles."""
     policies = {
-        group: {policy_pages.title(name): f"policies/{name}.md" for name in members}
+        group: {name: f"policies/{name}.md" for name in members}
         for group, members in policy_pages.groups().items()
         if members
     }
     ledger = {chapter["title"]: f"ledger/{slug}.md" for slug, chapter in ledger_pages.chapters().items()}
-    tables = {
-        table_pages.paper_name(paper): {table_pages.readable(t): table_pages.page_name(t) for t in layout.tables(paper)}
-        for paper in published.papers()
-    }
-    made: dict[str, Mapping[str, Any]] = {"Policies": policies, "Ledger": ledger, "Published tables": tables}
+    made: dict[str, Mapping[str, Any]] = {"Policies": policies, "Ledger": ledger}
     assert config.nav is not None
     for entry in config.nav:
         for title in made.keys() & entry.keys():
@@ -62,9 +52,11 @@ def _listed(pages: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages."""
+    """Add the generated pages, and MathJax."""
     for path, text in generated():
         files.append(File.generated(config, path, content=text))
+    for path, source in mathjax_files().items():
+        files.append(File.generated(config, path, abs_src_path=str(source)))
     return files
 
 
@@ -75,14 +67,10 @@ def generated() -> Iterator[tuple[str, str]]:
         yield f"policies/{name}.md", policy_pages.page(name)
     for slug, chapter in ledger_pages.chapters().items():
         yield f"ledger/{slug}.md", ledger_pages.chapter_page(chapter, policy_pages.page_of())
-    yield "tables/index.md", table_pages.index_page()
-    for table in layout.tables():
-        yield table_pages.page_name(table), table_pages.table_page(table)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put a part's docstring and fields where `<!-- part: module.Class -->` stands, and set indented `eq` blocks."""
-    markdown = _PART.sub(lambda match: "\n\n".join(_part(match.group(1))), markdown)
+    """Put tables and pictures in their places, and mark `eq` blocks for MathJax."""
     markdown = _PICTURE.sub(lambda match: _picture(match.group(1)), markdown)
     for mark, text in MADE.items():
         if mark in markdown:
@@ -112,11 +100,6 @@ def fetched(text: str) -> list[str]:
     return [match.group(1) for match in _LOADED.finditer(text)]
 
 
-def _part(path: str) -> list[str]:
-    module, _, name = path.rpartition(".")
-    return policy_pages.part_section(describe(getattr(import_module(module), name)), "", {})
-
-
 def _picture(name: str) -> str:
     """An SVG inside the page, so that it takes its text colour from there."""
     svg = Path(__file__).parents[1] / name
@@ -124,5 +107,4 @@ def _picture(name: str) -> str:
 
 
 def _equations(text: str) -> str:
-    indented = "".join(f"    {line}\n" for line in text.splitlines())
-    return "\n".join(typeset(paragraph) for paragraph, _ in blocks(indented))
+    return "\n\n".join(f"\\[\n{asciimath(line)}\n\\]" for line in text.splitlines() if line.strip())

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any
 
 import ledger_pages
-import table_pages
-from docstrings import Described, describe, yaml_value
 from md import table
 
 from kvbench.config.tree import CONF, Config, names, part_class, read
-from kvbench.papers import layout
 
 DECISIONS = {
     "pre_pass": "What is read at all",
@@ -65,21 +60,6 @@ def page_of() -> dict[str, str]:
     return {name: page for page, variants in pages().items() for name in (page, *variants)}
 
 
-@cache
-def printed_methods() -> dict[str, set[str]]:
-    """The methods of published tables that belong to each page."""
-    found: dict[str, set[str]] = {name: set() for name in pages()}
-    for method in table_pages.methods():
-        for owner in table_pages.owners(method, page_of()):
-            found[owner].add(method)
-    return found
-
-
-def title(name: str) -> str:
-    """What papers call a policy: `SnapKV + CAOTE`."""
-    return layout.names()["labels"]["method"].get(name, name)
-
-
 def about(name: str) -> str:
     """The comment at the top of a policy's file."""
     lines = (CONF / "policy" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
@@ -100,8 +80,8 @@ def index_page() -> str:
     """All policies and what each is, by group."""
     blocks = ["# Policies", _INTRODUCTION]
     for group, members in groups().items():
-        rows = ((f"[{title(page)}]({page}.md)", f"`{page}`", _first_sentence(about(page))) for page in members)
-        blocks += [f"## {group}", table(("policy", "name", "what it is"), rows)]
+        rows = ((f"[`{page}`]({page}.md)", _first_sentence(about(page))) for page in members)
+        blocks += [f"## {group}", table(("policy", "what it is"), rows)]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -135,14 +115,11 @@ def page(name: str) -> str:
     boost = 1 if any(name.endswith(f"_{other}") for other in pages()) else 2  # `snapkv` comes before `caote_snapkv`
     file = (CONF / "policy" / f"{name}.yaml").read_text(encoding="utf-8").rstrip()
     blocks = [
-        f"---\ntitle: {title(name)} ({name})\ndescription: {about(name)!r}\nsearch: {{boost: {boost}}}\n---\n"
-        f"# {title(name)} <small>`{name}`</small>",
+        f"---\ntitle: {name}\ndescription: {about(name)!r}\nsearch: {{boost: {boost}}}\n---\n# `{name}`",
         about(name),
         f"    python -m kvbench policy={name}{' budget=256' * budgeted}{_needed(config)}",
         *_decisions(config),
         *(_schedule(config) if _chooses(config) else []),
-        "## Published numbers",
-        *table_pages.section(name, printed_methods()[name]),
     ]
     if differences := ledger_pages.section((name, *pages()[name])):
         blocks += ["## Where paper, code and numbers differ", *differences]
@@ -166,40 +143,23 @@ def _chooses(config: Config) -> bool:
 
 
 def _decisions(config: Config) -> list[str]:
+    """A section for each part: its docstring and fields, by mkdocstrings; the values that the policy sets are below."""
     blocks = []
     for decision, question in DECISIONS.items():
         given = config.get(decision)
-        if given and part_name(config, decision) not in USUAL:
-            blocks += [f"## {question}: {part_name(config, decision)}"]
-            blocks += part_section(describe(part_class(given)), f"policy.{decision}", given)
-            inner = {key: value for key, value in given.items() if isinstance(value, dict) and "_target_" in value}
-            for key, value in inner.items():  # such as the allocator that AdaKV wraps
-                own = describe(part_class(value))
-                blocks += [f"### {key}: {own.name}", *part_section(own, f"policy.{decision}.{key}", value)]
+        if not given or part_name(config, decision) in USUAL:
+            continue
+        blocks += [f"## {question}", _documented(given)]
+        blocks += [_documented(value) for value in given.values() if isinstance(value, dict) and "_target_" in value]
     if not (_chooses(config) or config.get("reader")) and part_name(config, "store") == "Dense":
-        blocks += [
-            "Nothing is evicted, merged or rounded: the cache is the model's own, and every comparison's baseline."
-        ]
+        blocks += ["Nothing is evicted, merged or rounded: the model's own cache, the baseline of every comparison."]
     return blocks
 
 
-def part_section(part: Described, prefix: str, given: Mapping[str, Any]) -> list[str]:
-    """Idea, equations, prose, source and fields of one part; given: what a policy sets."""
-    source = f"*Source:* {part.source}" if part.source else ""
-    fields = fields_table(part, prefix, given) if part.fields else ""
-    return [text for text in (part.idea, part.equations, part.prose, source, fields) if text]
-
-
-def fields_table(part: Described, prefix: str, given: Mapping[str, Any]) -> str:
-    """The fields as one must type them, with what they may be, their default, and what this policy sets."""
-    rows = []
-    for one in part.fields:
-        own = yaml_value(given.get(one.name, one.default))
-        default = f"`{one.default}`" if one.default else "needed"
-        if one.name in given and own not in (one.default, f"{one.default}.0"):
-            default = f"`{own}` here, else {default}"
-        rows.append((f"`{one.name}`", one.allowed, default, one.meaning or "see above"))
-    return table((f"`{prefix}.`" if prefix else "field", "values", "default", "meaning"), rows)
+def _documented(given: Config) -> str:
+    part = part_class(given)
+    options = "{show_root_toc_entry: false, members: false}"
+    return f"::: {part.__module__}.{part.__qualname__}\n    options: {options}"
 
 
 def _schedule(config: Config) -> list[str]:
@@ -214,5 +174,5 @@ def _schedule(config: Config) -> list[str]:
     if schedule.get("protect") == "prompt":
         decode += ", none of them the prompt's"
     late = "; the prompt stays whole until the first token was decoded" if schedule.get("late") else ""
-    set_by = "`schedule=`, `block=` and `decode=` set it otherwise: [schedules](../concepts/policy.md#when)."
+    set_by = "`schedule=`, `block=` and `decode=` set it otherwise: [schedules](../concepts/policy.md#schedules)."
     return ["## When", f"It evicts {when}{late}; decoding {decode} (`decode={rule}`).\n{set_by}"]

@@ -20,7 +20,7 @@ def exact_match(output: str, references: tuple[str, ...]) -> float:
 
 
 def correct_choice(output: str, references: tuple[str, ...]) -> float:
-    """1.0 if the letter after "The correct answer is", in parentheses or not, is a reference; asterisks do not count.
+    """1.0 if the letter after "The correct answer is", in parentheses or not, is a reference; asterisks are ignored.
 
     Source: THUDM/LongBench, pred.py of LongBench v2, extract_answer.
     """
@@ -30,7 +30,7 @@ def correct_choice(output: str, references: tuple[str, ...]) -> float:
 
 
 def last_letter(output: str, references: tuple[str, ...]) -> float:
-    """1.0 if the last letter from A to J that stands alone is a reference: multiple choice without a fixed form."""
+    """1.0 if the last letter from A to J that is a word by itself is a reference (free-form multiple choice)."""
     letters = _LETTER.findall(output)
     return float(bool(letters) and letters[-1] in references)
 
@@ -58,4 +58,4 @@ METRICS: dict[str, Metric] = {
     "rouge_l_zh": best(longbench.METRICS["rouge_zh"]),
     **{name: best(metric) for name, metric in longbench.METRICS.items() if not name.startswith("rouge")},
 }
-"""By name. Those of LongBench and `rouge_l` take the best of the references, `contains` the share it finds."""
+"""By name. LongBench's and `rouge_l` use the best reference, `contains` the share of references."""

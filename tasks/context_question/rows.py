@@ -17,7 +17,7 @@ ANSWERS = ("answers", "answer")
 
 @dataclass(frozen=True)
 class Row:
-    """One question. values: the row as it is. name: where it stands. answers: at least one text."""
+    """One question. values: the row. name: its place in the data. answers: at least one text."""
 
     values: Mapping[str, Any]
     name: str
@@ -37,7 +37,7 @@ class Row:
         )
 
     def _new_tokens(self, given: int | None) -> int:
-        """The number that is given, else the row's own. Raises ValueError where there is none."""
+        """The given number, or the row's own. Raises ValueError if there is neither."""
         most = self.values.get("max_new_tokens") if given is None else given
         if most in (None, ""):
             raise ValueError(f"{self.name}: no max_new_tokens, set task.max_new_tokens")
@@ -57,7 +57,7 @@ def from_files(data_dir: str, files: Sequence[str]) -> Iterator[Row]:
 
 
 def from_hub(hub: str, subset: str | None, split: str, revision: str | None, named: str = "hub") -> Iterator[Row]:
-    """The rows of a data set on the hub. ValueError, beginning with `named`, where it cannot be had."""
+    """The rows of a data set on the hub. ValueError, beginning with `named`, if it cannot be loaded."""
     loaded = hub_rows(hub, subset, split, revision, named)
     yield from _read(loaded, "/".join([hub, *([subset] if subset else []), split]))
 

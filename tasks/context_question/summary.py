@@ -1,4 +1,4 @@
-"""Means of several metrics, in percent; of a single one the score is all there is."""
+"""Means of several metrics in percent; a single metric is the score itself."""
 
 from kvbench.tasks.summary import mean_measures as summary
 

@@ -1,4 +1,4 @@
-"""Any questions about long contexts: from files with the columns that the public sets on the hub have."""
+"""Questions about long contexts from files with the columns of the public long-context sets."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ContextQuestion(Task):
             raise ConfigError("data_dir", self.data_dir, why=f"and hub={self.hub} are both given, give one of them")
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
-        """See `Task.examples`: in the order of the rows; nothing is drawn, the seed changes nothing."""
+        """See `Task.examples`: examples follow the rows; the seed has no effect."""
         for index, row in enumerate(islice(self._rows(), limit)):
             task = row.values.get("task") or self.name
             asked = row.example(self.frame, self.max_new_tokens, task=task, benchmark="context_question")
@@ -64,7 +64,7 @@ class ContextQuestion(Task):
         return METRICS[self.metrics[0]](output, example.references)
 
     def judge(self, output: str, example: Example) -> tuple[float | None, Mapping[str, Any]]:
-        """The score, and where there are several metrics all of them by name."""
+        """The score, and all metrics by name if there are several."""
         found = {name: METRICS[name](output, example.references) for name in self.metrics}
         return found[self.metrics[0]], found if len(found) > 1 else {}
 

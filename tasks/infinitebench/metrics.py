@@ -1,4 +1,4 @@
-"""InfiniteBench's scores of one prediction, 0 to 1: the authors' rules, kvpress's, and sound ones beside broken ones.
+"""InfiniteBench's scores of one prediction, 0 to 1: the authors' rules, kvpress's, and corrected ones.
 
 Sources: OpenBMB/InfiniteBench at 88b3daa, src/compute_scores.py; NVIDIA/kvpress at 8bb29b9,
 evaluation/benchmarks/infinite_bench/calculate_metrics.py.
@@ -144,7 +144,7 @@ KVPRESS: dict[str, Rule] = {
 
 
 def last_choice(task: str, output: str, references: Sequence[str]) -> float:
-    """1 if the last letter that stands alone is right; without one, if the output names the option."""
+    """1 if the last letter that is a word by itself is right; without one, if the output names the option."""
     letter = (re.findall(rf"\b[{_LETTERS[task]}]\b", output) or [None])[-1]
     if letter is not None:
         return float(letter in references)
@@ -164,7 +164,7 @@ SOUND: dict[str, Rule] = {
     "math_find": same_number,
     "math_calc": lambda output, references: right_prefix(output, references, "-?[0-9]+"),
 }
-"""By task, where an official rule judges right answers wrong, or crashes."""
+"""By task, for official rules that reject correct answers or raise errors."""
 
 
 def _blanked(text: str, marks: str) -> str:
@@ -176,7 +176,7 @@ def _plain_debug(output: str) -> str:
 
 
 def _last_letter(text: str, letters: str) -> str | None:
-    """The last letter that stands alone in the first line that has one."""
+    """The last letter that is a word by itself in the first line that has one."""
     lines = (re.findall(rf"\b[{letters}]\b", line) for line in text.split("\n"))
     return next((found[-1] for found in lines if found), None)
 

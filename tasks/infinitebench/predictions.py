@@ -10,7 +10,7 @@ FIELDS = "task, prediction and references, or references_original where the auth
 
 
 def score_predictions(line: Line, protocol: str = "authors") -> Line:
-    """`score` from 0 to 1, and `score_sound` where an official rule is broken for the task (`metrics.SOUND`).
+    """`score` from 0 to 1, and `score_sound` for tasks with a broken official rule (`metrics.SOUND`).
 
     references: a list, for multiple choice [option, letter] or the letter alone; numbers for code_run, math_find and
     math_calc. Raises ValueError, naming the field, where the line is of another form.

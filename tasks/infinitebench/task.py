@@ -56,7 +56,7 @@ class InfiniteBench(LongSet):
         return {"answers": answers}
 
     def judge(self, output: str, example: Example) -> tuple[float, Mapping[str, Any]]:
-        """The score by the protocol's rule, and where that is broken a sound one."""
+        """The score by the protocol's rule, and a corrected score if that rule is broken."""
         answers = example.metadata["answers"]
         rules = AUTHORS if self.protocol == "authors" else KVPRESS
         wanted = first(answers) if self.subset == "kv_retrieval" else answers

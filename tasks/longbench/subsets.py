@@ -9,7 +9,7 @@ from kvbench.tasks.text_files import shipped
 
 @dataclass(frozen=True)
 class Subset:
-    """How one subset is asked and scored.
+    """Prompt and scoring of one subset.
 
     metric: a key of `metrics.METRICS`. rows: in the official file. prompt: with slots {context} and {input}. chat:
     wrapped in the model's chat template. first_line: only the first line of an answer is scored. newline_ends: a

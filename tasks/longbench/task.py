@@ -58,11 +58,11 @@ class LongBench(Task):
 
     @property
     def protocol(self) -> Subset:
-        """How this subset is asked and scored."""
+        """Prompt and scoring of this subset."""
         return SUBSETS[self.subset]
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
-        """See `Task.examples`; nothing is drawn, the seed changes nothing."""
+        """See `Task.examples`; the seed has no effect."""
         text = self.protocol.prompt
         asked = question_part(text, "{input}")
         for index, row in enumerate(islice(self._rows(), limit)):
@@ -107,7 +107,7 @@ class LongBench(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class LongBenchSuite(TaskSuite):
-    """Several subsets in turn. All fields but `name` and `tasks` are those of every subset.
+    """Several subsets in turn. All fields but `name` and `tasks` override those of every subset.
 
     The mean over the examples is not the benchmark's average, since subsets differ in size: `tasks.summary` has that.
     """

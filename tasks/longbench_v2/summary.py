@@ -16,7 +16,7 @@ GROUPS = ("easy", "hard", "short", "medium", "long")
 
 
 def anywhere(output: str, references: tuple[str, ...]) -> float:
-    """1 if the sentence with the right letter, in parentheses or not, stands anywhere; asterisks do not count."""
+    """1 if the sentence with the right letter, in parentheses or not, occurs anywhere; asterisks are ignored."""
     plain, sentence = output.replace("*", ""), "The correct answer is "
     return float(any(sentence + form in plain for one in references for form in (f"({one})", one)))
 

@@ -80,7 +80,7 @@ def cloze(output: str, reference: str, protocol: str = "authors") -> dict[str, C
 
 
 def sound_cloze(output: str, reference: str) -> dict[str, Counts | None]:
-    """The same for the first {...} of an output, wherever it stands, as JSON or Python; every blank counts."""
+    """The same for the first {...} of an output, at any place, as JSON or Python; every blank counts."""
     wanted = blanks(reference)
     found = re.search(r"\{.*?\}", output, re.DOTALL)
     filled = {mask: str(value) for mask, value in ((read_dict(found[0]) if found else None) or {}).items()}
@@ -89,7 +89,7 @@ def sound_cloze(output: str, reference: str) -> dict[str, Counts | None]:
 
 
 def blanks(reference: str) -> dict[str, str]:
-    """The reference of a cloze: what belongs in which blank. ValueError where it is of another form."""
+    """The reference of a cloze: what belongs in which blank. ValueError if it has another format."""
     wanted = json.loads(reference)
     if not isinstance(wanted, dict) or not wanted or not all(isinstance(value, str) for value in wanted.values()):
         raise ValueError(f"references must hold a JSON object of texts for a cloze, it is {reference!r:.60}")

@@ -1,11 +1,13 @@
 r"""Recorded predictions on AIME 2025 and MATH-500: whether the text in a \boxed{...} is the answer.
 
-kvpress's rule, the only one with a name, breaks on nested braces; a sound one stands beside it.
+kvpress's rule compares characters and breaks on nested braces; `sound` compares the values with `math-verify`.
 Source: NVIDIA/kvpress at 8bb29b9, evaluation/benchmarks/aime25 and math500, calculate_metrics.py.
 """
 
 from __future__ import annotations
 
+import re
+import threading
 from statistics import fmean
 
 from kvbench.tasks.predictions import JUDGES as JUDGES
@@ -18,7 +20,7 @@ FIELDS = "task, prediction and references (one answer); or a list of predictions
 
 
 def score_predictions(line: Line, protocol: str = "authors") -> Line:
-    """`score`, 0 or 1, what was read as the answer, and `score_sound` by balanced braces; of lists the means.
+    """`score`, 0 or 1, what was read as the answer, and `score_sound` by value; of lists the means.
 
     protocol: both are one, the benchmarks' authors published no scorer of such outputs.
     Raises ValueError, naming the field, where the line is of another form.
@@ -62,11 +64,34 @@ def score(task: str, output: str, answer: str) -> float:
 
 
 def sound(output: str, answer: str) -> float:
-    """1 if the last box, read to the brace that closes it, has the answer; white space and dollars do not count."""
-    rest = output.rpartition(BOX)[2]
+    r"""1 if the last box, read to the brace that closes it, equals the answer in value, by `math-verify`.
+
+    `\dfrac{1}{2}`, `0.5` and `\frac12` are equal, and so are `\text{Evelyn}` and `Evelyn`, `\$36` and `36`.
+    """
+    boxes = list(re.finditer(r"boxed\s*\{", output))
+    if not boxes:
+        return 0.0
+    rest = output[boxes[-1].end() :]
     inside = up_to_brace(rest)
-    return float(answered(output) and _plain(rest if inside is None else inside) == _plain(answer))
+    found, wanted = _plain(rest if inside is None else inside), _plain(answer)
+    return float(found == wanted or equal_values(found, wanted))
+
+
+def equal_values(found: str, wanted: str) -> bool:
+    """Whether two LaTeX expressions have the same value."""
+    from math_verify import LatexExtractionConfig, parse, verify  # here: a second, which other tasks need not wait for
+
+    main = (
+        threading.current_thread() is threading.main_thread()
+    )  # its time limits are signals, for the main thread only
+    seconds = 5 if main else None
+    parsed = [
+        parse(rf"\boxed{{{text}}}", [LatexExtractionConfig()], parsing_timeout=seconds) for text in (wanted, found)
+    ]
+    return bool(verify(*parsed, timeout_seconds=seconds))
 
 
 def _plain(text: str) -> str:
-    return "".join(text.split()).replace("$", "")
+    """An answer without white space, dollars and text commands."""
+    text = re.sub(r"\\(?:text|textbf|mbox|mathrm)\s*\{([^{}]*)\}", r"\1", text)
+    return "".join(text.split()).replace("\\$", "").replace("$", "")

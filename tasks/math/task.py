@@ -1,4 +1,4 @@
-"""Mathematical problems whose answer stands in a box at the end of a long text."""
+"""Mathematical problems whose answer is in a box at the end of a long text."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvbench.tasks.text_files import rows
 class BoxedMath(Task):
     """The rows of a file with the columns problem and answer, such as MATH-500's, in their order.
 
-    prompt: with slot problem. protocol: "sound" reads the last box to the brace that closes it, "kvpress" the first
-    one to the next brace, by which a nested answer is always wrong; both stand among the measures. hub, revision, file:
-    where the rows are; data_dir: a copy instead, a file or a folder that has it.
+    prompt: with slot problem. protocol: "sound" compares the value in the last box by math-verify, "kvpress" the
+    characters of the first one up to the next brace, by which a nested answer is always wrong; both are measures.
+    hub, revision, file: where the rows are; data_dir: a copy instead, a file or a folder that has it.
     """
 
     name: str = "math500"
@@ -41,7 +41,7 @@ class BoxedMath(Task):
         slots("prompt", self.prompt, ("problem",))
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
-        """See `Task.examples`: nothing is drawn, the seed changes nothing."""
+        """See `Task.examples`: the seed has no effect."""
         path = data_file(self.data_dir, ("", self.file), HubFile(self.hub, self.revision, self.file))
         for index, row in enumerate(islice(rows(path, path.name, ("problem", "answer")), limit)):
             about = {key: row[key] for key in ("subject", "level") if isinstance(row.get(key), str | int)}

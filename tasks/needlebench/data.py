@@ -30,7 +30,7 @@ ENCODING_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b
 
 @dataclass(frozen=True)
 class Files:
-    """NeedleBench's files as they are asked for. data_dir: read instead of the folder on the hub.
+    """NeedleBench's files as they are requested. data_dir: read instead of the folder on the hub.
 
     Every method raises ValueError with one sentence where a file cannot be had, or naming file and line or entry where
     it is damaged.

@@ -15,10 +15,10 @@ _ESTIMATE = 4096  # words in the prompt from which the size search estimates
 
 @dataclass(frozen=True, kw_only=True)
 class CommonWords(SizedTask):
-    """A numbered list in which `common` words stand `common_repeats` times and all others `other_repeats` times.
+    """A numbered list in which `common` words occur `common_repeats` times and all others `other_repeats` times.
 
     A worked example precedes it. Below 4096 tokens the counts are 6 and 1, as in the official generator. The list is
-    shuffled by the seed alone, so the common words stand in the same places in every sample.
+    shuffled by the seed alone, so the common words are at the same places in every sample.
     Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/common_words_extraction.py.
     """
 

@@ -18,7 +18,7 @@ _ASKED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class FrequentWords(RulerTask):
-    """Coded words whose counts fall as rank ** -alpha; the second to fourth most frequent are asked for.
+    """Coded words whose counts fall as rank ** -alpha; the second to fourth most frequent are requested.
 
     The most frequent one is written "..." and is noise. letters: length of a coded word. vocabulary: distinct coded
     words, by default one for every 50 tokens of room. All samples of a run have the same counts and their own words.

@@ -26,7 +26,7 @@ DEPTHS = [round(100 * step / 39) for step in range(40)]  # percent of an essay's
 
 @dataclass(frozen=True, kw_only=True)
 class RulerNiah(SizedTask):
-    """`keys` needles of `values` values each in a haystack; `queries` of the keys are asked for.
+    """`keys` needles of `values` values each in a haystack; `queries` of the keys are requested.
 
     haystack: "noise" repeats five short sentences per line, "needle" fills every line with a needle of another key,
     "essay" takes the first words of the texts in data_dir, again from the start where they are too few, with needles
@@ -118,7 +118,7 @@ class RulerNiah(SizedTask):
         return self._needle(self._draw(self.key, draws), self._draw(self.value, draws))
 
     def _question(self) -> Template:
-        """The template, in the singular where one value is asked for."""
+        """The template, in the singular for a single requested value."""
         plural = template("niah")
         if not self._singular:
             return plural
@@ -164,7 +164,7 @@ def essay_words(data_dir: str | None) -> list[str]:
 
 
 def singular(text: str) -> str:
-    """A template's words where one value is asked for: these replacements are the official ones."""
+    """A template in the singular, with the official replacements."""
     return text.replace("Some", "A").replace("are all", "is").replace("are", "is").replace("answers", "answer")
 
 

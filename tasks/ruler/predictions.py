@@ -18,7 +18,7 @@ FIELDS = "task, predictions and the references of each"
 
 @dataclass(frozen=True)
 class Protocol:
-    """What holds for every example of one task. match: of a cleaned output and the references, 0 to 1."""
+    """Settings of one task. match: score of a cleaned output and the references, 0 to 1."""
 
     max_new_tokens: int
     template: str

@@ -29,7 +29,7 @@ FILES = {
 
 @dataclass(frozen=True)
 class Question:
-    """A question of the data set. gold: documents that are always there; near: those preferred among the others."""
+    """A question of the data set. gold: documents that are always included; near: preferred distractors."""
 
     text: str
     answers: tuple[str, ...]
@@ -51,7 +51,7 @@ class QuestionAnswering(SizedTask):
 
     dataset: "squad" (answerable questions of dev-v2.0, others from the same article first) or "hotpotqa" (dev,
     distractor setting). data_dir: the folder with its file, in the published format; None reads source, a file on the
-    hub. Scored 1 if any answer stands in the output.
+    hub. The score is 1 if any answer occurs in the output.
     Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/qa.py.
     """
 
@@ -71,7 +71,7 @@ class QuestionAnswering(SizedTask):
 
     @property
     def corpus(self) -> Corpus:
-        """The data set. ValueError with one sentence where it cannot be had or is damaged."""
+        """The data set. ValueError if it cannot be loaded or is damaged."""
         names, url = FILES[self.dataset]
         return _read(self.dataset, data_file(self.data_dir, names, self.source, url))
 
@@ -86,7 +86,7 @@ class QuestionAnswering(SizedTask):
             yield self.fitting(size, partial(self._draft, index, draws), tokenizer)
 
     def score(self, output: str, example: Example) -> float:
-        """1.0 if any answer stands in the cleaned output."""
+        """1.0 if any answer occurs in the cleaned output."""
         return contains_any(clean_up(output), example.references)
 
     def _draft(self, index: int, draws: Draws, size: int) -> Draft:

@@ -1,4 +1,4 @@
-"""RULER prompts that were generated elsewhere, read from their file."""
+"""RULER prompts from the files of other generators."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class _Worked(_Chains):
 
 @dataclass(frozen=True, kw_only=True)
 class VariableTracking(_Chains):
-    """`chains` chains of `hops` assignments among noise lines; all hops + 1 names of the first chain are asked for.
+    """`chains` chains of `hops` assignments among noise lines; all hops + 1 names of the first chain are requested.
 
     A worked example precedes the text; its names and its value are drawn anew for every sample.
     Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/variable_tracking.py.

@@ -68,7 +68,7 @@ SOUND: dict[str, Rule] = {
     "scbench_many_shot": lambda output, references: any_inside(output, listed(references)),
     "scbench_mf": infinitebench.same_number,
 }
-"""By task, where the official rule judges right answers wrong or wrong ones right."""
+"""By task, for official rules that reject correct answers or accept wrong ones."""
 
 FIELDS = (
     "task (subtask for mixed ones), prediction and references; for RepoQA also lang, func_name and needles; or task, "

@@ -53,7 +53,7 @@ class SCBench(SharedContext):
         counts(self, 1, "turns_asked", "max_new_tokens")
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
-        """See `Task.examples`: in the order of the rows; nothing is drawn, the seed changes nothing."""
+        """See `Task.examples`: examples follow the rows; the seed has no effect."""
         asked = (example for row, where in self._rows() for example in self._of_row(row, where))
         return (replace(example, index=index) for index, example in enumerate(islice(asked, limit)))
 
@@ -62,7 +62,7 @@ class SCBench(SharedContext):
         return self.judge(output, example)[0]
 
     def judge(self, output: str, example: Example) -> tuple[float, Mapping[str, Any]]:
-        """The score by the official rule, and where that is broken a sound one."""
+        """The score by the official rule, and a corrected score if that rule is broken."""
         about = example.metadata
         kind, answers = about["task"], about["answers"]
         if kind == REPOQA:
@@ -78,7 +78,7 @@ class SCBench(SharedContext):
         return subsets("scbench")[self.subset]
 
     def _rows(self) -> Iterator[tuple[Row, str]]:
-        """Every context, and where it stands."""
+        """Every context and its place in the data."""
         name = f"scbench_{self.subset}"
         if self.data_dir is None:
             files: Iterable[tuple[Iterable[Row], str]] = [(hub_rows(self.hub, name, "test", self.revision), self.hub)]
@@ -88,7 +88,7 @@ class SCBench(SharedContext):
         return ((row, f"{name}, row {n}") for some, name in files for n, row in enumerate(some, start=1))
 
     def _of_row(self, row: Row, where: str) -> list[Example]:
-        """What is asked about one context. ValueError where a row is of another form."""
+        """The questions about one context. ValueError if a row has another format."""
         try:
             turns = row["multi_turns"][: self.turns_asked]
             text = row["context"] if "context" in row else row["input"]
@@ -96,7 +96,9 @@ class SCBench(SharedContext):
             context = self._prompts["context"].format(context=text, told=told)
             questions = [self._question(row, turn, first=not number) for number, turn in enumerate(turns)]
         except (LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"{where}: not of the form of {self.hub} ({type(error).__name__}: {error})") from error
+            raise ValueError(
+                f"{where}: unexpected format, expected that of {self.hub} ({type(error).__name__}: {error})"
+            ) from error
         return list(self.turns(context, "\n\n", questions, self._spare(len(turns))))
 
     def _question(self, row: Row, turn: Row, first: bool) -> Question:
@@ -120,7 +122,7 @@ class SCBench(SharedContext):
         )
 
     def _told(self, turn: Row) -> str:
-        """Of statistics, the sentence that says what is asked for. LookupError where a turn does not say."""
+        """Of statistics, the sentence that says what is requested. LookupError where a turn does not say."""
         return f"What is {_TARGET.findall(turn['input'])[0].lower()[:-3]}?" if self.subset == "mf" else ""
 
     def _answers(self, kind: str, turn: Row) -> Any:  # noqa: ANN401 - as the scorer takes them

@@ -1,4 +1,4 @@
-"""ZeroSCROLLS as a task: one of its ten, answered and not scored, since its answers are not public."""
+"""ZeroSCROLLS as a task: one of its ten, without scores, because the answers are not public."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvbench.tasks.text_files import Row
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroScrolls(LongSet):
-    """One task of ZeroSCROLLS. Its outputs go to the benchmark's site, which scores them: a run has no score.
+    """One task of ZeroSCROLLS. Its outputs are scored on the benchmark's website; a run has no score.
 
-    metadata has the row's `id`, which the site asks for. chat: where the model has a template.
+    metadata contains the row's `id`, which the website needs. chat: where the model has a template.
     Source: tau-nlp/zero_scrolls; the limits are those of its API runs, which kvpress has in its data set.
     """
 

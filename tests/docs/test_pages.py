@@ -1,5 +1,7 @@
-"""A policy's page says its idea, equation, source, fields and published numbers; the ledger speaks of what exists."""
+"""The page of a policy has its parts with idea, equation, source and fields; the ledger names things that exist."""
 
+import dataclasses
+import inspect
 import re
 import shlex
 from functools import cache
@@ -9,14 +11,10 @@ import ledger_pages
 import pages
 import policy_pages
 import pytest
-import table_pages
-import yaml
 from command_lines import composed, first_of
-from docstrings import Described, describe
+from equations import asciimath, docstring, mathjax_files
 
 from kvbench.config.tree import CONF, load, names, part_class, read
-from kvbench.papers import published
-from kvbench.tasks.niah import Niah
 
 DOCS = Path(__file__).parents[2] / "docs"
 OURS = {"Random", "Ragged"}  # no paper has them
@@ -24,28 +22,45 @@ PLAIN = {"Ragged"}  # nothing to compute
 FIELD = re.compile(
     r"(?:scorer|value|allocator|merger|store|schedule|task)\.(\w+)"
 )  # as entries of the ledger name them
-WITHOUT_A_POLICY = {"lococo", "pyramidinfer"}  # printed methods that kvbench leaves out: README
 
 
 @cache
-def parts() -> dict[str, Described]:
+def parts() -> dict[str, type]:
     """Every part that a policy of conf/policy has and that is worth a section, by its path."""
-    found = {}
+    found: dict[str, type] = {}
     for name in names("policy"):
         config = read("policy", name)
         for decision in policy_pages.DECISIONS:
             if (given := config.get(decision)) and policy_pages.part_name(config, decision) not in policy_pages.USUAL:
-                found[given["_target_"]] = describe(part_class(given))
+                found[given["_target_"]] = part_class(given)
     return found
 
 
 @pytest.mark.parametrize("path", sorted(parts()))
-def test_a_part_says_its_idea_its_equation_its_source_and_every_field(path: str) -> None:
+def test_a_part_has_an_idea_an_equation_a_source_and_the_meaning_of_every_field(path: str) -> None:
     part = parts()[path]
-    assert part.idea.endswith(".")
-    assert ("<math" in part.equations) == (part.name not in PLAIN)
-    assert part.source or part.name in OURS
-    assert [field.name for field in part.fields if not field.meaning] == []
+    text = docstring(inspect.cleandoc(part.__doc__ or ""))
+    assert text.split("\n\n")[0].endswith(".")
+    assert ("\\[" in text) == (part.__name__ not in PLAIN)
+    assert "Source: " in text or part.__name__ in OURS
+    explained = "\n".join(inspect.cleandoc(one.__doc__ or "") for one in part.__mro__ if dataclasses.is_dataclass(one))
+    for field in dataclasses.fields(part):
+        assert not field.init or re.search(rf"\b{field.name}\b[^:\n]*:", explained), field.name
+
+
+def test_equations_are_written_as_asciimath_has_them() -> None:
+    assert asciimath("c_j = ||X - v_j|| / (1 - alpha_j)") == "c_j = norm(X - v_j) / (1 - alpha_j)"
+    assert asciimath('sum_(q in "group") kernel') == 'sum_(q in "group") "kernel"'
+    assert asciimath("s_j <- inf") == "s_j larr oo"
+    assert docstring("One.\n\n    a_j = 1\n    b = 2\n\nTwo * three.\nSource: me.") == (
+        "One.\n\n\\[\na_j = 1\n\\]\n\n\\[\nb = 2\n\\]\n\nTwo \\* three.\n\nSource: me."
+    )
+
+
+def test_mathjax_comes_with_the_site() -> None:
+    files = mathjax_files()
+    assert {"mathjax/startup.js", "mathjax/input/asciimath.js", "mathjax/output/chtml.js"} <= set(files)
+    assert all(path.is_file() for path in files.values())
 
 
 def test_every_preset_stands_on_one_page_under_its_name() -> None:
@@ -61,35 +76,11 @@ def test_the_table_of_parts_has_those_of_presets_and_wrappers() -> None:
         assert rows.count(f"| {part}") == 1
 
 
-def test_a_default_with_line_breaks_is_typed_as_in_yaml() -> None:
-    rows = policy_pages.fields_table(describe(Niah), "", {}).splitlines()
-    (row,) = (row for row in rows if row.startswith("| `frame` |"))
-    assert row.count(" | ") == 3
-    assert yaml.safe_load(row.split(" | ")[2].strip("`")) == Niah.frame
-
-
-def test_every_published_method_is_on_a_page_or_left_out_on_purpose() -> None:
-    nowhere = {m for m in table_pages.methods() if not table_pages.owners(m, policy_pages.page_of())}
-    assert nowhere == WITHOUT_A_POLICY
-
-
-def test_a_policys_page_has_what_was_printed_of_it() -> None:
-    page = policy_pages.page("snapkv")
-    (number,) = [  # CAKE, table 5: Llama-2-7B-Chat at 128, retyped from the paper
-        n for n in published.read_table("cake/table5") if (n.method, n.task, n.budget) == ("snapkv", "avg", 128)
-    ]
-    assert number.printed == "28.09"
-    (row,) = [line for line in page.splitlines() if "[CAKE, table 5]" in line and "| Llama-2-7B-Chat |" in line]
-    assert "| 33.07 |" in row  # of the full cache
-    assert "| 28.09 |" in row
-    assert "python -m kvbench.tables show" in page
-
-
 ENTRIES = [(slug, entry) for slug, chapter in ledger_pages.chapters().items() for entry in chapter["entries"]]
 
 
 def test_the_ledger_speaks_of_policies_and_fields_that_exist() -> None:
-    known = {field.name for part in parts().values() for field in part.fields}
+    known = {field.name for part in parts().values() for field in dataclasses.fields(part)}
     known |= {"order", "late"} | {key for name in names("task") for key in load(CONF / "task" / f"{name}.yaml")}
     assert any(FIELD.findall(entry["here"]) for _, entry in ENTRIES if "here" in entry)
     for slug, entry in ENTRIES:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_interpreted import Interpreter, largest, mostly_slow
-from kv_quantised import ATTENTION, Case
+from kv_quantised import ATTENTION, Case, quantised_attention_ref
 from kv_stores import attended, feed, stream
 
 from kvbench.kernels.quantized import (
@@ -16,7 +16,6 @@ from kvbench.kernels.quantized import (
     Packed,
     Side,
     quantised_attention,
-    quantised_attention_ref,
 )
 from kvbench.policies.stores.kivi import Kivi
 from kvbench.policies.stores.quantised import side

@@ -41,7 +41,7 @@ def test_prompt_and_dictation_are_the_whole_prompt(tiny_model: Path) -> None:
     )
     assert example.prompt + example.dictated == whole.prompt + whole.answer_prefix
     assert 30 <= len(tokenizer.encode(example.prompt)) <= 40
-    with pytest.raises(ValueError, match="dictate_after=900 leaves nothing to read or nothing to dictate"):
+    with pytest.raises(ValueError, match="dictate_after=900 leaves no prompt or no text to dictate"):
         next(Niah(dictate_after=900, **SMALL).examples(tokenizer, 3))
 
 

@@ -107,7 +107,7 @@ def test_after_a_prompt_only_what_follows_is_scored(command: Command, tiny_model
         (["policy=full", "task.prompt_tokens=200"], "prompt_tokens=200 leaves no token to score of length=200"),
         (
             ["policy=full", "task.data_dir=short"],
-            "empty.txt has no text but white space, take it out of data_dir=short",
+            "empty.txt contains only white space, remove it from data_dir=short",
         ),
     ],
 )

@@ -89,8 +89,8 @@ def sample(**values: object) -> Sample:
 
 Write = Callable[[Path], object]
 TEXTS: dict[str, tuple[str, Write, str]] = {
-    "white space": ("a.txt", lambda p: p.write_text(" \n\t "), "a.txt has no text but white space"),
-    "white row": ("a.jsonl", lambda p: p.write_text('{"text": " "}\n'), "a.jsonl:1 has no text but white space"),
+    "white space": ("a.txt", lambda p: p.write_text(" \n\t "), "a.txt contains only white space"),
+    "white row": ("a.jsonl", lambda p: p.write_text('{"text": " "}\n'), "a.jsonl:1 contains only white space"),
 }
 
 

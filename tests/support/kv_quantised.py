@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.quantized import Outliers, Packed, Side
+from kvbench.kernels.references import Attention
 
 
 @dataclass(frozen=True)
@@ -120,3 +121,25 @@ ATTENTION = {
         dim=256, value_dim=256, value_unit=256, group=2, keys=256, values=256, tokens=257, outliers=7
     ),
 }
+
+
+def quantised_attention_ref(
+    queries: Tensor, query_positions: Tensor, keys: Side, values: Side, scaling: float, softcap: float | None = None,
+    outliers: Outliers | None = None,
+) -> Attention:  # fmt: skip
+    """The definition: dequantise, put the outliers in their places, attend in float32."""
+    tokens = torch.arange(int(keys.lengths().max()), device=queries.device).expand(*keys.tail.shape[:2], -1)
+    seen = tokens < keys.lengths()[..., None]  # [B,H,C]
+    k, v = (side.at(tokens) for side in (keys, values))
+    if outliers is not None:
+        for b, h, e in (outliers.slots >= 0).nonzero().tolist():
+            slot = outliers.slots[b, h, e]
+            k[b, h, slot], v[b, h, slot] = outliers.keys[b, h, e].float(), outliers.values[b, h, e].float()
+    batch, query_heads, new, dim = queries.shape
+    rows = queries.float().reshape(batch, k.shape[1], -1, dim)
+    logits = rows @ k.transpose(-1, -2) * scaling
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~(seen & (query_positions >= 0)[..., None])[:, :, None], -torch.inf)
+    log_sum_exp = logits.logsumexp(-1)
+    out = (logits - log_sum_exp[..., None]).exp().nan_to_num(0.0) @ v
+    return Attention(out.view(batch, query_heads, new, -1).to(queries.dtype), log_sum_exp.view(batch, query_heads, new))

@@ -121,7 +121,7 @@ def test_the_aggregates_of_longbench_v2_are_percent_without_empty_outputs() -> N
     ("rows", "sentence"),
     [
         ("", r"data_dir=.* has no shortdep_qa.jsonl or .*: download https://huggingface.co/datasets/bigai-nlco/LooGLE"),
-        (json.dumps([{"input": "a", "qa_pairs": "{"}]), "row 1: not of the form of bigai-nlco/LooGLE"),
+        (json.dumps([{"input": "a", "qa_pairs": "{"}]), "row 1: unexpected format, expected that of bigai-nlco/LooGLE"),
     ],
 )
 def test_data_that_is_missing_or_of_another_form_is_one_sentence(

@@ -101,7 +101,7 @@ def test_a_text_needle_is_scored_by_its_words(words: Tokenizer) -> None:
 
 def test_a_folder_that_tells_the_answer_already_is_refused(tmp_path: Path, words: Tokenizer) -> None:
     (tmp_path / "a.txt").write_text("One may eat a sandwich and sit in Dolores Park on a sunny day. ", encoding="utf-8")
-    with pytest.raises(ValueError, match="already holds the answer"):
+    with pytest.raises(ValueError, match="already contains the answer"):
         next(TextNiah(data_dir=str(tmp_path)).examples(words, 0))
 
 

@@ -53,11 +53,11 @@ def test_rows_are_the_same_in_every_form(name: str, tmp_path: Path) -> None:
         (
             "a.jsonl",
             b'{"text": "whole"}\n{"text": "cut o',
-            r"a\.jsonl, row 2: the file is damaged or cut off \(Untermi",
+            r"a\.jsonl, row 2: the file is damaged or truncated \(Untermi",
         ),
         ("a.jsonl", b'{"text": ""}\n{"body": "", "n": 1}', r"a\.jsonl, row 2: no text in its field 'text', .* body, n"),
-        ("a.jsonl", b'{"text": "caf\xe9"}', r"a\.jsonl, row 1: the file is damaged or cut off \('utf-8' codec"),
-        ("a.jsonl", b"\n", r"a\.jsonl holds no rows"),
+        ("a.jsonl", b'{"text": "caf\xe9"}', r"a\.jsonl, row 1: the file is damaged or truncated \('utf-8' codec"),
+        ("a.jsonl", b"\n", r"a\.jsonl contains no rows"),
         ("a.jsonl.gz", b"\x1f\x8b", r"a\.jsonl\.gz, row 1: the file is damaged"),
         ("a.parquet", b"PAR1 and nothing", r"a\.parquet, row 1: the file is damaged"),
         ("a.csv", b'text\n"cut o', r"a\.csv, row 1: the file is damaged"),
@@ -81,9 +81,9 @@ def test_a_folder_is_read_file_by_file_in_the_order_of_the_paths(tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        (".", r"holds no text, it must have files such as \*\.txt, \*\.jsonl"),
-        ("a.pdf", r"a\.pdf is not a text file that is read here, it must be a \.txt, \.jsonl, \.csv or \.parquet file"),
-        ("blank.txt", "blank.txt has no text but white space"),
+        (".", r"contains no text, it must have files such as \*\.txt, \*\.jsonl"),
+        ("a.pdf", r"a\.pdf is not a supported text file, it must be a \.txt, \.jsonl, \.csv or \.parquet file"),
+        ("blank.txt", "blank.txt contains only white space"),
     ],
 )
 def test_nothing_to_read_is_said_in_one_sentence(name: str, sentence: str, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvbench.tasks.math.predictions import score_predictions
+import pytest
+
+from kvbench.tasks.math.predictions import score_predictions, sound
 
 
 def line(task: str, prediction: object, references: object) -> dict[str, object]:
@@ -12,6 +14,28 @@ def line(task: str, prediction: object, references: object) -> dict[str, object]
 def test_nested_braces_are_read_by_the_sound_score_alone() -> None:
     found = score_predictions(line("math500", r"so \boxed{\frac{3}{8}}.", [r"\frac{3}{8}"]))
     assert found == {"score": 0.0, "score_sound": 1.0, "answered": True, "extracted": r"\frac{3"}
+
+
+@pytest.mark.parametrize(
+    ("output", "answer", "right"),
+    [
+        (r"\boxed{\dfrac{1}{2}}", r"\frac{1}{2}", True),
+        (r"\boxed{\frac12}", "0.5", True),
+        (r"\boxed{\text{Evelyn}}", "Evelyn", True),
+        (r"\boxed{Evelyn}", r"\text{Evelyn}", True),
+        (r"\boxed {3}", "3", True),
+        (r"\boxed{\$36}", "36", True),
+        (r"\boxed{(3, \frac{\pi}{2})}", r"\left( 3, \frac{\pi}{2} \right)", True),
+        (r"\boxed{2}, no: \boxed{3}", "3", True),
+        (r"\boxed{\frac{1}{3}}", r"\frac{1}{2}", False),
+        (r"\boxed{Angela}", r"\text{Evelyn}", False),
+        (r"\boxed{3}, no: \boxed{2}", "3", False),
+        ("3", "3", False),
+        (r"\boxed{", "3", False),
+    ],
+)
+def test_the_sound_score_compares_values(output: str, answer: str, right: bool) -> None:
+    assert sound(output, answer) == right
 
 
 def test_aime_reads_the_last_box_and_math500_the_first() -> None:

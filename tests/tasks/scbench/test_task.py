@@ -121,10 +121,10 @@ def test_the_aggregates_are_the_official_ones_of_each_turn(pieces: Tokenizer, fo
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        (None, r"data_dir=.* holds no text, it must have files such as scbench_kv.jsonl"),
+        (None, r"data_dir=.* contains no text, it must have files such as scbench_kv.jsonl"),
         (
             '{"context": "a"}',
-            r"scbench_kv.jsonl, row 1: not of the form of microsoft/SCBench \(KeyError: 'multi_turns'",
+            r"scbench_kv.jsonl, row 1: unexpected format, expected that of microsoft/SCBench \(KeyError: 'multi_turns'",
         ),
     ],
 )
