@@ -175,7 +175,7 @@ def lost(folder: Path) -> None:
     ("harm", "sentence"),
     [
         (lambda folder: (folder / "config.yaml").write_text("run_id: ["), "is not a readable run (config.yaml: "),
-        (lambda folder: (folder / "environment.json").write_text("{}"), "is there no 'hardware'?"),
+        (lambda folder: (folder / "environment.json").write_text("{}"), "'hardware' is missing"),
         (lost, "(samples.jsonl is missing or holds no example)"),
     ],
 )
