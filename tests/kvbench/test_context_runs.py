@@ -47,7 +47,7 @@ def test_both_ways_are_runs_of_their_own_and_every_table_says_which_is_which(
         ["snapkv", "whole prompt"],
         ["snapkv", "whole context"],
     ]
-    assert "what is compressed differs (context, prompt): a context is compressed before its question" in said
+    assert "compress differs (context, prompt): a context is compressed before the question is known" in said
     runs = {run.identity["compress"]: run for run in load_results(tmp_path / "runs")}
     assert runs["context"].run_id != runs["prompt"].run_id
     asked = runs["context"].samples[0]
@@ -94,7 +94,7 @@ def record(compress: str | None, schedule: str) -> Result:
 def test_runs_of_older_versions_compressed_the_prompt() -> None:
     assert unlike([record(None, "Prompt"), record("prompt", "Prompt")]) == []
     (said,) = unlike([record(None, "Prompt"), record("context", "Prompt")])
-    assert said.startswith("what is compressed differs (context, prompt)")
+    assert said.startswith("compress differs (context, prompt)")
 
 
 def test_a_run_tells_it_where_questions_begin(tiny_model: Path, tmp_path: Path) -> None:

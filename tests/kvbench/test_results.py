@@ -146,7 +146,7 @@ def test_the_other_formats_hold_the_same_runs(tmp_path: Path) -> None:
     [
         (["nowhere", "-o", "t.csv"], "nowhere is not a folder"),
         ([".", "-o", "t.xlsx"], "must end in one of .csv, .parquet, .txt, .md, .tex, .html"),
-        (["runs", "-o", "t.md", "--columns", "scor"], "--columns scor is no column (there are: run_id, model"),
+        (["runs", "-o", "t.md", "--columns", "scor"], "--columns scor is not a column (allowed: run_id, model"),
         (["runs", "-o", "t.csv", "--pivot", "task"], "--pivot task is for .txt, .md, .tex, .html"),
     ],
 )
@@ -334,7 +334,7 @@ def test_below_five_examples_nothing_is_compared(
     write_run(tmp_path, "tova", [sample(i, 0.0) for i in range(n)])
     print_table(load_results(tmp_path))
     said = capsys.readouterr().out
-    assert ("-1.000 (" in said, "vs full is shown from 5 shared examples on" in said) == (compared, not compared)
+    assert ("-1.000 (" in said, "vs full needs at least 5 shared examples" in said) == (compared, not compared)
     assert ("vs full: on the same examples" in said) == compared, "the footer explains no column that is not there"
     assert load_results(tmp_path).to_pandas()["score_vs_full"].notna().tolist() == [False, compared]
 
@@ -379,7 +379,7 @@ def test_an_unfinished_run_is_shown_with_its_examples_and_marked(
     assert main(["collect", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^tova +unfinished +64 +7 +0\.000", said, re.MULTILINE)
-    assert "unfinished: n examples so far; the same command continues the run" in said
+    assert "unfinished: n examples so far; run the same command again to continue" in said
     table = load_results(tmp_path).to_pandas().set_index("policy")
     assert table.loc["tova", ["n", "state", "score_vs_full"]].tolist() == [7, "unfinished", -1.0]
     assert load_results(tmp_path)[1].line == "tova [unfinished, n=7]"

@@ -287,7 +287,7 @@ def test_a_tracker_that_hangs_delays_the_end_by_its_patience_at_most(caplog: pyt
 
     InThread(Hanging(), "some", patience=0.1).close()
     stuck.set()
-    assert "logger=some has not sent everything after 0.1 s" in caplog.text
+    assert "logger=some did not send everything within 0.1 s" in caplog.text
 
 
 @pytest.mark.slow("waits for W&B to give a server up: half a minute")

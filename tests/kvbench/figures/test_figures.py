@@ -106,7 +106,7 @@ def test_notes_name_model_examples_schedules_and_failed_runs_or_are_logged(
 ) -> None:
     said = notes_of(drawn(score.against_budget, cells))
     assert "Model: pocket. n = 10. Bars, and the grey band of the full cache: 95% intervals." in said
-    assert "Different schedules, which are different experiments:" in said
+    assert "Different schedules, which are not comparable:" in said
     with caplog.at_level("INFO", logger="kvbench"):
         assert notes_of(drawn(score.against_budget, cells, Paper(3.3, caption=False))) == ""
     assert "caption: Score against the budget. Model: pocket. n = 10." in caplog.text
@@ -117,7 +117,7 @@ def test_notes_name_model_examples_schedules_and_failed_runs_or_are_logged(
     assert set(lines_of(figure.axes[0])) == {"cake", "h2o"}
     for words in (
         "tova 96 on niah (1 of 2)",
-        "n = 1 to 2, not the same for all",
+        "n = 1 to 2, different between runs",
         "Different examples: niah",
     ):
         assert words in notes_of(figure)
@@ -210,7 +210,10 @@ def test_a_folder_gets_every_figure_there_is_data_for(
         (["nowhere", "-o", "x.svg"], "nowhere does not exist"),
         (["{runs}", "-o", "x.jpeg"], "must end in one of .svg, .png, .pdf"),
         (["{runs}", "-o", "x.svg", "--kind", "nll"], "--kind nll has nothing to draw: no run has scored"),
-        (["{runs}", "-o", "x.svg", "--policy", "snapvk"], "snapvk is not among the runs (there are: cake, full, tova)"),
+        (
+            ["{runs}", "-o", "x.svg", "--policy", "snapvk"],
+            "snapvk is not a value of any run (allowed: cake, full, tova)",
+        ),
         (["{runs}", "-o", "x.svg", "--width", "1"], "--width 1 is too narrow for this figure, which needs 2.1 inches"),
         (["{runs}", "-o", "x.svg", "--rename", "cake"], "--rename cake must be POLICY=NAME"),
     ],
