@@ -67,7 +67,7 @@ def test_both_ways_are_runs_of_their_own_and_every_table_says_which_is_which(
         (("compress=context", "policy=d2o_released"), "d2o_released evicts only once a token after the prompt"),
         (
             ("compress=context", "task.frame='{question} {context}'"),
-            "has no question that could be told from its context",
+            "has no separate question",
         ),
     ],
 )

@@ -176,7 +176,7 @@ def lost(folder: Path) -> None:
     [
         (lambda folder: (folder / "config.yaml").write_text("run_id: ["), "is not a readable run (config.yaml: "),
         (lambda folder: (folder / "environment.json").write_text("{}"), "'hardware' is missing"),
-        (lost, "(samples.jsonl is missing or holds no example)"),
+        (lost, "(samples.jsonl is missing or has no example)"),
     ],
 )
 def test_a_run_that_cannot_be_read_is_named_and_does_not_stop_the_others(
