@@ -108,7 +108,7 @@ OTHERS = {
     "results colect": "invalid choice: 'colect'",
     "report runs more": "unrecognized arguments: more",
     "plot runs -o a.svg --kind nope": "argument --kind: invalid choice: 'nope'",
-    "claims --paper nope": "nope holds no list of claims",
+    "claims --paper nope": "nope is not a valid list of claims",
     "diagnose nope": "argument NAME: invalid choice: 'nope'",
     "sweep stat runs": "invalid choice: 'stat'",
     "diagnose": "the following arguments are required: NAME (",
