@@ -222,7 +222,7 @@ def test_the_running_score_is_that_of_all_examples_so_far_and_ends_with_the_firs
     [
         ({"mode": "sometimes"}, "logger.mode=sometimes is not allowed, choose one of offline, online, disabled"),
         ({"project": "a/b"}, "logger.project=a/b is refused by W&B"),
-        ({"folder": "/proc/none"}, "logger.folder=/proc/none cannot be made"),
+        ({"folder": "/proc/none"}, "logger.folder=/proc/none cannot be created"),
         ({"tags": "x"}, "logger.tags=x must be a list of texts"),
     ],
 )

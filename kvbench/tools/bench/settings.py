@@ -39,14 +39,14 @@ class Settings:
 
 ABOUT = {
     "model": "name of conf/model, or folder (random without *.safetensors)",
-    "dtype": "of the model, such as bfloat16",
+    "dtype": "number format of the model, such as bfloat16",
     "device": "cpu, cuda or cuda:1",
     "policies": "names of policies, such as snapkv,h2o",
     "budgets": "tokens per KV head, or shares of the prompt such as 0.5",
     "lengths": "prompt lengths in tokens",
     "batches": "batch sizes",
     "new_tokens": "tokens generated after each prompt",
-    "rounds": "measured rounds; one more warms up",
+    "rounds": "measured rounds, after one warm-up round",
     "baselines": "transformers, kvpress, or [] for none",
     "schedule": "prompt or blocks, for all policies (default: the preset's)",
     "decode": "evict or grow, for all policies (default: the preset's)",
@@ -62,7 +62,7 @@ def experiments() -> dict[str, str]:
 
 
 def parse(experiment: str, arguments: Sequence[str]) -> Settings:
-    """The settings of an experiment ("": none), changed by `key=value` arguments. UsageError for a wrong one."""
+    """The settings of an experiment ("": none) with `key=value` arguments. Raises UsageError for a wrong one."""
     keys = {one.name: one for one in fields(Settings)}
     for argument in arguments:
         key, equals, _ = argument.partition("=")
@@ -71,10 +71,10 @@ def parse(experiment: str, arguments: Sequence[str]) -> Settings:
     listed = [name for name, one in keys.items() if str(one.type).startswith("list")]
     given = [_as_list(argument) if argument.partition("=")[0] in listed else argument for argument in arguments]
     try:
-        own = OmegaConf.load(CONF / f"{experiment}.yaml") if experiment not in ("", SWEEP) else OmegaConf.create()
+        preset = OmegaConf.load(CONF / f"{experiment}.yaml") if experiment not in ("", SWEEP) else OmegaConf.create()
         if any(argument.startswith("model=") for argument in given):
-            own.pop("model", None)  # a name replaces the configuration of an experiment's model
-        merged = OmegaConf.merge(OmegaConf.structured(Settings), own, OmegaConf.from_dotlist(given))
+            preset.pop("model", None)  # a name replaces the model configuration of an experiment
+        merged = OmegaConf.merge(OmegaConf.structured(Settings), preset, OmegaConf.from_dotlist(given))
         settings = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
