@@ -108,7 +108,7 @@ OWN: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {"num_key_value_heads": 1, "head_dim": 24, "layer_types": MIXED * 2},
     **{name: {"is_decoder": True} for name in ENCODERS},
 }
-"""What a family needs beside, or differently: mostly the mixture of layers its releases have."""
+"""Additional or different fields of a family: mostly the mixture of layers of its releases."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_text with shared layers": ("gemma4_text", SHARED),
     "gemma4_text with other heads where attention is full": (
@@ -119,7 +119,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe with a sliding window": ("qwen2_moe", {"use_sliding_window": True}),
     "phimoe without a sliding window": ("phimoe", {"sliding_window": None}),
 }
-"""Families whose releases differ in what matters to a cache: name in the table, family, fields."""
+"""Variants of families with another kind of cache: name in the table, family, fields."""
 
 
 TRIED: dict[str, tuple[dict[str, Any], int]] = {
@@ -130,17 +130,17 @@ TRIED: dict[str, tuple[dict[str, Any], int]] = {
     "ada_snapkv": ({"window": 8}, BUDGET + 3),
     "kivi": ({"group": 8, "residual": 8}, PROMPT + 3),
 }
-"""Policies every family is tried with: their fields, and the tokens a KV head then holds."""
+"""Policies that are tried with every family: fields, and tokens that a KV head holds afterwards."""
 SPECIAL = ("ada_snapkv", "kivi")
-"""Those of these that ask more of a model than keys, values and attention: several KV heads, numbers to quantise."""
+"""Policies with additional requirements: several KV heads, or sizes that can be quantized."""
 
 KINDS = {
     "exact": "`full` gives the logits of the family's own eager attention (the largest difference, in standard "
-    "deviations of the logits), the policies tried hold their budget over its attention layers ({tried}; where some do "
-    "not apply, the row says so), and sequences of a batch are what they are alone.",
+    "deviations of the logits), the policies hold their budget in its attention layers ({tried}; the row lists those "
+    "that do not apply), and sequences of a batch equal single ones.",
     "refused": f"Before any weight is loaded, in this sentence, which ends: {INSTEAD}.",
-    "differs": "Logits under `full` are not those of eager attention: a mistake of kvbench.",
-    "crashed": "An error that is no refusal: a mistake of kvbench.",
+    "differs": "Logits under `full` differ from eager attention: a bug of kvbench.",
+    "crashed": "Another error: a bug of kvbench.",
     "not tried": "The script found no small model of the family that runs by itself.",
 }
 HEAD = """\
@@ -148,8 +148,8 @@ HEAD = """\
 
 Made by `python scripts/check_families.py --out docs/families.md` with transformers {version} and torch {torch}, from
 tiny random models of all causal language models of that release and some variants ({total} rows). Layers, heads and
-windows are small: the table tells which kinds of attention and cache kvbench follows, not that a checkpoint was run.
-Of models that are encoders by default (BERT) the decoder is tried (`is_decoder`), of models of text and more the text.
+windows are small: the table lists supported kinds of attention and cache; no released checkpoint was run. Encoder
+models (BERT) run as decoders (`is_decoder`), multimodal models with text only.
 """
 
 
@@ -243,9 +243,9 @@ def full_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def shrinks(model: PreTrainedModel, ids: Tensor) -> list[str]:
-    """Generate under every policy, which is audited, and see that layers hold what they may, not more or less.
+    """Generate with every policy, and check that layers hold exactly their budget.
 
-    Returns those that do not apply to the model and are no more than that: the first ones have to.
+    Returns the policies that do not apply to the model; only those of SPECIAL may fail to apply.
     """
     without = []
     for slug, (fields, held) in TRIED.items():
@@ -264,7 +264,7 @@ def shrinks(model: PreTrainedModel, ids: Tensor) -> list[str]:
 
 
 def rows_are_alone(model: PreTrainedModel, ids: Tensor) -> None:
-    """See that sequences of one batch write and keep what they do alone, whatever their policies and lengths."""
+    """Check that sequences of one batch generate and keep the same tokens as single sequences."""
     flight, rows = DecodeBatch(model), []
     for length in (PROMPT, PROMPT - 7):
         request = Request(ids[:, :length], 4)
@@ -282,7 +282,7 @@ def rows_are_alone(model: PreTrainedModel, ids: Tensor) -> None:
 
 
 def check(family: Family) -> Verdict:
-    """Build the family, compare it, and say what became of it."""
+    """Build a model of the family, check it, and return the verdict."""
     ids = torch.randint(3, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     verdict = Verdict(family.name, family.model.__name__, "not tried", "")
     for config_for in (config_of, lambda family: family.config()):  # a refusal needs no small sizes
@@ -297,7 +297,7 @@ def check(family: Family) -> Verdict:
     try:
         model = tiny_model(family)
         expected = eager_logits(model, ids)
-    except Exception as error:  # a family that does not get small, or needs more than tokens, is no finding of ours
+    except Exception as error:  # no small model, or inputs other than tokens: not tried
         return replace(verdict, why=f"no small model of it runs: {sentence(error)}")
     try:
         prepare(model)
@@ -309,8 +309,8 @@ def check(family: Family) -> Verdict:
     except Exception as error:
         log.exception("%s", family.name)
         return replace(verdict, kind="crashed", why=sentence(error))
-    told = f", without {', '.join(without)}" if without else ""
-    return replace(verdict, kind="exact" if far < EXACT else "differs", why=f"{far:.0e}{told}")
+    remark = f", without {', '.join(without)}" if without else ""
+    return replace(verdict, kind="exact" if far < EXACT else "differs", why=f"{far:.0e}{remark}")
 
 
 def sentence(error: Exception) -> str:
@@ -320,16 +320,16 @@ def sentence(error: Exception) -> str:
 
 
 def page(verdicts: Sequence[Verdict]) -> str:
-    """The table as Markdown, what runs first."""
+    """The table as Markdown, supported families first."""
     count = {kind: sum(v.kind == kind for v in verdicts) for kind in KINDS}
     lines = [HEAD.format(version=transformers.__version__, torch=torch.__version__, total=len(verdicts))]
-    for kind, says in KINDS.items():
+    for kind, meaning in KINDS.items():
         rows = [v for v in verdicts if v.kind == kind]
         if rows:
             lines += [
                 f"## {kind}: {count[kind]}",
                 "",
-                says.replace("{tried}", ", ".join(TRIED)),
+                meaning.replace("{tried}", ", ".join(TRIED)),
                 "",
                 "| family | model | |",
                 "|---|---|---|",
@@ -340,7 +340,7 @@ def page(verdicts: Sequence[Verdict]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the families asked for, write the page; 1 if one of them crashed or differs."""
+    """Check families and write the page; returns 1 if one of them crashed or differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", help="families, separated by commas; default: all")
     parser.add_argument("--out", type=Path, help="write the table there instead of printing it")
