@@ -314,8 +314,8 @@ def unlike(all_rows: Sequence[Result]) -> list[str]:
         )
     schedules = {row.schedule for row in rows if row.schedule}
     if len(schedules) > 1:
-        prompts = "eviction after the prompt knows the question, eviction in blocks does not"
-        contexts = "eviction in blocks does not know the rest of the context"
+        prompts = "eviction after the prompt uses the question, eviction in blocks does not"
+        contexts = "eviction in blocks does not use the rest of the context"
         found.append(
             f"schedules differ ({', '.join(sorted(schedules))}): {contexts if modes == ['context'] else prompts}; "
             "compare rows with the same schedule="

@@ -65,7 +65,7 @@ def calibrate(fields: Sequence[str], output: Path, config_dir: str | None = None
 def q_filters(model: PreTrainedModel, texts: Iterable[Tensor]) -> Tensor:
     """The Q-Filters [L,H_kv,D] of a model over texts [T] of token ids, with the sign that their authors give them.
 
-    Raises ValueError for a text of one token, and for a model whose layers are not of one shape.
+    Raises ValueError for a text of one token, and for a model with layers of different shapes.
     """
     found = QueryMoments(())
     for text in texts:

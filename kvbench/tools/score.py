@@ -54,29 +54,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 2 for an error."""
     arguments = sys.argv[1:] if arguments is None else arguments
     benchmarks = _benchmarks(arguments)
-    asked = _parser(benchmarks).parse_args(arguments)
-    if asked.output is not None:
-        check_output(asked.output)
-    benchmark = benchmarks[asked.benchmark]
-    flags = {flag: getattr(asked, flag) for flag in (*_flags(benchmark), "protocol") if hasattr(asked, flag)}
-    count = score_file(asked.predictions, asked.output, partial(benchmark.score_predictions, **flags))
-    if asked.output is not None:
-        sys.stdout.write(f"{count} lines -> {asked.output}\n")
+    options = _parser(benchmarks).parse_args(arguments)
+    if options.output is not None:
+        check_output(options.output)
+    benchmark = benchmarks[options.benchmark]
+    flags = {flag: getattr(options, flag) for flag in (*_flags(benchmark), "protocol") if hasattr(options, flag)}
+    count = score_file(options.predictions, options.output, partial(benchmark.score_predictions, **flags))
+    if options.output is not None:
+        sys.stdout.write(f"{count} lines -> {options.output}\n")
     return 0
 
 
 def _benchmarks(arguments: Sequence[str]) -> dict[str, ModuleType]:
     """The benchmarks of kvbench by name, and a requested module. Raises UsageError if it cannot score."""
     found = {name: benchmark_module(name, "predictions") for name in benchmarks_with("predictions")}
-    asked = arguments[0] if arguments and not arguments[0].startswith("-") else None
-    if asked is not None and asked not in found:
+    name = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    if name is not None and name not in found:
         known = f"choose one of {', '.join(found)}, or a module with this function"
         try:
-            found[asked] = benchmark_module(asked, "predictions")
+            found[name] = benchmark_module(name, "predictions")
         except (ModuleNotFoundError, ValueError, TypeError) as error:  # an empty name, or a leading dot
-            raise UsageError(f"{asked} is not a benchmark that can score predictions ({error}): {known}") from error
-        if not hasattr(found[asked], "score_predictions"):
-            raise UsageError(f"{asked} has no function score_predictions: {known}")
+            raise UsageError(f"{name} is not a benchmark that can score predictions ({error}): {known}") from error
+        if not hasattr(found[name], "score_predictions"):
+            raise UsageError(f"{name} has no function score_predictions: {known}")
     return found
 
 
