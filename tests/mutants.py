@@ -1,3 +1,4 @@
+# ruff: noqa: E501, T201 - the text of a mutant stands in one line, and this is a command
 """Forty one-token mutants of policies/, kvbench/cache and kvbench/engine: which of them do the fast tests detect?
 
     python tests/mutants.py [--only N,N,...]
