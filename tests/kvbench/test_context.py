@@ -14,9 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.engine.sequence import Request
-from kvbench.inference.generate import generate_tokens
-from kvbench.inference.generation import Generation
 from kvbench.policies.policy import Policy
 
 CONTEXT, QUESTION, NEW, BUDGET, WINDOW = 45, 15, 6, 16, 8

@@ -18,8 +18,8 @@ from transformers import DynamicCache, PreTrainedModel
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
-from kvbench.inference.generate import generate_tokens
 from kvbench.models.cache_shapes import CacheShape
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Prompt

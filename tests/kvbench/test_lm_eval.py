@@ -107,7 +107,7 @@ def test_answers_and_metrics_are_those_of_lm_eval_s_hf(bench: Bench, task: str, 
 @pytest.mark.parametrize("task", ["arc_easy", "winogrande", "lambada_openai"])
 def test_likelihoods_and_metrics_are_those_of_lm_eval_s_hf(bench: Bench, task: str) -> None:
     found = theirs(bench.model, task, bench.data[task], 3, num_fewshot=0)
-    samples = bench.run(task, "policy=full", "limit=3", "num_fewshot=0")
+    samples = bench.run(task, "policy=full", "limit=3", "task.num_fewshot=0")
     rows = sorted(found["samples"][task], key=lambda row: row["doc_id"])
     for sample, row in zip(samples, rows, strict=True):
         ours = json.loads(sample["output"])
@@ -119,18 +119,23 @@ def test_likelihoods_and_metrics_are_those_of_lm_eval_s_hf(bench: Bench, task: s
 def test_prompts_with_few_shot_examples_are_lm_eval_s(bench: Bench) -> None:
     found = theirs(bench.model, "gsm8k", bench.data["gsm8k"], 2, num_fewshot=3, gen_kwargs={"max_gen_toks": 2})
     (first, *_) = found["samples"]["gsm8k"]
-    samples = bench.run("gsm8k", "policy=full", "limit=2", "num_fewshot=3", "task.gen_kwargs={max_gen_toks: 2}")
+    samples = bench.run("gsm8k", "policy=full", "limit=2", "task.num_fewshot=3", "task.gen_kwargs={max_gen_toks: 2}")
     assert samples[0]["prompt_hash"] == first["prompt_hash"]  # both are the sha256 of the text
     assert samples[0]["metadata"]["doc_hash"] == first["doc_hash"]
     other = bench.run(
-        "gsm8k", "policy=full", "limit=2", "num_fewshot=3", "task.fewshot_seed=7", "task.gen_kwargs={max_gen_toks: 2}"
+        "gsm8k",
+        "policy=full",
+        "limit=2",
+        "task.num_fewshot=3",
+        "task.fewshot_seed=7",
+        "task.gen_kwargs={max_gen_toks: 2}",
     )
     assert other[0]["prompt_hash"] != first["prompt_hash"]
 
 
 def test_a_task_that_samples_is_sampled_as_it_says(bench: Bench) -> None:
     def outputs(*arguments: str) -> list[str]:
-        samples = bench.run("gsm8k", "policy=full", "limit=2", "num_fewshot=0", *arguments)
+        samples = bench.run("gsm8k", "policy=full", "limit=2", "task.num_fewshot=0", *arguments)
         return [sample["output"] for sample in samples]
 
     sampled = "task.gen_kwargs={do_sample: true, temperature: 1.5, top_k: 40, max_gen_toks: 8}"
@@ -196,9 +201,9 @@ def test_data_that_is_nowhere_is_one_sentence_that_says_what_to_download(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["num_fewshot=2"], "num_fewshot=2 of gsm8k needs as many examples to draw from, and 0 are there: add the "
+        (["task.num_fewshot=2"], "num_fewshot=2 of gsm8k needs as many examples to draw from, and 0 are there: add the "
          "split train to data_dir, set a smaller num_fewshot, or draw from what is asked (task.fewshot_split=test)"),
-        (["num_fewshot=-1"], "num_fewshot must be a whole number of at least 0, got -1"),
+        (["task.num_fewshot=-1"], "num_fewshot must be a whole number of at least 0, got -1"),
         (["task.gen_kwargs=8"], "gen_kwargs=8 is not allowed, write gen_kwargs={max_gen_toks: 512}"),
         (["task.gen_kwargs={do_sample: true}"], "gsm8k: do_sample=true needs a temperature above 0, got 0.0"),
     ],
@@ -230,7 +235,7 @@ def test_damaged_or_wrong_files_are_one_sentence(
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / name).write_text(content)
-    code, _, said = bench("gsm8k", f"task.data_dir={folder}", "num_fewshot=0", data=False)
+    code, _, said = bench("gsm8k", f"task.data_dir={folder}", "task.num_fewshot=0", data=False)
     assert code == 2
     assert sentence in said
     assert len(said.strip().splitlines()) == 1

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
-from kvbench.inference.generate import generate_tokens
 
 OWNERS = {3: 2, 4: 0}
 NEW = 6

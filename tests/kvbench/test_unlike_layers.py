@@ -24,8 +24,8 @@ from transformers import (
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
-from kvbench.inference.generate import generate_tokens
 from kvbench.models.cache_shapes import CacheShape, from_config
 from kvbench.models.loading import Checkpoint, ModelSpec
 from kvbench.policies.policy import Policy

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 from kvbench.policies.scorers.finch import Finch
 from kvbench.policies.selections.shares import Shares
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench import make_policy
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 from kvbench.policies.scorers.qfilters import QFilters
 from kvbench.tools.calibrate import main, q_filters
 

@@ -4,8 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.cache.attention import attend
-from kvbench.cache.step import LayerStep
+from kvbench.cache.attention import LayerStep, attend
 from kvbench.cache.steps import BatchStep
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
