@@ -213,7 +213,7 @@ def test_all_tokens_of_a_protected_prompt_stay(every: int) -> None:
 def test_a_prompt_that_does_not_fit_beside_the_newest_tokens_is_refused() -> None:
     model = prepare(tiny())
     generate_tokens(model, torch.tensor([prompt(BUDGET - 6)]), policy("snapkv", protect="prompt"), max_new_tokens=8)
-    with pytest.raises(ValueError, match="protect=prompt keeps all 35 tokens of the prompt beside the newest 6 tokens"):
+    with pytest.raises(ValueError, match="protect=prompt keeps all 35 tokens of the prompt and the newest 6 tokens"):
         generate_tokens(model, torch.tensor([prompt(BUDGET - 5)]), policy("snapkv", protect="prompt"), max_new_tokens=8)
 
 

@@ -323,14 +323,14 @@ def test_predicted_bytes_are_the_measured_ones(slug: str) -> None:
 @pytest.mark.parametrize(
     ("slug", "fields", "why"),
     [
-        ("kivi", {}, "stores keys and values in another form"),
+        ("kivi", {}, "compresses stored keys and values"),
         ("d2o_no_layer", {}, "merges keys and values"),
-        ("ada_snapkv", {}, "gives heads budgets of their own"),
+        ("ada_snapkv", {}, "has a separate budget for each head"),
         ("snapkv", {"granularity": "query_head"}, "keeps a token set for each query head"),
-        ("quest", {}, "reads some of the stored keys at a time"),
-        ("expected_attention", {}, "reads keys as they were before their rotation"),
-        ("streamingllm", {"schedule.rerotate": True}, "rotates kept keys anew"),
-        ("noncausal", {}, "notes of every stored token what its key drew"),
+        ("quest", {}, "uses sparse attention"),
+        ("expected_attention", {}, "reads unrotated keys"),
+        ("streamingllm", {"schedule.rerotate": True}, "rotates kept keys to new positions"),
+        ("noncausal", {}, "keeps statistics of every key"),
     ],
 )
 def test_what_latents_cannot_be_held_by_is_refused_before_a_token_came(
@@ -354,7 +354,7 @@ def test_a_recording_that_is_asked_for_is_refused_and_else_not_made() -> None:
 
 def test_passes_over_stored_keys_are_refused() -> None:
     policy = replace(make_policy("kvzip", 64), allocator=Uniform(), store=Dense())
-    with pytest.raises(ValueError, match=r"^kvzip has other texts look at the stored keys, while"):
+    with pytest.raises(ValueError, match=r"^kvzip makes extra forward passes over the stored keys, but"):
         KVCache(tiny().config, policy)
 
 

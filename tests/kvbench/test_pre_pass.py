@@ -90,7 +90,7 @@ def test_a_loop_that_makes_no_pre_pass_is_refused(model: PreTrainedModel) -> Non
 
 def test_two_pre_passes_are_refused() -> None:
     scorer = make_policy("sirllm", BUDGET).scorer
-    with pytest.raises(ValueError, match="has a pre-pass of its own, so pre_pass must be left out"):
+    with pytest.raises(ValueError, match="already has a pre-pass, so pre_pass must not be set"):
         Policy(scorer=scorer, pre_pass=GemFilter(layer=1), budget=BUDGET)
 
 

@@ -141,7 +141,7 @@ CAM = {"_target_": "kvbench.policies.mergers.cam.CaM"}
         ("caote_full", {}, "keeps every token"),
         ("caote_knorm", {"gqa": "group_l2"}, "scores KV heads, not query heads"),
         ("caote_knorm", {"granularity": "layer"}, "scores KV heads, not query heads"),
-        ("d2o", {"merge": "average", "weight": "sim_mean"}, "weight=sim_mean has no meaning"),
+        ("d2o", {"merge": "average", "weight": "sim_mean"}, "cannot be combined with weight=sim_mean"),
         ("d2o", {"norm": "head_minmax", "allocation": "reciprocal"}, "norm=head_minmax compares heads"),
         ("p2a_tova", {"window": None}, r"allocator\.window=32"),
         ("snapkv", {"allocator": D2O_SHARES}, "reads attention_sum, which its scorer SnapKV does not keep"),
