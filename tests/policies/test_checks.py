@@ -115,7 +115,7 @@ CAM = {"_target_": "kvbench.policies.mergers.cam.CaM"}
         ("gear", {"rank": 0}, "rank must be a whole number of at least 1, got 0"),
         ("h2o", {"recent": True}, "recent must be 'half' or a number of tokens >= 0, got true"),
         ("h2o", {"recent": 1.5}, "recent must be 'half' or a number of tokens >= 0, got 1.5"),
-        ("headkv_r", {}, "importance= must name a JSON file"),
+        ("headkv_r", {}, "importance= must be the path of a JSON file"),
         ("kcvc", {"group": None, "residual": 0}, "residual must be a whole number of at least 1, got 0"),
         ("kivi", {"bits": 1}, "bits must be 2, 4 or 8, got 1"),
         ("kivi", {"group": 0}, "group must be a whole number of at least 1, got 0"),
