@@ -25,9 +25,7 @@ class Hint(ExtraPasses):
         return [Pass(encoder.encode(self.text), range(len(prompt)))]
 
     def observe(self, one: Pass, step: PassStep, state: State) -> None:
-        logits = attention_logits(
-            step.queries, step.keys, step.params.scaling
-        )  # [1,H_kv,G,n,T]; every token is visible
+        logits = attention_logits(step.queries, step.keys, step.params.scaling)  # [1,H_kv,G,n,T]; all visible
         state["hinted"].copy_(logits.softmax(-1).mean((2, 3))[..., None])
 
 

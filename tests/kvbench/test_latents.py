@@ -337,7 +337,7 @@ def test_what_latents_cannot_be_held_by_is_refused_before_a_token_came(
     slug: str, fields: dict[str, Any], why: str
 ) -> None:
     policy = make_policy(slug, 64, **fields)
-    with pytest.raises(ValueError, match=f"^{slug} {why}.*, while this model's cache holds latents"):
+    with pytest.raises(ValueError, match=f"^{slug} {why}.*, but this model's cache stores latents"):
         KVCache(tiny().config, policy)
     with pytest.raises(ValueError, match=why):
         check_shapes(policy, Checkpoint(ModelSpec(name="tiny"), Path(), tiny().config, torch.float64, ()))
@@ -366,5 +366,5 @@ def test_attention_that_follows_no_cache_is_told_to_use_one() -> None:
 def test_presses_of_kvpress_are_refused() -> None:
     pytest.importorskip("kvpress")
     policy = make_policy("kvpress", BUDGET, press="SnapKVPress")
-    with pytest.raises(ValueError, match="runs a press of kvpress, which reads the keys and values of heads, while"):
+    with pytest.raises(ValueError, match="runs a press of kvpress, which reads the keys and values of heads, but"):
         generate_tokens(tiny(), IDS, policy, max_new_tokens=1)
