@@ -137,7 +137,7 @@ DOCTORED: dict[str, tuple[str, Doctor, str]] = {
         config(lambda x: x["naming"].update(policy="knorm")),
         "it is named knorm, but has the configuration of another policy",
     ),
-    "task": ("snapkv", config(lambda x: x["config"]["task"].update(length=512)), "the task of its identity does not"),
+    "task": ("snapkv", config(lambda x: x["config"]["task"].update(length=512)), "task of its identity does not"),
     "the digest": ("snapkv", config(lambda x: x.update(run_id="pocket-x-0123456789")), "its run id is not the digest"),
     "samples after the run": (
         "snapkv",
