@@ -21,7 +21,7 @@ mpl.use("Agg")
 mpl.rcParams["svg.hashsalt"] = "smollm2"
 PAIRS = {  # CAOTE's H2O keeps no recent window
     f"{value}_{base}": "h2o_norecent" if base == "h2o" and value != "ada" else base
-    for base in ("snapkv", "h2o", "tova", "roco", "pyramidkv", "knorm", "keydiff", "expected_attention")
+    for base in ("snapkv", "h2o", "tova", "roco", "pyramidkv", "knorm", "keydiff", "cake", "kvec")
     for value in ("caote", "fastcaote", "ada")
 }
 SHOWN = ["full", "streamingllm", "random", "h2o", "tova", "snapkv", "ada_snapkv", "cake", "expected_attention", "kvec"]
@@ -88,17 +88,25 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def to_base(found: pd.DataFrame) -> pd.DataFrame:
-    """Each value-aware or per-head combination less its base, on the same examples; `all`: budgets together."""
+    """Each value-aware or per-head combination less its base, on the same examples.
+
+    Budget `all`: each example's mean over the budgets.
+    """
     rows = []
-    keys = ["task", "example", "budget"]
+    policies = found.groupby("policy")
+    scores = {name: some.pivot(index="example", columns="budget", values="score") for name, some in policies}
     for combined, base in PAIRS.items():
-        ours, theirs = (found[found.policy == name].set_index(keys).score for name in (combined, base))
-        both = ours.index.intersection(theirs.index)
-        for budget in [*sorted({key[2] for key in both}), "all"] if len(both) else []:
-            here = [key for key in both if budget in ("all", key[2])]
-            less = paired_difference(theirs.loc[here].tolist(), ours.loc[here].tolist())
-            scores = {"score": ours.loc[here].mean(), "base_score": theirs.loc[here].mean()}
-            rows.append({"policy": combined, "base": base, "budget": budget, "n": len(here), **scores})
+        if combined not in scores or base not in scores:
+            continue
+        ours, theirs = scores[combined], scores[base]
+        budgets = sorted({*ours.columns} & {*theirs.columns})
+        for chosen in [*([budget] for budget in budgets), budgets]:
+            both = pd.concat({"ours": ours[chosen], "base": theirs[chosen]}, axis=1).dropna()
+            own, other = both["ours"].mean(axis=1), both["base"].mean(axis=1)
+            less = paired_difference(other.tolist(), own.tolist())
+            label = "all" if len(chosen) > 1 else int(chosen[0])
+            means = {"n": len(both), "score": own.mean(), "base_score": other.mean()}
+            rows.append({"policy": combined, "base": base, "budget": label, **means})
             rows[-1] |= {"difference": less.mean, "low": less.low, "high": less.high}
     return pd.DataFrame(rows)
 
