@@ -11,9 +11,9 @@ from kv_runs import Run, run_greedy
 from torch import Tensor
 
 from kvbench import KVCache, make_policy
-from kvbench.cache import evict_batches
-from kvbench.cache import pending as pending_module
-from kvbench.cache.recent_queries import RecentQueries
+from kvbench.cache import eviction as pending_module
+from kvbench.cache.state import RecentQueries
+from kvbench.policies import stacked as evict_batches
 from kvbench.policies.observation import Observation
 from kvbench.policies.policy import Policy
 from kvbench.policies.stacked import StackedObservation
@@ -86,7 +86,7 @@ def test_side_by_side_is_what_each_layer_does_alone(slug: str, fields: dict[str,
 @contextmanager
 def compacting() -> Iterator[None]:
     """A prompt's evictions compact the layer, however few tokens go."""
-    with mock.patch.object(pending_module.Pending, "in_place", property(lambda pending: pending.phase == "decode")):
+    with mock.patch.object(pending_module.Pending, "in_place", property(lambda due: due.step.now.phase == "decode")):
         yield
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kvbench import BudgetError, KVCache, make_policy
 from kvbench.cache.layer import KVLayer
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.ranking import Ranking
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.layer import KVLayer
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 from kvbench.policies.policy import Policy
 
 QUESTION = 6
