@@ -14,6 +14,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pandas as pd
 import yaml
+from matplotlib.ticker import ScalarFormatter
 
 from kvbench.analysis.statistics import mean_interval, paired_difference
 
@@ -35,6 +36,8 @@ def samples(runs: Path) -> pd.DataFrame:
         config = yaml.safe_load((file.parent / "config.yaml").read_text())
         for line in file.read_text().splitlines():
             sample = json.loads(line)
+            if sample["error"]:
+                continue  # such a run has no score
             kept = [heads for layer in sample["kept_tokens"] for heads in layer]
             likelihood = sample.get("likelihood") or {}
             rows.append(
@@ -123,6 +126,7 @@ def score_figure(table: pd.DataFrame, x: str, file: Path, title: str, xlabel: st
         marker = "osv^D<>pX*hPd"[index % 13]
         axes.plot(some[x], some[measure], marker=marker, linewidth=1.2, markersize=4, label=policy)
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel(xlabel)
     axes.set_ylabel("score (share found)" if measure == "score" else "NLL in nats per token (lower is better)")
     if measure == "score":
@@ -188,8 +192,8 @@ def main() -> None:
         summary(some).round(4).to_csv(given.output / f"{name}.csv", index=False)
     if "needles" in tables:
         needles = tables["needles"]
-        least = int(needles.groupby("run_id").size().min())
         shown = summary(needles[needles.policy.isin(SHOWN)])
+        least = int(shown.n.min())
         title = f"Needles in 2,048 tokens, question in the prompt, n = {least}"
         budget = "budget (tokens per KV head and layer)"
         score_figure(shown, "budget", given.output / "needles.svg", title, budget)
