@@ -67,7 +67,9 @@ class Policy:
         if self.reader is not None:
             check_reader(self.name, self.scorer, self.store, self.granularity)
         if self.scorer is None:
-            if self.pre_pass is not None or self.reader is not None:
+            if self.reader is not None and self.reader.mass is not None:
+                object.__setattr__(self, "budget", None)  # it reads until the mass is reached
+            elif self.pre_pass is not None or self.reader is not None:
                 check_budget(self.budget, self.name)
             return
         if self.scorer.pre_pass is not None:

@@ -86,6 +86,10 @@ class NeedleGrid(Task):
     def plant(self, rng: random.Random, text: str) -> Planted:
         """Draw the needles. `text`: the known part of the haystack, which must not contain the answer."""
 
+    def places(self, rng: random.Random, planted: Planted, depth: float) -> tuple[float, ...]:
+        """The depth of each needle, 0 to 1, for an example at `depth`."""
+        return depth, *(rng.random() for _ in planted.needles[1:])
+
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`. Any limit covers the lengths and depths; all come once before any comes again."""
         grid = ((repeat, *cell) for repeat in range(self.repeats) for cell in interleaved(self.lengths, self.depths))
@@ -109,7 +113,7 @@ class NeedleGrid(Task):
         """A text with its first question and all of its needles."""
         text = read_folder(self.data_dir) if self.data_dir is not None else ""
         planted = self.plant(rng, text)
-        depths = (depth, *(rng.random() for _ in planted.needles[1:]))
+        depths = self.places(rng, planted, depth)
         filler = Filler(repeated(text) if text else self._filler(rng))
 
         def prompt(size: int) -> str:
@@ -243,7 +247,8 @@ def interleaved(lengths: Sequence[int], depths: Sequence[float]) -> Iterator[tup
 
     Lengths alternate. Depths begin with the smallest and the largest; each next one is the farthest from those before.
     """
-    order, rest = [], sorted(depths)
+    order: list[float] = []
+    rest = sorted(depths)
     while rest:
         order.append(max(rest, key=lambda depth: min((abs(depth - other) for other in order), default=-depth)))
         rest.remove(order[-1])

@@ -5,6 +5,7 @@ Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, T tokens held, 
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -16,7 +17,8 @@ class Reading:
     """One layer before the attention of one decoded query of every sequence.
 
     queries [B,H_q,1,D]; keys [B,H_kv,T,D] in order of position, positions [B,H_kv,T] (-1 = empty slot, at the end);
-    summaries: what the reader made of each page, [B,H_kv,P,...] by name. scaling: of the attention's logits.
+    summaries: what the reader made of each page, [B,H_kv,P,...] by name. visible: bool [B,H_kv,T], the tokens that the
+    query may see. scaling, softcap: of the attention's logits.
     """
 
     layer: int
@@ -24,7 +26,9 @@ class Reading:
     keys: Tensor
     positions: Tensor
     summaries: State
+    visible: Tensor
     scaling: float
+    softcap: float | None
 
     @property
     def group(self) -> int:
@@ -40,6 +44,12 @@ class Reader(ABC):
     """
 
     page: int
+
+    mass: float | None = None
+    """Read as few pages as reach this share of the sum of all scores, without a budget; None: the budget's pages."""
+
+    reads_keys: ClassVar[bool] = False
+    """Whether all keys are read to choose the tokens: they are then counted as read."""
 
     def reads_all(self, layer: int) -> bool:
         """Whether the queries of a layer read everything, beyond the budget."""

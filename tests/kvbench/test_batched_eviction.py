@@ -149,13 +149,6 @@ def test_several_layers_are_observed_as_one_with_all_their_sequences() -> None:
         _ = seen.layer
 
 
-def test_an_uneven_batch_goes_layer_by_layer() -> None:
-    calls: list[int] = []
-    with counted(calls):
-        run_greedy(tiny(layers=3), [prompt(70), prompt(50)], policy("h2o"), 4)
-    assert set(calls) == {1}
-
-
 def test_a_window_knows_whether_padding_is_in_it() -> None:
     recent = RecentQueries(3)
     recent.add(torch.ones(1, 2, 2, 4), torch.tensor([[-1, 0]]), aligned=False)

@@ -7,15 +7,12 @@ import pytest
 import torch
 from kv_crafted import observed
 from kv_models import prompt, tiny
-from kv_runs import kept_now
 from kvpress_kept import FAMILIES, policy_keeps, press_keeps, presses, small
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench import make_policy
-from kvbench.engine.batch import DecodeBatch, Request
 from kvbench.engine.generate import generate_tokens
 from kvbench.policies.scorers.qfilters import QFilters
 from kvbench.tools.calibrate import main, q_filters
@@ -78,24 +75,6 @@ def test_it_keeps_what_kvpress_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyP
         press.q_filters = filters
         theirs = press_keeps(running, ids, press)
         assert policy_keeps(running, ids, make_policy("qfilters", 24, filters=str(path))) == theirs, family
-
-
-def test_rows_of_a_batch_keep_what_they_keep_alone(file: Path) -> None:
-    running: PreTrainedModel = tiny()
-    running.set_attn_implementation("kvbench")
-    ids = torch.tensor([prompt(50)])
-    policies = [make_policy("qfilters", b, filters=str(file), **how) for b, how in (
-        (20, {}), (30, {}), (20, {"decode": "grow"}), (20, {"block": 8}), (20, {"granularity": "query_head"}), (99, {}),
-    )]  # fmt: skip
-    flight = DecodeBatch(running)
-    rows = flight.admit(Request(ids, 5), policies)
-    while flight.in_flight:
-        flight.step()
-    for row, policy in zip(rows, policies, strict=True):
-        alone = generate_tokens(running, ids, policy, max_new_tokens=5)
-        assert row.cache is not None
-        assert (row.tokens, kept_now(row.cache)) == (alone.tokens[0], kept_now(alone.cache))
-    assert kept_now(rows[-1].cache)[0][0] == [tuple(range(54))] * 2  # a budget that nobody exceeds
 
 
 def test_the_command_writes_what_the_policy_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
