@@ -58,7 +58,7 @@ TABLES = {
         5,
         "needles",
     ),
-    "needles_kvzip": Table("kvzip", "256", (*NEEDLES, *ONCE), 5, "needles"),
+    "needles_kvzip": Table("kvzip", "256", (*NEEDLES, *ONCE), 2, "needles"),
     "needles_context": Table(
         "full,streamingllm,random,knorm,expected_attention,h2o,tova,snapkv,cake,kvec,ada_snapkv,caote_snapkv",
         "256,1024",
@@ -76,13 +76,13 @@ TABLES = {
             "task.max_new_tokens=20",
             *ONCE,
         ),
-        4,
+        8,
     ),
     "stores": Table(
         "full,kivi,kivi_int4,ott,gear_g64,zipcache,kcvc,turboquant,snapkv,snapkv_kivi_int4",
         "512",
         (*NEEDLES, *ONCE),
-        6,
+        10,
     ),
     "multi_news": Table(
         "full,streamingllm,h2o,snapkv,caote_snapkv,cake",
