@@ -127,12 +127,14 @@ def test_what_policies_read_is_what_a_token_held_several_times_gives(queries: in
 
 
 def test_a_store_of_codes_and_an_allocator_that_measures_refuse_what_they_cannot_hold() -> None:
-    with pytest.raises(ValueError, match="gives slots a bias, which only stores in full precision hold"):
+    with pytest.raises(ValueError, match="gives slots a bias, which only the stores dense and ragged support"):
         doubling("h2o_turboquant")
 
     @dataclass(frozen=True)
     class Windowed(Merger):
         needs = Needs(window=4)
 
-    with pytest.raises(ValueError, match="reads the prompt's newest queries, which are gone once its allocator has"):
+    with pytest.raises(
+        ValueError, match="reads the prompt's newest queries, which are released before its allocator has"
+    ):
         replace(make_policy("cake", 40, window=4), merger=Windowed())

@@ -111,7 +111,7 @@ def test_what_a_press_cannot_do_is_refused_in_a_sentence(model: PreTrainedModel)
         ValueError, match="kvpress compresses transformers' own cache, not ours, so it can only generate"
     ):
         KVCache(model.config, policy("KnormPress", 20))
-    with pytest.raises(ConfigError, match="a press compresses a whole prompt and lets the cache grow"):
+    with pytest.raises(ConfigError, match="a press compresses the whole prompt once, then the cache grows"):
         make_policy("kvpress", 20, press="KnormPress", schedule="blocks")
     with pytest.raises(ConfigError, match=r"press=KnormPres is not in kvpress .* which has KnormPress"):
         make_policy("kvpress", 20, press="KnormPres")

@@ -281,21 +281,21 @@ def test_predicted_bytes_are_the_measured_ones(slug: str) -> None:
 @pytest.mark.parametrize(
     ("slug", "fields", "why"),
     [
-        ("kivi", {}, "stores keys and values in another form"),
+        ("kivi", {}, "compresses stored keys and values"),
         ("d2o_no_layer", {}, "merges keys and values"),
-        ("ada_snapkv", {}, "gives heads budgets of their own"),
+        ("ada_snapkv", {}, "has a separate budget for each head"),
         ("snapkv", {"granularity": "query_head"}, "keeps a token set for each query head"),
-        ("quest", {}, "reads some of the stored keys at a time"),
-        ("expected_attention", {}, "reads keys as they were before their rotation"),
-        ("streamingllm", {"schedule.rerotate": True}, "rotates kept keys anew"),
-        ("noncausal", {}, "notes of every stored token what its key drew"),
+        ("quest", {}, "uses sparse attention"),
+        ("expected_attention", {}, "reads unrotated keys"),
+        ("streamingllm", {"schedule.rerotate": True}, "rotates kept keys to new positions"),
+        ("noncausal", {}, "keeps statistics of every key"),
     ],
 )
 def test_what_latents_cannot_be_held_by_is_refused_before_a_token_came(
     slug: str, fields: dict[str, Any], why: str
 ) -> None:
     policy = make_policy(slug, 64, **fields)
-    with pytest.raises(ValueError, match=f"^{slug} {why}.*, while this model's cache holds latents"):
+    with pytest.raises(ValueError, match=f"^{slug} {why}.*, but this model's cache stores latents"):
         KVCache(tiny().config, policy)
     with pytest.raises(ValueError, match=why):
         check_shapes(policy, Checkpoint(ModelSpec(name="tiny"), Path(), tiny().config, torch.float64, ()))

@@ -140,7 +140,7 @@ def result(line: Line) -> Line:
     [
         (
             "snapkv_kivi_g8_r8",
-            "holds what it kept of a prompt in a compressed form, from which no token can be evicted",
+            "stores a prompt in a compressed form from which no token can be evicted",
         ),
         ("gemfilter policy.pre_pass.layer=1", "rewrites a prompt before it is read, so none can follow it"),
         ("kvpress policy.press=KnormPress", "is a press of kvpress, which compresses a single prompt: use mode=scdq"),

@@ -142,5 +142,5 @@ def test_skipping_more_than_the_budget_holds_is_refused() -> None:
 
 
 def test_skipping_a_layer_the_model_lacks_is_refused() -> None:
-    with pytest.raises(ValueError, match="skip_layers=3 is not allowed, the model has attention layers 0 to 2"):
+    with pytest.raises(ValueError, match="skip_layers=3 is not allowed: the model has attention layers 0 to 2"):
         shares(InverseVariance(skip_layers=(3,)), VARIANCES, 18, 2, 10)

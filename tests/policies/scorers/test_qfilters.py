@@ -93,16 +93,18 @@ def test_what_is_no_file_of_filters_is_refused(tmp_path: Path, file: Path) -> No
     (tmp_path / "text.safetensors").write_text("no tensors")
     save_file({"other": torch.zeros(2)}, tmp_path / "other.safetensors")
     for given, sentence in (
-        ("", "filters= must name a safetensors file with q_filters: python -m kvbench.calibrate qfilters makes one"),
-        (str(tmp_path / "none"), "filters=.*none is no file"),
+        ("", "filters= must name a safetensors file with q_filters; create one with `python -m kvbench.calibrate"),
+        (str(tmp_path / "none"), "filters=.*none is not a file"),
         (str(tmp_path / "text.safetensors"), "must be a safetensors file"),
-        (str(tmp_path / "other.safetensors"), r"must hold q_filters \[layers, KV heads, head dim\]"),
+        (str(tmp_path / "other.safetensors"), r"must contain q_filters \[layers, KV heads, head dim\]"),
     ):
         with pytest.raises(ValueError, match=sentence):
             make_policy("qfilters", 20, filters=given)
     running = tiny(layers=3)
     running.set_attn_implementation("kvbench")
-    with pytest.raises(ValueError, match="is of 2 layers, 2 KV heads of 8, another model's: layer 2 has 2 KV heads"):
+    with pytest.raises(
+        ValueError, match="has 2 layers, 2 KV heads of 8 and does not match the model: layer 2 has 2 KV heads"
+    ):
         generate_tokens(running, TEXTS[0][None], make_policy("qfilters", 20, filters=str(file)), max_new_tokens=1)
     with pytest.raises(ValueError, match="a text of one token has no query after its first"):
         q_filters(running, [torch.tensor([1])])
