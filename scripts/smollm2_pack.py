@@ -1,7 +1,7 @@
 """Compute the runs of `results/smollm2`: python scripts/smollm2_pack.py FOLDER [TABLE ...] [--limit N].
 
-Each table is a sweep of `python -m kvbench` with one schedule and one decoding rule. A run that was computed already
-is not computed again, and a larger limit continues it. `scripts/smollm2_tables.py` makes tables and figures of them.
+Each table is a sweep of `python -m kvbench` with one schedule and one decoding rule. Finished runs
+are skipped, and a larger limit continues them. `scripts/smollm2_tables.py` writes tables and figures.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 NEEDLES = ("task=niah", "task.max_new_tokens=20")
 ONCE = ("schedule=prompt", "decode=grow")
-"""Evict once the whole prompt is in; keep what is decoded."""
+"""Evict once after the whole prompt; keep all decoded tokens."""
 
 
 @dataclass(frozen=True)

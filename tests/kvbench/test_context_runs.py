@@ -42,7 +42,7 @@ def test_both_ways_are_runs_of_their_own_and_every_table_says_which_is_which(
         ["snapkv", "whole prompt"],
         ["snapkv", "whole context"],
     ]
-    assert "what is compressed differs (context, prompt): a context is compressed before its question" in said
+    assert "compress differs (context, prompt): a context is compressed before the question is known" in said
     runs = {run.identity["compress"]: run for run in load_results(tmp_path / "runs")}
     assert runs["context"].run_id != runs["prompt"].run_id
     asked = runs["context"].samples[0]
@@ -62,7 +62,7 @@ def test_both_ways_are_runs_of_their_own_and_every_table_says_which_is_which(
         (("compress=context", "policy=d2o_released"), "d2o_released evicts only once a token after the prompt"),
         (
             ("compress=context", "task.frame='{question} {context}'"),
-            "has no question that could be told from its context",
+            "has no separate question",
         ),
     ],
 )

@@ -54,7 +54,7 @@ def small(kind: type[PreTrainedConfig], **fields: object) -> Any:
             {"layer_types": MIXED, "num_kv_shared_layers": 4},
             "^every layer of Gemma4ForCausalLM reads what another model stores",
         ),
-        (RobertaConfig, {"is_decoder": True}, "^RobertaForCausalLM counts its tokens' places from 2 on"),
+        (RobertaConfig, {"is_decoder": True}, "^RobertaForCausalLM counts positions from 2 "),
         (MoshiConfig, {"sliding_window": 8}, "^MoshiAttention has a sliding window that neither its attention nor"),
     ],
 )

@@ -134,7 +134,7 @@ def test_the_command_prints_bytes_and_both_ratios(capsys: pytest.CaptureFixture[
         ("model=llama9 policy=kivi", "model=llama9 is neither a model known here"),
         ("policy=kivi length=0", "length=0 must be a whole number from 1 to 1000000000"),
         ("kivi", "kivi cannot be read: write key=value, such as model="),
-        ("policy=cake budget=64", "so its bytes cannot be told without running it"),
+        ("policy=cake budget=64", "so its bytes cannot be predicted: run it"),
     ],
 )
 def test_wrong_arguments_are_answered_in_one_sentence(

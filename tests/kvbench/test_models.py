@@ -75,14 +75,17 @@ KEY = "model.layers.1.self_attn.k_proj.weight"
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda tensors: tensors.update({KEY: torch.zeros(8, 32)}), rf"hold {KEY} \[8, 32\] instead of \[16, 32\]$"),
+        (
+            lambda tensors: tensors.update({KEY: torch.zeros(8, 32)}),
+            rf"wrong shape: {KEY} \[8, 32\] instead of \[16, 32\]$",
+        ),
         (
             lambda tensors: tensors.update({"model.other": tensors.pop(KEY)}),
-            rf"they lack {KEY} and hold without use model\.other$",
+            rf"missing: {KEY}; unexpected: model\.other$",
         ),
         (
             lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith("model.layers.1.")],
-            r"they lack model\.layers\.1\.input_layernorm\.weight, .* and 1 more$",
+            r"missing: model\.layers\.1\.input_layernorm\.weight, .* and 1 more$",
         ),
     ],
 )
@@ -91,10 +94,10 @@ def test_weights_that_are_not_the_models_are_named_and_refused(
 ) -> None:
     """Nine tensors are a layer's: two norms, four projections of attention, three of the MLP."""
     folder = reweighted(tiny_model, tmp_path / "other", change)
-    with pytest.raises(UsageError, match=r"^model=tiny: the weights in .* are not this model's: they ") as refused:
+    with pytest.raises(UsageError, match=r"^model=tiny: the weights in .* do not fit this model: ") as refused:
         load(locate(spec(folder)), CPU)
     refused.match(sentence)
-    with pytest.raises(ValueError, match="are not this model's"):
+    with pytest.raises(ValueError, match="do not fit this model"):
         KVBenchLM(str(folder))
 
 

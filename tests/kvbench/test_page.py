@@ -94,7 +94,7 @@ def test_caveats_name_the_runs_they_are_about(tmp_path: Path) -> None:
         "whole prompt, evict: 3 runs",
         "whole prompt, grow: 1 run",
     )
-    assert found["Not the same examples for all"] == ("niah (pocket): 4 to 21 examples",)
+    assert found["Different examples"] == ("niah (pocket): 4 to 21 examples",)
     assert found["Fewer than 5 examples"] == ("h2o at 64 on niah (pocket)",)
     assert found["Nothing was evicted"] == ("tova at 64 on niah (pocket)",)
     assert found["The same budget is not the same memory"] == (

@@ -159,7 +159,7 @@ def test_the_middle_is_cut_out_of_the_context(tokenizer: PreTrainedTokenizerBase
     made = maker.make(replace(example("start" + "." * 60 + "Who?"), question="Who?"))
     assert str(tokenizer.decode(made.ids[: made.context_tokens].tolist())) == "<s>start...." + "......"
     with pytest.raises(
-        UsageError, match=r"where the question of example 0 begins cannot be told \(it was cut to fit\)"
+        UsageError, match=r"the beginning of the question of example 0 is unknown \(it was cut to fit\)"
     ):
         maker.make(replace(example("start" + "." * 60 + "Who was that?"), question="Who was that?"))
 
@@ -167,12 +167,12 @@ def test_the_middle_is_cut_out_of_the_context(tokenizer: PreTrainedTokenizerBase
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "example 0 of task given has no question that could be told from its context: use compress=prompt"),
-        ({"question": " \n"}, "has no question"),
-        ({"question": "The mill. Who?"}, "nothing stands before the question"),
-        ({"question": "Who?", "target": "me"}, "asks none (its tokens are given and rated)"),
-        ({"question": "Who?", "reading": Reading()}, "asks none"),
-        ({"rated": (("a", "b"),)}, "asks none"),
+        ({}, "example 0 of task given has no separate question: use compress=prompt"),
+        ({"question": " \n"}, "has no separate question"),
+        ({"question": "The mill. Who?"}, "there is no text before the question"),
+        ({"question": "Who?", "target": "me"}, "has none (it scores given tokens)"),
+        ({"question": "Who?", "reading": Reading()}, "has none"),
+        ({"rated": (("a", "b"),)}, "has none"),
     ],
 )
 def test_what_has_no_question_apart_is_refused(

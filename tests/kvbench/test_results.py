@@ -132,7 +132,7 @@ def test_rows_by_length_are_about_the_examples_of_that_length_alone(
     [
         (["nowhere", "-o", "t.csv"], "nowhere is not a folder"),
         ([".", "-o", "t.xlsx"], "must end in one of .csv, .parquet, .txt, .md, .tex, .html"),
-        (["runs", "-o", "t.md", "--columns", "scor"], "--columns scor is no column (there are: run_id, model"),
+        (["runs", "-o", "t.md", "--columns", "scor"], "--columns scor is not a column (allowed: run_id, model"),
         (["runs", "-o", "t.csv", "--pivot", "task"], "--pivot task is for .txt, .md, .tex, .html"),
     ],
 )
@@ -161,8 +161,8 @@ def lost(folder: Path) -> None:
     ("harm", "sentence"),
     [
         (lambda folder: (folder / "config.yaml").write_text("run_id: ["), "is not a readable run (config.yaml: "),
-        (lambda folder: (folder / "environment.json").write_text("{}"), "is there no 'hardware'?"),
-        (lost, "(samples.jsonl is missing or holds no example)"),
+        (lambda folder: (folder / "environment.json").write_text("{}"), "'hardware' is missing"),
+        (lost, "(samples.jsonl is missing or has no example)"),
     ],
 )
 def test_a_run_that_cannot_be_read_is_named_and_does_not_stop_the_others(
@@ -311,7 +311,7 @@ def test_below_five_examples_nothing_is_compared(
     write_run(tmp_path, "tova", [sample(i, 0.0) for i in range(n)])
     print_table(load_results(tmp_path))
     said = capsys.readouterr().out
-    assert ("-1.000 (" in said, "vs full is shown from 5 shared examples on" in said) == (compared, not compared)
+    assert ("-1.000 (" in said, "vs full needs at least 5 shared examples" in said) == (compared, not compared)
     assert ("vs full: on the same examples" in said) == compared, "the footer explains no column that is not there"
     assert load_results(tmp_path).to_pandas()["score_vs_full"].notna().tolist() == [False, compared]
 

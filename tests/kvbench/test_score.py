@@ -156,7 +156,7 @@ def test_a_wrong_file_is_refused_with_its_line_and_nothing_is_lost(
 @pytest.mark.parametrize(
     ("benchmark", "sentence"),
     [
-        ("rulr", "rulr is no benchmark whose predictions can be scored"),
+        ("rulr", "rulr is not a benchmark that can score predictions"),
         ("json", "json has no function score_predictions: choose one of infinitebench, longbench, "),
     ],
 )

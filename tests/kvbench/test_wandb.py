@@ -192,7 +192,7 @@ def test_failed_runs_and_failed_examples_are_marked_and_a_complete_run_is_not_se
     [
         ({"mode": "sometimes"}, "logger.mode=sometimes is not allowed, choose one of offline, online, disabled"),
         ({"project": "a/b"}, "logger.project=a/b is refused by W&B"),
-        ({"folder": "/proc/none"}, "logger.folder=/proc/none cannot be made"),
+        ({"folder": "/proc/none"}, "logger.folder=/proc/none cannot be created"),
         ({"tags": "x"}, "logger.tags=x must be a list of texts"),
     ],
 )
@@ -257,7 +257,7 @@ def test_a_tracker_that_hangs_delays_the_end_by_its_patience_at_most(caplog: pyt
 
     InThread(Hanging(), "some", patience=0.1).close()
     stuck.set()
-    assert "logger=some has not sent everything after 0.1 s" in caplog.text
+    assert "logger=some did not send everything within 0.1 s" in caplog.text
 
 
 @pytest.mark.slow("waits for W&B to give a server up: half a minute")

@@ -149,7 +149,10 @@ def test_a_folder_gets_every_figure_there_is_data_for(
         (["nowhere", "-o", "x.svg"], "nowhere does not exist"),
         (["{runs}", "-o", "x.jpeg"], "must end in one of .svg, .png, .pdf"),
         (["{runs}", "-o", "x.svg", "--kind", "nll"], "--kind nll has nothing to draw: no run has scored"),
-        (["{runs}", "-o", "x.svg", "--policy", "snapvk"], "snapvk is not among the runs (there are: cake, full, tova)"),
+        (
+            ["{runs}", "-o", "x.svg", "--policy", "snapvk"],
+            "snapvk is not a value of any run (allowed: cake, full, tova)",
+        ),
         (["{runs}", "-o", "x.svg", "--width", "1"], "--width 1 is too narrow for this figure, which needs 2.1 inches"),
         (["{runs}", "-o", "x.svg", "--rename", "cake"], "--rename cake must be POLICY=NAME"),
     ],
