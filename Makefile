@@ -10,7 +10,7 @@ LIMIT := 5
 .PHONY: help install demo smollm2 tables test test-all lint docs format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(READY)  ## create .venv and install kvbench with the pinned versions
 
