@@ -174,8 +174,8 @@ MUTANTS = (
     Mutant("budgets: short prompts", "max(min(budget, old + new), whole)", "max(max(budget, old + new), whole)"),
     Mutant(
         "eviction: excess of one",
-        "if max(pending.excess) <= 0:\n                continue",
-        "if max(pending.excess) <= 1:\n                continue",
+        "excess = pending.excess\n            if max(excess) > 0:",
+        "excess = pending.excess\n            if max(excess) > 1:",
     ),
     Mutant(
         "planner: memory kept free",

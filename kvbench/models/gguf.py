@@ -118,7 +118,7 @@ def _is_whole(folder: Path, source: str) -> bool:
 def _check_packages(file: Path) -> None:
     missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing:
-        raise UsageError(f"{file.name} is a GGUF file, which needs a package: pip install {' '.join(missing)}")
+        raise UsageError(f"{file.name} is a GGUF file, which needs {missing[0]}: pip install 'kvbench[gguf]'")
 
 
 def _convert(file: Path, into: Path, source: str) -> None:

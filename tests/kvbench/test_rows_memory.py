@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from statistics import median
 
 import pytest
 import torch
@@ -80,8 +79,8 @@ def test_rows_hold_what_their_variants_hold_and_one_full_cache(model: PreTrained
     assert len(rows) == examples * len(policies)
     assert max(held) <= 1.02 * examples * sum(lone)
     assert prefills <= 1.2 * (examples * sum(lone) + full) + working
-    # rows of one variant are copied as they are joined and as they leave, one variant after the other
-    assert max(peaks) <= median(peaks) + 1.02 * examples * max(lone)
+    # a joined batch is laid out anew, so that its sequences exist twice for a moment, but no more than that
+    assert max(peaks) <= 2 * max(held)
 
 
 @pytest.mark.parametrize("slug", ["kivi", "ada_snapkv", "d2o", "gemfilter"])

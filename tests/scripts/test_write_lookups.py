@@ -23,4 +23,5 @@ def test_the_answer_stands_once_in_the_context_at_every_depth() -> None:
         assert row["context"].count(answer) == 1
         assert answer not in row["input"]
         places.append(row["context"].index(answer) / len(row["context"]))
-    assert places == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9] * 2, abs=0.02)
+    assert sorted(places[:5]) == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9], abs=0.02)
+    assert sorted(places[5:]) == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9], abs=0.02)

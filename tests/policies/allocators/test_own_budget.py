@@ -10,6 +10,7 @@ from kv_runs import run_greedy
 from transformers import PreTrainedModel
 
 from kvbench import make_policy
+from kvbench.engine.generate import generate_tokens
 from kvbench.errors import ConfigError
 from kvbench.policies.policy import Policy
 
@@ -73,7 +74,9 @@ def test_the_heads_of_lowest_score_keep_sinks_and_recent_tokens(
 
 def test_scores_of_other_heads_are_refused(model: PreTrainedModel, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has 4 heads per layer, but the model has 2 KV heads"):
-        kept(model, duo(tmp_path, [[0.9, 0.3, 0.2, 0.1]] * 2))
+        generate_tokens(
+            model, torch.tensor([prompt(LENGTH)]), duo(tmp_path, [[0.9, 0.3, 0.2, 0.1]] * 2), max_new_tokens=1
+        )
     with pytest.raises(ConfigError, match="must be the path of a JSON file with scores per head"):
         make_policy("duoattention")
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kv_crafted import observed
-from kv_models import left_padded, prompt, tiny
+from kv_models import prompt, tiny
 from kv_runs import kept_now
 from kvpress_kept import FAMILIES, policy_keeps, press_keeps, presses, small
 from torch import Tensor
@@ -138,9 +138,5 @@ def test_what_has_no_question_is_refused(model: PreTrainedModel) -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             generate_tokens(model, IDS, make_policy("finch", BUDGET), max_new_tokens=1, **how)
-    ids, mask = left_padded([prompt(40), prompt(30)])
-    chunks = make_policy("finch_chunks", BUDGET, block=8)
-    with pytest.raises(ValueError, match="finch_chunks reads a prompt in blocks, each with its question, so it takes"):
-        generate_tokens(model, ids, chunks, attention_mask=mask, max_new_tokens=1, question=[32, 22])
     with pytest.raises(ValueError, match="finch evicts by the question, before a token was decoded, so late=true"):
         make_policy("finch", BUDGET, decode="evict", late=True)
