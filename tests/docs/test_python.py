@@ -22,7 +22,7 @@ def test_the_blocks_of_the_page_run(
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), notebook.__dict__)
     assert len(blocks) > 5
-    assert "policy 'snapk' does not exist" in capsys.readouterr().out
+    assert "policy=snapk does not exist" in capsys.readouterr().out
     assert (tmp_path / "report.html").stat().st_size > 10_000
     assert len([*(tmp_path / "results/runs").iterdir()]) == len(vars(notebook)["everything"]) == 1
     assert len(vars(notebook)["everything"][0].samples) == 4

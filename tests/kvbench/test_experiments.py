@@ -19,9 +19,11 @@ def runs_in(name: str) -> list[tuple[Any, ...]]:
     config = load(CONF / "experiment" / f"{name}.yaml")
     found = []
     for grid in config["hydra"]["sweeper"]["grids"] if "hydra" in config else config["sweeps"]:
-        rest = sorted(f"{key}={value}" for key, value in grid.items() if key not in SWEPT)
-        axes = [of if isinstance(of := grid.get(key), list) else [of] for key in SWEPT]
-        found += [(*point, *rest) for point in product(*axes)]
+        grid = {**dict.fromkeys(SWEPT), **grid}
+        for values in product(*(of if isinstance(of, list) else [of] for of in grid.values())):
+            run = dict(zip(grid, values, strict=True))
+            point = [run.pop(key) for key in SWEPT]
+            found.append((*point, *sorted(f"{key}={value}" for key, value in run.items())))
     return found
 
 

@@ -156,7 +156,7 @@ def test_evaluate_samples_and_its_limit_counts_prompts(tiny_model: Path, tmp_pat
         ("generation.temperature=-1", "generation.temperature must be a number of at least 0, got -1"),
         ("generation.top_p=0", "generation.top_p must be a number above 0 and at most 1, got 0"),
         ("generation.top_p=1.5", "generation.top_p must be a number from 0 to 1, got 1.5"),
-        ("generation.top_k=2.5", "generation.top_k must be a whole number of at least 0, got 2.5"),
+        ("generation.top_k=2.5", "generation.top_k must be a whole number, got 2.5"),
         ("generation.samples=0", "generation.samples must be a whole number of at least 1, got 0"),
         ("generation.temperature=0", "generation.samples=3 has no effect: decoding is greedy, set temperature"),
     ],

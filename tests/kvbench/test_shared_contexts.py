@@ -30,13 +30,15 @@ Run = Callable[..., dict[str, list[Line]]]
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """The samples of some policies on two contexts of SCBench's form, three turns each."""
-    write(tmp_path, "kv", contexts=CONTEXTS)
+    data = tmp_path / "data"  # apart from `out`: the contents of data_dir are part of a run's identity
+    data.mkdir()
+    write(data, "kv", contexts=CONTEXTS)
 
     def samples(mode: str, *given: str, policies: str = "full", out: str = "runs", fails: int = 0) -> Any:
-        asked = ["model=pocket", "task=scbench/kv", f"task.data_dir={tmp_path}", f"out={tmp_path / out}"]
+        asked = ["-m", "model=pocket", "task=scbench/kv", f"task.data_dir={data}", f"out={tmp_path / out}"]
         history = ["task.history=own"] if mode == "own" else [f"task.mode={mode}"]
         limits = [f"task.max_new_tokens={NEW}", f"budget={BUDGET}", "device=cpu"]
-        assert main([*asked, *history, *limits, *given, "-m", f"policy={policies}"]) == fails
+        assert main([*asked, *history, *limits, *given, f"policy={policies}"]) == fails
         files = {file.parent.name.split("-")[1]: file for file in (tmp_path / out).glob("*/samples.jsonl")}
         return {policy: [*map(json.loads, file.read_text().splitlines())] for policy, file in files.items()}
 
@@ -125,7 +127,7 @@ def test_alone_and_after_a_kill_every_turn_comes_out_the_same(mode: str, run: Ru
 
 def test_sampled_turns_come_out_the_same_alone_and_together(run: Run) -> None:
     drawn = "generation.temperature=1.5", "generation.samples=2"
-    together, alone = (run("multi_turn", *drawn, rows, out=rows) for rows in ("engine.rows=6", "engine.rows=1"))
+    together, alone = (run("multi_turn", *drawn, f"engine.rows={rows}", out=f"rows{rows}") for rows in (6, 1))
     assert list(map(result, together["full"])) == list(map(result, alone["full"]))
     assert len({line["output"] for line in together["full"]}) > TURNS
 
@@ -143,7 +145,7 @@ def result(line: Line) -> Line:
             "stores a prompt in a compressed form from which no token can be evicted",
         ),
         ("gemfilter policy.pre_pass.layer=1", "rewrites a prompt before it is read, so none can follow it"),
-        ("kvpress policy.press=KnormPress", "is a press of kvpress, which compresses a single prompt: use mode=scdq"),
+        ("kvpress/KnormPress", "is a press of kvpress, which compresses a single prompt: use mode=scdq"),
         ("d2o_released", "and in a conversation the next prompt follows"),
     ],
 )
@@ -151,11 +153,12 @@ def test_a_policy_that_takes_no_next_prompt_is_refused_in_one_sentence(
     policy: str, said: str, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, *fields = policy.split()
-    if name == "kvpress":
+    if name.startswith("kvpress"):
         pytest.importorskip("kvpress", reason="kvpress is not installed: pip install --no-deps kvpress cachetools")
-    run("multi_turn", *fields, policies=name, fails=2)
-    told = capsys.readouterr().err.splitlines()
-    assert [said in line for line in told] == [True]
+    run("multi_turn", *fields, policies=name, fails=1)
+    told = capsys.readouterr().err
+    assert told.count(said) == 1
+    assert "Traceback" not in told
 
 
 def task(folder: Path, name: str = "kv", **fields: Any) -> SCBench:

@@ -62,7 +62,7 @@ def test_sigterm_has_the_exit_code_of_shells() -> None:
 
 SLIPS = {
     "bench": ["--help", "nope", "d2o_table12 nope=1", "d2o_table12 rounds=0"],
-    "tables": ["--help", "show nope", "run caote/table2 scale=nope"],
+    "tables": ["--help", "show nope"],
     "plot": ["--help", "runs"],
     "report": ["--help", "runs -o r.pdf"],
     "results": ["--help", "collect --help", "collect runs -o t.doc"],

@@ -137,7 +137,6 @@ OTHERS = {
     "tables compare caote/table3 --small": "caote/table3 has no --small overrides",
     "tables compare caote/table2 --runs nowhere policy=nope": "nowhere is not a folder",
     "memory policy=ott skip_layers=[99]": "skip_layers=99 is not allowed: the model has attention layers 0 to 3",
-    "results collect . --columns score,n,score": "--columns score,n,score names score twice",
     "results collect . --columns ,": "argument --columns: ',' has no column name",
 }
 POLICY = "_target_: kvbench.policies.policy.Policy"
