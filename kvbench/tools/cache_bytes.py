@@ -25,6 +25,7 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_layers
 from kvbench.policies.press import KVPress
 from kvbench.policies.stores.store import LayerStore
+from kvbench.policies.stores.store_list import StoreList
 from kvbench.report.frames import Table, table_of, text
 from kvbench.terminal.command import Parser, pairs
 from kvbench.terminal.errors import refusing
@@ -112,7 +113,8 @@ def _layer_parts(policy: Policy, shape: CacheShape, layer: int, length: int, bat
     tokens = min(length, budget) + evicted * policy.schedule.spare  # with capacity for new tokens
     keys, values = (torch.empty(batch, heads, tokens, n, dtype=shape.dtype, device="meta") for n in stored)
     held = policy.store.for_layer(layer).open(keys, values, policy.needs.statistics, width)
-    held.evicted = evicted
+    for one in held.members if isinstance(held, StoreList) else [held]:
+        one.evicted = evicted
     held.append(keys, values, torch.empty(batch, tokens, dtype=torch.long, device="meta"), absent=False)
     held.settle()
     return {

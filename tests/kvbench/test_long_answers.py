@@ -48,7 +48,7 @@ def test_what_is_dictated_is_evicted_from_while_it_is_decoded_and_not_counted(ti
         assert sample["output"] == undictated["output"], "the full cache is the same, however it was filled"
         assert sample["prompt_tokens"] <= 41
         assert sample["generated_tokens"] == 6
-        assert sample["decode_steps"] > 200
+        assert sample["decode_steps"] > 150
         assert other["peak_bytes"] < 0.4 * sample["peak_bytes"], "nothing ever held what was dictated"
 
 
