@@ -66,7 +66,7 @@ def test_what_is_predicted_is_what_is_held(slug: str) -> None:
     cache = KVCache(model.config, policy)
     with torch.inference_mode():
         model(torch.tensor([prompt(117)]), past_key_values=cache)
-    assert predict(policy, CacheShape(2, 4, 2, 8, torch.float32), 117).nbytes == cache.nbytes
+    assert predict(policy, CacheShape(2, 4, 2, 8, torch.float32), 117).nbytes == cache.held_nbytes
 
 
 def test_heads_of_different_lengths_are_pruned_each_by_itself() -> None:

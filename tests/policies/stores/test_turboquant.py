@@ -111,7 +111,7 @@ def test_a_prediction_behind_an_eviction_is_what_is_held() -> None:
     # two layers of two heads: 40 tokens with two vectors of 8 numbers in 3 bits, two norms and a position
     assert cache.nbytes - sum(layer.states[0].recent.nbytes for layer in cache.layers) == 4 * 40 * (2 * (3 + 2) + 4)
     shape = cache_shape("pocket").__class__(2, 4, 2, 8, torch.float32)
-    assert predict(policy, shape, 117).nbytes == cache.nbytes
+    assert predict(policy, shape, 117).nbytes == cache.held_nbytes
 
 
 @pytest.mark.parametrize("dim", [8, 16, 80])
