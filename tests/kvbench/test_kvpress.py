@@ -2,6 +2,9 @@
 
 import copy
 import json
+import math
+import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +104,31 @@ def test_masked_tokens_count_as_held(model: PreTrainedModel) -> None:
     assert got.cache.kept_tokens().unique().tolist() == [61 + NEW - 1]
 
 
+def test_a_press_with_a_threshold_has_no_budget(model: PreTrainedModel) -> None:
+    press = kvpress.DMSPress(press=kvpress.KnormPress(), threshold=math.inf, sliding_window_size=20)
+    ours = make_policy("kvpress", 20, press=press)
+    assert ours.budget is None
+    got = generate_tokens(model, ids_of(61), ours, max_new_tokens=NEW)
+    assert got.cache.kept_tokens().unique().tolist() == [61 + NEW - 1], "masked tokens are held"
+    assert got.tokens[0] == by_hand(model, ids_of(61), press, 0)
+    with pytest.raises(ConfigError, match=r"press.threshold must be a score below which DMSPress evicts a token"):
+        make_policy("kvpress", 20, press=kvpress.DMSPress(press=kvpress.KnormPress()))
+
+
+def test_a_kvpress_that_cannot_be_imported_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(distribution: str) -> str:
+        raise PackageNotFoundError(distribution)
+
+    for module in [name for name in sys.modules if name.partition(".")[0] == "kvpress"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "kvpress", None)
+    with pytest.raises(ValueError, match=r"^kvpress .* cannot be imported \(.*\): pip install --no-deps kvpress"):
+        make_policy("kvpress/KnormPress", 20)
+    monkeypatch.setattr("kvbench.policies.press.version", absent)
+    with pytest.raises(ValueError, match=r"kvpress, which is not installed: pip install --no-deps kvpress"):
+        make_policy("kvpress/KnormPress", 20)
+
+
 def test_a_ratio_of_its_own_is_the_budget() -> None:
     press = kvpress.KnormPress(compression_ratio=0.75)
     assert make_policy("kvpress", 512, press=press).budget == 0.25
@@ -150,11 +178,11 @@ def test_models_with_layers_of_other_kinds_are_refused(running: PreTrainedModel,
 def test_a_sweep_over_presses_has_samples_and_names_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = ["-m", "policy=kvpress", "press=KnormPress,TOVAPress", "budget=64", "task=niah", "task.lengths=[256]"]
+    line = ["-m", "policy=kvpress", "policy.press=KnormPress,TOVAPress", "budget=64", "task=niah", "task.lengths=[256]"]
     main([*line, "limit=2", f"out={tmp_path}", "compress=context"])
     told = capsys.readouterr().out
-    assert "kvpress(press=KnormPress)" in told
-    assert "kvpress(press=TOVAPress)" in told
+    assert "KnormPress" in told
+    assert "TOVAPress" in told
     kept = [(yaml.safe_load(file.read_text()), file.parent) for file in tmp_path.glob("*/config.yaml")]
     runs = {config["identity"]["policy"]["press"]["class"]: folder for config, folder in kept}
     assert {name.rpartition(".")[2] for name in runs} == {"KnormPress", "TOVAPress"}
