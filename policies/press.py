@@ -118,5 +118,5 @@ def _made(press: object) -> object:
         except (TypeError, AssertionError) as error:  # it wraps another one
             raise ConfigError("press", press, why=f"cannot be made without its settings: {error}") from error
     if not isinstance(press, presses().BasePress):
-        raise ConfigError("press", press, why="must name a press of kvpress, such as press=SnapKVPress")
+        raise ConfigError("press", press, why="must name a press of kvpress, such as policy=kvpress/SnapKVPress")
     return press

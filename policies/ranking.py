@@ -1,6 +1,8 @@
-"""The ranking of a layer's stored tokens, and which are kept.
+"""The ranking of a layer's stored tokens, and the slots to keep, given scores, with one rule for ties.
 
-Shapes: B batch, H_kv KV heads, T slots.
+Order of preference: protected tokens, then the higher score, then the higher base score (`tie_break`), then the lower
+position. NaN counts as -inf here; on a CPU it is an error (`Ranking.broken`).
+Shapes: B batch, H_kv = H KV heads, T slots.
 """
 
 import math
@@ -11,7 +13,104 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.constants import at_hand, on_device
-from kvbench.policies.select import select, victim
+
+LATE = torch.iinfo(torch.int64).max
+
+
+def preference(
+    scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor, in_order: bool = False
+) -> Tensor:
+    """Slots [B,H,T] from the first to keep to the first to evict; empty slots (position -1) are last.
+
+    in_order: no slot is empty and tokens are in order of position, which saves two sorts.
+    """
+    scores, tie_break = _comparable(scores), None if tie_break is None else _comparable(tie_break)
+    if in_order:
+        ranked = scores.masked_fill(protected, torch.inf)
+        if tie_break is None:
+            return ranked.argsort(dim=-1, descending=True, stable=True)
+        order = tie_break.argsort(dim=-1, descending=True, stable=True)
+        return order.gather(-1, ranked.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
+    empty = positions < 0
+    order = positions.long().masked_fill(empty, LATE).argsort(dim=-1, stable=True)
+    if tie_break is not None:
+        order = order.gather(-1, tie_break.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
+    ranked = scores.masked_fill(protected, torch.inf).masked_fill(empty, -torch.inf)
+    order = order.gather(-1, ranked.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
+    # A stored token may itself score -inf or tie with an empty slot; empty slots are still last.
+    return order.gather(-1, empty.gather(-1, order).to(torch.int8).argsort(dim=-1, stable=True))
+
+
+def select(
+    scores: Tensor,
+    tie_break: Tensor | None,
+    positions: Tensor,
+    protected: Tensor,
+    keep: Tensor | int,
+    ascending: bool = False,
+    packed: bool = False,
+) -> Tensor:
+    """The slots to keep: bool [B,H,T], min(keep, tokens stored) per KV head.
+
+    scores, tie_break (optional) [B,H,T]; protected [B,H,T] bool; keep: an int or [B,H] counts. ascending: stored tokens
+    are in order of position; packed: no slot is empty; False means unknown.
+    """
+    in_order = ascending and packed
+    if in_order and scores.is_cpu and not isinstance(keep, Tensor) and 0 < keep < scores.shape[-1]:
+        kept = _select_by_cut(scores, tie_break, protected, keep)
+        if kept is not None:
+            return kept
+    return select_by_sorting(scores, tie_break, positions, protected, keep, in_order)
+
+
+def _select_by_cut(scores: Tensor, tie_break: Tensor | None, protected: Tensor, keep: int) -> Tensor | None:
+    """`select` of tokens in order of position by a threshold on the scores: a fifth of a sort's time (CPU).
+
+    None where base scores have to decide between scores equal to the threshold.
+    """
+    ranked = _comparable(scores).masked_fill(protected, torch.inf)
+    cut = ranked.kthvalue(scores.shape[-1] - keep + 1, dim=-1, keepdim=True).values
+    kept = ranked >= cut
+    if bool((kept.sum(-1) == keep).all()):
+        return kept
+    if tie_break is not None:
+        return None
+    above, at_cut = ranked > cut, ranked == cut
+    return above | at_cut & (at_cut.cumsum(-1) <= keep - above.sum(-1, keepdim=True))  # of equal scores the first
+
+
+def select_by_sorting(
+    scores: Tensor,
+    tie_break: Tensor | None,
+    positions: Tensor,
+    protected: Tensor,
+    keep: Tensor | int,
+    in_order: bool = False,
+) -> Tensor:
+    """`select` in PyTorch, on any device; in_order: see `preference`."""
+    order = preference(scores, tie_break, positions, protected, in_order)
+    ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    chosen = ranks < (keep[..., None] if isinstance(keep, Tensor) else keep)
+    return torch.zeros_like(protected).scatter_(-1, order, chosen) & (positions >= 0)
+
+
+def victim(
+    scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor, packed: bool = False
+) -> Tensor:
+    """The slot [B,H,1] that `select` would evict with keep = tokens stored - 1: a few passes instead of sorts.
+
+    packed: no slot is empty.
+    """
+    stays = protected if packed else protected | (positions < 0)
+    for key in (scores,) if tie_break is None else (scores, tie_break):
+        key = _comparable(key)
+        lowest = key.masked_fill(stays, torch.inf).amin(-1, keepdim=True)
+        stays = stays | (key > lowest)
+    return positions.masked_fill(stays, -1).argmax(-1, keepdim=True)
+
+
+def _comparable(x: Tensor) -> Tensor:
+    return x.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)  # a tenth of a mask's time (CPU)
 
 
 def protected(positions: Tensor, seen: Tensor, first: Sequence[int], newest: Sequence[int]) -> Tensor:

@@ -26,8 +26,8 @@ from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.cache.interface import INSTEAD, InterfaceError
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
-from kvbench.inference.generate import generate_tokens
 from kvbench.models.trial import try_out
 
 log = logging.getLogger(__name__)

@@ -12,65 +12,62 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-BASES = [
-    "snapkv",
-    "h2o",
-    "tova",
-    "roco",
-    "pyramidkv",
-    "knorm",
-    "keydiff",
-    "expected_attention",
-    "cake",
-    "kvec",
-    "kvzip",
-]
-VALUE_AWARE = [f"{value}_{base}" for base in BASES for value in ("caote", "fastcaote")]
-PER_HEAD = ["ada_snapkv", "ada_pyramidkv", "ada_h2o", "ada_tova", "ada_roco", "ada_knorm", "ada_keydiff"]
-PER_HEAD += ["ada_expected_attention", "ada_caote_snapkv"]
-OTHERS = ["streamingllm", "local_window", "random", "h2o_norecent", "d2o", "cam", "sirllm", "simlayerkv", "lagkv"]
-OTHERS += ["leverage", "compactor", "curdkv", "noncausal", "rkv", "chunkkv_snapkv", "critical_snapkv", "critical_h2o"]
-OTHERS += ["critical_expected_attention", "p2a_snapkv", "p2a_h2o", "p2a_tova"]
-ALL = ["full", *BASES, *OTHERS, *PER_HEAD, *VALUE_AWARE]
-FEW = [
-    "full",
-    "streamingllm",
-    "random",
-    "knorm",
-    "h2o",
-    "tova",
-    "snapkv",
-    "ada_snapkv",
-    "caote_snapkv",
-    "cake",
-    "kvzip",
-]
-STORES = ["kivi", "kivi_b4", "ott", "gear", "zipcache", "kcvc", "turboquant"]
-BUDGETS = "budget=128,256,512,1024"
-ONCE = [BUDGETS, "schedule=prompt", "decode=grow"]
+NEEDLES = ("task=niah", "task.max_new_tokens=20")
+ONCE = ("schedule=prompt", "decode=grow")
+"""Evict once the whole prompt is in; keep what is decoded."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A sweep: its task, policies and further fields, and to how many examples it is computed."""
+    """A sweep: its policies and budgets, its task and further fields, and to how many examples it is computed."""
 
-    task: list[str]
-    policies: list[str]
-    fields: list[str]
-    limit: int = 10
+    policies: str
+    budgets: str
+    fields: tuple[str, ...]
+    limit: int
 
-    def command(self, folder: Path, limit: int | None, books: Path) -> list[str]:
+    def command(self, folder: Path, limit: int | None, data: Path) -> list[str]:
         """The command line that computes it."""
-        task = [word.format(books=books) for word in self.task]
-        policies = f"policy={','.join(self.policies)}"
-        how = [f"limit={limit or self.limit}", f"out={folder}"]
-        return [sys.executable, "-m", "kvbench", "-m", "model=smollm2", *task, policies, *self.fields, *how]
+        fields = [field.format(data=data) for field in self.fields]
+        swept = [f"policy={self.policies}", f"budget={self.budgets}", f"limit={limit or self.limit}"]
+        return [sys.executable, "-m", "kvbench", "-m", "model=smollm2", *fields, *swept, f"out={folder}"]
 
 
-NEEDLES = ["task=niah", "task.max_new_tokens=20"]
 TABLES = {
-    "needles": Table(NEEDLES, ALL, ONCE),
-    "needles_context": Table(NEEDLES, FEW, [*ONCE, "compress=context"]),
+    "needles": Table(
+        "full,streamingllm,random,knorm,keydiff,expected_attention,h2o,h2o_norecent,tova,roco,snapkv,pyramidkv,cake,"
+        "d2o,kvec,ada_snapkv,caote_h2o,fastcaote_h2o,caote_tova,fastcaote_tova,caote_snapkv,fastcaote_snapkv",
+        "128,256,512,1024",
+        (*NEEDLES, *ONCE),
+        10,
+    ),
+    "needles_context": Table(
+        "full,streamingllm,random,knorm,expected_attention,h2o,tova,snapkv,cake,kvec,ada_snapkv,caote_snapkv",
+        "256,1024",
+        (*NEEDLES, *ONCE, "compress=context"),
+        5,
+    ),
+    "stores": Table(
+        "full,kivi,kivi_int4,ott,gear,zipcache,kcvc,turboquant,snapkv,snapkv_kivi_int4", "512", (*NEEDLES, *ONCE), 6
+    ),
+    "multi_news": Table(
+        "full,streamingllm,h2o,snapkv,caote_snapkv,cake",
+        "512",
+        (
+            "task=longbench/multi_news",
+            "task.data_dir={data}/longbench",
+            "task.max_new_tokens=64",
+            "model.max_prompt_tokens=2048",
+            *ONCE,
+        ),
+        4,
+    ),
+    "perplexity": Table(
+        "full,streamingllm,random,knorm,h2o,tova,snapkv,caote_h2o,caote_snapkv",
+        "128,512",
+        ("task=perplexity", "task.data_dir={data}/books/moby_dick.txt", "task.length=1536", "task.block=128"),
+        1,
+    ),
 }
 
 
@@ -80,10 +77,10 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("tables", nargs="*", default=list(TABLES))
     parser.add_argument("--limit", type=int)
-    parser.add_argument("--books", type=Path, default=Path("../shared/data/books"))
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="with books/ and longbench/")
     given = parser.parse_args()
     for name in given.tables:
-        command = TABLES[name].command(given.folder / name, given.limit, given.books)
+        command = TABLES[name].command(given.folder / name, given.limit, given.data)
         print(f"{name}: {' '.join(command[1:])}", flush=True)
         failed = subprocess.run(command, check=False).returncode
         if failed:

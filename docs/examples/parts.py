@@ -11,7 +11,7 @@ from kvbench.policies.allocators.allocator import Allocator
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
-from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import LayerStore, Store
 from kvbench.policies.values.value import ValueAware
 
@@ -71,7 +71,7 @@ class IntoNewest(Merger):
         return Merged(newest, eviction.keys.gather(2, place), value)
 
 
-class HalfStore(DenseStore):
+class HalfStore(SlotStore):
     """Buffers in float16, seen in the model's dtype."""
 
     def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:

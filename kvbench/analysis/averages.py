@@ -1,4 +1,4 @@
-"""What means are over: prompts, whose answers count together, and subsets, each of which is resampled by itself."""
+"""Means over prompts (several answers to a prompt count as one) and over the subsets of a benchmark."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvbench.tasks.summary import by_subset, scores_of, subsets_by, summary_modu
 
 
 def of_prompts(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples, several answers to a prompt as the first of them with the mean score; None where one has none."""
+    """One sample for each prompt: its first answer, with the mean score of all; None if an answer has no score."""
     answers: dict[int, list[Sample]] = {}
     for sample in samples:
         answers.setdefault(sample.index - (sample.sample or 0), []).append(sample)
-    return [replace(own[0], score=_mean_score(own)) if len(own) > 1 else own[0] for own in answers.values()]
+    return [replace(group[0], score=_mean_score(group)) if len(group) > 1 else group[0] for group in answers.values()]
 
 
 def _mean_score(answers: Sequence[Sample]) -> float | None:
@@ -25,9 +25,9 @@ def _mean_score(answers: Sequence[Sample]) -> float | None:
 
 
 def average_intervals(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
-    """95% intervals, in percent, of the averages over subsets that `official` holds, by the same names.
+    """95% intervals, in percent, of the averages over subsets in `official`, by the same names.
 
-    Only of averages over several subsets, each with two scores or more, and where no example failed.
+    An average has one if it is over several subsets with two scores or more each, and if no example failed.
     """
     module, groups = summary_module(samples), strata(samples)
     averages: dict[str, list[str]] = module.averages(groups) if module and groups else {}
@@ -38,11 +38,11 @@ def average_intervals(samples: Sequence[Sample]) -> dict[str, tuple[float, float
     }
     used = {key: scores for key, scores in groups.items() if len(scores) > 1}
     intervals = stratified_intervals(used, chosen) if chosen else {}
-    return {name: (100 * found.low, 100 * found.high) for name, found in intervals.items()}
+    return {name: (100 * interval.low, 100 * interval.high) for name, interval in intervals.items()}
 
 
 def strata(samples: Sequence[Sample]) -> dict[str, list[float]]:
-    """Scores (0 to 1) by subset, where the benchmark averages over subsets; {} otherwise or if any score is missing."""
+    """Scores (0 to 1) by subset; {} if a score is missing or the benchmark does not average over subsets."""
     key = subsets_by(samples)
     if key is None or any(sample.score is None for sample in samples):
         return {}

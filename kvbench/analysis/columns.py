@@ -1,4 +1,4 @@
-"""The columns of the tidy table: name, meaning, type, and where a result has each."""
+"""The columns of the tidy table: name, meaning, type, and the field of a result with the value."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _TYPES = {"words": "string", "json": "string", "integer": "Int64", "number": "Fl
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the tidy table: its name, what it says, the type of its values.
+    """One column of the tidy table.
 
-    at: the field of a result that it holds, or a path to it; "": the field of its name.
+    at: the field of a result with the value, or a dotted path to it; "": the field with the column's name.
     """
 
     name: str
@@ -32,12 +32,12 @@ class Column:
     at: str = ""
 
     def value(self, row: Result) -> Any:  # noqa: ANN401 - of the column's kind
-        """The value of a result; None where it has none."""
-        found: Any = row
+        """The value for a result, or None."""
+        value: Any = row
         for step in (self.at or self.name).split("."):
-            if found is not None:
-                found = found.get(step) if isinstance(found, Mapping) else getattr(found, step)
-        return json.dumps(found) if self.kind == "json" and found is not None else found
+            if value is not None:
+                value = value.get(step) if isinstance(value, Mapping) else getattr(value, step)
+        return json.dumps(value) if self.kind == "json" and value is not None else value
 
 
 _LAST = (
@@ -49,73 +49,73 @@ _LAST = (
     "prefill_seconds",
     "decode_seconds",
     "decode_ms_per_token",
-)  # behind what follows from bytes
+)  # columns after those computed from bytes
 _MEASURED = tuple(Column(one.name, one.metadata["meaning"]) for one in fields(Numbers))
 COLUMNS = (
     Column("run_id", "folder of the run", "words"),
     Column("model", "name of the model", "words"),
     Column("weights", "hub id and commit, or sha256 of the files", "words"),
-    Column("dtype", "numbers the model computes and stores in", "words", at="identity.dtype"),
-    Column("policy", "name of the preset, as policy= takes it", "words"),
-    Column("schedule", "prompt or blocks of m: when the prompt is evicted from", "words"),
-    Column("decode", "evict, evict every k tokens, or grow: what decoding does", "words"),
+    Column("dtype", "number format of the model and its cache", "words", at="identity.dtype"),
+    Column("policy", "name of the preset, as in policy=", "words"),
+    Column("schedule", "when tokens of the prompt are evicted: prompt or blocks of m", "words"),
+    Column("decode", "decoding rule: evict, evict every k tokens, or grow", "words"),
     Column("policy_fields", "every field of the policy, as JSON", "json", at="identity.policy"),
     Column("budget", "tokens per KV head per layer, or share of the prompt"),
     Column("budget_kind", "tokens_per_head, share or none", "words"),
-    Column("compress", "prompt, or context: what stands before the question", "words"),
+    Column("compress", "what is compressed: prompt, or context (the part before the question)", "words"),
     Column("task", "name of the task", "words"),
     Column("task_fields", "every field of the task, as JSON", "json", at="identity.task"),
     Column("subset", "all examples, or those of one task, length or depth (--by)", "words"),
     Column("seed", "seed of the examples", "integer", at="identity.seed"),
     Column("n", "examples", "integer"),
-    Column("n_failed", "examples that broke their budget, or came to nothing; with any, there is no score", "integer"),
-    Column("n_shared", "examples that shared prefill or decoding; with any, there are no seconds", "integer"),
+    Column("n_failed", "examples that exceeded their budget or failed; if not 0, there is no score", "integer"),
+    Column("n_shared", "examples that shared prefill or decoding; if not 0, there are no times", "integer"),
     Column("score", "mean over the examples, 0 to 1"),
     Column("score_low", "lower end of the score's 95% interval"),
     Column("score_high", "upper end of the score's 95% interval"),
-    Column("interval", "how the interval was found", "words"),
-    Column("score_vs_full", "score less that of full on the same examples", at="vs_full.mean"),
+    Column("interval", "method of the interval", "words"),
+    Column("score_vs_full", "score minus that of full on the same examples", at="vs_full.mean"),
     Column("score_vs_full_low", "lower end of its 95% interval (Tango, or bootstrap)", at="vs_full.low"),
     Column("score_vs_full_high", "upper end of its 95% interval", at="vs_full.high"),
-    Column("score_vs_full_p", "its two-sided p (McNemar, or bootstrap), of this row alone", at="vs_full.p"),
-    Column("nll", "-log p in nats per token of given tokens, mean over all scored tokens; lower is better"),
+    Column("score_vs_full_p", "its two-sided p (McNemar, or bootstrap), not corrected for other rows", at="vs_full.p"),
+    Column("nll", "-log p of given tokens in nats, mean over all scored tokens; lower is better"),
     Column("nll_low", "lower end of the NLL's 95% interval over texts"),
     Column("nll_high", "upper end of the NLL's 95% interval over texts"),
     Column("perplexity", "exp of the NLL, lower is better"),
-    Column("nll_vs_full", "NLL less that of full on the same texts, above 0: worse", at="gap.nll"),
+    Column("nll_vs_full", "NLL minus that of full on the same texts; above 0 is worse", at="gap.nll"),
     Column("nll_vs_full_low", "lower end of its 95% interval (paired bootstrap)", at="gap.interval.low"),
     Column("nll_vs_full_high", "upper end of its 95% interval", at="gap.interval.high"),
-    Column("nll_vs_full_p", "its two-sided p (paired bootstrap), of this row alone", at="gap.interval.p"),
-    Column("perplexity_gap", "perplexity less that of full on the same texts", at="gap.perplexity"),
-    Column("scored_tokens", "given tokens that were scored, all texts together", "integer"),
+    Column("nll_vs_full_p", "its two-sided p (paired bootstrap), not corrected for other rows", at="gap.interval.p"),
+    Column("perplexity_gap", "perplexity minus that of full on the same texts", at="gap.perplexity"),
+    Column("scored_tokens", "number of scored tokens of all texts", "integer"),
     Column("block", "m: tokens scored between two evictions", "integer"),
     Column(
         "max_kept_tokens",
-        "[layer][KV head] most held while tokens were scored, the block itself included, as JSON",
+        "[layer][KV head] most tokens held during scoring, including the current block, as JSON",
         "json",
     ),
-    Column("nll_curve", "cumulative mean NLL by context length, as JSON (picture: curve)", "json", at="curve"),
-    Column("official", "aggregates as the benchmark prints them, as JSON", "json"),
-    Column("official_intervals", "95% intervals of those that are means over subsets, as JSON", "json"),
+    Column("nll_curve", "cumulative mean NLL by context length, as JSON", "json", at="curve"),
+    Column("official", "aggregates of the benchmark's own scripts, as JSON", "json"),
+    Column("official_intervals", "95% intervals of the aggregates over subsets, as JSON", "json"),
     *_MEASURED[: -len(_LAST)],
-    Column("bits_per_number", "of quantised stores: bits for each number of the full cache"),
-    Column("ratio_to_16_bit", "of quantised stores: full cache in 16 bits over bytes used"),
+    Column("bits_per_number", "quantized stores: bits used for each number of the full cache"),
+    Column("ratio_to_16_bit", "quantized stores: full cache in 16 bits / bytes used"),
     *_MEASURED[-len(_LAST) :],
-    Column("code", "digest of the code that computed it", "words", at="identity.code"),
-    Column("device", "where it was computed", "words"),
+    Column("code", "digest of the code", "words", at="identity.code"),
+    Column("device", "GPU or processor", "words"),
     Column("kvbench_revision", "git commit, if known", "words", at="environment.kvbench_revision"),
-    Column("mixed", "versions that differ within the run (allow_mixed=true); empty: none", "words"),
-    Column("state", "finished, or unfinished: n examples so far", "words"),
+    Column("mixed", "versions that differ within the run (allow_mixed=true)", "words"),
+    Column("state", "finished, or unfinished (n examples so far)", "words"),
 )
 
 
 def frame(rows: Sequence[Result], names: Sequence[str] = ()) -> pd.DataFrame:
     """One row for each result; all columns, or those of `names`.
 
-    Behind them stands a column for each field that differs between the rows or from its preset, such as
-    "policy.scorer.window"; a list or a mapping is JSON text there. Missing values are NA of the column's type.
+    They are followed by a column for each field that differs between the rows or from its preset, such as
+    "policy.scorer.window", with lists and mappings as JSON text. Missing values are NA of the column's type.
     """
-    import pandas as pd  # here, not above: `python -m kvbench` reads runs too and should start quickly
+    import pandas as pd  # imported here, so that `python -m kvbench` starts quickly
 
     chosen = [column for column in COLUMNS if not names or column.name in names]
     series = {c.name: pd.Series([c.value(row) for row in rows], dtype=_TYPES[c.kind]) for c in chosen}
@@ -128,7 +128,7 @@ def frame(rows: Sequence[Result], names: Sequence[str] = ()) -> pd.DataFrame:
 
 
 def read_table(path: Path) -> list[Result]:
-    """The runs of a tidy table, also of an older version, without their parts and samples. UsageError if it is none."""
+    """The runs of a tidy table of this or an older version, without samples. Raises UsageError for other files."""
     import pandas as pd
 
     try:
@@ -147,17 +147,17 @@ def _result(row: dict[str, Any]) -> Result:
     same: dict[str, Any] = {name: row[name] for name in ("dtype", "seed", "compress", "code") if name in row}
     identity: dict[str, Any] = {"model": {"weights": row["weights"]}, "budget": budget, **same}
     identity |= {"policy": tree["policy_fields"], "task": tree["task_fields"]}
-    if (store := identity["policy"].get("store")) and store["class"] == "Dense":  # as older versions say it
+    if (store := identity["policy"].get("store")) and store["class"] == "Dense":  # in older versions
         store["class"] = DENSE
     known = {field.name for field in fields(Result)}
-    told = {k: v for k, v in {**numbers(metrics(())), **row, **tree}.items() if k in known}
-    told |= {"n": int(row["n"]), "n_failed": int(row["n_failed"]), "mixed": row.get("mixed") or ""}
+    values = {k: v for k, v in {**numbers(metrics(())), **row, **tree}.items() if k in known}
+    values |= {"n": int(row["n"]), "n_failed": int(row["n_failed"]), "mixed": row.get("mixed") or ""}
     block, reads = row.get("block"), row.get("scored_tokens") is not None
     named = {name: parted(row[name])[0] for name in NAMED}  # labels in tables of old versions
     changed = tuple(key for key, value in row.items() if key.startswith(("policy.", "task.")) and value is not None)
     naming = Naming(**named, changed=changed, reads=None if not reads else "" if block is None else f"m={block:g}")
     return Result(
-        **{**told, **named, "reads": reads, "curve": tree.get("nll_curve")},
+        **{**values, **named, "reads": reads, "curve": tree.get("nll_curve")},
         folder=Path(str(row["run_id"])),
         identity=identity,
         environment={},

@@ -1,4 +1,4 @@
-"""Runs on disk as results: named, in order, each with the result of the full cache that it is compared with."""
+"""Loads runs from disk as results: with labels, in order, each with its baseline (the run of the full cache)."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 class Results(Sequence[Result]):
     """Runs as a sequence, and as a DataFrame (`to_pandas`).
 
-    in_order: sort by model, task and budget, the full cache first, then by name; else the order given is kept. A run
-    that is given twice (`full` at two budgets) is one row. Every row holds the fields in which it differs from the
-    others (`differs`) and its baseline: the run of the full cache of the same model, dtype, task, seed and generation
-    settings that shares most examples with it. Slices keep names and baselines.
+    in_order: sort by model, task and budget, the full cache first, then by name; otherwise keep the given order. A run
+    that is given twice (`full` at two budgets) is one row. Every row has the fields in which it differs from the
+    others (`differs`) and its baseline: the run of the full cache with the same model, dtype, task, seed and generation
+    settings that shares most examples with it. Slices keep labels and baselines.
     """
 
     def __init__(self, rows: Iterable[Result], in_order: bool = True) -> None:
@@ -55,15 +55,15 @@ class Results(Sequence[Result]):
         return some
 
     def by(self, keys: Sequence[str]) -> list[Result]:
-        """The rows, each followed by its parts by these keys of its examples' metadata. UsageError for another key."""
+        """The rows, each followed by its parts by these metadata keys. Raises UsageError for an unknown key."""
         known = sorted({key for row in self for sample in row.samples for key in sample.metadata})
         for key in keys:
             if key not in known:
-                raise UsageError(f"--by {key} is in the metadata of no example (allowed: {', '.join(known)})")
+                raise UsageError(f"--by {key} is not a metadata key of any example (allowed: {', '.join(known)})")
         return [each for row in self for each in (row, *(part for key in keys for part in row.parts(key)))]
 
     def to_pandas(self, by: Sequence[str] = ()) -> pd.DataFrame:
-        """A DataFrame with one row for each result and all columns, among them one for each field that differs.
+        """A DataFrame with one row for each result and all columns, including one for each field that differs.
 
         by: metadata keys (task, length, depth, ...); each of their values adds a row.
         """
@@ -71,10 +71,10 @@ class Results(Sequence[Result]):
 
 
 def load_results(folder: Path) -> Results:
-    """All runs in or below `folder`; unfinished ones have the examples so far and `state` "unfinished".
+    """All runs in or below `folder`. An unfinished run has its finished examples and `state` "unfinished".
 
-    Runs that cannot be read, have no example, or are copies are left out with a warning; of copies the longest counts.
-    Raises UsageError if no run can be read.
+    Runs that cannot be read or have no examples are skipped with a warning. Of several copies of a run, only the one
+    with most examples is returned. Raises UsageError if no run can be read.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder")
@@ -95,14 +95,14 @@ def load_results(folder: Path) -> Results:
             left_out[row.folder] = f"it is a copy of {kept.folder}"
     if not longest:
         why = next(iter(left_out.values())) if len(left_out) == 1 else f"none of its folders has a readable {FILE_NAME}"
-        raise UsageError(f"{folder} holds no run that can be read: {why}")
+        raise UsageError(f"{folder} has no readable run: {why}")
     for place, reason in left_out.items():
-        log.warning("%s is left out: %s", place, reason)
+        log.warning("%s is skipped: %s", place, reason)
     return Results(sorted(longest.values(), key=lambda row: row.folder))
 
 
 def read_result(folder: Path, limit: int | None = None) -> Result:
-    """Read a run, or its first `limit` examples. Raises UsageError where `folder` holds no readable run."""
+    """Read a run, or its first `limit` examples. Raises UsageError if `folder` is not a readable run."""
     try:
         samples = tuple(read_samples(folder / FILE_NAME)[:limit])
     except ValueError as error:
@@ -110,7 +110,7 @@ def read_result(folder: Path, limit: int | None = None) -> Result:
     except OSError as error:
         raise UsageError(f"{folder} is not a readable run ({FILE_NAME}: {error.strerror})") from error
     if not samples:
-        raise UsageError(f"{folder} is not a readable run ({FILE_NAME} is missing or holds no example)")
+        raise UsageError(f"{folder} is not a readable run ({FILE_NAME} is missing or has no example)")
     try:
         config = read_yaml(folder / "config.yaml")
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -120,17 +120,17 @@ def read_result(folder: Path, limit: int | None = None) -> Result:
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder} is not a readable run (environment.json: {error})") from error
     except (KeyError, TypeError, AttributeError) as error:
-        said = f"is there no {error}?" if isinstance(error, KeyError) else str(error)
-        raise UsageError(f"{folder} is not a readable run (config.yaml or environment.json: {said})") from error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise UsageError(f"{folder} is not a readable run (config.yaml or environment.json: {reason})") from error
 
 
 def _result(folder: Path, samples: tuple[Sample, ...], config: Mapping[str, Any]) -> Result:
     environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-    made_of, resumed = config.get("naming"), environment.get("resumed", [])
-    if made_of is None:  # written by an old version
+    stored, resumed = config.get("naming"), environment.get("resumed", [])
+    if stored is None:  # written by an old version
         naming = Naming(**{name: parted(config["names"][name])[0] for name in NAMED})
     else:
-        naming = Naming(**{**made_of, "changed": tuple(made_of["changed"])})
+        naming = Naming(**{**stored, "changed": tuple(stored["changed"])})
     found = Result(
         folder=folder,
         run_id=config["run_id"],
@@ -143,32 +143,32 @@ def _result(folder: Path, samples: tuple[Sample, ...], config: Mapping[str, Any]
         **{name: getattr(naming, name) for name in NAMED},
         **numbers(read_metrics(folder, samples)),
     )
-    _ = found.setting, found.is_full, environment["hardware"]  # raises KeyError where the files lack them
+    _ = found.setting, found.is_full, environment["hardware"]  # raises KeyError if the files have no such field
     return found
 
 
 def _named(rows: Sequence[Result]) -> list[Result]:
-    """The rows with the fields in which they differ, and labels made of these."""
+    """The rows with the fields in which they differ, and with labels that contain these fields."""
     named = []
     for row, fields in zip(rows, differing([(row.naming, row.identity) for row in rows]), strict=True):
         labels = names(row.naming, row.identity, fields)
-        beside = {k: text_of(v) for k, v in fields.items() if not k.startswith(("policy.", "task.", "model.", "gener"))}
+        others = {k: text_of(v) for k, v in fields.items() if not k.startswith(("policy.", "task.", "model.", "gener"))}
         if row.when or row.is_full:
-            beside.pop("compress", None)  # `when` contains it
+            others.pop("compress", None)  # `when` contains it
         unfinished = [] if row.finished else [f"[unfinished, n={row.n}]"]
-        name = " ".join([labels["policy"], *(f"{key}={value}" for key, value in beside.items()), *unfinished])
+        name = " ".join([labels["policy"], *(f"{key}={value}" for key, value in others.items()), *unfinished])
         named.append(replace(row, labels=labels, differs=fields, name=name, line=name))
     most_have = usual([*{(row.name, row.when): row.moments for row in named if row.when}.values()])
     for place, row in enumerate(named):
-        if other := ", ".join(own for own, most in zip(row.moments, most_have, strict=True) if own not in ("", most)):
-            named[place] = replace(row, line=f"{row.name} ({other})")
+        if unusual := ", ".join(a for a, b in zip(row.moments, most_have, strict=True) if a not in ("", b)):
+            named[place] = replace(row, line=f"{row.name} ({unusual})")
     return named
 
 
 def _with_baselines(rows: Sequence[Result]) -> list[Result]:
-    """The rows, each with the run of the full cache that has the same setting and most examples in common.
+    """The rows, each with its baseline: the run of the full cache with the same setting and most common examples.
 
-    Of equally good ones the run with the fewest changed fields, then the first. Runs of the full cache have none.
+    Ties go to the run with the fewest changed fields, then to the first. Runs of the full cache have no baseline.
     """
     found = []
     for row in rows:
@@ -187,5 +187,5 @@ def _place(row: Result) -> tuple[Any, ...]:
 
 
 def _places(folder: Path) -> list[Path]:
-    """Every folder in or below `folder` that has samples, sorted; also those whose file is a broken link."""
+    """Every folder in or below `folder` with a samples file (or a broken link of that name), sorted."""
     return sorted(Path(place) for place, folders, files in os.walk(folder) if FILE_NAME in (*folders, *files))

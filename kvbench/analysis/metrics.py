@@ -1,4 +1,4 @@
-"""From samples to the numbers of a table: everything in `metrics.json` is computed here, from samples alone."""
+"""Computes the numbers of tables and of `metrics.json` from samples."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvbench.records.sample import Likelihood, Sample
 from kvbench.tasks.summary import summary
 
 GROUP_KEYS = ("task", "length", "depth")
-"""Metadata by which a run's scores are also shown apart, beside the keys that metadata["groups"] names."""
+"""Metadata keys by which scores are also grouped, in addition to the keys in metadata["groups"]."""
 
 
 def number(meaning: str, of: Callable[[Sequence[Sample]], float | None] | None = None, over: str = "good") -> Any:  # noqa: ANN401
-    """A field of `Numbers`. of: what it is of samples; None: the mean of their field of its name.
+    """A field of `Numbers`. of: computes it from samples; None: the mean of the samples' field of the same name.
 
-    over: of which samples: "all", those that did not fail ("good"), or those "alone": none where any example shared
-    the model with others, for the rest are no sample of all.
+    over: the samples it is computed from: "all"; "good", those without an error; or "alone", the good ones if no
+    example was batched with others, otherwise none.
     """
     return field(metadata={"meaning": meaning, "of": of, "over": over})
 
@@ -37,7 +37,7 @@ def mean_kept(sample: Sample) -> float | None:
 
 
 def mean_read(sample: Sample) -> float | None:
-    """Tokens that the last decoded token read, mean over layers and KV heads, where the policy has a reader."""
+    """Tokens that the last decoded token attended to, mean over layers and KV heads, with sparse attention."""
     return fmean(n for layer in sample.read_tokens for n in layer) if sample.read_tokens else None
 
 
@@ -52,27 +52,27 @@ def _share(samples: Sequence[Sample]) -> float | None:
 
 
 def _ms_per_token(sample: Sample) -> float | None:
-    """Milliseconds for each decoded token after the first, an EOS included; None where there is none."""
+    """Milliseconds per decoded token after the first, including an EOS; None if there is no such token."""
     if sample.decode_seconds is None or not sample.decode_steps:
         return None
     return 1000 * sample.decode_seconds / sample.decode_steps
 
 
 def _cut(sample: Sample) -> float | None:
-    """Whether an answer ended because it may have no more tokens; None where nobody knows."""
+    """1.0 if an answer ended at its token limit, else 0.0; None if its length or limit is unknown."""
     if sample.generated_tokens is None or not sample.max_new_tokens:
         return None
     return float(sample.generated_tokens >= sample.max_new_tokens)
 
 
 def _per_1000_held(samples: Sequence[Sample]) -> float | None:
-    """The mean score over thousands of tokens held, where no example failed."""
+    """The mean score per thousand tokens held; None if an example failed."""
     held, score = _mean_of(mean_kept)(samples), _score(samples)["score"]
     return 1000 * score / held if held and score is not None else None
 
 
 def _pass_at_k(samples: Sequence[Sample]) -> float | None:
-    """Share of prompts with a right answer among their k, where answers are right or wrong."""
+    """Share of prompts with a right answer among their k answers; None unless answers are right or wrong."""
     if not any(s.sample for s in samples) or any(s.score not in (0, 1) for s in samples):
         return None
     right = {s.index - (s.sample or 0) for s in samples if s.score == 1}
@@ -81,76 +81,71 @@ def _pass_at_k(samples: Sequence[Sample]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Numbers:
-    """What was measured of a run besides its score. A field is a key of metrics.json, of a `Result`, and a column."""
+    """The measurements of a run besides its score. Each field is a key of metrics.json and a column of tables."""
 
     prompt_tokens: float | None = number("mean per example", over="all")
     generated_tokens: float | None = number("mean per example")
-    cut_share: float | None = number("share of the answers that were cut off at max_new_tokens", _mean_of(_cut))
-    score_per_1000_held: float | None = number("score over thousands of kept_tokens", _per_1000_held, over="all")
+    cut_share: float | None = number("share of answers that reached max_new_tokens", _mean_of(_cut))
+    score_per_1000_held: float | None = number("score per thousand kept_tokens", _per_1000_held, over="all")
     pass_at_k: float | None = number(
-        "of several sampled answers: share of prompts with a right one among them", _pass_at_k, over="all"
+        "share of prompts with a right answer among several sampled ones", _pass_at_k, over="all"
     )
-    kept_tokens: float | None = number("held at the end, mean over examples, layers and KV heads", _mean_of(mean_kept))
+    kept_tokens: float | None = number(
+        "tokens held at the end; mean over examples, layers, KV heads", _mean_of(mean_kept)
+    )
     cache_bytes: float | None = number(
-        "held at the end: keys, values, positions, statistics, states, no spare bytes; mean per example"
+        "bytes held at the end: keys, values, positions, statistics, states, without spare bytes; mean per example"
     )
-    spare_bytes: float | None = number("reserved at the end but unused, beside cache_bytes; mean per example")
-    state_bytes: float | None = number("of recurrent layers' states, among cache_bytes; mean per example")
-    peak_bytes: float | None = number("most ever held and spare together, mean per example")
+    spare_bytes: float | None = number("reserved but unused at the end, not part of cache_bytes; mean per example")
+    state_bytes: float | None = number("states of recurrent layers, part of cache_bytes; mean per example")
+    peak_bytes: float | None = number("maximum of held plus spare bytes, mean per example")
     device_peak_bytes: float | None = number(
-        "most memory allocated on the CUDA devices, weights included, mean per example", over="alone"
+        "most memory allocated on the CUDA devices, including weights; mean per example", over="alone"
     )
-    full_cache_bytes: float | None = number("keys and values of prompt and answer, mean per example")
-    full_position_bytes: float | None = number(
-        "positions of prompt and answer, which every cache here stores; mean per example"
-    )
-    cache_share: float | None = number(
-        "cache_bytes over full_cache_bytes, full_position_bytes and state_bytes together", _share
-    )
+    full_cache_bytes: float | None = number("keys and values of all tokens of prompt and answer, mean per example")
+    full_position_bytes: float | None = number("positions of these tokens, which every cache stores; mean per example")
+    cache_share: float | None = number("cache_bytes / (full_cache_bytes + full_position_bytes + state_bytes)", _share)
     evicted_share: float | None = number(
-        "share of the requests in which anything was evicted", _mean_of(lambda sample: sample.evicted)
+        "share of requests with at least one evicted token", _mean_of(lambda sample: sample.evicted)
     )
     read_tokens: float | None = number(
-        "tokens that the last decoded token read, of a reader; mean over examples, layers, KV heads",
+        "sparse attention: tokens that the last decoded token attended to; mean over examples, layers, KV heads",
         _mean_of(mean_read),
     )
-    read_bytes: float | None = number("keys, values, positions and summaries it read, of a reader; mean per example")
-    pre_pass_tokens: float | None = number(
-        "through the model in pre-passes, beside prompt and answer; mean per example"
-    )
+    read_bytes: float | None = number("sparse attention: keys, values, positions, summaries it read; mean per example")
+    pre_pass_tokens: float | None = number("tokens of extra forward passes (pre-passes); mean per example")
     recomputed_tokens: float | None = number(
-        "of a shared context: prompt tokens read again though an earlier question had them read; mean per example"
+        "prompt tokens of a shared context that were computed again for a later question; mean per example"
     )
     prefill_seconds: float | None = number("mean per example", over="alone")
     decode_seconds: float | None = number("mean per example", over="alone")
     decode_ms_per_token: float | None = number(
-        "milliseconds for each step after the prefill, mean per example", _mean_of(_ms_per_token), over="alone"
+        "milliseconds per step after the prefill, mean per example", _mean_of(_ms_per_token), over="alone"
     )
 
 
 def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
     """The fields of `Numbers`, the score with its 95% interval, and scores by task, length and depth.
 
-    Several answers to a prompt count by their mean: n, the score and its interval are of prompts, n_failed and n_shared
-    of answers. Where an example failed, no score is given: a mean over the rest would flatter the policy that broke its
-    budget. n_shared: those that shared the model with others; where there is any, no seconds and no device_peak_bytes
-    are given. likelihood: of runs whose tokens were given, see `_likelihood`; they have no score. official: the
-    aggregates that the benchmark's own scripts print; official_intervals: 95%, of its means over subsets.
+    Several answers to a prompt count as their mean: n, the score and its interval count prompts, n_failed and n_shared
+    count answers. If an example failed, there is no score: a mean over the others would favour a policy that exceeded
+    its budget. n_shared: the number of examples batched with others; if it is not 0, times and device_peak_bytes are
+    missing. likelihood: for runs on given texts, which have no score (see `_likelihood`). official: the aggregates of
+    the benchmark's own scripts; official_intervals: 95% intervals of their means over subsets.
     """
     good = [s for s in samples if s.error is None]
     shared = sum(s.shared for s in good)
     chosen = {"all": samples, "good": good, "alone": [] if shared else good}
-    found = {}
+    values = {}
     for one in fields(Numbers):
-        name = one.name
-        of = one.metadata["of"] or _mean_of(attrgetter(name))
-        found[name] = of(chosen[one.metadata["over"]])
+        compute = one.metadata["of"] or _mean_of(attrgetter(one.name))
+        values[one.name] = compute(chosen[one.metadata["over"]])
     return {
         "n": len(of_prompts(samples)),
         "n_failed": len(samples) - len(good),
         "n_shared": shared,
         **_score(samples),
-        **found,
+        **values,
         "likelihood": _likelihood(samples),
         "official": summary(samples),
         "official_intervals": average_intervals(samples),
@@ -159,7 +154,7 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def running(samples: Sequence[Sample], bounded: bool) -> dict[str, Any]:
-    """The score, or NLL and perplexity, of the examples so far. bounded: with the interval, which takes a bootstrap."""
+    """The score, or NLL and perplexity, of the examples so far. bounded: add the interval (a bootstrap)."""
     scores = [s.score for s in samples if s.score is not None]
     read = [s.likelihood for s in samples if s.likelihood is not None]
     if any(s.error is not None for s in samples) or not (scores or read):
@@ -188,16 +183,16 @@ def _score(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _likelihood(samples: Sequence[Sample]) -> dict[str, Any] | None:
-    """NLL in nats per token and its exponential, the perplexity, lower is better; None where nothing was read.
+    """NLL in nats per token and its exponential, the perplexity; None if no text was scored.
 
-    The mean is over all scored tokens, so that a long text weighs more than a short one; its interval is the bootstrap
-    over texts, given from 5 texts on. curve: the same mean over the scored tokens among the first
-    `lengths` tokens of every text that is so long; texts: how many are. max_kept_tokens [L][H_kv]: over all texts.
+    The mean is over all scored tokens, so that long texts weigh more. Its interval is the bootstrap over texts, from 5
+    texts on. curve: for each of `lengths`, the mean over the scored tokens among the first that many tokens of every
+    text that is long enough, and the number of these `texts`. max_kept_tokens [L][H_kv]: the maximum over texts.
     """
     read = [s.likelihood for s in samples if s.likelihood is not None]
     if not read:
         return None
-    if len(read) < len(samples):  # as with scores: a mean over the rest would flatter the policy
+    if len(read) < len(samples):  # as with scores: no mean over the other texts
         return {"nll": None, "perplexity": None}
     nll = token_mean(read)
     interval = None
@@ -223,7 +218,7 @@ def token_mean(read: Sequence[Likelihood]) -> float:
 
 
 def _most(read: Sequence[Likelihood]) -> list[list[int]]:
-    """[L][H_kv] the most tokens held while any of the texts was scored."""
+    """[L][H_kv] the most tokens held while any text was scored."""
     layers = zip(*(x.max_kept_tokens for x in read), strict=True)
     return [[max(heads) for heads in zip(*layer, strict=True)] for layer in layers]
 
@@ -231,7 +226,7 @@ def _most(read: Sequence[Likelihood]) -> list[list[int]]:
 def _curve(read: Sequence[Likelihood]) -> dict[str, list[Any]]:
     ends = {x.lengths[-1] for x in read}
     lengths = sorted({n for x in read for n in x.lengths if n == max(ends) or n not in ends or n & (n - 1) == 0})
-    # Where one text ends the others have no sum, unless that is where all end that come so far.
+    # At the end of one text the others have no sum, unless all texts that are long enough end there.
     reached = [[x.sum_at(length) for x in read if length in x.lengths] for length in lengths]
     return {
         "lengths": lengths,

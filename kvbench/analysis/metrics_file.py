@@ -1,4 +1,4 @@
-"""`metrics.json`: the numbers of a run, and a digest of what they were computed from, by which they are read back."""
+"""`metrics.json`: the numbers of a run, and a digest of the samples and code that they were computed from."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from kvbench.tasks.summary import summary, summary_module
 
 FILE_NAME = "metrics.json"
 DIGEST = "computed_from"
-"""Of the samples, byte for byte, and of the code that makes numbers of them."""
+"""The key of the digest: of the bytes of the samples and of the code that computes the numbers."""
 _CODE = b"".join(Path(str(module.__file__)).read_bytes() for module in (averages, computing, statistics))
 
 
 def write_metrics(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Sum up a run whose samples are all on disk. Raises OSError."""
+    """Compute and write the numbers of a finished run. Raises OSError."""
     found = computing.metrics(samples)
     write_json(folder / FILE_NAME, {**found, DIGEST: _digest(folder, samples)})
     return found
 
 
 def read_metrics(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
-    """The numbers of a run with these samples: read where they were computed from them by this code, else computed.
+    """The numbers of a run with these samples: read if the digest fits, otherwise computed.
 
-    What a benchmark's own code says of them is always computed: it may be anybody's, and no digest is of it.
+    The aggregates of a benchmark's own code are always computed, because the digest may not cover that code.
     """
     found = summed_up(folder, samples)
     return computing.metrics(samples) if found is None else {**found, "official": summary(samples)}
 
 
 def summed_up(folder: Path, samples: Sequence[Sample]) -> dict[str, Any] | None:
-    """What metrics.json says, where this code computed it from these samples, as they lie on disk."""
+    """The content of metrics.json if its digest fits the samples on disk and this code, else None."""
     try:
-        found: dict[str, Any] = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
-        if len(of_prompts(samples)) == found["n"] and found.pop(DIGEST) == _digest(folder, samples):
-            return found
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):  # none, or another version's
+        numbers: dict[str, Any] = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+        if len(of_prompts(samples)) == numbers["n"] and numbers.pop(DIGEST) == _digest(folder, samples):
+            return numbers
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):  # missing, or of another version
         pass
     return None
 
 
 def _digest(folder: Path, samples: Sequence[Sample]) -> str:
     benchmark = summary_module(samples)
-    own = b"" if benchmark is None else Path(str(benchmark.__file__)).read_bytes()
-    return hashlib.sha256(_CODE + own + (folder / SAMPLES).read_bytes()).hexdigest()
+    code = _CODE if benchmark is None else _CODE + Path(str(benchmark.__file__)).read_bytes()
+    return hashlib.sha256(code + (folder / SAMPLES).read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""Two results on the same examples: their difference with its interval, and by how much examples differ."""
+"""Paired comparison of two results on the same examples."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvbench.records.sample import Likelihood, Sample
 
 @dataclass(frozen=True)
 class Paired:
-    """How much higher `second` scores than `first` (of given texts: how much higher its NLL is) on shared prompts.
+    """Difference between `second` and `first` on shared prompts: in score, or in NLL for given texts.
 
-    spread: standard deviation of the difference per example. read: the texts of both, where texts were given.
+    spread: standard deviation of the difference per example. read: the likelihoods of both, for given texts.
     """
 
     difference: Difference
@@ -27,7 +27,7 @@ class Paired:
 
 @dataclass(frozen=True)
 class NLLGap:
-    """What a policy costs on the texts it shares with full: NLL (nats per token) and perplexity, less those of full.
+    """NLL (nats per token) and perplexity of a policy minus those of full, on shared texts.
 
     Both means are over tokens. interval: of the NLL, over texts; None for a single text.
     """
@@ -38,7 +38,7 @@ class NLLGap:
 
 
 def shared(first: Sequence[Sample], second: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
-    """The examples of the same prompts, in the order of `second`; a prompt asked k times pairs k times at most."""
+    """Pairs of examples with the same prompt, in the order of `second`; a repeated prompt pairs as often as in both."""
     known: defaultdict[str, list[Sample]] = defaultdict(list)
     for sample in reversed(of_prompts(first)):
         known[sample.prompt_hash].append(sample)
@@ -46,7 +46,7 @@ def shared(first: Sequence[Sample], second: Sequence[Sample]) -> list[tuple[Samp
 
 
 def paired(first: Sequence[Sample], second: Sequence[Sample]) -> Paired | None:
-    """Compare the examples of the same prompts for which both have a value; None without any."""
+    """Compare the examples with the same prompts and a value in both; None if there are none."""
     pairs = shared(first, second)
     read = tuple((a.likelihood, b.likelihood) for a, b in pairs if a.likelihood and b.likelihood)
     values = [(a.nll, b.nll) for a, b in read] or [

@@ -1,4 +1,4 @@
-"""One result: what was run, on which examples, and its numbers."""
+"""`Result`: the configuration, examples and numbers of one run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FINISHED, UNFINISHED = "finished", "unfinished"
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Result(Numbers):
-    """The examples of a run, or those with one value of a metadata key (`parts`).
+    """The result of a run, or of its examples with one value of a metadata key (`parts`).
 
-    Numbers are those of `analysis.metrics`, from `nll` on of given texts; None where they were not measured, or where
-    an example failed. model, policy, task: names of presets. differs: the fields that set the run apart from its
-    presets or from others of a table, by dotted name. labels: model, policy and task combined with these fields.
-    name: a label for the policy with all that sets the run apart, except when it evicts; line: that too, where other
-    runs of the table evict at other moments. state: "finished", or "unfinished" if examples are missing.
+    Numbers are computed by `analysis.metrics`; from `nll` on they are for given texts. A number is None if it was not
+    measured or an example failed. model, policy, task: names of presets. differs: the fields that differ from the
+    presets or between the rows of a table, by dotted name. labels: model, policy and task with these fields.
+    name: a label of the policy with all differing fields except the schedule; line: the same with the schedule if it is
+    unusual in the table. state: "finished", or "unfinished" if examples are missing.
     baseline: the result of the full cache on the same examples, if there is one.
     """
 
@@ -39,13 +39,13 @@ class Result(Numbers):
     environment: Mapping[str, Any]
     samples: tuple[Sample, ...]
     state: str = FINISHED
-    subset: str = "all"  # or "length=1024", where the result is about some of the examples
+    subset: str = "all"  # or "length=1024" for a part
     naming: Naming
     differs: Mapping[str, Any] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
     line: str = ""
-    mixed: str = ""  # versions that differ between the processes that computed it
+    mixed: str = ""  # versions that differ between the processes that computed the run
     baseline: Result | None = None
 
     n: int
@@ -58,7 +58,7 @@ class Result(Numbers):
     official: Mapping[str, float | None]
     official_intervals: Mapping[str, Sequence[float]]
     groups: Mapping[str, Mapping[str, Any]]
-    reads: bool = False  # whether given texts were scored: then it is judged by its NLL, and lower is better
+    reads: bool = False  # whether given texts were scored; then `value` is the NLL, and lower is better
     nll: float | None = None
     nll_low: float | None = None
     nll_high: float | None = None
@@ -75,13 +75,13 @@ class Result(Numbers):
 
     @property
     def budget(self) -> int | float | None:
-        """Tokens per KV head and layer, or share of the prompt; None where nothing is evicted."""
+        """Tokens per KV head and layer, or share of the prompt; None if nothing is evicted."""
         budget: int | float | None = self.identity["budget"]
         return budget
 
     @property
     def finished(self) -> bool:
-        """Whether all examples that were asked for are there."""
+        """Whether the run has all of its examples."""
         return self.state == FINISHED
 
     @property
@@ -96,9 +96,9 @@ class Result(Numbers):
 
     @property
     def device(self) -> str | None:
-        """Where it was computed."""
-        found = self.environment.get("hardware")
-        return None if found is None else str(found["device_name"] or found["processor"])
+        """The GPU or processor that computed it."""
+        hardware = self.environment.get("hardware")
+        return None if hardware is None else str(hardware["device_name"] or hardware["processor"])
 
     @property
     def slug(self) -> str:
@@ -107,12 +107,12 @@ class Result(Numbers):
 
     @property
     def model_label(self) -> str:
-        """The model, with the fields in which it differs from others of the table: for titles."""
+        """The model with its differing fields, for titles."""
         return self.labels.get("model", self.model)
 
     @property
     def task_label(self) -> str:
-        """The task, with the fields in which it differs from its preset or others of the table: for titles."""
+        """The task with its differing fields, for titles."""
         return self.labels.get("task", self.task)
 
     @property
@@ -122,7 +122,7 @@ class Result(Numbers):
 
     @property
     def schedule(self) -> str | None:
-        """When the prompt is evicted from: "prompt", "blocks of 128"; None where nothing is evicted."""
+        """When tokens of the prompt are evicted: "prompt", "blocks of 128"; None if nothing is evicted."""
         return moments(self.identity)[0]
 
     @property
@@ -132,50 +132,50 @@ class Result(Numbers):
 
     @property
     def moments(self) -> tuple[str, str]:
-        """Schedule and decoding rule: ("blocks of 128", "evict"), ("m=4", "") of texts, "" where nothing is evicted."""
+        """Schedule and decoding rule: ("blocks of 128", "evict"), ("m=4", "") for texts, ("", "") without eviction."""
         if not self.evicts or self.naming.reads is not None:
             return self.naming.reads or "" if self.evicts else "", ""
         return (briefly(self.identity), self.decode) if self.decode else ("", "")
 
     @property
     def when(self) -> str:
-        """The same in one: "blocks of 128, evict". Only rows that share it are comparable."""
+        """`moments` as one text: "blocks of 128, evict". Only rows with the same text are comparable."""
         return ", ".join(filter(None, self.moments))
 
     @property
     def evicts(self) -> bool:
-        """Whether fewer tokens are kept than were seen."""
+        """Whether the policy evicts tokens."""
         return evicts(self.identity)
 
     @property
     def is_full(self) -> bool:
-        """Whether the full cache ran, whatever its name."""
+        """Whether the run keeps the full cache, whatever the policy's name."""
         return keeps_all(self.identity)
 
     @property
     def setting(self) -> tuple[str, ...]:
-        """Two results are compared example by example if they share this."""
+        """The fields that two results must share to be compared example by example."""
         return tuple(str(self.identity.get(name)) for name in ("model", "dtype", "task", "seed", "generation"))
 
     @property
     def value(self) -> float | None:
-        """Its mean score, or the NLL of the texts it was given."""
+        """The mean score, or the NLL of given texts."""
         return self.nll if self.reads else self.score
 
     @property
     def ends(self) -> tuple[float, float] | None:
-        """The 95% interval of `value`, where it has one."""
+        """The 95% interval of `value`, or None."""
         low, high = (self.nll_low, self.nll_high) if self.reads else (self.score_low, self.score_high)
         return None if low is None or high is None else (low, high)
 
     @property
     def quantises(self) -> bool:
-        """Whether the run's store holds numbers as codes."""
+        """Whether the store is quantized."""
         return "bits" in (self.identity["policy"].get("store") or {})
 
     @property
     def bits_per_number(self) -> float | None:
-        """Bits really used for each number of the keys and values of prompt and answer; None where none is a code."""
+        """Bits used for each number of the keys and values of prompt and answer; None without a quantized store."""
         if not self.quantises or self.cache_bytes is None or not self.full_cache_bytes:
             return None
         width = float("".join(filter(str.isdigit, self.identity["dtype"])))
@@ -183,41 +183,41 @@ class Result(Numbers):
 
     @property
     def ratio_to_16_bit(self) -> float | None:
-        """How many times the bytes held a cache of all keys and values in 16 bits would take."""
+        """Bytes of all keys and values in 16 bits, divided by the bytes held."""
         return None if self.bits_per_number is None else 16 / self.bits_per_number
 
     @cached_property
     def to_full(self) -> Paired | None:
-        """By how much its value is above the baseline's on the examples both have; None without one, or any value."""
+        """The difference of `value` from the baseline's on shared examples; None without a baseline or values."""
         return None if self.baseline is None else paired(self.baseline.samples, self.samples)
 
     @property
     def vs_full(self) -> Difference | None:
-        """By how much it scores higher than its baseline; None without two scores, or below 5 shared examples."""
+        """The difference in score from the baseline; None without two scores, or below 5 shared examples."""
         has = self.baseline is not None and self.score is not None and self.baseline.score is not None
         return self.to_full.difference if has and self.to_full and self.to_full.difference.n >= FEWEST else None
 
     @cached_property
     def gap(self) -> NLLGap | None:
-        """How much worse it predicts than its baseline; None without one, or where either has failed examples.
+        """The difference in NLL and perplexity from the baseline; None without one, or if an example of either failed.
 
         It has an interval from 5 shared texts on.
         """
         if self.baseline is None or any(s.likelihood is None for s in (*self.samples, *self.baseline.samples)):
             return None
-        found = self.to_full
-        if found is None:
+        pair = self.to_full
+        if pair is None:
             return None
-        full, own = (token_mean(texts) for texts in zip(*found.read, strict=True))
-        return NLLGap(own - full, found.difference if len(found.read) >= FEWEST else None, exp(own) - exp(full))
+        full, nll = (token_mean(texts) for texts in zip(*pair.read, strict=True))
+        return NLLGap(nll - full, pair.difference if len(pair.read) >= FEWEST else None, exp(nll) - exp(full))
 
     @property
     def difference(self) -> Difference | None:
-        """The difference of its value to the baseline's: `vs_full`, or the interval of its `gap`."""
+        """`vs_full`, or for given texts the difference in NLL (`gap.interval`)."""
         return self.gap.interval if self.gap is not None else self.vs_full
 
     def parts(self, key: str) -> list[Result]:
-        """This result, and its baseline, for each value of a metadata key: about the examples of that value alone."""
+        """One result for each value of a metadata key, with the examples of that value; baselines are split alike."""
         baselines = {} if self.baseline is None else {part.subset: part for part in self.baseline.parts(key)}
         return [
             replace(
@@ -231,8 +231,8 @@ class Result(Numbers):
         ]
 
 
-def numbers(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a result that `metrics`, or metrics.json, holds."""
-    read = found["likelihood"] or {}
-    own = {name: value for name, value in found.items() if name != "likelihood"}
-    return {**own, "reads": bool(read), **{k: v for k, v in read.items() if k not in ("mean_over", "interval")}}
+def numbers(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a result from the content of metrics.json, as `metrics` returns it."""
+    nll = measured["likelihood"] or {}
+    others = {name: value for name, value in measured.items() if name != "likelihood"}
+    return {**others, "reads": bool(nll), **{k: v for k, v in nll.items() if k not in ("mean_over", "interval")}}

@@ -16,15 +16,15 @@ Key = TypeVar("Key", bound=Hashable)
 
 CONFIDENCE = 0.95
 ALPHA = 1 - CONFIDENCE
-FEWEST = 5  # examples below which nothing is claimed of a difference
+FEWEST = 5  # no difference is claimed below this number of examples
 RESAMPLES = 10_000
 _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-_BLOCK = 2_000_000  # numbers drawn at once: 16 MB, so that 5,000 examples need no 400 MB matrix
+_BLOCK = 2_000_000  # numbers drawn at once: 16 MB, instead of 400 MB for 5,000 examples
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A two-sided 95% confidence interval of a mean score, and how it was found ("wilson" or "bootstrap")."""
+    """A two-sided 95% confidence interval of a mean score, and its method ("wilson" or "bootstrap")."""
 
     low: float
     high: float
@@ -35,7 +35,7 @@ class Interval:
 class Difference:
     """Mean of `second - first` over the same `n` examples, its 95% interval, a two-sided p-value, and their method.
 
-    method: "tango" (its p is the exact McNemar test's), "bootstrap", or "floor" where all differences are the same.
+    method: "tango" (its p is the exact McNemar test's), "bootstrap", or "floor" if all differences are equal.
     """
 
     mean: float
@@ -47,17 +47,17 @@ class Difference:
 
     @property
     def claims(self) -> bool:
-        """Whether the two differ: the interval leaves out 0, and there are enough examples to say so."""
+        """Whether the two differ: the interval excludes 0, and there are at least FEWEST examples."""
         return self.n >= FEWEST and not self.low <= 0 <= self.high
 
 
 def mean_interval(scores: Sequence[float], seed: int = 0) -> Interval:
     """95% interval of the mean of per-example scores.
 
-    Right-or-wrong scores take Wilson's score interval: with few examples, or when all are right, the bootstrap would
-    report a width of zero. So do equal scores inside [0, 1], for which m(1 - m) bounds the variance from above.
-    Everything else takes the percentile bootstrap over examples (10,000 resamples, seeded: same scores, same interval),
-    its tails widened for few examples as a t interval's are. Raises ValueError for an empty sequence.
+    Right-or-wrong scores have Wilson's score interval, because a bootstrap of equal scores has a width of zero. Equal
+    scores inside [0, 1] have it too, because m(1 - m) bounds their variance from above. All other scores have the
+    percentile bootstrap over examples (10,000 resamples, seeded: same scores, same interval), with tails that are
+    widened for few examples as in a t interval. Raises ValueError for an empty sequence.
     Source: Wilson 1927; Efron and Tibshirani 1993, chapter 13; Hesterberg 2015, section 5.3 (expanded percentiles).
     """
     if len(scores) == 0:
@@ -74,8 +74,7 @@ def mean_interval(scores: Sequence[float], seed: int = 0) -> Interval:
 def weighted_interval(values: Sequence[float], weights: Sequence[float], seed: int = 0) -> Interval:
     """95% interval of the weighted mean of per-example values, by the percentile bootstrap over examples.
 
-    An example drawn twice brings its weight twice. Raises ValueError for fewer than two values: one says nothing of how
-    much others would differ.
+    An example that is drawn twice has its weight twice. Raises ValueError for fewer than two values.
     """
     if len(values) < 2 or len(values) != len(weights):
         raise ValueError(f"an interval needs two values or more, each with a weight, got {len(values)}, {len(weights)}")
@@ -85,13 +84,13 @@ def weighted_interval(values: Sequence[float], weights: Sequence[float], seed: i
 
 
 def stratified_interval(groups: Sequence[Sequence[float]], seed: int = 0) -> Interval:
-    """95% interval of the mean of group means, as LongBench averages its sets: every group is resampled by itself.
+    """95% interval of the mean of group means, as LongBench averages its sets: every group is resampled separately.
 
-    Which sets there are is part of the benchmark and not drawn, so the spread between them is no uncertainty. The
-    deviations of group k's bootstrap means are scaled by sqrt(n_k / (n_k - 1)), without which small groups look too
-    sure, and the percentiles lie as far out as Student's t does with Welch and Satterthwaite's degrees of freedom. A
-    group in which all scores are the same and inside [0, 1] is resampled as if there were one more score at the other
-    end: the next may be. Raises ValueError where there is no group, or one of fewer than two scores.
+    The groups are fixed by the benchmark, so the differences between them add no uncertainty. The deviations of group
+    k's bootstrap means are scaled by sqrt(n_k / (n_k - 1)), because the bootstrap underestimates the variance of small
+    groups. The percentiles are those of Student's t with Welch and Satterthwaite's degrees of freedom. A group of equal
+    scores inside [0, 1] is resampled with one more score at the other end of the range, because the next score may
+    differ. Raises ValueError for no group, or for a group of fewer than two scores.
     Source: Rao and Wu 1988 (rescaling bootstrap); Satterthwaite 1946.
     """
     named = dict(enumerate(groups))
@@ -101,21 +100,21 @@ def stratified_interval(groups: Sequence[Sequence[float]], seed: int = 0) -> Int
 def stratified_intervals(
     groups: Mapping[Key, Sequence[float]], means: Mapping[str, Sequence[Key]], seed: int = 0
 ) -> dict[str, Interval]:
-    """As `stratified_interval`, of several means over some of the groups each, which are resampled once for all."""
+    """`stratified_interval` for several means, each over some of the groups; every group is resampled once."""
     drawn = {key: _stratum(group, 0.0, 1.0, seed + i) for i, (key, group) in enumerate(groups.items())}
     inside = all(0 <= score <= 1 for group in groups.values() for score in group)
-    found = {}
+    intervals = {}
     for name, members in means.items():
         low, high = _Strata([drawn[key] for key in members]).percentiles()
-        found[name] = Interval(
+        intervals[name] = Interval(
             max(0.0, low) if inside else low, min(1.0, high) if inside else high, "stratified bootstrap"
         )
-    return found
+    return intervals
 
 
 @dataclass(frozen=True)
 class _Stratum:
-    """A group's mean, its variance, by how much its bootstrap means deviate [RESAMPLES], and its size less one."""
+    """The mean of a group, its variance, the deviations of its bootstrap means [RESAMPLES], and its size minus one."""
 
     mean: float
     variance: float
@@ -135,14 +134,14 @@ def _stratum(scores: Sequence[float] | np.ndarray, least: float, most: float, se
 
 
 class _Strata:
-    """Bootstrap deviations of a mean of group means, and how far out its percentiles lie."""
+    """Bootstrap deviations of a mean of group means, and its degrees of freedom."""
 
     def __init__(self, groups: Sequence[_Stratum]) -> None:
         if not groups:
             raise ValueError("a stratified interval needs two scores or more in every group, got no group")
         self.mean = float(np.mean([group.mean for group in groups]))
         self.deviations = np.mean([group.deviations for group in groups], axis=0)
-        # Welch and Satterthwaite: few examples in the groups that vary most make the whole uncertain.
+        # Welch and Satterthwaite: groups with high variance and few examples lower the degrees of freedom.
         weights = sum(group.variance**2 / group.freedom for group in groups)
         self._freedom = sum(group.variance for group in groups) ** 2 / weights if weights else 1.0
 
@@ -153,9 +152,10 @@ class _Strata:
 
 
 def _with_ends(group: np.ndarray, least: float, most: float) -> np.ndarray:
-    """The group with what may have been missed added, where all of its scores are the same: one score at the other end.
+    """The group; if all of its scores are equal, with one more score at the other end of the range.
 
-    Where there are two other ends, one towards either, so near that both together bring the variance of one.
+    A score inside the range has two other ends: one score is added towards each, and together they have the variance
+    of one score at an end.
     """
     first = float(group[0])
     if not ((group == first).all() and least <= first <= most):
@@ -169,14 +169,14 @@ def paired_difference(
 ) -> Difference:
     """How much higher `second` scores than `first` on the same examples.
 
-    weights: of the examples in the mean, None where all weigh the same (as scores do; NLLs have theirs).
+    weights: of the examples in the mean (numbers of tokens for NLLs); None: equal weights, as for scores.
 
     Right-or-wrong scores: Tango's score interval of the difference, p by the exact McNemar test; both depend on the
-    examples that only one of the two got right. Equal differences between scores inside [0, 1] get the width that such
-    an interval has where all examples agree, since the next example need not. All else: the percentile bootstrap of the
-    mean difference, and as p the share of resamples whose deviation from the observed mean is at least as large as
-    that mean (the null shifted to zero), with one added to both counts so that it is never 0. Raises ValueError where
-    the two do not pair up.
+    examples that only one of the two got right. Equal differences between scores inside [0, 1] get the width of Tango's
+    interval for examples that all agree, because the next example may not. All other values: the percentile bootstrap
+    of the mean difference; p is the share of resamples with a deviation from the observed mean that is at least as
+    large as that mean (the null shifted to zero), with one added to both counts so that p is never 0. Raises ValueError
+    for lists of different lengths.
     Source: Tango 1998, eq. 3-4; McNemar 1947; Efron and Tibshirani 1993, chapters 13 and 16.
     """
     if len(first) != len(second) or len(first) == 0:
@@ -191,24 +191,24 @@ def paired_difference(
     observed = float(np.average(differences, weights=weighing))
     means = _resampled_means(differences, seed, weighing)
     low, high = np.quantile(means, _tails(len(differences)))
-    # Equal up to rounding counts as "at least as large": else p depends on the order of summation.
+    # Equal up to rounding counts as "at least as large"; otherwise p depends on the order of summation.
     extreme = int((np.abs(means - observed) >= abs(observed) - 1e-12).sum())
     p = (extreme + 1) / (RESAMPLES + 1)
     return Difference(observed, float(low), float(high), p, len(differences), "bootstrap")
 
 
 def _binary_difference(gained: int, lost: int, n: int) -> Difference:
-    """From the numbers of examples that only the second, and only the first, got right."""
+    """gained, lost: the numbers of examples that only the second, and only the first, got right."""
     one_sided = float(bdtr(min(gained, lost), gained + lost, 0.5))
     low, high = _tango(gained, lost, n)
     return Difference((gained - lost) / n, low, high, min(1.0, 2 * one_sided), n, "tango")
 
 
 def _tango(gained: int, lost: int, n: int) -> tuple[float, float]:
-    """The differences that the score test does not refuse: the ends of Tango's interval."""
+    """The ends of Tango's interval: the smallest and largest difference that the score test does not reject."""
 
     def score(delta: float) -> float:
-        """How far the numbers seen are from what a difference of delta expects, in its standard errors."""
+        """The distance of the observed counts from those expected for a difference of delta, in standard errors."""
         linear = (2 * n - gained + lost) * delta - gained - lost
         nuisance = (sqrt(linear**2 + 8 * n * lost * delta * (1 - delta)) - linear) / (4 * n)  # P(only the first right)
         return (gained - lost - n * delta) / sqrt(max(n * (2 * nuisance + delta * (1 - delta)), 1e-300))
@@ -220,19 +220,19 @@ def _tango(gained: int, lost: int, n: int) -> tuple[float, float]:
 
 
 def _equal_difference(mean: float, n: int) -> Difference:
-    """Of examples that all differ by `mean`: a share z^2 / (n + z^2) that differs by -1 or 1 may have been missed.
+    """For examples that all differ by `mean`: a share z^2 / (n + z^2) of other examples may differ by -1 or 1.
 
-    That share is Wilson's, and Tango's, for something never seen in n examples.
+    This is the upper end of Wilson's and Tango's intervals for an event that never occurred in n examples.
     """
     missed = _Z**2 / (n + _Z**2)
-    p = 1.0 if mean == 0 else 2.0 ** (1 - n)  # as the sign test has it
+    p = 1.0 if mean == 0 else 2.0 ** (1 - n)  # the sign test
     return Difference(mean, mean - missed * (1 + mean), mean + missed * (1 - mean), min(1.0, p), n, "floor")
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values of one family, adjusted so that at most 5% of families have any false claim at 0.05, in the same order.
+    """p-values adjusted for multiple comparisons, in the same order: the family-wise error rate at 0.05 is 5%.
 
-    Source: Holm 1979: the k-th smallest of m is multiplied by m - k + 1, and none is below one before it.
+    Source: Holm 1979: the k-th smallest of m is multiplied by m - k + 1, and the results never decrease.
     """
     adjusted = [0.0] * len(p_values)
     least = 0.0
@@ -243,7 +243,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _tails(n: int) -> tuple[float, float]:
-    """The percentiles between which a bootstrap mean of n values lies, widened as Student's t is for small n."""
+    """The two percentiles of a bootstrap interval for n values, widened for small n as in Student's t."""
     if n < 2:
         return (1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2
     tail = float(ndtr(-sqrt(n / (n - 1)) * stdtrit(n - 1, (1 + CONFIDENCE) / 2)))
@@ -251,7 +251,7 @@ def _tails(n: int) -> tuple[float, float]:
 
 
 def _wilson(mean: float, n: int) -> Interval:
-    """Wilson's score interval of a share `mean` seen in `n` trials."""
+    """Wilson's score interval of a share `mean` in `n` trials."""
     centre = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * (mean * (1 - mean) / n + _Z**2 / (4 * n**2)) ** 0.5
     return Interval(max(0.0, centre - half), min(1.0, centre + half), "wilson")
@@ -265,7 +265,7 @@ def _resampled_means(values: np.ndarray, seed: int, weights: np.ndarray | None =
 def _mean_blocks(
     values: np.ndarray, rng: np.random.Generator, weights: np.ndarray | None, size: int | None = None
 ) -> Iterator[np.ndarray]:
-    """Means of `size` values drawn with replacement (as many as there are, if None), RESAMPLES of them in blocks."""
+    """RESAMPLES means of `size` values drawn with replacement (None: all values), in blocks."""
     rows = max(1, _BLOCK // len(values))
     for start in range(0, RESAMPLES, rows):
         drawn = rng.integers(len(values), size=(min(rows, RESAMPLES - start), size or len(values)))

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.errors import UsageError
-from kvbench.inference.generate import generate_tokens
-from kvbench.inference.generation import Generation
 from kvbench.inference.sampling import Draws, Sampling, check_samples
 from kvbench.models.given import borrowed
 from kvbench.models.prompts import end_tokens, stop_test

@@ -1,23 +1,142 @@
-"""Attention of a step's queries over what a layer holds: the ways to compute it, and which one is taken.
+"""A layer step, and the attention of its queries over what the layer holds: the ways to compute it.
 
 Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, m queries of a step, C slots, D head dim.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.cache.step import LayerStep
+from kvbench.cache.steps import BatchStep
 from kvbench.kernels.decode import decode_attention, decodes
 from kvbench.kernels.prompt import attention_behind, grouped_attention, masked_attention, one_for_all, prompt_attention
 from kvbench.kernels.references import visible
 from kvbench.kernels.tiles import use_triton
+from kvbench.policies.latents import LatentObservation
+from kvbench.policies.model_layer import Latents
 from kvbench.policies.needs import Needs
-from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.observation import AttentionParams, Known, Observation
+from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import LayerStore
+
+ALL = slice(None)
+
+
+class Projected(NamedTuple):
+    """The new queries [B,H_q,m,D], keys and values [B,H_kv,m,D] of one layer, rotated as its attention takes them.
+
+    Of a layer that stores latents, keys are the latents [B,1,m,R] and values the part of the keys that is rotated.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def rows(self, rows: slice) -> "Projected":
+        """Those of some of the sequences."""
+        return self if rows == ALL else Projected(*(x[rows] for x in self))
+
+    def columns(self, columns: slice) -> "Projected":
+        """Those of some of the tokens."""
+        whole = columns == slice(0, self.queries.shape[2])
+        return self if whole else Projected(*(x[:, :, columns] for x in self))
+
+
+@dataclass(eq=False)  # not frozen, as in `Observation`
+class LayerStep:
+    """One step of one layer: its tokens are appended, its attention and its eviction are to come.
+
+    queries [B,H_q,m,D]. now: where the step stands in the prompt or the answer. params: parameters of the attention.
+    store: what the queries attend to. fresh: exactly this step's tokens are held, in order, for every head. alone: the
+    call of the model is this one step. read: attention where the policy reads less than is held; it gives None where
+    all is read. rows: the sequences it is about. parts: the same step by length, where sequences of several lengths
+    share a store. observe: makes what the policy sees; None where the policy sees nothing. known: what was computed of
+    the very same step for another policy.
+    """
+
+    queries: Tensor
+    now: BatchStep
+    params: AttentionParams
+    store: LayerStore
+    fresh: bool
+    observe: Callable[["LayerStep"], Observation] | None = None
+    alone: bool = True
+    read: Callable[["LayerStep"], Tensor | None] | None = None
+    rows: slice = field(default_factory=lambda: ALL)
+    parts: tuple["LayerStep", ...] = ()
+    known: Known | None = None
+    _seen: Observation | None = field(default=None, init=False, repr=False)
+    _read: LayerStore | None = field(default=None, init=False, repr=False)
+
+    def of(self, rows: slice, store: LayerStore) -> "LayerStep":
+        """The step of some of the sequences, which `store` holds."""
+        now = self.now.of(rows)
+        return LayerStep(self.queries[rows], now, self.params, store, self.fresh, self.observe, self.alone, rows=rows)
+
+    def read_by(self, queries: Tensor, params: AttentionParams) -> "LayerStep":
+        """The step as another layer reads it: queries [B,H_q,n,D] of its last n tokens, unseen by the policy."""
+        now, fresh = self.now, self.fresh
+        if queries.shape[2] < self.queries.shape[2]:
+            now, fresh = replace(now, positions=now.positions[:, -queries.shape[2] :]), False
+        parts = tuple(part.read_by(queries[part.rows], params) for part in self.parts)
+        return LayerStep(queries, now, params, self.store, fresh, None, self.alone, self.read, self.rows, parts)
+
+    def copied(self) -> "LayerStep":
+        """The step over a copy of what is held now, which no later step changes."""
+        held = self.store
+        contents = {"keys": held.keys, "values": held.values, "positions": held.positions}
+        if held.bias is not None:
+            contents["bias"] = held.bias
+        kept = SlotStore.of({name: x.clone() for name, x in contents.items()}, (), held.ascending)
+        return replace(self, store=kept, observe=None, parts=(), read=deepcopy(self.read))
+
+    @property
+    def attended(self) -> LayerStore:
+        """What attention reads: the store, or, where it holds latents, keys and values of all heads made of them."""
+        latents = self.params.latents
+        if latents is None:
+            return self.store
+        if self._read is None:
+            self._read = _expanded(self.store, latents, {} if self.known is None else self.known)
+        return self._read
+
+    @property
+    def of_all_heads(self) -> "LayerStep":
+        """The step of a layer that stores latents as one of a layer that stores every head's keys and values."""
+        params, observe = self.params._replace(latents=None), None
+        if self.observed:
+            assert isinstance(self.observation, LatentObservation)
+            heads = self.observation.heads
+            observe = lambda _: heads  # noqa: E731
+        return replace(self, store=self.attended, params=params, observe=observe)
+
+    @property
+    def observed(self) -> bool:
+        """Whether the policy sees this step."""
+        return self.observe is not None
+
+    @property
+    def observation(self) -> Observation:
+        """What the policy sees; made once, when it is first asked for."""
+        if self._seen is None:  # no `cached_property`: before Python 3.12 it takes a lock, in every layer of a step
+            assert self.observe is not None, "the policy sees nothing of this step"
+            self._seen = self.observe(self)
+        return self._seen
+
+
+def _expanded(held: LayerStore, latents: Latents, known: Known) -> SlotStore:
+    """A view of stored latents, [B,1,C,...], with the keys and values of all heads."""
+    if "expanded keys" not in known:
+        known["expanded keys"], known["expanded values"] = latents.expand(held.keys, held.values)
+    keys, values = known["expanded keys"], known["expanded values"]
+    positions = held.positions.expand(-1, keys.shape[1], -1).contiguous()
+    contents = {"keys": keys, "values": values, "positions": positions}
+    return SlotStore.of(contents, (), held.ascending, held.packed)
 
 
 def attend(step: LayerStep, needs: Needs) -> Tensor:
@@ -31,7 +150,7 @@ def attend(step: LayerStep, needs: Needs) -> Tensor:
         return torch.cat([attend(part, needs) for part in step.parts])  # sequences of several lengths
     if step.params.latents is not None:
         step = step.of_all_heads
-    if step.observed and (step.fresh or isinstance(step.store, DenseStore)):
+    if step.observed and (step.fresh or _dense(step.store)):
         out = _with_statistics(step, step.store, needs)
         if out is not None:
             return out
@@ -57,7 +176,7 @@ def attend_to_survivors(step: LayerStep, values: Tensor) -> Tensor:
 
 def _with_statistics(step: LayerStep, held: LayerStore, needs: Needs) -> Tensor | None:
     """Attention that also yields what the scorer reads; None where that is no better than computing it apart."""
-    newest = needs.newest_row and isinstance(held, DenseStore)
+    newest = needs.newest_row and _dense(held)
     if not newest and needs.sums is None:
         return None
     if newest:
@@ -142,6 +261,11 @@ def _masked(step: LayerStep, held: LayerStore) -> Tensor:
     return masked_attention(
         *call, params.scaling, params.softcap, params.sliding_window, params.sinks, columns=step.fresh, bias=held.bias
     )
+
+
+def _dense(held: LayerStore) -> bool:
+    """Whether all segments are of one length, in full precision."""
+    return isinstance(held, SlotStore) and held.starts is None
 
 
 Way = Callable[[LayerStep, LayerStore], Tensor | None]

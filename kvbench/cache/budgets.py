@@ -4,6 +4,7 @@ Shapes: B batch, L layers.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import count
 from types import MappingProxyType
 
@@ -80,8 +81,13 @@ class Budgets:
     def _share(self, row: int, budget: int, read: int) -> int:
         """What may be held of a layer's budget after `read` tokens; never fewer than what always stays."""
         share = self._policy.schedule.share(budget, read, self._progress.prompt[row])
+        return budget if share == budget else min(budget, max(share, self._least))
+
+    @cached_property
+    def _least(self) -> int:
+        """Slots per KV head that are always kept."""
         assert self._policy.scorer is not None
-        return min(budget, max(share, least_budget(self._policy.scorer, self._policy.allocator)))
+        return least_budget(self._policy.scorer, self._policy.allocator)
 
     def exceeded(self, rows: Sequence[bool]) -> tuple[bool, ...]:
         """Which of the sequences have a prompt beyond their budget, so that something must be evicted."""

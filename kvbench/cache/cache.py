@@ -2,11 +2,12 @@
 
 A token's way: `update` hands a `LayerCall` to the attention function, which leads to `attend`. There the layer's new
 keys and values are appended to its store (`kvbench.cache.state`), attention is computed over what is held
-(`kvbench.cache.attention`), and the eviction is due (`kvbench.cache.evict`).
+(`kvbench.cache.attention`), and the eviction is due (`kvbench.cache.eviction`).
 
 Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots, D head dim.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from kvbench.cache import NAME
+from kvbench.cache.attention import Projected
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
 from kvbench.cache.caller import Caller, check_heads, check_policy
 from kvbench.cache.device_batch import DeviceBatch, can_join
-from kvbench.cache.evict import Evictions
+from kvbench.cache.eviction import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.group_attention import GroupAttention
 from kvbench.cache.hook import LayerCall, SharedCall, expect
@@ -31,7 +34,6 @@ from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, check_padding
 from kvbench.cache.saving import load, save
 from kvbench.cache.shared import SharedReads
-from kvbench.cache.step import Projected
 from kvbench.cache.uncompiled import uncompiled
 from kvbench.policies.latents import check_latents
 from kvbench.policies.observation import AttentionParams
@@ -131,7 +133,7 @@ class KVCache(Cache):
     ) -> tuple[LayerCall | Tensor, LayerCall | Tensor]:
         """Hand the new keys and values [B,H_kv,M,D] of a layer, or its latents, on to its attention, which appends."""
         place = self._places[layer_idx]
-        if place == 0:
+        if place == 0 and (self.config._attn_implementation != NAME or "kvpress" in sys.modules):
             self._caller.check_attention()
         call = LayerCall(layer_idx, partial(self._called, place, key_states, value_states))
         if self._layout.latent:  # the model expands them on the way, to keys and values of all heads
@@ -151,7 +153,7 @@ class KVCache(Cache):
     def _called(self, index: int, keys: Tensor, values: Tensor, reader: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
         """What the attention function calls. reader: the module that attends; args: queries, mask, parameters."""
         queries, mask, params = args
-        if index == 0:
+        if index == 0 and (self._caller.reader is None or self._caller.reader() is not reader):
             self._caller.check(reader)
         if any(group.policy.needs.model for group in self.groups):
             params = params._replace(model=model_layer(reader, queries))
@@ -163,7 +165,8 @@ class KVCache(Cache):
         mask [B,M] bool marks the real tokens of this call, None if all are.
         """
         self._begin(index, new, mask)
-        check_heads(self.groups, index, new.keys)
+        if not self.groups[0].layers[index].opened:
+            check_heads(self.groups, index, new.keys)
         if self._batch is not None:
             out = self._attention.on_device(self._batch, dict(self._rows()), index, new, params)
         elif self.one_prompt:
@@ -183,7 +186,8 @@ class KVCache(Cache):
 
     def _begin_call(self, new: Projected, mask: Tensor | None) -> None:
         self._evictions.end_call()  # of a model whose last layers hold no cache of their own
-        self._shared.begin()
+        if self._layout.owners:
+            self._shared.begin()
         assert mask is None or len(self.groups) == 1, "sequences of several policies are never padded"
         if mask is not None and self._layout.states:
             check_padding(self.group.progress.seen, mask)

@@ -19,7 +19,7 @@ class Caller:
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self._config = config
-        self._reader: ReferenceType[nn.Module] | None = None  # its first attention
+        self.reader: ReferenceType[nn.Module] | None = None  # its first attention
 
     def check_attention(self) -> None:
         """ValueError if attention that cannot read the cache follows; it asks for ours, which is then what it gets."""
@@ -28,7 +28,7 @@ class Caller:
 
     def check(self, module: nn.Module) -> None:
         """ValueError if the model whose first attention runs is not of the kind the cache was made for, or another."""
-        reader = None if self._reader is None else self._reader()
+        reader = None if self.reader is None else self.reader()
         if reader is module:
             return
         if reader is not None:
@@ -37,13 +37,11 @@ class Caller:
                 "policy), or call cache.reset() first"
             )
         check_kind(self._config, module.config)
-        self._reader = ref(module)
+        self.reader = ref(module)
 
 
 def check_heads(groups: Sequence[PolicyGroup], index: int, keys: Tensor) -> None:
     """ValueError if a layer's first keys [B,H_kv,M,D] have other KV heads than the first layer's, where none may."""
-    if groups[0].layers[index].opened:
-        return
     for group in groups:
         if group.layers[0].opened and group.policy.granularity != "query_head":
             others = [group.layers[0].store.keys.shape[1]] * (len(group.layers) - 1)

@@ -8,13 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvbench.cache.attention import attend, attend_to_survivors
+from kvbench.cache.attention import LayerStep, Projected, attend, attend_to_survivors
 from kvbench.cache.device_batch import DeviceBatch
-from kvbench.cache.evict import Evictions
+from kvbench.cache.eviction import Evictions
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.shared import SharedReads
 from kvbench.cache.state import LayerState
-from kvbench.cache.step import LayerStep, Projected
 from kvbench.cache.steps import BatchStep
 from kvbench.policies.observation import AttentionParams, Known
 from kvbench.policies.stores.slots import owned
@@ -111,7 +110,8 @@ class GroupAttention:
         group.note_bytes(index)
         if policy.schedule.order == "attend_then_evict":
             out = attend(step, policy.needs)
-            self._shared.add(group, layer, step, new.values)
+            if self._shared.owned:
+                self._shared.add(group, layer, step, new.values)
             self._evict(group, layer, step)
             return out
         self.evictions.add(group, layer, step)
@@ -120,8 +120,7 @@ class GroupAttention:
         return attend_to_survivors(step, own)
 
     def _evict(self, group: PolicyGroup, layer: LayerState, step: LayerStep) -> None:
-        later = self._shared.holds_up(layer, step)
-        (self.evictions.add_later if later else self.evictions.add)(group, layer, step)
+        self.evictions.add(group, layer, step, later=bool(self._shared.owned) and self._shared.holds_up(layer, step))
 
 
 def _nothing(new: Projected, params: AttentionParams) -> Tensor:

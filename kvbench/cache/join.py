@@ -15,14 +15,12 @@ import torch
 from kvbench.cache.budgets import Budgets
 from kvbench.cache.cache import KVCache
 from kvbench.cache.group import PolicyGroup, same
-from kvbench.cache.recent_queries import RecentQueries
-from kvbench.cache.state import LayerState
+from kvbench.cache.state import LayerState, RecentQueries
 from kvbench.cache.steps import Progress
 from kvbench.policies.policy import Policy
-from kvbench.policies.stores.batch import BatchStore
-from kvbench.policies.stores.combined import CombinedStore
-from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import LayerStore
+from kvbench.policies.stores.store_list import StoreList, each_sequence
 
 Place = tuple[PolicyGroup, int]
 """A sequence of a group."""
@@ -113,7 +111,7 @@ def _shape(group: PolicyGroup) -> Hashable:
         return None  # it would evict at other steps than those beside it
     layers = []
     for layer in group.layers:
-        shape = layer.store.shape if isinstance(layer.store, DenseStore | BatchStore) else None
+        shape = layer.store.shape if isinstance(layer.store, SlotStore | StoreList) else None
         if shape is None or layer.unsettled:
             return None
         traces = tuple((name, x.shape[1:]) for name, x in layer.memory.items())
@@ -132,8 +130,8 @@ def _joined(cache: KVCache, places: Sequence[Place]) -> PolicyGroup:
     peaks = {group: _peaks(group) for group in groups}
 
     def held(index: int) -> LayerStore:
-        rows = {group: _each(group.layers[index].give_away()) for group in groups}  # one layer is in memory twice
-        return BatchStore([rows[group][row] for group, row in places])
+        rows = {group: each_sequence(group.layers[index].give_away()) for group in groups}  # one layer at a time
+        return StoreList.decoding([rows[group][row] for group, row in places])
 
     layers = [_layer(index, places, held(index)) for index in range(len(groups[0].layers))]
     found = _of_places(cache, places, layers)
@@ -150,7 +148,7 @@ def _picked(
 
     def held(index: int) -> LayerStore:
         store = group.layers[index].store
-        assert isinstance(store, DenseStore | BatchStore)
+        assert isinstance(store, SlotStore | StoreList)
         return store.picked(rows)
 
     layers = copies or [_layer(index, places, held(index)) for index in range(len(group.layers))]
@@ -167,15 +165,9 @@ def _budget(place: Place) -> float:
     return group.budgets.policy(row).budget or 0.0
 
 
-def _each(held: LayerStore) -> list[DenseStore]:
-    """What a layer holds, by its sequences."""
-    assert isinstance(held, DenseStore | BatchStore)
-    return held.each()
-
-
 def _peaks(group: PolicyGroup) -> list[int]:
     """The most bytes each sequence held so far: those of one length hold the same, those of several do not shrink."""
-    several = any(isinstance(layer.store, CombinedStore) for layer in group.layers)
+    several = any(isinstance(layer.store, StoreList) for layer in group.layers)
     now = 0 if several else group.peak_nbytes // group.size
     return [max(before, now) for before in group.peaks or [0] * group.size]
 

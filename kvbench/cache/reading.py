@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.cache.step import LayerStep
+from kvbench.cache.attention import LayerStep
 from kvbench.kernels.prompt import masked_attention
 from kvbench.kernels.references import visible
 from kvbench.policies.layer_budgets import read_budget

@@ -126,9 +126,7 @@ class RecurrentKVLayer(KVLayer, RecurrentLayer):
 def check_padding(seen: Sequence[int], mask: Tensor) -> None:
     """ValueError where a call of several tokens pads a sequence that has seen some: its states would take padding in.
 
-    seen: tokens of every sequence; mask [B,M] bool marks the real ones of the call. One token that is padding is that
-    of a sequence which ended, see `EndedStates`.
-    """
+    seen: tokens of every sequence; mask [B,M] bool marks the real ones of the call."""
     padded = (~mask).any(-1).tolist() if mask.shape[1] > 1 else []
     for row, (before, some) in enumerate(zip(seen, padded, strict=False)):
         if before and some:
@@ -136,27 +134,3 @@ def check_padding(seen: Sequence[int], mask: Tensor) -> None:
                 f"sequence {row} is padded after the {before} tokens it has seen, and the states of this model's "
                 "recurrent layers would take padding in: give later prompts of a batch one length, or each alone"
             )
-
-
-class EndedStates:
-    """States of sequences that ended before others of their batch: the model goes on calling their layers."""
-
-    def __init__(self, group: PolicyGroup) -> None:
-        self._group = group
-        self._rows: dict[int, dict[str, Tensor]] = {}
-
-    def note(self, ended: Sequence[bool]) -> None:
-        """Between two calls of the model: which sequences are given no more tokens."""
-        for row in range(len(ended)):
-            if ended[row] and row not in self._rows:
-                self._rows[row] = {name: state[row].clone() for name, state in self._states.items()}
-
-    def put_back(self) -> None:
-        """Let them hold again what they held when they ended."""
-        for row, held in self._rows.items():
-            for name, state in self._states.items():
-                state[row] = held[name]
-
-    @property
-    def _states(self) -> dict[str, Tensor]:
-        return self._group.states

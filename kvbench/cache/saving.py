@@ -33,7 +33,18 @@ KEY = "kvbench"
 DERIVED = frozenset(
     (
         *("policy", "names", "layers", "budgets", "progress", "index", "isolated", "on_change", "on_evict", "rule"),
-        *("_policy", "_layers", "_progress", "_forced", "_alike", "_steps", "_last", "not_numbers"),
+        *(
+            "_policy",
+            "_layers",
+            "_progress",
+            "_forced",
+            "_alike",
+            "_steps",
+            "_last",
+            "not_numbers",
+            "_memory",
+            "_starts",
+        ),
     )
 )
 """Attributes that follow from configuration, policy and the other attributes; all others are saved."""

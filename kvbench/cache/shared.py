@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvbench.cache.attention import attend, attend_to_survivors
+from kvbench.cache.attention import LayerStep, attend, attend_to_survivors
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.layout import Layout
 from kvbench.cache.state import LayerState
-from kvbench.cache.step import LayerStep
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
 
@@ -40,6 +39,7 @@ class SharedReads:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
+        self.owned = layout.owned
         self._to_come = 0  # readers
         self._reads: dict[int, list[_Read]] = {}
 

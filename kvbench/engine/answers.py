@@ -16,16 +16,15 @@ from kvbench.cache.cache import BudgetError, KVCache
 from kvbench.cache.pressed import PressedCache, kept_by_layer
 from kvbench.cache.read_counts import nbytes_read, tokens_read
 from kvbench.engine import device_memory
+from kvbench.engine.conversation import Conversation, limited
+from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.engine.likelihood import rate
 from kvbench.engine.prompts import blank
 from kvbench.engine.sequence import Request
 from kvbench.identity.cell import Cell
 from kvbench.identity.reading import is_read
-from kvbench.inference.generate import generate_tokens
-from kvbench.inference.generation import Generation
 from kvbench.inference.rating import evicted, rated
 from kvbench.inference.sampling import Draws, Sampling
-from kvbench.inference.turns import Conversation
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
 from kvbench.models.tokens import Encoder
@@ -227,14 +226,13 @@ def _converse(cell: Cell, loaded: LoadedModel, prompt: Prompt, talk: Conversatio
     asked = request(cell, loaded, prompt)
     assert prompt.example.shared is not None
     limits = [turn.most for turn in prompt.example.shared.follow_ups or ()]
-    ends, missed = (asked.eos_token_ids, asked.stop), range(talk.turns, len(limits))
+    missed = range(talk.turns, len(limits))
     for turn in missed:
         if prompt.own:
-            talk.ask(asked.prompts[turn], *ends, limits[turn], asked.min_new_tokens)
+            talk.ask(limited(asked, limits[turn]), asked.prompts[turn])
         else:
             talk.skip(asked.prompts[turn])
-    draws = asked.draws() if asked.draws else None
-    done = talk.ask(asked.prompts[-1], *ends, asked.max_new_tokens, asked.min_new_tokens, draws)
+    done = talk.ask(asked, asked.prompts[-1])
     return answered(cell, prompt, _completed(done, sum(prompt.turns[turn] for turn in missed)))
 
 

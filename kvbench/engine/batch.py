@@ -22,12 +22,10 @@ from kvbench.cache.group import in_order
 from kvbench.cache.join import copied, empty_like, join, pick
 from kvbench.cache.layout import continues
 from kvbench.cache.rotary import beyond, uniform_length
-from kvbench.engine.prefill import prefill_prompt
-from kvbench.engine.prefill_examples import prefill_examples
+from kvbench.engine.prefill import prefill_examples, prefill_prompt
 from kvbench.engine.sequence import LiveSequence, Request, choose_next, new_sequence
-from kvbench.inference.calls import next_logits
 from kvbench.inference.cuda_graph import Recorder, bucket, recorded
-from kvbench.inference.generate import padding
+from kvbench.inference.prefill import next_logits, padding
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.policy import Policy
 
@@ -38,12 +36,12 @@ SETTLING = 3  # steps after a prompt until its layers look like those of sequenc
 class DecodeBatch:
     """The sequences in flight on one model; with riders (those that are done) the sequences of one cache in this order.
 
-    cuda_graph: steps are replayed from a recording, until sequences come or many are gone.
+    cuda_graph: steps are replayed from a recording, until sequences come or many are gone. strict: see `Recorder`.
     """
 
-    def __init__(self, model: PreTrainedModel, cuda_graph: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, cuda_graph: bool = False, strict: bool = True) -> None:
         self._model = model
-        self._recorder = Recorder(model) if cuda_graph else None
+        self._recorder = Recorder(model, strict) if cuda_graph else None
         self._alike = uniform_length(model.config.get_text_config(decoder=True))
         self.cache: KVCache | None = None
         self.sequences: list[LiveSequence] = []
@@ -99,10 +97,10 @@ class DecodeBatch:
         self.drop(())
         sequences = [[new_sequence(request, policy) for policy in policies] for request in requests]
         prefill(self._model, sequences)
-        self._start(chain(*sequences))
+        self.start(chain(*sequences))
         return sequences
 
-    def _start(self, sequences: Iterable[LiveSequence]) -> None:
+    def start(self, sequences: Iterable[LiveSequence]) -> None:
         """Sequences whose prompts are in begin to decode."""
         for sequence in sequences:
             if sequence.done:

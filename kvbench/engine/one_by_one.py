@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from kvbench.engine.answers import alone, conversation
+from kvbench.engine.conversation import Conversation
 from kvbench.engine.turns import InStep, Turn
-from kvbench.inference.turns import Conversation
 from kvbench.models.loading import LoadedModel
 from kvbench.terminal.bars import Advance
 

@@ -16,7 +16,7 @@ from kvbench.engine.memory import MemoryPlanner
 from kvbench.engine.run_writer import RunWriter
 from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.engine.turns import InStep, Turn
-from kvbench.inference.generation import now
+from kvbench.inference.prefill import now
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt
 from kvbench.records.sample import Sample
@@ -85,7 +85,8 @@ class Scheduler:
         self, loaded: LoadedModel, turns: Sequence[Turn], planner: MemoryPlanner, totals: Totals, advance: Advance
     ) -> None:
         self._loaded, self._planner, self._totals, self._advance = loaded, planner, totals, advance
-        self._batch = DecodeBatch(loaded.model, any(run.cell.cuda_graph for turn in turns for run in turn.runs))
+        graph = any(run.cell.cuda_graph for turn in turns for run in turn.runs)
+        self._batch = DecodeBatch(loaded.model, graph, strict=False)
         self._waiting = deque(_Waiting(turn.prompt, list(turn.runs)) for turn in turns)
         self._in_flight: dict[LiveSequence, _InFlight] = {}
         self._steps = InStep(turns)

@@ -40,10 +40,8 @@ def check_context(policy: Policy) -> None:
         )
 
 
-def parted(ids: Tensor, mask: Tensor | None, context_tokens: int) -> tuple[Tensor, Tensor]:
-    """Tokens [B,T+M] as contexts [B,T] and questions [B,M]. ValueError where either is empty, or for padding."""
-    if mask is not None:
-        raise ValueError("compress=context takes prompts without padding, whose contexts are all of one length")
+def parted(ids: Tensor, context_tokens: int) -> tuple[Tensor, Tensor]:
+    """Tokens [B,T+M] as contexts [B,T] and questions [B,M]. ValueError where either is empty."""
     if not 0 < context_tokens < ids.shape[1]:
         raise ValueError(
             f"compress=context needs a token before the question and one in it, got {context_tokens} tokens of context "

@@ -8,6 +8,8 @@ a smaller `bucket`.
 Shapes: B batch, V vocabulary.
 """
 
+import logging
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -16,9 +18,11 @@ from kvbench.cache.cache import KVCache
 from kvbench.cache.device_batch import DeviceBatch, steps_alike
 from kvbench.cache.interface import name_of
 from kvbench.cache.layout import layout_of
-from kvbench.inference.calls import next_logits
+from kvbench.inference.prefill import next_logits
 from kvbench.models.trial import layer_shapes
 from kvbench.policies.policy import Policy
+
+log = logging.getLogger(__name__)
 
 SETTLING = 2  # steps after which all kernels are compiled and all memory of a step is made
 
@@ -70,44 +74,47 @@ def recorded(cache: KVCache) -> DeviceBatch | None:
 
 
 class Recorder:
-    """Takes in one token of every sequence at a time: calls of the model, then replays of one that was recorded."""
+    """Takes in one token of every sequence at a time: calls of the model, then replays of one that was recorded.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    strict: a step that cannot be recorded is a ValueError; else a warning is logged once and all steps are called.
+    """
+
+    def __init__(self, model: PreTrainedModel, strict: bool = True) -> None:
+        self._model, self._strict = model, strict
         self._batch: DeviceBatch | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._called = 0  # steps of this batch
+        self.failed = False
 
     def step(self, cache: KVCache, token: Tensor, places: Tensor) -> Tensor:
-        """Logits [B,V] after one more token [B,1] of every sequence at places [B,1]; valid until the next step.
-
-        ValueError where the model does what no graph can hold.
-        """
+        """Logits [B,V] after one more token [B,1] of every sequence at places [B,1]; valid until the next step."""
         cache.on_device()
         batch = recorded(cache)
         if batch is not self._batch:
             self._batch, self._graph, self._called = batch, None, 0
-        if batch is None or batch.room == 0:
-            return next_logits(self._model, token, None, places, cache)
-        if self._called < SETTLING:
+        if batch is not None and batch.room > 0 and not self.failed:
+            if self._called >= SETTLING and self._graph is None:
+                self._graph = self._record(batch, cache, token)
             self._called += 1
+        if self._graph is None or batch is None or batch.room == 0:
             return next_logits(self._model, token, None, places, cache)
-        if self._graph is None:
-            self._graph = self._record(batch, cache, token)
         self._token.copy_(token)
         self._graph.replay()
         batch.count(1)
         return self._logits
 
-    def _record(self, batch: DeviceBatch, cache: KVCache, token: Tensor) -> torch.cuda.CUDAGraph:
-        self._token, graph = token.clone(), torch.cuda.CUDAGraph()
+    def _record(self, batch: DeviceBatch, cache: KVCache, token: Tensor) -> torch.cuda.CUDAGraph | None:
+        """A step as a graph; recording computes nothing. None, and a warning, where it failed and that is allowed."""
+        self._token, graph, seen = token.clone(), torch.cuda.CUDAGraph(), cache.seen
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._logits = next_logits(self._model, self._token, None, batch.slots.places, cache)
         except RuntimeError as error:
-            raise ValueError(
-                f"a decoding step on {type(self._model).__name__} cannot be recorded "
-                f"({str(error).splitlines()[0]}): use engine.cuda_graph=false"
-            ) from error
-        batch.count(-1)  # recording computes nothing
-        return graph
+            why = f"a decoding step on {type(self._model).__name__} cannot be recorded ({str(error).splitlines()[0]})"
+            if self._strict:
+                raise ValueError(f"{why}: use engine.cuda_graph=false") from error
+            log.warning("%s: steps are called one by one", why)
+            self.failed = True
+        finally:
+            batch.count(seen - cache.seen)
+        return None if self.failed else graph

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from kvbench.cache.attention import attend
+from kvbench.cache.attention import LayerStep, Projected, attend
 from kvbench.cache.cache import KVCache
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.interface import InterfaceError
 from kvbench.cache.layout import attention_layers, continues
 from kvbench.cache.model_layer import model_layer
-from kvbench.cache.step import LayerStep, Projected
 from kvbench.cache.steps import BatchStep
 from kvbench.inference.logits import base_of, prompt_ratings
 from kvbench.policies.layer_budgets import total_slots
@@ -38,7 +37,7 @@ from kvbench.policies.pre_passes.pre_pass import (
     TextEncoder,
     TokenRating,
 )
-from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.stores.slot_store import SlotStore
 
 Kind = TypeVar("Kind", bound=KVCache)
 
@@ -46,30 +45,23 @@ Kind = TypeVar("Kind", bound=KVCache)
 def read_prompt(
     model: PreTrainedModel,
     input_ids: Tensor,
-    mask: Tensor | None,
     policy: Policy,
     kind: type[Kind],
     question: int | Sequence[int] | None = None,
 ) -> tuple[Tensor, Kind]:
-    """The prompt [B,T] as a policy has it read, and a new cache for it. mask [B,T] bool marks real tokens.
+    """The prompt [B,T] as a policy has it read, and a new cache for it.
 
     question: where the question begins, for policies that ask.
-
-    ValueError where the policy chooses the prompt's tokens and the model has no such layer, or several sequences or
-    padding are given.
+    ValueError where the policy chooses the prompt's tokens and the model has no such layer, or several sequences are
+    given.
     """
     passed = None
-    if mask is not None and isinstance(policy.pre_pass, BlockPasses):
-        raise ValueError(f"{policy.name} reads a prompt in blocks, each with its question, so it takes no padding")
     if isinstance(policy.pre_pass, PromptChoice):
-        if mask is not None:
-            raise ValueError(f"{policy.name} rewrites the prompt, so it takes prompts without padding")
         whole = input_ids
         input_ids = _chosen(model, whole, policy, policy.pre_pass)
         passed = 0 if input_ids is whole else whole.shape[1]
         policy = dataclasses.replace(policy, pre_pass=None)
-    lengths = [input_ids.shape[1]] * len(input_ids) if mask is None else mask.sum(-1).tolist()
-    cache = kind(model.config, policy, prompt_length=lengths, question=question)
+    cache = kind(model.config, policy, prompt_length=[input_ids.shape[1]] * len(input_ids), question=question)
     if passed is not None:
         cache.group.progress.passed = [passed]
     return input_ids, cache
@@ -294,7 +286,7 @@ class _PassCache(KVCache):
         used = int((store.positions[here] >= 0).sum(-1).amax()) if store.ascending else store.positions.shape[2]
         stored = {name: x[here, :, :used] for name, x in stored.items()}
         both = {name: torch.cat([x, own[name]], dim=2) for name, x in stored.items()}
-        over = DenseStore.of(both, (), store.ascending)
+        over = SlotStore.of(both, (), store.ascending)
         looks = LayerStep(new.queries, now, params, over, fresh=False)
         out = attend(looks, Needs())
         self._shared.add(self.group, layer, looks, new.values)

@@ -6,7 +6,7 @@ Shapes: B batch (of one), T prompt tokens, L layers, H_kv KV heads, V vocabulary
 import copy
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache as once
 from typing import Any
@@ -18,67 +18,44 @@ from transformers import PreTrainedModel
 from kvbench.cache.layout import layout_of
 from kvbench.cache.pressed import PressedCache, kept_by_layer
 from kvbench.errors import UsageError
-from kvbench.inference.answer import Answer, choose
-from kvbench.inference.context import parted
-from kvbench.inference.generation import Generation, now
-from kvbench.inference.sampling import Draws
+from kvbench.inference.answer import choose
+from kvbench.inference.prefill import now
+from kvbench.inference.request import Request
 from kvbench.policies.latents import check_latents
 from kvbench.policies.press import KVPress, ratio_for
 
 log = logging.getLogger(__name__)
 
 
-@torch.inference_mode()
 def generate_with_press(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    policy: KVPress,
-    *,
-    max_new_tokens: int,
-    eos_token_ids: Sequence[int] = (),
-    stop: Callable[[list[int]], bool] | None = None,
-    min_new_tokens: int = 0,
-    context_tokens: int | None = None,
-    draws: Sequence[Draws] = (),
-    dictated: Sequence[int] = (),
-) -> Generation:
-    """Generate for input_ids [1,T] as kvpress's pipeline does; arguments as for `generate_tokens`.
+    model: PreTrainedModel, request: Request, policy: KVPress
+) -> tuple[list[int], PressedCache, float, int]:
+    """Generate for a request as kvpress's pipeline does: new tokens, the cache, when its prefill ended, and steps.
 
-    The press sees all of the prompt, or, with context_tokens, what stands before the question. Raises ValueError for
-    more than one sequence, and with the press's own words where it cannot compress.
+    The press sees all of the prompt, or, with context_tokens, what stands before the question. Raises ValueError with
+    the press's own words where it cannot compress.
     """
-    if len(input_ids) != 1:
-        raise ValueError(f"{policy.name} compresses one sequence at a time, got {len(input_ids)}")
     layout = layout_of(model.config.get_text_config(decoder=True))
     if layout.latent:
         check_latents(policy)
-    others = {
-        "recurrent layers": layout.states,
-        "layers that read another's keys and values": layout.owners,
-    }
+    others = {"recurrent layers": layout.states, "layers that read another's keys and values": layout.owners}
     for kind, has in others.items():
         if has:
             raise UsageError(
                 f"{policy.name} of kvpress compresses models whose layers all keep the keys and values of every token, "
                 f"and {type(model).__name__} has {kind}: use a policy of kvbench's own"
             )
-    prompt, question = input_ids, input_ids[:, :0]
-    if context_tokens is not None:
-        prompt, question = parted(input_ids, None, context_tokens)
-    with _told(policy):
+    prompt, answer, held, steps = request.prompt, request.answer(), PressedCache(), 0
+    with _refusals_of(policy):
         press = press_for(policy, prompt.shape[1])
-    held = PressedCache()
-    answer = Answer(eos_token_ids, stop, max_new_tokens, min_new_tokens, draws[0] if draws else None, dictated)
-    steps = 0
     with _attending(model, policy.attention):
-        began = now(model)
-        with _told(policy), _prefilling(press, model), _measured(model, held):
+        with _refusals_of(policy), _prefilling(press, model), _measured(model, held):
             logits = _call(model, prompt, 0, held)
         place = held.get_seq_length() if _rerotates(press) else prompt.shape[1]
         held.note_bytes()
-        _tell_masked(policy, held, prompt.shape[1])
+        _warn_if_masked(policy, held, prompt.shape[1])
         with _decoding(press, model):
-            for token in question.unbind(1):  # one by one: layers may hold different numbers of tokens
+            for token in request.later.unbind(1):  # one by one: layers may hold different numbers of tokens
                 logits, place = _call(model, token[:, None], place, held), place + 1
             step = choose(logits, [answer])
             prefilled = now(model)
@@ -86,9 +63,8 @@ def generate_with_press(
                 logits, place, steps = _call(model, step, place, held), place + 1, steps + 1
                 step = choose(logits, [answer])
         held.note_bytes()
-        decoded = now(model)
-    held.seen = input_ids.shape[1] + steps
-    return Generation([answer.tokens], held, prefilled - began, decoded - prefilled, steps)
+    held.seen = request.input_ids.shape[1] + steps
+    return answer.tokens, held, prefilled, steps
 
 
 def press_for(policy: KVPress, tokens: int) -> Any:  # noqa: ANN401 - a package without types
@@ -138,7 +114,7 @@ def _attending(model: PreTrainedModel, attention: str) -> Iterator[None]:
 
 
 @contextmanager
-def _told(policy: KVPress) -> Iterator[None]:
+def _refusals_of(policy: KVPress) -> Iterator[None]:
     """A press's own refusals as one sentence that names it."""
     try:
         yield
@@ -184,7 +160,7 @@ def _is(press: object, *names: str) -> bool:
     return isinstance(press, tuple(getattr(presses, name) for name in names if hasattr(presses, name)))
 
 
-def _tell_masked(policy: KVPress, held: PressedCache, tokens: int) -> None:
+def _warn_if_masked(policy: KVPress, held: PressedCache, tokens: int) -> None:
     """Say once that a press holds more than its budget."""
     kept = float(torch.cat(kept_by_layer(held), dim=1).float().mean())
     if policy.budget is not None and kept > max(_tokens(policy, tokens), 1) + 1:

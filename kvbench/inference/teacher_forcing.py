@@ -15,10 +15,9 @@ from kvbench.cache.cache import KVCache
 from kvbench.cache.layer import stacked
 from kvbench.cache.layout import continues, in_one_call
 from kvbench.inference.answer import NOT_A_NUMBER
-from kvbench.inference.generate import padding, prefill
-from kvbench.inference.generation import now
 from kvbench.inference.logits import LOGITS_AT_ONCE, surprisal
 from kvbench.inference.pre_pass import rate_next, read_prompt
+from kvbench.inference.prefill import now, padding, prefill
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice, TextEncoder
 from kvbench.policies.schedule import Blocks
@@ -122,7 +121,7 @@ def continuation_scores(
         raise ValueError(f"block={block} is not allowed, it must be a number of tokens of at least 1")
     padding(prompt, None)
     began = now(model)
-    prompt, cache = read_prompt(model, prompt, None, policy, WatchedCache)
+    prompt, cache = read_prompt(model, prompt, policy, WatchedCache)
     logits = prefill(model, prompt, None, cache, encoder)
     rated = [_rate(logits, continuation[0, :1])]
     cache.expect(continuation.shape[1] - 1)

@@ -337,7 +337,7 @@ class PromptMaker:
 def _log_cut_limit(task: str, limit: int, positions: int) -> None:
     log.warning(
         "task %s: up to %d new tokens do not fit the model's %d positions, so that answers end where these are used up "
-        "(set max_new_tokens for a lower limit)",
+        "(set task.max_new_tokens for a lower limit)",
         *(task, limit, positions),
     )
 

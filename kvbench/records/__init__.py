@@ -1,1 +1,1 @@
-"""What lies on disk of a run: its samples, shards, locks, and the sweep it belongs to."""
+"""What lies on disk of a run: its samples, lock and metrics, and the sweep it belongs to."""

@@ -13,9 +13,19 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
 
+from kvbench.config.tree import CONF
 from kvbench.errors import UsageError
 from kvbench.terminal.command import command, our_version
-from kvbench.terminal.console import log_to_stderr, quiet, share_cores
+from kvbench.terminal.console import quiet, share_cores
+
+
+def _fields() -> str:
+    """The commented fields of conf/config.yaml, for --help."""
+    lines = (CONF / "config.yaml").read_text(encoding="utf-8").partition("\n\n")[2].partition("\nhydra:")[0]
+    return lines.strip()
+
+
+OmegaConf.register_new_resolver("kvbench_fields", _fields, replace=True)
 
 
 @hydra.main(config_path="pkg://kvbench.conf", config_name="config", version_base="1.3")
@@ -40,7 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"{our_version()}\n")
         return 0
     before, sys.argv = sys.argv, ["kvbench", *words]
-    log_to_stderr()
     share_cores()
     try:
         app()

@@ -66,15 +66,14 @@ def command(main: Main, explains: Explain = explain) -> Main:
             return BROKEN_PIPE
         except (Exception, KeyboardInterrupt) as error:
             code, sentence = explains(error)
-            say(sentence, error if _debugs(arguments) else None)
+            say(sentence, error if _debugs() else None)
             return code
 
     return answering
 
 
-def _debugs(arguments: Sequence[str] | None) -> bool:
-    given = sys.argv[1:] if arguments is None else arguments
-    return bool(os.environ.get(DEBUG)) or "debug=true" in (argument.lower() for argument in given)
+def _debugs() -> bool:
+    return bool(os.environ.get(DEBUG))
 
 
 class _Help(argparse.HelpFormatter):

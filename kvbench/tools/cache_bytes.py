@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from kvbench.cache.reading import PageReads
-from kvbench.cache.recent_queries import RecentQueries
+from kvbench.cache.state import RecentQueries
 from kvbench.config.presets import make_policy
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
 from kvbench.policies.allocators.allocator import StatisticAllocator

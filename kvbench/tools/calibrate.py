@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 from kvbench.models.trial import layer_shapes
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.query_moments import QueryMoments

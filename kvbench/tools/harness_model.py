@@ -23,8 +23,8 @@ from kvbench.cache.cache import KVCache
 from kvbench.cache.pressed import PressedCache, kept_by_layer
 from kvbench.config.presets import make_policy
 from kvbench.config.tree import find, read
+from kvbench.engine.generate import generate_tokens
 from kvbench.errors import UsageError
-from kvbench.inference.generate import generate_tokens
 from kvbench.inference.rating import evicted, rated
 from kvbench.inference.sampling import Draws, Sampling
 from kvbench.models.loading import ModelSpec, load, locate, pick_device

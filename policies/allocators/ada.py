@@ -14,8 +14,7 @@ from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.allocators.rounding import largest_remainders
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.checks import check_choices, number
-from kvbench.policies.ranking import Ranking
-from kvbench.policies.select import preference
+from kvbench.policies.ranking import Ranking, preference
 
 
 def top_over_heads(ranking: Ranking, eligible: Tensor, counts: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from kvbench.policies.checks import check_choices, number, whole_number
 from kvbench.policies.constants import on_device
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
+from kvbench.policies.ranking import select
 from kvbench.policies.scorers.pooling import check_kernel, smooth
 from kvbench.policies.scorers.scorer import Scorer, group_mean
-from kvbench.policies.select import select
 
 COVERED = "kvec_covered"
 

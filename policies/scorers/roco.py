@@ -11,8 +11,8 @@ from kvbench.policies.checks import number, whole_number
 from kvbench.policies.constants import at_hand, on_device
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
+from kvbench.policies.ranking import select
 from kvbench.policies.scorers.scorer import Scorer
-from kvbench.policies.select import select
 
 
 def mean_and_deviation(sums: Tensor, squares: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:

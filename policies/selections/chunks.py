@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.checks import check_choices, whole_number
-from kvbench.policies.ranking import Ranking
-from kvbench.policies.select import LATE
+from kvbench.policies.ranking import LATE, Ranking
 from kvbench.policies.selections.selection import Selection
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvbench.policies.checks import whole_number
-from kvbench.policies.ranking import Ranking
-from kvbench.policies.select import LATE
+from kvbench.policies.ranking import LATE, Ranking
 from kvbench.policies.selections.selection import Selection
 
 

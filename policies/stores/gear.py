@@ -16,8 +16,8 @@ from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, number, whole_number
 from kvbench.policies.stores.codes import ChannelCodes, Exact, Run, TokenCodes
 from kvbench.policies.stores.column import Column
-from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
+from kvbench.policies.stores.slot_store import SlotStore
 
 
 class Sparse(NamedTuple):
@@ -147,7 +147,7 @@ class GearLayerStore(QuantisedLayerStore):
 
     store: "Gear"
 
-    def __init__(self, store: "Gear", dense: DenseStore, values: Tensor) -> None:
+    def __init__(self, store: "Gear", dense: SlotStore, values: Tensor) -> None:
         super().__init__(store, dense, Column(), Column())
         self._flat = values.shape[1] * values.shape[-1]
         self._length = 0  # tokens at the end of the last step
@@ -235,6 +235,6 @@ class Gear(QuantisedStore):
 
     apart = "but gear's value groups span all KV heads"
 
-    def empty(self, dense: DenseStore, values: Tensor) -> QuantisedLayerStore:
+    def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
         self.check_shape(values.shape[1], values.shape[-1])
         return GearLayerStore(self, dense, values)

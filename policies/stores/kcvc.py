@@ -9,10 +9,10 @@ from torch import Tensor
 from kvbench.policies.checks import whole_number
 from kvbench.policies.stores.codes import ChannelCodes
 from kvbench.policies.stores.column import Column, most
-from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.kivi import GroupedLayerStore, GroupedStore, check_residual
 from kvbench.policies.stores.quantised import QuantisedLayerStore
 from kvbench.policies.stores.queue import Counts
+from kvbench.policies.stores.slot_store import SlotStore
 
 
 class UngroupedLayerStore(GroupedLayerStore):
@@ -58,6 +58,6 @@ class Kcvc(GroupedStore):
         size = self.residual or self.group or 1
         return tokens // size * size
 
-    def empty(self, dense: DenseStore, values: Tensor) -> QuantisedLayerStore:
+    def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
         keys_and_values = (Column(ChannelCodes(self.quantiser, self.group or self.residual)) for _ in range(2))
         return (UngroupedLayerStore if self.group is None else GroupedLayerStore)(self, dense, *keys_and_values)

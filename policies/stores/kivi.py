@@ -11,9 +11,9 @@ from kvbench.errors import ConfigError
 from kvbench.policies.checks import whole_number
 from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
 from kvbench.policies.stores.column import Column, beyond
-from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore, value_group
 from kvbench.policies.stores.queue import Counts
+from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import GROWTH
 
 
@@ -74,7 +74,7 @@ class Kivi(GroupedStore):
         size = self.residual or self.group
         return tokens // size * size if side == 0 else beyond(tokens, self.residual)
 
-    def empty(self, dense: DenseStore, values: Tensor) -> QuantisedLayerStore:
+    def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
         return GroupedLayerStore(self, dense, *kivi_columns(self, self.group, values.shape[-1]))
 
 

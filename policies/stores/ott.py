@@ -15,11 +15,11 @@ from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, layers_exist, whole_number, whole_numbers
 from kvbench.policies.draws import uniform_draws
 from kvbench.policies.stores.column import Column, beyond, most
-from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.kivi import kivi_columns
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore, value_group
 from kvbench.policies.stores.quantiser import NOT_FINITE
 from kvbench.policies.stores.queue import Counts
+from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import take
 
 
@@ -173,7 +173,7 @@ class OttLayerStore(QuantisedLayerStore):
 
     store: "Ott"
 
-    def __init__(self, store: "Ott", dense: DenseStore, keys: Column, values: Column) -> None:
+    def __init__(self, store: "Ott", dense: SlotStore, keys: Column, values: Column) -> None:
         super().__init__(store, dense, keys, values)
         self.pools: Pools | None = None  # opened when the first group is quantised
 
@@ -294,5 +294,5 @@ class Ott(QuantisedStore):
     def check_shape(self, heads: int, dim: int) -> None:
         value_group(self.group, dim)
 
-    def empty(self, dense: DenseStore, values: Tensor) -> QuantisedLayerStore:
+    def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
         return OttLayerStore(self, dense, *kivi_columns(self, self.group, values.shape[-1]))

@@ -19,13 +19,13 @@ from kvbench.kernels.tiles import use_triton
 from kvbench.policies.observation import AttentionParams, State
 from kvbench.policies.stores.codes import ChannelCodes, Codes, TokenCodes
 from kvbench.policies.stores.column import Column
-from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.packing import words_for
-from kvbench.policies.stores.per_sequence import open_per_sequence
 from kvbench.policies.stores.quantiser import Group, Metadata, Quantiser
 from kvbench.policies.stores.queue import Queue
+from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import GROWTH, take
 from kvbench.policies.stores.store import LayerStore, Store
+from kvbench.policies.stores.store_list import open_per_sequence
 
 
 class QuantisedLayerStore(LayerStore):
@@ -35,9 +35,9 @@ class QuantisedLayerStore(LayerStore):
     `flush` which tokens are quantised when.
     """
 
-    def __init__(self, store: "ColumnStore", dense: DenseStore, keys: Column, values: Column) -> None:
+    def __init__(self, store: "ColumnStore", dense: SlotStore, keys: Column, values: Column) -> None:
         self.store = store
-        self._dense: DenseStore | None = dense  # until the first `settle`
+        self._dense: SlotStore | None = dense  # until the first `settle`
         self._columns = (keys, values)
         self._places = Queue(GROWTH)  # of positions, empty where nothing was evicted
 
@@ -136,7 +136,7 @@ class QuantisedLayerStore(LayerStore):
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
         self._unquantised().release(slots, rows)
 
-    def _unquantised(self) -> DenseStore:
+    def _unquantised(self) -> SlotStore:
         assert self._dense is not None, "tokens in quantised groups cannot be evicted or changed one by one"
         return self._dense
 
@@ -254,10 +254,10 @@ class ColumnStore(Store):
         return self._open(keys, values, statistics, width)
 
     def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        return self.empty(DenseStore(keys, values, (*statistics, *self.statistics), width), values)
+        return self.empty(SlotStore(keys, values, (*statistics, *self.statistics), width), values)
 
     @abstractmethod
-    def empty(self, dense: DenseStore, values: Tensor) -> QuantisedLayerStore:
+    def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
         """A layer that starts with the dense store of a prompt; values [B,H,*,D] show their shape."""
 
     def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:

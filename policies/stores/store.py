@@ -116,10 +116,8 @@ class LayerStore(ABC):
         """
         return None
 
-    @property
-    def watching(self) -> bool:
-        """Whether the step whose tokens were just appended is to be shown to `observe`."""
-        return False
+    watching: bool = False
+    """Whether the step whose tokens were just appended is to be shown to `observe`."""
 
     def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:  # noqa: B027 - most need not
         """See a step's attention before it is evicted or settled; prompts: every sequence's prompt length in tokens."""

@@ -16,8 +16,8 @@ from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Observation
 from kvbench.policies.stores.codes import Codes
 from kvbench.policies.stores.column import Column, beyond
-from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.quantised import ColumnStore, QuantisedLayerStore
+from kvbench.policies.stores.slot_store import SlotStore
 
 
 class PrunedKeys(Codes):
@@ -57,7 +57,7 @@ class ThinKLayerStore(QuantisedLayerStore):
 
     store: "ThinK"
 
-    def __init__(self, store: "ThinK", dense: DenseStore, keys: Column, values: Column) -> None:
+    def __init__(self, store: "ThinK", dense: SlotStore, keys: Column, values: Column) -> None:
         super().__init__(store, dense, keys, values)
         self._asked: Tensor | None = None  # [B,H,D] squares of the window's queries, summed over them and the group
 
@@ -70,7 +70,7 @@ class ThinKLayerStore(QuantisedLayerStore):
         return {**super().parts(), **asked}
 
     @property
-    def watching(self) -> bool:
+    def watching(self) -> bool:  # type: ignore[override]
         return self._dense is not None
 
     def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
@@ -133,5 +133,5 @@ class ThinK(ColumnStore):
         whole_number("query_window", self.query_window, 1)
         whole_number("residual", self.residual, 0)
 
-    def empty(self, dense: DenseStore, values: Tensor) -> QuantisedLayerStore:
+    def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
         return ThinKLayerStore(self, dense, Column(PrunedKeys(dense.keys.shape[-1])), Column())

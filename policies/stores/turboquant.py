@@ -17,9 +17,9 @@ from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.constants import at_hand
 from kvbench.policies.stores.codes import Codes
 from kvbench.policies.stores.column import Column
-from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.packing import pack, unpack
 from kvbench.policies.stores.quantised import ColumnStore, QuantisedLayerStore
+from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import GROWTH
 
 LLOYD_STEPS = 1000  # levels of up to 5 bits move by less than 1e-7 in the last of them
@@ -196,7 +196,7 @@ class TurboQuant(ColumnStore):
         whole_number("bits", self.bits, 2 if self.sketch else 1, 8)
         whole_number("seed", self.seed, 0)
 
-    def empty(self, dense: DenseStore, values: Tensor) -> QuantisedLayerStore:
+    def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
         keys = RotatedCodes(dense.keys.shape[-1], self.bits - self.sketch, self.sketch, self.seed)
         coded = RotatedCodes(values.shape[-1], self.bits, False, self.seed)
         return TurboQuantLayerStore(self, dense, Column(keys), Column(coded))

@@ -17,10 +17,10 @@ from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.stores.codes import ChannelCodes, Run, TokenCodes
 from kvbench.policies.stores.column import Column
-from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.packing import pack, unpack
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
 from kvbench.policies.stores.quantiser import Quantiser
+from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import take
 
 SALIENCY = "zipcache_saliency"
@@ -156,7 +156,7 @@ class ZipCacheLayerStore(QuantisedLayerStore):
 
     store: "ZipCache"
 
-    def __init__(self, store: "ZipCache", dense: DenseStore, keys: Column, values: Column) -> None:
+    def __init__(self, store: "ZipCache", dense: SlotStore, keys: Column, values: Column) -> None:
         super().__init__(store, dense, keys, values)
         self._probes: Tensor | None = None
         self._prompt = 0
@@ -179,7 +179,7 @@ class ZipCacheLayerStore(QuantisedLayerStore):
         return self.store.k == self.store.v  # the same tokens are salient for both
 
     @property
-    def watching(self) -> bool:
+    def watching(self) -> bool:  # type: ignore[override]
         return self._dense is not None
 
     def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
@@ -290,5 +290,5 @@ class ZipCache(QuantisedStore):
         """Of the salient tokens and of the others."""
         return replace(self.quantiser, bits=2 * self.bits), self.quantiser
 
-    def empty(self, dense: DenseStore, values: Tensor) -> QuantisedLayerStore:
+    def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
         return ZipCacheLayerStore(self, dense, Column(), Column())

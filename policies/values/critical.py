@@ -13,8 +13,8 @@ from kvbench.policies.checks import number
 from kvbench.policies.constants import on_device
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
+from kvbench.policies.ranking import select
 from kvbench.policies.scorers.scorer import Scorer
-from kvbench.policies.select import select
 from kvbench.policies.values.value import ValueAware
 
 AT_ONCE = 2**22  # numbers of projected values that are in memory at once

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch, Request
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 from kvbench.kernels.prompt import masked_attention
 from kvbench.kernels.query_sums import attention_moments, column_sums, window_largest
 from kvbench.kernels.references import attention_rows

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from kvbench import KVCache, make_policy
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 from kvbench.kernels.query_sums import attention_moments, column_sums
 from kvbench.kernels.references import attention_rows
 from kvbench.policies.policy import Policy

@@ -11,9 +11,9 @@ from kv_runs import Run, run_greedy
 from torch import Tensor
 
 from kvbench import KVCache, make_policy
-from kvbench.cache import evict_batches
-from kvbench.cache import pending as pending_module
-from kvbench.cache.recent_queries import RecentQueries
+from kvbench.cache import eviction as pending_module
+from kvbench.cache.state import RecentQueries
+from kvbench.policies import stacked as evict_batches
 from kvbench.policies.observation import Observation
 from kvbench.policies.policy import Policy
 from kvbench.policies.stacked import StackedObservation
@@ -86,7 +86,7 @@ def test_side_by_side_is_what_each_layer_does_alone(slug: str, fields: dict[str,
 @contextmanager
 def compacting() -> Iterator[None]:
     """A prompt's evictions compact the layer, however few tokens go."""
-    with mock.patch.object(pending_module.Pending, "in_place", property(lambda pending: pending.phase == "decode")):
+    with mock.patch.object(pending_module.Pending, "in_place", property(lambda due: due.step.now.phase == "decode")):
         yield
 
 
@@ -147,13 +147,6 @@ def test_several_layers_are_observed_as_one_with_all_their_sequences() -> None:
     assert seen.recent_queries is None
     with pytest.raises(AttributeError, match="several layers are scored at once"):
         _ = seen.layer
-
-
-def test_an_uneven_batch_goes_layer_by_layer() -> None:
-    calls: list[int] = []
-    with counted(calls):
-        run_greedy(tiny(layers=3), [prompt(70), prompt(50)], policy("h2o"), 4)
-    assert set(calls) == {1}
 
 
 def test_a_window_knows_whether_padding_is_in_it() -> None:

@@ -17,7 +17,7 @@ from shown_tables import shown_rows
 
 from kvbench import BudgetError
 from kvbench.cli import main
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 
 SECONDS = {"prefill_seconds", "decode_seconds"}
 SMALL = ("task.lengths=[700]", "task.depths=[0.0,0.5,1.0]", "task.repeats=1", "task.max_new_tokens=8")

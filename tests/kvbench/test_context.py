@@ -15,9 +15,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.engine.sequence import Request
-from kvbench.inference.generate import generate_tokens
-from kvbench.inference.generation import Generation
 from kvbench.inference.pre_pass import pre_pass, rate_next
 from kvbench.policies.policy import Policy
 

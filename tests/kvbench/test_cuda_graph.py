@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ from kv_presets import kinds
 from op_tape import Tape, record
 
 from kvbench import KVCache, make_policy
+from kvbench.engine import generate as generating
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import LiveSequence, Request
-from kvbench.inference import generate as generating
 from kvbench.inference.cuda_graph import Recorder, can_record, can_replay, check_graph
-from kvbench.inference.generate import generate_tokens
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.slots import GROWTH
 
@@ -225,7 +226,43 @@ def break_rider(flight: DecodeBatch) -> None:
     for layer, starts in enumerate(slots.starts[:, 0]):
         for start, count in zip(starts.tolist(), slots.counts[layer, 0].tolist(), strict=True):
             for memory in (slots.keys, slots.values):
-                memory.layers[layer][start : start + count] = torch.nan
+                memory[layer][start : start + count] = torch.nan
+
+
+def test_a_step_that_cannot_be_recorded_is_called(
+    taped: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Capture fails inside the model's second layer, and at its end; either is one warning, and no answer changes."""
+    model, expected = llama(), None
+    plain = DecodeBatch(model)
+    expected = plain.admit(Request(prompt(LENGTH), 12), [policy_of("h2o"), policy_of("tova", 90)])
+    while plain.in_flight:
+        plain.step()
+    for where in ("layer", "end"):
+
+        @contextmanager
+        def broken(*args: Any, where: str = where, **how: Any) -> Iterator[None]:
+            with monkeypatch.context() as patch:
+                if where == "layer":
+                    patch.setattr(model.model.layers[1], "forward", lambda *args, **how: fail())
+                with record(*args, **how):
+                    yield
+                fail()
+
+        monkeypatch.setattr(torch.cuda, "graph", broken)
+        caplog.clear()
+        flight = DecodeBatch(model, cuda_graph=True, strict=False)
+        rows = flight.admit(Request(prompt(LENGTH), 12), [policy_of("h2o"), policy_of("tova", 90)])
+        while flight.in_flight:
+            flight.step()
+        assert ended(rows) == ended(expected)
+        assert len([one for one in caplog.records if "cannot be recorded" in one.message]) == 1
+    with pytest.raises(ValueError, match=r"cannot be recorded.*: use engine\.cuda_graph=false"):
+        generate(model, policy_of("h2o"), prompt(LENGTH), cuda_graph=True)
+
+
+def fail() -> None:
+    raise RuntimeError("operation not permitted when stream is capturing")
 
 
 def test_a_cache_that_grows_is_recorded_anew_when_it_got_more_room(taped: None, replays: list[int]) -> None:

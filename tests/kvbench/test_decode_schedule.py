@@ -21,10 +21,10 @@ from kvbench.cache.hook import prepare
 from kvbench.cache.join import join, together
 from kvbench.config.presets import policy_config, scheduled
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
 from kvbench.identity.labels import in_words, moments
 from kvbench.inference.cuda_graph import can_record
-from kvbench.inference.generate import generate_tokens
 from kvbench.inference.teacher_forcing import continuation_scores
 from kvbench.models.cache_shapes import CacheShape
 from kvbench.policies.describe import describe

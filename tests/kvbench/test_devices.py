@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 from kvbench.models.loading import ModelSpec, load, locate
 from kvbench.policies.policy import Policy
 from kvbench.tools.harness_model import KVBenchLM

@@ -11,7 +11,7 @@ from plotted_runs import sample as plotted_sample
 
 from kvbench.cli import main
 from kvbench.engine import answers
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 from kvbench.records.sample import Sample
 from kvbench.records.samples import RunLostError, open_samples, read_samples
 

@@ -13,7 +13,7 @@ from kv_simulate import simulate
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 
 NEW = 6
 LENGTHS = (13, 29, 22)  # shorter than the budget, longer, padded against each other

@@ -18,9 +18,8 @@ from kvbench import KVCache, make_policy
 from kvbench.engine import batch as rows_module
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
-from kvbench.inference.calls import next_logits
-from kvbench.inference.generate import prefill
 from kvbench.inference.pre_pass import rate_next
+from kvbench.inference.prefill import next_logits, prefill
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import Dense
 

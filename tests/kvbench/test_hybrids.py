@@ -27,13 +27,13 @@ from kvbench.cache.hook import prepare
 from kvbench.cache.join import fork
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.conversation import Conversation
+from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.engine.run import run_cells
 from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.engine.watch import Nobody
-from kvbench.inference.generate import generate_tokens, prefill
-from kvbench.inference.generation import Generation
+from kvbench.inference.prefill import prefill
 from kvbench.inference.teacher_forcing import continuation_scores, text_scores
-from kvbench.inference.turns import Conversation
 from kvbench.models.trial import state_bytes, try_out
 from kvbench.policies.policy import Policy
 from kvbench.report.table import results_table
@@ -66,7 +66,7 @@ def read(running: PreTrainedModel, held: Cache, ids: Tensor, *calls: int) -> Ten
 
 
 def states(held: KVCache) -> dict[str, Tensor]:
-    return held.group.states
+    return {name: torch.cat([group.states[name] for group in held.groups]) for name in held.groups[0].states}
 
 
 def assert_same_states(found: KVCache, expected: KVCache, row: int | slice = slice(None), within: float = 1e-4) -> None:
@@ -405,9 +405,10 @@ def test_pre_passes_that_such_a_family_cannot_follow_are_refused_in_a_sentence()
     with pytest.raises(ValueError, match=f"^kvzip has JambaForCausalLM {said} such call: use another policy"):
         alone("jamba", prompt(37), make_policy("kvzip", BUDGET))
     turns = Conversation(model("jamba"), make_policy("sirllm", BUDGET), own=True, encoder=None)
-    assert len(turns.ask(torch.tensor([prompt(37)]), (), None, NEW).tokens[0]) == NEW
+    first, second = torch.tensor([prompt(37)]), torch.tensor([prompt(9)])
+    assert len(turns.ask(Request(first, NEW), first).tokens[0]) == NEW
     with pytest.raises(ValueError, match=f"^sirllm has JambaForCausalLM {said} such call: use another policy"):
-        turns.ask(torch.tensor([prompt(9)]), (), None, NEW)
+        turns.ask(Request(second, NEW), second)
 
 
 def test_recurrent_layers_cannot_be_rolled_back() -> None:

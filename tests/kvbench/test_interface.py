@@ -27,7 +27,7 @@ from transformers import (
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 from kvbench.models.loading import ModelSpec, load, locate
 from kvbench.models.trial import try_out
 

@@ -22,10 +22,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, Pre
 
 from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
 from kvbench.identity.cell import check_shapes
 from kvbench.inference.cuda_graph import can_replay
-from kvbench.inference.generate import generate_tokens
 from kvbench.models.cache_shapes import from_config
 from kvbench.models.loading import Checkpoint, ModelSpec
 from kvbench.policies.allocators.uniform import Uniform

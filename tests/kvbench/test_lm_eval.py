@@ -108,7 +108,7 @@ def test_answers_and_metrics_are_those_of_lm_eval_s_hf(bench: Bench, task: str, 
 @pytest.mark.parametrize("task", ["arc_easy", "winogrande", "lambada_openai"])
 def test_likelihoods_and_metrics_are_those_of_lm_eval_s_hf(bench: Bench, task: str) -> None:
     found = theirs(bench.model, task, bench.data[task], 3, num_fewshot=0)
-    samples = bench.run(task, "policy=full", "limit=3", "num_fewshot=0")
+    samples = bench.run(task, "policy=full", "limit=3", "task.num_fewshot=0")
     rows = sorted(found["samples"][task], key=lambda row: row["doc_id"])
     for sample, row in zip(samples, rows, strict=True):
         ours = json.loads(sample["output"])
@@ -120,18 +120,23 @@ def test_likelihoods_and_metrics_are_those_of_lm_eval_s_hf(bench: Bench, task: s
 def test_prompts_with_few_shot_examples_are_lm_eval_s(bench: Bench) -> None:
     found = theirs(bench.model, "gsm8k", bench.data["gsm8k"], 2, num_fewshot=3, gen_kwargs={"max_gen_toks": 2})
     (first, *_) = found["samples"]["gsm8k"]
-    samples = bench.run("gsm8k", "policy=full", "limit=2", "num_fewshot=3", "task.gen_kwargs={max_gen_toks: 2}")
+    samples = bench.run("gsm8k", "policy=full", "limit=2", "task.num_fewshot=3", "task.gen_kwargs={max_gen_toks: 2}")
     assert samples[0]["prompt_hash"] == first["prompt_hash"]  # both are the sha256 of the text
     assert samples[0]["metadata"]["doc_hash"] == first["doc_hash"]
     other = bench.run(
-        "gsm8k", "policy=full", "limit=2", "num_fewshot=3", "task.fewshot_seed=7", "task.gen_kwargs={max_gen_toks: 2}"
+        "gsm8k",
+        "policy=full",
+        "limit=2",
+        "task.num_fewshot=3",
+        "task.fewshot_seed=7",
+        "task.gen_kwargs={max_gen_toks: 2}",
     )
     assert other[0]["prompt_hash"] != first["prompt_hash"]
 
 
 def test_a_task_that_samples_is_sampled_as_it_says(bench: Bench) -> None:
     def outputs(*arguments: str) -> list[str]:
-        samples = bench.run("gsm8k", "policy=full", "limit=2", "num_fewshot=0", *arguments)
+        samples = bench.run("gsm8k", "policy=full", "limit=2", "task.num_fewshot=0", *arguments)
         return [sample["output"] for sample in samples]
 
     sampled = "task.gen_kwargs={do_sample: true, temperature: 1.5, top_k: 40, max_gen_toks: 8}"
@@ -146,7 +151,7 @@ def test_a_task_that_samples_is_sampled_as_it_says(bench: Bench) -> None:
 
 
 def test_few_shots_the_seed_and_lm_eval_s_version_are_part_of_the_identity(bench: Bench) -> None:
-    bench.run("gsm8k", "policy=full", "limit=1", "num_fewshot=1", "task.gen_kwargs={max_gen_toks: 2}")
+    bench.run("gsm8k", "policy=full", "limit=1", "task.num_fewshot=1", "task.gen_kwargs={max_gen_toks: 2}")
     run = read_result(bench.folder)
     task = run.identity["task"]
     assert (task["num_fewshot"], task["fewshot_seed"], task["task"]) == (1, 1234, "gsm8k")
@@ -155,7 +160,7 @@ def test_few_shots_the_seed_and_lm_eval_s_version_are_part_of_the_identity(bench
     assert "allow_code_execution" not in task
     assert run.samples[0].metadata["version"] == 3.0
     before = bench.folder
-    bench.run("gsm8k", "policy=full", "limit=1", "num_fewshot=0", "task.gen_kwargs={max_gen_toks: 2}")
+    bench.run("gsm8k", "policy=full", "limit=1", "task.num_fewshot=0", "task.gen_kwargs={max_gen_toks: 2}")
     assert bench.folder != before
 
 
@@ -211,9 +216,9 @@ def test_data_that_is_nowhere_is_one_sentence_that_says_what_to_download(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["num_fewshot=2"], "num_fewshot=2 of gsm8k needs as many examples to draw from, and 0 are there: add the "
+        (["task.num_fewshot=2"], "num_fewshot=2 of gsm8k needs as many examples to draw from, and 0 are there: add the "
          "split train to data_dir, set a smaller num_fewshot, or draw from what is asked (task.fewshot_split=test)"),
-        (["num_fewshot=-1"], "num_fewshot must be a whole number of at least 0, got -1"),
+        (["task.num_fewshot=-1"], "num_fewshot must be a whole number of at least 0, got -1"),
         (["task.gen_kwargs=8"], "gen_kwargs=8 is not allowed, write gen_kwargs={max_gen_toks: 512}"),
         (["task.gen_kwargs={do_sample: true}"], "gsm8k: do_sample=true needs a temperature above 0, got 0.0"),
     ],
@@ -245,7 +250,7 @@ def test_damaged_or_wrong_files_are_one_sentence(
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / name).write_text(content)
-    code, _, said = bench("gsm8k", f"task.data_dir={folder}", "num_fewshot=0", data=False)
+    code, _, said = bench("gsm8k", f"task.data_dir={folder}", "task.num_fewshot=0", data=False)
     assert code == 2
     assert sentence in said
     assert len(said.strip().splitlines()) == 1
@@ -282,14 +287,14 @@ CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }} {% 
 
 
 def test_chat_templates_are_lm_eval_s_turn_by_turn(bench: Bench, tmp_path: Path) -> None:
-    code, _, said = bench("gsm8k", "policy=full", "apply_chat_template=true", "limit=1", "num_fewshot=0")
+    code, _, said = bench("gsm8k", "policy=full", "apply_chat_template=true", "limit=1", "task.num_fewshot=0")
     assert code == 2
     assert "apply_chat_template=true, but the model's tokenizer has no chat template" in said
     bench.model = shutil.copytree(bench.model, tmp_path / "chat")
     (bench.model / "chat_template.jinja").write_text(CHAT + "{% if add_generation_prompt %}[assistant]{% endif %}")
     given = {"num_fewshot": 2, "system_instruction": "Be brief.", "apply_chat_template": True}
     found = theirs(bench.model, "gsm8k", bench.data["gsm8k"], 1, gen_kwargs={"max_gen_toks": 8}, **given)
-    asked = ["num_fewshot=2", "task.system_instruction='Be brief.'", "apply_chat_template=true"]
+    asked = ["task.num_fewshot=2", "task.system_instruction='Be brief.'", "apply_chat_template=true"]
     (sample,) = bench.run("gsm8k", "policy=full", "limit=1", "task.gen_kwargs={max_gen_toks: 8}", *asked)
     (row, _) = found["samples"]["gsm8k"]
     assert row["arguments"][0][0].startswith("<s>[system] Be brief. [user] Question:")

@@ -12,8 +12,8 @@ from kvbench import KVCache, Policy, make_policy
 from kvbench.analysis.columns import frame
 from kvbench.analysis.load import read_result
 from kvbench.engine.batch import DecodeBatch, Request
+from kvbench.engine.generate import generate_tokens
 from kvbench.engine.run import run_cells
-from kvbench.inference.generate import generate_tokens
 from kvbench.policies.pre_passes.gemfilter import GemFilter
 
 LENGTH, BUDGET, NEW = 60, 20, 3

@@ -14,8 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvbench import make_policy
 from kvbench.cache.hook import kvbench_attention, prepare
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
-from kvbench.inference.generate import generate_tokens
 
 LOAD = """
 AutoModelForCausalLM.from_pretrained({folder!r}, attn_implementation="kvbench")

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 
 LENGTH, BUDGET, NEW = 60, 20, 5
 IDS = torch.tensor([prompt(LENGTH + NEW)])

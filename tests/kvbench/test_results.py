@@ -123,7 +123,7 @@ def test_rows_by_length_are_about_the_examples_of_that_length_alone(
         ["task=niah", 6, 0.5, 102.5],
     ]
     assert main(["collect", str(out), "-o", str(tmp_path / "t.csv"), "--by", "depth"]) == 2
-    assert "--by depth is in the metadata of no example (allowed: length, task)" in capsys.readouterr().err
+    assert "--by depth is not a metadata key of any example (allowed: length, task)" in capsys.readouterr().err
 
 
 def test_the_other_formats_hold_the_same_runs(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_run_that_cannot_be_read_is_named_and_does_not_stop_the_others(
     with caplog.at_level(logging.WARNING):
         assert [run.policy for run in load_results(tmp_path)] == ["snapkv"]
     (said,) = caplog.messages
-    assert said.startswith(f"{folder} is left out: ")
+    assert said.startswith(f"{folder} is skipped: ")
     assert sentence in said
     assert "\n" not in said
 

@@ -12,7 +12,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Phi3Config
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.rotary import uniform_length
-from kvbench.inference.generate import generate_tokens, prefill
+from kvbench.engine.generate import generate_tokens
+from kvbench.inference.prefill import prefill
 from kvbench.inference.teacher_forcing import text_scores
 
 SHORT, NEW = 32, 6

@@ -14,13 +14,13 @@ from kv_presets import INCOMPLETE, evicting, kinds, protecting
 from transformers import PreTrainedModel
 
 from kvbench import make_policy, preset_names
-from kvbench.cache import evict as evict_module
-from kvbench.cache import pending as pending_module
+from kvbench.cache import eviction as evict_module
+from kvbench.cache import eviction as pending_module
 from kvbench.cache.cache import BudgetError
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import LiveSequence, Request
-from kvbench.inference.generate import generate_tokens
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers import pooling
 
@@ -204,7 +204,7 @@ def test_a_broken_promise_ends_its_own_rows(where: str) -> None:
 
     def broken(some: Any) -> None:
         """SnapKV keeps too much."""
-        if some[0].policy is not policies[1] or (where == "decode") != (some[0].phase == "decode"):
+        if some[0].group.policy is not policies[1] or (where == "decode") != (some[0].step.now.phase == "decode"):
             evict(some)
 
     alone = mock.patch.object(pending_module, "layers_alike", return_value=False)

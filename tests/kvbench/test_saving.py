@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 import kvbench.cache.saving as saving
 from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch, Request
-from kvbench.inference.generate import generate_tokens, prefill
+from kvbench.engine.generate import generate_tokens
 from kvbench.inference.pre_pass import rate_next
+from kvbench.inference.prefill import prefill
 from kvbench.policies.policy import Policy
 
 LAYERS, KV_HEADS, QUERY_HEADS, BUDGET = 2, 2, 4, 40

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -90,16 +91,13 @@ def test_kvpress_keeps_the_same_tokens(
     ours = policy_keeps(model, ids, make_policy(slug, budget, **fields))
     expected = press_keeps(model, ids, theirs)
     assert [[len(head) for head in layer] for layer in ours] == [[len(head) for head in layer] for layer in expected]
-    # In the first layer equal tokens score the same, and either may stay.
-    assert tokens_of(ours[0], ids) == tokens_of(expected[0], ids)
-    heads = [(own, other) for layer in zip(ours, expected, strict=True) for own, other in zip(*layer, strict=True)][3:]
-    # Sums are computed in another order: a token at the edge of the budget may change places with the next one.
-    assert all(len({*own} ^ {*other}) <= 2 for own, other in heads)
-    assert sum(own == other for own, other in heads) >= 0.9 * len(heads)
-
-
-def tokens_of(layer: Any, ids: list[int]) -> list[list[int]]:
-    return [sorted(ids[position] for position in head) for head in layer]
+    heads = [(own, other) for layer in zip(ours, expected, strict=True) for own, other in zip(*layer, strict=True)]
+    # Sums are computed in another order: at the edge of the budget a token may change places with the next one. In the
+    # first layer equal tokens have equal norms, and either of them may stay, so that tokens are compared there.
+    swapped = [(Counter(ids[j] for j in own) - Counter(ids[j] for j in other)).total() for own, other in heads]
+    assert max(swapped) <= 1
+    assert sum(swapped) <= 0.1 * len(heads)
+    assert sum(own == other for own, other in heads[3:]) >= 0.9 * len(heads[3:])
 
 
 @torch.inference_mode()

@@ -5,8 +5,7 @@ import torch
 from kv_models import prompt, tiny
 
 from kvbench import KVCache, make_policy
-from kvbench.inference.generate import generate_tokens
-from kvbench.inference.generation import Generation
+from kvbench.engine.generate import Generation, generate_tokens
 
 PROMPT = 40
 STORES = ["full", "ada_snapkv", "snapkv_kivi_g8_r8", "kcvc", "h2o"]

@@ -5,8 +5,8 @@ import torch
 from kv_models import MIXTURES, left_padded, prompt, tiny, tiny_mixture
 
 from kvbench import KVCache, make_policy
-from kvbench.inference.generate import prefill
 from kvbench.inference.logits import head_logits, prompt_ratings, surprisal
+from kvbench.inference.prefill import prefill
 from kvbench.policies.pre_passes.surprisal import Surprisal
 
 

@@ -25,11 +25,11 @@ from transformers import (
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.generate import generate_tokens
 from kvbench.engine.likelihood import summed_up
 from kvbench.engine.sequence import Request
 from kvbench.identity.cell import check_shapes
 from kvbench.inference.cuda_graph import can_replay
-from kvbench.inference.generate import generate_tokens
 from kvbench.inference.teacher_forcing import in_blocks, text_scores
 from kvbench.models.cache_shapes import CacheShape, cache_shape, from_config
 from kvbench.models.loading import Checkpoint, ModelSpec

@@ -128,4 +128,4 @@ def test_a_run_that_lies_there_twice_counts_once(folder: Path, caplog: pytest.Lo
         (folder / name / "environment.json").write_text(json.dumps({"hardware": hardware, "packages": {}}))
     (run,) = load_results(folder)
     assert run.folder.name == "b"
-    assert caplog.messages == [f"{folder}/a is left out: it is a copy of {folder}/b"]
+    assert caplog.messages == [f"{folder}/a is skipped: it is a copy of {folder}/b"]

@@ -9,7 +9,7 @@ from kv_runs import run_greedy
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.inference.generate import prefill
+from kvbench.inference.prefill import prefill
 
 LENGTH, BUDGET, NEW = 56, 40, 4
 SLUGS = [

@@ -167,7 +167,7 @@ def test_sirllm_in_model_generate_is_refused_in_one_sentence() -> None:
 
 
 def test_sirllm_in_a_decoding_loop_that_tells_nothing_is_refused() -> None:
-    from kvbench.inference.generate import prefill
+    from kvbench.inference.prefill import prefill
 
     model = model_of()
     model.set_attn_implementation("kvbench")

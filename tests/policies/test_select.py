@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvbench.policies.select import select, victim
+from kvbench.policies.ranking import select, victim
 
 
 @dataclass(frozen=True)

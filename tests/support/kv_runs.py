@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.layer import KVLayer
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 from kvbench.policies.policy import Policy
 
 QUESTION = 6
@@ -86,14 +86,38 @@ def noting(model: PreTrainedModel, note: Callable[[KVCache], None]) -> Iterator[
 def run_greedy(model: PreTrainedModel, prompts: Sequence[Sequence[int]], policy: Policy, new_tokens: int) -> Run:
     """Through kvbench's own loop."""
     model.set_attn_implementation("kvbench")
-    run = Run()
+    run, calls = Run(), list[tuple[list[Kept], list[tuple[int, int]]]]()
     ids, mask = left_padded(prompts)
-    with noting(model, lambda cache: run.kept.append(kept_now(cache))):
+
+    def note(cache: KVCache) -> None:
+        progress = [group.progress for group in cache.groups]
+        calls.append((kept_now(cache), [pair for one in progress for pair in zip(one.prompt, one.seen, strict=True)]))
+
+    with noting(model, note):
         how: dict[str, Any] = {"max_new_tokens": new_tokens, "encoder": CodePoints()}
         question = [max(0, len(p) - QUESTION) for p in prompts]  # for policies that ask
         out = generate_tokens(model, ids, policy, attention_mask=mask, question=question, **how)
     run.tokens, run.cache = out.tokens, out.cache
+    run.kept = by_call(calls, [len(p) for p in prompts])
     return run
+
+
+def by_call(calls: Sequence[tuple[list[Kept], list[tuple[int, int]]]], lengths: Sequence[int]) -> list[list[Kept]]:
+    """What every sequence held after its calls, side by side from the last one back: prompts may come one by one.
+
+    calls: what was held in each row, with the row's prompt length and tokens seen.
+    """
+    own: list[list[Kept]] = [[] for _ in lengths]
+    seen = [0] * len(lengths)
+    for kept, rows in calls:
+        free = list(range(len(lengths)))
+        for held, (length, now) in zip(kept, rows, strict=True):
+            fits = [i for i in free if lengths[i] == length and seen[i] < now] or free
+            own[fits[0]].append(held)
+            seen[fits[0]] = now
+            free.remove(fits[0])
+    most = max(map(len, own))
+    return [[held[max(0, call + len(held) - most)] for held in own] for call in range(most)]
 
 
 def run_generate(

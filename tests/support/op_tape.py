@@ -121,6 +121,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 @contextmanager
 def record(tape: Tape, **_: object) -> Iterator[None]:
     """Stands where torch.cuda.graph stands."""
-    with tape:
-        yield
-    tape.rewind()
+    try:
+        with tape:
+            yield
+    finally:
+        tape.rewind()

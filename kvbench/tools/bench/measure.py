@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvbench.config.presets import make_policy
+from kvbench.engine.generate import generate_tokens
 from kvbench.errors import UsageError
 from kvbench.inference.cuda_graph import can_record
-from kvbench.inference.generate import generate_tokens
 from kvbench.models.given import borrowed
 from kvbench.policies.policy import Policy
 from kvbench.policies.press import INSTALL

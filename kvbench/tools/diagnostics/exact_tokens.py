@@ -15,8 +15,8 @@ from torch import Tensor
 from kvbench.kernels.references import attention_rows
 from kvbench.policies.observation import Observation
 from kvbench.policies.policy import Policy
-from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.ott import Ott
+from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import LayerStore, Store
 from kvbench.report.figures.style import HUES, LINES, MARKERS, legend_below
 from kvbench.tools.diagnostics.probe import Probe
@@ -28,7 +28,7 @@ COUNTS = (0, 1, 2, 4, 8, 16, 32)
 QUERIES = 64  # the prompt's last ones, whose attention is compared
 
 
-class _RecordingStore(DenseStore):
+class _RecordingStore(SlotStore):
     """A dense layer that remembers what it was shown."""
 
     def __init__(self, keys: Tensor, values: Tensor, seen: list[Observation]) -> None:

@@ -10,8 +10,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from kvbench.cache.attention import Projected
 from kvbench.cache.cache import KVCache
-from kvbench.cache.step import Projected
 from kvbench.policies.layer_budgets import total_slots
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy

@@ -11,7 +11,7 @@ import torch
 from kv_models import tiny
 
 from kvbench import make_policy
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 from kvbench.models.given import borrowed
 from kvbench.tools.bench import latency, measure, sweep
 from kvbench.tools.bench.cli import main

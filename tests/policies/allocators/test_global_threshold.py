@@ -8,7 +8,7 @@ from kv_models import left_padded, prompt, tiny
 from torch import Tensor
 
 from kvbench import make_policy
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 from kvbench.policies.allocators.global_threshold import GlobalThreshold
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking

@@ -16,8 +16,8 @@ from kvbench.cache.hook import prepare
 from kvbench.cache.read_counts import nbytes_read, tokens_read
 from kvbench.cache.reading import PageReads
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
-from kvbench.inference.generate import generate_tokens
 from kvbench.inference.teacher_forcing import continuation_scores, text_scores
 from kvbench.models.cache_shapes import CacheShape
 from kvbench.policies.policy import Policy

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch, Request
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 from kvbench.policies.scorers.finch import Finch
 from kvbench.policies.selections.shares import Shares
 

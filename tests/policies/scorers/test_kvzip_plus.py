@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvbench import make_policy
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 
 LENGTH, BUDGET, SINKS, KV_HEADS, GROUP = 40, 16, 4, 2, 2
 IDS = prompt(LENGTH)

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench import make_policy
 from kvbench.engine.batch import DecodeBatch, Request
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 from kvbench.policies.scorers.qfilters import QFilters
 from kvbench.tools.calibrate import main, q_filters
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvbench.policies.stores import slots
-from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.stores.slot_store import SlotStore
 
 
 @pytest.mark.parametrize("many", [slots.MANY, 1], ids=["few numbers", "many"])
@@ -15,7 +15,7 @@ def test_what_is_kept_comes_first_and_room_behind_it_is_empty(
 ) -> None:
     monkeypatch.setattr(slots, "MANY", many)
     keys, values = torch.arange(1.0, 11.0).view(1, 2, 5, 1), torch.arange(11.0, 21.0).view(1, 2, 5, 1)
-    held = DenseStore(keys, values, ("sums",), width=1)
+    held = SlotStore(keys, values, ("sums",), width=1)
     held.append(keys, values, torch.arange(5)[None], absent=False)
     held.state["sums"].copy_(-keys)
     mask = torch.zeros(1, 2, 5, dtype=torch.bool)
@@ -30,27 +30,27 @@ def test_what_is_kept_comes_first_and_room_behind_it_is_empty(
         assert held.keys[0, head, : len(own), 0].tolist() == [5.0 * head + slot + 1 for slot in own]
         assert held.values[0, head, : len(own), 0].tolist() == [5.0 * head + slot + 11 for slot in own]
         assert held.state["sums"][0, head, : len(own), 0].tolist() == [-(5.0 * head + slot + 1) for slot in own]
-    assert held.capacity == most + spare
+    assert held.used + held.room == most + spare
 
 
 def test_the_next_tokens_go_into_the_room_that_was_made() -> None:
     keys = torch.arange(1.0, 5.0).view(1, 1, 4, 1)
-    held = DenseStore(keys, keys, (), width=1)
+    held = SlotStore(keys, keys, (), width=1)
     held.append(keys, keys, torch.arange(4)[None], absent=False)
     held.keep(torch.tensor([[[True, False, True, False]]]), spare=2)
     for token in (4, 5):
         new = torch.full((1, 1, 1, 1), token + 1.0)
         held.append(new, new, torch.tensor([[token]]), absent=False)
-    assert held.capacity == 4
+    assert held.used + held.room == 4
     assert held.positions.tolist() == [[[0, 2, 4, 5]]]
     assert held.keys.flatten().tolist() == held.values.flatten().tolist() == [1.0, 3.0, 5.0, 6.0]
 
 
 def test_a_layer_without_tokens_keeps_none_and_makes_room() -> None:
     nothing = torch.zeros(2, 3, 0, 4)
-    held = DenseStore(nothing, nothing, ("sums",), width=1)
+    held = SlotStore(nothing, nothing, ("sums",), width=1)
     moved = held.keep(torch.zeros(2, 3, 0, dtype=torch.bool), spare=1)
-    assert (moved.shape, held.capacity) == ((2, 3, 0), 1)
+    assert (moved.shape, held.used + held.room) == ((2, 3, 0), 1)
     held.append(torch.ones(2, 3, 1, 4), torch.ones(2, 3, 1, 4), torch.zeros(2, 1), absent=False)
-    assert held.capacity == 1
+    assert held.used + held.room == 1
     assert held.positions.tolist() == [[[0]] * 3] * 2

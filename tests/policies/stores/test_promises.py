@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvbench import KVCache, make_policy, preset_names
 from kvbench.cache.hook import prepare
 from kvbench.config.presets import store_of
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 from kvbench.policies.stores.gear import Gear
 from kvbench.policies.stores.kcvc import Kcvc
 from kvbench.policies.stores.kivi import Kivi

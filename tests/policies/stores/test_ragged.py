@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvbench import make_policy
-from kvbench.cache.attention import attend
+from kvbench.cache.attention import LayerStep, attend
 from kvbench.cache.hook import prepare
-from kvbench.cache.step import LayerStep
 from kvbench.cache.steps import BatchStep
-from kvbench.inference.generate import generate_tokens
+from kvbench.engine.generate import generate_tokens
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.dense import Dense

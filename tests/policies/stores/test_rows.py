@@ -10,17 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvbench.policies.stores.batch import BatchStore
-from kvbench.policies.stores.dense import Dense, DenseStore
+from kvbench.policies.stores.dense import Dense
+from kvbench.policies.stores.slot_store import SlotStore
+from kvbench.policies.stores.store_list import StoreList, each_sequence
 
 HEADS, DIM, WIDE = 2, 4, 6  # values are wider than keys
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 
-def layer(length: int, evicting: bool) -> DenseStore:
+def layer(length: int, evicting: bool) -> SlotStore:
     """A sequence of `length` tokens at random positions of a longer prompt; one slot is free if it evicts."""
     held = Dense().open(torch.empty(1, HEADS, 0, DIM), torch.empty(1, HEADS, 0, WIDE), ("sums",), 1)
-    assert isinstance(held, DenseStore)
+    assert isinstance(held, SlotStore)
     tokens = 2 * length
     held.append(torch.randn(1, HEADS, tokens, DIM), torch.randn(1, HEADS, tokens, WIDE), places(tokens), absent=False)
     kept = torch.rand(1, HEADS, tokens).argsort(-1) < length
@@ -45,23 +46,23 @@ def victims(rows: int, slots: int) -> Tensor:
     return torch.randint(slots, (rows, HEADS, 1))
 
 
-def layers(lengths: Sequence[int], evicting: bool, seed: int) -> tuple[BatchStore, list[DenseStore]]:
+def layers(lengths: Sequence[int], evicting: bool, seed: int) -> tuple[StoreList, list[SlotStore]]:
     """The same sequences in one layer, and each in its own."""
     torch.manual_seed(seed)
     alone = [layer(length, evicting) for length in sorted(lengths)]
-    return BatchStore(deepcopy(alone)), alone
+    return StoreList.decoding(deepcopy(alone)), alone
 
 
-def assert_same(rows: BatchStore, alone: Sequence[DenseStore]) -> None:
-    assert len(rows.each()) == len(alone)
-    for mine, its in zip(rows.each(), alone, strict=True):
+def assert_same(rows: StoreList, alone: Sequence[SlotStore]) -> None:
+    assert len(each_sequence(rows)) == len(alone)
+    for mine, its in zip(each_sequence(rows), alone, strict=True):
         for name, x in its.contents().items():
             assert torch.equal(mine.contents()[name], x), name
         assert (mine.nbytes, mine.spare_nbytes, mine.parts()) == (its.nbytes, its.spare_nbytes, its.parts())
     assert rows.nbytes == sum(its.nbytes for its in alone)
 
 
-def step(rows: BatchStore, alone: Sequence[DenseStore], evicting: bool) -> None:
+def step(rows: StoreList, alone: Sequence[SlotStore], evicting: bool) -> None:
     """A token enters every sequence; where they evict, one of each goes."""
     keys, values = token(len(alone))
     at = torch.randint(100, 999, (len(alone), 1))
@@ -86,25 +87,13 @@ def test_each_holds_what_it_holds_alone(lengths: list[int], evicting: bool, seed
     staying = [row for row in range(len(alone)) if torch.rand(()) < 0.6] or [0]
     held, alone = rows.picked(staying), [alone[row] for row in staying]
     if evicting and len(staying) > 1:
-        assert isinstance(held, BatchStore)
+        assert isinstance(held, StoreList)
         more = [layer(4, evicting), layer(2, evicting)]
-        held, alone = BatchStore([*held.each(), *deepcopy(more)]), [*alone, *more]
+        held, alone = StoreList.decoding([*each_sequence(held), *deepcopy(more)]), [*alone, *more]
     if len(alone) > 1:
-        assert isinstance(held, BatchStore)
+        assert isinstance(held, StoreList)
         step(held, alone, evicting)
         assert_same(held, alone)
     else:
-        assert isinstance(held, DenseStore)
-        assert_same(BatchStore([held]), alone)
-
-
-def test_those_that_stay_are_copied_once_most_of_the_memory_would_be_idle() -> None:
-    rows, alone = layers([2, 2, 2, 9], evicting=True, seed=0)
-    most, few = rows.picked([2, 3]), rows.picked([0, 1])
-    memory = rows.by_length[0][1].keys.untyped_storage().data_ptr()
-    assert isinstance(most, BatchStore)
-    assert isinstance(few, BatchStore)
-    assert all(part.keys.untyped_storage().data_ptr() == memory for _, part in most.by_length)
-    assert all(part.keys.untyped_storage().data_ptr() != memory for _, part in few.by_length)
-    assert_same(most, alone[2:])
-    assert_same(few, alone[:2])
+        assert isinstance(held, SlotStore)
+        assert_same(StoreList.decoding([held]), alone)

@@ -15,7 +15,7 @@ from kvbench.policies.checks import whole_number
 from kvbench.policies.needs import Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
-from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import LayerStore, Store
 from kvbench.tasks.predictions import Line, text
 from kvbench.tasks.task import Example, Scored, Task, Tokenizer
@@ -52,7 +52,7 @@ class FirstMore(Allocator):
         return budgets
 
 
-class HalfStore(DenseStore):
+class HalfStore(SlotStore):
     """Buffers in float16, seen in the model's dtype."""
 
     def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:

@@ -1,49 +1,101 @@
 """Evictions: which are due, when they are carried out, and how.
 
-Which: after a step every layer that holds more than its budget, where the schedule says so (`Pending`). When: at once;
+Which: after a step every layer that holds more than its budget, where the schedule evicts (`Pending`). When: at once;
 at the end of the call, where every sequence evicts one token, so that all layers do it as one batch; once all layers
 are measured, where an allocator shares the budget out by their statistics; once a pre-pass computed what scores need.
-How: `evict`, for one layer as for many.
+How: score, rank, select; then one token leaves its slot to the next (`one_each`), or what is kept moves together
+(`_compact`).
 
 Shapes: n layers, B sequences, H_q query heads, H_kv KV heads, T slots of the fullest layer, D head dim.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from kvbench.cache.evict_batches import batches, kind
+from kvbench.cache.attention import LayerStep
 from kvbench.cache.group import PolicyGroup
-from kvbench.cache.pending import Pending
 from kvbench.cache.rerotate import close_gaps
 from kvbench.cache.state import LayerState
-from kvbench.cache.step import LayerStep
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.merger import Eviction, Merged, OneEviction, Vectors
 from kvbench.policies.observation import Memory, Observation, Phase, State
+from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
-from kvbench.policies.stacked import StackedObservation
+from kvbench.policies.stacked import StackedObservation, batches, kind
+from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import padded
+from kvbench.policies.stores.store_list import StoreList
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """A layer step after which sequences may hold more than their budget."""
+
+    group: PolicyGroup
+    layer: LayerState
+    step: LayerStep
+
+    @cached_property
+    def excess(self) -> list[int]:
+        """Tokens per KV head to evict, for each sequence: those beyond the budget, 0 where it is not its turn."""
+        now, counts, budgets = self.step.now, self.layer.counts[self.step.rows], self.step.observation.budgets
+        excess = [n - b if due else 0 for due, n, b in zip(now.evicts, counts, budgets, strict=True)]
+        every = self.group.policy.schedule.every
+        return excess if every == 1 or now.phase != "decode" else [n if n >= every else 0 for n in excess]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether an evicted token leaves its slot to the next: while decoding, and in a prompt's blocks of one.
+
+        A prompt's first eviction compacts, and so does every one that deals out a layer's slots anew, or after which
+        the layer grows.
+        """
+        policy = self.group.policy
+        decodes = self.step.now.phase == "decode"
+        return decodes or (self.layer.store.evicted and not policy.allocator.per_head and layers_alike(policy))
+
+    @property
+    def as_batch(self) -> bool:
+        """Whether it may be evicted with other layers: one token, decoded or a block, in every sequence.
+
+        In a prompt only where the layer is at its size already: until then it may hold much more than its budget.
+        """
+        step, store = self.step, self.layer.store
+        one = step.alone and step.now.aligned and step.queries.shape[2] == 1
+        dense = isinstance(store, SlotStore) and store.starts is None
+        return one and (dense or isinstance(store, StoreList)) and layers_alike(self.group.policy) and self.in_place
+
+
+def layers_alike(policy: Policy) -> bool:
+    """Whether all layers may be rows of one batch when each evicts a token after a decoded one."""
+    return policy.evicts and policy.schedule.one_each and not (policy.needs.kept or policy.needs.layer)
 
 
 class Evictions:
     """The evictions of a cache, in the order in which they are due."""
 
     def __init__(self) -> None:
-        self._readers: list[tuple[PolicyGroup, LayerState, LayerStep]] = []
+        self._read: list[tuple[PolicyGroup, LayerState, LayerStep]] = []  # layers that later ones read too
         self._end_of_call: list[Pending] = []
         self._pre_pass: list[Pending] = []
 
-    def add(self, group: PolicyGroup, layer: LayerState, step: LayerStep) -> None:
-        """A layer is through with a step: evict now, or once what its eviction waits for is known."""
-        pending, now = Pending(group, layer, step), step.now
+    def add(self, group: PolicyGroup, layer: LayerState, step: LayerStep, later: bool = False) -> None:
+        """A layer has attended: evict now, or when all that the eviction waits for is known.
+
+        later: once other layers, which read what this one holds, have attended too.
+        """
+        if later:
+            self._read.append((group, layer, step))
+            return
+        now, pending = step.now, Pending(group, layer, step)
         if step.observed:
-            policy = group.policy
             if pending.as_batch:
                 due = [replace(pending, step=part) for part in step.parts or (step,)]
                 if step.params.latents is None:
@@ -51,21 +103,18 @@ class Evictions:
                     return
                 for one in due:  # at once: what was expanded of all layers would take more memory than the cache
                     evict([one])
-            elif policy.pre_pass is not None and now.phase != "decode":
+            elif group.policy.pre_pass is not None and now.phase != "decode":
                 layer.unsettled = True
-                self._pre_pass.append(replace(pending, step=_without_queries(step)))
+                without = replace(step.observation, queries=step.queries[:, :, :0].clone())
+                self._pre_pass.append(replace(pending, step=replace(step, observe=lambda _: without)))
             else:
                 _evict_or_rank(pending)
             layer.limit_window(now)
         group.settle(layer.index, now.prompt_done)
 
-    def add_later(self, group: PolicyGroup, layer: LayerState, step: LayerStep) -> None:
-        """The same once other layers, which read what this one holds, are through too."""
-        self._readers.append((group, layer, step))
-
     def end_call(self) -> None:
-        """The last layer is through: carry out what waited for it."""
-        read, self._readers = self._readers, []
+        """The last layer has attended: carry out the evictions that waited for it."""
+        read, self._read = self._read, []
         for group, layer, step in read:
             try:
                 self.add(group, layer, step)
@@ -78,7 +127,7 @@ class Evictions:
             pending.group.settle(layer.index, pending.step.now.prompt_done)
 
     def pre_pass_done(self) -> None:
-        """What a pre-pass finds out of the prompt is known: score it, and evict where that is due."""
+        """What a pre-pass computes of the prompt is known: score it, and evict where that is due."""
         due, self._pre_pass = self._pre_pass, []
         for pending in due:
             if pending.group.error is not None:
@@ -93,16 +142,19 @@ class Evictions:
 
 def _evict_or_rank(pending: Pending) -> None:
     """Evict, or rank a prompt where an allocator divides the budget once all layers are ranked."""
-    allocator, now = pending.policy.allocator, pending.step.now
+    group, layer, now = pending.group, pending.layer, pending.step.now
+    allocator = group.policy.allocator
     if now.phase == "decode" or not isinstance(allocator, StatisticAllocator | JointAllocator):
         evict([pending])
         return
     _observe(pending)
     if any(now.evicts):
-        _rank(pending)
+        layer.ranking = group.policy.rank(pending.step.observation, layer.store.state)
+        _note_not_numbers([pending], layer.ranking)
+        layer.unsettled = True
         if isinstance(allocator, StatisticAllocator):
             _measure(pending, allocator)
-        elif pending.layer.index == len(pending.group.layers) - 1:
+        elif layer.index == len(group.layers) - 1:
             _compact_jointly(pending, allocator)
 
 
@@ -115,91 +167,105 @@ def evict(due: Sequence[Pending]) -> None:
     for pending in due:
         try:
             _observe(pending)
-            if max(pending.excess) <= 0:
-                continue
-            one_each = len(due) > 1 and min(pending.excess) == max(pending.excess) == 1
-            alike.setdefault(kind(pending) if one_each else pending, []).append(pending)
+            excess = pending.excess
+            if max(excess) > 0:
+                single = len(due) > 1 and min(excess) == max(excess) == 1
+                traces = tuple((name, x.shape[1:]) for name, x in pending.layer.memory.items())
+                key = (pending.group.rule, traces, *kind(pending.step.observation)) if single else pending
+                alike.setdefault(key, []).append(pending)
         except Exception as error:
             pending.group.fail(error)
     for some in alike.values():
-        for batch in batches(some):
+        for rows in batches([pending.step.observation for pending in some], some[0].group.policy):
             try:
-                _evict_batch(batch)
+                _evict_batch([some[row] for row in rows])
             except Exception as error:
-                for pending in batch:
-                    pending.group.fail(error)
+                for row in rows:
+                    some[row].group.fail(error)
 
 
 def _observe(pending: Pending) -> None:
-    """Let the scorer take a step into its running statistics and its memory."""
-    scorer, held = pending.policy.scorer, pending.store
-    assert scorer is not None
-    needs = pending.policy.needs
-    if needs.statistics or needs.memory:
+    """Let the scorer update its running statistics and its memory by a step."""
+    policy, held = pending.group.policy, pending.step.store
+    if policy.needs.statistics or policy.needs.memory:
         state, seen = held.state, pending.step.observation
-        scorer.observe(seen, state)
-        if isinstance(pending.policy.pre_pass, TokenRating):
-            pending.policy.pre_pass.observe(seen, state)
+        observe(policy, seen, state)
         held.remember(state)
-        if needs.memory:
-            _remember([pending], seen.memory)
+        _remember([pending], seen.memory if policy.needs.memory else {})
+
+
+def observe(policy: Policy, seen: Observation, state: State) -> None:
+    """Update a policy's running statistics, in place."""
+    assert policy.scorer is not None
+    policy.scorer.observe(seen, state)
+    if isinstance(policy.pre_pass, TokenRating):
+        policy.pre_pass.observe(seen, state)
 
 
 def _evict_batch(some: Sequence[Pending]) -> None:
     """Score and evict in layers of one kind, all at once."""
-    first, over = some[0], tuple(row for pending in some for row in pending.over)
+    first = some[0]
+    policy = first.group.policy
     for pending in some:
         pending.group.count_evicted(pending.layer, pending.step.rows, pending.excess)
     seen = first.step.observation if len(some) == 1 else StackedObservation([p.step.observation for p in some])
-    states = [pending.store.state for pending in some]
+    states = [pending.step.store.state for pending in some]
     state = {name: padded([own[name] for own in states]) for name in states[0]}
-    ranking = first.policy.rank(seen, state)
+    ranking = policy.rank(seen, state)
     _note_not_numbers(some, ranking)
-    if max(first.excess) == 1 and first.in_place:
-        kept = _release(some, seen, state, ranking, over)
-    else:
+    if max(first.excess) > 1 or not first.in_place:
         assert len(some) == 1, "layers that evict several tokens do so one by one"
-        kept = _compact(first.group, first.layer, ranking, seen.budgets, first.excess, first.phase, seen)
-    scorer = first.policy.scorer
-    if kept is not None and scorer is not None and first.policy.needs.kept:
-        scorer.selected(seen, kept)
-
-
-def _release(
-    some: Sequence[Pending], seen: Observation, state: State, ranking: Ranking, over: tuple[bool, ...]
-) -> Tensor | None:
-    """Evict one token per KV head of the sequences that are `over`; the next token takes its slot.
-
-    Returns the slots that stayed, bool [B,H_kv,T], where the scorer needs them.
-    """
-    policy, kept = some[0].policy, None
-    victims = ranking.victim()
-    going = None if all(over) else on_device(over, victims.device)[:, None, None]
+        kept = _compact(first.group, first.layer, ranking, seen.budgets, first.excess, seen.phase, seen)
+        if policy.scorer is not None and policy.needs.kept:
+            policy.scorer.selected(seen, kept)
+        return
+    over = tuple(n > 0 for pending in some for n in pending.excess)
+    going = None if all(over) else on_device(over, ranking.scores.device)[:, None, None]
+    stores = [pending.step.store for pending in some]
+    memory: Memory = {}
+    vectors: tuple[Vectors, ...] = ()
     if policy.merger.merges:
-        _merge(some, seen, state, victims, going)
-    if policy.needs.kept:
-        gone = on_device(over, victims.device)[:, None, None].expand_as(victims)
-        kept = ranking.occupied.scatter(-1, victims, ~gone)
-    for pending, slots in zip(some, victims.split(_rows(some)), strict=True):
-        pending.store.release(slots, None if going is None else pending.over)
-    return kept
-
-
-def _merge(some: Sequence[Pending], seen: Observation, state: State, victims: Tensor, going: Tensor | None) -> None:
-    """Let single tokens that go leave their trace in those that stay."""
-    rows, policy = _rows(some), some[0].policy
-    keys, values = (Vectors([getattr(pending.store, name) for pending in some]) for name in ("keys", "values"))
-    packed = all(pending.store.packed for pending in some)
-    index = some[0].layer.index if len(some) == 1 else -1
-    eviction = OneEviction(index, seen.phase, keys, values, seen.positions, state, victims, going, packed)
-    memory = _memory(some)
-    merged = policy.merger.absorb_one(eviction, memory)
-    _remember(some, memory)
+        memory = _memory(some)
+        vectors = Vectors([store.keys for store in stores]), Vectors([store.values for store in stores])
+    index, packed = first.layer.index if len(some) == 1 else -1, all(store.packed for store in stores)
+    victims, merged = one_each(policy, ranking, seen, state, vectors, memory, going, index, packed)
+    rows = _rows(some)
+    if memory or policy.merger.merges:
+        _remember(some, memory)
     if merged is not None:
-        assert merged.bias is None, "a bias is fitted where several tokens go"
-        new = (x.split(rows) for x in (merged.slots, merged.keys, merged.values))
-        for pending, *own in zip(some, *new, strict=True):
-            pending.store.write(*own)
+        for store, *new in zip(stores, *(x.split(rows) for x in merged[:3]), strict=True):
+            store.write(*new)
+    for pending, store, slots in zip(some, stores, victims.split(rows), strict=True):
+        store.release(slots, None if going is None else [n > 0 for n in pending.excess])
+
+
+def one_each(
+    policy: Policy,
+    ranking: Ranking,
+    seen: Observation,
+    state: State,
+    vectors: Sequence[Vectors],
+    memory: Memory,
+    going: Tensor | None,
+    layer: int = -1,
+    packed: bool = False,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+    """The slot [B,H_kv,1] of the token that every KV head evicts, and what a merger writes: slots, keys, values.
+
+    going [B,1,1] bool: sequences that evict; None: all do. vectors: keys and values, for mergers, which update
+    `memory`. layer: its index, -1 for several.
+    """
+    victims, written = ranking.victim(), None
+    if policy.merger.merges:
+        eviction = OneEviction(layer, seen.phase, *vectors, seen.positions, state, victims, going, packed)
+        merged = policy.merger.absorb_one(eviction, memory)
+        if merged is not None:
+            assert merged.bias is None, "a bias is fitted where several tokens go"
+            written = merged.slots, merged.keys, merged.values
+    if policy.scorer is not None and policy.needs.kept:
+        stays = torch.zeros_like(victims, dtype=torch.bool) if going is None else ~going.expand_as(victims)
+        policy.scorer.selected(seen, ranking.occupied.scatter(-1, victims, stays))
+    return victims, written
 
 
 def _memory(some: Sequence[Pending]) -> Memory:
@@ -209,7 +275,6 @@ def _memory(some: Sequence[Pending]) -> Memory:
 
 
 def _remember(some: Sequence[Pending], memory: Memory) -> None:
-    """What is remembered of them from now on."""
     for name, x in memory.items():
         for pending, own in zip(some, x.split(_rows(some)), strict=True):
             kept = pending.layer.memory
@@ -260,7 +325,7 @@ def _compact(
         group.on_evict(layer, ranking, kept)
     asked = [b if row else count for row, b, count in zip(over, budgets, layer.counts, strict=True)]
     slots = held.keep(kept, policy.schedule.spare, counts=asked if per_head is None else None)
-    # What was asked for, or what an allocator gave instead: shapes tell it without a look at the device.
+    # The budgets, or what an allocator gave instead: the shapes show it without a synchronisation with the device.
     most = 0 if policy.allocator.per_head else slots.shape[-1]
     layer.counts = asked if most <= max(asked) else [most] * len(asked)
     if layer.ranking is not None:
@@ -269,14 +334,6 @@ def _compact(
 
 
 # --- budgets that wait for all layers ------------------------------------------------------------------------------
-def _rank(pending: Pending) -> None:
-    """Score a layer's prompt, whose budget is not known yet."""
-    layer = pending.layer
-    layer.ranking = pending.policy.rank(pending.step.observation, layer.store.state)
-    _note_not_numbers([pending], layer.ranking)
-    layer.unsettled = True
-
-
 def _measure(pending: Pending, allocator: StatisticAllocator) -> None:
     """Share the budget out as far as the allocator can with the layers measured so far.
 
@@ -292,6 +349,18 @@ def _measure(pending: Pending, allocator: StatisticAllocator) -> None:
             _compact_to_share(group, ranked, over_mean)
     if last:
         _settle_all(pending)
+
+
+def _compact_to_share(group: PolicyGroup, layer: LayerState, rows: Sequence[bool]) -> None:
+    """Bring a prompt that was scored already to this layer's share, in the chosen sequences."""
+    assert layer.ranking is not None
+    assert layer.policy.scorer is not None
+    budgets = group.budgets.of(layer.index, rows)
+    excess = [max(0, n - b) if row else 0 for row, n, b in zip(rows, layer.counts, budgets, strict=True)]
+    if any(excess):
+        ranking = layer.ranking.protecting(*protected_counts(layer.policy.scorer, budgets))
+        _compact(group, layer, ranking, budgets, excess, "prompt")
+        group.note_bytes(layer.index)
 
 
 def _compact_jointly(pending: Pending, allocator: JointAllocator) -> None:
@@ -315,25 +384,6 @@ def _settle_all(pending: Pending) -> None:
         pending.group.settle(layer.index, pending.step.now.prompt_done)
 
 
-def _compact_to_share(group: PolicyGroup, layer: LayerState, rows: Sequence[bool]) -> None:
-    """Bring a prompt that was scored already to this layer's share, in the chosen sequences."""
-    scorer = layer.policy.scorer
-    assert layer.ranking is not None
-    assert scorer is not None
-    budgets = group.budgets.of(layer.index, rows)
-    excess = [max(0, n - b) if row else 0 for row, n, b in zip(rows, layer.counts, budgets, strict=True)]
-    if any(excess):
-        ranking = layer.ranking.protecting(*protected_counts(scorer, budgets))
-        _compact(group, layer, ranking, budgets, excess, "prompt")
-        group.note_bytes(layer.index)
-
-
-def _without_queries(step: LayerStep) -> LayerStep:
-    """A step that waits for long, without its queries."""
-    seen = replace(step.observation, queries=step.queries[:, :, :0].clone())
-    return replace(step, observe=lambda _: seen)
-
-
 def _note_not_numbers(some: Sequence[Pending], ranking: Ranking) -> None:
     """Sequences with a score that is no number (NaN): the call goes on for the others and ends in an error."""
     for row in ranking.broken(wait=some[0].step.now.phase != "decode"):  # decoding steps do not wait for a GPU
@@ -347,4 +397,4 @@ def _note_not_numbers(some: Sequence[Pending], ranking: Ranking) -> None:
 
 def _rows(some: Sequence[Pending]) -> list[int]:
     """Sequences of each layer."""
-    return [pending.step.observation.positions.shape[0] for pending in some]
+    return [len(pending.step.observation.positions) for pending in some]

@@ -1,0 +1,401 @@
+"""The slot store: what one layer holds of its sequences in full precision, in slots that are overwritten in place.
+
+Every KV head of every sequence owns a segment of slots: where it starts, how many slots are in use, how many it has.
+Segments of one length lie side by side as tensors [B,H,C,...]. After an eviction that leaves KV heads with different
+numbers of tokens, a `ragged` store holds flat tensors [N,...] and the segments' starts and lengths.
+
+Shapes: B sequences, H KV heads, C slots of a segment, N slots of all segments, D head dim.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvbench.kernels.decode import decode_attention_flat
+from kvbench.kernels.prompt import one_for_all
+from kvbench.kernels.references import widen
+from kvbench.policies.constants import on_device
+from kvbench.policies.observation import AttentionParams, State
+from kvbench.policies.stores.slots import block_of, by_kind, owned, spread_index, take
+from kvbench.policies.stores.store import LayerStore, Segments
+
+
+class SlotStore(LayerStore):
+    """Segments of which the first `used` slots are in use; `memory`: keys, values, positions and statistics by name.
+
+    starts, counts [B,H]: where segments begin and how many of their slots are in use, of flat memory only. free
+    [B,H,1]: the only empty slot of every KV head, where all have exactly one. room: slots behind those in use.
+    """
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int, ragged: bool = False
+    ) -> None:
+        batch, heads = keys.shape[:2]
+        self.memory: dict[str, Tensor] = {
+            "keys": keys.new_empty(batch, heads, 0, keys.shape[-1]),
+            "values": values.new_empty(batch, heads, 0, values.shape[-1]),
+            "positions": torch.full((batch, heads, 0), -1, dtype=torch.int32, device=keys.device),
+        }
+        wide = widen(keys.new_empty(0)).dtype
+        for name in statistics:
+            self.memory[name] = torch.zeros(batch, heads, 0, width, dtype=wide, device=keys.device)
+        self._statistics, self._ragged = statistics, ragged
+        self.starts: Tensor | None = None
+        self.counts: Tensor | None = None
+        self.used = self.room = 0
+        self.free: Tensor | None = None
+        self._views: dict[str, Tensor] = {}
+        self._bytes: int | None = None  # of the memory, once it was asked for
+        self._to_come: int | None = None  # tokens that no room was made for yet, where their number is known
+        self._packed = self._ascending = True
+        self.lent = False  # keys and values are the model's own tensors, which other caches may hold as well
+        self._marked = True  # the free slots have position -1: only written where it is read before the next token
+
+    @classmethod
+    def of(cls, contents: State, statistics: tuple[str, ...], ascending: bool, packed: bool | None = None) -> Self:
+        """A layer that holds `contents` [B,H,C,...]; some slots may be empty. packed: whether none is, if known."""
+        held = cls(contents["keys"], contents["values"], statistics, width=0)
+        held.memory, held.used = contents, contents["positions"].shape[2]
+        held._packed = bool((contents["positions"] >= 0).all()) if packed is None else packed
+        held._ascending = ascending
+        return held
+
+    def _view(self, name: str) -> Tensor:
+        """[B,H,used,...]: a view, kept because a layer at its budget is asked for it in every step.
+
+        Of flat memory a copy, in which shorter segments end in empty slots (position -1, else 0).
+        """
+        if self.starts is not None:
+            slots, taken = self._flat_slots()
+            fill = -1 if name == "positions" else 0
+            copied = self.memory[name][slots]
+            return copied.masked_fill_(~taken.view(*taken.shape, *[1] * (copied.dim() - 3)), fill)
+        view = self._views.get(name)
+        if view is None:
+            view = self._views[name] = self.memory[name].narrow(2, 0, self.used)
+        return view
+
+    def _flat_slots(self) -> tuple[Tensor, Tensor]:
+        """The flat slot of each segment's slots, [B,H,used], and which of them are in use."""
+        assert self.starts is not None
+        assert self.counts is not None
+        steps = torch.arange(self.used, device=self.starts.device)
+        taken = steps < self.counts[..., None]
+        return (self.starts[..., None] + steps).masked_fill(~taken, 0), taken
+
+    def contents(self) -> dict[str, Tensor]:
+        """Everything in use by name, [B,H,C,...]."""
+        return {name: self._view(name) for name in self.memory} | {"positions": self.positions}
+
+    @property
+    def keys(self) -> Tensor:
+        return self._view("keys")
+
+    @property
+    def values(self) -> Tensor:
+        return self._view("values")
+
+    @property
+    def positions(self) -> Tensor:
+        positions = self._view("positions")
+        if not self._marked and self.free is not None:
+            if positions.is_inference() and not torch.is_inference_mode_enabled():
+                return positions.scatter(-1, self.free, -1)  # which may not be written to outside of that mode
+            positions.scatter_(-1, self.free, -1)
+            self._marked = True
+        return positions
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._view("bias") if "bias" in self.memory else None
+
+    @property
+    def state(self) -> State:
+        return {name: self._view(name) for name in self._statistics}
+
+    def remember(self, state: State) -> None:
+        if self.starts is not None:
+            slots, taken = self._flat_slots()
+            for name, x in state.items():
+                self.memory[name][slots[taken]] = x[taken]
+
+    @property
+    def nbytes(self) -> int:
+        if self._bytes is None:
+            self._bytes = sum(x.nbytes for x in self.memory.values())
+        if self.starts is not None and self.counts is not None:
+            return self._bytes + self.starts.nbytes + self.counts.nbytes
+        return self._bytes if self.free is None else self._bytes + self.free.nbytes
+
+    @property
+    def spare_nbytes(self) -> int:
+        empty = self.slots - int((self.positions >= 0).sum())
+        return empty * (sum(x.nbytes for x in self.memory.values()) // max(self.slots, 1))
+
+    def parts(self) -> dict[str, int]:
+        return by_kind({name: x.nbytes for name, x in self.memory.items()}, self.nbytes)
+
+    @property
+    def slots(self) -> int:
+        """Slots of all segments."""
+        return self.memory["positions"].numel()
+
+    @property
+    def packed(self) -> bool:
+        return self._packed and self.starts is None
+
+    @property
+    def ascending(self) -> bool:
+        return self._ascending
+
+    # --- append ----------------------------------------------------------------------------------------------------
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
+        new = keys.shape[2]
+        if self.starts is not None and (new > 1 or absent):
+            self._even_out()
+        spread = positions.to(torch.int32).unsqueeze(1).expand(-1, keys.shape[1], -1)
+        tokens = {"keys": keys, "values": values, "positions": spread if new == 1 else spread.contiguous()}
+        if self.starts is not None or (self.free is not None and new == 1 and not absent):
+            self._put(self.enter(), tokens)
+            self.filled()
+        elif self._packed and not absent:
+            self._write_at_end(tokens, new)
+        elif new == 1:
+            self._fill_hole(tokens, absent)
+        else:  # sequences differ in length: all tokens side by side, then close the gaps
+            self._write_at_end(tokens, new)
+            self._compact(self.positions >= 0, 0, None)
+
+    def enter(self) -> Tensor:
+        """The slots [B,H,1] of the next token: those that are free, or else the ones behind all others."""
+        if self.free is not None:
+            return self.free
+        if self.room == 0:
+            self._lengthen(self.growth(), {})
+        if self.counts is not None:
+            return self.counts[..., None]
+        return torch.full_like(self.memory["positions"][:, :, :1], self.used, dtype=torch.long)
+
+    def filled(self) -> None:
+        """The next token was written to the slots of `enter`."""
+        if self.free is None:
+            self.counts = None if self.counts is None else self.counts + 1
+            self.use(self.used + 1, self.room - 1)
+        else:
+            self.free, self._packed, self._marked, self._ascending = None, True, True, False
+
+    def use(self, slots: int, room: int) -> None:
+        """So many of the first slots are in use, and so many follow."""
+        self.used, self.room = slots, room
+        self._views.clear()
+
+    def _hold(self, name: str, memory: Tensor) -> None:
+        """Hold another tensor; a view of the old one would keep it alive."""
+        self.memory[name], self._bytes = memory, None
+        self._views.pop(name, None)
+
+    def _put(self, slots: Tensor, tokens: Mapping[str, Tensor], all_names: bool = True) -> None:
+        """Write [B,H,n,...] by name to slots [B,H,n]; what has no tensor here is set to 0 (statistics)."""
+        where = slots
+        for name, x in self.memory.items():
+            if name not in tokens and not all_names:
+                continue
+            new = tokens.get(name, 0.0)
+            if self.starts is not None:
+                x[self.starts[..., None] + slots] = new
+                continue
+            if where.shape[3:] != x.shape[3:]:  # most often values are as wide as keys
+                where = spread_index(slots, x)
+            x.scatter_(2, where, new)
+
+    def _write_at_end(self, tokens: dict[str, Tensor], new: int) -> None:
+        used, room = self.used, self.room
+        if used == 0 and room < new:  # hold the model's own tensors: the first tokens, of which there are often many
+            for name, x in self.memory.items():
+                zeros = None if name in tokens else x.new_zeros(*x.shape[:2], new, *x.shape[3:])
+                self._hold(name, owned(tokens[name]) if zeros is None else zeros)
+            self.lent = True
+        elif new > 1 and new > room:
+            self._lengthen(new, tokens)
+        else:
+            if new > room:
+                self._lengthen(self.growth(), {})
+            for name, x in self.memory.items():
+                end = x.narrow(2, used, new)
+                end.copy_(tokens[name]) if name in tokens else end.zero_()
+        self.use(used + new, self.memory["positions"].shape[2] - used - new)
+
+    def _lengthen(self, more: int, tokens: Mapping[str, Tensor]) -> None:
+        """Lay so many slots behind those in use of every segment: the tokens, or empty ones where there are none."""
+        if self.starts is not None:
+            assert self.counts is not None
+            self._flatten(self.contents(), self.counts, more)
+            return
+        for name, x in self.memory.items():
+            behind = tokens.get(name)
+            if behind is None:
+                behind = x.new_full((*x.shape[:2], more, *x.shape[3:]), -1 if name == "positions" else 0)
+            self._hold(name, torch.cat([x[:, :, : self.used], behind], dim=2))
+        self.room, self.lent = more, False
+
+    def expect(self, tokens: int) -> None:
+        self._to_come = tokens
+
+    def growth(self) -> int:
+        """How many slots to add for new tokens: no more than are known to come."""
+        growth = block_of(self._to_come)
+        self._to_come = self._to_come and max(0, self._to_come - growth)
+        return growth
+
+    def _fill_hole(self, tokens: dict[str, Tensor], absent: bool) -> None:
+        """One token per KV head into its first empty slot, where sequences differ: some have no token or no room."""
+        if not bool((self.positions < 0).any(-1).all()):
+            if self.room == 0:
+                self._lengthen(self.growth(), {})
+            self.use(self.used + 1, self.room - 1)
+        slots = (self.positions < 0).to(torch.uint8).argmax(-1, keepdim=True)
+        if absent:
+            entering = tokens["positions"] >= 0
+            for name, new in tokens.items():
+                held = take(self.memory[name], slots)
+                tokens[name] = torch.where(entering.reshape(slots.shape + (1,) * (held.dim() - 3)), new, held)
+        self._put(slots, tokens)
+        self.free, self._ascending = None, False
+        self._packed = bool((self.positions >= 0).all())
+
+    # --- evict and merge -------------------------------------------------------------------------------------------
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
+        if bias is not None:
+            self._even_out()
+            if "bias" not in self.memory:
+                places = self.memory["positions"]
+                self._hold("bias", torch.zeros(places.shape, dtype=torch.float32, device=places.device))
+            self.memory["bias"].scatter_(2, slots, bias)
+        if self.lent:
+            for name in ("keys", "values"):
+                self._hold(name, self.memory[name].clone())
+            self.lent = False
+        new = {"keys": keys.to(self.memory["keys"].dtype), "values": values.to(self.memory["values"].dtype)}
+        self._put(slots, new, all_names=False)
+
+    def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
+        if self.starts is not None and rows is None:
+            self.memory["positions"][self.starts[..., None] + slots] = -1
+            self.free = slots
+            return
+        self._even_out()
+        self.free = None
+        if rows is None and self._packed:
+            self.free, self._marked = slots, False
+        elif rows is None:
+            self.positions.scatter_(-1, slots, -1)
+        else:
+            going = on_device(tuple(rows), slots.device)[:, None, None]
+            self.positions.scatter_(-1, slots, self.positions.gather(-1, slots).masked_fill(going, -1))
+        self._packed = False
+
+    def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
+        self._even_out()
+        slots = self._compact(mask, 0 if self._ragged else spare, counts)
+        self.evicted = not self._ragged
+        if self._ragged:
+            self._flatten(self.contents(), (self.positions >= 0).sum(-1), spare)
+        return slots
+
+    def _compact(self, mask: Tensor, spare: int, counts: Sequence[int] | None) -> Tensor:
+        if counts is None or not mask.is_cuda:  # on a GPU, the host would wait for what it knows
+            numbers = mask.sum(-1).flatten().tolist()
+            most, least = max(numbers), min(numbers)
+            assert counts is None or (most, least) == (max(counts), min(counts)), "counts are those of the mask"
+        else:
+            most, least = max(counts), min(counts)
+        slots = self._gather(mask, most, spare, even=most == least)
+        self.use(most, spare)
+        self._packed, self._ascending, self.free, self.lent = most == least, True, None, False
+        return slots
+
+    def _gather(self, mask: Tensor, most: int, spare: int, even: bool) -> Tensor:
+        """Move the slots of the mask to the front, `most` of a KV head at most (even: just so many), room behind."""
+        if not self.used:  # a sequence without a token
+            self._lengthen(spare, {})
+            return mask.long()
+        if even and self._ascending and mask.is_cpu:  # on a GPU, the host would wait for `nonzero`
+            slots = mask.nonzero()[:, -1].view(*mask.shape[:2], most)
+        else:
+            order = self.positions.masked_fill(~mask, torch.iinfo(torch.int32).max)
+            slots = order.argsort(dim=-1, stable=True)[..., :most]
+        staying = None if even else mask.gather(-1, slots)
+        places = F.pad(slots, (0, spare))  # what comes to lie in the room is emptied
+        for name, x in self.memory.items():
+            self._hold(name, take(x[:, :, : self.used], places))
+            self.memory[name].narrow(2, most, spare).fill_(-1 if name == "positions" else 0)
+        if staying is not None:
+            self.memory["positions"].narrow(2, 0, most).masked_fill_(~staying, -1)
+        return slots
+
+    # --- segments of different lengths -----------------------------------------------------------------------------
+    def _flatten(self, padded: Mapping[str, Tensor], counts: Tensor, spare: int) -> None:
+        """Hold the first counts [B,H] slots of padded tensors [B,H,C,...] in segments, with room for `spare` each."""
+        ends = (counts + spare).flatten().cumsum(0)
+        self.starts, self.counts = ends.view_as(counts) - counts - spare, counts.clone()
+        self.used, self.room, self.free = padded["positions"].shape[2], spare, None
+        into, taken = self._flat_slots()
+        for name, x in padded.items():
+            flat = x.new_full((int(ends[-1]), *x.shape[3:]), -1 if name == "positions" else 0)
+            flat[into[taken]] = x[taken]
+            self._hold(name, flat)
+        self._views.clear()
+
+    def _even_out(self) -> None:
+        """Hold flat memory as tensors [B,H,C,...] again, padded to the longest segment."""
+        if self.starts is not None:
+            self.memory, self.starts, self.counts = self.contents(), None, None
+            self.free, self._bytes, self.room, self._to_come = None, None, 0, None
+            self._packed = bool((self.memory["positions"] >= 0).all())
+            self._views.clear()
+
+    def settle(self) -> None:
+        """Nothing to do: tokens stay as they were appended."""
+
+    def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
+        if self.starts is None or self.counts is None or queries.shape[2] > 1 or "bias" in self.memory:
+            return None
+        stored = self.memory["keys"], self.memory["values"], positions, self.memory["positions"]
+        asked = how.scaling, how.softcap, how.sliding_window, one_for_all(how.sinks)
+        return decode_attention_flat(queries, *stored, self.starts, self.counts, self.used, *asked).out
+
+    @property
+    def shape(self) -> Hashable:
+        """What layers have in common whose sequences can decode as one batch; None for those that cannot."""
+        if self.starts is not None or type(self) is not SlotStore:  # others may hold more than is joined
+            return None
+        if self.free is not None and self.room == 0:
+            return "at its size", tuple(self.memory)  # of any length: no slot will be added
+        return ("grows", self.room, self._to_come, tuple(self.memory)) if self._packed else None
+
+    def picked(self, rows: Sequence[int] | slice) -> "SlotStore":
+        """Some of the sequences, in the same memory where rows are a slice."""
+        assert self.starts is None, "sequences with segments of their own decode apart"
+        free = None if self.free is None else self.free[rows]
+        return self.with_memory({name: x[rows] for name, x in self.memory.items()}, free)
+
+    def with_memory(self, memory: dict[str, Tensor], free: Tensor | None) -> "SlotStore":
+        """A layer like this one in other memory, whose slots `free` [B,H,1] are empty."""
+        held = copy(self)
+        held.memory, held.free, held._views, held._bytes = memory, free, {}, None
+        return held
+
+    def segments(self) -> Segments:
+        """Where the KV heads lie in the memory as a flat one, and how many tokens they hold."""
+        one = int(self.free is not None)
+        if self.starts is not None and self.counts is not None:
+            starts, held = self.starts, self.counts - one
+        else:
+            rows, device = self.memory["positions"].shape[:2], self.memory["positions"].device
+            starts = torch.arange(rows.numel(), device=device).view(rows) * (self.used + self.room)
+            held = torch.full(rows, self.used - one, device=device)
+        return Segments(starts, held, held if self.free is None else self.free[..., 0], self.used - one)

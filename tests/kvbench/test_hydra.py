@@ -1,0 +1,174 @@
+"""`python -m kvbench` is a Hydra application: what Hydra's users type works, and sweeps are launched together."""
+
+import json
+import logging
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+import kvbench
+from hydra_plugins.kvbench.sweeper import narrowed
+from kvbench.config.tree import CONF
+from kvbench.identity.run_config import run_config
+from kvbench.sweeps.app import main
+
+FORMS = {  # of each the beginning of a line that it prints
+    "--cfg job": "budget: 128",
+    "--cfg hydra": "hydra:",
+    "--cfg all": "hydra:",
+    "--info": "Config search path",
+    "--info defaults": "Defaults List",
+    "--resolve --cfg job": "budget: 128",
+    "-p policy --cfg job": "_target_: kvbench.policies.policy.Policy",
+    "--hydra-help": "Hydra (",
+    "--config-name config --cfg job": "budget: 128",
+    "--config-path {folder} --config-name mine --cfg job": "own: 1",
+    "hydra.verbose=true --cfg job": "budget: 128",
+    "hydra.mode=MULTIRUN --cfg job": "budget: 128",
+    "+foo=1 --cfg job": "foo: 1",
+    "++policy.scorer.window=8 --cfg job": "    window: 8",
+    "~logger --cfg job": "budget: 128",
+    "+policy@second=snapkv --cfg job": "second:",
+    "policy=caote_knorm -p policy --cfg job": "value:",
+    "policy=snapkv_kivi_g32 -p policy --cfg job": "  group: 32",
+    "task=lm_eval/gsm8k -p task --cfg job": "task: gsm8k",
+    "--help": "budget: 128        # tokens per KV head",
+}
+SMALL = ("task.lengths=[300]", "task.depths=[0.5]", "task.repeats=2", "task.max_new_tokens=3", "out=runs", "budget=40")
+RUNS = {  # how many samples files each of them leaves
+    "-m hydra/launcher=basic policy=full,snapkv": 2,
+    "-m hydra/sweeper=basic policy=full,snapkv": 2,
+    "hydra.run.dir=own policy=snapkv": 1,
+    "-m hydra.sweep.dir=own policy=full,snapkv": 2,
+    "-m 'policy=glob(*stream*)' budget=20,40": 2,
+    "-m policy=full hydra.sweeper.grids=[{policy:[snapkv,tova],seed:[0,1]},{policy:full}]": 1,
+    "-m hydra.sweeper.grids=[{policy:[snapkv,tova],seed:[0,1]},{policy:full}]": 5,
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.root, "handlers", [])  # --info adds its own
+    (tmp_path / "mine.yaml").write_text("own: 1\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_hydra_prints_it_prints_here(form: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(form.format(folder=folder))) == 0
+    shown = capfd.readouterr()
+    assert any(line.startswith(FORMS[form]) for line in shown.out.splitlines())
+    assert shown.err == ""
+
+
+@pytest.mark.parametrize("line", RUNS)
+def test_what_hydra_runs_it_runs_here(line: str, tiny_model: Path, folder: Path) -> None:
+    assert main(order(line, tiny_model)) == 0
+    assert len(list(folder.glob("runs/*/samples.jsonl"))) == RUNS[line]
+    assert ("own" in line) == (folder / "own").is_dir()
+
+
+def order(line: str, model: Path) -> list[str]:
+    """Flags first: argparse does not find overrides on both sides of one."""
+    words = shlex.split(line)
+    flags = [word for word in words if word == "-m"]
+    return [*flags, f"model={model}", *SMALL, *words[len(flags) :]]
+
+
+def test_a_run_that_fails_stops_no_other_and_the_exit_status_says_so(
+    tiny_model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(order("-m policy=snapkv,streamingllm budget=8,40 task.name=mine", tiny_model)) == 1
+    shown = capsys.readouterr()
+    assert "kvbench: budget=8 policy=snapkv: a budget of 8 tokens per KV head is too small for snapkv" in shown.err
+    assert shown.err.rstrip().splitlines()[-3] == "1 of 4 runs failed"
+    assert len(list(folder.glob("runs/*/metrics.json"))) == 3
+    assert shown.out.count("\nresults: runs") == 1
+
+
+def test_a_sweeper_gets_the_score_of_every_job(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[object] = []
+    from hydra_plugins.kvbench.launcher import KvbenchLauncher
+
+    launch = KvbenchLauncher.launch
+
+    def spied(self: KvbenchLauncher, *arguments: object, **named: object) -> object:
+        returns = launch(self, *arguments, **named)  # type: ignore[arg-type]
+        got.extend(one.return_value for one in returns)
+        return returns
+
+    monkeypatch.setattr(KvbenchLauncher, "launch", spied)
+    assert main(order("-m policy=full,tova,full", tiny_model)) == 0
+    scores = [json.loads(path.read_text())["score"] for path in sorted(Path("runs").glob("*/metrics.json"))]
+    assert got == [scores[0], scores[1], scores[0]]  # equal jobs are one run
+
+
+def test_a_dry_run_counts_prompts_and_tokens_and_shows_the_first_prompt(
+    tiny_model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(order("-m policy=full,tova dry_run=true", tiny_model)) == 0
+    *runs, total, head, first = capsys.readouterr().out.splitlines()[:5]
+    tokens = [int(line.split()[-2]) for line in runs]
+    assert all(": 2 prompts, " in line for line in runs)
+    assert total == f"2 runs: {sum(tokens)} prompt tokens, {tokens[0]} with shared prefills"
+    assert (head, bool(first)) == ("the first prompt:", True)
+    assert not list(folder.glob("runs/*/samples.jsonl"))
+
+
+GRIDS = [
+    {"model": "a", "policy": ["full"]},
+    {"model": "a", "policy": ["h2o", "tova"], "budget": [2, 4], "block": [[1]]},
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        ([], ["model=a policy=full", "model=a policy=h2o,tova budget=2,4 block=[1]"]),
+        (["limit=2"], ["model=a policy=full limit=2", "model=a policy=h2o,tova budget=2,4 block=[1] limit=2"]),
+        (["policy=tova", "budget=4"], ["model=a policy=tova budget=4 block=[1]"]),
+        (["model=b"], ["model=b policy=full", "model=b policy=h2o,tova budget=2,4 block=[1]"]),
+        (["budget=8"], ["model=a policy=full", "model=a policy=h2o,tova budget=8 block=[1]"]),
+    ],
+)
+def test_values_of_the_command_line_select_among_the_grids_or_replace_theirs(
+    arguments: list[str], lines: list[str]
+) -> None:
+    assert [" ".join(line) for line in narrowed(GRIDS, arguments)] == lines
+
+
+def test_the_defaults_of_python_are_those_of_the_command_line() -> None:
+    fields = yaml.safe_load((CONF / "config.yaml").read_text())
+    record = run_config().record
+    for key in fields.keys() - {"defaults", "hydra"}:
+        assert record[key] == fields[key], key
+
+
+def test_a_policy_is_made_inside_another_hydra_application() -> None:
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    with initialize_config_dir(str(Path.cwd()), version_base="1.3"):
+        before = GlobalHydra.instance().hydra
+        assert kvbench.make_policy("caote_knorm", 64).budget == 64
+        assert GlobalHydra.instance().hydra is before
+
+
+def test_wrappers_stand_before_policies_whose_files_leave_parts_out(folder: Path) -> None:
+    """As the documentation writes a policy: its scorer alone."""
+    (folder / "policy").mkdir()
+    policy = "_target_: kvbench.policies.policy.Policy\nscorer: {_target_: kvbench.policies.scorers.knorm.KNorm}\n"
+    (folder / "policy" / "plain.yaml").write_text(policy)
+    made = kvbench.make_policy("ada_plain", 64, config_dir=folder)
+    assert type(made.allocator.base).__name__ == "Uniform"  # type: ignore[attr-defined]
+
+
+def test_a_model_file_may_have_a_path_alone(tiny_model: Path, folder: Path) -> None:
+    (folder / "model").mkdir()
+    (folder / "model" / "ours.yaml").write_text(f"path: {tiny_model}\n")
+    assert main(["--config-dir", ".", "model=ours", "policy=tova", *SMALL]) == 0
+    (run,) = folder.glob("runs/*/config.yaml")
+    assert run.parent.name.startswith("ours-tova-40-niah-")
