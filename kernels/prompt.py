@@ -235,7 +235,7 @@ def flex_prompt_attention(
     def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, slot: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
-    attend: Callable[..., Any] = _compiled_flex() if q.is_cuda else flex_attention
+    attend: Any = _compiled_flex() if q.is_cuda else flex_attention
     out, aux = attend(
         q, k, v, score_mod=None if softcap is None else capped, block_mask=mask, scale=scaling, enable_gqa=group > 1,
         return_aux=AuxRequest(lse=True),

@@ -118,7 +118,7 @@ def _over_queries(
                 logits = hidden(logits, q_place[None, :], k_place[:, None], rule.window)
             if MOMENTS:
                 group += tl.exp2(logits - lse[None, :])
-                done = (member == heads - 1).to(tl.float32)
+                done = tl.where(member == heads - 1, 1.0, 0.0)
                 sums += tl.sum(group, 1) * done
                 squares += tl.sum(group * group, 1) * done
                 group *= 1.0 - done
@@ -213,7 +213,8 @@ def _sum_over_queries(
     queries, keys = same_dtype("column_sums", queries, keys)
     positions = query_positions.contiguous(), key_positions.contiguous()
     if log_sum_exp is None:
-        log_sum_exp = row_sums(queries, keys, *positions, *rule, sinks, aligned)
+        scaling, softcap, window = rule
+        log_sum_exp = row_sums(queries, keys, *positions, scaling, softcap, window, sinks, aligned)
     batch, query_heads, new, dim = queries.shape
     heads, slots = keys.shape[1:3]
     group = query_heads // heads
@@ -326,7 +327,7 @@ def window_statistics(
         raise ValueError(f"window_statistics holds a window in registers: at most {MOST_QUERIES} queries, got {new}")
     positions = query_positions.contiguous(), key_positions.contiguous()
     if log_sum_exp is None:
-        log_sum_exp = row_sums(queries, keys, *positions, *rule, sinks)
+        log_sum_exp = row_sums(queries, keys, *positions, scaling, softcap, sliding_window, sinks)
     sums = torch.empty(batch, heads, query_heads // heads, slots, dtype=torch.float32, device=keys.device)
     variances, entropies = (torch.empty_like(sums) if spread else sums.new_empty(0) for _ in range(2))
     how = window_tiles(dim, new, queries.dtype)

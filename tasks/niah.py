@@ -243,7 +243,8 @@ def interleaved(lengths: Sequence[int], depths: Sequence[float]) -> Iterator[tup
 
     Lengths alternate. Depths begin with the smallest and the largest; each next one is the farthest from those before.
     """
-    order, rest = [], sorted(depths)
+    order: list[float] = []
+    rest = sorted(depths)
     while rest:
         order.append(max(rest, key=lambda depth: min((abs(depth - other) for other in order), default=-depth)))
         rest.remove(order[-1])

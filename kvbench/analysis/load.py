@@ -128,7 +128,8 @@ def _result(folder: Path, samples: tuple[Sample, ...], config: Mapping[str, Any]
     environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
     stored, resumed = config.get("naming"), environment.get("resumed", [])
     if stored is None:  # written by an old version
-        naming = Naming(**{name: parted(config["names"][name])[0] for name in NAMED})
+        policy, model, task = (parted(config["names"][name])[0] for name in ("policy", "model", "task"))
+        naming = Naming(policy, model, task)
     else:
         naming = Naming(**{**stored, "changed": tuple(stored["changed"])})
     found = Result(

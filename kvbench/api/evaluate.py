@@ -78,9 +78,9 @@ def evaluate(
             raise UsageError(f"{name}= is not allowed, write {_PLURAL[name]}=")
     lists = [_listed("tasks", tasks, Task), _listed("policies", policies, Policy), _listed("budgets", budgets, Real)]
     folders = [] if config_dir is None else [Path(config_dir).expanduser()]
-    name = given_name(model) if isinstance(model, PreTrainedModel) else model
+    called: str | Path = given_name(model) if isinstance(model, PreTrainedModel) else model
     runs = [
-        run_config(name, policy, task, folders, given, **{**settings, "budget": budget})
+        run_config(called, policy, task, folders, given, **{**settings, "budget": budget})
         for task, policy, budget in product(*lists)
     ]
     cells = [build_cell(run) for run in runs]

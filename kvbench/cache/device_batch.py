@@ -19,8 +19,9 @@ from kvbench.cache.attention import Projected
 from kvbench.cache.device_part import Arena, DevicePart, evicts, to_grow, units_of
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.state import LayerState
-from kvbench.kernels.decode import NewTokens, decode_attention_flat
+from kvbench.kernels.decode import decode_attention_flat
 from kvbench.kernels.prompt import one_for_all
+from kvbench.kernels.references import NewTokens
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
 

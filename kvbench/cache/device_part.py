@@ -175,9 +175,10 @@ class DevicePart:
     # --- eviction --------------------------------------------------------------------------------------------------
     def begin(self, slots: Tensor) -> None:
         """Statistics of the slots [L,B,H] that new tokens take start at 0."""
-        there = (self._begin + slots[:, self.here]).flatten() if self.statistics else None
-        for x in self.statistics.values():
-            x.index_fill_(0, there, 0)
+        if self.statistics:
+            there = (self._begin + slots[:, self.here]).flatten()
+            for x in self.statistics.values():
+                x.index_fill_(0, there, 0)
         self.group.begin_step()
 
     def evict(self, slots: Arena, queries: Tensor, params: Sequence[AttentionParams]) -> None:

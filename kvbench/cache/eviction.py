@@ -257,7 +257,8 @@ def one_each(
     """
     victims, written = ranking.victim(), None
     if policy.merger.merges:
-        eviction = OneEviction(layer, seen.phase, *vectors, seen.positions, state, victims, going, packed)
+        keys, values = vectors
+        eviction = OneEviction(layer, seen.phase, keys, values, seen.positions, state, victims, going, packed)
         merged = policy.merger.absorb_one(eviction, memory)
         if merged is not None:
             assert merged.bias is None, "a bias is fitted where several tokens go"

@@ -133,7 +133,8 @@ def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:  # noqa:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):  # products round by the order in which dimensions lie in memory, so it is kept
-        order = sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
+        strides = value.stride()
+        order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
         tensors[path] = value.detach().permute(order).cpu().clone(memory_format=torch.contiguous_format)
         return {"tensor": path, "order": order}
     if isinstance(value, dict):
@@ -143,7 +144,7 @@ def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:  # noqa:
     kind = type(value)
     if not kind.__module__.startswith("kvbench."):
         raise ValueError(f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be written to a file")
-    state = value._asdict() if isinstance(value, tuple) else _attributes(value)
+    state = value._asdict() if hasattr(value, "_asdict") else _attributes(value)
     return {"class": f"{kind.__module__}.{kind.__qualname__}", "state": _encoded(state, path, tensors)}
 
 

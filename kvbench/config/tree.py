@@ -180,8 +180,8 @@ def check_type(name: str, value: object, hint: Any) -> None:  # noqa: ANN401
     elif all(isinstance(kind, type) for kind in kinds) and not isinstance(value, tuple(kinds)):
         if isinstance(value, Mapping):
             raise ConfigError(name, value, why="is not a part: it has no _target_ that names its class")
-        wanted = " or ".join(kind.__name__ for kind in kinds if kind is not NoneType)
-        raise ConfigError(name, value if type(value) in (*KINDS, list) else type(value), f"a {wanted}")
+        classes = " or ".join(kind.__name__ for kind in kinds if kind is not NoneType)
+        raise ConfigError(name, value if type(value) in (*KINDS, list) else type(value), f"a {classes}")
 
 
 def _is_a(value: object, kind: type) -> bool:

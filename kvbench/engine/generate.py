@@ -5,6 +5,7 @@ Shapes: B batch, T prompt columns (padding included).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ def generate_tokens(
             context_tokens=context_tokens,
             question=questions[row],
             encoder=encoder,
-            draws=(lambda row=row: draws[row]) if draws else None,
+            draws=partial(draws.__getitem__, row) if draws else None,
             dictated=tuple(dictated),
         )
         for row in range(len(input_ids))

@@ -39,7 +39,8 @@ def prefill_prompt(model: PreTrainedModel, questions: Sequence[Sequence[LiveSequ
     (`prefill_examples`).
     """
     forget_lengths(model)
-    shared, apart = [], []
+    shared: list[tuple[LiveSequence, ...]] = []
+    apart: list[tuple[LiveSequence, ...]] = []
     for sequences in zip(*questions, strict=True):
         same = all(sequence.policy == sequences[0].policy for sequence in sequences[1:])
         (shared if same else apart).append(sequences)

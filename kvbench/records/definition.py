@@ -110,7 +110,8 @@ def read_definition(folder: Path) -> Definition:
 
 def _entry(cell: dict[str, Any]) -> Entry:
     known = {f.name for f in fields(Entry)}
-    return Entry(**{key: tuple(value) if key == "changed" else value for key, value in cell.items() if key in known})
+    values: dict[str, Any] = {key: value for key, value in cell.items() if key in known}
+    return Entry(**{**values, "changed": tuple(values["changed"])} if "changed" in values else values)
 
 
 def sweep_name(out: Path, experiment: str | None) -> str:

@@ -36,7 +36,7 @@ def app(config: DictConfig) -> float | None:
         from kvbench.sweeps.launch import run_one  # seconds of torch: not for --help and --cfg
         from kvbench.sweeps.plan import Asked
 
-        runtime = HydraConfig.get().runtime
+        runtime: Any = HydraConfig.get().runtime
         folders = [Path(source["path"]) for source in runtime.config_sources if source["schema"] == "file"]
         values: Any = OmegaConf.to_container(config, resolve=True)
         return run_one(Asked(f"policy={runtime.choices.policy}", values, dict(runtime.choices), folders))

@@ -56,10 +56,10 @@ class Recorder:
             self._note(cell, CellState(cell.limit, self._totals.get(cell.run_id), message))
             return
         n, failed = examples(cell.folder)
-        message = f"{failed} of {n} examples failed, see {cell.folder}" if failed else None
-        if message is not None:
-            self._print(entry, message)
-        self.outcomes[entry.key] = Outcome(entry.key, entry.title, entry.limit, cell.folder, message)
+        failure = f"{failed} of {n} examples failed, see {cell.folder}" if failed else None
+        if failure is not None:
+            self._print(entry, failure)
+        self.outcomes[entry.key] = Outcome(entry.key, entry.title, entry.limit, cell.folder, failure)
         self._note(cell, CellState(cell.limit, n))
 
     def _print(self, entry: Entry, message: str, error: Exception | None = None) -> None:

@@ -150,9 +150,9 @@ def submitted(out: Path) -> dict[str, submitit.Job[None]]:
     import submitit
 
     folder = out.resolve() / SWEEP_FOLDER / JOBS
-    found = {}
+    found: dict[str, submitit.Job[None]] = {}
     for path in sorted(folder.glob("*_submitted.pkl"), key=lambda path: path.stat().st_mtime_ns):
-        job: Job = submitit.core.utils.DelayedSubmission.load(path).function
+        job: Any = submitit.core.utils.DelayedSubmission.load(path).function
         kind = submitit.SlurmJob if job.cluster == "slurm" else submitit.LocalJob
         found |= dict.fromkeys(job.keys, kind(folder, path.name.removesuffix("_submitted.pkl")))
     return found

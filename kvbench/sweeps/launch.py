@@ -136,7 +136,7 @@ def print_plan(runs: Sequence[Planned]) -> None:
         prompts = made[entry.group, cell.limit]
         total = sum(len(prompt.ids) for prompt in prompts)
         tokens += total
-        shown = shown or cell.checkpoint.tokenizer().decode(prompts[0].ids)
+        shown = shown or str(cell.checkpoint.tokenizer().decode(prompts[0].ids))
         sys.stdout.write(f"{entry.run_id}: {len(prompts)} prompts, {total} tokens\n")
     prefilled = sum(len(prompt.ids) for prompts in made.values() for prompt in prompts)
     sys.stdout.write(f"{len(cells)} runs: {tokens} prompt tokens, {prefilled} with shared prefills\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
@@ -171,7 +170,7 @@ def _exit_code(errors: Sequence[str | None]) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = Parser("python -m kvbench.sweep", description=__doc__)
-    commands: argparse._SubParsersAction[argparse.ArgumentParser] = parser.add_subparsers(required=True, dest="command")
+    commands = parser.add_subparsers(required=True, dest="command")
     texts = {
         "status": "the progress of every run",
         "wait": "wait until nothing is queued or running, then print the table",

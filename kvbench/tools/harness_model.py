@@ -76,9 +76,11 @@ class KVBenchLM(HFLM):
         loaded = load(checkpoint, pick_device(device or "auto"))
         self._record = {key: str(value) for key, value in loaded.record.items()}
         self._held: list[dict[str, float]] = []
+        tokenizer: Any = checkpoint.tokenizer()
+        self._tokenizer = tokenizer
         super().__init__(
             pretrained=loaded.model,
-            tokenizer=checkpoint.tokenizer(),
+            tokenizer=tokenizer,
             max_length=max_length,
             batch_size=batch_size,
             max_batch_size=max_batch_size,
@@ -109,9 +111,9 @@ class KVBenchLM(HFLM):
             self.policy,
             attention_mask=attention_mask,
             max_new_tokens=max_length - context.shape[1],
-            eos_token_ids=end_tokens(self.model.generation_config, self.tokenizer, stops=stop),
-            stop=stop_test(self.tokenizer, [text for text in stop if text]),
-            encoder=Encoder(self.tokenizer),
+            eos_token_ids=end_tokens(self.model.generation_config, self._tokenizer, stops=stop),
+            stop=stop_test(self._tokenizer, [text for text in stop if text]),
+            encoder=Encoder(self._tokenizer),
             draws=draws,
         )
         for _ in context:
@@ -120,21 +122,21 @@ class KVBenchLM(HFLM):
         padded = [tokens + [self.eot_token_id] * (longest - len(tokens)) for tokens in done.tokens]
         return torch.cat([context, torch.tensor(padded, dtype=context.dtype, device=context.device)], dim=1)
 
-    def _loglikelihood_tokens(
+    def _loglikelihood_tokens(  # type: ignore[override]
         self,
-        requests: list[tuple[tuple[str, str] | None, list[int], list[int]]],
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
         disable_tqdm: bool = False,
-        **_: Any,  # noqa: ANN401 - batch sizes
+        override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Sum of log p of each continuation after its compressed context, and whether greedy decoding writes it."""
+        """Sum of log p of each continuation after its compressed context, and whether greedy decoding generates it."""
         answers = []
         for texts, context, continuation in tqdm(requests, desc="Running loglikelihood requests", disable=disable_tqdm):
             room = self.max_length + 1 - len(continuation)
             pair = Pair(context[-room:], continuation)
-            rating = rated(self.model, pair, self.policy, Encoder(self.tokenizer))
+            rating = rated(self.model, pair, self.policy, Encoder(self._tokenizer))
             self._note(rating.cache, pair.tokens - 1)
             answers.append((rating.logprob, rating.greedy))
-            if texts is not None:
+            if texts is not None:  # None for perplexities
                 self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
         return answers
 

@@ -21,7 +21,7 @@ def manager(name: str, include_path: str | None = None) -> Any:  # noqa: ANN401 
     """
     from lm_eval.tasks import TaskManager  # here: seconds that only these tasks have to wait for
 
-    own = [] if include_path is None else [str(Path(expanduser(include_path)))]
+    own: list[str | Path] = [] if include_path is None else [str(Path(expanduser(include_path)))]
     for folders in (own, [*own, *_folder(name)]):
         if folders:
             known = TaskManager(include_path=folders, include_defaults=False)

@@ -115,10 +115,11 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.slow("starts a SLURM")
 def test_a_preempted_a_killed_and_a_drained_job_lose_nothing(tmp_path: Path, tiny_model: Path, slurm: None) -> None:
-    assert start(tmp_path, tiny_model, "out=whole").wait() == 0
+    long = ("task.repeats=15",)
+    assert start(tmp_path, tiny_model, "out=whole", *long).wait() == 0
     fields = ("cpus_per_task=1", "mem_gb=2", "gpus_per_node=0", "jobs=3", "timeout_min=30", "partition=low")
     cluster = ("hydra/launcher=slurm", *(f"hydra.launcher.{field}" for field in fields))
-    assert start(tmp_path, tiny_model, *cluster, "out=jobs", "task.repeats=2").wait() == 0
+    assert start(tmp_path, tiny_model, *cluster, "out=jobs", *long).wait() == 0
     out = tmp_path / "jobs"
     until(lambda: samples(out))
     preempt = ["sbatch", "--partition=high", "--exclusive", "--wrap", "sleep 2", "--output", str(tmp_path / "high.log")]

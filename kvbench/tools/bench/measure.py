@@ -87,9 +87,8 @@ def contenders(settings: Settings) -> tuple[list[Contender], list[str]]:
 
 def timed_policy(slug: str, budget: int | float, settings: Settings) -> Policy:
     """The policy of a slug. UsageError for a policy that needs a text or a question, which random tokens are not."""
-    asked = {"schedule": settings.schedule, "decode": settings.decode}
     try:
-        policy = make_policy(slug, budget, **{key: value for key, value in asked.items() if value is not None})
+        policy = make_policy(slug, budget, schedule=settings.schedule, decode=settings.decode)
     except ValueError as error:
         raise UsageError(f"policies={slug}: {error}") from error
     if policy.pre_pass is not None or policy.needs.question:
@@ -142,7 +141,8 @@ def _transformers(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> Sampl
         times.append(seconds(model.device))
     finally:
         model.set_attn_implementation(before)
-    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    layers: Any = cache.layers
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     start, prefilled, end = times
     per_step = 1e3 * (end - prefilled) / (new_tokens - 1)
     tokens = torch.cat(written, dim=1).tolist()

@@ -40,7 +40,7 @@ def build(model: Any, dtype: str, device: torch.device) -> tuple[PreTrainedModel
 
 def _random(config: PreTrainedConfig, dtype: str, device: torch.device) -> PreTrainedModel:
     """A model with random weights, made on the device itself."""
-    kind = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
+    kind: Any = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
     with torch.device("meta"):
         weights = AutoModelForCausalLM.from_config(config, dtype=kind).num_parameters() * kind.itemsize
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory()

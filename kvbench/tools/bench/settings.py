@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.errors import ConfigError, UsageError
@@ -71,14 +71,15 @@ def parse(experiment: str, arguments: Sequence[str]) -> Settings:
     listed = [name for name, one in keys.items() if str(one.type).startswith("list")]
     given = [_as_list(argument) if argument.partition("=")[0] in listed else argument for argument in arguments]
     try:
-        own = OmegaConf.load(CONF / f"{experiment}.yaml") if experiment not in ("", SWEEP) else OmegaConf.create()
+        own = OmegaConf.load(CONF / f"{experiment}.yaml") if experiment not in ("", SWEEP) else OmegaConf.create({})
         if any(argument.startswith("model=") for argument in given):
+            assert isinstance(own, DictConfig)
             own.pop("model", None)  # a name replaces the configuration of an experiment's model
         merged = OmegaConf.merge(OmegaConf.structured(Settings), own, OmegaConf.from_dotlist(given))
         settings = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None)
-        raise UsageError(f"{key or 'settings'}: {str(error).splitlines()[0]}") from error
+        name = getattr(error, "full_key", None)
+        raise UsageError(f"{name or 'settings'}: {str(error).splitlines()[0]}") from error
     assert isinstance(settings, Settings)
     _check(settings)
     return settings

@@ -36,7 +36,7 @@ class _RecordingStore(SlotStore):
         self._seen = seen
 
     @property
-    def watching(self) -> bool:
+    def watching(self) -> bool:  # type: ignore[override]
         return True
 
     def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
