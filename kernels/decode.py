@@ -1,10 +1,10 @@
 # ruff: noqa: N803 - in kernels, sizes have the names they have in shapes
-"""Attention of the newest queries over the stored slots, and the statistics an eviction reads of it, in one pass.
+"""Attention of the newest queries over the stored slots, and the statistics that evictions need, in one pass.
 
 The slots of every KV head are split over programs (flash-decoding, Dao et al. 2023); a second launch joins the parts.
-Each KV head of each sequence can have a segment of its own length: sequences with unlike budgets decode in one launch.
-If weights are wanted, the first launch stores its logits (4 G bytes a slot, beside 4 D of keys and values in 16 bits)
-and a third one turns them into weights, so that keys are read once.
+Segments of KV heads and sequences may have different lengths, so that sequences with different budgets decode in one
+launch. If weights are needed, the first launch stores its logits (4 G bytes per slot; keys and values in 16 bits have
+4 D bytes) and a third launch converts them to weights, so that keys are read once.
 
 Shapes: B batch, H_q query heads, H_kv KV heads, R = B * H_kv, G = H_q / H_kv, M queries, T slots, N flat slots of all
 segments, D head dim of queries and keys, D_v of values. Logits are in base 2, results in base e.
@@ -44,9 +44,9 @@ from kvbench.kernels.tiles import (
     view,
 )
 
-REGISTERS = 255  # of a thread, at most; without a bound ptxas chooses 168 for four warps and spills a few
-SLOTS_A_PART = 512  # at most, in segments whose lengths the host does not know: one long segment gets many programs
-SLOTS_WEIGHED = 256  # by a program of `_weigh`
+REGISTERS = 255  # maximum per thread; without it ptxas chooses 168 for four warps and spills a few
+SLOTS_A_PART = 512  # maximum, if lengths are only on the device: a long segment has many programs
+SLOTS_WEIGHED = 256  # slots of one program of `_weigh`
 
 
 class Slots(NamedTuple):
@@ -369,7 +369,7 @@ def decode_attention_flat(
     new_tokens: NewTokens | None = None,
     programs: int | None = None,
 ) -> Attention:
-    """`decode_attention` over segments of flat tensors, one per KV head of every sequence, each of its own length.
+    """`decode_attention` over segments of flat tensors: one segment for each KV head of every sequence.
 
     keys [N,D], values [N,D_v] and key_positions [N]; segment (b, h) is slots starts[b,h] to starts[b,h] + counts[b,h].
     starts, counts [B,H_kv] are read on the device, so that a CUDA graph follows their changes; most bounds every count.

@@ -144,9 +144,9 @@ def prompt_attention_ref(
 def _library_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Attention | None:
     """Causal attention, queries being the newest tokens, by a fused kernel that returns its log-sum-exp, or None.
 
-    For a whole prompt this is the kernel that PyTorch's own attention would choose, so that a policy that reads sums
-    has, bit for bit, the attention of one that reads none. For a block of a prompt it is flash attention, whose causal
-    mask is aligned to the last query and the last slot.
+    For a whole prompt this is the kernel that PyTorch's own attention would choose, so that attention does not
+    depend on whether a policy needs sums. For a block of a prompt it is flash attention with its causal mask
+    aligned to the last query and the last slot.
     """
     grouped = queries.shape[1] != keys.shape[1]
     if queries.shape[2] == keys.shape[2]:
@@ -170,10 +170,10 @@ def _library_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: f
 
 
 def block_mask(query_places: Tensor, key_places: Tensor, sliding_window: int | None) -> BlockMask:
-    """Which blocks of 128 queries by 128 slots flex_attention computes, with a mask in those that need one.
+    """The blocks of 128 queries by 128 slots that flex_attention computes, with a mask where needed.
 
-    query_places [B,M], -1 = padding; key_places [B,H,T], -1 = empty; H = H_q or 1. A block's oldest and newest places
-    decide, so that no mask of all queries by all slots exists, for slots in any order.
+    query_places [B,M], -1 = padding; key_places [B,H,T], -1 = empty; H = H_q or 1. It is computed from the oldest
+    and newest place of each block, without a mask of all queries by all slots, and works for slots in any order.
     """
     new, (heads, slots) = query_places.shape[1], key_places.shape[1:]
     q = F.pad(query_places.long(), (0, -new % BLOCK), value=-1).unflatten(-1, (-1, BLOCK))[:, None, :, None]

@@ -1,14 +1,14 @@
 # ruff: noqa: N803, N806 - in kernels, sizes have the names they have in shapes
 """Attention of one new query per sequence on packed codes of 2, 4 or 8 bits, a tail in full precision and outliers.
 
-The kernel reads the tokens whose key and value are both in codes: it unpacks a tile of them in registers and goes on as
-attention does, so that no dequantised tensor is written. All other tokens, a few hundred at most, are attended to by
-`decode_attention`; the two outputs are joined by their log-sum-exp. Codes are unpacked two at a time, one of each
-16-bit half of a word: 0, 8, 1, 9, ... at 2 bits; `places` gives the order. Under the bits of 1024 a code's bits make
-the float16 1024 + code, so that no integer is converted.
+The kernel reads the tokens with quantized key and value: it unpacks a tile of them in registers and computes
+attention, so that no dequantized tensor is written. `decode_attention` reads all other tokens, a few hundred at most;
+the two outputs are joined by their log-sum-exp. Codes are unpacked two at a time, one of each 16-bit half of a word:
+0, 8, 1, 9, ... at 2 bits; `places` has the order. A code's bits below the bits of 1024 are the float16 number 1024 +
+code, so that no integer is converted.
 
-Shapes: B batch, H KV heads, G query heads per KV head, N tokens in codes, R tokens of a tail, E outlier entries, n
-tokens asked for, U numbers of a group, W int32 words of a group, D head dim of keys, D_v of values.
+Shapes: B batch, H KV heads, G query heads per KV head, N quantized tokens, R tokens of a tail, E outlier entries, n
+requested tokens, U numbers of a group, W int32 words of a group, D head dim of keys, D_v of values.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from kvbench.kernels.tiles import (
     view,
 )
 
-ROWS = 16  # query heads of a KV head, filled up: the fewest rows tensor cores take
-PARTS = 128  # of a KV head, at most
+ROWS = 16  # query heads of a KV head, padded: the minimum of tensor cores
+PARTS = 128  # maximum per KV head
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Quantised tokens: x = code * scale + minimum; code j of an int32 word lies at its bits [b*j, b*j + b - 1].
+    """Quantised tokens: x = code * scale + minimum; code j of an int32 word is at bits [b*j, b*j + b - 1].
 
     Per channel: groups of `unit` tokens, words [B,H,N/U,D,W], scale and minimum [B,H,N/U,D]. Per token (`per_token`):
     groups of `unit` channels, words [B,H,N,D/U,W], scale and minimum [B,H,N,D/U]. counts [B,H]: the tokens of each
@@ -118,7 +118,7 @@ class Side:
 
 
 class Outliers(NamedTuple):
-    """Exact keys [B,H,E,D] and values [B,H,E,D_v] that stand in for the tokens at slots [B,H,E] int32; -1 = empty."""
+    """Exact keys [B,H,E,D] and values [B,H,E,D_v] that replace the tokens at slots [B,H,E] int32; -1 = empty."""
 
     keys: Tensor
     values: Tensor
@@ -303,14 +303,14 @@ def quantised_attention(
 ) -> Attention:
     """Attention of one query per sequence over all tokens of codes, tail and outliers.
 
-    queries [B,H_q,1,D], query_positions [B,1] (-1: padding). Every token held is visible to the query. float32 queries:
-    products in float32; others: of float16 numbers, summed in float32. Where both sides are per channel, in groups of
-    one size. A query at -1 has out 0 and log_sum_exp -inf. ValueError without Triton; interpreted on CPU tensors.
+    queries [B,H_q,1,D], query_positions [B,1] (-1: padding). Every token held is visible to the query. Products are
+    float32 for float32 queries, otherwise of float16 numbers, summed in float32. If both sides are per channel, their
+    groups have one size. A query at -1 has out 0 and log_sum_exp -inf. Raises ValueError without Triton.
     """
     require_triton("quantised_attention", queries.device)
     fit_heads("quantised_attention", queries.shape[3], values.tail.shape[3])
     assert queries.shape[2] == 1, "one query per sequence"
-    common = torch.minimum(keys.coded(), values.coded())  # [B,H] tokens whose key and value are in codes
+    common = torch.minimum(keys.coded(), values.coded())  # [B,H] tokens with quantized key and value
     rest = _attend_to_the_rest(queries, query_positions, keys, values, common, scaling, softcap, outliers)
     if not (keys.packed.tokens and values.packed.tokens):
         return rest
@@ -327,7 +327,7 @@ def _attend_to_the_rest(
     queries: Tensor, query_positions: Tensor, keys: Side, values: Side, common: Tensor, scaling: float,
     softcap: float | None, outliers: Outliers | None,
 ) -> Attention:  # fmt: skip
-    """Attention over the tokens whose key or value is not in codes, and over the outliers."""
+    """Attention over the tokens with an exact key or value, and over the outliers."""
     most = max(keys.tail.shape[2], values.tail.shape[2])
     tokens = common[..., None] + torch.arange(most, device=common.device)  # [B,H,n]
     there = tokens < keys.lengths()[..., None]
@@ -342,7 +342,7 @@ def _attend_to_codes(
     queries: Tensor, query_positions: Tensor, keys: Side, values: Side, common: Tensor, scaling: float,
     softcap: float | None, outliers: Outliers | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention over the tokens whose key and value are in codes, without outliers: output float32, log-sum-exp."""
+    """Attention over the tokens with quantized key and value, without outliers: output float32, log-sum-exp."""
     (batch, query_heads, _, dim), heads, value_dim = queries.shape, common.shape[1], values.tail.shape[3]
     if not queries.is_cuda and queries.dtype == torch.bfloat16:
         queries = queries.float()  # Triton's interpreter multiplies the bit patterns of bfloat16

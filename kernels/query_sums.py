@@ -163,10 +163,10 @@ def _over_window(
 
 
 def sum_tiles(dim: int, dtype: torch.dtype, moments: bool, shared: int = LITTLE) -> dict[str, Any]:
-    """Tile sizes and launch options of `_over_queries`: no register spills, no more shared memory than there is.
+    """Tile sizes and launch options of `_over_queries`: no register spills, and no more shared memory than available.
 
-    Three stages: with two, Triton loads the next tile only once this one is multiplied. Moments take half as many
-    queries at a time: a group's weights are in registers besides.
+    Three stages: with two, Triton loads the next tile only after this one is multiplied. Moments use half as many
+    queries at a time, because the weights of a group are in registers too.
     """
     dims = dims_of(dim, dtype)
     if dtype == torch.float32:

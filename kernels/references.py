@@ -85,9 +85,9 @@ def attention_logits(
 
 
 def beside_sinks(log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
-    """What an attention sink leaves of the probability of rows whose logits have this (natural) log-sum-exp.
+    """The share of probability that attention sinks leave to rows with this (natural) log-sum-exp.
 
-    sinks: its logits, of a shape that broadcasts. With it a row's weights, and so its output, are the plain ones times
+    sinks: logits of the sinks, of a shape that broadcasts. The weights and the output of a row are multiplied by
     exp(lse) / (exp(lse) + exp(sink)). Source: Xiao et al. 2023, arXiv 2309.17453, section 3.3; learnt in gpt-oss.
     """
     return torch.sigmoid(log_sum_exp - sinks.to(log_sum_exp.dtype))
@@ -98,13 +98,13 @@ def rows_and_sight(
     softcap: float | None = None, sliding_window: int | None = None, packed: bool = False, sighted: bool = False,
     sinks: Tensor | None = None, bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Softmax rows [B,H_kv,G,M,T] float32, and 1 for every query that sees something, else 0: [B,H_kv,M].
+    """Softmax rows [B,H_kv,G,M,T] float32, and [B,H_kv,M]: 1 for every query that attends to a slot, else 0.
 
-    Arguments as in `attention_rows`; the row of a query that sees nothing is without meaning. packed: no slot is empty.
-    sighted: every query is known to see something; None then stands for the ones. sinks [B or 1,H_q]: see
+    Arguments as in `attention_rows`; the row of a query that attends to no slot is undefined. packed: no slot is empty.
+    sighted: every query attends to a slot; None is then returned instead of ones. sinks [B or 1,H_q]: see
     `beside_sinks`; a sink has no slot. bias [B,H_kv,T]: see `attention_logits`.
     """
-    logits = attention_logits(queries, keys, scaling, softcap, bias).detach()  # what decides who stays has no gradient
+    logits = attention_logits(queries, keys, scaling, softcap, bias).detach()  # scores of evictions have no gradient
     stored = key_positions if packed else key_positions.masked_fill(key_positions < 0, NEVER)
     age = query_positions.to(logits.dtype)[:, None, :, None] - stored.to(logits.dtype)[:, :, None]  # [B,H_kv,M,T]
     # How far a slot is out of sight, 0 or less, and no mask: a fill under a mask costs more than the softmax (CPU).
@@ -114,7 +114,7 @@ def rows_and_sight(
         hidden = (sliding_window - 1 - age).clamp_(max=0.0) + age.clamp(max=0.0)
     logits.add_(hidden[:, :, None], alpha=FAR)
     left = None if sinks is None else beside_sinks(logits.logsumexp(-1), sinks.view(len(sinks), *logits.shape[1:3], 1))
-    rows = torch.softmax(logits, -1, out=logits)  # in place: half the memory, which no longer fits the cache of a core
+    rows = torch.softmax(logits, -1, out=logits)  # in place: half the memory
     if left is not None:
         rows.mul_(left[..., None])
     return rows, None if sighted else (hidden.amax(-1) == 0.0).to(logits.dtype)

@@ -46,19 +46,19 @@ def view(x: Tensor) -> View:
 
 
 def rows(x: Tensor) -> View:
-    """x, or a copy of it, with the numbers of its last dimension side by side."""
+    """x, or a copy with a contiguous last dimension."""
     return view(x if x.stride(-1) == 1 else x.contiguous())
 
 
 def use_triton(x: Tensor) -> bool:
-    """Whether kernels run as Triton: on CUDA tensors, and all where it is interpreted; float64 stays with PyTorch."""
+    """Whether Triton computes: for CUDA tensors, and for all tensors if it is interpreted, except float64."""
     return (x.is_cuda or INTERPRETED) and x.dtype != torch.float64
 
 
 def jit(function: Callable[..., Any], varying: Sequence[str] = ()) -> Any:  # noqa: ANN401
-    """`triton.jit`; the function itself where Triton is missing: `require_triton` stands before every launch.
+    """`triton.jit`, or the function itself without Triton; every launch calls `require_triton` first.
 
-    varying: arguments whose values change from step to step; a kernel is not compiled anew for those divisible by 16.
+    varying: arguments that change from step to step; values divisible by 16 do not compile another kernel.
     """
     return function if triton is None else triton.jit(function, do_not_specialize=list(varying))
 
@@ -142,7 +142,7 @@ def query_blocks(
 
 @jit
 def query_places(ptr: tl.tensor, queries: tl.tensor, M: tl.tensor, T: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:
-    """Where queries stand in time: their positions, or, where they are the newest of the slots, those slots."""
+    """The places of queries: their positions, or their slots if queries are the newest slots."""
     if ALIGNED:  # noqa: SIM108 - a constant of the compilation: only one side exists
         places = queries + (T - M)
     else:
@@ -196,7 +196,7 @@ class Vectors(NamedTuple):
 
 @jit
 def tile(x: Vectors, start: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr) -> tl.tensor:
-    """Numbers start..start+BLOCK_D of D of vectors x: [n,BLOCK_D], 0 where there is nothing."""
+    """Numbers start..start+BLOCK_D of D of vectors x: [n,BLOCK_D], 0 outside of x."""
     dims = start + tl.arange(0, BLOCK_D)
     mask = x.there[:, None]
     if start + BLOCK_D > D:
@@ -316,12 +316,12 @@ def dims_of(dim: int, dtype: torch.dtype) -> Dims:
     return Dims(dim, whole, whole)
 
 
-LITTLE = 99 * 1024  # bytes of shared memory that a block may ask for on any GPU since 2020
+LITTLE = 99 * 1024  # bytes of shared memory that a block can have on any GPU since 2020
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a block may ask for on this device."""
+    """Bytes of shared memory that a block can have on this device."""
     if device.type != "cuda":
         return LITTLE
-    known = torch.cuda.get_device_properties(device)  # kept by PyTorch: no question to the device
+    known = torch.cuda.get_device_properties(device)  # cached by PyTorch
     return int(getattr(known, "shared_memory_per_block_optin", LITTLE))

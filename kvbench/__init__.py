@@ -1,4 +1,4 @@
-"""kvbench measures what a smaller KV cache costs, and proves that it was smaller."""
+"""kvbench measures what a smaller KV cache costs in quality, and verifies that the cache was smaller."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ _HOMES = {
     "make_policy": "kvbench.config.presets",
     "preset_names": "kvbench.config.presets",
 }
-register_with_transformers()  # models loaded from now on know attn_implementation="kvbench"
+register_with_transformers()  # makes attn_implementation="kvbench" available in transformers
 __all__ = [
     "Allocator",
     "BudgetError",

@@ -1,4 +1,4 @@
-"""Claims of papers, decided from finished runs: `python -m kvbench.claims --runs results/runs`."""
+"""Decides claims of papers from finished runs: `python -m kvbench.claims --runs results/runs`."""
 
 from __future__ import annotations
 
@@ -23,35 +23,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code, 2 for a wrong value."""
     parser = Parser("python -m kvbench.claims", description=__doc__)
     parser.add_argument(
-        "--paper", action="append", help=f"of {', '.join(PAPERS)}, or a YAML file of claims; may be given again"
+        "--paper", action="append", help=f"one of {', '.join(PAPERS)}, or a YAML file of claims; repeatable"
     )
-    parser.add_argument("--runs", type=Path, help="folder of finished runs; without: the claims and their commands")
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        help="folder of finished runs; without it, the claims and the commands of their runs are shown",
+    )
     parser.add_argument("-o", "--output", type=Path, help=f"file to write: {', '.join(frames.FORMATS)}")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="other fields of the runs: model=pocket task=niah budget=64"
+        "overrides", nargs="*", metavar="key=value", help="replace fields of the runs: model=pocket task=niah budget=64"
     )
-    asked, rest = parser.parse_known_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
     if any("=" not in word or word[0] == "-" for word in rest):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     log_to_stderr()
-    if asked.output is not None:
-        check_output(asked.output, tuple(frames.FORMATS))
-    words = pairs([*asked.overrides, *rest], "model=pocket")
+    if options.output is not None:
+        check_output(options.output, tuple(frames.FORMATS))
+    words = pairs([*options.overrides, *rest], "model=pocket")
     budget = {"budget": f"[{words['budget']}]"} if "budget" in words else {}
     overrides = {key: yaml.safe_load(value) for key, value in {**words, **budget}.items()}
-    claims = [claim for paper in asked.paper or PAPERS for claim in read_claims(paper, overrides)]
-    runs = [] if asked.runs is None else load_results(asked.runs)
+    claims = [claim for paper in options.paper or PAPERS for claim in read_claims(paper, overrides)]
+    runs = [] if options.runs is None else load_results(options.runs)
     table = as_table([decide(claim, runs) for claim in claims])
-    if asked.output is None:
+    if options.output is None:
         sys.stdout.write(frames.text(table, terminal_width()))
     else:
-        frames.write(table, asked.output)
-        sys.stdout.write(f"{len(claims)} claims -> {asked.output}\n")
+        frames.write(table, options.output)
+        sys.stdout.write(f"{len(claims)} claims -> {options.output}\n")
     return 0
 
 
 def as_table(verdicts: Sequence[Verdict]) -> frames.Table:
-    """A row per comparison, or per claim without one."""
+    """One row per comparison, or per claim without comparisons."""
     rows = []
     for one in verdicts:
         first = [one.claim.name, f"{one.claim.claim} ({one.claim.source})", one.verdict]

@@ -1,6 +1,6 @@
-"""lm-eval's own command line with the model `kvbench` in it: `python -m kvbench.lm_eval --model kvbench ...`.
+"""lm-eval's command line with the model `kvbench`: `python -m kvbench.lm_eval --model kvbench ...`.
 
-lm-eval finds models in its own package only, so that ours is registered before its command line runs.
+The model is registered before lm-eval's command line runs, because lm-eval only finds models of its own package.
 """
 
 import sys
@@ -11,7 +11,7 @@ from kvbench.terminal.command import command, our_version
 
 __all__ = ["main"]
 HELP = """\
-lm-eval's own command line, with a model `kvbench` in it:
+The command line of lm-eval with the additional model `kvbench`:
 
   python -m kvbench.lm_eval --model kvbench --tasks gsm8k \\
       --model_args pretrained=my/model,policy=snapkv,budget=256

@@ -1,16 +1,15 @@
-"""What a policy's cache holds after a prompt, in exact bytes, without weights.
+"""Exact bytes of a policy's cache after a prompt, computed without weights.
 
     python -m kvbench.memory model=llama2_7b policy=ott,kivi,full \\
         length=4096,32768 batch=1,64
 
-model: a name of conf/model, or a folder with a config.json. policy: slugs.
-length: of the prompt. batch: sequences.
---config-dir my_conf: models and policies of your own.
+model: a name of conf/model, or a folder with a config.json.
+policy: names of policies. length: prompt lengths. batch: batch sizes.
 budget, dtype (of keys and values) and any field of a policy, such as bits=4,
-apply to all of them.
+apply to all policies. --config-dir my_conf: your own models and policies.
 
-The stores themselves run, on tensors without data; so a prediction is what
-would be measured.
+The stores run on tensors without data, so that a prediction equals a
+measurement.
 """
 
 import sys
@@ -21,7 +20,7 @@ from kvbench.terminal.command import command, our_version
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m kvbench.memory key=value ...`; returns the exit code. What it shows: `kvbench.tools.cache_bytes`."""
+    """`python -m kvbench.memory key=value ...`; returns the exit code. See `kvbench.tools.cache_bytes`."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or {"-h", "--help"} & set(arguments):
         sys.stdout.write(f"{__doc__}")
@@ -29,9 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--version" in arguments:
         sys.stdout.write(f"{our_version()}\n")
         return 0
-    from kvbench.tools.cache_bytes import tell  # here: torch is two seconds, which help need not wait for
+    from kvbench.tools import cache_bytes  # imported here: torch takes two seconds
 
-    return tell(arguments)
+    return cache_bytes.main(arguments)
 
 
 if __name__ == "__main__":

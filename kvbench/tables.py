@@ -1,4 +1,4 @@
-"""`python -m kvbench.tables`: the papers' tables, printed and beside our runs; see `kvbench.papers.cli`."""
+"""`python -m kvbench.tables`: published tables, compared with runs; see `kvbench.papers.cli`."""
 
 import sys
 

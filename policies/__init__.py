@@ -1,1 +1,1 @@
-"""What a KV cache keeps: scorers, value-aware wrappers, allocators, mergers, stores, and their composition."""
+"""Eviction policies: scorers, value-aware wrappers, allocators, mergers, stores, and their composition."""

@@ -1,4 +1,4 @@
-"""Checks of a part's fields: a ConfigError names the field, what is allowed and the value. See `kvbench.errors` too."""
+"""Checks of a part's fields. A ConfigError gives the field, its value and the allowed values; see `kvbench.errors`."""
 
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
@@ -20,7 +20,7 @@ __all__ = [
 
 
 def check_choices(part: Hashable) -> None:
-    """ConfigError unless every field that is declared as a `Literal` has one of its values."""
+    """Raise ConfigError unless every field declared as a `Literal` has one of its values."""
     for name, allowed in _choices(type(part)).items():
         choice(name, getattr(part, name), *allowed)
 
@@ -31,13 +31,13 @@ def _choices(kind: Hashable) -> dict[str, tuple[object, ...]]:
 
 
 def count_or(word: str, name: str, value: object, least: int) -> None:
-    """ConfigError unless a field is `word` or a number of tokens of at least `least`; true is no number."""
+    """Raise ConfigError unless a field is `word` or a number of tokens >= `least`; booleans are rejected."""
     if value != word and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST):
         raise ConfigError(name, value, f"{word!r} or a number of tokens >= {least}")
 
 
 def whole_numbers(name: str, values: object, least: float = -inf) -> None:
-    """ConfigError unless a field is a list of whole numbers of at least `least`."""
+    """Raise ConfigError unless a field is a list of whole numbers >= `least`."""
     if not isinstance(values, list | tuple):
         raise ConfigError(name, values, "a list of whole numbers")
     for value in values:
@@ -45,7 +45,7 @@ def whole_numbers(name: str, values: object, least: float = -inf) -> None:
 
 
 def layers_exist(name: str, given: Sequence[int], layers: int) -> None:
-    """ConfigError where a field names a layer, from 0 or (negative) from the end, that a model does not have."""
+    """Raise ConfigError if a field names a layer, from 0 or (negative) from the end, that the model does not have."""
     for layer in given:
         if not -layers <= layer < layers:
-            raise ConfigError(name, layer, why=f"is not allowed, the model has attention layers 0 to {layers - 1}")
+            raise ConfigError(name, layer, why=f"is not allowed: the model has attention layers 0 to {layers - 1}")

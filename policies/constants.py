@@ -1,4 +1,4 @@
-"""Small tensors of constants, copied to a device once: every copy from the host is a GPU synchronisation."""
+"""Small constant tensors, copied to a device once, because every copy from the host synchronises the GPU."""
 
 from functools import lru_cache
 
@@ -7,18 +7,18 @@ from torch import Tensor
 
 
 def on_device(numbers: tuple[int, ...] | tuple[bool, ...], device: torch.device) -> Tensor:
-    """Whole numbers or flags as a cached tensor [n], int64 or bool; not to be changed in place."""
+    """Whole numbers or flags as a cached tensor [n], int64 or bool. Do not modify it in place."""
     flags = all(isinstance(number, bool) for number in numbers)
     return _constant(numbers, torch.bool if flags else torch.int64, device)
 
 
 def at_hand(x: Tensor) -> bool:
-    """Whether reading a number of x needs no synchronisation: x is in the host's memory."""
+    """Whether x is in host memory, so that reading its elements needs no synchronisation."""
     return x.device.type == "cpu"
 
 
 @lru_cache(maxsize=1024)
 def _constant(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """The dtype is part of the key: (True, False) and (1, 0) are equal."""
-    with torch.inference_mode(False):  # else it could not be used outside of inference mode
+    with torch.inference_mode(False):  # an inference tensor could not be used outside of inference mode
         return torch.tensor(numbers, dtype=dtype, device=device)

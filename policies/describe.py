@@ -1,7 +1,7 @@
-"""A part as plain data, for run identities, tables and saved caches.
+"""Convert parts to plain data for run identities, tables and saved caches.
 
-`field(metadata={"decides": ...})` says how a field decides the outcome: False, not at all; FILE, by the contents of the
-file it names; by default, by its value.
+`field(metadata={"decides": ...})` defines how a field affects results: False: not at all; FILE: by the contents of the
+named file; default: by its value.
 """
 
 import hashlib
@@ -13,8 +13,8 @@ from typing import Any
 FILE = "file"
 
 
-def describe(part: object, without: tuple[str, ...] = ()) -> Any:  # noqa: ANN401 - whatever JSON holds
-    """A part as plain data: its class with its module, and all fields that decide its outcome, defaults included."""
+def describe(part: object, without: tuple[str, ...] = ()) -> Any:  # noqa: ANN401 - any JSON value
+    """A part as plain data: its class with module and all fields that affect results, including defaults."""
     if is_dataclass(part) and not isinstance(part, type):
         how = {f.name: f.metadata.get("decides", True) for f in fields(part) if f.name not in without}
         own = {name: getattr(part, name) for name in how if how[name]}

@@ -1,4 +1,4 @@
-"""Random numbers per token: a hash of its position, not a generator's next number."""
+"""Random numbers per token, computed as a hash of its position instead of by a generator."""
 
 from functools import lru_cache
 
@@ -30,7 +30,7 @@ def combined_seed(*parts: int) -> int:
 def uniform_draws(seed: int, layer: int, positions: Tensor) -> Tensor:
     """A uniform draw in [0,1) for each (seed, layer, KV head, position): positions [B,H_kv,T] -> [B,H_kv,T] float32.
 
-    A token keeps its draw: it depends neither on the batch nor on how the prompt was split.
+    The draw of a token depends neither on the batch nor on how the prompt is split.
     """
     mixed = scramble(_streams(seed, layer, positions.shape[1], positions.device) + positions + GOLDEN)
     return ((mixed >> 40) & (2**24 - 1)).float() / 2**24

@@ -1,8 +1,8 @@
-"""What a policy sees of a layer that stores latents, from which keys and values of every query head are expanded.
+"""Observations of layers that store latents, which are expanded to keys and values of every query head.
 
-A token's latent serves all heads, so they keep one token set: to a policy that is one KV head with H_q query heads.
-Attention is that over the expanded keys, and a score the mean over all heads, as it is over a group's. A scorer that
-reads keys or values themselves (`Needs.keys`) scores every head, and their mean counts.
+All heads share a token's latent and keep one token set, so a policy sees one KV head with H_q query heads. Attention is
+computed over the expanded keys, and the score is the mean over all heads, as over a group. A scorer that reads keys or
+values (`Needs.keys`) scores every head; the mean of these scores is used.
 
 Shapes: B batch, H_q query heads, w queries of a window, T slots, D head dim.
 """
@@ -22,35 +22,35 @@ from kvbench.policies.pre_passes.pre_pass import ExtraPasses
 from kvbench.policies.press import KVPress
 from kvbench.policies.stores.dense import Dense
 
-ROWS_AT_ONCE = 2**22  # numbers of attention rows that are in memory at once
+ROWS_AT_ONCE = 2**22  # number of attention weights in memory at once
 FIELDS = [field.name for field in fields(Observation) if field.init]
 
 
 def check_latents(policy: Policy) -> None:
-    """ValueError for a policy that cannot hold latents: no head's keys or values, and one token set for all heads."""
+    """Raise ValueError if a policy cannot be used with latents, which all heads share and which need one token set."""
     needs = Needs() if policy.scorer is None else policy.scorer.needs
     reasons = {
         "runs a press of kvpress, which reads the keys and values of heads": isinstance(policy, KVPress),
-        "gives heads budgets of their own": policy.allocator.per_head,
+        "has a separate budget for each head": policy.allocator.per_head,
         "keeps a token set for each query head": policy.granularity == "query_head",
         "merges keys and values": policy.merger.merges,
-        "reads some of the stored keys at a time": policy.reader is not None,
-        "reads keys as they were before their rotation": needs.model,
-        "rotates kept keys anew": policy.schedule.rerotate,
-        "has other texts look at the stored keys": isinstance(policy.pre_pass, ExtraPasses),
-        "notes of every stored token what its key drew": needs.keys and bool(needs.statistics),
-        "stores keys and values in another form than the model's": type(policy.store) is not Dense,
+        "uses sparse attention": policy.reader is not None,
+        "reads unrotated keys": needs.model,
+        "rotates kept keys to new positions": policy.schedule.rerotate,
+        "makes extra forward passes over the stored keys": isinstance(policy.pre_pass, ExtraPasses),
+        "keeps statistics of every key": needs.keys and bool(needs.statistics),
+        "compresses stored keys and values": type(policy.store) is not Dense,
     }
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(
-                f"{policy.name} {reason}, while this model's cache holds latents, one for all heads of a layer: use "
+                f"{policy.name} {reason}, but this model's cache stores latents that all heads of a layer share: use "
                 "another policy, such as snapkv or h2o"
             )
 
 
 class LatentObservation(Observation):
-    """An observation whose keys and values [B,H_q,T,D] lie at positions [B,1,T]."""
+    """An observation with keys and values [B,H_q,T,D] of all query heads at shared positions [B,1,T]."""
 
     @cached_property
     def heads(self) -> Observation:

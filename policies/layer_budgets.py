@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from kvbench.errors import LARGEST
 from kvbench.policies.allocators.allocator import StatisticAllocator, known
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_prompt_fits, check_protected, check_question_fits, least_budget
@@ -45,8 +46,13 @@ def layer_budgets(policy: Policy, layers: int, length: int | None, question: int
 
 
 def read_budget(policy: Policy, length: int) -> int:
-    """Tokens per KV head that a decoded query may read after a prompt of `length` tokens. ValueError below a page."""
+    """Tokens per KV head that a decoded query may read after a prompt of `length` tokens. ValueError below a page.
+
+    A reader that reads until a mass is reached may read all.
+    """
     assert policy.reader is not None
+    if policy.reader.mass is not None:
+        return LARGEST
     assert policy.budget is not None
     tokens = policy.budget if isinstance(policy.budget, int) else int(policy.budget * length)
     if tokens < policy.reader.page:

@@ -1,4 +1,4 @@
-"""What a part may ask a layer of the model for, beside queries, keys and values: its rotation and its projection.
+"""Access to a layer of the model: its rotation and its output projection.
 
 Shapes: B batch, H heads, H_q query heads, n tokens, D head dim, R rotated numbers of a head.
 """
@@ -15,10 +15,10 @@ from kvbench.kernels.references import widen
 
 @dataclass(frozen=True)
 class Rotation:
-    """A layer's rotary embedding at some positions; a layer without one rotates R = 0 numbers.
+    """A layer's rotary embedding at some positions; R = 0 for a layer without rotation.
 
-    cos, sin [B,H,n,R/2], or of shapes that broadcast: the model's own, its scaling included. The first R numbers of a
-    head are rotated in pairs: i with i + R/2, or, `interleaved`, neighbours.
+    cos, sin [B,H,n,R/2], or shapes that broadcast: the values of the model, including its scaling. The first R channels
+    of a head are rotated in pairs: i with i + R/2, or neighbours if `interleaved`.
     """
 
     cos: Tensor
@@ -26,7 +26,7 @@ class Rotation:
     interleaved: bool = False
 
     def apply(self, x: Tensor) -> Tensor:
-        """Vectors [B,H,n,D] as the model rotates them at these positions."""
+        """Rotate vectors [B,H,n,D] as the model does at these positions."""
         x = widen(x)
         if self.cos.shape[-1] == 0:
             return x
@@ -38,7 +38,7 @@ class Rotation:
         return torch.cat([pairs, rest], dim=-1)
 
     def inverse(self) -> "Rotation":
-        """What undoes it, its scaling included."""
+        """The inverse rotation, including the inverse scaling."""
         cos, sin = widen(self.cos), widen(self.sin)
         square = cos.square() + sin.square()
         return Rotation(cos / square, -sin / square, self.interleaved)
@@ -52,7 +52,7 @@ class Rotation:
 
 
 class Latents(NamedTuple):
-    """How stored latents become what attention reads.
+    """Expands stored latents to keys and values.
 
     expand: of latents [B,1,T,R] and rotated keys [B,1,T,D'], the keys [B,H_q,T,D] and values [B,H_q,T,V] of all heads.
     value_dim: V.
@@ -63,10 +63,10 @@ class Latents(NamedTuple):
 
 
 class ModelLayer(Protocol):
-    """A layer of the model. Each raises a ValueError of one sentence for a family that has no such thing."""
+    """A layer of the model. Methods raise ValueError for model families that do not support them."""
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """How the layer rotates queries and keys at positions [B,H,n] >= 0."""
+        """The rotation of queries and keys at positions [B,H,n] >= 0."""
 
     def output_projection(self) -> Tensor:
-        """The output projection by query heads, [H_q,D,hidden]: what a head adds is its output times its own."""
+        """The output projection by query heads, [H_q,D,hidden]: a head contributes its output times its projection."""

@@ -1,4 +1,4 @@
-"""What a part declares of itself: the cache computes and keeps what the parts of a policy need, and nothing else."""
+"""Requirements of parts. The cache computes and stores only what the parts of a policy require."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -6,29 +6,31 @@ from typing import Literal, NamedTuple
 
 @dataclass(frozen=True)
 class Needs:
-    """What a part reads, and what is known of the scores of a scorer. The default: no attention, and nothing.
+    """Inputs of a part and properties of a scorer's scores. By default, a part needs no attention and no statistics.
 
-    What it reads:
-    window: how many of the newest queries it looks through (its observation window).
-    window_decoding: how many of these it looks through while decoding, beside the newest; None: all.
-    statistics: running statistics, which a scorer keeps per slot (`observe`) and an allocator or a merger reads.
-    sums: what a scorer reads of the attention of all of a prompt's queries.
-    keys: a scorer reads keys or values themselves, of each head; where all heads share one latent, their mean counts.
+    Inputs:
+    window: length of the observation window, in newest queries.
+    window_decoding: number of window queries used while decoding, besides the newest; None: all.
+    statistics: running statistics that a scorer updates per slot (`observe`) and an allocator or a merger reads.
+    sums: sums over the attention of all queries of a prompt that a scorer reads.
+    keys: a scorer reads the keys or values of each head; if all heads share one latent, the mean of their scores is
+    used.
     newest_row: a scorer reads the attention of the newest query while decoding.
-    model: it asks the layer of the model for its rotation or its output projection (`Observation.model`).
-    memory: a scorer remembers something per sequence and layer, not per slot (`Observation.memory`).
-    question: it asks where the question of a prompt begins (`Observation.questions`); the window then holds it.
-    layer: it reads which layer it is, so that layers cannot be scored side by side.
-    kept: a scorer reads which tokens earlier layers kept (`selected`).
+    model: the part uses the model layer's rotation or output projection (`Observation.model`).
+    memory: a scorer stores data per sequence and layer instead of per slot (`Observation.memory`).
+    question: the part uses the start of the prompt's question (`Observation.questions`); the window contains the
+    question.
+    layer: the part uses the layer index, so layers cannot be scored together.
+    kept: a scorer uses the tokens that earlier layers kept (`selected`).
     query_heads: running statistics are kept per query head, not averaged over the group.
     bias: a merger gives the slots that it writes a bias, which attention adds to their logits.
 
-    What is known of the scores:
-    whole_prompt: they have a meaning at the end of the prompt only, so that blocks are refused.
-    by_position: they are the place in the text, nothing a value-aware wrapper could weigh.
-    never_negative: none is below 0.
-    ties: equal tokens score the same but for rounding: scores are then rounded to half the bits, so that they tie.
-    kv_heads_only: an `AttentionScorer` cannot tell the query heads of a group apart after all.
+    Properties of the scores:
+    whole_prompt: scores are defined only at the end of the prompt, so block schedules are rejected.
+    by_position: scores are positions, so value-aware wrappers are rejected.
+    never_negative: no score is below 0.
+    ties: equal tokens have equal scores up to rounding; scores are then rounded to half the bits, so that they tie.
+    kv_heads_only: an `AttentionScorer` has no separate scores for the query heads of a group.
     """
 
     window: int = 0
@@ -52,12 +54,12 @@ class Needs:
 
     @property
     def queries_decoding(self) -> int:
-        """How many of the newest queries are held once the prompt is in."""
+        """Number of newest queries that are stored after prefill."""
         return self.window if self.window_decoding is None else self.window_decoding
 
 
 class Protected(NamedTuple):
-    """How many tokens per KV head are always kept, inside the budget: of the first positions and of the newest."""
+    """Numbers of first and of newest tokens per KV head that are always kept. They count in the budget."""
 
     first: int = 0
     newest: int = 0

@@ -36,16 +36,15 @@ Budget = int | float | None
 
 @dataclass(frozen=True)
 class Policy:
-    """What a cache keeps. scorer None keeps every token (`full`), whatever the budget.
+    """A composition of parts that defines which tokens a cache keeps. scorer None keeps every token (`full`).
 
-    budget: tokens per KV head per layer on average (int), or that share of the prompt (float below 1); window and sinks
-    are inside it; None, whatever is given, where the allocator sets it by itself. granularity: one token set per
-    `kv_head`, one per `query_head` (keys and values are then stored H_q / H_kv times, and the budget counts per query
-    head), or one for all heads of a `layer`. selection: what stays or goes together; None: each token by itself.
-    reader: which of all tokens a decoded query reads, `budget` of them.
-    pre_pass: what the model computes of a prompt first, its scorer's unless nothing scores; only our own generation can
-    drive it.
-    Raises ValueError for a combination that has no meaning or a budget smaller than what is protected.
+    budget: tokens per KV head per layer on average (int), or that share of the prompt (float below 1); it includes
+    window and sinks; always None if the allocator determines the budget. granularity: one token set per `kv_head`, one
+    per `query_head` (keys and values are then stored H_q / H_kv times, and the budget counts per query head), or one
+    for all heads of a `layer`. selection: units of tokens that are kept or evicted together; None: single tokens.
+    reader: sparse attention, in which a decoded query reads `budget` of all tokens. pre_pass: forward passes before
+    eviction; defaults to the scorer's pre-pass and works only with kvbench's generation loop.
+    Raises ValueError for an invalid combination or a budget smaller than the protected tokens.
     """
 
     scorer: Scorer | None = None
@@ -67,7 +66,9 @@ class Policy:
         if self.reader is not None:
             check_reader(self.name, self.scorer, self.store, self.granularity)
         if self.scorer is None:
-            if self.pre_pass is not None or self.reader is not None:
+            if self.reader is not None and self.reader.mass is not None:
+                object.__setattr__(self, "budget", None)  # it reads until the mass is reached
+            elif self.pre_pass is not None or self.reader is not None:
                 check_budget(self.budget, self.name)
             return
         if self.scorer.pre_pass is not None:
@@ -88,12 +89,12 @@ class Policy:
 
     @property
     def evicts(self) -> bool:
-        """Whether it keeps fewer tokens than it saw."""
+        """Whether the policy evicts tokens."""
         return self.scorer is not None
 
     @cached_property
     def needs(self) -> Needs:
-        """What its parts need together."""
+        """The combined requirements of the parts."""
         if self.scorer is None:
             return Needs()
         own = self.scorer.needs
@@ -112,7 +113,7 @@ class Policy:
 
     @property
     def rates(self) -> bool:
-        """Whether a pre-pass has a number for each token from the logits before it, so that tokens come one by one."""
+        """Whether a pre-pass rates each token from the logits before it, so that tokens are processed one by one."""
         return isinstance(self.pre_pass, TokenRating)
 
     @property
@@ -120,7 +121,7 @@ class Policy:
         return self.value is not None and (self.value.needs.query_heads or self.granularity == "layer")
 
     def rank(self, observation: Observation, state: State) -> Ranking:
-        """Score every stored token of a layer: a pure function of what was observed."""
+        """Score every stored token of a layer; a pure function of the observation."""
         ranking = self._rank_tokens(observation, state)
         return ranking if self.selection is None else self.selection.rank(ranking)
 

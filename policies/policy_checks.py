@@ -1,4 +1,4 @@
-"""Checks of a policy: whether its parts can be combined, and how small a budget may be. Each is a ValueError."""
+"""Checks of a policy: compatibility of its parts and the smallest budget. They raise ValueError."""
 
 from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
 from kvbench.policies.checks import LARGEST, whole_number
@@ -12,9 +12,9 @@ from kvbench.policies.values.value import ValueAware
 
 
 def check_budget(budget: object, name: str = "") -> None:
-    """ValueError unless the budget is a whole number of tokens >= 1 or a share of the prompt between 0 and 1.
+    """Raise ValueError unless the budget is a whole number of tokens >= 1 or a share of the prompt between 0 and 1.
 
-    name: of a policy that needs one.
+    name: the name of the policy that needs a budget.
     """
     if name and budget is None:
         raise ValueError(f"{name} needs a budget: tokens per KV head (such as 512) or a share (such as 0.2)")
@@ -25,7 +25,7 @@ def check_budget(budget: object, name: str = "") -> None:
 
 
 def check_value(name: str, value: ValueAware | None, scorer: Scorer | None, query_heads: bool) -> None:
-    """ValueError unless a value-aware wrapper can weigh these scores; query_heads: it needs them per query head."""
+    """Raise ValueError unless a value-aware wrapper supports these scores; query_heads: it needs one per query head."""
     if value is None:
         return
     if scorer is None:
@@ -35,12 +35,12 @@ def check_value(name: str, value: ValueAware | None, scorer: Scorer | None, quer
     if query_heads and (not isinstance(scorer, AttentionScorer) or scorer.needs.kv_heads_only):
         raise ValueError(
             f"{name} scores KV heads, not query heads, so gqa=group_l2, gqa=score_mean and granularity=layer "
-            "with a value-aware wrapper have no meaning for it; use gqa=alpha_mean"
+            "with a value-aware wrapper are not supported; use gqa=alpha_mean"
         )
 
 
 def check_schedule(name: str, schedule: Schedule, scorer: Scorer, allocator: Allocator) -> None:
-    """ValueError unless scorer and allocator have the statistics they need when the schedule evicts."""
+    """Raise ValueError unless scorer and allocator have the required statistics when the schedule evicts."""
     needs, measures = scorer.needs, isinstance(allocator, StatisticAllocator)
     waits = measures or isinstance(allocator, JointAllocator)
     whole, attends_first = isinstance(schedule, Prompt), schedule.order == "attend_then_evict"
@@ -62,24 +62,24 @@ def check_schedule(name: str, schedule: Schedule, scorer: Scorer, allocator: All
         )
     if waits and schedule.rerotate:
         raise ValueError(
-            f"rerotate=true moves keys as soon as a layer is evicted, but the allocator of {name} evicts no layer "
-            "before all are measured: use one that shares by rule, such as uniform or pyramid"
+            f"rerotate=true rotates keys as soon as a layer is evicted, but the allocator of {name} evicts no layer "
+            "before all layers are measured: use an allocator without statistics, such as uniform or pyramid"
         )
     if waits and needs.kept:
         raise ValueError(
-            f"{name} scores a layer by what earlier layers kept, but its allocator evicts no layer before all "
-            "are scored: use one that shares by rule, such as uniform or pyramid"
+            f"{name} scores a layer by the tokens that earlier layers kept, but its allocator evicts no layer before "
+            "all layers are scored: use an allocator without statistics, such as uniform or pyramid"
         )
 
 
 def check_pre_pass(name: str, given: PrePass | None, own: PrePass) -> None:
-    """ValueError where a policy is given another pre-pass than its scorer's own."""
+    """Raise ValueError if a policy has another pre-pass than its scorer."""
     if given not in (None, own):
-        raise ValueError(f"{name}'s scorer has a pre-pass of its own, so pre_pass must be left out")
+        raise ValueError(f"{name}'s scorer already has a pre-pass, so pre_pass must not be set")
 
 
 def check_statistics(name: str, scorer: Scorer, allocator: Allocator, merger: Merger) -> None:
-    """ValueError unless the scorer keeps the running statistics that other parts read."""
+    """Raise ValueError unless the scorer keeps the running statistics that other parts read."""
     for what, part in (("allocator", allocator), ("merger", merger)):
         missing = [statistic for statistic in part.needs.statistics if statistic not in scorer.needs.statistics]
         if missing:
@@ -90,15 +90,15 @@ def check_statistics(name: str, scorer: Scorer, allocator: Allocator, merger: Me
 
 
 def check_merger(name: str, merger: Merger, allocator: Allocator, store: Store) -> None:
-    """ValueError unless a merger has the queries that it reads, and the store holds what it writes."""
+    """Raise ValueError unless the merger's queries are available and the store supports its biases."""
     if merger.needs.window and isinstance(allocator, StatisticAllocator | JointAllocator):
         raise ValueError(
-            f"the merger of {name} reads the prompt's newest queries, which are gone once its allocator has "
-            "measured all layers: use one that shares by rule, such as uniform or pyramid"
+            f"the merger of {name} reads the prompt's newest queries, which are released before its allocator has "
+            "measured all layers: use an allocator without statistics, such as uniform or pyramid"
         )
     if merger.needs.bias and not store.exact:
         raise ValueError(
-            f"the merger of {name} gives slots a bias, which only stores in full precision hold: use dense or ragged"
+            f"the merger of {name} gives slots a bias, which only the stores dense and ragged support: use one of them"
         )
 
 
@@ -108,7 +108,7 @@ def least_budget(scorer: Scorer, allocator: Allocator) -> int:
 
 
 def check_protected(name: str, scorer: Scorer, allocator: Allocator, budget: int) -> None:
-    """ValueError if a layer's budget is smaller than the tokens that are always kept."""
+    """Raise ValueError if a layer's budget is smaller than the number of tokens that are always kept."""
     first, newest = scorer.protects(budget)
     whole_number(f"the first tokens that {name}'s scorer protects", first, 0)
     whole_number(f"the newest tokens that {name}'s scorer protects", newest, 0)
@@ -123,47 +123,47 @@ def check_protected(name: str, scorer: Scorer, allocator: Allocator, budget: int
 
 
 def check_prompt_fits(name: str, scorer: Scorer, prompt: int, budget: int) -> None:
-    """ValueError if a prompt that is always kept leaves a layer's budget no room for the newest tokens."""
+    """Raise ValueError if a prompt that is always kept and the newest tokens exceed a layer's budget."""
     newest = scorer.protects(budget).newest
     if prompt + newest > budget:
-        beside = f" beside the newest {newest} tokens" if newest else ""
+        beside = f" and the newest {newest} tokens" if newest else ""
         raise ValueError(
             f"protect=prompt keeps all {prompt} tokens of the prompt{beside}, but {name} has {budget} tokens per KV "
-            "head: take a larger budget, shorter prompts or protect=none"
+            "head: use a larger budget, shorter prompts or protect=none"
         )
 
 
 def check_question_fits(name: str, question: int, budget: int) -> None:
-    """ValueError if a question, which is always kept where a policy asks for it, is longer than a layer's budget."""
+    """Raise ValueError if the question, which some policies always keep, is longer than a layer's budget."""
     if question > budget:
         raise ValueError(
-            f"{name} keeps the question, here {question} tokens, but has {budget} tokens per KV head: take a larger "
+            f"{name} keeps the question, here {question} tokens, but has {budget} tokens per KV head: use a larger "
             "budget"
         )
 
 
 def check_reader(name: str, scorer: Scorer | None, store: Store, granularity: str) -> None:
-    """ValueError unless every token is held as it came: a reader chooses among all of them."""
+    """Raise ValueError unless the policy keeps every token unchanged, as sparse attention requires."""
     if scorer is not None or type(store) is not Dense or granularity != "kv_head":
         raise ValueError(
-            f"{name} reads some of the tokens that are held, so it holds all of them: it goes with no scorer, the "
+            f"{name} uses sparse attention and keeps every token: it must be combined with no scorer, the "
             "dense store and granularity=kv_head"
         )
 
 
 def check_next_prompt(name: str, store: Store, allocator: Allocator) -> None:
-    """ValueError where another prompt, after a first one, could not be evicted to the budget."""
+    """Raise ValueError if a second prompt could not be evicted to the budget."""
     if not store.reopens:
         raise ValueError(
-            f"{name} holds what it kept of a prompt in a compressed form, from which no token can be evicted, so "
-            "the cache could not return to its budget after another prompt: use a dense store, or a new cache for the "
+            f"{name} stores a prompt in a compressed form from which no token can be evicted, so "
+            "the cache cannot return to its budget after another prompt: use a dense store, or a new cache for the "
             "whole conversation"
         )
     allocator.check_next_prompt(name)
 
 
 def check_layers(layers: int, *parts: Store | PrePass | None) -> None:
-    """ValueError if a part names a layer that a model with `layers` of them does not have."""
+    """Raise ValueError if a part names a layer that a model with `layers` layers does not have."""
     for part in parts:
         if part is not None:
             part.check_layers(layers)

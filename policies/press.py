@@ -1,4 +1,4 @@
-"""Presses of NVIDIA's kvpress as policies: their code compresses, and we give the prompts and count what is held."""
+"""Presses of NVIDIA's kvpress as policies: kvpress compresses; kvbench supplies prompts and measures the cache."""
 
 import difflib
 import importlib
@@ -17,7 +17,7 @@ INSTALL = "pip install --no-deps kvpress cachetools fire termcolor"
 
 
 def installed_version() -> str:
-    """The version of the kvpress that is installed; ValueError, saying how to get it, where there is none."""
+    """The installed version of kvpress. Raises ValueError with an install command if it is missing."""
     try:
         return version("kvpress")
     except PackageNotFoundError as error:
@@ -25,23 +25,24 @@ def installed_version() -> str:
 
 
 def ratio_for(kept: int, tokens: int) -> float:
-    """The `compression_ratio` at which a press keeps so many of a prompt's tokens, all where there are no more.
+    """The `compression_ratio` at which a press keeps `kept` of a prompt's tokens, or all if there are fewer.
 
-    It keeps int(tokens * (1 - ratio)): half a token more is safe from rounding.
+    A press keeps int(tokens * (1 - ratio)); adding half a token makes this independent of rounding.
     """
     return max(0.0, 1 - (kept + 0.5) / tokens)
 
 
 @dataclass(frozen=True)
 class KVPress(Policy):
-    """Any press of an installed kvpress, run as its own pipeline runs it: the cache is compressed once, then it grows.
+    """Any press of an installed kvpress, run as in its pipeline: the cache is compressed once, then it grows.
 
-    Bytes and tokens are those of its cache tensors: a press that masks keys (AdaKVPress) holds them all. A budget
-    becomes the press's `compression_ratio`, for each prompt so that exactly so many tokens are kept; a ratio that is
-    given counts instead, its budget is the share of the prompt that stays. A press without a ratio has no budget.
+    Bytes and tokens are measured on its cache tensors: a press that masks keys (AdaKVPress) holds all of them. A budget
+    is converted to the press's `compression_ratio` for each prompt, so that exactly `budget` tokens are kept. If a
+    ratio is given, it is used instead, and the budget is the share of the prompt that is kept. A press without a ratio
+    has no budget.
 
-    press: its class, by name (`SnapKVPress`), or a press. attention: what the model attends with, as transformers names
-    it; ObservedAttentionPress needs eager. version: of kvpress, part of a run's identity.
+    press: the name of a press class (`SnapKVPress`), or a press object. attention: the attention implementation, by its
+    name in transformers; ObservedAttentionPress needs eager. version: version of kvpress, part of a run's identity.
     Source: https://github.com/NVIDIA/kvpress (Devoto et al. 2025, arXiv 2510.00636).
     """
 
@@ -63,15 +64,15 @@ class KVPress(Policy):
             check_budget(self.budget, self.name)
 
     def _check_parts(self) -> None:
-        """ValueError for what our policies have and presses have not."""
+        """Raise ValueError for options of kvbench policies that presses do not support."""
         if self.schedule != Prompt(decode="grow"):
             raise ConfigError(
                 "schedule",
                 f"{self.schedule}, decode={self.schedule.decode}",
-                why="cannot be: a press compresses a whole prompt and lets the cache grow (decode=grow)",
+                why="is not supported: a press compresses the whole prompt once, then the cache grows (decode=grow)",
             )
         if (self.scorer, self.value, self.store) != (None, None, Dense()):
-            raise ValueError("policy=kvpress takes no scorer, value or store of ours: the press is all of it")
+            raise ValueError("policy=kvpress cannot be combined with a scorer, value or store: the press replaces them")
 
     @property
     def kind(self) -> str:
@@ -97,7 +98,7 @@ def presses() -> Any:  # noqa: ANN401 - a package without types
 
 
 def press_class(name: str) -> str:
-    """Where a press of kvpress is imported from. ValueError where there is none of this name."""
+    """The import path of a kvpress press. Raises ValueError if there is no press of this name."""
     installed = installed_version()
     package = presses()
     base = package.BasePress
@@ -110,13 +111,13 @@ def press_class(name: str) -> str:
 
 
 def _made(press: object) -> object:
-    """A press, given itself or by the name of its class."""
+    """Create a press from a press object or from the name of its class."""
     if isinstance(press, str):
         module, _, name = press_class(press).rpartition(".")
         try:
             return getattr(importlib.import_module(module), name)()
-        except (TypeError, AssertionError) as error:  # it wraps another one
-            raise ConfigError("press", press, why=f"cannot be made without its settings: {error}") from error
+        except (TypeError, AssertionError) as error:  # it wraps another press
+            raise ConfigError("press", press, why=f"cannot be created without its settings: {error}") from error
     if not isinstance(press, presses().BasePress):
         raise ConfigError("press", press, why="must name a press of kvpress, such as policy=kvpress/SnapKVPress")
     return press

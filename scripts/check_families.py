@@ -1,8 +1,8 @@
-"""Which model families run under kvbench: every causal language model of the installed transformers, tiny and random.
+"""Check which model families kvbench supports, with a tiny random model of every causal LM of transformers.
 
-Each family is built from its configuration class with small sizes. Its logits under `full` are compared with those of
-its own eager attention, in one call and token by token; then policies of every kind generate through a cache they
-really shrink, and sequences of one batch are compared with the same alone.
+Each family is built from its configuration class with small sizes. Its logits with `full` are compared with its eager
+attention, in one call and token by token. Then policies of every kind generate with eviction, and batched sequences are
+compared with single sequences.
 
     python scripts/check_families.py [--only llama,gemma4_text] [--out docs/families.md]
 """
@@ -33,8 +33,8 @@ from kvbench.models.trial import try_out
 log = logging.getLogger(__name__)
 
 VOCABULARY, TOKENS, PROMPT, WINDOW, BUDGET = 128, 48, 40, 16, 24
-PARAMETERS = 30_000_000  # a family that does not get smaller than this is not built
-EXACT = 1e-4  # of the logits' standard deviation: float32 rounding through a few layers is below it
+PARAMETERS = 30_000_000  # families with larger small models are skipped
+EXACT = 1e-4  # in standard deviations of the logits; float32 rounding through a few layers is smaller
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
@@ -70,7 +70,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16),
     "linear_num_key_heads": 2,
 }
-"""Small values of the fields that configurations of transformers use; a family takes those it has."""
+"""Small values of configuration fields; each family uses the fields that it has."""
 MIXED = ["sliding_attention", "full_attention"]
 ENCODERS = (
     *("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert"),
@@ -108,7 +108,7 @@ OWN: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {"num_key_value_heads": 1, "head_dim": 24, "layer_types": MIXED * 2},
     **{name: {"is_decoder": True} for name in ENCODERS},
 }
-"""What a family needs beside, or differently: mostly the mixture of layers its releases have."""
+"""Additional or different fields of a family, mostly the types of its layers."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_text with shared layers": ("gemma4_text", SHARED),
     "gemma4_text with other heads where attention is full": (
@@ -119,7 +119,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe with a sliding window": ("qwen2_moe", {"use_sliding_window": True}),
     "phimoe without a sliding window": ("phimoe", {"sliding_window": None}),
 }
-"""Families whose releases differ in what matters to a cache: name in the table, family, fields."""
+"""Families with releases that need different caches: name in the table, family, fields."""
 
 
 TRIED: dict[str, tuple[dict[str, Any], int]] = {
@@ -130,32 +130,33 @@ TRIED: dict[str, tuple[dict[str, Any], int]] = {
     "ada_snapkv": ({"window": 8}, BUDGET + 3),
     "kivi": ({"group": 8, "residual": 8}, PROMPT + 3),
 }
-"""Policies every family is tried with: their fields, and the tokens a KV head then holds."""
+"""Policies to test with every family: their fields and the expected tokens per KV head."""
 SPECIAL = ("ada_snapkv", "kivi")
-"""Those of these that ask more of a model than keys, values and attention: several KV heads, numbers to quantise."""
+"""Policies with additional requirements, such as several KV heads or dimensions that can be quantised."""
 
 KINDS = {
-    "exact": "`full` gives the logits of the family's own eager attention (the largest difference, in standard "
-    "deviations of the logits), the policies tried hold their budget over its attention layers ({tried}; where some do "
-    "not apply, the row says so), and sequences of a batch are what they are alone.",
-    "refused": f"Before any weight is loaded, in this sentence, which ends: {INSTEAD}.",
-    "differs": "Logits under `full` are not those of eager attention: a mistake of kvbench.",
-    "crashed": "An error that is no refusal: a mistake of kvbench.",
-    "not tried": "The script found no small model of the family that runs by itself.",
+    "exact": "With `full`, the logits equal the family's eager attention; the last column is the largest difference "
+    "in standard deviations of the logits. The tested policies ({tried}) keep their budget in its attention layers; "
+    "the row lists policies that do not apply. Batched sequences give the same results as single sequences.",
+    "refused": f"kvbench rejects these models before it loads weights. Each message ends with: {INSTEAD}.",
+    "differs": "Logits with `full` differ from eager attention: a bug of kvbench.",
+    "crashed": "An unexpected error: a bug of kvbench.",
+    "not tried": "The script could not build a small model of the family.",
 }
 HEAD = """\
 # Model families
 
-Made by `python scripts/check_families.py --out docs/families.md` with transformers {version} and torch {torch}, from
-tiny random models of all causal language models of that release and some variants ({total} rows). Layers, heads and
-windows are small: the table tells which kinds of attention and cache kvbench follows, not that a checkpoint was run.
-Of models that are encoders by default (BERT) the decoder is tried (`is_decoder`), of models of text and more the text.
+Generated by `python scripts/check_families.py --out docs/families.md` with transformers {version} and
+torch {torch}, from tiny random models of all causal language models of that release and some variants ({total} rows).
+Layers, heads and windows are small. The table shows which kinds of attention and cache kvbench supports; no published
+checkpoint was run. Encoder models (BERT) are tested as decoders (`is_decoder`),
+multimodal models with their text part.
 """
 
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the table: a model type, and fields in which it differs from the family's own configuration."""
+    """One row of the table: a model type and fields that override the family's configuration."""
 
     name: str
     model_type: str
@@ -163,18 +164,18 @@ class Family:
 
     @property
     def config(self) -> type[PreTrainedConfig]:
-        """Its configuration class."""
+        """The configuration class."""
         return CONFIG_MAPPING[self.model_type]
 
     @property
     def model(self) -> type[PreTrainedModel]:
-        """Its causal language model; imported here, since all of them together take many seconds."""
+        """The causal language model class, imported on demand because importing all of them is slow."""
         return MODEL_FOR_CAUSAL_LM_MAPPING[self.config]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a family. kind: one of KINDS; why: the reason, or the largest difference of the logits."""
+    """The result of a family. kind: one of KINDS; why: the reason, or the largest difference of the logits."""
 
     family: str
     model: str
@@ -183,14 +184,14 @@ class Verdict:
 
 
 def families() -> list[Family]:
-    """Every model type transformers has a causal language model for, and the variants."""
+    """All model types with a causal language model in transformers, and the variants."""
     known = [Family(model_type, model_type) for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
     more = [Family(name, *variant) for name, variant in VARIANTS.items()]
     return sorted([*known, *more], key=lambda family: family.name)
 
 
 def tiny_config(kind: type[PreTrainedConfig], **fields: object) -> PreTrainedConfig:
-    """The family's configuration with small sizes, and so its parts where it is made of several."""
+    """The family's configuration and its sub-configurations with small sizes."""
     known = set(inspect.signature(kind.__init__).parameters)
     own = OWN.get(kind.model_type, {})
     small = {name: value for name, value in SIZES.items() if name in known}
@@ -204,19 +205,19 @@ def tiny_config(kind: type[PreTrainedConfig], **fields: object) -> PreTrainedCon
 
 
 def config_of(family: Family) -> PreTrainedConfig:
-    """The tiny configuration the family's model is made of: the text part alone, where the model takes no more."""
+    """The tiny configuration of the family's model; only the text part of multimodal configurations."""
     config = tiny_config(family.config, **family.fields)
     return config if type(config) is family.model.config_class else config.get_text_config(decoder=True)
 
 
 def tiny_model(family: Family) -> PreTrainedModel:
-    """A random model of the family, in float32, with its own eager attention. Weights are wide: attention is peaked."""
+    """A random float32 model of the family with eager attention. Large weights make the attention peaked."""
     config = config_of(family)
     make: Any = family.model._from_config
     with torch.device("meta"):
         size = sum(weight.numel() for weight in make(config).parameters())
     if size > PARAMETERS:
-        raise NotImplementedError(f"it stays at {size:,} parameters")
+        raise NotImplementedError(f"the smallest model has {size:,} parameters")
     torch.manual_seed(0)
     model = make(config, attn_implementation="eager", dtype=torch.float32).eval()
     for weight in model.parameters():
@@ -227,13 +228,13 @@ def tiny_model(family: Family) -> PreTrainedModel:
 
 @torch.inference_mode()
 def eager_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The logits [1,T,V] of the family's own attention, without a cache."""
+    """The logits [1,T,V] of the family's eager attention without a cache."""
     return model(input_ids=ids, use_cache=False).logits
 
 
 @torch.inference_mode()
 def full_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The logits [1,T,V] under `full`: a prompt in one call, then token by token."""
+    """The logits [1,T,V] with `full`: the prompt in one call, then token by token."""
     cache = KVCache(model.config, make_policy("full"), prompt_length=PROMPT)
     logits = []
     for call in (ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)):
@@ -243,9 +244,9 @@ def full_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def shrinks(model: PreTrainedModel, ids: Tensor) -> list[str]:
-    """Generate under every policy, which is audited, and see that layers hold what they may, not more or less.
+    """Generate with every policy, with its audit, and check the number of kept tokens per layer.
 
-    Returns those that do not apply to the model and are no more than that: the first ones have to.
+    Returns the SPECIAL policies that do not apply to the model; all other policies must work.
     """
     without = []
     for slug, (fields, held) in TRIED.items():
@@ -256,7 +257,7 @@ def shrinks(model: PreTrainedModel, ids: Tensor) -> list[str]:
                 raise
             without.append(slug)
             continue
-        for layer in done.cache.attention_layers:  # the prompt's share, and where decoding grows the tokens since
+        for layer in done.cache.attention_layers:  # the kept prompt tokens and, if decoding grows, the decoded tokens
             kept = layer.kept_tokens().double()
             kept = kept.mean(-1) if slug.startswith("ada_") else kept
             assert bool((kept == held).all()), (slug, kept)
@@ -264,11 +265,11 @@ def shrinks(model: PreTrainedModel, ids: Tensor) -> list[str]:
 
 
 def rows_are_alone(model: PreTrainedModel, ids: Tensor) -> None:
-    """See that sequences of one batch write and keep what they do alone, whatever their policies and lengths."""
+    """Check that batched sequences generate and keep the same tokens as single sequences."""
     flight, rows = DecodeBatch(model), []
     for length in (PROMPT, PROMPT - 7):
         request = Request(ids[:, :length], 4)
-        if flight.can_admit(request):  # models that rotate by length take some prompts one after the other
+        if flight.can_admit(request):  # models with length-dependent RoPE cannot batch some prompts
             rows += flight.admit(request, [make_policy(slug, BUDGET, **TRIED[slug][0]) for slug in ("snapkv", "h2o")])
     while flight.in_flight:
         flight.step()
@@ -282,14 +283,17 @@ def rows_are_alone(model: PreTrainedModel, ids: Tensor) -> None:
 
 
 def check(family: Family) -> Verdict:
-    """Build the family, compare it, and say what became of it."""
+    """Build and test a model of the family and return the result."""
     ids = torch.randint(3, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     verdict = Verdict(family.name, family.model.__name__, "not tried", "")
-    for config_for in (config_of, lambda family: family.config()):  # a refusal needs no small sizes
+    for config_for in (
+        config_of,
+        lambda family: family.config(),
+    ):  # the full-size configuration is enough to reject a family
         try:
             try_out(config_for(family))
         except InterfaceError as error:
-            return replace(verdict, kind="refused", why=sentence(error))
+            return replace(verdict, kind="refused", why=first_line(error))
         except Exception as error:
             log.info("%s: %s", family.name, error)
         else:
@@ -297,39 +301,39 @@ def check(family: Family) -> Verdict:
     try:
         model = tiny_model(family)
         expected = eager_logits(model, ids)
-    except Exception as error:  # a family that does not get small, or needs more than tokens, is no finding of ours
-        return replace(verdict, why=f"no small model of it runs: {sentence(error)}")
+    except Exception as error:  # the model is too large or needs more inputs than tokens
+        return replace(verdict, why=f"no small model runs: {first_line(error)}")
     try:
         prepare(model)
         far = float((full_logits(model, ids) - expected).abs().max() / expected.std())
         without = shrinks(model, ids)
         rows_are_alone(model, ids)
     except ValueError as error:
-        return replace(verdict, kind="refused", why=f"{sentence(error)} (found at the first call, after loading)")
+        return replace(verdict, kind="refused", why=f"{first_line(error)} (found at the first call, after loading)")
     except Exception as error:
         log.exception("%s", family.name)
-        return replace(verdict, kind="crashed", why=sentence(error))
-    told = f", without {', '.join(without)}" if without else ""
-    return replace(verdict, kind="exact" if far < EXACT else "differs", why=f"{far:.0e}{told}")
+        return replace(verdict, kind="crashed", why=first_line(error))
+    missing = f", without {', '.join(without)}" if without else ""
+    return replace(verdict, kind="exact" if far < EXACT else "differs", why=f"{far:.0e}{missing}")
 
 
-def sentence(error: Exception) -> str:
-    """The first line of an error's message."""
+def first_line(error: Exception) -> str:
+    """The first line of an error message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines and not isinstance(error, ValueError) else (lines or [""])[0]
 
 
 def page(verdicts: Sequence[Verdict]) -> str:
-    """The table as Markdown, what runs first."""
+    """The table as Markdown, supported families first."""
     count = {kind: sum(v.kind == kind for v in verdicts) for kind in KINDS}
     lines = [HEAD.format(version=transformers.__version__, torch=torch.__version__, total=len(verdicts))]
-    for kind, says in KINDS.items():
+    for kind, text in KINDS.items():
         rows = [v for v in verdicts if v.kind == kind]
         if rows:
             lines += [
                 f"## {kind}: {count[kind]}",
                 "",
-                says.replace("{tried}", ", ".join(TRIED)),
+                text.replace("{tried}", ", ".join(TRIED)),
                 "",
                 "| family | model | |",
                 "|---|---|---|",
@@ -340,7 +344,7 @@ def page(verdicts: Sequence[Verdict]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the families asked for, write the page; 1 if one of them crashed or differs."""
+    """Check the selected families and write the page; returns 1 if a family crashed or differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", help="families, separated by commas; default: all")
     parser.add_argument("--out", type=Path, help="write the table there instead of printing it")

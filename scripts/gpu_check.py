@@ -1,8 +1,8 @@
 """Check kvbench on a new GPU: `python scripts/gpu_check.py [NUMBER ...] [--dry]`.
 
-Ten measurements, the most important first; each prints what it measured beside its bound, and whether the bound holds.
-NUMBER selects some of them. --dry runs everything small on a CPU, with the pocket model: it shows that the measurements
-run, and its times mean nothing. Exit code 1 if a bound does not hold or a measurement fails.
+Runs ten measurements, the most important first, and prints each result with its bound. NUMBER selects some of them.
+--dry runs small versions on a CPU with the pocket model, to check the script; its times are meaningless. The exit code
+is 1 if a bound does not hold or a measurement fails.
 """
 
 from __future__ import annotations

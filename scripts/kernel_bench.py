@@ -1,8 +1,8 @@
-"""Time the GPU kernels beside their PyTorch references: `python scripts/kernel_bench.py [WORD ...]`.
+"""Time the GPU kernels and their PyTorch references: `python scripts/kernel_bench.py [WORD ...]`.
 
-Every row has the median time with its 20th and 80th percentiles (triton.testing.do_bench), the bytes that have to be
-read, and their rate as a share of the rate of a plain copy on the same device. A WORD selects cases by their names.
-Without a GPU each case runs once at a small size, through PyTorch, and its times mean nothing.
+Every row has the median time with its 20th and 80th percentiles (triton.testing.do_bench), the minimum bytes to read,
+and the bandwidth as a share of that of a plain copy on the same device. A WORD selects cases by name. Without a GPU
+each case runs once at a small size with PyTorch, and its times are meaningless.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def with_weights(batch: int, slots: int) -> Case:
 
 
 def ragged(long: int, short: int, rows: int) -> Case:
-    """One long sequence beside many short ones, in one launch."""
+    """One long sequence and many short ones in one launch."""
     counts = torch.tensor([long, *[short] * (rows - 1)], device=DEVICE)[:, None].expand(-1, H_KV).contiguous()
     starts = counts.flatten().cumsum(0).view_as(counts) - counts
     keys, values = drawn(2, int(counts.sum()), D)

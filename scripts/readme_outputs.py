@@ -1,10 +1,10 @@
-"""Write into README.md what its commands print, and draw its picture.
+"""Update the outputs of commands in README.md, and its figure.
 
     python scripts/readme_outputs.py
 
-A block that begins with `$ command` shows a command and its output. The ids of runs change with the code that computes
-them, so this is run where a change of that code is finished; the slow tests of tests/kvbench/test_readme.py run the
-same commands and hold the README to them. It takes some minutes on two cores.
+A block that begins with `$ command` shows a command and its output. Run ids change with the code, so run this script
+after a change of code that computes results; slow tests in tests/kvbench/test_readme.py compare the README with the
+outputs of the same commands. It takes some minutes on two cores.
 """
 
 from __future__ import annotations

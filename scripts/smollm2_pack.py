@@ -1,7 +1,7 @@
 """Compute the runs of `results/smollm2`: python scripts/smollm2_pack.py FOLDER [TABLE ...] [--limit N].
 
-Each table is a sweep of `python -m kvbench` with one schedule and one decoding rule. A run that was computed already
-is not computed again, and a larger limit continues it. `scripts/smollm2_tables.py` makes tables and figures of them.
+Each table is a sweep of `python -m kvbench` with one schedule and one decoding rule. Finished runs
+are skipped, and a larger limit continues them. `scripts/smollm2_tables.py` writes tables and figures.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 NEEDLES = ("task=niah", "task.max_new_tokens=20")
 ONCE = ("schedule=prompt", "decode=grow")
-"""Evict once the whole prompt is in; keep what is decoded."""
+"""Evict once after the whole prompt; keep all decoded tokens."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Table:
     budgets: str
     fields: tuple[str, ...]
     limit: int
+    folder: str | None = None  # where the runs of another table lie, which these join
 
     def command(self, folder: Path, limit: int | None, data: Path) -> list[str]:
         """The command line that computes it."""
@@ -41,14 +42,47 @@ TABLES = {
         (*NEEDLES, *ONCE),
         10,
     ),
+    "needles_variants": Table(
+        "caote_roco,caote_pyramidkv,caote_knorm,caote_keydiff,caote_cake,fastcaote_roco,fastcaote_pyramidkv,"
+        "fastcaote_knorm,fastcaote_keydiff,fastcaote_cake,ada_pyramidkv,ada_h2o,ada_tova,ada_roco,ada_knorm,ada_keydiff",
+        "512,1024",
+        (*NEEDLES, *ONCE),
+        10,
+        "needles",
+    ),
+    "needles_others": Table(
+        "local_window,cam,sirllm,simlayerkv,lagkv,leverage,compactor,curdkv,noncausal,rkv,chunkkv_snapkv,"
+        "critical_snapkv,critical_h2o,p2a_snapkv,p2a_h2o,p2a_tova",
+        "512,1024",
+        (*NEEDLES, *ONCE),
+        5,
+        "needles",
+    ),
+    "needles_kvzip": Table("kvzip", "256", (*NEEDLES, *ONCE), 2, "needles"),
     "needles_context": Table(
         "full,streamingllm,random,knorm,expected_attention,h2o,tova,snapkv,cake,kvec,ada_snapkv,caote_snapkv",
         "256,1024",
         (*NEEDLES, *ONCE, "compress=context"),
-        5,
+        10,
+    ),
+    "context_kvzip": Table("kvzip,pyramidkv", "256,1024", (*NEEDLES, *ONCE, "compress=context"), 5, "needles_context"),
+    "ruler": Table(
+        "full,streamingllm,h2o,tova,snapkv,ada_snapkv,caote_snapkv,cake,keydiff,kvec",
+        "256,512",
+        (
+            "task=ruler/niah_single_2,ruler/niah_multikey_1",
+            "task.length=2048",
+            "task.data_dir={data}/pg_essays",
+            "task.max_new_tokens=20",
+            *ONCE,
+        ),
+        8,
     ),
     "stores": Table(
-        "full,kivi,kivi_int4,ott,gear,zipcache,kcvc,turboquant,snapkv,snapkv_kivi_int4", "512", (*NEEDLES, *ONCE), 6
+        "full,kivi,kivi_int4,ott,gear_g64,zipcache,kcvc,turboquant,snapkv,snapkv_kivi_int4",
+        "512",
+        (*NEEDLES, *ONCE),
+        10,
     ),
     "multi_news": Table(
         "full,streamingllm,h2o,snapkv,caote_snapkv,cake",
@@ -60,7 +94,7 @@ TABLES = {
             "model.max_prompt_tokens=2048",
             *ONCE,
         ),
-        4,
+        5,
     ),
     "perplexity": Table(
         "full,streamingllm,random,knorm,h2o,tova,snapkv,caote_h2o,caote_snapkv",
@@ -80,7 +114,8 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="with books/ and longbench/")
     given = parser.parse_args()
     for name in given.tables:
-        command = TABLES[name].command(given.folder / name, given.limit, given.data)
+        folder = given.folder / (TABLES[name].folder or name)
+        command = TABLES[name].command(folder, given.limit, given.data)
         print(f"{name}: {' '.join(command[1:])}", flush=True)
         failed = subprocess.run(command, check=False).returncode
         if failed:

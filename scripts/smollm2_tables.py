@@ -14,6 +14,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pandas as pd
 import yaml
+from matplotlib.ticker import ScalarFormatter
 
 from kvbench.analysis.statistics import mean_interval, paired_difference
 
@@ -21,7 +22,7 @@ mpl.use("Agg")
 mpl.rcParams["svg.hashsalt"] = "smollm2"
 PAIRS = {  # CAOTE's H2O keeps no recent window
     f"{value}_{base}": "h2o_norecent" if base == "h2o" and value != "ada" else base
-    for base in ("snapkv", "h2o", "tova", "roco", "pyramidkv", "knorm", "keydiff", "expected_attention")
+    for base in ("snapkv", "h2o", "tova", "roco", "pyramidkv", "knorm", "keydiff", "cake", "kvec")
     for value in ("caote", "fastcaote", "ada")
 }
 SHOWN = ["full", "streamingllm", "random", "h2o", "tova", "snapkv", "ada_snapkv", "cake", "expected_attention", "kvec"]
@@ -35,6 +36,8 @@ def samples(runs: Path) -> pd.DataFrame:
         config = yaml.safe_load((file.parent / "config.yaml").read_text())
         for line in file.read_text().splitlines():
             sample = json.loads(line)
+            if sample["error"]:
+                continue  # such a run has no score
             kept = [heads for layer in sample["kept_tokens"] for heads in layer]
             likelihood = sample.get("likelihood") or {}
             rows.append(
@@ -88,17 +91,25 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def to_base(found: pd.DataFrame) -> pd.DataFrame:
-    """Each value-aware or per-head combination less its base, on the same examples; `all`: budgets together."""
+    """Each value-aware or per-head combination less its base, on the same examples.
+
+    Budget `all`: each example's mean over the budgets.
+    """
     rows = []
-    keys = ["task", "example", "budget"]
+    policies = found.groupby("policy")
+    scores = {name: some.pivot(index="example", columns="budget", values="score") for name, some in policies}
     for combined, base in PAIRS.items():
-        ours, theirs = (found[found.policy == name].set_index(keys).score for name in (combined, base))
-        both = ours.index.intersection(theirs.index)
-        for budget in [*sorted({key[2] for key in both}), "all"] if len(both) else []:
-            here = [key for key in both if budget in ("all", key[2])]
-            less = paired_difference(theirs.loc[here].tolist(), ours.loc[here].tolist())
-            scores = {"score": ours.loc[here].mean(), "base_score": theirs.loc[here].mean()}
-            rows.append({"policy": combined, "base": base, "budget": budget, "n": len(here), **scores})
+        if combined not in scores or base not in scores:
+            continue
+        ours, theirs = scores[combined], scores[base]
+        budgets = sorted({*ours.columns} & {*theirs.columns})
+        for chosen in [*([budget] for budget in budgets), budgets]:
+            both = pd.concat({"ours": ours[chosen], "base": theirs[chosen]}, axis=1).dropna()
+            own, other = both["ours"].mean(axis=1), both["base"].mean(axis=1)
+            less = paired_difference(other.tolist(), own.tolist())
+            label = "all" if len(chosen) > 1 else int(chosen[0])
+            means = {"n": len(both), "score": own.mean(), "base_score": other.mean()}
+            rows.append({"policy": combined, "base": base, "budget": label, **means})
             rows[-1] |= {"difference": less.mean, "low": less.low, "high": less.high}
     return pd.DataFrame(rows)
 
@@ -115,6 +126,7 @@ def score_figure(table: pd.DataFrame, x: str, file: Path, title: str, xlabel: st
         marker = "osv^D<>pX*hPd"[index % 13]
         axes.plot(some[x], some[measure], marker=marker, linewidth=1.2, markersize=4, label=policy)
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel(xlabel)
     axes.set_ylabel("score (share found)" if measure == "score" else "NLL in nats per token (lower is better)")
     if measure == "score":
@@ -180,8 +192,8 @@ def main() -> None:
         summary(some).round(4).to_csv(given.output / f"{name}.csv", index=False)
     if "needles" in tables:
         needles = tables["needles"]
-        least = int(needles.groupby("run_id").size().min())
         shown = summary(needles[needles.policy.isin(SHOWN)])
+        least = int(shown.n.min())
         title = f"Needles in 2,048 tokens, question in the prompt, n = {least}"
         budget = "budget (tokens per KV head and layer)"
         score_figure(shown, "budget", given.output / "needles.svg", title, budget)

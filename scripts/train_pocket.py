@@ -161,7 +161,7 @@ def _singular(text: str) -> str:
 
 
 def listed(items: Sequence[str], last: str) -> str:
-    """`a`, `a and b`, `a, b and c`; last: what stands before the last item."""
+    """`a`, `a and b`, `a, b and c`; last: the text before the last item."""
     return ", ".join(items[:-1]) + last + items[-1] if len(items) > 1 else items[0]
 
 
@@ -364,7 +364,7 @@ class Trainer:
         path.with_suffix(".partial").replace(path)
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         state = torch.load(path, map_location=self.config.device, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -379,7 +379,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=Config.seed)
     parser.add_argument("--device", default=Config.device, help="cpu or cuda")
     parser.add_argument("--out", type=Path, default=Path("results/runs/pocket"), help="folder of the checkpoint")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
     parser.add_argument("--export", type=Path, help="folder for the finished model and its tokenizer")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

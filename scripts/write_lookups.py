@@ -2,9 +2,9 @@
 
     python scripts/write_lookups.py
 
-Each is one of the task niah_multikey, eight secret numbers among written sentences of which one is asked for, put into
-the fields of a row. LongBench's triviaqa asks with whatever stands in `input`, at the very end: there the question is
-the one that the pocket model has learnt.
+Each row is an example of the task niah_multikey: eight secret numbers among written sentences, and a question for one
+of them. LongBench's triviaqa puts `input` at the end of the prompt; here it is the question that the pocket model was
+trained on.
 """
 
 from __future__ import annotations

@@ -86,6 +86,10 @@ class NeedleGrid(Task):
     def plant(self, rng: random.Random, text: str) -> Planted:
         """Draw the needles. `text`: the known part of the haystack, which must not contain the answer."""
 
+    def places(self, rng: random.Random, planted: Planted, depth: float) -> tuple[float, ...]:
+        """The depth of each needle, 0 to 1, for an example at `depth`."""
+        return depth, *(rng.random() for _ in planted.needles[1:])
+
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`. Any limit covers the lengths and depths; all come once before any comes again."""
         grid = ((repeat, *cell) for repeat in range(self.repeats) for cell in interleaved(self.lengths, self.depths))
@@ -109,7 +113,7 @@ class NeedleGrid(Task):
         """A text with its first question and all of its needles."""
         text = read_folder(self.data_dir) if self.data_dir is not None else ""
         planted = self.plant(rng, text)
-        depths = (depth, *(rng.random() for _ in planted.needles[1:]))
+        depths = self.places(rng, planted, depth)
         filler = Filler(repeated(text) if text else self._filler(rng))
 
         def prompt(size: int) -> str:

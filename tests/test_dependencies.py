@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("kvbench", "policies", "kernels", "tasks")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 BY_HAND = {"kvpress"}  # the comment beside `rivals` says how, and why it is not declared
-EXTRA_MODULES = ("jieba", "tiktoken", "wonderwords")
+EXTRA_MODULES = ("accelerate", "gguf", "jieba", "tiktoken", "wonderwords")
 
 
 def distributions(requirements: list[str]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Pages whose mean key is nearest to the query."""
+"""Read the pages with the largest product of mean key and query."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class Centroid(Reader):
 
         s_P = 1 / G sum_(h in "group") q_h * mean_(j in P) k_j
 
-    page: tokens of a page. whole: so many layers, the first ones, read everything.
+    page: tokens per page. whole: number of first layers that read all tokens.
     """
 
     page: int = 8

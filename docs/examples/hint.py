@@ -1,4 +1,4 @@
-"""A hint: a text that the model is given behind the prompt, to see what it looks at."""
+"""A pre-pass that appends a hint to the prompt and measures its attention."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from kvbench.policies.scorers.scorer import Scorer
 
 @dataclass(frozen=True)
 class Hint(ExtraPasses):
-    """The attention every token draws from a text that is read behind the prompt and then forgotten."""
+    """Attention to every token from a text that is appended to the prompt and not stored."""
 
     statistics = ("hinted",)
 
@@ -25,17 +25,17 @@ class Hint(ExtraPasses):
         return [Pass(encoder.encode(self.text), range(len(prompt)))]
 
     def observe(self, one: Pass, step: PassStep, state: State) -> None:
-        logits = attention_logits(step.queries, step.keys, step.params.scaling)  # [1,H_kv,G,n,T]: all lie before it
+        logits = attention_logits(step.queries, step.keys, step.params.scaling)  # [1,H_kv,G,n,T]; all visible
         state["hinted"].copy_(logits.softmax(-1).mean((2, 3))[..., None])
 
 
 @dataclass(frozen=True)
 class Hinted(Scorer):
-    """Keep the first `sinks` tokens and those that a hint's queries attend to.
+    """Keep the first `sinks` tokens and the tokens that a hint's queries attend to.
 
         s_j = mean_(h in "group", q in "hint") A_(h,q,j)
 
-    text: the hint. sinks: first tokens, always kept.
+    text: the hint. sinks: number of first tokens that are always kept.
     """
 
     needs = Needs(whole_prompt=True, never_negative=True)

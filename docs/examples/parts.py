@@ -43,7 +43,7 @@ class ByNorm(ValueAware):
 
 @dataclass(frozen=True)
 class FirstMore(Allocator):
-    """The first layer gets `extra` slots more than its share, the last as many less."""
+    """The first layer gets `extra` slots more than its share, the last layer `extra` slots less."""
 
     extra: int = 4
 
@@ -72,7 +72,7 @@ class IntoNewest(Merger):
 
 
 class HalfStore(SlotStore):
-    """Buffers in float16, seen in the model's dtype."""
+    """Buffers in float16 that are returned in the model's dtype."""
 
     def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
         super().__init__(keys.half(), values.half(), statistics, width)
@@ -97,7 +97,7 @@ class HalfStore(SlotStore):
 class Half(Store):
     """Keys and values in float16."""
 
-    slug_letters: ClassVar[Mapping[str, str]] = {}  # {"g": "group"} would make `half_g32` a name
+    slug_letters: ClassVar[Mapping[str, str]] = {}  # {"g": "group"} would define the name `half_g32`
 
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
         return HalfStore(keys, values, statistics, width)

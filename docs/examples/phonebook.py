@@ -1,4 +1,4 @@
-"""A phone book: many names with a number each, and one is asked for."""
+"""A phone book with many names and numbers, and a question about one of them."""
 
 import random
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from kvbench.tasks.words import own_words
 
 @dataclass(frozen=True, kw_only=True)
 class PhoneBook(Task):
-    """`entries` lines such as `The secret number of calm-otter is 5512907.`; one of the numbers is asked for.
+    """`entries` lines such as `The secret number of calm-otter is 5512907.` and a question about one.
 
-    entries: lines of the book. count: prompts.
+    entries: number of lines. count: number of prompts.
     """
 
     name: str = "phonebook"
@@ -26,7 +26,7 @@ class PhoneBook(Task):
         whole_number("count", self.count, 1)
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
-        """Example i is drawn from (seed, i) alone, so that a larger limit continues a run."""
+        """Example i depends only on (seed, i), so a larger limit continues a run."""
         for index in range(self.count if limit is None else min(limit, self.count)):
             draw, words = random.Random(f"{seed} {index}"), own_words()
             numbers = draw.sample(range(1_000_000, 10_000_000), self.entries)
@@ -43,5 +43,5 @@ class PhoneBook(Task):
             )
 
     def score(self, output: str, example: Example) -> float:
-        """1 where the number is in the answer."""
+        """1 if the answer contains the number."""
         return float(example.references[0] in output)

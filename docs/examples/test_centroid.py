@@ -1,4 +1,4 @@
-"""What the centroid reader promises, worked by hand."""
+"""The centroid reader against numbers computed by hand."""
 
 import torch
 from centroid import Centroid

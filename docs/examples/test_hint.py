@@ -1,4 +1,4 @@
-"""What a hint promises, worked by hand."""
+"""The hint pre-pass against numbers computed by hand."""
 
 import torch
 from hint import Hint

@@ -1,4 +1,4 @@
-"""What the phone book promises."""
+"""Tests of the phone book."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from phonebook import PhoneBook
 
 
 def drawn(book: PhoneBook, limit: int) -> list[Any]:
-    return list(book.examples(tokenizer=None, seed=0, limit=limit))  # type: ignore[arg-type] # it reads none
+    return list(book.examples(tokenizer=None, seed=0, limit=limit))  # type: ignore[arg-type] # it needs none
 
 
 def test_the_answer_stands_in_the_book_once_and_scores_one() -> None:

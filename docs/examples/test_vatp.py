@@ -1,4 +1,4 @@
-"""What VATP promises, worked by hand."""
+"""VATP against numbers computed by hand."""
 
 import torch
 from vatp import Vatp

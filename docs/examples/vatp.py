@@ -12,11 +12,11 @@ from kvbench.policies.scorers.scorer import AttentionScorer
 
 @dataclass(frozen=True)
 class Vatp(AttentionScorer):
-    """Keep tokens of much attention and large values; the first `sinks` and the newest `window` are always kept.
+    """Keep tokens with high attention and large values; the first `sinks` and the newest `window` are always kept.
 
         s_j = ||v_j||_1 * 1 / G sum_(h in "group") sum_(q in "window") A_(h,q,j)
 
-    sinks: first tokens, always kept. window: the newest queries, which score and are always kept.
+    sinks: number of first tokens that are always kept. window: number of newest queries, which score and are kept.
     Source: Guo et al. 2024, arXiv 2406.12335, with SnapKV's window instead of sums since the beginning (ours).
     """
 

@@ -22,6 +22,7 @@ MADE = {
     "<!-- table: ruler -->": evaluator_tables.ruler,
     "<!-- table: parts -->": policy_pages.parts_table,
 }
+FIGURES = Path(__file__).parents[2] / "results/smollm2"
 FETCHED = "https://unpkg.com/iframe-worker/shim"
 _LOADED = re.compile(
     r"""(?:\ssrc(?:set)?=|<link(?=[^>]*(?:stylesheet|preload|preconnect|icon|dns-prefetch))[^>]*\shref=|url\(|@import\s+)"""
@@ -52,9 +53,11 @@ def _listed(pages: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages, and MathJax."""
+    """Add the generated pages, figures of results, and MathJax."""
     for path, text in generated():
         files.append(File.generated(config, path, content=text))
+    for figure in sorted(FIGURES.glob("*.svg")):
+        files.append(File.generated(config, f"smollm2/{figure.name}", abs_src_path=str(figure)))
     for path, source in mathjax_files().items():
         files.append(File.generated(config, path, abs_src_path=str(source)))
     return files
@@ -71,6 +74,7 @@ def generated() -> Iterator[tuple[str, str]]:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put tables and pictures in their places, and mark `eq` blocks for MathJax."""
+    markdown = markdown.replace("](../results/smollm2/", "](smollm2/")  # a link that GitHub follows, to a copied figure
     markdown = _PICTURE.sub(lambda match: _picture(match.group(1)), markdown)
     for mark, text in MADE.items():
         if mark in markdown:

@@ -17,15 +17,17 @@ def tokens_read(group: PolicyGroup) -> list[list[int]] | None:
 
 
 def nbytes_read(group: PolicyGroup) -> int | None:
-    """Bytes of their keys, values and positions, and of the summaries that were looked through, over all layers."""
+    """Bytes of their keys, values and positions, and of the summaries or keys they were chosen by, in all layers."""
     read = _read(group)
     if read is None:
         return None
     total = 0
     for layer, tokens in zip(group.layers, read, strict=True):
         assert layer.pages is not None
-        token = sum(x.shape[-1] * x.element_size() for x in (layer.store.keys, layer.store.values)) + POSITION
-        total += int(tokens.sum()) * token + layer.pages.nbytes_read // group.size
+        key, value = (x.shape[-1] * x.element_size() for x in (layer.store.keys, layer.store.values))
+        total += int(tokens.sum()) * (key + value + POSITION) + layer.pages.nbytes_read // group.size
+        if group.policy.reader is not None and group.policy.reader.reads_keys:
+            total += int((layer.counts[0] - tokens).sum()) * (key + POSITION)
     return total
 
 

@@ -70,7 +70,7 @@ class PageReads:
         positions = held.positions
         chosen = visible(step.now.positions, positions, params.sliding_window)[:, :, 0]
         budgets, slots = [read_budget(policy, prompt) for prompt in prompts], positions.shape[2]
-        whole = reader.reads_all(layer) or slots <= min(budgets)
+        whole = reader.reads_all(layer) or (reader.mass is None and slots <= min(budgets))
         if not whole:
             chosen = self._chosen(reader, layer, budgets, step, chosen)
         self._note(chosen.sum(-1, dtype=torch.int32), step.now.positions >= 0)
@@ -85,18 +85,29 @@ class PageReads:
     def _chosen(self, reader: Reader, layer: int, budgets: Sequence[int], step: LayerStep, seen: Tensor) -> Tensor:
         """The slots of the pages that are read, bool [B,H_kv,T]; seen: those that the query may see."""
         held, slots = step.store, seen.shape[-1]
-        told = Reading(layer, step.queries, held.keys, held.positions, self.summaries, step.params.scaling)
-        scores = reader.score(told)
+        params = step.params
+        found = (layer, step.queries, held.keys, held.positions, self.summaries, seen, params.scaling, params.softcap)
+        scores = reader.score(Reading(*found))
         pages = scores.shape[-1]
         visible_pages = F.pad(seen, (0, pages * reader.page - slots)).unflatten(-1, (pages, reader.page)).any(-1)
         order = scores.masked_fill(~visible_pages, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+        if reader.mass is not None:
+            sorted_scores = scores.masked_fill(~visible_pages, 0).gather(-1, order)
+            before = sorted_scores.cumsum(-1) - sorted_scores
+            best = before < reader.mass * sorted_scores.sum(-1, keepdim=True)
+            return seen & _spread(torch.zeros_like(visible_pages).scatter_(-1, order, best), reader.page, slots)
         budget = seen.new_tensor(budgets, dtype=torch.long)[:, None, None]
         best = torch.arange(pages, device=order.device).expand_as(order) < budget // reader.page
         read = torch.zeros_like(visible_pages).scatter_(-1, order, best)
         fits = seen.sum(-1, keepdim=True) <= budget
-        return seen & (fits | read.repeat_interleave(reader.page, dim=-1)[..., :slots])
+        return seen & (fits | _spread(read, reader.page, slots))
 
     def _note(self, read: Tensor, present: Tensor) -> None:
         """Remember what was read [B,H_kv] by the sequences that have a token, bool [B,1]."""
         self.read = read if self.read is None else torch.where(present, read, self.read)
         self.most = read.clone() if self.most is None else torch.maximum(self.most, read)
+
+
+def _spread(pages: Tensor, page: int, slots: int) -> Tensor:
+    """What holds of pages [B,H_kv,P], of each of their slots: [B,H_kv,T]."""
+    return pages.repeat_interleave(page, dim=-1)[..., :slots]

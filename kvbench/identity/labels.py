@@ -50,7 +50,15 @@ def names(naming: Naming, identity: Mapping[str, Any], also: Collection[str] = (
         labels[name] = getattr(naming, name) + (f"({text})" if text else "")
     if keeps_all(identity) and naming.policy != "full":
         labels["policy"] += " = full"
+    if reads_by_oracle(identity):
+        labels["policy"] += " (upper bound)"
     return labels
+
+
+def reads_by_oracle(identity: Mapping[str, Any]) -> bool:
+    """Whether a policy chooses what to read by the attention itself: an upper bound, no method."""
+    reader = identity["policy"].get("reader") or {}
+    return str(reader.get("class", "")).rpartition(".")[2].startswith("Oracle")
 
 
 def evicts(identity: Mapping[str, Any]) -> bool:

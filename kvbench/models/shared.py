@@ -1,4 +1,4 @@
-"""The texts of questions that share a context, as a model with or without a chat template reads them."""
+"""The texts of questions that share a context, with or without a chat template."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from transformers import PreTrainedTokenizerBase
 
 from kvbench.tasks.task import Example, FollowUp, Shared
 
-_MARK = "\x00"  # no text holds it
+_MARK = "\x00"  # occurs in no text
 
 
 def shared_texts(tokenizer: PreTrainedTokenizerBase, example: Example, shared: Shared, chat: bool) -> list[str]:
-    """Context and question; or a conversation's first prompt and all of its later ones, answers before them included.
+    """Context and question; or the first prompt of a conversation and all later ones with the answers before them.
 
-    chat: in the tokenizer's chat template.
+    chat: use the tokenizer's chat template.
     """
     if shared.follow_ups is not None:
         first = _templated(tokenizer, example.prompt) if chat else example.prompt
-        end = tokenizer.eos_token or "" if shared.own else ""  # a template has what ends an answer
+        end = tokenizer.eos_token or "" if shared.own else ""  # a template contains the end of an answer
         later = [_templated_turn(tokenizer, turn) if chat else end + turn.plain for turn in shared.follow_ups]
         return [first + example.answer_prefix, *later]
     context = example.prompt.removesuffix(example.question)
@@ -31,6 +31,6 @@ def _templated(tokenizer: PreTrainedTokenizerBase, message: str, *before: dict[s
 
 
 def _templated_turn(tokenizer: PreTrainedTokenizerBase, turn: FollowUp) -> str:
-    """From the first word of the answer before to the beginning of the answer that follows."""
+    """The text from the previous answer up to the beginning of the next one."""
     before = {"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK + turn.answer}
     return _templated(tokenizer, turn.message, *before).partition(_MARK)[2] + turn.begins

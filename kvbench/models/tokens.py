@@ -1,4 +1,4 @@
-"""Tokenisation as lm-eval does it: one BOS, context and continuation apart, end tokens by name."""
+"""Tokenization as in lm-eval: one BOS, separate context and continuation, end tokens by name."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Pair:
 
     @property
     def tokens(self) -> int:
-        """The number of both."""
+        """The number of tokens of both."""
         return len(self.context) + len(self.continuation)
 
 
 def encode_pair(tokenizer: PreTrainedTokenizerBase, context: str, continuation: str, most: int | None) -> Pair:
-    """The tokens of both, cut on the left to the `most` positions a model has; the last token needs none.
+    """The tokens of both, cut on the left to the `most` positions of a model; the last token needs none.
 
-    Both are encoded as one text and taken apart behind the tokens of the context alone, whose trailing spaces count to
-    the continuation: many vocabularies begin words with them. An empty context is the BOS token, or else EOS.
-    Raises ValueError where the continuation has no token or does not fit.
+    Both are encoded as one text and split after the number of tokens of the context alone. Trailing spaces of the
+    context belong to the continuation, because many vocabularies begin words with a space. An empty context is the BOS
+    token, or else EOS. Raises ValueError if the continuation has no token or does not fit.
     """
     if not context:
         first, second = _after_prefix(prefix_token(tokenizer), _encode(tokenizer, continuation, special=False))
@@ -49,43 +49,43 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, context: str, continuation: 
 
 
 def _after_prefix(prefix: int, ids: list[int]) -> tuple[list[int], list[int]]:
-    """A text without context behind the prefix token, which is not doubled."""
+    """The prefix token and a text without context; a prefix in the text is not repeated."""
     return (ids[:1], ids[1:]) if ids[:1] == [prefix] else ([prefix], ids)
 
 
 def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token before the first: BOS, or EOS where there is no BOS. Raises ValueError where there is neither."""
+    """The token before the first one: BOS, else EOS. Raises ValueError if the tokenizer has neither."""
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if isinstance(token, int):
             return token
-    raise ValueError("the tokenizer has neither BOS nor EOS, so the first token of a text has nothing to follow")
+    raise ValueError("the tokenizer has neither BOS nor EOS, so the first token of a text has no context")
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer as a pre-pass uses it (`TextEncoder` in `policies.pre_passes.pre_pass`)."""
+    """A tokenizer for pre-passes (`TextEncoder` in `policies.pre_passes.pre_pass`)."""
 
     tokenizer: PreTrainedTokenizerBase
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, none added before or after."""
+        """The tokens of a text without special tokens."""
         return _encode(self.tokenizer, text, special=False)
 
     @property
     def turn_end(self) -> str:
-        """What the chat template has between a user's words and the answer; a line's end where there is no template."""
+        """The text between a user's message and the answer in the chat template; a newline without a template."""
         if not self.tokenizer.chat_template:
             return "\n"
-        mark = "\x00"  # no text holds it
+        mark = "\x00"  # occurs in no text
         turn = [{"role": "user", "content": mark}]
         whole = str(self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
         return whole.rpartition(mark)[2]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = True) -> list[int]:
-    """Token ids with one BOS, where the tokenizer uses one: templates often print it themselves.
+    """Token ids with one BOS, if the tokenizer uses one; chat templates often contain it already.
 
-    special: False for a text that another stands before: none is added.
+    special: False for a text that follows another one, which gets no BOS.
     """
     bos = tokenizer.bos_token
     return _encode(tokenizer, text, special=special and not (isinstance(bos, str) and text.startswith(bos)))
@@ -96,5 +96,5 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> lis
 
 
 def special_ends(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> list[int]:
-    """Stop strings that are special tokens of the vocabulary: they end an answer by id, for no text shows them."""
+    """Ids of the stop strings that are special tokens, which do not appear in decoded text."""
     return [index for index, token in tokenizer.added_tokens_decoder.items() if token.special and str(token) in stops]

@@ -1,4 +1,4 @@
-"""One call of a model without its weights: what it would ask of its cache and its attention, in a moment."""
+"""Calls a model without weights (meta device), to check its use of cache and attention before loading it."""
 
 import logging
 from copy import deepcopy
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 
 def try_out(config: PreTrainedConfig) -> None:
-    """InterfaceError where a model of this configuration does what kvbench cannot follow; no weights are needed.
+    """Raise InterfaceError if kvbench does not support models of this configuration. No weights are needed.
 
-    The call runs on the meta device, where there are shapes and no numbers: it may end early where a model looks at
-    numbers, after its first attention. What follows is checked when it really runs.
+    The call runs on the meta device, with shapes but without numbers. It may end early in a model that reads numbers;
+    the rest is then checked when the loaded model runs.
     """
     check_interface(config.get_text_config(decoder=True))
     model = _without_weights(config)
@@ -33,30 +33,30 @@ def try_out(config: PreTrainedConfig) -> None:
     if _finishes(model, cache):
         layout = layout_of(cache.config)
         layers = zip(layout.attention, cache.attention_layers, strict=True)
-        without = [str(index) for index, layer in layers if not layer.is_initialized]
-        without += [str(index) for index in layout.states if not cache.has_previous_state(index)]
-        if without:
+        unused = [str(index) for index, layer in layers if not layer.is_initialized]
+        unused += [str(index) for index in layout.states if not cache.has_previous_state(index)]
+        if unused:
             raise InterfaceError(
-                f"layers {', '.join(without)} of {type(model).__name__} keep nothing in the cache, so kvbench could "
-                f"not make them smaller; {INSTEAD}"
+                f"layers {', '.join(unused)} of {type(model).__name__} store nothing in the cache, so kvbench "
+                f"cannot compress them; {INSTEAD}"
             )
 
 
 def _check_places(model: PreTrainedModel) -> None:
-    """InterfaceError where places are counted from behind the padding's (RoBERTa), while kvbench counts from 0."""
+    """Raise InterfaceError for models whose positions start after the padding index (RoBERTa) instead of at 0."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None and "position" in name:
             raise InterfaceError(
-                f"{type(model).__name__} counts its tokens' places from {module.padding_idx + 1} on (the padding index "
-                f"of its {name.rpartition('.')[2]}), while kvbench counts them from 0; {INSTEAD}"
+                f"{type(model).__name__} counts positions from {module.padding_idx + 1} (after the padding index of "
+                f"{name.rpartition('.')[2]}), but kvbench counts them from 0; {INSTEAD}"
             )
 
 
 def layer_shapes(config: PreTrainedConfig) -> dict[int, tuple[int, int, int]]:
-    """KV heads of every layer that attends, and numbers it stores of a token's key and value.
+    """KV heads, key size and value size of every attention layer.
 
-    As the model's code has it: some configurations do not say in what their layers differ. Where the trial ends before
-    a layer, and for code of the model's own, as the configuration says.
+    They are those of a call of the model, because some configurations do not contain the differences between layers.
+    For layers that the call does not reach, and for remote code, they are those of the configuration.
     """
     text = config.get_text_config(decoder=True)
     layout = layout_of(text)
@@ -72,7 +72,7 @@ def layer_shapes(config: PreTrainedConfig) -> dict[int, tuple[int, int, int]]:
 
 
 def state_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes that the states of a model's recurrent layers take for each sequence."""
+    """Bytes of the states of recurrent layers, per sequence."""
     if not layout_of(config.get_text_config(decoder=True)).states:
         return 0
     model = _without_weights(config, dtype)
@@ -84,38 +84,38 @@ def state_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 
 
 def count_parameters(config: PreTrainedConfig) -> int | None:
-    """Numbers in the weights of a model of this configuration, tied ones once; None for code of the model's own."""
+    """Number of parameters of a model of this configuration, tied ones counted once; None for remote code."""
     model = _without_weights(config)
     return None if model is None else int(model.num_parameters())
 
 
 def _without_weights(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel | None:
-    """The model as its code builds it, every weight a shape; None for code of its own, run only when it is loaded."""
+    """The model on the meta device; None for remote code, which runs only when the model is loaded."""
     model_class: Any = model_class_of(config)
     if model_class is None:
         return None
-    own = config if type(config) is model_class.config_class else config.get_text_config(decoder=True)
+    text = config if type(config) is model_class.config_class else config.get_text_config(decoder=True)
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = model_class._from_config(deepcopy(own), attn_implementation=NAME, dtype=dtype)
+            model: PreTrainedModel = model_class._from_config(deepcopy(text), attn_implementation=NAME, dtype=dtype)
             model.eval()
             if model._can_set_experts_implementation():
-                model.set_experts_implementation("batched_mm")  # which asks for no numbers
+                model.set_experts_implementation("batched_mm")  # which reads no numbers
             return model
     except KeyError as error:
-        if error.args == (NAME,):  # it chooses from attentions of its own
+        if error.args == (NAME,):  # the model class has its own attention classes
             raise InterfaceError(written_in(model_class.__name__)) from error
         raise
 
 
 def _finishes(model: PreTrainedModel, cache: KVCache) -> bool:
-    """Whether the call comes to its end. Errors of ours are raised; those that a lack of numbers brings are not."""
+    """Whether a call finishes. InterfaceErrors are raised; errors caused by the meta device are not."""
     try:
         with torch.no_grad():
             model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device="meta"), past_key_values=cache)
     except InterfaceError:
         raise
-    except Exception as error:  # whatever a model's own code makes of tensors without numbers
+    except Exception as error:  # any error that a model's code raises for meta tensors
         log.debug("the trial of %s ended early: %s", type(model).__name__, error)
         return False
     return True

@@ -1,4 +1,4 @@
-"""What a reader must know before trusting a comparison, the worst first."""
+"""Caveats of a report: warnings about its runs, the most serious first."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvbench.analysis.statistics import FEWEST
 from kvbench.identity.environment import machine
 from kvbench.page.tables import Group, budget_text
 
-MEMORY = 1.1  # a warning above this ratio of the bytes that two policies hold at one budget
+MEMORY = 1.1  # two policies with the same budget cause a note if their bytes differ by more than this ratio
 
 
 @dataclass(frozen=True)
 class Caveat:
-    """A warning and the runs it is about. level: `broken` (a number is missing), `care`, or `note`."""
+    """A warning and the runs it concerns. level: `broken` (a number is missing), `care`, or `note`."""
 
     level: str
     title: str
@@ -24,7 +24,7 @@ class Caveat:
 
 
 def called(row: Result) -> str:
-    """A run in words: policy, budget, task, and model."""
+    """A label of a run: policy, budget, task, and model."""
     at = "" if row.budget is None else f" at {budget_text(row.budget)}"
     return f"{row.name}{at} on {_about(row)}"
 
@@ -40,25 +40,25 @@ def caveats(rows: Sequence[Result], groups: Sequence[Group]) -> list[Caveat]:
         Caveat(
             "broken",
             "Unfinished runs",
-            "Their numbers are those of the examples so far. The same command continues them.",
+            "Their numbers include only the finished examples. Run the same command again to continue them.",
             tuple(f"{called(row)}: {row.n} examples" for row in rows if not row.finished),
         ),
         Caveat(
             "care",
             "Versions mixed within a run",
-            "Such a run measures neither version.",
+            "Such a run is a measurement of neither version.",
             tuple(f"{called(row)}: {row.mixed}" for row in rows if row.mixed),
         ),
         Caveat(
             "care",
             "Different schedules or decoding rules",
-            "They are different experiments, so their runs are compared in groups of their own.",
+            "These runs are in separate comparison groups, because they are different experiments.",
             _several(rows, lambda row: row.when if row.evicts else ""),
         ),
         Caveat(
             "care",
-            "Not the same examples for all",
-            "Differences are taken over the examples that both runs have; the scores are not.",
+            "Different examples",
+            "Differences use only the examples that both runs have; scores use all examples of a run.",
             tuple(_examples(rows)),
         ),
         Caveat(
@@ -70,19 +70,19 @@ def caveats(rows: Sequence[Result], groups: Sequence[Group]) -> list[Caveat]:
         Caveat(
             "care",
             "Nothing was evicted",
-            "The budget is larger than every prompt, so this is the full cache under another name.",
+            "The budget is larger than every prompt, so these runs are the same as the full cache.",
             tuple(called(row) for row in rows if row.evicts and row.evicted_share == 0),
         ),
         Caveat(
             "note",
             "The same budget is not the same memory",
-            "A budget counts tokens; statistics, positions and tokens kept while decoding take bytes too.",
+            "A budget counts tokens. Statistics, positions and tokens added while decoding also use memory.",
             tuple(_memory(groups)),
         ),
         Caveat(
             "note",
             "The full cache was not run",
-            "Run policy=full on the same examples to see what compression costs.",
+            "Run policy=full on the same examples to see how compression changes the score.",
             tuple(
                 dict.fromkeys(f"{r.task_label} ({r.model_label})" for r in rows if not r.is_full and r.baseline is None)
             ),
@@ -90,7 +90,7 @@ def caveats(rows: Sequence[Result], groups: Sequence[Group]) -> list[Caveat]:
         Caveat(
             "note",
             "Several revisions or machines",
-            "Code may have changed between these runs, and their seconds do not compare.",
+            "The code may differ between these runs, and their times are not comparable.",
             _several(rows, lambda row: f"{row.environment['kvbench_revision']}, {machine(row.environment)}"),
         ),
     ]
@@ -99,21 +99,21 @@ def caveats(rows: Sequence[Result], groups: Sequence[Group]) -> list[Caveat]:
 
 def _failed(rows: Sequence[Result]) -> Iterator[str]:
     for row in rows:
-        lost = [sample for sample in row.samples if sample.error is not None]
-        if lost:
-            first = f"example {lost[0].index}: {lost[0].error}"
-            yield f"{called(row)}: {len(lost)} of {row.n} examples failed; {first}"
+        failed = [sample for sample in row.samples if sample.error is not None]
+        if failed:
+            first = f"example {failed[0].index}: {failed[0].error}"
+            yield f"{called(row)}: {len(failed)} of {row.n} examples failed; {first}"
 
 
 def _examples(rows: Sequence[Result]) -> Iterator[str]:
     settings: dict[tuple[str, ...], list[Result]] = {}
     for row in rows:
         settings.setdefault(row.setting, []).append(row)
-    for own in settings.values():
-        sizes = [row.n for row in own]
-        if len({tuple(sample.prompt_hash for sample in row.samples) for row in own}) > 1:
-            many = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else f"{sizes[0]} different"
-            yield f"{_about(own[0])}: {many} examples"
+    for group in settings.values():
+        sizes = [row.n for row in group]
+        if len({tuple(sample.prompt_hash for sample in row.samples) for row in group}) > 1:
+            count = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else f"{sizes[0]} different"
+            yield f"{_about(group[0])}: {count} examples"
 
 
 def _memory(groups: Sequence[Group]) -> Iterator[str]:
@@ -125,7 +125,7 @@ def _memory(groups: Sequence[Group]) -> Iterator[str]:
 
 
 def _several(rows: Sequence[Result], value: Callable[[Result], str]) -> tuple[str, ...]:
-    """The values and how many runs have each; nothing if all have the same."""
-    values = [found for row in rows if (found := value(row))]
+    """Each value with its number of runs; nothing if all runs have the same value."""
+    values = [text for row in rows if (text := value(row))]
     counts = {one: values.count(one) for one in dict.fromkeys(values)}
     return tuple(f"{one}: {many} run{'s' * (many > 1)}" for one, many in counts.items()) if len(counts) > 1 else ()

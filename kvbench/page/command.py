@@ -18,34 +18,39 @@ if TYPE_CHECKING:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the report and print where; returns the exit code."""
+    """Write the report and print its path; returns the exit code."""
     parser = Parser("python -m kvbench.report", description=__doc__)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where the runs are, such as results/runs")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of runs, such as results/runs")
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="(default: %(default)s)"
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="HTML file to write (default: %(default)s)",
     )
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
-    check_output(asked.output, (".html",))
+    check_output(options.output, (".html",))
     from kvbench.analysis.load import load_results
 
-    results = load_results(asked.folder)
-    nbytes = write_page(results, asked.folder, asked.output)
-    many = "1 run" if len(results) == 1 else f"{len(results)} runs"
-    sys.stdout.write(f"report: {asked.output} ({many}, {nbytes / 1e6:.1f} MB, opens in any browser)\n")
+    results = load_results(options.folder)
+    nbytes = write_page(results, options.folder, options.output)
+    count = "1 run" if len(results) == 1 else f"{len(results)} runs"
+    sys.stdout.write(f"report: {options.output} ({count}, {nbytes / 1e6:.1f} MB, opens in any browser)\n")
     return 0
 
 
 def write_page(results: Sequence[Result], folder: Path, output: Path) -> int:
-    """Write the report of results below a folder and return its bytes; on failure an old file stays. UsageError."""
+    """Write the report and return its size in bytes. If writing fails, raises UsageError and keeps the old file."""
     check_output(output, (".html",))
-    from kvbench.page.render import page  # here: it imports torch and matplotlib, which `--help` need not wait for
+    from kvbench.page.render import page  # imports torch and matplotlib, which are slow
     from kvbench.records.files import atomic_write
 
     written = page(results, folder).encode()
     try:
-        with atomic_write(output) as beside:
-            beside.write_bytes(written)
+        with atomic_write(output) as temporary:
+            temporary.write_bytes(written)
     except OSError as error:
         raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
     return len(written)

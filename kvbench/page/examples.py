@@ -1,4 +1,4 @@
-"""The report's examples: prompt, references, every answer, and the prompt's tokens that each policy kept."""
+"""Examples of a report: prompt, references, answers, and the tokens of the prompt that each policy kept."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kvbench.records.kept_heads import counts
 from kvbench.records.sample import Sample
 
 SHOWN = 25  # examples of a task
-MOST_BYTES = 10_000_000  # of all examples in a page, about
+MOST_BYTES = 10_000_000  # approximate limit of all examples of a page
 LONGEST = 1_500  # characters of an answer or a reference
-LEVELS = 4  # shades of a kept token, from one head to all
+LEVELS = 4  # shades of a kept token, from one head to all heads
 
-Span = tuple[int, str]  # how strongly a text is marked: 0 (no head keeps it) to LEVELS (all do)
+Span = tuple[int, str]  # shade from 0 (no head keeps it) to LEVELS (all heads do), and text
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A run's answer. kept: mean tokens held per KV head. spans: of every passage of the prompt, if heads are known."""
+    """The answer of a run. kept: mean tokens held per KV head. spans: shaded text of each passage, if recorded."""
 
     row: Result
     sample: Sample
@@ -33,7 +33,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Shown:
-    """One example; passages: parts of its prompt, empty if it cannot be made again."""
+    """One example. passages: parts of its prompt; empty if the prompt cannot be built again."""
 
     sample: Sample
     about: str
@@ -44,7 +44,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Examples:
-    """The first examples of a model and task; notes: what is left out, and why a prompt is missing."""
+    """The first examples of a model and task. notes: omitted examples, and the reason for missing prompts."""
 
     title: str
     shown: tuple[Shown, ...]
@@ -59,7 +59,7 @@ def examples(rows: Sequence[Result]) -> list[Examples]:
             settings.setdefault(row.setting, []).append(row)
     nbytes = sum(len(one.output or "") + 500 for row in rows for one in row.samples[:SHOWN])
     many = max(1, min(SHOWN, SHOWN * MOST_BYTES // max(1, nbytes)))
-    return [_examples(own, many) for own in settings.values()]
+    return [_examples(group, many) for group in settings.values()]
 
 
 def _examples(rows: Sequence[Result], many: int) -> Examples:
@@ -95,14 +95,14 @@ def _answer(row: Result, sample: Sample, passages: Sequence[Passage]) -> Answer:
 
 
 def _spans(tokens: Iterable[str], kept: Sequence[int], heads: int) -> tuple[Span, ...]:
-    """Neighbouring tokens kept by about as many heads, joined."""
-    levels = [0 if not own else max(1, round(LEVELS * own / heads)) for own in kept]
+    """Joins neighbouring tokens of the same shade."""
+    levels = [0 if not count else max(1, round(LEVELS * count / heads)) for count in kept]
     joined = groupby(zip(levels, tokens, strict=True), key=lambda pair: pair[0])
-    return tuple((level, "".join(token for _, token in own)) for level, own in joined)
+    return tuple((level, "".join(token for _, token in group)) for level, group in joined)
 
 
 def _short(text: str) -> str:
-    """At most `LONGEST` characters, with a note on what was cut."""
+    """At most `LONGEST` characters, with the number of the others."""
     if len(text) <= LONGEST:
         return text
     return f"{text[:LONGEST]} … [{len(text) - LONGEST:,} more characters]"

@@ -1,6 +1,6 @@
-"""Prompts of a run, made again from its configuration and checked against the hashes of its samples.
+"""Builds the prompts of a run again from its configuration, and checks them against the hashes in its samples.
 
-Samples have only a hash of their prompt, because prompts would be most of a run's bytes.
+Samples contain only a hash of their prompt, because prompts are long.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvbench.records.files import read_yaml
 from kvbench.records.sample import Sample
 from kvbench.tasks.task import PlainTokenizer, Task
 
-HEAD, TAIL, AROUND, FOUND = 60, 140, 24, 3  # tokens shown of a prompt and around a reference; how many references
+HEAD, TAIL, AROUND, FOUND = 60, 140, 24, 3  # tokens shown at both ends and around a reference; number of references
 
 
 @dataclass(frozen=True)
@@ -42,21 +42,21 @@ class Passage:
 
 @dataclass(frozen=True)
 class Prompts:
-    """The passages of prompts by the hash of the prompt. reason: why there are none."""
+    """Passages by prompt hash. reason: why there are none."""
 
     shown: Mapping[str, tuple[Passage, ...]]
     reason: str = ""
 
 
 def prompts_of(run: Result, count: int) -> Prompts:
-    """The prompts of the first `count` examples of a run: both ends, and what stands around the references."""
+    """The prompts of the first `count` examples of a run: both ends, and the text around the references."""
     level = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # the run has shown its warnings
+    logging.disable(logging.WARNING)  # the run has already logged its warnings
     try:
         return Prompts(dict(_made(run, count)))
     except (UsageError, ValueError, TypeError, KeyError, ImportError, OSError, yaml.YAMLError) as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
-        return Prompts({}, f"Prompts are not shown, because they cannot be made again here: {first}.")
+        return Prompts({}, f"Prompts are not shown, because they cannot be built again: {first}.")
     finally:
         logging.disable(level)
 
@@ -72,22 +72,22 @@ def _made(run: Result, count: int) -> Iterator[tuple[str, tuple[Passage, ...]]]:
     maker = PromptMaker(tokenizer, task, *limits, compressed(run.identity))
     examples = task.examples(PlainTokenizer(tokenizer), config["seed"], config["limit"])
     text_of = _texts(tokenizer)
-    asked = [sample for sample in run.samples[:count] if not sample.sample]  # one for all answers to a prompt
-    for sample, example in zip(asked, examples, strict=False):
+    first = [sample for sample in run.samples[:count] if not sample.sample]  # the first answer to each prompt
+    for sample, example in zip(first, examples, strict=False):
         prompt = maker.make(example)
         if prompt.hash != sample.prompt_hash:
-            raise ValueError(f"example {sample.index} is different now (the task's data or code has changed)")
+            raise ValueError(f"example {sample.index} has changed (different data or code of the task)")
         yield prompt.hash, passages([text_of(i) for i in prompt.ids.tolist()], sample)
 
 
 def _checkpoint(run: Result, spec: ModelSpec) -> Checkpoint:
-    """Configuration and tokenizer of a run's model from this machine, without weights or code of the model's own."""
+    """Configuration and tokenizer of the model from local files, without weights and without remote code."""
     if spec.bundled is not None:
         folder = Path(str(resources.files("kvbench") / spec.bundled))
     elif spec.path is not None:
         folder = Path(spec.path).expanduser()
     elif "object" in run.identity["model"]:
-        raise ValueError("the model was an object of a program")
+        raise ValueError("the model was an object in Python")
     else:
         commit = run.identity["model"].get("commit")
         folder = Path(snapshot_download(str(spec.hub_id), revision=commit, local_files_only=True))
@@ -96,7 +96,7 @@ def _checkpoint(run: Result, spec: ModelSpec) -> Checkpoint:
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
-    """The text of a token after another one: alone, a SentencePiece token loses the space before it."""
+    """Decodes a token behind another one, because a single SentencePiece token would lose its leading space."""
     before = tokenizer.encode("a", add_special_tokens=False)[-1:]
     skip = len(str(tokenizer.decode(before)))
 

@@ -1,4 +1,4 @@
-"""Everything the template needs, and the finished page."""
+"""Renders the report: computes the values of the template `page.html`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from kvbench.report.figures.style import encoded, house_style
 
 
 def page(results: Sequence[Result], folder: Path) -> str:
-    """The report of runs below a folder as one HTML document that loads nothing."""
+    """The report as one HTML document without external files."""
     rows = tables.in_order(results)
     groups = tables.groups(rows)
-    bundle = resources.files("itables") / "html"  # DataTables, as the package itables has it
+    bundle = resources.files("itables") / "html"  # DataTables, from the package itables
     environment = Environment(
         loader=PackageLoader("kvbench.page", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -53,7 +53,7 @@ def page(results: Sequence[Result], folder: Path) -> str:
 
 
 def _figures(rows: Sequence[Result]) -> list[tuple[str, str]]:
-    """The figures of `kvbench.plot` by name, as addresses of images that hold their SVG."""
+    """The figures of `kvbench.plot`: names and data URLs with their SVG."""
     with house_style():
         try:
             found = pictures.figures(pictures.ALL, once(rows), Paper())
@@ -64,7 +64,7 @@ def _figures(rows: Sequence[Result]) -> list[tuple[str, str]]:
 
 
 def _facts(rows: Sequence[Result]) -> list[tuple[str, str]]:
-    """What a reader needs to run it again: one value if all runs share it, else all values."""
+    """Versions and settings that are needed to repeat the runs; several values if the runs differ."""
     places = [row.environment for row in rows]
     packages = sorted({name for place in places for name, version in place["packages"].items() if version})
     found: dict[str, Iterable[object]] = {

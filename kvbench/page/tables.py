@@ -27,19 +27,19 @@ class Group:
 
 
 def in_order(rows: Iterable[Result]) -> list[Result]:
-    """By model, task and budget, policies that score alike beside each other."""
+    """Sorted by model, task, budget and score."""
     return sorted(
         rows, key=lambda row: (natural(row.model_label), natural(row.task_label), budget_order(row.budget), *rank(row))
     )
 
 
 def groups(rows: Sequence[Result]) -> list[Group]:
-    """The runs in their comparison groups, in each the best first; runs that evict nothing are a group of their own."""
+    """The runs in comparison groups, the best first. Runs without eviction are a separate group."""
     found: dict[tuple[object, ...], list[Result]] = {}
     for row in in_order(rows):
         key = (*row.setting, row.task_label, row.budget, row.when, row.reads)
         found.setdefault(key, []).append(row)
-    return [Group(_title(own[0], rows), tuple(sorted(own, key=_badness))) for own in found.values()]
+    return [Group(_title(group[0], rows), tuple(sorted(group, key=_badness))) for group in found.values()]
 
 
 def _title(row: Result, rows: Sequence[Result]) -> str:
@@ -55,9 +55,10 @@ def _badness(row: Result) -> float:
 
 
 def marks(group: Group) -> dict[Result, str]:
-    """Which runs of a group are the best, and which its examples cannot tell from it.
+    """Marks the best run of a group, and the runs that do not differ significantly from it.
 
-    Paired by example, Holm over the group, 5%. No mark if all values are equal, or below 5 shared examples.
+    Paired by example, at 5% with Holm's correction over the group. No mark if all values are equal, or below 5 shared
+    examples.
     """
     found = {row: REFERENCE for row in group.rows if row.is_full}
     own = [row for row in group.rows if row.value is not None and not row.is_full]
@@ -76,7 +77,7 @@ def marks(group: Group) -> dict[Result, str]:
 
 
 def by_task(rows: Iterable[Result]) -> list[Result]:
-    """The rows, those whose examples are of several tasks or turns split, each part named after its own."""
+    """The rows; a row with examples of several tasks or turns is split into one row for each."""
     found = []
     for row in rows:
         key = next((key for key in ("task", "turn") if len(by_value(row.samples, key)) > 1), None)
@@ -90,7 +91,7 @@ def by_task(rows: Iterable[Result]) -> list[Result]:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Scores of one model: a row for each policy and budget, a column for each task, and the mean over the tasks."""
+    """Scores of one model: one row for each policy and budget, one column for each task, and their mean."""
 
     model: str
     tasks: tuple[str, ...]
@@ -98,7 +99,7 @@ class Matrix:
 
 
 def matrices(rows: Sequence[Result]) -> list[Matrix]:
-    """One for each model with scores of at least two tasks. The mean is given where no task is missing."""
+    """One matrix for each model with scores of at least two tasks. A row has a mean if no task is missing."""
     parts = [row for row in by_task(in_order(rows)) if not row.reads]
     found = []
     for model in dict.fromkeys(row.model_label for row in parts):
@@ -130,11 +131,11 @@ class Cost:
 
     @property
     def title(self) -> str:
-        """Its name with the unit."""
+        """The column's heading with the unit."""
         return self.name.replace("_bytes", " MiB").replace("_seconds", " s").replace("_", " ")
 
     def text(self, row: Result) -> str:
-        """The number, or a dash if it was not measured."""
+        """The value of a run, or a dash if it was not measured."""
         value = getattr(row, self.name)
         if value is None:
             return NOTHING
@@ -144,21 +145,21 @@ class Cost:
 
 
 def costs(rows: Sequence[Result]) -> list[Cost]:
-    """The measured numbers that some run has, except shares and those of the full cache."""
+    """The measurements that any run has, without shares and sizes of the full cache."""
     found = [one for one in fields(Numbers) if not one.name.startswith("full_") and not one.name.endswith("_share")]
     given = [one for one in found if any(getattr(row, one.name) is not None for row in rows)]
     return [Cost(one.name, one.metadata["meaning"]) for one in given]
 
 
 def budget_text(budget: int | float | None) -> str:
-    """128, 20%, or a dash."""
+    """A budget as text: 128, 20%, or a dash."""
     if budget is None:
         return NOTHING
     return f"{100 * budget:g}%" if isinstance(budget, float) and budget < 1 else f"{budget:g}"
 
 
 def amount(nbytes: float | None) -> str:
-    """Bytes in a unit that suits them."""
+    """Bytes with a suitable unit."""
     if nbytes is None:
         return NOTHING
     unit, size = byte_unit(nbytes)

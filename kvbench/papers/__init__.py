@@ -1,1 +1,1 @@
-"""Published tables: the numbers the papers print, in their layout, and beside ours. `python -m kvbench.tables`."""
+"""Published tables and claims of papers, compared with runs: `python -m kvbench.tables`, `python -m kvbench.claims`."""

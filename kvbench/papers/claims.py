@@ -1,7 +1,7 @@
-"""Claims as data, each decided from finished runs: results/paper/<paper>/claims.yaml.
+"""Claims of papers (results/paper/<paper>/claims.yaml), decided from finished runs.
 
-A claim names pairs of policies and the runs of both: model, task, budgets and further fields. It is decided by the
-paired difference of every pair at every budget, on the same examples, as tables compute it.
+A claim contains pairs of policies and the fields of their runs: model, task, budgets and others. It is decided by the
+paired difference of every pair at every budget on the same examples, computed as in tables.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PAPERS = ("caote", "cake", "kvec", "d2o", "ott", "today")
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim: each first policy of `pairs` scores higher (of given texts: predicts better) than its rivals.
+    """A claim: each first policy of `pairs` has a higher score (or a lower NLL) than its baselines.
 
-    runs: the fields of both runs, as `python -m kvbench` takes them; budget may be a list. gain: the difference in
-    score (0 to 1; of given texts in nats per token) that must be exceeded; -0.01: it loses at most a point. each: every
-    task of a benchmark is compared by itself. most: the claim is about more than half of the comparisons, not all.
+    runs: the fields of the runs, as in `python -m kvbench`; budget may be a list. gain: the difference in score (0 to
+    1; NLL: in nats per token) that must be exceeded; -0.01 allows a loss of one point. each: compare every task of a
+    benchmark separately. most: the claim is about more than half of the comparisons instead of all.
     """
 
     name: str
@@ -49,20 +49,20 @@ class Claim:
         """The two runs of every comparison."""
         budgets = self.runs.get("budget")
         budgets = budgets if isinstance(budgets, list) else [budgets]
-        rivals = {policy: [of] if isinstance(of, str) else of for policy, of in self.pairs.items()}
-        for (policy, others), budget in product(rivals.items(), budgets):
-            for rival in others:
-                yield self._plan(policy, budget), self._plan(rival, budget)
+        baselines = {policy: [of] if isinstance(of, str) else of for policy, of in self.pairs.items()}
+        for (policy, others), budget in product(baselines.items(), budgets):
+            for other in others:
+                yield self._plan(policy, budget), self._plan(other, budget)
 
     def _plan(self, policy: str, budget: int | float | None) -> Plan:
-        own = None if policy == BASELINE else budget
+        limit = None if policy == BASELINE else budget
         fields = {k: v for k, v in self.runs.items() if k not in ("model", "task", "budget")}
         settings = {k: v for k, v in fields.items() if policy != BASELINE or k not in SCHEDULE}
-        return Plan(self.runs["model"], policy, own, self.runs["task"], settings)
+        return Plan(self.runs["model"], policy, limit, self.runs["task"], settings)
 
     @property
     def command(self) -> str:
-        """The command that makes the runs."""
+        """The command that computes the runs."""
         policies = dict.fromkeys(plan.policy for pair in self.plans() for plan in pair)
         words = [f"policy={','.join(policies)}"]
         for key, value in self.runs.items():
@@ -73,7 +73,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A difference in favour of the claim, with its p after Holm's correction; gain: what the claim needs."""
+    """A difference, positive if it supports the claim, with p after Holm's correction. gain: that of the claim."""
 
     where: str
     difference: Difference
@@ -82,16 +82,16 @@ class Comparison:
 
     @property
     def sign(self) -> int:
-        """1: exceeds the gain, -1: is below it, 0: the examples do not decide."""
-        found = self.difference
-        if found.n < FEWEST or self.p > ALPHA or found.low <= self.gain <= found.high:
+        """1: above the gain, -1: below the gain, 0: not significant."""
+        difference = self.difference
+        if difference.n < FEWEST or self.p > ALPHA or difference.low <= self.gain <= difference.high:
             return 0
-        return 1 if found.mean > self.gain else -1
+        return 1 if difference.mean > self.gain else -1
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """holds, fails, cannot be decided, or no data; with the comparisons it follows from and remarks."""
+    """The verdict (holds, fails, cannot be decided, no data) with its comparisons and remarks."""
 
     claim: Claim
     verdict: str
@@ -100,15 +100,15 @@ class Verdict:
 
 
 def read_claims(source: str | Path, overrides: Mapping[str, Any] | None = None) -> list[Claim]:
-    """The claims of a paper (one of PAPERS) or of a YAML file. overrides: fields of `runs` with other values.
+    """The claims of a paper (one of PAPERS) or of a YAML file. overrides: replace fields of `runs`.
 
-    Raises UsageError for a file that is no list of claims.
+    Raises UsageError for an invalid file.
     """
     path = FOLDER / source / "claims.yaml" if str(source) in PAPERS else Path(source)
     try:
         found = [Claim(**given) for given in load(path)["claims"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} holds no list of claims ({error})") from error
+        raise UsageError(f"{path} is not a valid list of claims ({error})") from error
     return [replace(one, runs={**one.runs, **(overrides or {})}) for one in found]
 
 
@@ -123,19 +123,19 @@ def decide(claim: Claim, runs: Sequence[Result]) -> Verdict:
     remarks: list[str] = []
     missing = 0
     for first, second in claim.plans():
-        (own, why), (rival, why_not) = known.find(first), known.find(second)
-        remarks += filter(None, (why, why_not))
-        if own is None or rival is None:
+        (run, remark), (other, other_remark) = known.find(first), known.find(second)
+        remarks += filter(None, (remark, other_remark))
+        if run is None or other is None:
             missing += 1
-        elif own.n_failed or rival.n_failed:
-            missing, remarks = missing + 1, [*remarks, f"examples of {own.run_id} or {rival.run_id} failed"]
-        elif own.setting != rival.setting:
-            missing, remarks = missing + 1, [*remarks, f"{own.run_id} and {rival.run_id} have other settings"]
+        elif run.n_failed or other.n_failed:
+            missing, remarks = missing + 1, [*remarks, f"examples of {run.run_id} or {other.run_id} failed"]
+        elif run.setting != other.setting:
+            missing, remarks = missing + 1, [*remarks, f"{run.run_id} and {other.run_id} have different settings"]
         else:
-            parts = _parts(own, rival) if claim.each else [(own, rival)]
+            parts = _parts(run, other) if claim.each else [(run, other)]
             found += [one for pair in parts for one in _compared(claim, *pair)]
     if not found:
-        return Verdict(claim, NO_DATA, remarks=(*dict.fromkeys(remarks), f"make the runs with: {claim.command}"))
+        return Verdict(claim, NO_DATA, remarks=(*dict.fromkeys(remarks), f"compute the runs with: {claim.command}"))
     adjusted = holm([_p(one) for one in found])
     comparisons = tuple(replace(one, p=p) for one, p in zip(found, adjusted, strict=True))
     signs = [one.sign for one in comparisons]
@@ -149,25 +149,25 @@ def decide(claim: Claim, runs: Sequence[Result]) -> Verdict:
     return Verdict(claim, verdict, comparisons, tuple(dict.fromkeys(remarks)))
 
 
-def _parts(own: Result, rival: Result) -> Iterator[tuple[Result, Result]]:
+def _parts(run: Result, other: Result) -> Iterator[tuple[Result, Result]]:
     """Both runs for each task of a benchmark."""
-    rivals = {part.subset: part for part in rival.parts("task")}
-    return ((part, rivals[part.subset]) for part in own.parts("task") if part.subset in rivals)
+    others = {part.subset: part for part in other.parts("task")}
+    return ((part, others[part.subset]) for part in run.parts("task") if part.subset in others)
 
 
-def _compared(claim: Claim, own: Result, rival: Result) -> Iterator[Comparison]:
-    pair = (own, rival) if own.reads else (rival, own)  # lower NLL is better
-    found = paired(pair[0].samples, pair[1].samples)
-    if found is not None:
-        subset = "" if own.subset == "all" else f" {own.subset}"
-        budget = "" if own.budget is None else f" at {own.budget}"
-        yield Comparison(f"{own.slug} - {rival.slug}{budget}{subset}", found.difference, claim.gain)
+def _compared(claim: Claim, run: Result, other: Result) -> Iterator[Comparison]:
+    pair = (run, other) if run.reads else (other, run)  # lower NLL is better
+    result = paired(pair[0].samples, pair[1].samples)
+    if result is not None:
+        subset = "" if run.subset == "all" else f" {run.subset}"
+        budget = "" if run.budget is None else f" at {run.budget}"
+        yield Comparison(f"{run.slug} - {other.slug}{budget}{subset}", result.difference, claim.gain)
 
 
 def _p(one: Comparison) -> float:
-    """p of the difference being the gain; for a gain other than 0 from the width of the interval."""
-    found, normal = one.difference, NormalDist()
+    """p of the null hypothesis that the difference is the gain; for a gain other than 0, from the interval's width."""
+    difference, normal = one.difference, NormalDist()
     if one.gain == 0:
-        return found.p
-    error = (found.high - found.low) / (2 * normal.inv_cdf((1 + CONFIDENCE) / 2))
-    return 2 * (1 - normal.cdf(abs(found.mean - one.gain) / max(error, 1e-12)))
+        return difference.p
+    error = (difference.high - difference.low) / (2 * normal.inv_cdf((1 + CONFIDENCE) / 2))
+    return 2 * (1 - normal.cdf(abs(difference.mean - one.gain) / max(error, 1e-12)))

@@ -1,4 +1,4 @@
-"""Published tables of five papers, and our runs beside them."""
+"""Published tables of five papers, compared with your runs."""
 
 from __future__ import annotations
 
@@ -21,84 +21,85 @@ from kvbench.terminal.folding import terminal_width
 from kvbench.terminal.outputs import check_output
 
 OUT = "results/runs"
-_OVERRIDES = """Overrides are those of python -m kvbench: values of the table select its runs, others replace them.
+_OVERRIDES = """Overrides are those of python -m kvbench. A value that the table has selects runs; another
+value replaces those of the table.
 
-some runs of a table:
+select some runs of a table:
   model=llama32_3b_instruct policy=snapkv,caote_snapkv limit=20
-all of them, with another model:
+replace the model:
   model=smollm2 limit=10
-offline, with shorter prompts and budgets (--small has such overrides for a table of each paper):
+offline, with shorter prompts and budgets (--small has such overrides for one table of each paper):
   model=pocket task=niah task.lengths=[2048] budget=512,1024 block=32"""
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 2 for a wrong value, 1 where runs failed."""
+    """The command line; returns the exit code: 2 for a wrong value, 1 if runs failed."""
     parser = _parser()
-    asked, rest = parser.parse_known_args(arguments)
-    if rest and not (hasattr(asked, "overrides") and all("=" in word and word[0] != "-" for word in rest)):
+    options, rest = parser.parse_known_args(arguments)
+    if rest and not (hasattr(options, "overrides") and all("=" in word and word[0] != "-" for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:  # overrides behind a flag
-        asked.overrides = [*asked.overrides, *rest]
+    if rest:  # overrides after an option
+        options.overrides = [*options.overrides, *rest]
     log_to_stderr()
-    if asked.output is not None:
-        check_output(asked.output, tuple(frames.FORMATS))
+    if options.output is not None:
+        check_output(options.output, tuple(frames.FORMATS))
     code = 0
-    if asked.command == "list":
-        table = listing(asked.paper)
-    elif asked.command == "show":
-        table = lay_out(asked.table)
+    if options.command == "list":
+        table = listing(options.paper)
+    elif options.command == "show":
+        table = lay_out(options.table)
     else:
-        numbers(asked.table)  # an unknown table is refused before torch is imported
-        if asked.small:
-            asked.overrides = [*small(asked.table, asked.overrides), *asked.overrides]
+        numbers(options.table)  # an unknown table is refused before torch is imported
+        if options.small:
+            options.overrides = [*small(options.table, options.overrides), *options.overrides]
         from kvbench.analysis.load import load_results
         from kvbench.papers.compare import compare
 
-        folder = asked.runs if asked.command == "compare" else pairs(asked.overrides, "limit=5").get("out", OUT)
-        if asked.command == "run":
-            code = run(asked.table, asked.overrides)
-        table = compare(asked.table, [] if folder is None else load_results(Path(folder)), asked.overrides)
-    if asked.output is None:
+        folder = options.runs if options.command == "compare" else pairs(options.overrides, "limit=5").get("out", OUT)
+        if options.command == "run":
+            code = run(options.table, options.overrides)
+        table = compare(options.table, [] if folder is None else load_results(Path(folder)), options.overrides)
+    if options.output is None:
         sys.stdout.write(frames.text(table, terminal_width()))
     else:
-        frames.write(table, asked.output)
-        sys.stdout.write(f"{asked.output}\n")
+        frames.write(table, options.output)
+        sys.stdout.write(f"{options.output}\n")
     return code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("python -m kvbench.tables", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
-    listed = commands.add_parser(
-        "list", help="all tables: their contents, their sizes, and how much of them can be run"
-    )
+    listed = commands.add_parser("list", help="list all tables: contents, size, and how many numbers can be measured")
     listed.add_argument("paper", nargs="?", help=f"one paper: {', '.join(published.papers())}")
-    show = commands.add_parser("show", help="a published table in the layout of its paper")
-    start = commands.add_parser("run", help="the runs of a table, then the comparison", description=_OVERRIDES)
-    beside = commands.add_parser("compare", help="our runs beside a published table", description=_OVERRIDES)
-    beside.add_argument("--runs", type=Path, help=f"folder of finished runs, such as {OUT}")
-    for one in (show, start, beside):
-        one.add_argument("table", help="such as caote/table2")
-    for one in (start, beside):
+    show = commands.add_parser("show", help="print a published table in the layout of its paper")
+    start = commands.add_parser("run", help="compute the runs of a table, then compare", description=_OVERRIDES)
+    compared = commands.add_parser("compare", help="compare your runs with a published table", description=_OVERRIDES)
+    compared.add_argument("--runs", type=Path, help=f"folder of finished runs, such as {OUT}")
+    for one in (show, start, compared):
+        one.add_argument("table", help="name of a table, such as caote/table2")
+    for one in (start, compared):
         one.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of python -m kvbench")
-        one.add_argument("--small", action="store_true", help="with the overrides of results/paper/small.yaml, offline")
-    for one in (listed, show, start, beside):
+        one.add_argument("--small", action="store_true", help="use the overrides of results/paper/small.yaml (offline)")
+    for one in (listed, show, start, compared):
         one.add_argument("-o", "--output", type=Path, help=f"file to write: {', '.join(frames.FORMATS)}")
     return parser
 
 
 def small(name: str, given: Sequence[str]) -> list[str]:
-    """The overrides of results/paper/small.yaml for a table, without those of keys that are given otherwise."""
+    """The overrides of results/paper/small.yaml for a table, without keys that the user has given."""
     known = read_yaml("small.yaml")
     if name not in known:
-        raise UsageError(f"{name} has no --small overrides (there are some for {', '.join(known)}): pass your own")
+        raise UsageError(
+            f"{name} has no --small overrides (tables with --small: {', '.join(known)}): give overrides instead"
+        )
     keys = {word.partition("=")[0] for word in given}
     return [word for word in known[name] if word.partition("=")[0] not in keys]
 
 
 def run(name: str, overrides: Sequence[str]) -> int:
-    """Run the experiment of a table; returns the exit code. Raises UsageError where the overrides do not fit it."""
+    """Run the experiment of a table; returns the exit code. Raises UsageError for overrides that do not fit it."""
     from kvbench.papers.compare import Choice
     from kvbench.papers.protocol import refused
 
@@ -110,7 +111,7 @@ def run(name: str, overrides: Sequence[str]) -> int:
 
 
 def listing(paper: str | None = None) -> Table:
-    """All printed tables, or those of one paper; with one paper, also why some numbers cannot be measured."""
+    """All printed tables, or those of one paper with the reasons why some numbers cannot be measured."""
     from kvbench.papers.protocol import refused
 
     rows, notes = [], []

@@ -1,4 +1,4 @@
-"""Our runs beside the numbers of a published table."""
+"""Compares runs with the numbers of a published table."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from kvbench.tools.cache_bytes import MIB, predict
 
 SWEPT = ("model", "policy", "budget", "task")
 ELSEWHERE = ("limit", "out", "device", "dtype", "seed", "allow_mixed", "debug", "launcher", "logger", "engine", "hydra")
-"""Fields of a run that do not decide which number it measures."""
+"""Fields of a run that do not affect which number it measures."""
 OURS = ("ours", "95% interval", "difference", "n", "tokens", "MiB")
 PROMPT = 8192  # tokens, for predicted bytes
 
 
 @dataclass(frozen=True)
 class Line:
-    """A published number with the runs that measure it, its measured value, and remarks."""
+    """A published number with its planned runs, its measured value, and remarks."""
 
     number: Number
     plans: tuple[Plan, ...] = ()
@@ -42,15 +42,15 @@ class Line:
 
     @property
     def place(self) -> tuple[str, ...]:
-        """Numbers with the same place stand in one block, under one method."""
+        """Numbers with the same place are in one block, under one method."""
         return self.number.table, self.number.model, budget_text(self.number), self.number.method
 
 
 class Choice:
-    """The overrides of a table's runs, as `python -m kvbench` takes them.
+    """The overrides of a table's runs, as in `python -m kvbench`.
 
-    Values of model, policy, budget and task that the table has select its numbers; others replace those of the table:
-    one value for all, or as many as the table has, in its order. Several other tasks are averaged.
+    A value of model, policy, budget or task that the table has selects its numbers. Other values replace those of the
+    table: one value for all, or as many as the table has, in its order. Several new tasks are averaged.
     """
 
     def __init__(self, name: str, overrides: Sequence[str] = ()) -> None:
@@ -76,15 +76,15 @@ class Choice:
         if {*values} <= {*known}:
             self.selected[key] = values
         elif key == "policy" or {*values} & {*known}:
-            strangers = ", ".join(str(one) for one in values if one not in known)
-            raise UsageError(f"{key}={value}: {strangers} is not in {name}, which has {', '.join(map(str, known))}")
+            unknown = ", ".join(str(one) for one in values if one not in known)
+            raise UsageError(f"{key}={value}: {unknown} is not in {name}, which has {', '.join(map(str, known))}")
         elif key != "task" and len(values) not in (1, len(known)):
             raise UsageError(f"{key}={value}: give one value, or {len(known)} in place of {', '.join(map(str, known))}")
         else:
             self.replaced[key] = values
 
     def plans(self, number: Number) -> list[Plan]:
-        """The runs that measure a number; none where it is not selected or cannot be measured."""
+        """The runs that measure a number; empty if it is not selected or cannot be measured."""
         own = list(runs_of(number))
         kept = [one for one in own if all(self._has(one, key) for key in self.selected)]
         found = [new for one in own for new in self._replaced(one)] if len(kept) == len(own) else []
@@ -110,9 +110,9 @@ class Choice:
 
 
 def compare(name: str, runs: Sequence[Result], overrides: Sequence[str] = ()) -> Table:
-    """The published table `name` beside our runs, a row a number; unmeasured numbers of a method share a row.
+    """The published table `name` with measured values, one row per number; unmeasured numbers of a method share a row.
 
-    overrides: see `Choice`. With other tasks than the table's, a row is the mean over the tasks of a method and budget.
+    overrides: see `Choice`. If the tasks are replaced, a row is the mean over the tasks of a method and budget.
     Raises UsageError for an unknown table or value.
     """
     choice, own, known = Choice(name, overrides), layout(name), Runs(runs)
@@ -135,8 +135,8 @@ def compare(name: str, runs: Sequence[Result], overrides: Sequence[str] = ()) ->
     missing = [line for line in lines if line.plans and not line.value]
     counts = len(measured_lines), len(lines), len(missing), len(lines) - len(measured_lines) - len(missing)
     notes = [
-        "{} of {} numbers are measured, {} are to be run, {} cannot be measured.".format(*counts),
-        f"n: examples. tokens, MiB: held at the end, per KV head and in all. predicted: MiB after {PROMPT:,} tokens.",
+        "{} of {} numbers are measured, {} need runs, {} cannot be measured.".format(*counts),
+        f"n: examples. tokens, MiB: held at the end, per KV head and in total. predicted: MiB after {PROMPT:,} tokens.",
     ]
     if missing:
         notes.append(" ".join(["python -m kvbench.tables run", name, *overrides]))
@@ -150,7 +150,7 @@ def compare(name: str, runs: Sequence[Result], overrides: Sequence[str] = ()) ->
         remarks[remark] = remarks.get(remark, 0) + 1
     notes += [f"{count} number{'s' if count > 1 else ''}: {remark}." for remark, count in remarks.items()]
     blocks = [column for column in ("part", "model", "budget") if column in frame]
-    title = f"{name}: {own.title}, ours beside the published numbers"
+    title = f"{name}: {own.title}, our numbers and the published ones"
     return Table(frame, title, notes, left=[*blocks, "method", "task"], groups=blocks)
 
 
@@ -173,10 +173,10 @@ def _line(number: Number, choice: Choice, runs: Runs) -> Line:
 def _rows(own: Layout, lines: Sequence[Line], several: bool, choice: Choice) -> Iterator[dict[str, str]]:
     if "task" in choice.replaced:
         for _, group in groupby(lines, key=lambda line: line.number.metric):
-            alike = list(group)
-            average = next((line for line in alike if line.number.task.endswith(AVERAGE)), None)
-            printed = average.number.printed if average else f"{fmean(one.number.value for one in alike):.2f}"
-            yield _row(own, alike[0], f"mean of {len(alike) - (average is not None)}", printed, choice)
+            members = list(group)
+            average = next((line for line in members if line.number.task.endswith(AVERAGE)), None)
+            printed = average.number.printed if average else f"{fmean(one.number.value for one in members):.2f}"
+            yield _row(own, members[0], f"mean of {len(members) - (average is not None)}", printed, choice)
     elif len(lines) > 1 and not any(line.value for line in lines):
         yield _row(own, lines[0], f"{len(lines)} numbers", "", choice, lines)
     else:
@@ -229,7 +229,7 @@ def _policy_fields(one: Plan) -> Iterator[tuple[str, Any]]:
 
 @cache
 def _nbytes(model: str, policy: str, budget: int | float | None, fields: tuple[tuple[str, Any], ...]) -> int | None:
-    """Bytes held after `PROMPT` tokens; None where they depend on the prompt or the model's shape is not known."""
+    """Bytes held after `PROMPT` tokens; None if they depend on the prompt or the model's shape is unknown."""
     try:
         return predict(make_policy(policy, budget, **dict(fields)), cache_shape(model), PROMPT).nbytes
     except ValueError:
@@ -243,4 +243,4 @@ def _about(runs: Sequence[Result]) -> str:
         "task": [run_task(run) for run in runs],
     }
     words = [f"{key} {', '.join(dict.fromkeys(map(str, of)))}" for key, of in values.items()]
-    return f"they have {'; '.join(words)}. Give the overrides that they were run with"
+    return f"they have {'; '.join(words)}. Give the overrides of these runs"

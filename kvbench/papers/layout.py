@@ -25,10 +25,10 @@ Key = tuple[str, ...]
 class Layout:
     """The layout of a table. rows, columns, blocks: fields of a number, or groups of the expressions in `split`.
 
-    section: of the paper. parts: the CSVs that the paper prints as one table. split: field -> regular expression with
-    named groups. marks: what the paper marks in each column of a block (best, second). complete: every block has the
-    same rows; a missing number was lost with the text of the paper, and `holes` describes how. repeat_full: the full
-    cache stands beside every budget. labels: field -> value -> words.
+    section: of the paper. parts: the CSV files that the paper prints as one table. split: field -> regular expression
+    with named groups. marks: the marks of the paper in each column of a block (best, second). complete: every block has
+    the same rows; missing numbers are illegible in the paper, as `holes` describes. repeat_full: print the full cache
+    at every budget. labels: field -> value -> text.
     """
 
     title: str
@@ -46,7 +46,7 @@ class Layout:
     labels: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def label(self, name: str, value: str) -> str:
-        """The words for a value of a field: those of the table, those of all papers, or the value itself."""
+        """The label of a value: that of the table, that of all papers, or the value itself."""
         return self.labels.get(name, {}).get(value, names()["labels"].get(name, {}).get(value, value))
 
 
@@ -64,7 +64,7 @@ def longbench() -> tuple[str, ...]:
 
 @cache
 def read_yaml(path: str) -> Any:  # noqa: ANN401 - whatever YAML holds
-    """A file of results/paper. The caller must not change what it returns."""
+    """A file of results/paper. The caller must not modify the result."""
     return load(published.FOLDER / path)
 
 
@@ -86,18 +86,18 @@ def _layouts(name: str) -> dict[str, dict[str, Any]]:
 
 
 def tables(paper: str | None = None) -> tuple[str, ...]:
-    """The names of all printed tables, or of one paper's; CSVs that are printed as one table have one name."""
+    """The names of all printed tables, or of one paper; CSV files that form one table have one name."""
     return tuple(dict.fromkeys(whole(name) for name in published.tables(paper)))
 
 
 def whole(name: str) -> str:
-    """The printed table that a CSV is a part of, or the CSV itself."""
+    """The printed table that contains a CSV file, or the CSV file itself."""
     table = name.partition("/")[2]
     return next((one for one, given in _layouts(name).items() if table in given.get("parts", ())), name)
 
 
 def numbers(name: str) -> tuple[Number, ...]:
-    """The numbers of a printed table, or of one CSV. Raises UsageError for an unknown one."""
+    """The numbers of a printed table, or of one CSV file. Raises UsageError for an unknown one."""
     paper = name.partition("/")[0]
     parts = _layouts(name).get(name, {}).get("parts")
     parts = [name] if parts is None else [f"{paper}/{part}" for part in parts]
@@ -105,7 +105,7 @@ def numbers(name: str) -> tuple[Number, ...]:
 
 
 def paper_label(paper: str) -> str:
-    """The name of a paper and where it is published: `CAOTE (arXiv 2504.14051)`."""
+    """The name and reference of a paper: `CAOTE (arXiv 2504.14051)`."""
     return str(read_yaml(f"{paper}/protocol.yaml")["paper"])
 
 
@@ -146,9 +146,9 @@ def _notes(grid: _Grid, frame: pd.DataFrame) -> list[str]:
     own, notes = grid.layout, []
     if own.marks:
         second = ", + the second best" if "second" in own.marks else ""
-        notes.append(f"* marks the best number of its block{second}; columns with a lost number have no mark.")
+        notes.append(f"* marks the best number of its block{second}; columns with a missing number have no mark.")
     if own.complete and (frame == HOLE).to_numpy().any():
-        notes.append(f"{HOLE}: the text of the paper has lost this number: {own.holes or 'not legible'}.")
+        notes.append(f"{HOLE}: the number is missing in the text of the paper: {own.holes or 'not legible'}.")
     about: dict[str, list[Number]] = {}
     for number in dict.fromkeys(grid.cells.values()):
         for part in filter(None, number.note.split("; ")):
@@ -178,7 +178,7 @@ class _Grid:
             for one in [{**given, "budget": budget} for budget in budgets] if repeated else [given]:
                 place = (_key(one, self.blocks), _key(one, own.rows), _key(one, self.columns))
                 if place in self.cells:
-                    raise ValueError(f"{number.name}: two numbers stand in one cell {place}")
+                    raise ValueError(f"{number.name}: two numbers in one cell {place}")
                 self.cells[place] = number
         self.block_keys = list(dict.fromkeys(block for block, _, _ in self.cells))
         keys = list(dict.fromkeys(column for _, _, column in self.cells))
@@ -187,7 +187,7 @@ class _Grid:
         self.compressed = list(dict.fromkeys(compressed))
 
     def _order(self, keys: Sequence[Key], heading: Key) -> int:
-        """The place of a heading among those beside it: of the labels if they name them all, else of the print."""
+        """The index of a heading: in the labels if they contain all headings, else in print order."""
         level = len(heading) - 1
         named = list(self.layout.labels.get(self.columns[level], {}))
         if {key[level] for key in keys} <= {*named}:
@@ -195,7 +195,7 @@ class _Grid:
         return next(place for place, key in enumerate(keys) if key[: level + 1] == heading)
 
     def rows_of(self, block: Key) -> list[Key]:
-        """The rows of a block; where all blocks are alike, also the rows whose numbers are all lost."""
+        """The rows of a block; if all blocks have the same rows, including rows without numbers."""
         own = list(dict.fromkeys(row for (at, row, _) in self.cells if at == block))
         if not self.layout.complete or not {*own} & {*self.compressed}:
             return own
@@ -206,10 +206,15 @@ class _Grid:
         block, row, column = place
         if place not in self.cells:
             return HOLE if self.layout.complete else ""
-        rivals = [self.cells.get((block, one, column)) for one in self.rows_of(block) if one in self.compressed]
-        known = [number for number in rivals if number is not None]
+        column_numbers = [self.cells.get((block, one, column)) for one in self.rows_of(block) if one in self.compressed]
+        known = [number for number in column_numbers if number is not None]
         number = self.cells[place]
-        if not self.layout.marks or row not in self.compressed or len(rivals) < 2 or len(known) < len(rivals):
+        if (
+            not self.layout.marks
+            or row not in self.compressed
+            or len(column_numbers) < 2
+            or len(known) < len(column_numbers)
+        ):
             return number.printed
         sign = -1 if LOWER_IS_BETTER.search(known[0].metric) else 1
         ranked = sorted({sign * one.value for one in known}, reverse=True)
@@ -219,7 +224,7 @@ class _Grid:
 
 
 def _values(number: Number, split: Mapping[str, str]) -> dict[str, str]:
-    """Every field of a number by which a table may be laid out, as text."""
+    """The fields of a number that a layout may use, as text."""
     found = {name: str(getattr(number, name)) for name in ("table", "model", "method", "task", "metric")}
     found["budget"] = budget_text(number)
     for name, pattern in split.items():

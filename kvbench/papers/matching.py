@@ -1,4 +1,4 @@
-"""Which finished run measures a planned number, and its value in the paper's unit."""
+"""Finds the finished run of a planned number, and its value in the unit of the paper."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvbench.papers.protocol import SCHEDULE, Plan
 from kvbench.papers.published import BASELINE
 from kvbench.tasks.summary import summary
 
-IGNORED = ("task.data_dir", "task.path")  # where files are on this machine
+IGNORED = ("task.data_dir", "task.path")  # local paths
 SCHEDULE_FIELDS = {"size": "block", "class": "schedule"}  # names of the identity -> fields of the command line
 SUITES = {"longbench": "longbench_", "longbench_e": "longbench_", "ruler": "ruler_", "ruler_13": "ruler_"}
-"""Tasks that run several tasks, and the prefix of the name of one of these when it runs alone."""
+"""Tasks that consist of several tasks, and the name prefix of a single one."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Our value of a published number in its unit, with the ends of its 95% interval where it has one.
+    """The measured value of a published number in its unit, with its 95% interval or None.
 
     n: examples. kept, nbytes: mean tokens per layer and KV head, and mean bytes, held at the end of an example.
     """
@@ -37,7 +37,7 @@ class Measured:
 
 
 class Runs:
-    """Finished runs by model, policy, budget and task; a run of several tasks also stands for each of them."""
+    """Finished runs by model, policy, budget and task; a run of several tasks is also found by each of them."""
 
     def __init__(self, runs: Sequence[Result]) -> None:
         self._by_key: dict[tuple[object, ...], list[Result]] = {}
@@ -51,7 +51,7 @@ class Runs:
         self._by_key.setdefault((_plain(run.naming.model), run.slug, run.budget, task), []).append(run)
 
     def find(self, plan: Plan) -> tuple[Result | None, str]:
-        """The run of a plan with the most examples; without one, a remark on runs that differ in some settings."""
+        """The run of a plan with the most examples, or None and a remark about runs with different settings."""
         found = self._by_key.get((plan.model, plan.policy, plan.budget, plan_task(plan)), [])
         differ = [differences(plan, run.identity, run.naming.changed) for run in found]
         fit = [run for run, other in zip(found, differ, strict=True) if not other]
@@ -61,25 +61,25 @@ class Runs:
 
 
 def run_task(run: Result) -> str:
-    """The task of a run as `plan_task` names it."""
+    """The task name of a run, comparable with `plan_task`."""
     task = run.identity["task"]
     return f"lm_eval/{task['task']}" if "lm_eval" in str(task.get("class")) else _plain(run.naming.task)
 
 
 def _plain(name: str) -> str:
-    """A name without the fields that may stand behind it: `niah` of `niah(length=512)`."""
+    """A name without the fields after it: `niah` of `niah(length=512)`."""
     return str(name).partition(" ")[0].partition("(")[0]
 
 
 def plan_task(plan: Plan) -> str:
-    """The task's name in results: that of its file in conf/task."""
+    """The name of the task in results: that of its file in conf/task."""
     return plan.task if plan.task.startswith("lm_eval/") else plan.task.replace("/", "_")
 
 
 def differences(plan: Plan, identity: Mapping[str, Any], changed: Sequence[str] = ()) -> list[str]:
-    """The settings of a run that are not the planned ones, as `field=value`.
+    """The settings of a run that differ from the plan, as `field=value`.
 
-    changed: the fields in which the run differs from its presets. Without `compress`, the whole prompt is compressed.
+    changed: the fields that differ from the presets. A plan without `compress` compresses the whole prompt.
     """
     planned = {"compress": "prompt", **plan.settings}
     found = {key: _recorded(key, identity) for key in planned}
@@ -93,14 +93,14 @@ def _is_planned(key: str, plan: Plan) -> bool:
     if key.startswith("policy.schedule"):
         name = key.removeprefix("policy.schedule").lstrip(".") or "schedule"
         name = SCHEDULE_FIELDS.get(name, name)
-        replaced = name in SCHEDULE[3:] and plan.settings.get("decode") == "grow"  # which has no `every` or `protect`
+        replaced = name in SCHEDULE[3:] and plan.settings.get("decode") == "grow"  # grow has no `every` or `protect`
         blocks = name in ("schedule", "block") and {"schedule", "block"} & {*plan.settings}
         return bool(plan.policy == BASELINE or name in plan.settings or replaced or blocks)
     return key in plan.settings or key in IGNORED or key.replace("generation.", "model.") in plan.settings
 
 
 def _recorded(key: str, identity: Mapping[str, Any]) -> Any:  # noqa: ANN401 - whatever a field holds
-    """The value that a run's identity has for a field of the command line."""
+    """The value in a run's identity for a field of the command line."""
     schedule = identity["policy"].get("schedule") or {}
     if key == "schedule":
         return str(schedule.get("class")).rpartition(".")[2].lower()
@@ -125,7 +125,7 @@ def _same(recorded: object, planned: object) -> bool:
 
 
 def measured(plan: Plan, run: Result) -> Measured | str:
-    """A run's value of a published number, or why it has none."""
+    """The value of a run for a published number, or the reason why it has none."""
     if run.n_failed:
         return f"{run.n_failed} of {run.n} examples of {run.run_id} failed"
     value, low, high = (None if x is None else plan.times * x for x in _value(plan, run))
@@ -135,7 +135,7 @@ def measured(plan: Plan, run: Result) -> Measured | str:
 
 
 def _value(plan: Plan, run: Result) -> tuple[float | None, float | None, float | None]:
-    """The value and the ends of its interval in our unit."""
+    """The value and its interval in kvbench's unit."""
     if plan.measure.startswith("official "):
         samples = [s for s in run.samples if all(s.metadata.get(k) == v for k, v in plan.only.items())]
         return summary(samples).get(plan.measure.removeprefix("official ")), None, None
@@ -149,7 +149,7 @@ def _value(plan: Plan, run: Result) -> tuple[float | None, float | None, float |
 
 
 def average(plans: Sequence[Plan], runs: Sequence[Result]) -> Measured | str:
-    """The mean over tasks of the same weight; for its interval every task is resampled by itself."""
+    """The unweighted mean over tasks; for its interval every task is resampled separately."""
     found = [measured(plan, run) for plan, run in zip(plans, runs, strict=True)]
     values = [one for one in found if isinstance(one, Measured)]
     if len(values) < len(found):

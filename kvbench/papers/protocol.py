@@ -1,4 +1,4 @@
-"""How kvbench measures each published number: the rules of results/paper/<paper>/protocol.yaml; the last one wins."""
+"""The run that measures each published number, by the rules of results/paper/<paper>/protocol.yaml (the last wins)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NO_BUDGET = "none"
 class Rule:
     """A rule for the numbers whose fields match the patterns (`cake*`) of `when`.
 
-    model, policy, task: choices of `python -m kvbench`. budget: the budget of the run, or `none`, where it is not the
-    printed one. set: further fields of a run. measure: which metric of a run is the number: `score`, `perplexity`,
-    `perplexity_gap`, `average` or `official NAME`, which `only` restricts to some examples. times: factor from our unit
-    to the paper's. note: a caveat of the comparison. cannot: why no run can measure the number. source: the section of
-    the paper, or the code, that the rule is from.
+    model, policy, task: as in `python -m kvbench`. budget: the budget of the run, or `none`, if it differs from the
+    printed one. set: further fields of a run. measure: the metric of a run that corresponds to the number: `score`,
+    `perplexity`, `perplexity_gap`, `average` or `official NAME`, which `only` restricts to some examples. times: factor
+    from kvbench's unit to that of the paper. note: a caveat of the comparison. cannot: why no run can measure the
+    number. source: the section of the paper, or the code, that justifies the rule.
     """
 
     source: str = ""
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What distinguishes the runs of a table."""
+        """Identifies the run within a table."""
         return self.model, self.policy, self.budget, self.task, *map(str, self.settings.items())
 
 
@@ -99,12 +99,12 @@ def plan(number: Number) -> Plan | Cannot:
     budget = _budget(found, number)
     if not model:
         return Cannot(
-            f"the paper does not say of which model {number.table} is" if not number.model else "no configuration", ""
+            f"the paper does not name the model of {number.table}" if not number.model else "no configuration", ""
         )
     if task is None:
         return Cannot(f"kvbench has no task {number.task!r}", "")
     if budget is None and not number.budget_kind and number.method != BASELINE:
-        return Cannot("the paper does not say the budget", "")
+        return Cannot("the paper does not name the budget", "")
     measure = _last(found, "measure") or ("average" if number.task.endswith(AVERAGE) else "score")
     if measure == "average":
         for part in parts(number):
@@ -131,7 +131,7 @@ def _last(found: Sequence[Rule], name: str) -> Any:  # noqa: ANN401
 
 
 def _budget(found: Sequence[Rule], number: Number) -> int | float | None:
-    """The budget of the run; code widths are part of a store's name."""
+    """The budget of the run; bit widths are part of a store's name instead."""
     given = _last(found, "budget")
     if given is not None:
         return None if given == NO_BUDGET else given
@@ -145,7 +145,7 @@ def _own_task(number: Number) -> str | None:
 
 
 def parts(number: Number) -> tuple[Number, ...]:
-    """The numbers behind a printed average: the table's other tasks, or LongBench's 16 where it prints no other."""
+    """The numbers of a printed average: the other tasks of the table, or the 16 of LongBench if there are none."""
     prefix = number.task.removesuffix(AVERAGE)
     others = [
         n for n in published.read_table(number.name) if n.task.startswith(prefix) and not n.task.endswith(AVERAGE)
@@ -164,12 +164,12 @@ def runs_of(number: Number) -> Iterator[Plan]:
         else:
             for part in parts(number):
                 one = plan(part)
-                assert isinstance(one, Plan), "an average with a part that cannot be run is refused"
+                assert isinstance(one, Plan), "plan() refuses averages with such parts"
                 yield one
 
 
 def refused(numbers: Iterable[Number]) -> dict[str, list[Number]]:
-    """Reason -> the numbers that cannot be measured for it."""
+    """The numbers that cannot be measured, by reason."""
     reasons: dict[str, list[Number]] = {}
     for number in numbers:
         if isinstance(own := plan(number), Cannot):

@@ -1,8 +1,7 @@
-"""The numbers the papers print: `results/paper/<paper>/<table>.csv`, one number a row, as printed.
+"""Published numbers of papers: `results/paper/<paper>/<table>.csv`, one number per row, as printed.
 
-Facts, never computed or mended: a printed average that does not add up stays, with a note; what the text of a paper has
-lost is not there. `results/paper/<paper>/README.md` says what was left out and why; tests hold the files to what
-`Number` says of its fields.
+Numbers are never computed or corrected: a wrong printed average stays, with a note. Numbers that are missing in the
+text of a paper are missing here. `results/paper/<paper>/README.md` lists omissions and their reasons.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ AVERAGE = "avg"
 
 @dataclass(frozen=True)
 class Number:
-    """One published number and where it stands; no two of a table are alike in all but value and note.
+    """One published number and its place in the table; the fields except value and note identify it.
 
-    budget: tokens per KV head and layer on average (`tokens_per_head`), share of the prompt or of the cache's
-    bytes that is kept (`ratio`), code width (`bits`), or None for the full cache and where the paper names none.
-    value is the number, printed its digits as the paper has them.
+    budget: tokens per KV head and layer on average (`tokens_per_head`), share of the prompt or of the cache's bytes
+    that is kept (`ratio`), bit width (`bits`), or None for the full cache and if the paper names none. printed: the
+    digits of value in the paper.
     """
 
     paper: str
@@ -46,7 +45,7 @@ class Number:
 
     @property
     def name(self) -> str:
-        """Of its table: `caote/table2`."""
+        """The name of its table: `caote/table2`."""
         return f"{self.paper}/{self.table}"
 
 
@@ -58,11 +57,11 @@ def papers() -> tuple[str, ...]:
 
 @cache
 def tables(paper: str | None = None) -> tuple[str, ...]:
-    """Names (`caote/table2`) of all tables, or of one paper's, as a reader counts: table2 before table10."""
+    """Names (`caote/table2`) of all tables, or of one paper, in natural order: table2 before table10."""
     if paper is None:
         return tuple(name for paper in papers() for name in tables(paper))
     if paper not in papers():
-        raise UsageError(f"paper {paper!r} has no published tables here{_meant(paper, papers())}")
+        raise UsageError(f"paper {paper!r} has no published tables{_meant(paper, papers())}")
     return tuple(f"{paper}/{stem}" for stem in sorted((p.stem for p in (FOLDER / paper).glob("*.csv")), key=_natural))
 
 
@@ -95,5 +94,5 @@ def _meant(name: str, allowed: tuple[str, ...]) -> str:
 
 
 def _natural(stem: str) -> tuple[tuple[int, str], ...]:
-    """Sorts words by letters and numbers by size: table2 before table10."""
+    """The sort key of natural order: table2 before table10."""
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", stem) if part)

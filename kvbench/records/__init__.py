@@ -1,1 +1,1 @@
-"""What lies on disk of a run: its samples, lock and metrics, and the sweep it belongs to."""
+"""The files of a run on disk: samples, lock, metrics, and the definition of its sweep."""

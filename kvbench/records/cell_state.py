@@ -1,4 +1,4 @@
-"""Progress of a sweep's runs: counted from their samples, with a note for what the samples cannot hold."""
+"""Progress of the runs of a sweep: counted from their samples, and a state file with totals and errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvbench.records.samples import FILE_NAME, read_samples
 
 @dataclass(frozen=True)
 class CellState:
-    """The note of the process that computed a run last. total: examples under `limit`. error: why it stopped."""
+    """State that the last process of a run stored. total: number of examples under `limit`. error: why it stopped."""
 
     limit: int | None
     total: int | None = None
@@ -27,18 +27,18 @@ class CellState:
 
 
 def state_path(out: Path, run_id: str) -> Path:
-    """The file of a run's note."""
+    """The path of a run's state file."""
     return out / SWEEP_FOLDER / "cells" / f"{run_id}.json"
 
 
 def write_state(out: Path, run_id: str, state: CellState) -> None:
-    """Write the note of a run. Raises OSError."""
+    """Write the state of a run. Raises OSError."""
     state_path(out, run_id).parent.mkdir(parents=True, exist_ok=True)
     write_json(state_path(out, run_id), asdict(state))
 
 
 def read_state(out: Path, run_id: str) -> CellState | None:
-    """The note of a run; None if no process has begun it."""
+    """The state of a run; None if it was never started."""
     try:
         return CellState(**json.loads(state_path(out, run_id).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -61,13 +61,13 @@ def examples(folder: Path) -> tuple[int, int]:
 
 @lru_cache(maxsize=10_000)
 def _counted(path: Path, modified: int, size: int) -> tuple[int, int]:
-    """Samples of a file, and those that failed; read once while nobody writes."""
+    """Numbers of samples and of failed samples in a file; cached until the file changes."""
     samples = read_samples(path)
     return len(samples), sum(sample.error is not None for sample in samples)
 
 
 def lines(folder: Path) -> int:
-    """The number of examples of a run that are on disk."""
+    """The number of examples of a run on disk."""
     try:
         return (folder / FILE_NAME).read_bytes().count(b"\n")
     except OSError:
@@ -75,7 +75,7 @@ def lines(folder: Path) -> int:
 
 
 def is_complete(out: Path, entry: Entry) -> bool:
-    """Whether all examples of a run are on disk, as far as that is known without its task's data."""
+    """Whether all examples of a run are on disk, as far as this is known without loading the task."""
     if entry.run_id is None:
         return False
     try:

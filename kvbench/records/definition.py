@@ -16,48 +16,48 @@ from kvbench.terminal.errors import UsageError
 
 FILE_NAME = "sweep.yaml"
 SWEEP_FOLDER = ".sweep"
-"""Beside it: jobs with their logs, and states of runs."""
+"""The folder of job logs and states of runs."""
 _HEAD = "# The runs of this folder's sweeps: `python -m kvbench.sweep status FOLDER` shows their progress.\n"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of a sweep. config: as it was given, resolved. error: why it cannot run."""
+    """One run of a sweep. config: the resolved configuration. error: why it cannot run."""
 
-    title: str  # what tells it from the others: "policy=snapkv budget=64"
-    model: str  # names chosen
+    title: str  # the overrides that differ between runs: "policy=snapkv budget=64"
+    model: str  # names of presets
     policy: str
     task: str
     limit: int | None
     config: dict[str, Any]
-    run_id: str | None = None  # None where it has an error
-    changed: tuple[str, ...] = ()  # fields of the identity that are not as the presets have them
+    run_id: str | None = None  # None if the run has an error
+    changed: tuple[str, ...] = ()  # fields of the identity that differ from the presets
     identity: dict[str, Any] | None = None
     error: str | None = None
 
     @property
     def key(self) -> str:
-        """Its name within the sweep."""
+        """The key of the run within the sweep."""
         return self.run_id or self.title
 
     @property
     def budget(self) -> int | float | str | None:
-        """The budget as given; None for a policy that has none."""
+        """The configured budget; None for a policy without one."""
         budget: int | float | str | None = (self.identity or self.config)["budget"]
         return budget
 
     @property
     def group(self) -> str:
-        """Equal for runs that share their prefills: model, task, and how the task is computed."""
-        own = self.identity or {}
-        return json.dumps([own.get(name) for name in ("model", "dtype", "task", "compress", "seed", "generation")])
+        """The same text for runs that share prefills: model, task, and the settings of the task."""
+        identity = self.identity or {}
+        return json.dumps([identity.get(name) for name in ("model", "dtype", "task", "compress", "seed", "generation")])
 
 
 @dataclass(frozen=True)
 class Definition:
-    """The runs of all sweeps into a folder. folder: where the last command was given; paths are relative to it.
+    """The runs of all sweeps with the same output folder.
 
-    launcher: the fields of the last command's launcher.
+    folder: the working directory of the last command; paths are relative to it. launcher: its launcher's fields.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Definition:
     cells: tuple[Entry, ...] = ()
 
     def joined(self, later: Definition) -> Definition:
-        """This sweep and a later one into the same folder; a run of both is there once.
+        """The union of this sweep and a later one with the same output folder.
 
         A run with the same configuration but another id, after a change of code or weights, replaces the older one.
         """
@@ -80,10 +80,10 @@ class Definition:
 
 
 def write_definition(folder: Path, definition: Definition) -> Definition:
-    """Write a sweep into its folder, joined with the one that is there, and return the result. Raises OSError."""
+    """Merge a sweep with the stored one, write and return the result. Raises OSError."""
     private = folder / SWEEP_FOLDER
     private.mkdir(parents=True, exist_ok=True)
-    with held(private, wait=True):  # of two commands at once neither must lose the other's runs
+    with held(private, wait=True):  # concurrent commands must not lose each other's runs
         remove_torn(folder)
         if (folder / FILE_NAME).exists():
             definition = read_definition(folder).joined(definition)
@@ -95,7 +95,7 @@ def write_definition(folder: Path, definition: Definition) -> Definition:
 
 
 def read_definition(folder: Path) -> Definition:
-    """The sweep in a folder. Raises UsageError where there is none that can be read."""
+    """The sweep in a folder. Raises UsageError if it is missing or cannot be read."""
     path = folder / FILE_NAME
     try:
         values = read_yaml(path)
@@ -104,8 +104,8 @@ def read_definition(folder: Path) -> Definition:
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{folder} holds no sweep: there is no {FILE_NAME}") from None
     except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError, ValueError) as error:
-        sentence = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"{path} cannot be read: {sentence}") from error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"{path} cannot be read: {reason}") from error
 
 
 def _entry(cell: dict[str, Any]) -> Entry:
@@ -115,12 +115,12 @@ def _entry(cell: dict[str, Any]) -> Entry:
 
 
 def sweep_name(out: Path, experiment: str | None) -> str:
-    """The name of a sweep: its experiment, or the folder of its results, with characters a job's name may have."""
+    """The name of a sweep: its experiment or output folder, with characters that a job name may have."""
     return re.sub(r"[^\w.-]+", "_", experiment or out.resolve().name) or "sweep"
 
 
 def _values(entry: Entry, known: dict[str, Any]) -> dict[str, Any]:
-    """An entry as YAML holds it; a mapping that several runs share is written once."""
+    """An entry as plain data. Equal mappings become one object, which YAML writes once."""
     values = {f.name: getattr(entry, f.name) for f in fields(entry)}
     for name in ("config", "identity"):
         tree = values[name]

@@ -13,16 +13,16 @@ from typing import Any
 
 import yaml
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # written in C where there is one: 8 times as fast
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C version, if available, is 8 times as fast
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, with the same suffix; on success it becomes `path`, else it is deleted.
+    """Yield a temporary path in the same folder, with the same suffix; on success it replaces `path`.
 
-    A reader, or a kill at any moment, sees the old file or the new one, never a part of it. Whatever writes to a path
-    can use it: text, `DataFrame.to_parquet`, `Figure.savefig`. Raises OSError (full disk, no permission).
+    Readers see the old file or the new one, never a part of it, even if the process is killed. Raises OSError (full
+    disk, no permission) and keeps the old file.
     """
     beside = path.with_name(f".{path.stem}.{socket.gethostname()}.{os.getpid()}.{get_ident()}{path.suffix}")
     try:
@@ -35,7 +35,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text` through `atomic_write`. Does nothing if the file holds `text` already."""
+    """Write `text` with `atomic_write`. Does nothing if the file already has this content."""
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return
     with atomic_write(path) as beside:
@@ -43,7 +43,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def remove_torn(folder: Path) -> None:
-    """Remove the temporary files of a killed process. The caller owns the folder."""
+    """Remove temporary files that a killed process left. The caller holds the folder's lock."""
     for path in (*folder.glob(".*.json"), *folder.glob(".*.yaml")):
         path.unlink(missing_ok=True)
 
@@ -64,5 +64,5 @@ def yaml_text(value: object) -> str:
 
 
 def read_yaml(path: Path) -> Any:  # noqa: ANN401 - whatever YAML holds
-    """What a YAML file says. Raises OSError, and yaml.YAMLError where it is none."""
+    """The content of a YAML file. Raises OSError, and yaml.YAMLError for invalid YAML."""
     return yaml.load(path.read_text(encoding="utf-8"), _LOADER)

@@ -28,9 +28,9 @@ class RunLostError(RuntimeError):
 
 @contextmanager
 def held(folder: Path, wait: bool = False) -> Iterator[None]:
-    """Hold the lock of a folder. The system releases it when the process ends, however it ends.
+    """Hold the lock of a folder. The operating system releases it if the process is killed.
 
-    wait: until another process has released it; otherwise RunBusyError is raised at once.
+    wait: wait for another process to release it, instead of raising RunBusyError.
     """
     lock = FileLock(folder / _NAME)
     try:
@@ -40,12 +40,14 @@ def held(folder: Path, wait: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        (folder / _NAME).unlink(missing_ok=True)  # while it is held: whoever locks the deleted file tries again
+        (folder / _NAME).unlink(
+            missing_ok=True
+        )  # before the release: a process that locks the deleted file tries again
         lock.release()
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process computes the run in this folder."""
+    """Whether a process is computing the run in this folder."""
     if not (folder / _NAME).exists():
         return False
     try:
@@ -56,7 +58,7 @@ def is_held(folder: Path) -> bool:
 
 
 def is_open_at(path: Path, stream: BinaryIO | FileIO) -> bool:
-    """Whether the file at `path` is the one that is open."""
+    """Whether `path` is still the file that is open."""
     try:
         return os.path.samestat(path.stat(), os.fstat(stream.fileno()))
     except OSError:

@@ -1,4 +1,4 @@
-"""What is known about one finished example."""
+"""`Sample`: the record of one finished example."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Likelihood:
-    """How well the model predicted given tokens: -log p, in nats per token, natural logarithm.
+    """The negative log-likelihood of given tokens, in nats per token.
 
-    nll: mean over the `tokens` that were scored. cumulative: mean over those among the first `lengths` tokens of the
-    text, at powers of two and at its end. block: tokens scored between two evictions; None where nothing was evicted
-    while they were scored. max_kept_tokens [L][H_kv]: the most held at any time meanwhile, the block itself included.
+    nll: mean over the `tokens` that were scored. cumulative: mean over the scored tokens among the first `lengths`
+    tokens of the text, at powers of two and at its end. block: tokens scored between two evictions; None without
+    evictions. max_kept_tokens [L][H_kv]: the most tokens held during scoring, including the current block.
     """
 
     nll: float
@@ -30,37 +30,35 @@ class Likelihood:
 
 @dataclass(frozen=True)
 class Sample:
-    """One finished example. Bytes and kept tokens are those held after the last generated token; seconds are wall time.
+    """One finished example: one line of samples.jsonl.
 
-    kept_tokens: [L][H_kv]. cache_bytes: in use: keys, values, positions, statistics. spare_bytes: reserved beside them
-    but unused, not among cache_bytes. peak_bytes: the most ever in use and spare together. full_cache_bytes: keys and
-    values of prompt and answer in the model's dtype, nothing else; full_position_bytes: their positions. decode_steps:
-    calls of the model after the prefill, one for each token after the first, and for the EOS where one came.
-    An example whose tokens were given has a likelihood (only then is it part of the line), and no output or score.
-    One with several rated continuations: tokens and bytes are those of the longest, peak_bytes of the largest.
-    context_tokens: so many of the prompt were compressed before the question (part of the line only with
-    compress=context).
-    pre_pass_tokens: tokens that went through the model in pre-passes, before anything was evicted (part of the line
-    only where the policy has a pre-pass; the shallow pass that chooses a prompt's tokens counts them all).
-    read_tokens: [L][H_kv] tokens that the last decoded token's query read. read_bytes: their keys, values and
-    positions, and the summaries it looked through, over all layers. Both are part of the line only where the policy has
-    a reader and a token was decoded; elsewhere all that is held is read.
-    sample: the number of the answer among those to one prompt, from 0, whose lines follow each other; index then counts
-    answers (part of the line only where several are sampled).
-    state_bytes: of recurrent layers' states, among cache_bytes (part of the line only where there are any).
-    max_new_tokens: the most that the answer could have; lines of older versions do not say.
-    evicted: share of its requests whose cache held fewer tokens than were read. measures: what else the benchmark's
-    own aggregates are made of, by name (part of the line only where there is any).
-    kept_heads: by how many KV heads of all layers each token of the prompt is held, as pairs [heads, tokens] (see
-    `runs.kept_heads`); part of the line only where it was recorded.
-    device_peak_bytes: the most memory allocated on the CUDA devices meanwhile, weights included; null on CPUs.
-    shared_prefill: how many variants (policies with their budgets) its prefill served; rows_in_flight: the most
-    examples under one policy each that were decoded with it, itself included. Where either is above 1, seconds and
-    device_peak_bytes are null: they would be those of all. Bytes and tokens are its own, as if it had run alone.
-    recomputed_tokens: tokens of the prompt that the model read again, though it had for an earlier question about the
-    same context (part of the line only where questions share one).
-    A failed example (it broke its budget, its logits were no numbers, no memory was left) has `error` set, and no
-    output, score or measurements.
+    Bytes and kept tokens are counted after the last generated token. Seconds are wall time. Fields marked with * are
+    part of the line only if they have a value.
+
+    kept_tokens: [L][H_kv] tokens held.
+    kept_heads*: by how many KV heads of all layers each token of the prompt is held (see `records.kept_heads`).
+    cache_bytes: keys, values, positions, statistics and states, without spare bytes.
+    spare_bytes: reserved but unused bytes.
+    peak_bytes: the maximum of held plus spare bytes.
+    state_bytes*: the states of recurrent layers, part of cache_bytes.
+    device_peak_bytes: the most memory allocated on the CUDA devices, including weights; null on CPUs.
+    full_cache_bytes, full_position_bytes: keys and values of prompt and answer in the model's dtype; their positions.
+    decode_steps: model calls after the prefill: one for each token after the first, including an EOS.
+    max_new_tokens*: the limit of the answer's length.
+    likelihood*: of given tokens; such an example has no output or score. With several rated continuations, tokens and
+    bytes are those of the longest one, and peak_bytes is the maximum.
+    evicted: share of the requests whose cache held fewer tokens than it received.
+    measures*: further values, by name, from which the benchmark computes its own aggregates.
+    context_tokens*: number of prompt tokens that were compressed before the question (compress=context).
+    pre_pass_tokens*: tokens of extra forward passes before eviction. A pass through the first layers counts all tokens.
+    read_tokens*: [L][H_kv] tokens that the last decoded token attended to, with sparse attention. read_bytes*: their
+    keys, values and positions, and the summaries that were read, over all layers.
+    sample*: number of the answer among several answers to one prompt, from 0; `index` then counts answers.
+    shared_prefill*, rows_in_flight*: number of sequences that shared the prefill, and the most that were decoded as one
+    batch. If either is above 1, seconds and device_peak_bytes are null. Bytes and tokens do not depend on the batch.
+    recomputed_tokens*: tokens of a shared context that were computed again for this question.
+    error: why the example failed (budget exceeded, NaN logits, out of memory); such an example has no output, score or
+    measurements.
     """
 
     index: int
@@ -99,10 +97,10 @@ class Sample:
 
     @property
     def shared(self) -> bool:
-        """Whether it had the model to share with others."""
+        """Whether it was batched with other sequences."""
         return (self.shared_prefill or 1) > 1 or (self.rows_in_flight or 1) > 1
 
     @property
     def ran_out_of_memory(self) -> bool:
-        """Whether it failed by what the machine had to give: elsewhere, or on another day, it may not."""
+        """Whether it failed because memory ran out; then it may succeed on another machine."""
         return (self.error or "").startswith(("OutOfMemoryError:", "MemoryError:"))

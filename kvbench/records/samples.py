@@ -1,7 +1,7 @@
-"""The append-only file of a run's finished examples.
+"""`samples.jsonl`, the append-only file of a run's finished examples.
 
-`samples.jsonl` is the ground truth of a run: one line per example, in order, on disk before the next example starts.
-Everything else (metrics, tables) is computed from it.
+It has one line per example, in order, and is on disk before the next example starts. Metrics and tables are computed
+from it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvbench.records.locks import RunLostError, held, is_open_at
 from kvbench.records.sample import Likelihood, Sample
 
 FILE_NAME = "samples.jsonl"
-# Most say nothing there, and their lines leave it out.
+# Fields that a line has only if they have a value.
 _OPTIONAL = (
     *("likelihood", "measures", "context_tokens", "kept_heads"),
     *("shared_prefill", "rows_in_flight", "max_new_tokens", "pre_pass_tokens", "read_tokens", "read_bytes"),
@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The finished examples of a run; a cut-off last line (a killed run) is left out, with a warning.
+    """The finished examples of a run. An incomplete last line (of a killed run) is skipped with a warning.
 
-    Raises ValueError, naming file and line, if any other line is damaged.
+    Raises ValueError with file and line if another line is damaged.
     """
     return _parse(path, path.read_bytes())[0] if path.exists() else []
 
 
 class SampleFile:
-    """The open `samples.jsonl` of a run: its samples, and the only way to add to them."""
+    """The open `samples.jsonl` of a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,18 +48,18 @@ class SampleFile:
         except BaseException:
             self._stream.close()
             raise
-        self._stream.truncate(self._end)  # the next line must start right after the last whole one
+        self._stream.truncate(self._end)  # the next line starts after the last complete one
 
     def close(self) -> None:
         """Close the file."""
         self._stream.close()
 
     def check(self) -> None:
-        """Raise RunLostError where the file is no longer the one that was opened, with what was written to it."""
+        """Raise RunLostError if the file was deleted, replaced or changed by another process."""
         if not is_open_at(self.path, self._stream):
             raise RunLostError(
-                f"{self.path} was deleted or replaced while its run was computed, so the run stops: the same command "
-                "computes again what is missing"
+                f"{self.path} was deleted or replaced while its run was computed, so the run stops: run the same "
+                "command again to compute the missing examples"
             )
         if os.fstat(self._stream.fileno()).st_size != self._end:
             raise RunLostError(f"{self.path} was changed while its run was computed, so the run stops: restore it")
@@ -67,27 +67,27 @@ class SampleFile:
     def append(self, sample: Sample) -> None:
         """Add a line and wait until it is on disk.
 
-        Raises OSError (a full disk, say), and the file then ends with the last whole line; RunLostError where the file
-        is gone; ValueError for a sample that could not be read back.
+        Raises OSError (for example a full disk; the file then ends with the last complete line), RunLostError if the
+        file was replaced, and ValueError for an invalid score.
         """
         assert sample.index == len(self.samples), f"{sample.index} written as {len(self.samples)}"
         self.check()
         _check_score(sample, f"example {sample.index}")
         line = _line(sample)
         try:
-            # Unbuffered: a write may take only part of the line before the disk is full.
+            # Unbuffered: a write may store only a part of the line if the disk is full.
             written = 0
             while written < len(line):
                 written += self._stream.write(line[written:])
             os.fsync(self._stream.fileno())
-        except BaseException:  # an interrupt as well: what follows must start where a line starts
+        except BaseException:  # including interrupts: the next line must start at the beginning of a line
             self._stream.truncate(self._end)
             raise
         self._end += len(line)
         self.samples.append(sample)
 
     def replace(self, sample: Sample) -> None:
-        """Write a new sample in the place of a failed one: the file is old or new, never a part of either."""
+        """Replace a failed sample atomically."""
         self.check()
         _check_score(sample, f"example {sample.index}")
         self.samples[sample.index] = sample
@@ -99,7 +99,7 @@ class SampleFile:
 
 @contextmanager
 def open_samples(path: Path) -> Iterator[SampleFile]:
-    """Open or create the samples file of a run for this process alone; a damaged last line is cut off.
+    """Open or create the samples file of a run and lock it; an incomplete last line is removed.
 
     Raises RunBusyError if another process has it open, ValueError if a line before the last is damaged.
     """
@@ -117,7 +117,7 @@ def _line(sample: Sample) -> bytes:
 
 
 def _parse(path: Path, content: bytes) -> tuple[list[Sample], int]:
-    """The samples of a file, and the length in bytes of the part that is whole."""
+    """The samples of a file, and the length in bytes of its complete lines."""
     lines = io.BytesIO(content).readlines()
     samples: list[Sample] = []
     end = 0
@@ -130,7 +130,7 @@ def _parse(path: Path, content: bytes) -> tuple[list[Sample], int]:
                     f"{path}, line {number}: not the sample of {which}; "
                     f"delete the file to compute the run again, or restore it"
                 )
-            log.warning("%s: the last line was cut off and is dropped; %s is not computed yet", path, which)
+            log.warning("%s: the incomplete last line is removed; %s will be computed again", path, which)
             break
         _check_score(sample, f"{path}, line {number}")
         samples.append(sample)
@@ -139,14 +139,14 @@ def _parse(path: Path, content: bytes) -> tuple[list[Sample], int]:
 
 
 def _check_score(sample: Sample, where: str) -> None:
-    """ValueError for a score outside 0 to 1; a benchmark with measures of its own may have its own unit."""
+    """Raise ValueError for a score outside 0 to 1; a benchmark with `measures` may use another unit."""
     score = sample.score
-    if score is not None and not sample.measures and not 0 <= score <= 1 + 1e-9:  # a mean of shares may be rounded up
+    if score is not None and not sample.measures and not 0 <= score <= 1 + 1e-9:  # rounding
         raise ValueError(f"{where}: score={score} is not allowed, it must be a number from 0 to 1 or null")
 
 
 def _sample(line: bytes, index: int) -> Sample | None:
-    """The sample a line holds, or None where the line is not a whole sample of that index."""
+    """The sample of a line, or None if the line is not a complete sample with this index."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -158,7 +158,7 @@ def _sample(line: bytes, index: int) -> Sample | None:
     try:
         given = values.pop("likelihood", None)
         if "full_position_bytes" not in values and values.get("spare_bytes"):
-            values["cache_bytes"] -= values["spare_bytes"]  # older runs counted spare bytes among them
+            values["cache_bytes"] -= values["spare_bytes"]  # older runs included spare bytes
         return Sample(**values, likelihood=None if given is None else Likelihood(**given))
-    except TypeError:  # a field is missing, or is none of ours
+    except TypeError:  # a field is missing or unknown
         return None

@@ -1,4 +1,4 @@
-"""Time and tokens of a session in which sequences of several runs share the model; no single run owns them."""
+"""Times and tokens of a session in which several runs are computed as one batch (`engine.json`)."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Totals:
-    """Counts of one session. Seconds are wall time; a row is an example under one policy."""
+    """Counts of one session. Seconds are wall time; a row is a sequence: one example under one policy."""
 
     rows: int = 0
     prefills: int = 0
-    prompt_tokens: int = 0  # of the prefills, each counted once however many rows it served
+    prompt_tokens: int = 0  # of the prefills; a shared prefill counts once
     prefill_seconds: float = 0.0
-    steps: int = 0  # of all rows in flight, one token each
-    decoded_tokens: int = 0  # rows in flight, summed over the steps
+    steps: int = 0  # each decodes one token of all rows in flight
+    decoded_tokens: int = 0  # sum of rows in flight over the steps
     decode_seconds: float = 0.0
     most_rows: int = 0
 
     def prefilled(self, prompt_tokens: Sequence[int], rows: int, seconds: float) -> None:
-        """Count the prefill of prompts of so many tokens each, which serves `rows` rows."""
+        """Count one batched prefill, which serves `rows` rows. prompt_tokens: the length of each prompt."""
         self.rows += rows
         self.prefills += len(prompt_tokens)
         self.prompt_tokens += sum(prompt_tokens)
         self.prefill_seconds += seconds
 
     def stepped(self, rows: int, seconds: float) -> None:
-        """Count a step that decoded one token of each of `rows` rows."""
+        """Count one decoding step of `rows` rows."""
         self.steps += 1
         self.decoded_tokens += rows
         self.decode_seconds += seconds
@@ -45,12 +45,12 @@ class Totals:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoded tokens of all rows over the seconds of their steps; 0 before the first."""
+        """Decoded tokens of all rows per second; 0 before the first step."""
         return self.decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def rows_per_step(self) -> float:
-        """Mean rows in flight over the steps; 0 before the first."""
+        """Mean number of rows per step; 0 before the first step."""
         return self.decoded_tokens / self.steps if self.steps else 0.0
 
     def __str__(self) -> str:
@@ -61,13 +61,13 @@ class Totals:
         )
 
     def described(self) -> dict[str, Any]:
-        """Everything as plain data."""
+        """All counts and means as plain data."""
         means = {"rows_per_step": self.rows_per_step, "tokens_per_second": self.tokens_per_second}
         return {name: round(value, 6) for name, value in {**vars(self), **means}.items()}
 
 
 def record(places: Mapping[Path, str], totals: Totals) -> None:
-    """Add a session to `engine.json` of every run of the group; each names all of them."""
+    """Add a session to `engine.json` of every run that it computed."""
     session = {"runs": list(places.values()), **totals.described()}
     for place in places:
         _add(place / FILE_NAME, [session])
@@ -77,5 +77,5 @@ def _add(path: Path, sessions: Sequence[dict[str, Any]]) -> None:
     try:
         before = json.loads(path.read_text(encoding="utf-8"))["sessions"] if path.exists() else []
         write_json(path, {"sessions": [*before, *(session for session in sessions if session not in before)]})
-    except (OSError, ValueError, KeyError) as error:  # a full disk, say: no reason to lose a run
+    except (OSError, ValueError, KeyError) as error:  # for example a full disk: the run itself is not affected
         log.warning("%s could not be written: %s", path, error)

@@ -1,1 +1,1 @@
-"""Finished runs beside each other: records, tables, figures, trackers."""
+"""Tables, figures and trackers (W&B) for finished runs."""

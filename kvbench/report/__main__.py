@@ -5,7 +5,7 @@ import sys
 
 from kvbench.page.command import main
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # a report takes tokenizers and tasks from this machine, and fetches nothing
+os.environ["HF_HUB_OFFLINE"] = "1"  # a report uses only local tokenizers and task data
 
 if __name__ == "__main__":
     sys.exit(main())

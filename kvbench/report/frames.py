@@ -21,7 +21,7 @@ from kvbench.terminal.errors import UsageError
 if TYPE_CHECKING:
     import pandas as pd
 
-NOTE_WIDTH = 100  # letters of a line of notes under a narrow table
+NOTE_WIDTH = 100  # characters of a line of notes below a narrow table
 _LATEX = str.maketrans(
     {
         **{c: f"\\{c}" for c in "&%$#_{}"},
@@ -35,8 +35,8 @@ _BOX = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 @dataclass(frozen=True)
 class Table:
-    """A table for people. frame: its cells are text. left: columns of words. groups: rows with other values in these
-    columns are set apart. notes: sentences that stand below.
+    """A table for people. frame: cells of text. left: left-aligned columns. groups: rows with different values in these
+    columns are separated by a line. notes: sentences below the table.
     """
 
     frame: pd.DataFrame
@@ -53,14 +53,14 @@ def table_of(names: Sequence[str], rows: Sequence[Sequence[str]], title: str = "
 
 def frame_of(names: Sequence[str], columns: Sequence[Sequence[str]]) -> pd.DataFrame:
     """A DataFrame of text, from its columns."""
-    import pandas as pd  # here, not above: `python -m kvbench --help` should start quickly
+    import pandas as pd  # imported here, so that `python -m kvbench --help` starts quickly
 
     frame = pd.DataFrame({place: list(column) for place, column in enumerate(columns)}, dtype=object)
     return frame.set_axis(list(names), axis="columns")
 
 
 def text(table: Table, width: int | None = None) -> str:
-    """Aligned columns. width: letters of a line, into which rich folds the columns; None: as wide as needed."""
+    """Aligned columns. width: characters of a line, to which rich folds the columns; None: unlimited."""
     frame = table.frame
     shown = RichTable(box=_BOX, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
     for name in frame.columns:
@@ -105,7 +105,7 @@ def _escaped(words: object) -> str:
 
 
 def latex(table: Table) -> str:
-    """A table of booktabs' rules; it needs \\usepackage{booktabs}."""
+    """A LaTeX table; it needs \\usepackage{booktabs}."""
     sides = "".join("l" if name in table.left else "r" for name in table.frame.columns)
     frame = table.frame.map(_tex).rename(columns=_tex)
     body = frame.to_latex(index=False, escape=False, column_format=sides).rstrip()
@@ -115,7 +115,7 @@ def latex(table: Table) -> str:
 
 
 def _tex(words: object) -> str:
-    """Escaped for LaTeX, with true minus signs; {} before `*` or `[`, which else ends the row above."""
+    """Escapes text for LaTeX. {} before `*` or `[` keeps LaTeX from reading them as options of the row break."""
     escaped = str(words).translate(_LATEX)
     guard = "{}" if escaped.lstrip()[:1] in ("*", "[") else ""
     return guard + re.sub(r"(?<![\w-])-(?=\d)", "$-$", escaped)
@@ -132,7 +132,7 @@ FORMATS: dict[str, Callable[[Table], str]] = {".txt": text, ".md": markdown, ".t
 
 
 def write(table: Table, path: Path) -> None:
-    """Write a table in the format of the path's suffix (one of FORMATS). Raises UsageError where it cannot."""
+    """Write a table in the format of the path's suffix (one of FORMATS). Raises UsageError if it cannot be written."""
     try:
         write_atomically(path, FORMATS[path.suffix](table))
     except OSError as error:

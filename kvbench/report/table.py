@@ -1,4 +1,4 @@
-"""Tables for people: one row for each run, or one column for each budget or task."""
+"""Tables for people: one row per run, or pivoted with one column per budget or task."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     pass
 
 NONE = "-"
-LONG_ANSWER = 256  # mean generated tokens from which on the answers' length is a column
+LONG_ANSWER = 256  # from this mean number of generated tokens on, the length of answers is a column
 MIB = 2**-20
 Value = Callable[[Result], str | None]
 
 
 def measure(row: Result) -> str:
-    """A run's score, or the NLL of the texts it was given, with its 95% interval."""
+    """The score or NLL of a run with its 95% interval."""
     if row.value is None:
         return f"none: {row.n_failed} failed"
     digits = 4 if row.reads else 3
@@ -37,12 +37,15 @@ def measure(row: Result) -> str:
 
 
 def _against(row: Result) -> str | None:
-    """Mean difference to the baseline over the examples both have; "*" where the two can be told apart."""
-    found, digits = row.difference, 4 if row.reads else 3
-    if found is None:
+    """Mean difference from the baseline on shared examples; "*" if it is significant."""
+    difference, digits = row.difference, 4 if row.reads else 3
+    if difference is None:
         return f"{row.gap.nll:+.4f} " if row.gap else None
-    star = "*" if found.claims else " "
-    return f"{found.mean:+.{digits}f} ({found.low:+.{digits - 1}f}..{found.high:+.{digits - 1}f}){star}"
+    star, ends = (
+        "*" if difference.claims else " ",
+        f"{difference.low:+.{digits - 1}f}..{difference.high:+.{digits - 1}f}",
+    )
+    return f"{difference.mean:+.{digits}f} ({ends}){star}"
 
 
 def _share(row: Result) -> str | None:
@@ -51,13 +54,13 @@ def _share(row: Result) -> str | None:
 
 
 def _number(field: str, how: str, scale: float = 1, unit: str = "", instead: str = "") -> Value:
-    """The text of a field of a result. instead: the field that is shown where the first has no value."""
+    """Formats a field of a result. instead: the field that is shown if the first has no value."""
 
     def value(row: Result) -> str | None:
-        found = getattr(row, field)
-        if found is None and instead:
-            found = getattr(row, instead)
-        return None if found is None else f"{found * scale:{how}}{unit}"
+        number = getattr(row, field)
+        if number is None and instead:
+            number = getattr(row, instead)
+        return None if number is None else f"{number * scale:{how}}{unit}"
 
     return value
 
@@ -68,7 +71,7 @@ def _seconds(field: str, how: str) -> Value:
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of numbers, present if a row has a value and `shown` is true of it. legend: stands in the footer."""
+    """A column of numbers, shown if some row has a value and `shown(row)` is true. legend: its text in the footer."""
 
     title: str
     value: Value
@@ -84,8 +87,8 @@ def _chooses(row: Result) -> bool:
     return row.read_tokens is not None
 
 
-_PAIRED = "vs full: on the same examples, * where the 95% interval leaves out 0"
-_READS = "read: by the last decoded token; the budget of such a policy is what a decoded token may read"
+_PAIRED = "vs full: on the same examples, *: the 95% interval excludes 0"
+_READS = "read: by the last decoded token; the budget limits the tokens it reads"
 _COLUMNS = (
     _Column("scored tokens", _number("scored_tokens", "d")),
     _Column("score (95% CI)", measure, "score: mean, 1 is best", lambda row: not row.reads),
@@ -93,11 +96,11 @@ _COLUMNS = (
     _Column("vs full (95% CI)", _against, _PAIRED, lambda row: row.difference is not None or row.gap is not None),
     _Column("PPL", _number("perplexity", ".4g")),
     _Column("PPL vs full", lambda row: None if row.gap is None else f"{row.gap.perplexity:+.4g}"),
-    _Column("pass@k", _number("pass_at_k", ".3f"), "pass@k: share of prompts with a right answer"),
-    _Column("tokens", _number("generated_tokens", ".0f"), "tokens: generated, mean", _is_long),
+    _Column("pass@k", _number("pass_at_k", ".3f"), "pass@k: share of prompts with a right answer among k"),
+    _Column("tokens", _number("generated_tokens", ".0f"), "tokens: mean generated tokens", _is_long),
     _Column("cut off", _number("cut_share", ".1f", 100, "%"), "cut off: answers that reached max_new_tokens", _is_long),
     _Column("score/1k held", _number("score_per_1000_held", ".3f"), "", _is_long),
-    _Column("kept/KV head", _number("kept_tokens", ".1f"), "kept, cache: held at the end"),
+    _Column("kept/KV head", _number("kept_tokens", ".1f"), "kept, cache: held after the last token"),
     _Column("read/KV head", _number("read_tokens", ".1f", instead="kept_tokens"), _READS, _chooses),
     _Column("most kept", lambda row: str(max(map(max, row.max_kept_tokens))) if row.max_kept_tokens else None),
     _Column("cache MiB", _number("cache_bytes", ".3f", MIB)),
@@ -105,11 +108,11 @@ _COLUMNS = (
     _Column("of full", _share),
     _Column("spare MiB", _number("spare_bytes", ".3f", MIB), "spare: reserved but unused"),
     _Column("peak MiB", _number("peak_bytes", ".3f", MIB)),
-    _Column("state MiB", _number("state_bytes", ".3f", MIB), "state: of recurrent layers"),
+    _Column("state MiB", _number("state_bytes", ".3f", MIB), "state: states of recurrent layers"),
     _Column("device peak MiB", _number("device_peak_bytes", ".0f", MIB)),
     _Column("pre-pass tokens", _number("pre_pass_tokens", ".1f")),
     _Column("bits/number", _number("bits_per_number", ".2f")),
-    _Column("16-bit/this", _number("ratio_to_16_bit", ".2f", unit="x"), "16-bit/this: full 16-bit cache over this"),
+    _Column("16-bit/this", _number("ratio_to_16_bit", ".2f", unit="x"), "16-bit/this: full 16-bit cache / this cache"),
     _Column("prefill s", _seconds("prefill_seconds", ".3f"), "", lambda row: row.prefill_seconds is not None),
     _Column("decode s", _seconds("decode_seconds", ".3f"), "", lambda row: row.decode_seconds is not None),
     _Column("ms/token", _seconds("decode_ms_per_token", ".2f"), "", lambda row: row.decode_ms_per_token is not None),
@@ -117,7 +120,7 @@ _COLUMNS = (
 
 
 def print_table(rows: Iterable[Result]) -> None:
-    """Print one row for each run on stdout, in the order given; rich folds the columns in a narrow terminal."""
+    """Print one row per run, in the given order; columns are folded in a narrow terminal."""
     found = Results(rows, in_order=False)
     sys.stdout.write(text(results_table(found), terminal_width()))
     if len(found) == 1:
@@ -125,9 +128,9 @@ def print_table(rows: Iterable[Result]) -> None:
 
 
 def results_table(rows: Sequence[Result]) -> Table:
-    """One row for each result. What is the same for all stands in the title, what differs in columns.
+    """One row per result. Values that all rows share are in the title, values that differ are columns.
 
-    Rows of one model, task and schedule stand together, those that evict nothing first.
+    Rows are grouped by model, task and schedule; rows without eviction are first.
     """
     rows = _grouped(rows)
     words = _words(rows)
@@ -136,7 +139,7 @@ def results_table(rows: Sequence[Result]) -> Table:
     numbers = [[one.value(row) or NONE for row in rows] for one in shown]
     legend = [one.legend for one in shown if one.legend]
     if any(row.budget is not None for row in rows):
-        legend.append("budget: tokens a KV head may keep (below 1: share of the prompt)")
+        legend.append("budget: tokens per KV head (below 1: share of the prompt)")
     return Table(
         frame_of([*named, *(one.title for one in shown)], [*(words[name] for name in named), *numbers]),
         title=_shared(words, named),
@@ -151,17 +154,17 @@ _GROUPS = ("model", "task", "schedule", "decode")
 
 
 def _grouped(rows: Sequence[Result]) -> list[Result]:
-    """The rows by model, task and schedule in order of appearance; in each task those that evict nothing first."""
+    """The rows grouped by model, task and schedule in order of appearance, rows without eviction first."""
     places = [*dict.fromkeys((row.model_label, row.task_label) for row in rows)]
     whens = ["", *dict.fromkeys(row.when for row in rows)]
-    if len({*whens}) < 3:  # no two rows evict at different moments
+    if len({*whens}) < 3:  # all rows have the same schedule
         return sorted(rows, key=lambda row: places.index((row.model_label, row.task_label)))
     return sorted(rows, key=lambda row: (places.index((row.model_label, row.task_label)), whens.index(row.when)))
 
 
 def _words(rows: Sequence[Result]) -> dict[str, list[str]]:
-    """The columns of words: names, the fields that differ, when rows evict."""
-    keys = dict.fromkeys(key for row in rows for key in row.differs if key != "compress")  # part of the schedule
+    """The text columns: names, fields that differ, schedule and decoding rule."""
+    keys = dict.fromkeys(key for row in rows for key in row.differs if key != "compress")  # the schedule contains it
     return {
         "model": [row.model for row in rows],
         "task": [row.task for row in rows],
@@ -177,7 +180,7 @@ def _words(rows: Sequence[Result]) -> dict[str, list[str]]:
 
 
 def _named_columns(words: dict[str, list[str]], always: Sequence[str]) -> list[str]:
-    """The columns in which rows differ; the schedule only where two rows that evict do."""
+    """The columns in which rows differ; schedules of rows without eviction are ignored."""
 
     def differ(name: str) -> bool:
         return len(set(words[name]) - ({NONE} if name in ("schedule", "decode") else set())) > 1
@@ -186,7 +189,7 @@ def _named_columns(words: dict[str, list[str]], always: Sequence[str]) -> list[s
 
 
 def _shared(words: dict[str, list[str]], shown: Sequence[str]) -> str:
-    """What all rows have in common: "model pocket, task niah(lengths=[300]), 20 examples"."""
+    """The title with shared values: "model pocket, task niah(lengths=[300]), 20 examples"."""
     silent = {"policy", "schedule", "decode", "n", *shown}
     usual = {"subset": "all", "state": FINISHED, "budget": NONE}
     same = {k: values[0] for k, values in words.items() if k not in silent and values[0] != usual.get(k)}
@@ -201,24 +204,24 @@ def _shared(words: dict[str, list[str]], shown: Sequence[str]) -> str:
 
 
 def _when(rows: Sequence[Result]) -> list[str]:
-    """When all rows that evict do so, if it is the same for all."""
+    """A note with the schedule and decoding rule, if all rows with eviction share them."""
     whens = {row.when for row in rows} - {""}
     return [f"when: {'; '.join(map(in_words, whens.pop().split(', ')))}"] if len(whens) == 1 else []
 
 
 def pivot(rows: Sequence[Result], across: str) -> Table:
-    """One row for each policy, one column for each budget or task: the shape in which papers print their tables.
+    """One row per policy, one column per budget or task, as in the tables of papers.
 
-    across="budget": scores (of given texts: NLL) with 95% intervals; runs without a budget in a column of their own.
-    across="task": scores times 100, one row for each policy and budget, and their mean where every task has a score.
+    across="budget": scores (or NLL) with 95% intervals; runs without a budget have a separate column.
+    across="task": scores times 100, one row per policy and budget, with the mean if every task has a score.
     """
     if across == "task":
         rows = [row for row in rows if not row.reads]
         if not rows:
-            raise UsageError("--pivot task needs scores, and all runs are of given texts")
+            raise UsageError("--pivot task needs scores, but all runs scored given texts")
     rows = _grouped(rows)
     words = _words(rows)
-    if across == "task":  # tasks of one name that differ in a field are columns of their own
+    if across == "task":  # tasks with one name but different fields are separate columns
         tasks = {(row.task, row.task_label) for row in rows}
         several = len({task for task, _ in tasks}) < len(tasks)
         words["task"] = [row.task_label if several else row.task for row in rows]
@@ -241,9 +244,9 @@ def pivot(rows: Sequence[Result], across: str) -> Table:
             line.append(_average([found.get(name, []) for name in columns]))
     kinds = dict.fromkeys("NLL in nats per token, lower is better" if row.reads else "score" for row in rows)
     what = "score x 100" if across == "task" else f"{' or '.join(kinds)} (95% CI)"
-    legend = ["budget: tokens a KV head may keep (below 1: share of the prompt)"]
+    legend = ["budget: tokens per KV head (below 1: share of the prompt)"]
     if any(row.difference and row.difference.claims for row in rows) and across == "budget":
-        legend.append("*: the 95% interval of the difference to full on the same examples leaves out 0")
+        legend.append("*: the 95% interval of the difference from full on the same examples excludes 0")
     return Table(
         frame_of([*named, *titles], list(zip(*body, strict=True))),
         title=f"{what} by {across}: {_shared(words, [*named, across])}",
@@ -274,7 +277,7 @@ def _average(tasks: Sequence[Sequence[Result]]) -> str:
 
 
 def chosen(rows: Sequence[Result], names: Sequence[str] = ()) -> Table:
-    """The columns of the tidy table that were asked for; without names, all that hold a value and no JSON."""
+    """Columns of the tidy table by name; without names, all columns with a value except JSON columns."""
     frame, json = tidy(rows, names), {column.name for column in COLUMNS if column.kind == "json"}
     if not names:
         frame = frame[[name for name in frame if frame[name].notna().any() and name not in json]]
@@ -287,42 +290,42 @@ def _cell(value: object) -> str:
 
 
 def notes(rows: Sequence[Result]) -> list[str]:
-    """Warnings about comparing the rows, a line each."""
+    """Warnings about comparing the rows, one line each."""
     found = [f"mixed versions in {row.run_id}: {row.mixed}" for row in rows if row.mixed]
     if any(not row.finished for row in rows):
-        found.append("unfinished: n examples so far; the same command continues the run")
+        found.append("unfinished: n examples so far; run the same command again to continue")
     few = [row for row in rows if row.to_full is not None and row.difference is None and row.gap is None]
     if any(row.value is not None for row in few):
-        found.append(f"vs full is shown from {FEWEST} shared examples on")
+        found.append(f"vs full needs at least {FEWEST} shared examples")
     if any(row.n_shared for row in rows):
         found.append("Times are not shown for batched runs. Use engine.rows=1 to time each run alone.")
     return found + unlike(rows)
 
 
 def unlike(all_rows: Sequence[Result]) -> list[str]:
-    """Warnings that rows evict at different moments: such rows differ in more than the policy."""
+    """Warnings about rows with different schedules, decoding rules or compressed parts: they are not comparable."""
     rows = [row for row in all_rows if row.evicts and row.naming.reads is None]
     found = []
     modes = sorted({row.compress for row in rows})
     if len(modes) > 1:
         found.append(
-            f"what is compressed differs ({', '.join(modes)}): a context is compressed before its question was seen, a "
-            "prompt with it; compare rows of one kind (compress=)"
+            f"compress differs ({', '.join(modes)}): a context is compressed before the question is known, a prompt "
+            "afterwards; compare rows with the same compress="
         )
     schedules = {row.schedule for row in rows if row.schedule}
     if len(schedules) > 1:
-        prompts = "eviction at the end of the prompt has seen the question, eviction in blocks has not"
-        contexts = "eviction in blocks decides before the rest of the context was read"
+        prompts = "eviction after the prompt uses the question, eviction in blocks does not"
+        contexts = "eviction in blocks does not use the rest of the context"
         found.append(
             f"schedules differ ({', '.join(sorted(schedules))}): {contexts if modes == ['context'] else prompts}; "
-            "compare rows of one schedule (schedule=)"
+            "compare rows with the same schedule="
         )
     decodes = {row.decode for row in rows if row.decode}
     if len(decodes) > 1:
-        grows = "with grow, every new token is kept beside the budget"
-        often = "with evict every k, up to k tokens are held beyond the budget"
+        grows = "with grow, new tokens are kept in addition to the budget"
+        often = "with evict every k, up to k tokens are held above the budget"
         found.append(
             f"decoding differs ({', '.join(sorted(decodes))}): {grows if 'grow' in decodes else often}; compare rows "
-            "of one rule (decode=)"
+            "with the same decode="
         )
     return found

@@ -1,1 +1,1 @@
-"""Commands of their own: scoring, diagnostics, predicted bytes, benchmarks, lm-eval's model."""
+"""Further commands: benchmarks, predicted bytes, diagnostics, calibration, scoring, checks, lm-eval's model."""

@@ -1,6 +1,6 @@
-"""What a policy's cache holds after a prompt, in exact bytes, without weights: the numbers of `kvbench.memory`.
+"""Exact bytes of a policy's cache after a prompt, computed without weights (`python -m kvbench.memory`).
 
-The stores themselves run, on tensors without data; so a prediction is what would be measured.
+The stores run on tensors without data (meta device), so that a prediction equals a measurement.
 """
 
 import sys
@@ -31,9 +31,9 @@ from kvbench.terminal.errors import refusing
 from kvbench.terminal.folding import terminal_width
 
 STATES = "states"
-LONG = 2**16  # tokens; between this length and twice it, a cache grows as it does in the limit
+LONG = 2**16  # tokens; growth between this length and twice it is the growth of a long cache
 MIB = 2**20
-MOST = 10**9  # tokens or sequences: sizes beyond are no tensor's
+MOST = 10**9  # tokens or sequences; tensors cannot be larger
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Prediction:
 
     @property
     def numbers(self) -> int:
-        """Keys and values the prompt has."""
+        """Number of key and value elements of the prompt."""
         return self.shape.numbers * self.length * self.batch
 
     @property
@@ -66,17 +66,16 @@ class Prediction:
 
     @property
     def ratio(self) -> float:
-        """A 16-bit cache of all keys and values over this one."""
+        """Size of a 16-bit cache of all keys and values, divided by the size of this one."""
         return 16 / self.bits
 
 
 def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> Prediction:
-    """The bytes held and the spare bytes of a cache after a prompt, over all its layers.
+    """The exact bytes held and spare bytes of a cache after a prompt, over all its layers.
 
-    They are exact but for 8 bytes per KV head, the index of a free slot, where the prompt's last block is one token.
-
-    ValueError for policies whose sizes depend on what the prompt says (budgets by statistics or per head, mergers), and
-    for those that cannot hold what the layers store.
+    If the last block of the prompt is a single token, 8 bytes per KV head (the index of a free slot) are missing.
+    Raises ValueError for policies whose size depends on the content of the prompt (budgets by statistics or per head,
+    mergers), and for policies that do not support latents if the model has them.
     """
     check_predictable(policy)
     if shape.kv_lora_rank:
@@ -97,16 +96,18 @@ def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> P
 
 
 def check_predictable(policy: Policy) -> None:
-    """ValueError where a cache's size is not settled by lengths and budgets alone."""
+    """Raise ValueError if the size of a cache does not only depend on lengths and budgets."""
     reasons = {
-        "shares its budget out by what the prompt's layers show": isinstance(policy.allocator, StatisticAllocator),
-        "gives every KV head a budget by what the prompt shows": policy.allocator.per_head,
-        "remembers what it merged": policy.merger.merges,
-        "remembers per layer what it saw": policy.needs.memory,
+        "distributes its budget over layers by statistics of the prompt": isinstance(
+            policy.allocator, StatisticAllocator
+        ),
+        "distributes its budget over KV heads by statistics of the prompt": policy.allocator.per_head,
+        "stores statistics of merged tokens": policy.merger.merges,
+        "stores statistics per layer": policy.needs.memory,
     }
     for reason, holds in reasons.items():
         if holds:
-            raise ValueError(f"{policy.name} {reason}, so its bytes cannot be told without running it")
+            raise ValueError(f"{policy.name} {reason}, so its bytes cannot be predicted: run it")
 
 
 def _layer_parts(
@@ -143,7 +144,7 @@ def _store(
 
 
 def _pages(policy: Policy, layer: int, held: LayerStore) -> int:
-    """Bytes of the summaries of a reader's pages."""
+    """Bytes of the page summaries of sparse attention."""
     if policy.reader is None or policy.reader.reads_all(layer):
         return 0
     pages, batch, tokens = PageReads(), *held.positions.shape[::2]
@@ -152,7 +153,7 @@ def _pages(policy: Policy, layer: int, held: LayerStore) -> int:
 
 
 def _recent(policy: Policy, shape: CacheShape, dim: int, length: int, batch: int) -> int:
-    """Bytes of the queries, of `dim` numbers, that a layer keeps for its scorer."""
+    """Bytes of the queries, of `dim` numbers each, that a layer stores for its scorer."""
     recent = RecentQueries(policy.needs.window)
     if policy.evicts:
         queries = torch.empty(batch, shape.query_heads, length, dim, dtype=shape.dtype, device="meta")
@@ -163,33 +164,33 @@ def _recent(policy: Policy, shape: CacheShape, dim: int, length: int, batch: int
 
 
 def limit_bits(policy: Policy, shape: CacheShape) -> float:
-    """Bits per number that each further token takes in a long cache."""
-    deep = replace(policy, store=policy.store.for_layer(shape.layers))  # a layer that no list of layers names
+    """Bits per number of each additional token in a long cache."""
+    deep = replace(policy, store=policy.store.for_layer(shape.layers))  # a layer without special treatment
     short, long = (predict(deep, shape, length) for length in (LONG, 2 * LONG))
     return 8 * (long.nbytes - short.nbytes) / (long.numbers - short.numbers)
 
 
 # --- the command line ----------------------------------------------------------------------------------------------
-def tell(arguments: Sequence[str]) -> int:
-    """Print what `python -m kvbench.memory key=value ...` asks for; returns the exit code. Raises UsageError."""
+def main(arguments: Sequence[str]) -> int:
+    """Print the tables of `python -m kvbench.memory key=value ...`; returns the exit code. Raises UsageError."""
     with refusing():
         given, folders = _own_folders(arguments)
-        said = pairs(given, "model=llama2_7b or length=4096,32768")
-        shape = cache_shape(said.pop("model", "pocket"), folders)
-        if "dtype" in said:
-            shape = replace(shape, dtype=_dtype(said.pop("dtype")))
-        lengths = _numbers("length", said.pop("length", "4096"))
-        batches = _numbers("batch", said.pop("batch", "1"))
-        slugs = said.pop("policy", "full").split(",")
-        asked = {name: _value(name, value) for name, value in said.items()}
-        budget = asked.pop("budget", None)
-        for name in {"slug", "config_dir"} & asked.keys():
-            raise ValueError(f"{name}={asked[name]} is not a field")
-        own: dict[str, Any] = {"config_dir": folders[0]} if folders else {}
-        policies = [make_policy(slug, budget, **own, **asked) for slug in slugs]
+        words = pairs(given, "model=llama2_7b or length=4096,32768")
+        shape = cache_shape(words.pop("model", "pocket"), folders)
+        if "dtype" in words:
+            shape = replace(shape, dtype=_dtype(words.pop("dtype")))
+        lengths = _numbers("length", words.pop("length", "4096"))
+        batches = _numbers("batch", words.pop("batch", "1"))
+        slugs = words.pop("policy", "full").split(",")
+        fields_given = {name: _value(name, value) for name, value in words.items()}
+        budget = fields_given.pop("budget", None)
+        for name in {"slug", "config_dir"} & fields_given.keys():
+            raise ValueError(f"{name}={fields_given[name]} is not a field")
+        folder: dict[str, Any] = {"config_dir": folders[0]} if folders else {}
+        policies = [make_policy(slug, budget, **folder, **fields_given) for slug in slugs]
         for policy in policies:
             if isinstance(policy, KVPress):
-                raise ValueError(f"what {policy.name} holds is known once it ran: kvpress tells no bytes before")
+                raise ValueError(f"the bytes of {policy.name} cannot be predicted: run it")
             check_layers(shape.layers, policy.store, policy.pre_pass)
             policy.allocator.check_heads([shape.layer(index)[0] for index in range(shape.layers)])
         tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
@@ -202,29 +203,29 @@ def tell(arguments: Sequence[str]) -> int:
 
 
 def _own_folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
-    """The pairs among the arguments, and the folder of --config-dir, in a list that is empty without one."""
+    """The key=value arguments, and a list with the folder of --config-dir or without elements."""
     parser = Parser("python -m kvbench.memory", add_help=False)
     parser.add_argument("-cd", "--config-dir", type=Path)
     parser.add_argument("pairs", nargs="*")
-    told = parser.parse_intermixed_args(arguments)
-    if told.config_dir is not None and not Path(expanduser(told.config_dir)).is_dir():
-        raise ValueError(f"--config-dir {told.config_dir} is not a folder")
-    return told.pairs, [Path(expanduser(told.config_dir))] if told.config_dir else []
+    options = parser.parse_intermixed_args(arguments)
+    if options.config_dir is not None and not Path(expanduser(options.config_dir)).is_dir():
+        raise ValueError(f"--config-dir {options.config_dir} is not a folder")
+    return options.pairs, [Path(expanduser(options.config_dir))] if options.config_dir else []
 
 
-def _value(key: str, said: str) -> Any:  # noqa: ANN401 - whatever YAML holds
+def _value(key: str, text: str) -> Any:  # noqa: ANN401 - any YAML value
     try:
-        return yaml.safe_load(said)
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{key}={said} cannot be read: {said} is no value of YAML") from error
+        raise ValueError(f"{key}={text} is not valid YAML") from error
 
 
-def _numbers(name: str, said: str) -> list[int]:
+def _numbers(name: str, text: str) -> list[int]:
     """A list of whole numbers of at least 1; ValueError otherwise."""
-    for number in said.split(","):
+    for number in text.split(","):
         if not (number.isdecimal() and 1 <= int(number) <= MOST):
             raise ValueError(f"{name}={number} must be a whole number from 1 to {MOST}")
-    return [int(number) for number in said.split(",")]
+    return [int(number) for number in text.split(",")]
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -266,11 +267,11 @@ def _sizes(policies: Sequence[Policy], shape: CacheShape, lengths: Sequence[int]
 
 
 def _limits(policies: Sequence[Policy], shape: CacheShape) -> Table:
-    """Which dtype of scales and minima gives which ratio in a long cache, for policies that keep every token."""
-    title = "Each further token of a long cache, by the dtype of scales and minima: bits/number (16-bit/this)"
+    """Compression of a long cache by the dtype of scales and minima, for quantized policies without eviction."""
+    title = "Each additional token of a long cache, by the dtype of scales and minima: bits/number (16-bit/this)"
     rows = []
     for policy in policies:
-        store: Any = policy.store  # a dataclass of its knobs
+        store: Any = policy.store  # a dataclass
         if policy.evicts or "metadata" not in {field.name for field in fields(store)}:
             continue
         kinds: list[dict[str, Any]] = [{"metadata": dtype} for dtype in ("float16", "float32")]

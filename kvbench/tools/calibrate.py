@@ -1,9 +1,9 @@
-"""`python -m kvbench.calibrate NAME model=... task=... limit=20 -o FILE`: what a policy has to know of a model.
+"""Calibrates a policy for a model: `python -m kvbench.calibrate NAME model=... task=... limit=20 -o FILE`.
 
-The fields are those of `python -m kvbench`: the task's prompts are the texts, so a task of long texts serves best
-(task=pg19, task=perplexity task.data_dir=texts). calibrations:
+The fields are those of `python -m kvbench`. The texts are the prompts of the task; use a task with long texts
+(task=pg19, task=perplexity task.data_dir=texts). Calibrations:
 
-  qfilters    where the queries of each head point, for policy=qfilters policy.scorer.filters=FILE
+  qfilters    mean query directions of each head, for policy=qfilters policy.scorer.filters=FILE
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from kvbench.terminal.outputs import check_output
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compute one calibration, write its file and return the exit code; wrong values are answered in one sentence."""
+    """Compute one calibration, write its file and return the exit code; 2 for wrong values."""
     parser = Parser("python -m kvbench.calibrate", description=__doc__)
     parser.add_argument("name", choices=["qfilters"], metavar="NAME")
     parser.add_argument("field", nargs="*", default=[], help="model=... task=... limit=20 ...")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="the file, .safetensors")
-    parser.add_argument("-cd", "--config-dir", help="folder with tasks and models of your own")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="file to write (.safetensors)")
+    parser.add_argument("-cd", "--config-dir", help="folder with your own tasks and models")
     given = parser.parse_intermixed_args(arguments)
     check_output(given.output, [".safetensors"])
     share_cores()
@@ -46,14 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def calibrate(fields: Sequence[str], output: Path, config_dir: str | None = None) -> int:
-    """Write the filters of a model over the prompts of a task; returns how many were read. Raises UsageError."""
+    """Write the filters of a model from the prompts of a task; returns the number of texts. Raises UsageError."""
     from kvbench.engine.prompts import make_prompts
     from kvbench.models.loading import load
     from kvbench.terminal.bars import progress
     from kvbench.tools.diagnose import cells_of
 
     if any(field.startswith("policy=") for field in fields):
-        raise UsageError("policy= has no effect here: a calibration is of a model")
+        raise UsageError("policy= has no effect here: a calibration belongs to a model")
     (cell,) = cells_of(["policy=full", *fields], config_dir)
     texts = [prompt.ids.long() for prompt in make_prompts(cell)]
     model = load(cell.checkpoint, cell.device).model
@@ -65,7 +65,7 @@ def calibrate(fields: Sequence[str], output: Path, config_dir: str | None = None
 def q_filters(model: PreTrainedModel, texts: Iterable[Tensor]) -> Tensor:
     """The Q-Filters [L,H_kv,D] of a model over texts [T] of token ids, with the sign that their authors give them.
 
-    Raises ValueError for a text of one token, and for a model whose layers are not of one shape.
+    Raises ValueError for a text of one token, and for a model with layers of different shapes.
     """
     found = QueryMoments(())
     for text in texts:

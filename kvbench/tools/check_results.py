@@ -41,20 +41,22 @@ POSITION = 4  # bytes of a token's position
 
 
 class RefusedError(Exception):
-    """Why a run is refused."""
+    """The reason why a run is refused."""
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, 1 where a run is refused, 2 for a wrong value."""
+    """The command line; returns the exit code: 0, 1 if a run is refused, 2 for a wrong value."""
     parser = Parser("python -m kvbench.results check", description=__doc__)
     parser.add_argument("folder", type=Path, help="a run, or a folder of runs")
-    parser.add_argument("fields", nargs="*", metavar="FIELD=VALUE", help="fields that differ here: task.data_dir=/data")
+    parser.add_argument(
+        "fields", nargs="*", metavar="FIELD=VALUE", help="fields with other values on this machine: task.data_dir=/data"
+    )
     given = parser.parse_args(arguments)
     quiet()
     folders, refused = sorted(path.parent for path in given.folder.rglob(FILE_NAME)), 0
     if not folders:
-        raise UsageError(f"{given.folder} holds no run")
+        raise UsageError(f"{given.folder} has no run")
     for folder in folders:
         try:
             check_run(folder, pairs(given.fields, "task.data_dir=/data"))
@@ -66,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_run(folder: Path, fields: dict[str, Any] | None = None) -> None:
-    """Raise RefusedError or UsageError where the files of a run disagree. fields: those with another value here."""
+    """Raise RefusedError or UsageError if the files of a run are inconsistent. fields: replace local values."""
     run = read_result(folder)
     cell = _cell(run, read_yaml(folder / "config.yaml")["config"], fields or {})
     prompts = prompts_for([replace(cell, limit=len(run.samples))]).first(None)
@@ -79,7 +81,7 @@ def check_run(folder: Path, fields: dict[str, Any] | None = None) -> None:
     if summed is None:
         raise RefusedError("metrics.json was computed from other samples or by another version")
     if json.loads(json.dumps(metrics(run.samples))) != summed:
-        raise RefusedError("metrics.json does not hold the metrics of its samples")
+        raise RefusedError("metrics.json does not contain the metrics of its samples")
 
 
 def _cell(run: Result, config: dict[str, Any], fields: dict[str, Any]) -> Cell:
@@ -92,12 +94,12 @@ def _cell(run: Result, config: dict[str, Any], fields: dict[str, Any]) -> Cell:
     skipped = {"code", *(key.partition(".")[0] for key in fields)}
     for key in {*ours, *run.identity} - skipped:
         if ours.get(key) != run.identity.get(key):
-            raise RefusedError(f"the {key} of its identity does not follow from its configuration")
+            raise RefusedError(f"{key} of its identity does not fit its configuration")
     if not run.run_id.endswith(f"-{digest_of(run.identity)}"):
         raise RefusedError("its run id is not the digest of its identity")
     changed = {key for key in cell.changed if key.startswith("policy.")}
     if changed != {key for key in run.naming.changed if key.startswith("policy.")}:
-        raise RefusedError(f"it is named {run.naming.policy}, but its configuration is another policy's")
+        raise RefusedError(f"it is named {run.naming.policy}, but has the configuration of another policy")
     return cell
 
 
@@ -107,9 +109,9 @@ def _sample_refused(cell: Cell, prompt: Prompt, sample: Sample) -> str | None:
     expected = vars(blank(prompt))
     for name in FROM_THE_TASK:
         if getattr(sample, name) != json.loads(json.dumps(expected[name], default=vars)):
-            return f"its {name} is not the task's"
+            return f"its {name} is not that of the task"
     if sample.likelihood is not None:
-        return None  # given texts have no answer to score, and tokens are evicted between their blocks
+        return None  # given texts have no answer, and they are evicted between blocks
     if sample.output is None:
         return "it has no answer"
     score, measures = cell.task.judge(sample.output, prompt.example)
@@ -142,7 +144,9 @@ def _budget_refused(cell: Cell, prompt: Prompt, kept: list[list[int]], seen: int
     progress.question = [prompt.length if prompt.question is None else prompt.question]
     budgets = [n + (not allocator.exact) for n in Budgets(policy, len(kept), progress).promise(0, seen)]
     held = [fmean(heads) if allocator.per_head else max(heads) for heads in kept]
-    if not isinstance(allocator, JointAllocator | StatisticAllocator):  # these two divide the total by what they see
+    if not isinstance(
+        allocator, JointAllocator | StatisticAllocator
+    ):  # these allocators distribute the total by statistics
         for layer, (tokens, budget) in enumerate(zip(held, budgets, strict=True)):
             if round(tokens, 6) > budget:
                 return f"layer {layer} holds {tokens:g} tokens per KV head, but its budget is {budget}"
@@ -167,7 +171,7 @@ def _bytes_refused(cell: Cell, sample: Sample) -> str | None:
 
 
 def _heads_and_numbers(cell: Cell) -> list[tuple[int, int]]:
-    """Of every attention layer: how many heads hold tokens, and how many numbers each stores per token."""
+    """For every attention layer: the number of heads that hold tokens, and the numbers each stores per token."""
     text = cell.checkpoint.config.get_text_config(decoder=True)
     by_query = cell.policy.granularity == "query_head"
     shapes = [cell.checkpoint.shapes[index] for index in layout_of(text).attention]

@@ -1,7 +1,7 @@
-"""`python -m kvbench.diagnose NAME policy=a,b budget=128 ...`: what policies did on real prompts, as CSV and picture.
+"""Diagnostics of policies on prompts: `python -m kvbench.diagnose NAME policy=a,b budget=128 ...`.
 
-The fields are those of `python -m kvbench`: task, model, limit (prompts, 1 here), seed, device, dtype. Files go to
-out/diagnostics: NAME.csv and NAME.png, or NAME-2 where there is one.
+The fields are those of `python -m kvbench`: task, model, limit (prompts, default 1), seed, device, dtype. The files
+NAME.csv and NAME.png are written to out/diagnostics; existing files are kept (NAME-2, ...).
 """
 
 import ast
@@ -24,7 +24,7 @@ _UNUSED = ("engine", "logger", "allow_mixed", "experiment")
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one diagnostic and return the exit code; wrong values are answered in one sentence."""
+    """Run one diagnostic and return the exit code, 2 for wrong values."""
     known = diagnostics()
     listed = "\n".join(f"  {name:22}{what}" for name, what in known.items())
     parser = Parser(
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("name", choices=known, metavar="NAME")
     parser.add_argument("field", nargs="*", default=[], help="policy=a,b budget=128 task=niah limit=2 ...")
-    parser.add_argument("-cd", "--config-dir", help="folder with policies, tasks and models of your own")
+    parser.add_argument("-cd", "--config-dir", help="folder with your own policies, tasks and models")
     given = parser.parse_intermixed_args(arguments)
     share_cores()
     quiet()
@@ -44,14 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_used(fields: Sequence[str]) -> None:
-    """Raise UsageError for a field of runs that a diagnostic does not look at."""
+    """Raise UsageError for a field of runs that diagnostics do not use."""
     for field in fields:
         if field.lstrip("+~").startswith(_UNUSED):
-            raise UsageError(f"{field} has no effect here: a diagnostic takes its prompts one by one and tracks no run")
+            raise UsageError(f"{field} has no effect here: diagnostics process prompts one by one, without a run")
 
 
 def diagnostics() -> dict[str, str]:
-    """What each diagnostic shows, by name: the first line of each module that measures, read without importing it."""
+    """The description of each diagnostic by name: the first line of its module, read without importing it."""
     found = {}
     for path in sorted(Path(str(resources.files("kvbench.tools.diagnostics"))).glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ def diagnostics() -> dict[str, str]:
 
 
 def diagnose(name: str, fields: Sequence[str], config_dir: str | None = None) -> tuple[Path, Path]:
-    """Measure every policy on every prompt, write table and picture, and return their paths. Raises UsageError."""
+    """Measure every policy on every prompt, write table and figure, and return their paths. Raises UsageError."""
     import pandas as pd
 
     from kvbench.engine.prompts import make_prompts
@@ -85,12 +85,12 @@ def diagnose(name: str, fields: Sequence[str], config_dir: str | None = None) ->
             given = {"policy": cell.policy_name, "example": prompt.example.index}
             rows += [{**given, **row} for row in module.measure(probe)]
     if not rows:
-        raise UsageError(f"{name} has nothing to show: budget={cells[0].budget} is above every prompt")
+        raise UsageError(f"{name} has no data: budget={cells[0].budget} is larger than every prompt")
     return _write(name, module, pd.DataFrame(rows), cells[0])
 
 
 def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
-    """One checked run per policy; `policy=` alone may name several."""
+    """One checked run per policy; only `policy=` may have several values."""
     from kvbench.identity.cell import build_cell
     from kvbench.identity.run_config import run_config
 
@@ -103,13 +103,13 @@ def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
 
 
 def _unused(path: Path) -> Path:
-    """The path or, where there is such a file, the first of NAME-2, NAME-3, ...: what was measured before stays."""
+    """The path, or the first unused one of NAME-2, NAME-3, ..."""
     others = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
     return path if not path.exists() else next(other for other in others if not other.exists())
 
 
 def _write(name: str, module: ModuleType, table: Any, cell: Any) -> tuple[Path, Path]:  # noqa: ANN401 - a DataFrame
-    """The table, and its picture in the house style. cell: the first of those measured, for what they share."""
+    """Write the table and its figure. cell: the first measured run, for the shared settings."""
     from matplotlib.figure import Figure
 
     from kvbench.report.figures.style import house_style, save

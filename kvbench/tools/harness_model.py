@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 
 @register_model("kvbench")
 class KVBenchLM(HFLM):
-    """A model whose cache a policy keeps small: every request has a cache of its own, which is audited.
+    """A Hugging Face model with a policy. Every request has its own cache, which is audited.
 
-    A context is compressed as a prompt; then its continuation is generated or rated on what the cache holds.
+    The context is compressed as a prompt; then the continuation is generated or rated with the compressed cache.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class KVBenchLM(HFLM):
         device_map: str | None = None,
         batch_size: int = 1,
         max_batch_size: int | None = None,
-        **fields: Any,  # noqa: ANN401 - whatever the policy's parts have
+        **fields: Any,  # noqa: ANN401 - fields of the policy's parts
     ) -> None:
         """pretrained: a name of conf/model such as `pocket`, a folder, or a hub id.
 
-        fields: of the policy, as `make_policy` takes them (window=16, ...). max_length: positions a request may take,
-        None: as many as the model has. Raises ValueError for a wrong value.
+        fields: of the policy, as in `make_policy` (window=16, ...). max_length: maximum positions of a request, None:
+        those of the model. Raises ValueError for a wrong value.
         """
         if not str(pretrained):
             raise UsageError("pretrained is missing: --model_args pretrained=pocket,policy=snapkv,budget=128")
@@ -71,7 +71,7 @@ class KVBenchLM(HFLM):
             self.policy = make_policy(policy, budget, **fields)
         spec = replace(_spec(str(pretrained), revision), trust_remote_code=trust_remote_code, device_map=device_map)
         if device == "cuda:0" and not torch.cuda.is_available():
-            device = "cpu"  # lm-eval's command line asks for cuda:0 if it is not told otherwise
+            device = "cpu"  # the default of lm-eval's command line
         checkpoint = locate(spec, dtype)
         loaded = load(checkpoint, pick_device(device or "auto"))
         self._record = {key: str(value) for key, value in loaded.record.items()}
@@ -98,7 +98,7 @@ class KVBenchLM(HFLM):
         max_length: int,
         stop: list[str],
         attention_mask: Tensor | None = None,
-        **kwargs: Any,  # noqa: ANN401 - as lm-eval has them
+        **kwargs: Any,  # noqa: ANN401 - lm-eval's settings
     ) -> Tensor:
         """The contexts [B,T] and their answers, padded with EOS, [B,T+M]."""
         sampling = sampling_of(kwargs)
@@ -141,7 +141,7 @@ class KVBenchLM(HFLM):
         return answers
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes beside its results: the model, the policy, and means of what the caches held."""
+        """Information that lm-eval stores with its results: model, policy, and mean tokens and bytes of the caches."""
         held = self._held
         means = {name: fmean(one[name] for one in held) for name in held[0]} if held else {}
         if held:
@@ -163,7 +163,7 @@ class KVBenchLM(HFLM):
 
 
 def _spec(pretrained: str, revision: str | None) -> ModelSpec:
-    """Where `pretrained` is: as conf/model says, in a folder, or on the hub."""
+    """The source of `pretrained`: conf/model, a folder, or the hub."""
     if find("model", pretrained):
         known = ModelSpec(name=pretrained, **read("model", pretrained))
         return replace(known, revision=revision or known.revision)

@@ -1,8 +1,8 @@
-"""Scores predictions made elsewhere: `python -m kvbench.score longbench predictions.jsonl -o scored.jsonl`.
+"""Scores recorded predictions: `python -m kvbench.score longbench predictions.jsonl -o scored.jsonl`.
 
-A line is a JSON object: one prediction, or the predictions of a whole task. Every line comes out as it went in, with
-`score` as the official code prints it; an old `score` is ignored, all other fields are copied. A benchmark of your own
-is named as its module (`my_package.my_bench`), which has a function `score_predictions(line)`.
+Each line is a JSON object: one prediction, or the predictions of a whole task. Every line is copied with `score` as the
+official code prints it; an old `score` is replaced. Your own benchmark is given by its module (`my_package.my_bench`),
+which has a function `score_predictions(line)`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from kvbench.terminal.outputs import check_output
 
 
 def score_file(path: Path, output: Path | None, rate: Callable[[Line], Line]) -> int:
-    """Score every line of a file, write them all or none, to stdout for None, and return their number.
+    """Score every line of a file, write them to `output` (None: stdout), and return their number.
 
-    Raises UsageError with one sentence, naming file and line, for the first thing that is wrong; `output` is then as it
-    was before.
+    Raises UsageError with file and line of the first error; then `output` is unchanged.
     """
     scored = []
     for number, text in enumerate(_lines(path), start=1):
@@ -52,32 +51,32 @@ def score_file(path: Path, output: Path | None, rate: Callable[[Line], Line]) ->
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, or 2 where something is wrong."""
+    """The command line; returns the exit code: 0, or 2 for an error."""
     arguments = sys.argv[1:] if arguments is None else arguments
     benchmarks = _benchmarks(arguments)
-    asked = _parser(benchmarks).parse_args(arguments)
-    if asked.output is not None:
-        check_output(asked.output)
-    benchmark = benchmarks[asked.benchmark]
-    flags = {flag: getattr(asked, flag) for flag in (*_flags(benchmark), "protocol") if hasattr(asked, flag)}
-    count = score_file(asked.predictions, asked.output, partial(benchmark.score_predictions, **flags))
-    if asked.output is not None:
-        sys.stdout.write(f"{count} lines -> {asked.output}\n")
+    options = _parser(benchmarks).parse_args(arguments)
+    if options.output is not None:
+        check_output(options.output)
+    benchmark = benchmarks[options.benchmark]
+    flags = {flag: getattr(options, flag) for flag in (*_flags(benchmark), "protocol") if hasattr(options, flag)}
+    count = score_file(options.predictions, options.output, partial(benchmark.score_predictions, **flags))
+    if options.output is not None:
+        sys.stdout.write(f"{count} lines -> {options.output}\n")
     return 0
 
 
 def _benchmarks(arguments: Sequence[str]) -> dict[str, ModuleType]:
-    """Ours by name, and the one asked for where it is another. Raises UsageError where that cannot score."""
+    """The benchmarks of kvbench by name, and a requested module. Raises UsageError if it cannot score."""
     found = {name: benchmark_module(name, "predictions") for name in benchmarks_with("predictions")}
-    asked = arguments[0] if arguments and not arguments[0].startswith("-") else None
-    if asked is not None and asked not in found:
-        known = f"choose one of {', '.join(found)}, or a module that has it"
+    name = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    if name is not None and name not in found:
+        known = f"choose one of {', '.join(found)}, or a module with this function"
         try:
-            found[asked] = benchmark_module(asked, "predictions")
-        except (ModuleNotFoundError, ValueError, TypeError) as error:  # an empty name, one that begins with a dot
-            raise UsageError(f"{asked} is no benchmark whose predictions can be scored ({error}): {known}") from error
-        if not hasattr(found[asked], "score_predictions"):
-            raise UsageError(f"{asked} has no function score_predictions: {known}")
+            found[name] = benchmark_module(name, "predictions")
+        except (ModuleNotFoundError, ValueError, TypeError) as error:  # an empty name, or a leading dot
+            raise UsageError(f"{name} is not a benchmark that can score predictions ({error}): {known}") from error
+        if not hasattr(found[name], "score_predictions"):
+            raise UsageError(f"{name} has no function score_predictions: {known}")
     return found
 
 
@@ -85,7 +84,7 @@ def _parser(benchmarks: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
     parser = Parser("python -m kvbench.score", description=__doc__)
     files = Parser("", add_help=False)
     files.add_argument("predictions", type=Path, help="file with one JSON object per line")
-    files.add_argument("-o", "--output", type=Path, help="file to write, all of it or none; else stdout")
+    files.add_argument("-o", "--output", type=Path, help="file to write (default: stdout)")
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, benchmark in benchmarks.items():
         fields = getattr(benchmark, "FIELDS", "see its documentation")
@@ -94,7 +93,9 @@ def _parser(benchmarks: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
         for flag, text in _flags(benchmark).items():
             one.add_argument(f"--{flag.replace('_', '-')}", action="store_true", help=text)
         if judges := getattr(benchmark, "JUDGES", None):
-            one.add_argument("--protocol", choices=judges, default=judges[0], help="whose rules (%(default)s)")
+            one.add_argument(
+                "--protocol", choices=judges, default=judges[0], help="scoring rules (default: %(default)s)"
+            )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""AdaKV: the KV heads of a layer share its slots by where the scores are.
+"""AdaKV: the KV heads of a layer share its slots in proportion to their high scores.
 
 Shapes: B batch, H KV heads, T slots.
 """
@@ -18,7 +18,7 @@ from kvbench.policies.ranking import Ranking, preference
 
 
 def top_over_heads(ranking: Ranking, eligible: Tensor, counts: Tensor) -> Tensor:
-    """Slots per head, [B,H], when all heads of a sequence compete for its counts [B] best eligible slots.
+    """Slots per head, [B,H], if all heads of a sequence compete for its counts [B] best eligible slots.
 
     Ties between heads go to the lower position, then to the lower head.
     """
@@ -37,17 +37,17 @@ def top_over_heads(ranking: Ranking, eligible: Tensor, counts: Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class Ada(Allocator):
-    """Heads compete for a layer's slots: each gets (1 - alpha) of what its scores win plus alpha of the even share.
+    """Heads compete for a layer's slots: each gets (1 - alpha) of its wins plus alpha of the even share.
 
         b_h = (1 - alpha) * w_h + alpha * b, sum_h w_h = H * b
 
-    What the scores win: w_h, the number of head h among the H * b best candidates of all heads together (b: the layer's
-    slots without its protected tokens).
+    w_h: the number of head h's tokens among the H * b best candidates of all heads. b: the budget per head without
+    protected tokens.
 
-    base: the allocator over layers that it wraps. alpha: the part that every head gets evenly. rounding: `exact` rounds
-    the heads to the layer's total by largest remainders; `official` truncates and rounds per head as the released code
-    does, so that the total may be missed by a few; `kvpress` forces every head's best int(alpha * budget) tokens and
-    deals the rest globally.
+    base: the wrapped allocator, which divides the total over the layers. alpha: the weight of the even share. rounding:
+    `exact` rounds the heads to the layer's total by largest remainders; `official` truncates and rounds per head as the
+    released code does, so the sum may differ from the total by a few slots; `kvpress` always keeps every head's best
+    int(alpha * budget) tokens and distributes the rest globally.
     Source: Feng et al. 2024, arXiv 2407.11550, algorithm 1.
     """
 

@@ -1,4 +1,4 @@
-"""The contract of an allocator: who gets how much of the budget.
+"""The interface of an allocator, which divides the budget among layers and KV heads.
 
 Shapes: B batch, L layers, H_q query heads, H_kv KV heads.
 """
@@ -15,20 +15,20 @@ from kvbench.policies.ranking import Ranking
 
 
 def even_shares(total: int, layers: int) -> list[int]:
-    """The total dealt evenly; where it does not divide, the first layers get one slot more."""
+    """The total divided evenly; the first layers get one extra slot each if there is a remainder."""
     base, more = divmod(total, layers)
     return [base + (layer < more) for layer in range(layers)]
 
 
 def known(length: int | None, who: str) -> int:
-    """A prompt's length; ValueError, saying who needs it, where it is not known."""
+    """Return the prompt's length. Raises ValueError, naming the component `who`, if it is unknown."""
     if length is None:
         raise ValueError(f"{who} needs the prompt's length before its end: pass KVCache(..., prompt_length=...)")
     return length
 
 
 def check_alike(heads: Sequence[int]) -> None:
-    """ValueError unless all layers have as many KV heads."""
+    """Raise ValueError unless all layers have the same number of KV heads."""
     if len(set(heads)) > 1:
         raise ValueError(
             "slots that are dealt out among the KV heads of all layers ask for as many heads in each, and this model's "
@@ -40,45 +40,46 @@ def check_alike(heads: Sequence[int]) -> None:
 class Allocator(ABC):
     """Divides a total of slots among the layers, and a layer's slots among its KV heads.
 
-    Subclasses are frozen dataclasses of their knobs. Budgets are slots per KV head, protected tokens inside. A field
-    with `metadata={"inherits": True}`, left unset, takes the value of the scorer's field of that name.
+    Subclasses are frozen dataclasses whose fields are their parameters. Budgets are slots per KV head and include
+    protected tokens. An unset field with `metadata={"inherits": True}` takes the value of the scorer's field of the
+    same name.
     """
 
     per_head: ClassVar[bool] = False
     """Whether the KV heads of a layer may get different budgets; the store should then be `ragged`."""
 
     sets_budget: ClassVar[bool] = False
-    """Whether it decides by itself how much stays: its policy has no budget, and a total is all that could be kept."""
+    """Whether the allocator determines the budget itself; `total` is then all tokens that could be kept."""
 
     @property
     def needs(self) -> Needs:
-        """What it reads; no layer gets less than its window. A class attribute where no field decides it."""
+        """The allocator's inputs; every layer gets at least `window` slots. A class attribute unless fields matter."""
         return Needs()
 
     @property
     def exact(self) -> bool:
-        """Whether its shares sum to the total; False only for `official` rounding rules."""
+        """Whether the shares sum to the total; False only for `official` rounding rules."""
         return True
 
-    def check_policy(self, name: str, queries: int) -> None:  # noqa: B027 - most work beside any scorer
-        """ValueError if it cannot work beside the scorer of policy `name`, whose window has `queries` queries."""
+    def check_policy(self, name: str, queries: int) -> None:  # noqa: B027 - most work with any scorer
+        """Raise ValueError if the scorer of policy `name`, with a window of `queries` queries, is incompatible."""
 
     def check_next_prompt(self, name: str) -> None:  # noqa: B027 - most can
-        """ValueError if it cannot divide slots again after another prompt, when heads hold different tokens."""
+        """Raise ValueError if later prompts, when heads hold different tokens, are not supported."""
 
-    def check_heads(self, heads: Sequence[int]) -> None:  # noqa: B027 - most deal tokens per KV head, layer by layer
-        """ValueError if it cannot divide slots among layers with so many KV heads each, or names one not there."""
+    def check_heads(self, heads: Sequence[int]) -> None:  # noqa: B027 - most divide slots layer by layer
+        """Raise ValueError if layers with these numbers of KV heads are unsupported, or a named head does not exist."""
 
     @abstractmethod
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
         """Slots per KV head for each of `layers` layers, summing to `total` exactly, none below `floor`.
 
-        length: prompt length in tokens, None while unknown; ValueError if the rule needs it. floor: the smallest budget
-        of a layer (what is always kept).
+        length: prompt length in tokens, None while unknown; raises ValueError if the rule needs it. floor: the smallest
+        budget of a layer (its protected tokens).
         """
 
     def heads(self, layer: int, ranking: Ranking, budgets: Sequence[int]) -> Tensor | None:
-        """[B,H_kv] slots per KV head of this layer, each row summing to budgets[b] * H_kv; None = equal budgets."""
+        """Slots per KV head of this layer, [B,H_kv]; row b sums to budgets[b] * H_kv. None: equal budgets."""
         return None
 
 
@@ -91,11 +92,11 @@ class StatisticAllocator(Allocator):
         return False
 
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
-        """Even shares: for prompts that fit their budget, where nothing is evicted and nothing was measured."""
+        """Even shares, used for prompts that fit their budget: nothing is evicted and nothing is measured."""
         return even_shares(total, layers)
 
     def leaves_whole(self, length: int, total: int, layers: int, floor: int) -> bool:
-        """Whether nothing of a prompt of `length` tokens is evicted: it fits the total of all `layers` layers."""
+        """Whether a prompt of `length` tokens fits the total of all `layers` layers, so that no token is evicted."""
         return length * layers <= total
 
     @abstractmethod
@@ -107,21 +108,21 @@ class StatisticAllocator(Allocator):
         """Slots per KV head for the layers measured so far, given one statistic [k] per such layer.
 
         total: slots of all `layers` layers, at most `cap` each. Every share is at least floor and at most cap (the
-        prompt's length). With all layers measured the sum is exactly `total`; before, it is at most `total` less
-        `floor` for each layer that is not measured yet.
+        prompt's length). If all layers are measured, the sum is exactly `total`; before, it is at most `total` minus
+        `floor` per unmeasured layer.
         """
 
 
 class JointAllocator(Allocator):
-    """An allocator that ranks the tokens of all layers before it decides over any, such as by one threshold.
+    """An allocator that ranks the tokens of all layers together, for example with one threshold.
 
-    Each layer's budget is then its even share in name only: all of them together are what the policy promises.
+    The budget of a single layer may differ from its even share; only the sum over all layers is guaranteed.
     """
 
     per_head: ClassVar[bool] = True
 
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
-        """Even shares, whose sum counts."""
+        """Even shares; only their sum matters."""
         return even_shares(total, layers)
 
     def check_heads(self, heads: Sequence[int]) -> None:
@@ -129,4 +130,4 @@ class JointAllocator(Allocator):
 
     @abstractmethod
     def heads_of_all(self, rankings: Sequence[Ranking], budgets: Sequence[Sequence[int]]) -> list[Tensor]:
-        """[B,H_kv] slots per KV head of every layer; all of a sequence sum to H_kv times its budgets, [L,B]."""
+        """Slots per KV head of every layer, [B,H_kv]; a sequence's slots sum to H_kv times its budgets [L,B]."""

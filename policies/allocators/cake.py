@@ -27,16 +27,17 @@ class P2A(StatisticAllocator):
         P_l = H_l^(1 / tau1) * V_l^(1 / tau2), b_l = w + P_l / (sum_k P_k) * (B - w) * L
         H_l = -sum_(h,q,j) A_(h,q,j) log A_(h,q,j), V_l = sum_(h,j) var_q A_(h,q,j)
 
-    H: entropy, V: variance over the w newest queries, of the attention they pay to the tokens before the window. The
-    window is in every layer's share; a prompt of T tokens caps the rest at T - w.
+    H: entropy, V: variance over the w newest queries, of the attention they pay to the tokens before the window. Every
+    layer's share includes the window; for a prompt of T tokens, the rest is at most T - w.
 
-    tau1: temperature of H, inf leaves it out. tau2: temperature of V, inf leaves it out. window: w, the queries that
-    observe; null: those of the scorer. rounding: `webster` deals out the total to the slot, and what one layer gets
-    never grows when further layers are measured; `official` truncates as the released code does, where layers at their
-    cap lose slots. cascading: evict the layers measured so far at once, so that peak memory is the whole budget and one
-    layer's prompt; with `official` rounding a share that would grow again is kept. official_gate: do not evict prompts
-    of up to a window beyond the budget before the first decoding step. stats_dtype: `model` rounds the attention first.
-    Source: Qin et al. 2025, arXiv 2503.12491, eq. 4-9 and algorithm 1; w outside the shares is that of its code.
+    tau1: temperature of H; inf ignores H. tau2: temperature of V; inf ignores V. window: w, the number of observing
+    queries; null uses the scorer's window. rounding: `webster` distributes exactly the total, and a layer's share never
+    grows when further layers are measured; `official` truncates as the released code does, which loses slots of layers
+    at their cap. cascading: evict measured layers immediately, so that peak memory is the whole budget plus one layer's
+    prompt; with `official` rounding, a share that would grow later keeps its smaller value. official_gate: prompts that
+    exceed the budget by at most one window are evicted only at the first decoding step. stats_dtype: `model` first
+    rounds the attention to the model's dtype.
+    Source: Qin et al. 2025, arXiv 2503.12491, eq. 4-9 and algorithm 1; adding w to each share follows its code.
     """
 
     tau1: float = 1.0
@@ -96,7 +97,7 @@ class P2A(StatisticAllocator):
         shares: list[int] = []
         nested = self.rounding == "webster" and all(map(isfinite, preference))
         first = len(preference) if nested or not self.cascading else 1
-        for seen in range(first, len(preference) + 1):  # where shares could grow again: stage by stage
+        for seen in range(first, len(preference) + 1):  # one layer at a time: no share exceeds the share before
             caps = [*shares, *[room] * (seen - len(shares))]
             so_far = comparable(preference[:seen])
             if self.rounding == "webster":
@@ -112,17 +113,17 @@ class P2A(StatisticAllocator):
 
 
 def comparable(preference: Sequence[float]) -> list[float]:
-    """The preferences, or equal ones where some are not finite or all are 0."""
+    """The preferences, or equal preferences if any is not finite or all are 0."""
     if all(map(isfinite, preference)) and any(preference):
         return list(preference)
     return [1.0] * len(preference)
 
 
 def official(preference: Sequence[float], total: int, cap: int) -> list[int]:
-    """Shares of the total as the released code rounds them: truncated and clipped, the lost slots dealt evenly.
+    """Shares of the total with the released code's rounding: truncate, clip, then distribute the lost slots evenly.
 
-    Slots lost to clipping, then those lost to truncation, are dealt to the layers below `cap`, a remainder to the
-    lowest layers. A layer may so end above its cap; clipping it loses slots.
+    Slots lost to clipping, then slots lost to truncation, go to the layers below `cap`, a remainder to the lowest
+    layers. A layer may therefore exceed its cap; clipping it loses slots.
     Source: the code of CAKE (antgroup/cakekv, cake/utils.py).
     """
     whole = sum(preference)

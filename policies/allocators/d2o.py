@@ -19,7 +19,7 @@ from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 
 EPS = 1e-6
-LEAST_SHARE = 0.01  # of the prompt, for any layer, in the released code
+LEAST_SHARE = 0.01  # smallest share of the prompt per layer in the released code
 EVERYTHING = 2**31 - 1  # slots of a layer that is never evicted
 
 
@@ -36,7 +36,7 @@ def column_variance(sums: Tensor, occupied: Tensor) -> Tensor:
 
 
 def proportions(log_weights: Sequence[float]) -> list[float]:
-    """Softmax of any weights: several at +inf get equal shares, and so do all at -inf."""
+    """Softmax of any weights: several weights of +inf get equal shares, and so do weights that are all -inf."""
     top = max(log_weights)
     powers = [float(w == top) if math.isinf(top) else math.exp(w - top) for w in log_weights]
     whole = math.fsum(powers)
@@ -46,8 +46,8 @@ def proportions(log_weights: Sequence[float]) -> list[float]:
 def fill(log_weights: Sequence[float], total: float, floor: float, cap: float) -> list[float]:
     """Water-filling: clip(exp(mu + w_l), floor, cap) with the one mu for which the targets sum to `total`.
 
-    L * floor <= total <= L * cap. Where the proportions miss the floor by more than they exceed the cap, mu has to
-    fall, so that every layer at or below the floor is final, else every layer at or above the cap; the other layers
+    L * floor <= total <= L * cap. If the proportions miss the floor by more than they exceed the cap, mu has to fall,
+    so every layer at or below the floor is final; otherwise every layer at or above the cap is final. The other layers
     share the rest again. Ends after at most L rounds.
     """
     targets = dict.fromkeys(range(len(log_weights)), 0.0)
@@ -71,23 +71,23 @@ def fill(log_weights: Sequence[float], total: float, floor: float, cap: float) -
 
 @dataclass(frozen=True)
 class InverseVariance(StatisticAllocator):
-    """Slots in proportion to exp(-F_l), F_l the variance over tokens of the attention layer l's prompt tokens drew.
+    """Slots in proportion to exp(-F_l), F_l the variance over the prompt tokens of their received attention.
 
         b_l = e^(-F_l) / (sum_k e^(-F_k)) * B * L
         F_l = mean_h var_j c_(h,j), c_(h,j) = sum_q A_(h,q,j)
 
-    norm: `layer_minmax` brings F to 0..1 over the layers, so that no layer gets more than e times another;
-    `head_minmax` (released code) does so over the heads of each layer and averages; `per_token` is the population
-    variance over T, between 0 and 1; `raw` is F itself, which gives nearly all to the layer of least variance.
-    allocation: `softmax` as above; `reciprocal`, in proportion to 1 / F whatever the norm; `uniform`; `exponential`,
-    whose shares exp(-F_l) of the prompt have no total of their own: scaled to the budget they are those of `softmax`.
+    norm: `layer_minmax` scales F to 0..1 over the layers, so that no layer gets more than e times another;
+    `head_minmax` (released code) scales over the heads of each layer and averages; `per_token` is the population
+    variance divided by T, between 0 and 1; `raw` is F itself, which gives nearly all slots to the layer of least
+    variance. allocation: `softmax` as above; `reciprocal`, in proportion to 1 / F for any norm; `uniform`;
+    `exponential` gives exp(-F_l) of the prompt, which has no fixed total: scaled to the budget, it equals `softmax`.
     variance: F of every query head, averaged (`heads`), or of the sums averaged over heads (`mean_map`). rounding:
-    `exact` keeps every layer between what it always keeps and the prompt, gives the rest in proportion, and rounds by
-    largest fractional parts. `official` truncates shares clipped to 0.01..1 of the prompt, so that the total is another
-    one. skip_layers: layers (negative: from the end) that keep their whole prompt: out of the total if exact; official:
-    beside it, and they go on growing.
+    `exact` keeps every layer between its protected tokens and the prompt length, distributes the rest in proportion,
+    and rounds by largest fractional parts. `official` truncates shares clipped to 0.01..1 of the prompt, which changes
+    the total. skip_layers: layers (negative: from the end) that keep their whole prompt. With `exact` rounding their
+    slots count in the total; with `official` they are extra, and these layers keep growing.
     Source: Wan et al. 2024, arXiv 2406.13035, eq. 4, 5 and section 5.6; `layer_minmax` and `exact` are ours, because
-    eq. 5 underflows on real variances and names no whole numbers.
+    eq. 5 underflows on real variances and gives no whole numbers.
     """
 
     needs = Needs(statistics=("attention_sum",), query_heads=True)
@@ -103,7 +103,9 @@ class InverseVariance(StatisticAllocator):
         whole_numbers("skip_layers", self.skip_layers)
         if self.norm == "head_minmax" and (self.variance == "mean_map" or self.allocation == "reciprocal"):
             raise ConfigError(
-                "norm", "head_minmax", why="compares heads: variance=mean_map and allocation=reciprocal exclude it"
+                "norm",
+                "head_minmax",
+                why="compares heads and cannot be combined with variance=mean_map or allocation=reciprocal",
             )
 
     def check_heads(self, heads: Sequence[int]) -> None:
@@ -125,7 +127,7 @@ class InverseVariance(StatisticAllocator):
         """[B,1] float32: F of this layer, without the normalisation over layers."""
         sums, occupied = state["attention_sum"], observation.occupied
         if self.variance == "mean_map":
-            # Heads hold the same tokens in the same slots: nothing was evicted before the end of the prompt.
+            # Heads hold the same tokens in the same slots, because no token is evicted before the end of the prompt.
             sums, occupied = sums.mean((1, 3), keepdim=True), occupied[:, :1]
         variances = column_variance(sums, occupied)  # [B,H_q]
         if self.norm == "head_minmax":
@@ -137,7 +139,7 @@ class InverseVariance(StatisticAllocator):
         return variances.mean(-1, keepdim=True)
 
     def share(self, statistics: Sequence[Sequence[float]], total: int, layers: int, floor: int, cap: int) -> list[int]:
-        assert len(statistics) == layers, "shares are computed once every layer was measured"
+        assert len(statistics) == layers, "shares are computed after every layer is measured"
         weights = self.log_weights([variance for (variance,) in statistics])
         layers_exist("skip_layers", self.skip_layers, layers)
         skipped = {layer % layers for layer in self.skip_layers}
@@ -176,7 +178,7 @@ class InverseVariance(StatisticAllocator):
 
 
 def minmax(variances: Sequence[float]) -> list[float]:
-    """(F - min F) / (max F - min F + eps), 0 to 1 over the layers; where some are infinite, these 1, others 0."""
+    """(F - min F) / (max F - min F + eps), 0 to 1 over the layers; infinite values become 1, and the others then 0."""
     low, high = min(variances), max(variances)
     if math.isinf(high):
         return [0.0 if math.isinf(low) else float(math.isinf(v)) for v in variances]

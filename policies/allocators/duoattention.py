@@ -1,4 +1,4 @@
-"""DuoAttention: retrieval heads keep everything, streaming heads sinks and recent tokens.
+"""DuoAttention: retrieval heads keep every token; streaming heads keep sinks and recent tokens.
 
 Shapes: B batch, L layers, H KV heads.
 """
@@ -21,14 +21,14 @@ from kvbench.policies.ranking import Ranking
 
 @dataclass(frozen=True)
 class DuoAttention(Allocator):
-    """The heads of lowest score stream: they keep the first and the newest tokens; the others keep the whole prompt.
+    """Streaming heads, which have the lowest scores, keep the first and the newest tokens; other heads keep the prompt.
 
         h "streams if" alpha_h "is among the" "round"(r * L * H) "lowest of all layers and KV heads"
 
-    There is no budget: a streaming head holds sinks + recent tokens, any other all of them. While decoding every head
-    keeps what is generated.
+    There is no budget: a streaming head holds sinks + recent tokens; any other head holds the whole prompt. Every head
+    keeps all generated tokens.
 
-    importance: a JSON file of scores per KV head, "layer-head", of headkv_r's form.
+    importance: a JSON file of scores per KV head, keyed "layer-head", in the format of headkv_r.
     sparsity: r, the share of KV heads that stream. sinks: first tokens of a streaming head. recent: its newest tokens.
     Source: Xiao et al. 2024, arXiv 2410.10819, section 2.3.
     """
@@ -46,8 +46,10 @@ class DuoAttention(Allocator):
         whole_number("sinks", self.sinks, 0)
         whole_number("recent", self.recent, 1)
         if not self.importance:
-            raise ConfigError("importance", "", why="must name a JSON file of scores per head, as for headkv_r")
-        _ = self._streams  # read now: the file may change later
+            raise ConfigError(
+                "importance", "", why="must be the path of a JSON file with scores per head, as for headkv_r"
+            )
+        _ = self._streams  # read at construction: the file may change later
 
     @cached_property
     def _streams(self) -> Tensor:
@@ -63,7 +65,9 @@ class DuoAttention(Allocator):
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
         """The mean over the heads of each layer, rounded down."""
         if layers != len(self._streams):
-            raise ConfigError("importance", self.importance, why=f"has {len(self._streams)} layers, the model {layers}")
+            raise ConfigError(
+                "importance", self.importance, why=f"has {len(self._streams)} layers, the model has {layers}"
+            )
         length, width = known(length, "duoattention"), self._streams.shape[1]
         few = min(self.sinks + self.recent, length)
         return [(n * few + (width - n) * length) // width for n in self._streams.sum(-1).tolist()]
@@ -71,9 +75,11 @@ class DuoAttention(Allocator):
     def heads(self, layer: int, ranking: Ranking, budgets: Sequence[int]) -> Tensor:
         stored = ranking.occupied.sum(-1)
         if stored.shape[1] != self._streams.shape[1]:
-            told = self._streams.shape[1]
+            width = self._streams.shape[1]
             raise ConfigError(
-                "importance", self.importance, why=f"has {told} heads a layer, the model {stored.shape[1]} KV heads"
+                "importance",
+                self.importance,
+                why=f"has {width} heads per layer, but the model has {stored.shape[1]} KV heads",
             )
         streams = self._streams[layer].to(stored.device)
         return torch.where(streams, stored.clamp(max=self.sinks + self.recent), stored)

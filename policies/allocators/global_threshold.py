@@ -16,14 +16,15 @@ from kvbench.policies.stores.slots import padded
 
 @dataclass(frozen=True)
 class GlobalThreshold(JointAllocator):
-    """The tokens of all layers and KV heads compete for all slots: each head keeps what scores above one threshold.
+    """The tokens of all layers and KV heads compete for all slots: each head keeps its tokens above one threshold.
 
         b_(l,h) = sum_j [s_(l,h,j) >= theta], sum_(l,h) b_(l,h) = L * H * b
 
-    Scores of different layers are compared as they are, so they must mean the same in each. Protected tokens stay in
-    every head, inside the budget. Ties go to the lower position, then to the lower layer, then to the lower head.
+    Scores of different layers are compared without scaling, so they must have the same meaning in each layer. Protected
+    tokens stay in every head and count in the budget. Ties go to the lower position, then to the lower layer, then to
+    the lower head.
 
-    Source: Kim et al. 2025, arXiv 2505.23416 (KVzip), section 3.3: its non-uniform budgets.
+    Source: Kim et al. 2025, arXiv 2505.23416 (KVzip), section 3.3 (non-uniform budgets).
     """
 
     def heads_of_all(self, rankings: Sequence[Ranking], budgets: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -47,6 +48,6 @@ def _tied(ranking: Ranking) -> Tensor:
 
 
 def _side_by_side(layers: Sequence[Tensor], fill: float) -> Tensor:
-    """Tensors [B,H,T] of L layers as one [B,L*H,T], on the first one's device."""
+    """Concatenate tensors [B,H,T] of L layers to [B,L*H,T], on the device of the first tensor."""
     rows = padded([layer.to(layers[0].device) for layer in layers], fill)
     return rows.view(len(layers), -1, *rows.shape[1:]).transpose(0, 1).flatten(1, 2)

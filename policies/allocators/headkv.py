@@ -23,13 +23,13 @@ from kvbench.policies.ranking import Ranking
 
 
 def read_importance(path: str) -> Tensor:
-    """Importance of every query head, [L,H_q]: the mean of the scores listed under `"layer-head"`, negative ones as 0.
+    """Importance of every query head, [L,H_q]: the mean of the scores under `"layer-head"`; negative scores count as 0.
 
-    The file is JSON: {"0-0": [0.1, ...], "0-1": ..., ...}, one entry for every head (a plain number will do as well).
-    ValueError says what is wrong with it.
+    The file is JSON: {"0-0": [0.1, ...], "0-1": ..., ...}, one entry for every head (a single number is accepted too).
+    Raises ValueError for an invalid file.
     """
     if Path(path).exists() and not Path(path).is_file():
-        raise ConfigError("importance", path, why="is no file")
+        raise ConfigError("importance", path, why="is not a file")
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
         heads = {tuple(int(part) for part in name.split("-")): value for name, value in entries.items()}
@@ -40,25 +40,27 @@ def read_importance(path: str) -> Tensor:
     except (ValueError, AttributeError, TypeError, ZeroDivisionError, IndexError, RecursionError) as error:
         raise ConfigError("importance", path, why='must be JSON of the form {"layer-head": [scores], ...}') from error
     if len(means) != layers * width:
-        raise ConfigError("importance", path, why=f"names {len(means)} heads, {layers} layers x {width} heads need all")
+        raise ConfigError(
+            "importance", path, why=f"has {len(means)} entries, but {layers} layers x {width} heads need one each"
+        )
     table = torch.tensor([[means[layer, head] for head in range(width)] for layer in range(layers)])
     if not 0 < float(table.clamp(min=0).sum()) < inf:
-        raise ConfigError("importance", path, why="has no positive score, or one without end")
+        raise ConfigError("importance", path, why="must have at least one positive score and only finite scores")
     return table.clamp(min=0).double()
 
 
 @dataclass(frozen=True)
 class HeadKV(Allocator):
-    """An even floor per head, and a shared pool dealt in proportion to head importance.
+    """An even floor per head plus a shared pool that is distributed in proportion to head importance.
 
         b_h = base - m + s_h / (sum_i s_i) * m * L * H, m = floor(base / beta)
 
-    Of each head's base slots (the budget without what is always kept) m go into the pool of all L * H heads, the rest
-    is its floor. Totals are exact: the layers' by largest remainders, then the heads' within a layer (the released code
-    rounds each head by itself).
+    m of each head's base slots (the budget without protected tokens) go into the pool of all L * H heads; the rest is
+    its floor. Totals are exact: largest remainders over the layers, then over the heads of a layer (the released code
+    rounds each head separately).
 
     importance: a JSON file of scores per head, see `read_importance`; the scores of a group's query heads are averaged.
-    beta: a larger one is a smaller pool. temperature: sharpens (below 1 flattens) the shares.
+    beta: a larger value makes the pool smaller. temperature: above 1 sharpens the shares, below 1 flattens them.
     Source: Fu et al. 2024, arXiv 2410.19258, section 3.2, and its code.
     """
 
@@ -76,10 +78,10 @@ class HeadKV(Allocator):
             raise ConfigError(
                 "importance",
                 "",
-                why="must name a JSON file of scores per head, such as /path/to/scores.json with "
+                why="must be the path of a JSON file with scores per head, such as /path/to/scores.json with "
                 "{'layer-head': [scores], ...}",
             )
-        _ = self._shares  # read now: the file may change later
+        _ = self._shares  # read at construction: the file may change later
 
     @cached_property
     def _shares(self) -> Tensor:
@@ -92,7 +94,9 @@ class HeadKV(Allocator):
 
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
         if layers != self._shares.shape[0]:
-            raise ConfigError("importance", self.importance, why=f"has {len(self._shares)} layers, the model {layers}")
+            raise ConfigError(
+                "importance", self.importance, why=f"has {len(self._shares)} layers, the model has {layers}"
+            )
         length = known(length, "headkv")
         base = total / layers - floor
         pool = base // self.beta
@@ -105,7 +109,9 @@ class HeadKV(Allocator):
         heads = ranking.scores.shape[1]
         if self._shares.shape[1] % heads:
             raise ConfigError(
-                "importance", self.importance, why=f"has {self._shares.shape[1]} heads a layer, no multiple of {heads}"
+                "importance",
+                self.importance,
+                why=f"has {self._shares.shape[1]} heads per layer, which is no multiple of {heads}",
             )
         shares = self._shares[layer].view(heads, -1).sum(-1).to(ranking.scores.device)
         fixed = ranking.protected.sum(-1)

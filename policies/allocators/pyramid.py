@@ -1,4 +1,4 @@
-"""PyramidKV: a fixed slope over the layers, the lower ones getting more."""
+"""PyramidKV: budgets that fall linearly from the first to the last layer."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,18 +10,19 @@ from kvbench.policies.checks import check_choices, number
 
 @dataclass(frozen=True)
 class Pyramid(Allocator):
-    """Slots beside those always kept fall linearly from 2m - m/beta in the first layer to m/beta in the last.
+    """Slots besides protected tokens fall linearly from 2m - m/beta in the first layer to m/beta in the last.
 
         b_l = b_0 - l * (b_0 - b_(L-1)) / (L - 1)
         b_0 = 2 m - m / beta, b_(L-1) = m / beta
 
-    m: their mean over the layers. Where a prompt has fewer candidates than the first layer's share, that share is its
-    candidates and the last one 2m minus them. Prompts that fit the budget stay whole.
+    m: the mean of these slots over the layers. If a prompt has fewer candidates than the first layer's share, the first
+    layer gets all candidates and the last layer gets 2m minus their number. Prompts that fit the budget are not
+    evicted.
 
-    beta: how steep, the last layer gets m / beta. rounding: `webster` brings the slope to the exact total. `official`
-    truncates the ends and the step as the released code does, which keeps up to 15% more than the budget, and gives
-    every layer equally much where a prompt is shorter than 2m; `adakv` has no such exception.
-    Source: Cai et al. 2024, arXiv 2406.02069, section 3.2 and its code; beta = 20 is that of its runs.
+    beta: the steepness; the last layer gets m / beta. rounding: `webster` rounds the slope to the exact total.
+    `official` truncates the ends and the step as the released code does, which keeps up to 15% more than the budget,
+    and gives every layer the same share if a prompt is shorter than 2m; `adakv` is the same without this exception.
+    Source: Cai et al. 2024, arXiv 2406.02069, section 3.2 and its code; beta = 20 is the value of its runs.
     """
 
     beta: float = 20.0
@@ -52,7 +53,7 @@ class Pyramid(Allocator):
         return [floor + high - layer * step for layer in range(layers)]
 
     def _ends(self, mean: float, most: int) -> tuple[float, float]:
-        """The first and the last layer's slots, the first at most `most`; whole numbers where official."""
+        """Slots of the first layer (at most `most`) and of the last layer; whole numbers except for `webster`."""
         low = mean / self.beta if self.exact else int(mean // self.beta)
         high = 2 * mean - low
         return (most, 2 * mean - most) if high >= most else (high, low)

@@ -1,4 +1,4 @@
-"""Random shares over the layers: the baseline of an allocation."""
+"""Random shares over the layers: a baseline for allocators."""
 
 from dataclasses import dataclass
 from random import Random as Generator
@@ -10,14 +10,14 @@ from kvbench.policies.checks import whole_number
 
 @dataclass(frozen=True)
 class Random(Allocator):
-    """Slots beside those always kept in proportion to one uniform draw per layer, equal for all prompts.
+    """Slots besides protected tokens in proportion to one uniform draw per layer, the same for all prompts.
 
         b_l = u_l / (sum_k u_k) * B * L, 0 <= u_l < 1
 
-    Prompts that fit the budget stay whole.
+    Prompts that fit the budget are not evicted.
 
-    seed: of the draws.
-    Source: Qin et al. 2025, arXiv 2503.12491, table 2, which names no distribution.
+    seed: seed of the draws.
+    Source: Qin et al. 2025, arXiv 2503.12491, table 2, which does not give the distribution.
     """
 
     seed: int = 0

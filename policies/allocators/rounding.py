@@ -7,10 +7,10 @@ from torch import Tensor
 def largest_remainders(targets: Tensor, totals: Tensor, caps: Tensor) -> Tensor:
     """Whole numbers near real targets [B,n], each row summing to totals [B], none above caps [B,n] or below 0.
 
-    The targets of a row sum to its total at most, but for a rounding error.
+    The targets of a row sum to at most its total, up to rounding errors.
 
-    Floors first; the missing units are dealt, one each, to the largest remainders (ties: the lower index), in rounds
-    while counts are below their caps. Totals beyond the sum of the caps give the caps.
+    Targets are rounded down first. The missing units go, one each, to the largest remainders (ties: the lower index),
+    in rounds while counts are below their caps. A total above the sum of the caps gives the caps.
     """
     # Remainders that differ only by rounding of the arithmetic are ties.
     targets = targets.double().clamp(min=0)

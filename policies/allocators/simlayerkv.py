@@ -1,4 +1,4 @@
-"""SimLayerKV: lazy layers keep sinks and recent tokens, the others keep everything.
+"""SimLayerKV: lazy layers keep sinks and recent tokens; other layers keep every token.
 
 Shapes: B batch, H_kv KV heads, T tokens.
 """
@@ -17,13 +17,14 @@ from kvbench.policies.observation import Observation, State
 
 @dataclass(frozen=True)
 class SimLayerKV(StatisticAllocator):
-    """A layer whose last query looks at little but the first and the newest tokens is lazy: it keeps only these.
+    """A layer is lazy if its last query mostly attends to the first and the newest tokens; it keeps only these tokens.
 
         l "is lazy if" mean_h sum_(j < m "or" j >= T - n) A_(h,T,j) > delta
 
-    m: sinks, n: recent. There is no budget: a lazy layer holds m + n tokens per KV head, any other the whole prompt.
+    m: sinks, n: recent. There is no budget: a lazy layer holds m + n tokens per KV head; any other layer holds the
+    whole prompt.
 
-    threshold: delta; 1 makes no layer lazy. sinks: first tokens. recent: newest tokens, the last one among them.
+    threshold: delta; 1 makes no layer lazy. sinks: first tokens. recent: newest tokens, including the last token.
     Source: Zhang et al. 2024, arXiv 2410.13846, section 3.
     """
 
@@ -51,7 +52,7 @@ class SimLayerKV(StatisticAllocator):
         return length <= self.sinks + self.recent
 
     def measure(self, observation: Observation, state: State) -> Tensor:
-        """[B,1]: the share of the last query's attention that sinks and recent tokens get."""
+        """[B,1]: the share of the last query's attention on sinks and recent tokens."""
         near = observation.first(self.sinks) | observation.newest(self.recent)
         return (observation.window_mean(1) * near).sum(-1).mean(1, keepdim=True)
 

@@ -7,7 +7,7 @@ from kvbench.policies.allocators.allocator import Allocator, even_shares
 
 @dataclass(frozen=True)
 class Uniform(Allocator):
-    """Deal the total evenly; where it does not divide, the first layers get one slot more."""
+    """Divide the total evenly; the first layers get one extra slot each if there is a remainder."""
 
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
         return even_shares(total, layers)

@@ -1,4 +1,4 @@
-"""Webster's rule: whole slots in proportion to real preferences, and nested as layers join.
+"""Webster's rule: whole slots in proportion to real preferences; shares never grow when layers are added.
 
 L layers; a layer holding b slots has the quotient preference / (2b + 1).
 """
@@ -10,14 +10,14 @@ LEAST = 1e-290  # smaller preferences count as 0: their quotients would lose dig
 
 
 def webster(preference: Sequence[float], total: int, cap: int | Sequence[int]) -> list[int]:
-    """Share `total` slots out over the layers in proportion to their preference; the sum is exact.
+    """Distribute `total` slots over the layers in proportion to their preference; the sum is exact.
 
-    Slots are dealt one at a time to the largest quotient among layers below their cap (ties: the lower layer), so a
-    further layer never raises the share of another. Layers of preference 0 share evenly what the others cannot hold.
-    preference: L finite numbers >= 0. cap: the most slots of a layer, one number or one per layer.
+    Each slot goes to the layer with the largest quotient among layers below their cap (ties: the lower layer), so an
+    additional layer never raises the share of another. Layers of preference 0 evenly share the slots that exceed the
+    caps of the others. preference: L finite numbers >= 0. cap: the most slots of a layer, one number or one per layer.
     Returns L slot counts; their sum is min(total, sum of the caps).
     Raises ValueError if total is negative or a preference is negative or not finite.
-    Source: CAKE (arXiv 2503.12491), eq. 7; the rounding is ours: shares truncated as in its code lose slots.
+    Source: CAKE (arXiv 2503.12491), eq. 7; the rounding is ours, because truncation as in its code loses slots.
     """
     weights = [float(p) for p in preference]
     caps = [cap] * len(weights) if isinstance(cap, int) else list(cap)
@@ -31,7 +31,7 @@ def webster(preference: Sequence[float], total: int, cap: int | Sequence[int]) -
     others = [layer for layer, weight in enumerate(weights) if weight < LEAST]
     left = total
     for layers in (preferred, others):
-        # Others are all alike: by quotients of 0 the lowest of them would get everything.
+        # The other layers all have quotient 0, so the rule would give every slot to the lowest of them.
         alike = layers is others
         shares = _dealt([1.0 if alike else weights[i] for i in layers], left, [caps[i] for i in layers])
         for layer, share in zip(layers, shares, strict=True):
@@ -55,7 +55,7 @@ def _dealt(weights: list[float], total: int, caps: list[int]) -> list[int]:
 
 
 def _certain(weights: list[float], total: int, caps: list[int]) -> list[int]:
-    """A lower bound of the slots that the rule deals out of at least `total` + 2L.
+    """A lower bound of the slots per layer that the rule assigns out of at least `total` + 2L.
 
     With real shares s of `total` (none above its cap, the excess in proportion), exactly the slots whose quotient
     reaches total / (2 * sum of s / weight) are rounded in, at most total + L/2 of them. They come first in the order
@@ -63,7 +63,7 @@ def _certain(weights: list[float], total: int, caps: list[int]) -> list[int]:
     """
     budgets, below = [0] * len(weights), set(range(len(weights)))
     while below and total > 0:
-        top = max(weights[i] for i in below)  # relative weights: their sum neither overflows nor vanishes
+        top = max(weights[i] for i in below)  # relative weights: their sum neither overflows nor underflows
         per_weight = total / sum(weights[i] / top for i in below)
         shares = {i: weights[i] / top * per_weight for i in below}
         full = {i for i, share in shares.items() if share >= caps[i]}

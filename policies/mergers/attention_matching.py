@@ -1,7 +1,7 @@
-"""Attention matching: a bias and values for the kept tokens, so that reference queries read what they read before.
+"""Attention matching: fit biases and values of kept tokens so that reference queries get the same output as before.
 
 Shapes: B batch, H KV heads, G query heads per KV head, W queries of the window, R = G * W rows, T slots, n kept slots
-(of the head that has most), D head dim.
+(the maximum over heads), D head dim.
 """
 
 from dataclasses import dataclass
@@ -17,28 +17,29 @@ from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation
 from kvbench.policies.stores.slots import take
 
-NEVER = 1e-12  # the least weight of a slot: its bias stays a number
+NEVER = 1e-12  # smallest weight of a slot, so that its bias is finite
 
 
 @dataclass(frozen=True)
 class AttentionMatching(Merger):
-    """Kept keys stay; each gets a bias b, so that attention's mass matches, and a new value, so that outputs match.
+    """Fit a bias b of each kept token to match the attention mass and a new value to match the outputs; keys stay.
 
         b_i = log w_i, w = argmin_(w >= 0) sum_q (sum_(i in "kept") w_i m_(q,i) - 1)^2, m_(q,i) = e^(q k_i) / Z_q
 
-    Z_q is the mass of all tokens, sum_j e^(q k_j). With o_q the attention output of reference query q over all of them,
-    and p_q its softmax over the kept ones, bias included:
+    Z_q is the mass of all tokens, sum_j e^(q k_j). o_q is the attention output of reference query q over all tokens,
+    and p_q its softmax over the kept tokens with bias:
 
         v = argmin_v sum_q ||sum_(i in "kept") p_(q,i) v_i - o_q||^2 + ridge * sum_i ||v_i - v_i^"old"||^2
 
-    Reference queries are the newest `queries` of the prompt, in all query heads of a group; tokens that not all of them
-    see stay as they are. Fitted where a prompt, or a block of it, is evicted; tokens that decoding evicts just go.
-    Later tokens have bias 0.
+    Reference queries are the newest `queries` of the prompt, in all query heads of a group. Tokens that are not visible
+    to all of them do not change. The fit is computed when a prompt or a block of it is evicted; decoding evicts tokens
+    without it. Later tokens have bias 0.
 
-    queries: newest queries that are matched. steps: of the non-negative least squares, by accelerated projected
-    gradients from w = 1. ridge: how strongly values stay near their own; it decides where rows are fewer than tokens.
-    Source: Zweiger et al. 2026, arXiv 2602.16284: its simplest form, of chosen keys (others are searched for there), of
-    the context's own queries (it also has the model repeat the context), with a ridge of ours.
+    queries: number of newest queries to match. steps: steps of accelerated projected gradients, from w = 1, for the
+    non-negative least squares. ridge: weight of the distance to the old values; it determines the solution if there are
+    fewer rows than tokens.
+    Source: Zweiger et al. 2026, arXiv 2602.16284: the simplest variant, with given keys (the paper also searches for
+    keys) and queries of the context (the paper also lets the model repeat the context); the ridge is ours.
     """
 
     queries: int = 64
@@ -57,7 +58,7 @@ class AttentionMatching(Merger):
     def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:
         if eviction.phase == "decode":
             return None
-        assert eviction.seen is not None, "several tokens go at the end of a prompt or a block"
+        assert eviction.seen is not None, "several tokens are evicted at once only at the end of a prompt or a block"
         kept = in_order(eviction.kept, eviction.positions)
         asked = reference_rows(eviction.seen, self.queries)
         values = widen(eviction.values).masked_fill((eviction.positions < 0)[..., None], 0.0)
@@ -66,7 +67,7 @@ class AttentionMatching(Merger):
         free &= kept.present & eviction.evicted.any(-1, keepdim=True)
         index = kept.slots[:, :, None].expand(-1, -1, asked.logits.shape[2], -1)
         rows = asked.logits.gather(-1, index).masked_fill(~kept.present[:, :, None], -torch.inf)
-        real = asked.real * (rows > -torch.inf).any(-1, keepdim=True)  # a query that sees no kept token fits nothing
+        real = asked.real * (rows > -torch.inf).any(-1, keepdim=True)  # queries that see no kept token are ignored
         weights = mass_weights((rows - asked.log_masses).exp(), real, free, self.steps)
         fitted = (rows + weights.log()[:, :, None]).softmax(-1).nan_to_num(nan=0.0) * real
         wanted = (asked.logits.softmax(-1) @ values) * real - fitted @ own
@@ -74,7 +75,7 @@ class AttentionMatching(Merger):
         bias = weights.log().float()
         if eviction.seen.bias is not None:
             bias += eviction.seen.bias.gather(-1, kept.slots)
-        # Entries beyond a head's own number write an evicted slot, which goes.
+        # Padding entries write to an evicted slot, which is freed.
         return Merged(kept.slots, take(eviction.keys, kept.slots), moved.to(eviction.values.dtype), bias)
 
     def absorb_one(self, eviction: OneEviction, memory: MergeState) -> None:
@@ -82,9 +83,9 @@ class AttentionMatching(Merger):
 
 
 class Rows(NamedTuple):
-    """Reference queries: logits [B,H,R,T], -inf where one does not see a slot, and their log-sum-exp [B,H,R,1].
+    """Reference queries: logits [B,H,R,T], -inf for slots that are not visible, and their log-sum-exp [B,H,R,1].
 
-    real [B,1,R,1]: 1, or 0 for rows that are padding, whose logits are 0. oldest [B]: the first position of a query.
+    real [B,1,R,1]: 1, or 0 for padding rows, which have logits 0. oldest [B]: the position of the first query.
     """
 
     logits: Tensor
@@ -94,7 +95,7 @@ class Rows(NamedTuple):
 
 
 def reference_rows(seen: Observation, queries: int) -> Rows:
-    """The newest queries of what was observed, all query heads of a group."""
+    """The newest observed queries in all query heads of a group."""
     assert seen.recent_queries is not None, "the merger needs a window"
     assert seen.recent_positions is not None, "the merger needs a window"
     asked, places = seen.recent_queries[:, :, -queries:], seen.recent_positions[:, -queries:]
@@ -108,10 +109,10 @@ def reference_rows(seen: Observation, queries: int) -> Rows:
 
 
 def mass_weights(masses: Tensor, real: Tensor, free: Tensor, steps: int) -> Tensor:
-    """Weights w >= 0 [B,H,n], 1 where not `free`, with which masses [B,H,R,n] of real rows [B,H,R,1] add up to 1.
+    """Weights w >= 0 [B,H,n], 1 where not `free`, such that weighted masses [B,H,R,n] of real rows sum to 1.
 
-    argmin |masses w - 1|^2 by accelerated projected gradients (FISTA, Beck and Teboulle 2009) from 1; a step is 1 over
-    the largest row sum of A^T A, which bounds its eigenvalues.
+    argmin |masses w - 1|^2 by accelerated projected gradients (FISTA, Beck and Teboulle 2009) from 1; the step size is
+    1 over the largest row sum of A^T A, which bounds its eigenvalues.
     """
     masses = masses * real
     gram = masses.transpose(-1, -2) @ masses
@@ -129,9 +130,9 @@ def mass_weights(masses: Tensor, real: Tensor, free: Tensor, steps: int) -> Tens
 
 
 def ridge_solution(rows: Tensor, wanted: Tensor, ridge: float) -> Tensor:
-    """x [B,H,n,D] that minimises |rows x - wanted|^2 + ridge |x|^2; rows [B,H,R,n], wanted [B,H,R,D]. In float64.
+    """Minimise |rows x - wanted|^2 + ridge |x|^2 in float64: rows [B,H,R,n], wanted [B,H,R,D] -> x [B,H,n,D].
 
-    Solved over the rows, which are fewer than tokens as a rule: x = rows^T (rows rows^T + ridge I)^-1 wanted.
+    Uses the dual form, because there are usually fewer rows than tokens: x = rows^T (rows rows^T + ridge I)^-1 wanted.
     """
     wide = rows.double()
     gram = wide @ wide.transpose(-1, -2)

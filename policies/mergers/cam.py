@@ -1,6 +1,6 @@
 """CaM: the value of an evicted token is added to those of the following tokens, with a probability.
 
-Shapes: B batch, H KV heads, T slots, n stored tokens (of the head that has most), D head dim.
+Shapes: B batch, H KV heads, T slots, n stored tokens (the maximum over heads), D head dim.
 """
 
 from dataclasses import dataclass
@@ -15,22 +15,23 @@ from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState
 from kvbench.policies.needs import Needs
 from kvbench.policies.stores.slots import take
 
-AT_ONCE = 64  # tokens solved together: a triangular system each
+AT_ONCE = 64  # tokens per triangular system
 
 
 @dataclass(frozen=True)
 class CaM(Merger):
-    """Add v_i / m to the values of the next m stored tokens with probability a_i / mean(a of these m), at most 1.
+    """Add v_j / m to the values of the next m stored tokens with probability a_j / mean(a of these m), at most 1.
 
         v_i <- v_i + v_j / m, i in "the next" m "tokens, with probability" min(1, a_j / mean_i(a_i))
 
-    a is the accumulated attention (mean over the group); keys are untouched. m is never more than the tokens stored
-    after the newest evicted one (the recent window). A prompt's tokens are evicted one after the other, the oldest
-    first, so that a value may be handed on several times.
+    a is the accumulated attention (mean over the group); keys do not change. m is at most the number of tokens stored
+    after the newest evicted token (the recent window). A prompt's tokens are evicted one by one, oldest first, so a
+    value may be passed on several times.
 
-    m: how many tokens share the value. seed: of the draws, one per KV head and token, whatever the batch.
+    m: number of tokens that share the value. seed: seed of the draws, one per KV head and token, independent of the
+    batch.
     Source: Zhang et al. 2024, "CaM: Cache Merging for Memory-efficient LLMs Inference"; m = 32 and the mean in the
-    denominator are those of its released code, whose versions differ; which version the paper used is not known.
+    denominator follow its released code, whose versions differ; the version used in the paper is unknown.
     """
 
     needs = Needs(layer=True, statistics=("attention_sum",))
@@ -57,7 +58,7 @@ class CaM(Merger):
         new = hand_on(widen(old), handed[..., here], reach)
         receives = follow(handed.double(), reach)[..., here] > 0
         values = torch.where((receives & present)[..., None], new.to(old.dtype), old)
-        # Entries beyond a head's own number name its oldest token, which receives nothing.
+        # Padding entries refer to the oldest token of the head, which receives no value.
         oldest = stored.slots[..., :1]
         slots = torch.where(present, slots, oldest)
         values = torch.where(present[..., None], values, take(eviction.values, oldest))
@@ -76,19 +77,19 @@ class CaM(Merger):
         handed = present & (uniform_draws(self.seed, eviction.layer, place) < probability)
         if eviction.going is not None:
             handed &= eviction.going
-        slots = torch.where(handed, later.indices, victims)  # else the evicted slot, unchanged
+        slots = torch.where(handed, later.indices, victims)  # otherwise the evicted slot, unchanged
         old = eviction.values.at(slots)
         share = widen(eviction.values.at(victims)) / reach[..., None]
         values = torch.where(handed[..., None], (widen(old) + share).to(old.dtype), old)
         return Merged(slots, eviction.keys.at(slots), values)
 
     def _reach(self, evicted: Tensor, present: Tensor) -> Tensor:
-        """[B,H] how many tokens a value is handed on to: m, or those stored after the newest evicted one if fewer."""
+        """Number of tokens that receive a value, [B,H]: m, or fewer if fewer follow the newest evicted token."""
         gone_later = evicted.flip(-1).cumsum(-1).flip(-1)  # evicted tokens from here on
         return (present & (gone_later == 0)).sum(-1).clamp(max=self.m)
 
     def _handed(self, eviction: Eviction, stored: Slots, evicted: Tensor, reach: Tensor) -> Tensor:
-        """Which of the stored tokens, in order, hand their value on: bool [B,H,n]."""
+        """Mask of the stored tokens, in order, that pass their value on: bool [B,H,n]."""
         drawn = eviction.state["attention_sum"].mean(-1).gather(-1, stored.slots).double()
         drawn = drawn.masked_fill(~stored.present, 0.0)
         ahead = follow(drawn.flip(-1), reach).flip(-1) / reach[..., None]
@@ -105,7 +106,7 @@ def follow(x: Tensor, reach: Tensor) -> Tensor:
 
 
 def hand_on(values: Tensor, handed: Tensor, reach: Tensor) -> Tensor:
-    """v'_j = v_j + sum over the `reach` tokens i before j that hand on, of v'_i / reach, the oldest first: [B,H,n,D].
+    """v'_j = v_j + sum of v'_i / reach over the handed tokens i among the `reach` before j, oldest first: [B,H,n,D].
 
     values [B,H,n,D], handed bool [B,H,n], reach [B,H]. A banded triangular system, solved AT_ONCE tokens at a time.
     """

@@ -1,6 +1,6 @@
 """D2O: an evicted token is averaged into the most similar kept token, if it is similar enough.
 
-Shapes: B batch, H KV heads, T slots, E evicted tokens and C kept ones (of the head that has most), D head dim.
+Shapes: B batch, H KV heads, T slots, E evicted and C kept tokens (maxima over heads), D head dim.
 """
 
 import math
@@ -17,44 +17,44 @@ from kvbench.policies.checks import check_choices, number
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, Slots, Vectors, in_order
 from kvbench.policies.stores.slots import padded, spread_index, take
 
-SIMILARITIES_AT_ONCE = 2**19  # 2 MiB of float32: similarities are built for some evicted tokens at a time
+SIMILARITIES_AT_ONCE = 2**19  # 2 MiB of float32: similarities are computed for some evicted tokens at a time
 GROUP = 64  # kept tokens per group of a maximum
 NORM_FLOOR = 1e-6
 
 
 class Exchange(NamedTuple):
-    """Keys or values of kept slots as they are, [B,H,C,D], and of evicted ones, [B,H,E,D] float32."""
+    """Keys or values of kept slots in their stored dtype, [B,H,C,D], and of evicted slots, [B,H,E,D] float32."""
 
     own: Tensor
     gone: Tensor
 
 
 class Match(NamedTuple):
-    """The kept token nearest to each evicted one: its similarity and its place among the kept, [B,H,E] each."""
+    """The nearest kept token of each evicted token: its similarity and its index among the kept, [B,H,E] each."""
 
     similarity: Tensor
     nearest: Tensor
 
 
 def margin(dtype: torch.dtype) -> float:
-    """Cosines computed in `dtype` that differ by no more than this count as equal, because rounding can cause it.
+    """Largest difference of cosines in `dtype` that rounding can cause; closer cosines count as equal.
 
-    Equal tokens have equal values in the first layer, but a product of another shape (more rows in the batch, another
-    slot in the cache) may round its last bits otherwise, and those must not decide which of the two is the nearest.
+    Equal tokens have equal values in the first layer, but products of different shapes (a larger batch, another slot in
+    the cache) may round the last bits differently. Rounding must not determine the nearest token.
     """
     return 64 * torch.finfo(dtype).eps
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """[...,D] at length 1, or shorter where they are all but 0."""
+    """Vectors [...,D] scaled to length 1, or shorter if they are almost 0."""
     length: Tensor = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
     return vectors / length.clamp_(min=NORM_FLOOR)
 
 
 def match(gone: Tensor, own: Tensor, present: Tensor) -> Match:
-    """Cosine similarity of evicted [B,H,E,D] and kept vectors [B,H,C,D], nearest of those `present` [B,H,C] (eq. 9).
+    """Nearest kept vector [B,H,C,D] among `present` [B,H,C] for each evicted [B,H,E,D], by cosine similarity (eq. 9).
 
-    Ties (`margin`) go to the older kept token. Places that a head does not have stand for its first.
+    Ties (`margin`) go to the older kept token. Padding entries repeat the head's first token.
     """
     own = widen(own)
     kept = own.shape[2]
@@ -68,7 +68,7 @@ def match(gone: Tensor, own: Tensor, present: Tensor) -> Match:
 
 
 def _nearest(similarities: Tensor) -> Match:
-    """The largest of each row [...,C] and the first place as near, found in groups: a plain max costs more."""
+    """The largest of each row [...,C] and the first index within `margin`, found in groups for speed."""
     groups = similarities.unflatten(-1, (-1, GROUP))
     highs = groups.amax(-1)
     best = highs.amax(-1, keepdim=True)
@@ -106,13 +106,13 @@ def _below(similarity: Tensor, threshold: Tensor) -> Tensor:
 
 
 def add_at(total: Tensor, places: Tensor, parts: Tensor) -> None:
-    """total [B,H,C,D] += parts [B,H,E,D] at places [B,H,E], in place; the order of additions is always the same."""
+    """total [B,H,C,D] += parts [B,H,E,D] at indices [B,H,E], in place and in a deterministic order of additions."""
     if not total.is_cuda:
         total.scatter_add_(2, spread_index(places, parts), parts)
         return
     heads = torch.arange(total.shape[0] * total.shape[1], device=total.device).view(*total.shape[:2], 1)
     rows = (heads * total.shape[2] + places).flatten()
-    total.flatten(0, 2).index_put_((rows,), parts.flatten(0, 2), accumulate=True)  # sorts first, scatter_add_ does not
+    total.flatten(0, 2).index_put_((rows,), parts.flatten(0, 2), accumulate=True)  # sorts first, unlike scatter_add_
 
 
 @dataclass(frozen=True)
@@ -123,16 +123,17 @@ class ThresholdedMerge(Merger):
         k_c <- (e * k_c + sum_i e^(u_i) k_i) / (e + sum_i e^(u_i)), v_c "likewise"
         tau <- beta * u + (1 - beta) * tau
 
-    Where similarities are equal but for rounding, the older kept token is the nearest, and u_i reaches tau.
+    If similarities are equal up to rounding, the older kept token is the nearest, and u_i reaches tau.
     The threshold tau starts as the mean of the nearest similarities at a sequence's first eviction; afterwards u is
     (the mean of) the new ones.
 
-    similarity: cosine of `keys` as cached (rotated), of `values`, or `separate`: keys and values matched, judged and
-    merged each by their own. beta: how fast the threshold follows. ema: false merges every evicted token. tau_scope: a
-    threshold per KV head, or per `layer`: then the r-th evicted tokens of all heads are judged together, by their mean,
-    as in the released code. merge: `weighted` by `weight`, or `average` with equal weights. weight: `exp`, in
-    proportion to e for the kept token and exp(u_i) for the evicted ones, which sums to one; `sim_mean` (released code)
-    is (k + sum u_i k_i) / (1 + n); `printed` is eq. 12 to the letter, where the weights of several tokens exceed one.
+    similarity: cosine of `keys` as cached (rotated), of `values`, or `separate`: keys and values are matched, compared
+    with a threshold and merged separately. beta: the weight of new similarities in the threshold. ema: false merges
+    every evicted token. tau_scope: one threshold per KV head, or per `layer`: then the mean similarity of the r-th
+    evicted tokens of all heads is compared with it, as in the released code. merge: `weighted` by `weight`, or
+    `average` with equal weights. weight: `exp`, in proportion to e for the kept token and exp(u_i) for the evicted
+    ones, which sums to one; `sim_mean` (released code) is (k + sum u_i k_i) / (1 + n); `printed` is eq. 12 to the
+    letter, where the weights of several tokens exceed one.
     Source: Wan et al. 2024, arXiv 2406.13035, eq. 9-12.
     """
 
@@ -148,7 +149,9 @@ class ThresholdedMerge(Merger):
         number("beta", self.beta, 0, 1)
         if self.merge == "average" and self.weight != "exp":
             raise ConfigError(
-                "merge", "average", why=f"gives every token the same weight, so weight={self.weight} has no meaning"
+                "merge",
+                "average",
+                why=f"gives every token the same weight and cannot be combined with weight={self.weight}",
             )
 
     def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:
@@ -168,7 +171,7 @@ class ThresholdedMerge(Merger):
             )
         if bool(kept.present.all()):
             return Merged(kept.slots, *new)
-        # Entries beyond a head's own number repeat its first.
+        # Padding entries repeat the head's first token.
         entries = torch.arange(kept.slots.shape[-1], device=kept.slots.device).where(kept.present, 0)
         return Merged(kept.slots.gather(-1, entries), *(take(x, entries) for x in new))
 
@@ -185,7 +188,7 @@ class ThresholdedMerge(Merger):
         for vectors in (keys, values):
             held = vectors.at(places)
             own, gone = widen(held).split(1, dim=2)
-            # Where the weight is not the mass, which then is 1, the token itself is scaled.
+            # If the weight is not the mass, the mass is 1 and the token is scaled.
             gone = gone if gain is mass else gone * gain[..., None]
             new.append(torch.lerp(own, gone, share).to(held.dtype))
         return Merged(nearest, *new)
@@ -193,8 +196,8 @@ class ThresholdedMerge(Merger):
     def _merged(
         self, judged: Exchange, pairs: list[Exchange], evicted: Slots, kept: Slots, memory: MergeState, tau: str
     ) -> list[Tensor]:
-        """New contents of the kept slots of each pair: matched by `judged`, passed by the threshold of that name."""
-        found = match(judged.gone, judged.own, kept.present)  # evicted ones were widened: narrowing them loses nothing
+        """New contents of kept slots for each pair, matched by `judged` and accepted by the threshold of that name."""
+        found = match(judged.gone, judged.own, kept.present)  # evicted vectors were widened, so narrowing is exact
         accepted = evicted.present & kept.present.any(-1, keepdim=True)
         if self.ema:
             accepted &= self._passes(found.similarity, accepted, memory, tau)
@@ -212,7 +215,7 @@ class ThresholdedMerge(Merger):
         return merged
 
     def _passes(self, similarity: Tensor, present: Tensor, memory: MergeState, name: str) -> Tensor:
-        """Which of the evicted tokens [B,H,E] reach the threshold, bool; updates the threshold (eq. 10)."""
+        """Mask of the evicted tokens [B,H,E] that reach the threshold, bool; updates the threshold (eq. 10)."""
         if self.tau_scope == "layer":
             heads = present.sum(1, keepdim=True)
             similarity = similarity.masked_fill(~present, 0.0).sum(1, keepdim=True) / heads.clamp(min=1)
@@ -221,7 +224,7 @@ class ThresholdedMerge(Merger):
         if old is None:
             old = similarity.new_full(similarity.shape[:-1], torch.nan)
         if similarity.shape[-1] == 1:
-            # A single token passes the new threshold exactly if it reaches the old one: no rounding can flip that.
+            # A single token reaches the new threshold if and only if it reaches the old one, independent of rounding.
             memory[name] = torch.where(present[..., 0], self._moved(old, similarity[..., 0]), old)
             return _below(similarity, old[..., None]).logical_not_()
         count = present.sum(-1)
@@ -232,7 +235,7 @@ class ThresholdedMerge(Merger):
         return _below(similarity, judge[..., None]).logical_not_()
 
     def _refuses_one(self, similarity: Tensor, going: Tensor | None, memory: MergeState) -> Tensor | None:
-        """Which of these single tokens, in the sequences `going` (None: in all), are not merged; None: all are."""
+        """Mask of single tokens, in the sequences `going` (None: all), that are not merged; None: all are merged."""
         if not self.ema:
             return None if going is None else ~going
         tau = memory.get("tau")
@@ -249,11 +252,11 @@ class ThresholdedMerge(Merger):
 
     @property
     def _base(self) -> float:
-        """What the kept token itself adds to the denominator."""
+        """The kept token's contribution to the denominator."""
         return 1.0 if self.merge == "average" or self.weight == "sim_mean" else math.e
 
     def _weights(self, similarity: Tensor) -> tuple[Tensor, Tensor]:
-        """What an evicted token is multiplied by, and what it adds to the denominator: [B,H,E] each."""
+        """The factor of an evicted token and its contribution to the denominator: [B,H,E] each."""
         if self.merge == "average":
             alike = torch.ones_like(similarity)
             return alike, alike

@@ -1,4 +1,4 @@
-"""The contract of a merger: how evicted tokens change kept ones.
+"""The interface of a merger, which changes kept tokens when tokens are evicted.
 
 Shapes: B batch, H_kv KV heads, T slots, D head dim.
 """
@@ -17,10 +17,10 @@ from kvbench.policies.stores.slots import padded, take
 
 @dataclass(frozen=True)
 class Eviction:
-    """A layer just before an eviction: the slots that are `kept` and those that are `evicted`, bool [B,H_kv,T].
+    """A layer just before an eviction, with masks of `kept` and `evicted` slots, bool [B,H_kv,T].
 
-    keys, values [B,H_kv,T,D]; positions [B,H_kv,T] (-1 = empty); state as for the scorer. seen: what the layer observed
-    (its newest queries, ...); None where single tokens go.
+    keys, values [B,H_kv,T,D]; positions [B,H_kv,T] (-1 = empty); state as for the scorer. seen: the layer's observation
+    (its newest queries, ...); None if single tokens are evicted.
     """
 
     layer: int
@@ -41,11 +41,11 @@ class Vectors:
         self.layers = layers
 
     def whole(self) -> Tensor:
-        """As one tensor; of several layers a copy, shorter ones filled up with zeros."""
+        """Return one tensor; several layers are copied and padded with zeros."""
         return padded(self.layers)
 
     def each(self, function: Callable[[Tensor, Tensor], Tensor], rows: Tensor) -> list[Tensor]:
-        """The function of every layer and its rows of a tensor [B,...]."""
+        """Apply the function to every layer and its rows of a tensor [B,...]."""
         own = rows.split([len(layer) for layer in self.layers])
         return [function(layer, part) for layer, part in zip(self.layers, own, strict=True)]
 
@@ -85,8 +85,8 @@ class OneEviction:
 class Merged:
     """New contents of kept slots: slots [B,H_kv,n] long, keys and values [B,H_kv,n,D]; other slots do not change.
 
-    bias [B,H_kv,n] float32: added to these slots' logits from now on, of a merger with `needs.bias`; not where single
-    tokens go.
+    bias [B,H_kv,n] float32: added to the logits of these slots from now on, for mergers with `needs.bias`; not
+    supported when single tokens are evicted.
     """
 
     slots: Tensor
@@ -96,7 +96,7 @@ class Merged:
 
 
 class Slots(NamedTuple):
-    """Slots [B,H,n] of each KV head in order of position; `present` [B,H,n] is False beyond a head's own number."""
+    """Slots [B,H,n] of each KV head in order of position; `present` [B,H,n] is False for padding."""
 
     slots: Tensor
     present: Tensor
@@ -115,19 +115,19 @@ MergeState = Memory
 
 
 class Merger:
-    """Merges evicted tokens into kept ones. Subclasses are frozen dataclasses of their knobs."""
+    """Merges evicted tokens into kept tokens. Subclasses are frozen dataclasses whose fields are their parameters."""
 
     needs: ClassVar[Needs] = Needs()
-    """What it reads beside keys, values and positions: which layer it is, running statistics of the scorer, the newest
-    queries (`Eviction.seen`); and whether it gives slots a bias."""
+    """Inputs besides keys, values and positions: the layer index, running statistics of the scorer, the newest queries
+    (`Eviction.seen`); and whether the merger gives slots a bias."""
 
     merges: ClassVar[bool] = True
     """Whether kept keys or values may change at an eviction."""
 
     def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:
-        """New contents of kept slots, or None where nothing changes; may update `memory`, nothing else."""
+        """Return new contents of kept slots, or None if nothing changes. May update only `memory`."""
         return None
 
     def absorb_one(self, eviction: OneEviction, memory: MergeState) -> Merged | None:
-        """`absorb` for a single token per KV head, called in every decoding step: a faster way may override it."""
+        """`absorb` for a single token per KV head, called in every decoding step. Override it with a faster version."""
         return self.absorb(eviction.masks(), memory)

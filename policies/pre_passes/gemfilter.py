@@ -18,10 +18,10 @@ class GemFilter(PromptChoice):
 
         s_j = sum_h q_(h,T) * k_(h,j)
 
-    Products are summed over all query heads. It rewrites the prompt, nothing is evicted from a cache: kept tokens get
-    new positions 0..k-1, none is protected, not even BOS.
+    Products are summed over all query heads. The policy shortens the prompt and evicts nothing from a cache: kept
+    tokens get new positions 0..k-1, and no token is protected, not even BOS.
 
-    layer: the layer that selects, counted from 0. kernel: neighbours the products are averaged over.
+    layer: index of the layer that selects, from 0. kernel: number of neighbours over which products are averaged.
     Source: Shi et al. 2024, arXiv 2409.17422, algorithm 1: raw products after RoPE, no scale, no softmax.
     """
 
@@ -37,7 +37,9 @@ class GemFilter(PromptChoice):
 
     def choose(self, queries: Tensor, keys: Tensor, budget: int) -> Tensor:
         heads, tokens, dim = keys.shape
-        grouped = widen(queries[:, -1]).view(heads, -1, dim).sum(1)  # first: a group's queries share their keys
+        grouped = (
+            widen(queries[:, -1]).view(heads, -1, dim).sum(1)
+        )  # sum first, because a group's queries share their keys
         products = torch.einsum("hd,htd->t", grouped, widen(keys))
         pooled = F.avg_pool1d(products[None, None], self.kernel, stride=1, padding=self.kernel // 2)[0, 0]
         order = pooled.argsort(descending=True, stable=True)

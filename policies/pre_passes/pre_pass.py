@@ -1,9 +1,9 @@
-"""The contract of a pre-pass: what the model computes of a prompt for a policy before anything of it is evicted.
+"""The interface of a pre-pass: extra computation over a prompt for a policy before tokens are evicted.
 
-A scorer declares one (`Scorer.pre_pass`), or the policy itself where nothing scores; our own loop makes it
-(`kvbench.inference.pre_pass`). There are four kinds: `PromptChoice` chooses the tokens that are read at all,
-`TokenRating` has a number for each token from the model's logits, `ExtraPasses` has more tokens look at the prompt, and
-`BlockPasses` at each block of it.
+A scorer declares a pre-pass (`Scorer.pre_pass`), or the policy does if it has no scorer; kvbench's generation loop runs
+it (`kvbench.inference.pre_pass`). There are four kinds: `PromptChoice` selects the tokens to prefill, `TokenRating`
+computes a number for each token from the model's logits, `ExtraPasses` runs more tokens over the prompt, and
+`BlockPasses` runs them after each block of it.
 
 Shapes: H_q query heads, H_kv KV heads, T tokens of a prompt, n tokens of a pass, M of a step, V vocabulary, D head dim.
 """
@@ -19,50 +19,51 @@ from torch import Tensor
 from kvbench.kernels.references import attention_logits, beside_sinks
 from kvbench.policies.observation import AttentionParams, Observation, State
 
-ROWS = 256  # queries of a pass whose attention exists at once
+ROWS = 256  # queries of a pass with attention weights in memory at once
 
 
 class PrePass(ABC):  # noqa: B024 - its kinds have the methods
-    """Forward passes for a policy before its eviction; what they find waits in statistics. Frozen dataclasses."""
+    """Forward passes for a policy before its eviction; their results are stored in statistics. Frozen dataclasses."""
 
     statistics: ClassVar[tuple[str, ...]] = ()
-    """Numbers per slot that it finds, by name: a scorer reads them in its `state`. 0 for a token it did not see."""
+    """Names of the statistics per slot that the pre-pass adds to a scorer's `state`; 0 for tokens without result."""
 
-    def check_layers(self, layers: int) -> None:  # noqa: B027 - most name none
-        """ValueError if a field names a layer that a model with `layers` of them does not have."""
+    def check_layers(self, layers: int) -> None:  # noqa: B027 - most name no layer
+        """Raise ValueError if a field names a layer that a model with `layers` layers does not have."""
 
 
 class PromptChoice(PrePass):
-    """Chooses the tokens of a prompt that are read at all, by what one early layer makes of all of them."""
+    """Selects the tokens of a prompt to prefill from the queries and keys of one early layer."""
 
     layer: int
-    """The layer whose queries and keys it reads, counted from 0; those after it do not run."""
+    """Index of the layer that provides queries and keys, from 0; later layers do not run."""
 
     @abstractmethod
     def choose(self, queries: Tensor, keys: Tensor, budget: int) -> Tensor:
-        """Positions to read, ascending, [min(budget, T)]; queries [H_q,T,D] and keys [H_kv,T,D], rotated."""
+        """Positions to prefill, ascending, [min(budget, T)]; queries [H_q,T,D] and keys [H_kv,T,D], rotated."""
 
 
 class TokenRating(PrePass):
-    """A number for every token out of the model's logits, for those of the prompt and for each decoded one.
+    """Computes a number for every prompt token and every decoded token from the model's logits.
 
-    Its one statistic holds them. They come out of the very calls that read the tokens: a prompt costs no second pass.
+    The numbers are stored in one statistic. They come from the calls that process the tokens, so a prompt needs no
+    second pass.
     """
 
     @abstractmethod
     def rate(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Numbers [...] float32 of tokens [...] under the logits [...,V] before them; a prompt's first token gets 0."""
+        """Rate tokens [...] by the logits [...,V] before them: [...] float32. A prompt's first token gets 0."""
 
     def observe(self, observation: Observation, state: State) -> None:
-        """Put the numbers of this step's tokens into their slots."""
+        """Store the numbers of this step's tokens in their slots."""
         ratings = observation.ratings
-        if ratings is None:  # at the end of a prompt, whose logits are not known yet
+        if ratings is None:  # at the end of a prompt, before its logits are computed
             return
-        ratings = ratings.to(observation.positions.device)  # of a model on several devices
+        ratings = ratings.to(observation.positions.device)  # layers may be on several devices
         real = observation.query_positions >= 0
-        column = real.to(torch.uint8).argmax(-1, keepdim=True)  # [B,1] where a sequence's own tokens begin
+        column = real.to(torch.uint8).argmax(-1, keepdim=True)  # [B,1] index of a sequence's first token after padding
         first = observation.query_positions.gather(-1, column)
-        entered = observation.positions - first[..., None]  # [B,H_kv,T] its place among this step's tokens
+        entered = observation.positions - first[..., None]  # [B,H_kv,T] index among this step's tokens
         columns = (entered + column[..., None]).clamp(0, ratings.shape[-1] - 1).long()
         found = ratings[:, None].expand(-1, columns.shape[1], -1).gather(-1, columns)
         new = observation.occupied & (entered >= 0) & real.any(-1)[:, None, None]
@@ -71,18 +72,18 @@ class TokenRating(PrePass):
 
 
 class TextEncoder(Protocol):
-    """The model's tokenizer, as far as a pre-pass needs it."""
+    """The methods of the model's tokenizer that a pre-pass uses."""
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, none added before or after."""
+        """The tokens of a text without special tokens."""
 
     @property
     def turn_end(self) -> str:
-        """What the chat template has between a user's words and the answer; a line's end where there is no template."""
+        """The text between a user message and the answer in the chat template; a newline if there is no template."""
 
 
 class Pass(NamedTuple):
-    """The tokens of one extra forward pass, and the positions of the prompt that it is about."""
+    """The tokens of one extra forward pass and the prompt positions that it refers to."""
 
     tokens: list[int]
     about: range
@@ -90,12 +91,12 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PassStep:
-    """What one layer did with the tokens of an extra pass, of one sequence.
+    """The state of one layer during an extra pass of one sequence.
 
-    queries [1,H_q,n,D], own_keys and own_values [1,H_kv,n,D] are those of the pass's tokens, which stand behind all
-    that was seen, at query_positions [1,n]; keys, values [1,H_kv,T,D] are those held, of tokens at positions [1,H_kv,T]
-    (-1: an empty slot). hidden [1,n,hidden]: what the layer's attention was given, where the pre-pass `reads_layer`;
-    then `params.model` is the layer of the model.
+    queries [1,H_q,n,D], own_keys and own_values [1,H_kv,n,D] belong to the tokens of the pass, which follow all stored
+    tokens at query_positions [1,n]. keys, values [1,H_kv,T,D] are stored, at positions [1,H_kv,T] (-1: an empty slot).
+    hidden [1,n,hidden]: the input of the layer's attention, if the pre-pass `reads_layer`; `params.model` is then the
+    layer of the model.
     """
 
     layer: int
@@ -124,38 +125,38 @@ class PassStep:
             yield logits.softmax(-1) if params.sinks is None else _beside(params.sinks, logits)
 
     def slots(self, about: range) -> Tensor:
-        """[1,H_kv,m] where the tokens at some positions lie, all of which are held, in order of position."""
+        """Slots [1,H_kv,m] of the tokens at these positions, in order; all of them must be stored."""
         inside = (self.positions >= about.start) & (self.positions < about.stop)
         order = self.positions.masked_fill(~inside, torch.iinfo(self.positions.dtype).max).argsort(dim=-1, stable=True)
         return order[..., : len(about)]
 
 
 def _beside(sinks: Tensor, logits: Tensor) -> Tensor:
-    """Weights [1,H_kv,G,r,T] where attention sinks, logits [1,H_q] that hold no token, take their part."""
+    """Attention weights [1,H_kv,G,r,T] with attention sinks, which are logits [1,H_q] without a token."""
     left = beside_sinks(logits.logsumexp(-1), sinks.view(1, logits.shape[1], -1, 1))
     return logits.softmax(-1) * left[..., None]
 
 
 class ExtraPasses(PrePass):
-    """More forward passes once all of a prompt is held: their tokens attend to all of it, and are stored nowhere."""
+    """Forward passes after prefill whose tokens attend to the whole prompt and are not stored."""
 
     reads_layer: ClassVar[bool] = False
-    """Whether it reads the hidden states of its tokens or the layer of the model (`PassStep.hidden`)."""
+    """Whether the pre-pass uses hidden states or the layer of the model (`PassStep.hidden`)."""
 
     @abstractmethod
     def passes(self, prompt: Sequence[int], encoder: TextEncoder) -> list[Pass]:
-        """The passes over a prompt [T], in order; encoder: for passes that are made of text."""
+        """The passes over a prompt [T], in order; encoder: tokenizer for passes that contain text."""
 
     @abstractmethod
     def observe(self, one: Pass, step: PassStep, state: State) -> None:
-        """Update the statistics [1,H_kv,T,G'], in place, with what a pass did in a layer. Called for every layer."""
+        """Update the statistics [1,H_kv,T,G'] in place with one pass of a layer. Called for every layer."""
 
 
 class BlockPasses(ExtraPasses):
-    """Passes after each block of a prompt but the last, for a scorer that judges it by the prompt's question.
+    """Passes after each block of a prompt except the last, for a scorer that uses the prompt's question.
 
-    The last block holds what is left of the question: where a prompt is read at once there is none. ValueError for
-    padding, where the blocks of the sequences of a batch do not end together.
+    The last block contains the rest of the question. A prompt that is prefilled in one call has no such pass. Padding
+    raises ValueError, because the blocks of the sequences of a batch must end together.
     """
 
     def passes(self, prompt: Sequence[int], encoder: TextEncoder) -> list[Pass]:
@@ -163,4 +164,4 @@ class BlockPasses(ExtraPasses):
 
     @abstractmethod
     def passes_after(self, prompt: Sequence[int], read: int, question: int) -> list[Pass]:
-        """The passes after the first `read` tokens of a prompt [T], whose question begins at `question`."""
+        """The passes after the first `read` tokens of a prompt [T] with a question that begins at `question`."""

@@ -15,10 +15,10 @@ from kvbench.policies.pre_passes.pre_pass import ExtraPasses, Pass, PassStep, Te
 
 @dataclass(frozen=True)
 class QueryMoments(ExtraPasses):
-    """Sums of q and of q q^T over the rotated queries of a text, by layer and query head.
+    """Sums of q and of q q^T over the rotated queries of a text, per layer and query head.
 
-    The prompt is the text's first token, and the pass is the rest: so it is read as any text is. The first token, which
-    draws attention whatever it says, is in no sum. One of these may read several texts.
+    The prompt is the first token of the text and the pass is the rest, as in normal processing. The first token, an
+    attention sink, is excluded from the sums. One object may process several texts.
 
     text: the tokens after the first.
     """
@@ -36,9 +36,9 @@ class QueryMoments(ExtraPasses):
             found[step.layer] = found.get(step.layer, 0) + new
 
     def directions(self) -> Tensor:
-        """Where the queries of each head point: the main right singular vector of all of them, [L,H_q,D] float64.
+        """The main right singular vector of the queries of each head, [L,H_q,D] float64.
 
-        Of its two signs the one on whose side the queries are on average.
+        Its sign is the sign of the queries' mean projection.
         """
         layers = sorted(self.squares)
         vectors = torch.stack([torch.linalg.eigh(self.squares[layer].cpu()).eigenvectors[..., -1] for layer in layers])

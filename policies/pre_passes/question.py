@@ -1,4 +1,4 @@
-"""The question, read after a block of its context.
+"""The question, processed after each block of its context.
 
 Shapes: H_kv KV heads, G query heads per KV head, n tokens of a pass, T slots.
 """
@@ -16,13 +16,13 @@ from kvbench.policies.pre_passes.pre_pass import BlockPasses, Pass, PassStep
 
 @dataclass(frozen=True)
 class Question(BlockPasses):
-    """Attention that every token draws from the question's queries while the question is still to come.
+    """Attention of the question's queries to every token before the question is prefilled.
 
         a_j = sum_(q in "question") c_q A_(h,q,j), c_q = "tokens that q sees"
 
-    The question, or what is left of it, is read behind the block and forgotten.
+    The question, or the rest of it, is processed after the block and is not stored.
 
-    official: c_q counts the tokens before q and not q itself.
+    official: c_q counts only the tokens before q, without q.
     """
 
     statistics = ("asked",)
@@ -45,6 +45,6 @@ class Question(BlockPasses):
 
 
 def put(statistic: Tensor, drawn: Tensor) -> None:
-    """Numbers [B,H_kv,G,T] as a statistic [B,H_kv,T,G'], the mean over the group where G' = 1; in place."""
+    """Write numbers [B,H_kv,G,T] to a statistic [B,H_kv,T,G'] in place; averaged over the group if G' = 1."""
     drawn = drawn.mT if statistic.shape[-1] == drawn.shape[2] else drawn.mean(2)[..., None]
     statistic.copy_(drawn)

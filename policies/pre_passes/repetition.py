@@ -1,4 +1,4 @@
-"""Repetition: the prompt is given again in chunks, and what that looks at is what the model needs of it.
+"""Repetition: the prompt is repeated in chunks to measure which of its tokens the model attends to.
 
 Shapes: H_q query heads, H_kv KV heads, G = H_q / H_kv, n tokens of a pass, m of its chunk, D head dim.
 """
@@ -15,19 +15,20 @@ from kvbench.policies.pre_passes.pre_pass import ExtraPasses, Pass, PassStep, Te
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
-LEAD = 8  # tokens before a later chunk that tell where it starts
+LEAD = 8  # tokens before a later chunk that mark its start
 
 
 @dataclass(frozen=True)
 class Repetition(ExtraPasses):
-    """The most attention a token draws while the model is given the prompt again, chunk by chunk.
+    """The largest attention weight of a token while the prompt is repeated chunk by chunk.
 
         a_j = max_(h in "group", q in "pass") A_(h,q,j)
 
-    The softmax is over the sinks, the chunk's own tokens and the pass's tokens up to the query. A pass is a request
-    to repeat (with the 8 tokens before the chunk, from the second on), the end of the user's turn, and the chunk.
+    The softmax is over the sinks, the chunk's own tokens and the pass's tokens up to the query. A pass contains a
+    request to repeat (from the second chunk on, with the 8 tokens before the chunk), the end of the user's turn, and
+    the chunk.
 
-    chunk: tokens of the prompt in one pass. sinks: first tokens, which every pass may look at.
+    chunk: prompt tokens per pass. sinks: number of first tokens that are visible to every pass.
     """
 
     statistics = ("repeated",)

@@ -1,4 +1,4 @@
-"""How unexpected each token was to the model itself."""
+"""Surprisal of each token under the model."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from kvbench.policies.pre_passes.pre_pass import TokenRating
 
 @dataclass(frozen=True)
 class Surprisal(TokenRating):
-    """-log p of every token given all before it; 0 for a prompt's first, which has none."""
+    """-log p of every token given all previous tokens; 0 for the first token of a prompt."""
 
     statistics = ("surprisal",)
 

@@ -1,4 +1,4 @@
-"""Repetition, weighed by what a token adds to the model's hidden states.
+"""Repetition with attention scaled by the token's contribution to hidden states.
 
 Shapes: H_q query heads, H_kv KV heads, G = H_q / H_kv, n tokens of a pass, m of its chunk, D head dim.
 """
@@ -13,18 +13,18 @@ from kvbench.kernels.references import widen
 from kvbench.policies.pre_passes.pre_pass import ROWS, PassStep
 from kvbench.policies.pre_passes.repetition import Repetition
 
-AT_ONCE = 2**22  # numbers of projected values that are in memory at once
+AT_ONCE = 2**22  # number of projected elements in memory at once
 
 
 @dataclass(frozen=True)
 class WeighedRepetition(Repetition):
-    """The most that a token adds to the hidden state of a query while the model is given the prompt again.
+    """The largest contribution of a token to a query's hidden state while the prompt is repeated.
 
         a_j = max_(h in "group", q in "pass") A_(h,q,j) * ||W_O^h v_j|| / ||x_q||
 
-    x_q is what the layer's attention is given of the query's token, W_O^h the output projection of head h.
+    x_q is the hidden state of the query's token before the layer's attention; W_O^h is the output projection of head h.
 
-    chunk: tokens of the prompt in one pass. sinks: first tokens, which every pass may look at.
+    chunk: prompt tokens per pass. sinks: number of first tokens that are visible to every pass.
     """
 
     reads_layer = True

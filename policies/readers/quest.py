@@ -1,4 +1,4 @@
-"""Quest: pages whose keys may give the query its largest product.
+"""Quest: read the pages with the largest upper bound on query-key products.
 
 Shapes: B batch, H_kv KV heads, G query heads each, P pages, p tokens of a page, D head dim.
 """
@@ -16,15 +16,16 @@ from kvbench.policies.readers.reader import Reader, Reading
 
 @dataclass(frozen=True)
 class Quest(Reader):
-    """Read the pages with the largest upper bound of a product of the query with one of their keys.
+    """Read the pages with the largest upper bound on the product of the query and one of their keys.
 
         s_P = mean_(h in "group") sum_d max(q_(h,d) * a_(P,d), q_(h,d) * b_(P,d))
 
-    a and b are the smallest and the largest number of each channel among the keys of page P. Grouped query heads share
-    the pages of their KV head, by the mean of their bounds; the paper has one query head per KV head.
+    a and b are the minimum and the maximum of each channel over the keys of page P. The query heads of a group share
+    the pages of their KV head, chosen by the mean of their bounds; the paper has one query head per KV head.
 
-    page: tokens of a page. first_layers: so many layers read everything, beyond the budget.
-    Source: Tang et al. 2024, arXiv 2406.10774, section 3.3 and algorithm 1: pages of 16, the first two layers whole.
+    page: tokens per page. first_layers: number of first layers that read all tokens regardless of the budget.
+    Source: Tang et al. 2024, arXiv 2406.10774, section 3.3 and algorithm 1: pages of 16 tokens, full attention in the
+    first two layers.
     """
 
     page: int = 16
@@ -47,7 +48,7 @@ class Quest(Reader):
     def score(self, reading: Reading) -> Tensor:
         smallest, largest = (widen(reading.summaries[name]) for name in ("smallest", "largest"))  # [B,H_kv,P,D]
         queries = widen(reading.queries).unflatten(1, (-1, reading.group))  # [B,H_kv,G,1,D]
-        # max(q a, q b) is q b where q is positive, q a where it is negative.
+        # max(q a, q b) is q b if q is positive and q a if it is negative.
         bounds = queries.clamp(min=0) @ largest.mT[:, :, None] + queries.clamp(max=0) @ smallest.mT[:, :, None]
         means: Tensor = bounds.mean(2)[:, :, 0]
         return means

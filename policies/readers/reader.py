@@ -1,10 +1,11 @@
-"""The contract of a reader: every token is held, and a decoded query reads some of them.
+"""The interface of sparse attention: every token is stored, and a decoded query reads some of them.
 
 Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, T tokens held, P pages, p tokens of a page, D head dim.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,10 +14,11 @@ from kvbench.policies.observation import State
 
 @dataclass(frozen=True)
 class Reading:
-    """One layer before the attention of one decoded query of every sequence.
+    """One layer before the attention of one decoded query per sequence.
 
     queries [B,H_q,1,D]; keys [B,H_kv,T,D] in order of position, positions [B,H_kv,T] (-1 = empty slot, at the end);
-    summaries: what the reader made of each page, [B,H_kv,P,...] by name. scaling: of the attention's logits.
+    summaries: the reader's summaries of each page, [B,H_kv,P,...] by name. visible: bool [B,H_kv,T], the tokens that
+    are visible to the query. scaling, softcap: parameters of the attention logits.
     """
 
     layer: int
@@ -24,7 +26,9 @@ class Reading:
     keys: Tensor
     positions: Tensor
     summaries: State
+    visible: Tensor
     scaling: float
+    softcap: float | None
 
     @property
     def group(self) -> int:
@@ -32,26 +36,32 @@ class Reading:
 
 
 class Reader(ABC):
-    """Scores pages of neighbouring tokens for a query. Subclasses are frozen dataclasses of their knobs.
+    """Scores pages of neighbouring tokens for a query. Subclasses are frozen dataclasses of parameters.
 
-    The policy's budget is what a decoded query may read: tokens per KV head, or a share of the prompt. Where more is
-    held, the floor(budget / page) pages with the highest scores are read, of equal scores the older, and attention is
-    computed over their tokens alone. A prompt's queries read all. page: tokens of a page, 1 to choose single tokens.
+    The policy's budget limits the tokens that a decoded query reads: tokens per KV head, or a share of the prompt. If
+    more tokens are stored, only the floor(budget / page) pages with the highest scores take part in attention; ties go
+    to the older page. Queries of a prompt read all tokens. page: tokens per page, 1 to choose single tokens.
     """
 
     page: int
 
+    mass: float | None = None
+    """Read as few pages as reach this share of the sum of all scores, without a budget; None: the budget's pages."""
+
+    reads_keys: ClassVar[bool] = False
+    """Whether all keys are read to choose the tokens: they are then counted as read."""
+
     def reads_all(self, layer: int) -> bool:
-        """Whether the queries of a layer read everything, beyond the budget."""
+        """Whether the queries of a layer read all tokens, regardless of the budget."""
         return False
 
     @abstractmethod
     def summarise(self, keys: Tensor, present: Tensor) -> State:
-        """What is held of pages, by name: keys [B,H_kv,P,p,D], present [B,H_kv,P,p] bool -> [B,H_kv,P,...] each.
+        """Compute page summaries by name: keys [B,H_kv,P,p,D], present [B,H_kv,P,p] bool -> [B,H_kv,P,...] each.
 
-        Called when a page's tokens come; its bytes are counted as held, and as read with every query.
+        Called when tokens are appended to a page. The bytes count as held and as read with every query.
         """
 
     @abstractmethod
     def score(self, reading: Reading) -> Tensor:
-        """[B,H_kv,P], higher = read; pages without a token that the query may see are left out by the caller."""
+        """Page scores [B,H_kv,P], higher = read. The caller skips pages without a visible token."""

@@ -1,4 +1,4 @@
-"""The base of H2O and its relatives: attention summed over all queries so far."""
+"""The base class of H2O and related scorers: attention summed over all queries so far."""
 
 from torch import Tensor
 
@@ -8,10 +8,10 @@ from kvbench.policies.scorers.scorer import AttentionScorer
 
 
 class AttentionSums(AttentionScorer):
-    """Accumulates the attention that every stored token receives from all queries, its own included.
+    """Accumulates the attention that every stored token receives from all queries, including its own query.
 
-    While decoding each step adds the new query's attention. An evicted token's sum is evicted with it; a token that
-    others were merged into keeps its own.
+    Each decoding step adds the new query's attention. The sum of an evicted token is evicted with it; merging does not
+    change the sum of a kept token.
     """
 
     needs = Needs(statistics=("attention_sum",), sums="column_sums", newest_row=True, never_negative=True)

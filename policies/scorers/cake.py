@@ -1,4 +1,4 @@
-"""CAKE: keep what the observation window attends to strongly or with a large variance.
+"""CAKE: keep tokens whose attention from the observation window has a large mean or variance.
 
 Shapes: B batch, H_kv KV heads, G query heads per KV head, T slots.
 """
@@ -29,15 +29,15 @@ class Cake(AttentionScorer):
         s_j = 1 / kernel sum_(|i - j| <= floor(kernel / 2)) 1 / G sum_(h in "group") I_(h,i)
 
     The indicator I of each query head (unbiased variance over the window) is averaged over the group and over
-    neighbouring candidates; the window itself is always kept and has its own, unpooled indicator. While decoding the
-    newest query's attention replaces the indicator, pooled likewise.
+    neighbouring candidates; the window itself is always kept and its indicator is not pooled. While decoding, the
+    newest query's attention replaces the indicator and is pooled in the same way.
 
-    window: the newest queries, which judge. gamma: weight of the variance. kernel: neighbours that are averaged.
-    indicator: `mean_var`, or `mean`, `var` and their `product` for the paper's ablation. decode_rule: `accumulate` adds
-    up the attention of all decoded queries instead of reading the newest alone. stats_dtype: `model` rounds the
-    attention to the model's dtype first. slot_order: `score` pools over slots in the order of their last scores, which
-    the released code leaves them in, instead of by position.
-    Source: Qin et al. 2025, arXiv 2503.12491, eq. 11-12; what decoding reads is that of its code.
+    window: number of newest queries that score. gamma: weight of the variance. kernel: number of averaged neighbours.
+    indicator: `mean_var`; for the paper's ablation also `mean`, `var` and their `product`. decode_rule: `accumulate`
+    sums the attention of all decoded queries instead of using only the newest. stats_dtype: `model` first rounds the
+    attention to the model's dtype. slot_order: `score` pools over slots in the order of their last scores, as in the
+    released code, instead of by position.
+    Source: Qin et al. 2025, arXiv 2503.12491, eq. 11-12; the decoding rule follows its code.
     """
 
     window: int = 32
@@ -52,9 +52,9 @@ class Cake(AttentionScorer):
         if self.window < 2:
             raise ConfigError("window", self.window, "at least 2 queries (a variance is taken over them)")
         number("gamma", self.gamma, 0)
-        if str(self.decode_rule) == "none":  # the name of it in CAKE's own configuration
+        if str(self.decode_rule) == "none":  # the value in CAKE's configuration
             raise ConfigError(
-                "decode_rule", "none", why="is written decode=grow: the cache then keeps what is generated"
+                "decode_rule", "none", why="is not supported: use decode=grow to keep all generated tokens"
             )
         check_choices(self)
         check_kernel(self.kernel)
@@ -93,7 +93,7 @@ class Cake(AttentionScorer):
         return observation.once(self, lambda: self.finish(group_mean(self.raw(observation, state)), observation))
 
     def raw(self, observation: Observation, state: State) -> Tensor:
-        """The indicator of each query head, [B,H_kv,G,T] (G = 1 for sums that were averaged over the group)."""
+        """The indicator of each query head, [B,H_kv,G,T] (G = 1 if the sums are already averaged over the group)."""
         if observation.phase == "decode":
             if self.decode_rule == "accumulate":
                 return state[SUMS].transpose(-1, -2)
@@ -111,7 +111,7 @@ class Cake(AttentionScorer):
         return smooth(raw, observation, self.window, self.kernel, "avg")
 
     def _in_read_order(self, raw: Tensor, observation: Observation, state: State) -> Tensor:
-        """[B,H_kv,T] pooled over neighbours: of a prompt in order of position, then in that of the last scores."""
+        """[B,H_kv,T] pooled over neighbours: by position in a prompt, afterwards in the order of the last scores."""
         if observation.phase != "decode":
             return self.finish(raw, observation)
         order = by_position(observation)

@@ -1,4 +1,4 @@
-"""CaM's eviction: keep the first and the newest tokens, half of the budget each."""
+"""CaM's eviction: keep the first and the newest tokens, each half of the budget."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -17,7 +17,7 @@ class CaM(AttentionSums):
 
         s_j = j, "kept in any case:" j < sinks
 
-    It ranks by position like `streaming`, and accumulates the attention that its merger reads.
+    It ranks tokens by position, as `streaming` does, and accumulates attention for its merger.
 
     sinks: a count, or "half" = floor(budget / 2).
     Source: Zhang et al. 2024, "CaM: Cache Merging for Memory-efficient LLMs Inference"; its code keeps a tenth of the

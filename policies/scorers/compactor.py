@@ -1,4 +1,4 @@
-"""Compactor: keys that stand out, and tokens that their chunk attends to."""
+"""Compactor: keep keys of high leverage and tokens that receive attention from their chunk."""
 
 from dataclasses import dataclass
 
@@ -16,16 +16,17 @@ from kvbench.policies.scorers.scorer import Scorer
 
 @dataclass(frozen=True)
 class Compactor(Scorer):
-    """Add up leverage and non-causal attention, both standardised over the layer; no question is needed.
+    """Sum of leverage and non-causal attention, both standardised over the layer; it needs no question.
 
         s_j = lambda "leverage"_j + "noncausal"_j, lambda = 1 - b / T
 
-    Both are computed without the first `first` and the newest `newest` tokens, which stay. lambda is the share of the
-    tokens seen that the budget b of the layer evicts.
+    Both are computed without the first `first` and the newest `newest` tokens, which are always kept. lambda is the
+    share of the T tokens seen that is evicted at the layer's budget b.
 
-    first, newest: tokens that always stay. blend: lambda, null for the share. chunk: tokens that see each other.
-    sketch: columns of the leverage's Phi. seed: of Phi. official: the attention as kvpress's code has it.
-    Source: Chari and Van Durme 2025, arXiv 2507.08143, section 3; this lambda is kvpress's.
+    first, newest: numbers of tokens that are always kept. blend: lambda; null uses the share. chunk: tokens per chunk
+    of the attention. sketch: columns of the leverage's Phi. seed: seed of Phi. official: compute the attention as
+    kvpress's code does.
+    Source: Chari and Van Durme 2025, arXiv 2507.08143, section 3; this lambda follows kvpress.
     """
 
     first: int = 8
@@ -41,7 +42,7 @@ class Compactor(Scorer):
         whole_number("newest", self.newest, 0)
         if self.blend is not None:
             number("blend", self.blend, 0)
-        self._parts()  # which check the rest
+        self._parts()  # checks the other fields
 
     @property
     def needs(self) -> Needs:

@@ -1,4 +1,4 @@
-"""CurDKV: keep large keys and values, by their share of their neighbourhood."""
+"""CurDKV: keep keys and values with a large share of the squared norm of their window."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,16 +18,16 @@ from kvbench.policies.stores.slots import take
 
 @dataclass(frozen=True)
 class CurDKV(Scorer):
-    """Keep the tokens whose key and value hold most of the squared norm of their window: approximate leverage.
+    """Keep the tokens with the largest shares of their window's squared norms of keys and values: approximate leverage.
 
         l_j(X) = ||x_j||^2 / (sum_(i in W) ||x_i||^2), W = "the window of" j
         s_j = l_j(K) l_j(V) / (sum_i l_i(K) l_i(V))
 
-    Windows are counted from the first stored token, in order; the last may be shorter.
+    Windows are counted from the first stored token, in order; the last window may be shorter.
 
-    window: tokens of a window. leverage: of the `key`, of the `value`, their mean (`kv_avg`), or their product
-    (`kv_product`). sinks: first tokens, always kept.
-    Source: Sengupta et al. 2025, arXiv 2509.15038, section 4; windows instead of a random projection are kvpress's.
+    window: tokens per window. leverage: the leverage of the `key`, of the `value`, their mean (`kv_avg`), or their
+    product (`kv_product`). sinks: number of first tokens that are always kept.
+    Source: Sengupta et al. 2025, arXiv 2509.15038, section 4; windows instead of a random projection follow kvpress.
     """
 
     needs = Needs(keys=True, whole_prompt=True, never_negative=True)
@@ -53,7 +53,7 @@ class CurDKV(Scorer):
         return found.new_zeros(observation.positions.shape).scatter_(-1, slots, found)
 
     def _share(self, vectors: Tensor, present: Tensor) -> Tensor:
-        """l of keys or values [B,H,T,D] in order: [B,H,T]."""
+        """l of keys or values [B,H,T,D] in order of position: [B,H,T]."""
         squares = widen(vectors).square().sum(-1).masked_fill(~present, 0.0)
         tokens = squares.shape[-1]
         windows = F.pad(squares, (0, -tokens % self.window)).unflatten(-1, (-1, self.window))

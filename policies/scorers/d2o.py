@@ -1,4 +1,4 @@
-"""D2O's eviction: sinks, the most important tokens, and the recent ones."""
+"""D2O's eviction: keep sinks, the most important tokens and the recent tokens."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,17 +10,17 @@ from kvbench.policies.scorers.attention_sums import AttentionSums
 
 @dataclass(frozen=True)
 class HeavyAndRecent(AttentionSums):
-    """Keep `sinks` first tokens; of the other slots n parts for the tokens of most attention, m for the newest.
+    """Keep the first `sinks` tokens; divide the other slots n : m between the most attended and the newest tokens.
 
         s_j = 1 / G sum_(h in "group") sum_(q >= j) A_(h,q,j)
         M = max(1, floor((S - sinks) * m / (n + m))), N = S - sinks - M
 
     S: the slots of the layer, N of them for important tokens and M for the newest.
 
-    sinks: first tokens, always kept. n: parts for the important. m: parts for the newest. recent: a fixed number of
-    newest tokens instead of a share. sinks_inside: count the sinks among the important ones, as the released code does:
-    the recent window is then floor(S * m / (n + m)).
-    Source: Wan et al. 2024, arXiv 2406.13035, eq. 6-8 and section 5.1 (N:M = 3:1); four sinks are those of its code.
+    sinks: number of first tokens that are always kept. n: parts for important tokens. m: parts for the newest tokens.
+    recent: a fixed number of newest tokens instead of a share. sinks_inside: count the sinks as important tokens, as
+    the released code does: the recent window is then floor(S * m / (n + m)).
+    Source: Wan et al. 2024, arXiv 2406.13035, eq. 6-8 and section 5.1 (N:M = 3:1); the four sinks follow its code.
     """
 
     sinks: int = 4

@@ -1,4 +1,4 @@
-"""Expected attention: what future queries will attend to, as far as the queries so far tell.
+"""Expected attention: keep tokens that future queries are expected to attend to, estimated from past queries.
 
 Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, T slots, D head dim.
 """
@@ -17,19 +17,19 @@ from kvbench.policies.scorers.scorer import AttentionScorer
 
 @dataclass(frozen=True)
 class ExpectedAttention(AttentionScorer):
-    """Keep what the next queries will attend to, were they drawn from the distribution of those so far.
+    """Keep the tokens that future queries attend to if they follow the distribution of past queries.
 
         q ~ N(mu_h, Sigma_h), "before rotation;" R = 1 / F sum_(t = T)^(T + F - 1) R_t
         z_(h,j) = (R mu_h) k_j / sqrt(D) + k_j^T R Sigma_h R^T k_j / (2 D)
         s_j = (1 / G sum_(h in "group") softmax_j(z_(h,j)) + epsilon) ||v_j||_2
 
-    Mean and (biased) covariance of a head's queries are remembered per layer and grow with every block and every
-    decoded token; the first `sinks` queries have no part in them, nor those tokens in the softmax. F is `future`, R_t
-    the model's own rotation at position t, q what it rotates.
+    Mean and (biased) covariance of a head's queries are stored per layer and updated with every block and every decoded
+    token. The first `sinks` queries are excluded from them, and the first `sinks` tokens from the softmax. F is
+    `future`, R_t the model's rotation at position t, q a query before rotation.
 
-    future: positions from the next on that queries are expected at. sinks: first tokens, always kept. covariance:
-    false takes the mean alone. values: false leaves the norm of the value out. epsilon: added to the attention, so that
-    large values count where none falls.
+    future: number of next positions that are averaged over. sinks: number of first tokens that are always kept.
+    covariance: false uses only the mean. values: false omits the norm of the value. epsilon: added to the attention, so
+    that large values matter for tokens without attention.
     Source: Devoto et al. 2025, arXiv 2510.00636, section 3.
     """
 
@@ -75,7 +75,7 @@ class ExpectedAttention(AttentionScorer):
         return (raw + self.epsilon) * widen(observation.values).norm(dim=-1) if self.values else raw + self.epsilon
 
     def _rotated(self, observation: Observation) -> tuple[Tensor, Tensor | None]:
-        """Mean [B,H_kv,G,D] and covariance [B,H_kv,G,D,D] of the queries expected, group by group."""
+        """Mean [B,H_kv,G,D] and covariance [B,H_kv,G,D,D] of the expected queries per group."""
         memory, heads = observation.memory, observation.keys.shape[1]
         positions = observation.seen[:, None] + torch.arange(self.future, device=observation.seen.device)
         rotation = observation.rotation(positions[:, None]).mean(observation.queries.shape[-1]).to(memory["mean"].dtype)
@@ -87,10 +87,11 @@ class ExpectedAttention(AttentionScorer):
 
 
 def _add(memory: Memory, queries: Tensor, counted: Tensor, new: Tensor) -> None:
-    """Take queries [B,H_q,M,D] into count, mean and scatter (sum of squared deviations), in place.
+    """Update count, mean and scatter (sum of squared deviations) with queries [B,H_q,M,D], in place.
 
-    counted [B,1,M,1] bool; new [B]: how many count. Sums of squares would cancel where the mean is large, so that the
-    deviations of the new queries from their own mean are joined with those so far (Chan et al. 1979).
+    counted [B,1,M,1] bool; new [B]: number of counted queries. Sums of squares would cancel if the mean is large.
+    Therefore the deviations of the new queries from their mean are combined with the previous deviations (Chan et al.
+    1979).
     """
     count, both = memory["count"], memory["count"] + new
     share = (new / both.clamp(min=1)).to(queries.dtype)[:, None, None]

@@ -1,4 +1,4 @@
-"""FINCH: what the question of a prompt attends to, each of its queries by how much it could attend to.
+"""FINCH: keep tokens that the prompt's question attends to, with queries weighted by the number of visible tokens.
 
 Shapes: B batch, H_kv KV heads, G query heads per KV head, w queries of the question, T slots.
 """
@@ -21,19 +21,19 @@ from kvbench.policies.windows import question_rows
 
 @dataclass(frozen=True)
 class Finch(AttentionScorer):
-    """Keep the question and what its queries attend to, each query weighted by the number of tokens it sees.
+    """Keep the question and the tokens it attends to; each query is weighted by the number of tokens it sees.
 
         s_j = 1 / (G w) sum_(h in "group") sum_(q in "question") c_q A_(h,q,j), c_q = "tokens that q sees"
 
-    The question, w tokens inside the prompt, is told (compress=context, which hides it, is refused). Read in blocks
-    (`finch_chunks`), as in the paper, each block of the context is read with the question behind it, and what was kept
-    so far competes with the block; at once (`finch`), all of the context is one chunk, as in kvpress's FinchPress. What
-    stays is rotated to places without gaps (the schedule's `rerotate`). The paper's code has one set for all heads of a
-    layer (`policy.granularity=layer`), kvpress's one for each KV head, as here. A token that was decoded, and while
-    decoding the question, has the best score there is.
+    The policy needs the question, w tokens inside the prompt (compress=context hides it and is rejected). In blocks
+    (`finch_chunks`), as in the paper, each block of the context is prefilled with the question after it, and the tokens
+    kept so far compete with the block. In one pass (`finch`), the whole context is one chunk, as in kvpress's
+    FinchPress. Kept tokens are rotated to positions without gaps (the schedule's `rerotate`). The paper's code keeps
+    one token set for all heads of a layer (`policy.granularity=layer`); kvpress keeps one per KV head, as here. Decoded
+    tokens, and the question while decoding, get the highest score.
 
-    window: `question`, or so many of the prompt's last tokens in its place, where no task says where a question begins.
-    official: c_q counts the tokens before q, as kvpress does, and not q itself.
+    window: `question`, or a number of last prompt tokens to use instead, for tasks that do not mark the question.
+    official: c_q counts only the tokens before q, as kvpress does, and not q itself.
     Source: Corallo and Papotti 2024, arXiv 2408.00167, section 3.
     """
 
@@ -63,11 +63,11 @@ class Finch(AttentionScorer):
         return _asking(observation) if told else None
 
     def observe(self, observation: Observation, state: State) -> None:
-        """Add what the question's queries that were read draw to what those in a pass drew, if some are to come."""
+        """Add the attention of the question's prefilled queries to the attention of the queries in a pass, if any."""
         if self.window != "question" or observation.phase == "decode":
             return
         if observation.last is not None and observation.last < min(observation.questions):
-            return  # none was read: a pass found it all
+            return  # no query was prefilled: the pass computed all of the attention
         rows, asked = question_rows(observation)
         put(own := torch.zeros_like(state["asked"]), self._weighed(observation, rows, asked))
         device = own.device
@@ -86,9 +86,9 @@ class Finch(AttentionScorer):
         return torch.where(_asking(observation)[:, :, None], drawn.amax(-1, keepdim=True), drawn)
 
     def _weighed(self, observation: Observation, rows: Tensor, asked: Tensor) -> Tensor:
-        """Rows [B,H_kv,G,w,T] summed over those that ask, bool [B,w], each times the tokens that its query sees."""
+        """Rows [B,H_kv,G,w,T] summed over the question's queries, bool [B,w], times the number of visible tokens."""
         places = observation.recent_positions
-        assert places is not None, "the window is declared"
+        assert places is not None, "the scorer declares a window"
         places = places[:, None, -rows.shape[3] :, None]
         seen = observation.occupied[:, :, None] & (observation.positions[:, :, None] <= places)
         counts = (seen.sum(-1) - int(self.official)) * asked[:, None]
@@ -96,5 +96,5 @@ class Finch(AttentionScorer):
 
 
 def _asking(observation: Observation) -> Tensor:
-    """Tokens of the question and all after it, bool [B,H_kv,T]."""
+    """Tokens of the question and all tokens after it, bool [B,H_kv,T]."""
     return observation.positions >= on_device(observation.questions, observation.positions.device)[:, None, None]

@@ -14,13 +14,13 @@ from kvbench.policies.scorers.attention_sums import AttentionSums
 
 @dataclass(frozen=True)
 class H2O(AttentionSums):
-    """Keep the tokens that received most attention from all queries so far, their own included, and a recent window.
+    """Keep the tokens that received most attention from all queries so far, including their own, and a recent window.
 
         s_j = 1 / G sum_(h in "group") sum_(q >= j) A_(h,q,j)
 
-    recent: newest tokens always kept, a count or "half" = floor(budget / 2). accumulate: false sums over the queries of
-    the current block only. by_age: divide by the number of queries that could see the token, which removes the bias
-    towards old tokens.
+    recent: number of newest tokens that are always kept, a count or "half" = floor(budget / 2). accumulate: false sums
+    over the queries of the current block only. by_age: divide by the number of queries that could see the token, which
+    removes the bias towards old tokens.
     Source: Zhang et al. 2023, arXiv 2306.14048, algorithm 1.
     """
 

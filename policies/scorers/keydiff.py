@@ -1,4 +1,4 @@
-"""KeyDiff: keep the keys that are least like the others."""
+"""KeyDiff: keep the keys that are least similar to the others."""
 
 from dataclasses import dataclass
 
@@ -13,12 +13,12 @@ from kvbench.policies.scorers.scorer import Scorer
 
 @dataclass(frozen=True)
 class KeyDiff(Scorer):
-    """Keep the keys that differ most from the direction that all stored keys of a head have in common.
+    """Keep the keys that differ most from the mean direction of all stored keys of a head.
 
         s_j = -cos(k_j, a), a = 1 / T sum_j k_j / ||k_j||_2
 
-    Keys are taken as they are stored, rotated. Reads keys only, keeps no state: any schedule will do; the paper evicts
-    in blocks.
+    Stored (rotated) keys are used. The scorer reads only keys and keeps no state, so it works with any schedule; the
+    paper evicts in blocks.
     Source: Park et al. 2025, arXiv 2504.15364, section 3.
     """
 

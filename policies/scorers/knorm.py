@@ -1,4 +1,4 @@
-"""Key norm: keep the tokens of small keys."""
+"""Key norm: keep the tokens whose keys have a small norm."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,14 @@ from kvbench.policies.scorers.scorer import Scorer
 
 @dataclass(frozen=True)
 class KNorm(Scorer):
-    """Keep the keys of small norm: they are the ones later queries attend to.
+    """Keep the keys of small norm, because later queries tend to attend to them.
 
         s_j = -||k_j||_2
 
-    Norms that agree in half their bits count as equal, so that of equal tokens the newest is evicted: rotation leaves
-    their norms equal but for rounding, which depends on the batch size.
-    Source: Devoto et al. 2024, arXiv 2406.11430, abstract. Reads keys only, keeps no state: any schedule will do.
+    Norms that agree in half their bits count as equal, so that the newest of equal tokens is evicted. Rotation keeps
+    their norms equal up to rounding, which depends on the batch size.
+    Source: Devoto et al. 2024, arXiv 2406.11430, abstract. Reads only keys and keeps no state, so it works with any
+    schedule.
     """
 
     needs = Needs(keys=True, ties=True)

@@ -1,6 +1,7 @@
 """K-VEC: window scores corrected so that heads and layers together cover more of the prompt.
 
-Shapes: B batch, H KV heads, G query heads per KV head, T tokens of the prompt, O and O' the two observation windows.
+Shapes: B batch, H KV heads, G query heads per KV head, T tokens of the prompt, O and O' lengths of the two observation
+windows.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ def _in_place(observation: Observation) -> bool:
 
 
 def _any_head(kept: Tensor, observation: Observation) -> Tensor:
-    """Which tokens at least one head keeps, [B,1,T] or, once heads differ, by position [B,1,P]; kept: bool [B,H,T]."""
+    """Tokens that at least one head keeps, [B,1,T] or, if heads differ, by position [B,1,P]; kept: bool [B,H,T]."""
     if _in_place(observation):
         return kept.any(1, keepdim=True)
     length = int(observation.seen.max())
@@ -37,23 +38,23 @@ def _any_head(kept: Tensor, observation: Observation) -> Tensor:
 
 @dataclass(frozen=True)
 class KVec(Scorer):
-    """SnapKV's window mean with two corrections; decoding grows, only the whole prompt is scored.
+    """SnapKV's window mean with two corrections; the whole prompt is scored once and decoding grows.
 
         P_(h,j) = mean_q A_(h,q,j), q in "window (wider for the least focused heads)"
         I_j = mean_q max_h A_(h,q,j)
         s_(h,j) = P_(h,j) + lambda * I_j * (1 - n_j / (l + 1)), n_j = "layers below l that kept j"
 
     Across heads: the `delta` heads whose scores differ least (the least focused) are scored again through the wider
-    window `extended`. Across layers: a token's bonus is its importance I times the share of the layers so far, this one
-    included, that did not keep it. Each head's best floor(beta * budget) candidates by score without the bonus are
-    always kept. With decode=evict, and in a later prompt, stored tokens are scored alike, matched by position (ours).
+    window `extended`. Across layers: a token's bonus is its importance I times the share of the layers up to this one
+    that did not keep it. Each head's best floor(beta * budget) candidates by score without the bonus are always kept.
+    With decode=evict, and in a later prompt, stored tokens are scored in the same way and matched by position (ours).
 
-    window: queries that score, and newest tokens always kept. extended: queries that score the least focused heads.
-    delta: how many heads those are, at most all KV heads. lam: weight of the bonus. beta: share of the budget that
-    keeps its place by score alone. criterion: the least focused heads have the lowest `std` or the highest `entropy`.
-    kernel: neighbours of the pool. pool: max over `kernel` neighbours `before` the bonus, `after` it, or `none`.
-    preserve: `forced`, or the `literal` score of 1.0, which a bonus may exceed.
-    Source: K-VEC (anonymous submission), equations 8-16 and algorithm 1; pooling and window are SnapKV's.
+    window: number of newest queries that score; these tokens are always kept. extended: number of queries that score
+    the least focused heads. delta: number of least focused heads, at most all KV heads. lam: weight of the bonus. beta:
+    share of the budget that is filled by score alone. criterion: the least focused heads have the lowest `std` or the
+    highest `entropy`. kernel: number of pooled neighbours. pool: max over `kernel` neighbours `before` the bonus,
+    `after` it, or `none`. preserve: `forced`, or the `literal` score of 1.0, which a bonus may exceed.
+    Source: K-VEC (anonymous submission), equations 8-16 and algorithm 1; pooling and window follow SnapKV.
     """
 
     window: int = 16
@@ -112,11 +113,11 @@ class KVec(Scorer):
         observation.shared[COVERED] = now if covered is None else covered + now
 
     def _so_far(self, observation: Observation) -> Tensor | None:
-        """How many of the layers before this one keep each token, [B,1,T] or by position [B,1,P]; None in the first."""
+        """Number of earlier layers that keep each token, [B,1,T] or by position [B,1,P]; None in the first layer."""
         covered = observation.shared.get(COVERED) if observation.layer else None
         if covered is None:
             return None
-        covered = covered.to(observation.positions.device)  # of a model on several devices
+        covered = covered.to(observation.positions.device)  # layers may be on several devices
         if _in_place(observation):
             return covered
         return F.pad(covered, (0, int(observation.seen.max()) - covered.shape[-1]))
@@ -132,7 +133,7 @@ class KVec(Scorer):
         return largest.sum(1, keepdim=True).expand(-1, recent.shape[1], -1).gather(-1, places[:, :, 0])
 
     def _covered(self, observation: Observation) -> Tensor:
-        """How many of the layers before this one keep each slot's token: [B,1 or H,T]."""
+        """Number of earlier layers that keep each slot's token: [B,1 or H,T]."""
         covered, positions = self._so_far(observation), observation.positions
         if covered is None:
             return positions.new_zeros(positions.shape, dtype=torch.float32)
@@ -141,7 +142,7 @@ class KVec(Scorer):
         return covered.expand(-1, positions.shape[1], -1).gather(-1, positions.clamp(min=0).long())
 
     def _queries(self, observation: Observation) -> Tensor:
-        """[B] queries in the windows: all that were seen where these are fewer, and fewer in a later prompt."""
+        """Number of queries in the windows, [B]: limited by the queries seen so far, and fewer in a later prompt."""
         positions = observation.recent_positions
         return observation.seen if positions is None else (positions >= 0).sum(-1)
 

@@ -1,4 +1,4 @@
-"""KVzip: what the model looks at to say the prompt again."""
+"""KVzip: keep tokens that the model attends to when the prompt is repeated."""
 
 from dataclasses import dataclass
 
@@ -15,14 +15,14 @@ from kvbench.policies.scorers.scorer import Scorer
 
 @dataclass(frozen=True)
 class KVzip(Scorer):
-    """Keep the first `sinks` tokens and those that draw the most attention while the prompt is given once more.
+    """Keep the first `sinks` tokens and the tokens that receive the most attention while the prompt is repeated.
 
         s_j = max_(h in "group", q in "repeated prompt") A_(h,q,j)
 
-    Nothing of a question is known: the prompt (with compress=context, the context) is repeated after it was read, in
-    extra passes that are stored nowhere (`Repetition`). A decoded token is in no repetition: it stays as the best do.
+    The score does not depend on a question: after prefill, the prompt (with compress=context, the context) is repeated
+    in extra passes that are not stored (`Repetition`). Decoded tokens are not repeated; they get the highest score.
 
-    sinks: first tokens, always kept. chunk: tokens of the prompt that are repeated in one pass.
+    sinks: number of first tokens that are always kept. chunk: prompt tokens per repetition pass.
     Source: Kim et al. 2025, arXiv 2505.23416, sections 3.2 and 3.3.
     """
 
@@ -32,7 +32,7 @@ class KVzip(Scorer):
     chunk: int = 2048
 
     def __post_init__(self) -> None:
-        _ = self.pre_pass  # which checks both
+        _ = self.pre_pass  # checks both fields
 
     @property
     def least_budget(self) -> int:

@@ -1,4 +1,4 @@
-"""LagKV: keep what stands out against the tokens that follow."""
+"""LagKV: keep tokens that vary most relative to the tokens that follow."""
 
 from dataclasses import dataclass
 
@@ -16,17 +16,17 @@ from kvbench.policies.stores.slots import take
 
 @dataclass(frozen=True)
 class LagKV(Scorer):
-    """Keep, of every `lag` tokens, those whose channels vary most on the scale of the next `lag` tokens.
+    """From every `lag` tokens, keep the tokens with the largest variation on the scale of the next `lag` tokens.
 
         x_j = (k_j - min_R) / (max_R - min_R), R = "the next partition, per channel"
         a_j = exp(std_D(x_j)) / (sum_(i in P) exp(std_D(x_i))), P = "the partition of" j
         s_j = rank_P((a_j("keys") + a_j("values")) / 2) / lag
 
-    Partitions are counted from the end of the sinks, over the stored tokens in order. The last partition and what is
-    left over have no reference: they score above all others, the newest most, and so do the tokens of a prompt without
-    two partitions.
+    Partitions start after the sinks and follow the stored tokens in order. The last partition and the remaining tokens
+    have no reference: they score above all others, and newer tokens score higher. The same holds for prompts with fewer
+    than two partitions.
 
-    lag: tokens of a partition. sinks: first tokens, always kept.
+    lag: tokens per partition. sinks: number of first tokens that are always kept.
     Source: Liang et al. 2025, arXiv 2504.04704, section 3.
     """
 
@@ -58,7 +58,7 @@ class LagKV(Scorer):
         return score.new_zeros(observation.positions.shape).scatter_(-1, slots, score)
 
     def _relative(self, vectors: Tensor, partitions: int) -> Tensor:
-        """a of keys or values [B,H,T,D] in order: [B,H,partitions-1,lag]."""
+        """a of keys or values [B,H,T,D] in order of position: [B,H,partitions-1,lag]."""
         parts = widen(vectors[:, :, self.sinks : self.sinks + partitions * self.lag]).unflatten(2, (partitions, -1))
         reference = parts[:, :, 1:]
         least, most = reference.amin(-2, keepdim=True), reference.amax(-2, keepdim=True)

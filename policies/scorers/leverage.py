@@ -1,4 +1,4 @@
-"""Leverage: keep the keys that the others do not explain.
+"""Leverage: keep the keys that differ from the span of the other keys.
 
 Shapes: B batch, H_kv KV heads, T slots, D head dim, k `sketch`.
 """
@@ -26,16 +26,16 @@ def gaussian(seed: int, layer: int, dim: int, sketch: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Leverage(Scorer):
-    """Keep the tokens whose keys, before their rotation, stand out of what the head's other keys span.
+    """Keep the tokens of highest leverage: their unrotated keys are least explained by the head's other keys.
 
         X = (K - 1 / T sum_j k_j) Phi, Phi_(d,i) ~ N(0, 1 / "sketch")
         s_j = z(x_j (X^T X + epsilon I)^(-1) x_j^T)
 
     z subtracts the mean over all tokens and heads of the layer and divides by the standard deviation. Phi is drawn from
-    `seed` and the layer. Reads the stored keys only: any schedule will do.
+    `seed` and the layer. The scorer reads only stored keys, so it works with any schedule.
 
-    sketch: columns of Phi. epsilon: of the ridge, as large as kvpress's first try. seed: of Phi.
-    Source: Chari and Van Durme 2025, arXiv 2507.08143, section 3; the Cholesky factor and the z-score are its code's.
+    sketch: columns of Phi. epsilon: weight of the ridge, the value of kvpress's first attempt. seed: seed of Phi.
+    Source: Chari and Van Durme 2025, arXiv 2507.08143, section 3; the Cholesky factor and the z-score follow its code.
     """
 
     needs = Needs(model=True)
@@ -58,7 +58,7 @@ class Leverage(Scorer):
         phi = gaussian(self.seed, observation.layer, keys.shape[-1], self.sketch).to(keys.device, keys.dtype)
         tokens = counted.sum(-1).clamp(min=1)[..., None, None]
         mean = keys.masked_fill(~counted[..., None], 0.0).sum(2, keepdim=True) / tokens
-        # In float64: where keys span less than the sketch, rounding in float32 may outweigh epsilon.
+        # float64, because float32 rounding may exceed epsilon if the keys do not span the sketch.
         x = ((keys - mean) @ phi).masked_fill(~counted[..., None], 0.0).double()
         ridge = self.epsilon * torch.eye(self.sketch, dtype=x.dtype, device=x.device)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(x.mT @ x + ridge))

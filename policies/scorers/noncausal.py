@@ -1,4 +1,4 @@
-"""Non-causal attention: what the tokens of a chunk attend to when each sees all of the chunk.
+"""Non-causal attention: attention within chunks in which every token sees the whole chunk.
 
 Shapes: H_q query heads, H_kv KV heads, n tokens, D head dim.
 """
@@ -21,7 +21,7 @@ NEIGHBOURS = 3
 
 
 def standardised(scores: Tensor, counted: Tensor) -> Tensor:
-    """Scores [B,H_kv,T] less their mean, divided by their standard deviation, over the counted slots of a sequence."""
+    """Standardise scores [B,H_kv,T]: mean 0 and standard deviation 1 over the counted slots of a sequence."""
     count = counted.sum((1, 2), keepdim=True).clamp(min=1)
     mean = scores.masked_fill(~counted, 0.0).sum((1, 2), keepdim=True) / count
     squares = (scores - mean).square().masked_fill(~counted, 0.0).sum((1, 2), keepdim=True)
@@ -29,13 +29,13 @@ def standardised(scores: Tensor, counted: Tensor) -> Tensor:
 
 
 def chunk_sums(queries: Tensor, keys: Tensor, chunk: int, scaling: float, official: bool) -> Tensor:
-    """Attention every token drew from its chunk, group mean: queries [H_q,n,D], keys [H_kv,n,D] -> [H_kv,n]."""
+    """Attention each token receives from its chunk, group mean: queries [H_q,n,D], keys [H_kv,n,D] -> [H_kv,n]."""
     found = []
     queries = widen(queries).unflatten(0, (len(keys), -1))  # [H_kv,G,n,D]
     for some, own in zip(queries.split(chunk, 2), widen(keys).split(chunk, 1), strict=True):
         tokens = own.shape[1]
         logits = some @ own[:, None].mT * (1.0 if official else scaling)
-        if official:  # zero queries and zero keys fill the last chunk up
+        if official:  # pad the last chunk with zero queries and zero keys
             logits = F.pad(logits, (0, chunk - tokens, 0, chunk - tokens))
         found.append(logits.softmax(-1).sum(-2)[..., :tokens].mean(1))
     return torch.cat(found, dim=-1)
@@ -43,18 +43,18 @@ def chunk_sums(queries: Tensor, keys: Tensor, chunk: int, scaling: float, offici
 
 @dataclass(frozen=True)
 class NonCausal(Scorer):
-    """Keep what the tokens of its own chunk attend to where none is hidden from any, times the norm of its value.
+    """Keep tokens by the unmasked attention they receive within their chunk, times the norm of the value.
 
         A_j = 1 / G sum_(h in "group") sum_(i in C) softmax_(j in C)(q_(h,i) k_j / sqrt(D)), C = "the chunk of" j
         s_j = z(1 / 3 sum_(|i - j| <= 1) A_i ||v_i||_2)
 
     z subtracts the mean over all tokens and heads of the layer and divides by the standard deviation. Chunks are cut
-    from the prompt's first token. A token that was decoded counts as a chunk of its own: A = 1, as every chunk's mean.
-    Where a prompt comes in several calls, its queries are held until its end.
+    from the prompt's first token. A decoded token counts as a separate chunk: A = 1, the mean of every chunk. If a
+    prompt is prefilled in several calls, its queries are stored until the end of the prompt.
 
-    chunk: tokens of a chunk. official: as kvpress's code, without 1 / sqrt(D), the last chunk filled up with zeros that
-    draw attention.
-    Source: Chari and Van Durme 2025, arXiv 2507.08143, section 3; norm, neighbours and z-score are its code's.
+    chunk: tokens per chunk. official: as in kvpress's code, no 1 / sqrt(D), and the last chunk is padded with zeros
+    that receive attention.
+    Source: Chari and Van Durme 2025, arXiv 2507.08143, section 3; norm, neighbours and z-score follow its code.
     """
 
     needs = Needs(window=LARGEST, window_decoding=0, statistics=("attention",), keys=True, whole_prompt=True)
@@ -69,12 +69,12 @@ class NonCausal(Scorer):
         self.judge(observation, state)
 
     def judge(self, observation: Observation, state: State, first: int = 0, newest: int = 0) -> None:
-        """At a prompt's end, note A - 1 of its tokens, but for the first and the newest so many positions."""
+        """At the end of a prompt, store A - 1 for all but its `first` first and `newest` newest positions."""
         queries, places = observation.recent_queries, observation.recent_positions
         if observation.phase == "decode" or queries is None or places is None:
             return
         for row, budget in enumerate(observation.budgets):
-            if budget == 0:  # this sequence's prompt goes on
+            if budget == 0:  # this sequence's prompt is not complete
                 continue
             own = (places[row] >= first) & (places[row] < observation.seen[row] - newest)
             positions = observation.positions[row : row + 1]

@@ -16,22 +16,22 @@ Pool = Literal["max", "avg", "none"]
 
 
 def check_kernel(kernel: int) -> None:
-    """ValueError unless a kernel size is odd."""
+    """Raise ValueError unless a kernel size is odd."""
     if kernel < 1 or kernel % 2 == 0:
         raise ConfigError("kernel", kernel, "an odd number of tokens")
 
 
 def by_position(observation: Observation) -> Tensor | None:
-    """The slots in order of position, empty slots at one end: [B,H_kv,T]; None where they are in order already."""
-    # Most slots are in order, which a stable sort uses: half the time on a CPU.
+    """The slots in order of position, empty slots at one end: [B,H_kv,T]; None if they are already in order."""
+    # Most slots are already in order, so a stable sort takes half the time on a CPU.
     return None if observation.ascending else observation.positions.argsort(dim=-1, stable=True)
 
 
 def smooth(scores: Tensor, observation: Observation, window: int, kernel: int, pool: Pool) -> Tensor:
     """Each candidate's score [B,H_kv,T] pooled over `kernel` neighbours among the candidates, in order of position.
 
-    Candidates are the tokens before the newest `window`, all of which must be stored; those keep their own score.
-    Beyond the ends of the candidates max sees nothing, avg zeros that count.
+    Candidates are the tokens before the newest `window` tokens. All window tokens must be stored; their scores are not
+    pooled. At the ends of the candidates, max ignores missing neighbours and avg counts them as zeros.
     """
     return smooth_along(scores, observation, by_position(observation), window, kernel, pool)
 
@@ -39,7 +39,7 @@ def smooth(scores: Tensor, observation: Observation, window: int, kernel: int, p
 def smooth_along(
     scores: Tensor, observation: Observation, order: Tensor | None, window: int, kernel: int, pool: Pool
 ) -> Tensor:
-    """`smooth` with the slots in the order [B,H_kv,T], the candidates first; None: in their own order."""
+    """`smooth` with the slots in the given order [B,H_kv,T], candidates first; None: slots are already in order."""
     candidates = scores.shape[-1] - window
     if pool == "none" or candidates < 1:
         return scores
@@ -59,7 +59,7 @@ def smooth_along(
 def _pooled(scores: Tensor, kernel: int, pool: Pool) -> Tensor:
     if pool == "max":
         return F.max_pool1d(scores, kernel, stride=1, padding=kernel // 2)
-    # As `avg_pool1d` adds them up, number for number, in a third of its time on a CPU.
+    # Same order of additions and same result as `avg_pool1d`, in a third of the time on a CPU.
     slots, wide = scores.shape[-1], F.pad(scores, (kernel // 2, kernel // 2))
     total = wide[..., :slots].clone()
     for shift in range(1, kernel):

@@ -1,4 +1,4 @@
-"""Q-Filters: keys by how far they lie where a head's queries point, measured once per model.
+"""Q-Filters: score keys by their projection on the main direction of queries, measured once per model.
 
 Shapes: L layers, H KV heads, T slots, D head dim.
 """
@@ -27,11 +27,11 @@ class QFilters(Scorer):
 
         s_j = - f_g k_j, f_g = - mean_(h in "group") v_h
 
-    v_h is the main right singular vector of the queries of head h over some texts, its sign the side on which they are
-    on average; queries and keys are rotated. The query times k_j is on average in proportion to v_h k_j, so the filter
-    stands for queries that nobody knows yet. It needs no attention, and decides while decoding as in a prompt.
+    v_h is the main right singular vector of the queries of head h over some texts, with the sign of their mean
+    projection; queries and keys are rotated. On average, the product of query and k_j is proportional to v_h k_j, so
+    the filter represents future queries. The scorer needs no attention and works the same in prefill and decoding.
 
-    filters: a safetensors file with `q_filters` [L,H,D], as the authors publish theirs, or of your own model:
+    filters: a safetensors file with `q_filters` [L,H,D], as published by the authors, or for your own model:
     `python -m kvbench.calibrate qfilters model=... task=... -o filters.safetensors`.
     Source: Godey et al. 2025, arXiv 2503.02812, section 3.
     """
@@ -42,21 +42,21 @@ class QFilters(Scorer):
 
     def __post_init__(self) -> None:
         if not self.filters:
-            why = "must name a safetensors file with q_filters: python -m kvbench.calibrate qfilters makes one"
+            why = "must name a safetensors file with q_filters; create one with `python -m kvbench.calibrate qfilters`"
             raise ConfigError("filters", "", why=why)
-        _ = self._filters  # read now: the file may change later
+        _ = self._filters  # read at construction: the file may change later
 
     @cached_property
     def _filters(self) -> Tensor:
         """[L,H,D] float32."""
         if not Path(self.filters).is_file():
-            raise ConfigError("filters", self.filters, why="is no file")
+            raise ConfigError("filters", self.filters, why="is not a file")
         try:
             found = load_file(self.filters)
         except (SafetensorError, OSError) as error:
             raise ConfigError("filters", self.filters, why="must be a safetensors file") from error
         if FILTERS not in found or found[FILTERS].dim() != 3:
-            raise ConfigError("filters", self.filters, why="must hold q_filters [layers, KV heads, head dim]")
+            raise ConfigError("filters", self.filters, why="must contain q_filters [layers, KV heads, head dim]")
         return found[FILTERS].float()
 
     def score(self, observation: Observation, state: State) -> Tensor:
@@ -64,8 +64,8 @@ class QFilters(Scorer):
         layers, own, own_dim = self._filters.shape
         if observation.layer >= layers or heads % own or own_dim != dim:
             have, want = f"{layers} layers, {own} KV heads of {own_dim}", f"{heads} KV heads of {dim}"
-            why = f"is of {have}, another model's: layer {observation.layer} has {want}"
+            why = f"has {have} and does not match the model: layer {observation.layer} has {want}"
             raise ConfigError("filters", self.filters, why=why)
-        of_layer = self._filters[observation.layer].repeat_interleave(heads // own, dim=0)  # a set per query head
+        of_layer = self._filters[observation.layer].repeat_interleave(heads // own, dim=0)  # one set per query head
         keys = widen(observation.keys)
         return -(keys @ of_layer.to(keys)[None, :, :, None])[..., 0]

@@ -1,4 +1,4 @@
-"""Random eviction: the baseline of every policy."""
+"""Random eviction: a baseline for every policy."""
 
 from dataclasses import dataclass, replace
 
@@ -14,14 +14,14 @@ from kvbench.policies.scorers.scorer import Scorer
 
 @dataclass(frozen=True)
 class Random(Scorer):
-    """A uniform draw in [0,1) per (seed, layer, KV head, position): a token keeps its draw, so nothing is drawn twice.
+    """A uniform draw in [0,1) per (seed, layer, KV head, position); the draw of a token never changes.
 
         s_j = u("seed", "layer", "head", j), 0 <= u < 1
 
     The draw is a hash, not a generator's next number: it depends neither on the batch nor on how the prompt was split.
-    A benchmark run draws anew for every example and sampled answer (`drawing_anew`).
+    A benchmark run uses different draws for every example and sampled answer (`drawing_anew`).
 
-    seed: of the draws.
+    seed: seed of the draws.
     """
 
     needs = Needs(layer=True)
@@ -36,7 +36,7 @@ class Random(Scorer):
 
 
 def drawing_anew(policy: Policy, run_seed: int, example: int) -> Policy:
-    """The policy of one example of a run: a `Random` scorer's seed is made of its own, the run's, and the example."""
+    """The policy for one example of a run: a `Random` scorer's seed is combined with the run's seed and the example."""
     scorer = policy.scorer
     if not isinstance(scorer, Random):
         return policy

@@ -1,6 +1,6 @@
-"""R-KV: tokens that the newest queries attend to and whose keys say what no other key says.
+"""R-KV: keep tokens that the newest queries attend to and that have no similar key.
 
-Shapes: B batch, H KV heads, G query heads each, w queries of the window, T slots, n rows at once.
+Shapes: B batch, H KV heads, G query heads each, w queries of the window, T slots, n rows computed at once.
 """
 
 from dataclasses import dataclass
@@ -16,26 +16,26 @@ from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.pooling import check_kernel, smooth
 from kvbench.policies.scorers.scorer import Scorer
 
-AT_ONCE = 2**24  # cosines that exist at once
+AT_ONCE = 2**24  # number of cosines in memory at once
 
 
 @dataclass(frozen=True)
 class RKV(Scorer):
-    """Keep what the newest `window` queries attend to, less what other keys repeat; the window itself stays.
+    """Keep tokens by attention from the newest `window` queries minus key redundancy; the window is always kept.
 
         p_(q,i) = "softmax"_i(max_(h in "group") q_(h,q) * k_i / sqrt(D))
         a_j = max_(|i - j| <= floor(kernel / 2)) mean_(q in "window") p_(q,i)
         c_(i,j) = cos(k_i, k_j), "but" 0 "where" i = j "or" j "is the newest with" cos(k_i, k_j) > "threshold"
         s_j = lambda * a_j - (1 - lambda) * "softmax"_j(mean_i(c_(i,j)))
 
-    The softmax of the attention runs over the tokens before the window, that of the redundancy over all tokens stored.
-    So the newest of several like tokens is not counted as a repetition.
+    The softmax of the attention runs over the tokens before the window, the softmax of the redundancy over all stored
+    tokens. The newest of several similar tokens does not count as redundant.
 
-    window: the newest queries, which score and are kept. kernel: neighbours that are pooled, an odd number. lam: the
-    weight of attention; null is the paper's 0.1, or the code's 0.07 with official. threshold: the cosine above which
-    keys are alike. official: as in the released code, the oldest token is spared where a token has no like one.
-    Source: Cai et al. 2025, arXiv 2505.24133, section 3, and its code (R-KV), which evicts once 128 tokens are held
-    beyond the budget.
+    window: number of newest queries, which score and are kept. kernel: odd number of pooled neighbours. lam: the weight
+    of attention; null uses the paper's 0.1, or the code's 0.07 with official. threshold: the cosine above which keys
+    are similar. official: as in the released code, the oldest token is exempt if a token has no similar token.
+    Source: Cai et al. 2025, arXiv 2505.24133, section 3, and its code (R-KV), which evicts when the cache exceeds the
+    budget by 128 tokens.
     """
 
     window: int = 8

@@ -1,4 +1,4 @@
-"""RoCo: evict tokens of low mean attention, unless their attention has a large deviation."""
+"""RoCo: evict tokens of low mean attention, unless their attention has a large standard deviation."""
 
 import math
 from collections.abc import Sequence
@@ -35,18 +35,18 @@ def largest(values: Tensor, positions: Tensor, counts: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class RoCo(Scorer):
-    """Keep the tokens of highest mean attention since they were appended, and those of the largest deviation.
+    """Keep the tokens with the highest mean attention since they were appended and those with the largest deviation.
 
         mu_j = a_j / c_j, sigma_j = sqrt(b_j / c_j - mu_j^2), c_j = "queries since" j "entered"
         a_j = sum_q A_(q,j), b_j = sum_q A_(q,j)^2
 
-    Where the whole prompt is evicted at once, deviation spares no token. Attention is averaged over the query heads of
-    a group before it is squared.
+    If the whole prompt is evicted at once, the deviation is not used. Attention is averaged over the query heads of a
+    group before it is squared.
 
-    sinks: first tokens, kept while a prompt is evicted. recent: newest tokens, always kept. block_share: while a prompt
-    is evicted block by block, floor(block_share * budget) tokens of largest deviation are kept as well. decode_share:
-    that share while decoding.
-    Source: Ren and Zhu 2024, arXiv 2402.06262, and the numbers of its code (EasyKV); one-shot eviction is ours.
+    sinks: number of first tokens that are kept while a prompt is evicted. recent: number of newest tokens that are
+    always kept. block_share: while a prompt is evicted block by block, floor(block_share * budget) tokens of largest
+    deviation are also kept. decode_share: the same share while decoding.
+    Source: Ren and Zhu 2024, arXiv 2402.06262, and the defaults of its code (EasyKV); one-shot eviction is ours.
     """
 
     needs = Needs(
@@ -77,7 +77,7 @@ class RoCo(Scorer):
         state["attention_square"] += drawn.squares[..., None]
 
     def _queries_since(self, observation: Observation) -> Tensor:
-        """Queries since a token was appended, its own included: [B,H_kv,T]."""
+        """Number of queries since a token was appended, including its own: [B,H_kv,T]."""
         return observation.seen[:, None, None] - observation.positions
 
     def spares(self, observation: Observation, state: State, protected: Tensor) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The contract of a scorer: the importance of every stored token."""
+"""The interface of a scorer, which computes the importance of every stored token."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ def group_mean(x: Tensor) -> Tensor:
 
 
 class Scorer(ABC):
-    """Scores every stored token of a layer, per KV head; higher = keep. Subclasses are frozen dataclasses of knobs."""
+    """Scores every stored token of a layer, per KV head; higher = keep. Subclasses are frozen dataclasses."""
 
     @property
     def needs(self) -> Needs:
-        """What it reads; a class attribute where no field decides it."""
+        """The scorer's inputs; a class attribute unless fields change them."""
         return Needs()
 
     @property
     def pre_pass(self) -> PrePass | None:
-        """The forward passes that find what it reads in `state`; a class attribute where no field decides it."""
+        """Extra forward passes that fill `state` for this scorer; a class attribute unless fields change them."""
         return None
 
     @property
@@ -35,7 +35,7 @@ class Scorer(ABC):
         return max(1, sum(self.protects(1)))
 
     def protects(self, budget: int) -> Protected:
-        """How many first and newest positions are always kept at this budget (tokens per KV head)."""
+        """Numbers of first and newest positions that are always kept at this budget (tokens per KV head)."""
         return Protected()
 
     def observe(self, observation: Observation, state: State) -> None:  # noqa: B027 - most scorers keep no statistics
@@ -45,7 +45,7 @@ class Scorer(ABC):
         """
 
     def spares(self, observation: Observation, state: State, protected: Tensor) -> Tensor | None:
-        """Tokens to keep whatever their score and position, bool [B,H_kv,T]; `protected`: the first and newest.
+        """Tokens to keep regardless of score and position, bool [B,H_kv,T]; `protected`: the first and newest tokens.
 
         Protected and spared tokens together never exceed the budget. None: no token is spared.
         """
@@ -53,17 +53,17 @@ class Scorer(ABC):
 
     @abstractmethod
     def score(self, observation: Observation, state: State) -> Tensor:
-        """[B,H_kv,T] float32, higher = keep. Empty slots may hold anything finite; the caller masks them.
+        """[B,H_kv,T] float32, higher = keep. Empty slots may have any finite score; the caller masks them.
 
-        NaN is an error on a CPU (`Ranking.broken`), unless its token is protected.
+        NaN raises an error on a CPU (`Ranking.broken`), unless the token is protected.
         """
 
     def selected(self, observation: Observation, kept: Tensor) -> None:  # noqa: B027 - most scorers ignore it
-        """Called after each eviction with the kept slots, bool [B,H_kv,T], where `needs.kept`."""
+        """Called after each eviction with the kept slots, bool [B,H_kv,T], if `needs.kept`."""
 
 
 def protected_counts(scorer: Scorer, budgets: Sequence[int]) -> tuple[list[int], list[int]]:
-    """How many first and how many newest tokens are always kept, for each sequence's budget of a layer."""
+    """Numbers of first and of newest tokens that are always kept, for each sequence's budget of a layer."""
     protected = [scorer.protects(budget) for budget in budgets]
     return [some.first for some in protected], [some.newest for some in protected]
 
@@ -73,7 +73,7 @@ class AttentionScorer(Scorer):
 
     @abstractmethod
     def raw(self, observation: Observation, state: State) -> Tensor:
-        """[B,H_kv,G,T] (or G' = 1 where the statistics were averaged over the group already) float32."""
+        """[B,H_kv,G,T] (or G' = 1 if the statistics are already averaged over the group) float32."""
 
     def finish(self, raw: Tensor, observation: Observation) -> Tensor:
         """Processes [B,H_kv,...,T] after the group mean, e.g. by pooling over neighbours."""

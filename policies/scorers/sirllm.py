@@ -1,4 +1,4 @@
-"""SirLLM: the tokens the model itself did not expect."""
+"""SirLLM: keep the tokens that the model did not expect."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,15 @@ from kvbench.policies.scorers.scorer import Scorer
 
 @dataclass(frozen=True)
 class SirLLM(Scorer):
-    """Keep the first `sinks` tokens and those of greatest surprisal, -log p(token | all before it); no recent window.
+    """Keep the first `sinks` tokens and the tokens of greatest surprisal, -log p(token | prefix); no recent window.
 
         s_j = -log p(x_j "|" x_(<j))
 
-    One number per token, so that all layers and heads keep the same set. It comes from the model's logits, which no
-    layer sees: a pre-pass of our own loop. The very first token has none and counts 0.
+    Each token has one score, so all layers and heads keep the same set. The score is computed from the model's logits
+    by a pre-pass of kvbench's generation loop, because layers do not see logits. The first token has no surprisal and
+    gets 0.
 
-    sinks: first tokens, always kept.
+    sinks: number of first tokens that are always kept.
     Source: Yao et al. 2024, arXiv 2405.12528, section 3, without its decay between the rounds of a dialogue.
     """
 

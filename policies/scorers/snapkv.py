@@ -1,4 +1,4 @@
-"""SnapKV: what the observation window at the end attends to, pooled over neighbours."""
+"""SnapKV: keep tokens that the observation window at the end attends to, pooled over neighbours."""
 
 from dataclasses import dataclass
 
@@ -13,18 +13,18 @@ from kvbench.policies.scorers.scorer import AttentionScorer
 
 @dataclass(frozen=True)
 class SnapKV(AttentionScorer):
-    """Keep what the newest `window` queries attend to, smoothed over `kernel` neighbours, and the window itself.
+    """Keep the tokens that the newest `window` queries attend to, pooled over `kernel` neighbours, and the window.
 
         a_j = 1 / G sum_(h in "group") sum_(q in "window") A_(h,q,j)
         s_j = max_(|i - j| <= floor(kernel / 2)) a_i
 
     Attention is summed over the window and averaged over the query heads of a group, then pooled over the candidates
-    (everything before the window) in order of position. Window tokens carry their unpooled sums: a value-aware wrapper
+    (everything before the window) in order of position. Scores of window tokens are not pooled; a value-aware wrapper
     may need them.
 
-    window: the newest queries, which score and are kept. kernel: neighbours that are pooled, an odd number. pool: the
-    largest of them, their mean, or none.
-    Source: Li et al. 2024, arXiv 2404.14469, listing 1; window 32 and max-pool 7 are those of its LongBench runs.
+    window: number of newest queries, which score and are kept. kernel: odd number of pooled neighbours. pool: `max`
+    (the largest neighbour), `avg` (their mean) or `none`.
+    Source: Li et al. 2024, arXiv 2404.14469, listing 1; window 32 and max-pool 7 follow its LongBench runs.
     """
 
     window: int = 32

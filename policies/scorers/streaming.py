@@ -1,4 +1,4 @@
-"""StreamingLLM and the plain local window: keep by place in the text."""
+"""StreamingLLM and the local window: keep tokens by position."""
 
 from dataclasses import dataclass
 
@@ -16,9 +16,9 @@ class Streaming(Scorer):
 
         s_j = j, "kept in any case:" j < sinks
 
-    Positions are the original ones; nothing is re-indexed.
+    Tokens keep their original positions.
 
-    sinks: first tokens, always kept; 0 is a local window.
+    sinks: number of first tokens that are always kept; 0 is a local window.
     Source: Xiao et al. 2023, arXiv 2309.17453, section 3.2.
     """
 

@@ -1,4 +1,4 @@
-"""TOVA: what the newest query attends to."""
+"""TOVA: keep the tokens that the newest query attends to."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ from kvbench.policies.scorers.scorer import AttentionScorer
 
 @dataclass(frozen=True)
 class Tova(AttentionScorer):
-    """Keep the tokens the newest query attends to most; nothing is protected, the newest token included.
+    """Keep the tokens that the newest query attends to most; no token is protected, not even the newest.
 
         s_j = 1 / G sum_(h in "group") A_(h,t,j), t = "the newest query"
 
-    Source: Oren et al. 2024, arXiv 2401.06104, section 3. Their code keeps one set for all heads of a layer:
-    `granularity=layer` of the policy; the default here is one set per KV head.
+    Source: Oren et al. 2024, arXiv 2401.06104, section 3. Its code keeps one token set for all heads of a layer
+    (`granularity=layer` of the policy); the default here is one set per KV head.
     """
 
     needs = Needs(window=1, window_decoding=0, newest_row=True, never_negative=True)

@@ -1,4 +1,4 @@
-"""ChunkKV: tokens stay or go in chunks of neighbours.
+"""ChunkKV: tokens are kept or evicted in chunks of neighbours.
 
 Shapes: B batch, H KV heads, T slots, N slots of a row.
 """
@@ -16,16 +16,16 @@ from kvbench.policies.selections.selection import Selection
 
 @dataclass(frozen=True)
 class Chunks(Selection):
-    """Keep the chunks of `length` neighbouring tokens whose scores are highest on average, around any scorer.
+    """Keep the chunks of `length` neighbouring tokens with the highest mean scores; works with any scorer.
 
         c_m = mean_(h, j in "chunk" m) s_(h,j), m = floor(j / length)
 
-    A token's chunk is that of its position in the text, also where some of its neighbours went before. A protected
-    token, which stays anyway, counts with its layer's largest score. Of the chunk that the budget cuts the tokens with
-    the highest scores of their own stay, so that budgets are exact. kvpress keeps whole chunks only, another number of
-    tokens where lengths do not divide, and it may lose part of a window.
+    A token's chunk is determined by its position in the text, even if some of its neighbours were evicted before. A
+    protected token, which is always kept, counts with its layer's largest score. If the budget ends inside a chunk, the
+    tokens with the highest individual scores are kept, so budgets are exact. kvpress keeps only whole chunks; it keeps
+    a different number of tokens if lengths do not divide and may lose part of a window.
 
-    length: tokens of a chunk. heads: the chunks are the same for all KV heads of a `layer`, or each has its `own`.
+    length: tokens per chunk. heads: all KV heads of a `layer` keep the same chunks, or each head keeps its `own`.
     reduce: the mean of a chunk's scores, as in the code, or their sum, as in the paper; a last chunk may be shorter.
     Source: Liu et al. 2025, arXiv 2502.00299, algorithm 1, with chunks of 10 tokens; its code is ChunkKVPress of
     kvpress, where the heads of a layer share one set.
@@ -48,14 +48,14 @@ class Chunks(Selection):
         return replace(ranking, scores=found.to(scores.dtype), tie_break=scores)
 
     def _of_chunks(self, scores: Tensor, occupied: Tensor, positions: Tensor) -> Tensor:
-        """Each token's chunk's score, [B,H,T] float64: rounding then depends on no order of additions."""
+        """The score of each token's chunk, [B,H,T]; float64 makes rounding independent of the order of additions."""
         rows = scores.shape[:1] if self.heads == "layer" else scores.shape[:2]
         flat, there, place = (x.reshape(*rows, -1) for x in (scores.double(), occupied, positions.long()))  # [...,N]
         chunks = (place // self.length).masked_fill(~there, LATE)
         order = chunks.argsort(dim=-1, stable=True)
         sorted_chunks = chunks.gather(-1, order)
         begins = torch.nn.functional.pad(sorted_chunks[..., 1:] != sorted_chunks[..., :-1], (1, 0))
-        number = torch.empty_like(order).scatter_(-1, order, begins.cumsum(-1))  # of a token's chunk, from 0
+        number = torch.empty_like(order).scatter_(-1, order, begins.cumsum(-1))  # index of a token's chunk, from 0
         sums = torch.zeros_like(flat).scatter_add_(-1, number, flat)
         if self.reduce == "mean":
             sums /= torch.zeros_like(flat).scatter_add_(-1, number, there.double()).clamp_(min=1)

@@ -1,4 +1,4 @@
-"""The contract of a selection: how the ranking of a layer's tokens becomes the set that is kept."""
+"""The interface of a selection, which turns the ranking of a layer's tokens into the set of kept tokens."""
 
 from abc import ABC, abstractmethod
 
@@ -6,13 +6,13 @@ from kvbench.policies.ranking import Ranking
 
 
 class Selection(ABC):
-    """Ranks units of several tokens, such as chunks. Subclasses are frozen dataclasses of their knobs.
+    """Ranks units of several tokens, such as chunks. Subclasses are frozen dataclasses of parameters.
 
-    A budget cuts a ranking at its last token: protected tokens stay, then the highest scores; of equal scores the
-    higher `tie_break`, then the lower position. A selection makes another ranking of the same slots. So each budget is
-    met to the token, whoever divides it over layers and heads, in a prompt as while decoding.
+    Tokens are kept in the order of the ranking until the budget is used: protected tokens first, then the highest
+    scores; ties go to the higher `tie_break`, then to the lower position. A selection returns another ranking of the
+    same slots. Budgets are therefore exact for every allocator, in prefill and decoding.
     """
 
     @abstractmethod
     def rank(self, ranking: Ranking) -> Ranking:
-        """The ranking by which tokens are kept, from the one by their own scores: a pure function."""
+        """Compute the ranking for eviction from the ranking by individual scores; a pure function."""

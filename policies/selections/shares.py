@@ -14,14 +14,14 @@ from kvbench.policies.selections.selection import Selection
 
 @dataclass(frozen=True)
 class Shares(Selection):
-    """Let the tokens of each chunk compete with each other alone, so that every chunk keeps the same share of its own.
+    """Tokens compete only within their chunk, so that every chunk keeps the same share of its tokens.
 
         s'_j = - r_j / n, r_j = "rank of token" j "among the" n "tokens of its chunk", 1 "is the best"
 
-    Protected tokens are the best of their chunk. FINCH's code for kvpress (`chunk_length`) chooses so in a prompt that
-    is read at once.
+    Protected tokens rank highest in their chunk. FINCH's code for kvpress (`chunk_length`) uses this rule for prompts
+    that are prefilled in one pass.
 
-    length: tokens of a chunk, by their positions in the text; the last may be shorter.
+    length: tokens per chunk, by position in the text; the last chunk may be shorter.
     Source: FinchPress of kvpress, after Corallo and Papotti 2024, arXiv 2408.00167.
     """
 

@@ -17,9 +17,9 @@ FLOOR = 1e-3  # `minmax_sum`: the worst token keeps this share of the range, so 
 
 
 def normalise(scores: Tensor, counted: Tensor | None, how: str = "auto") -> Tensor:
-    """Scores [...,T] made into weights that sum to 1 over the counted slots and are 0 elsewhere, order preserved.
+    """Convert scores [...,T] to weights, in the same order, that sum to 1 over the counted slots and are 0 elsewhere.
 
-    counted: bool [...,T], None if all are.
+    counted: bool [...,T]; None counts all slots.
     how: `sum` divides by the sum (1/n each if it is 0); `minmax_sum` first shifts the minimum to a thousandth of the
     range; `softmax`; `auto` is `sum` for rows without a negative score and `minmax_sum` for the others.
     Source: CAOTE (arXiv 2504.14051), eq. 22 and the end of section 3.2; `minmax_sum` is ours.
@@ -42,7 +42,7 @@ def normalise(scores: Tensor, counted: Tensor | None, how: str = "auto") -> Tens
 
 
 def _shares(scores: Tensor, even: Tensor | float) -> Tensor:
-    """Scores divided by their sum, or `even` where that is 0."""
+    """Scores divided by their sum, or `even` where the sum is 0."""
     total = scores.sum(-1, keepdim=True)
     return torch.where(total > 0, scores / total, even)
 
@@ -54,13 +54,13 @@ class Caote(ValueAware):
         c_j = alpha_j / (1 - alpha_j) * ||X - v_j||_2
         alpha_j = s_j / (sum_i s_i), X = sum_i alpha_i v_i
 
-    alpha are the normalised scores s, X the output they give.
+    alpha: the normalised scores s. X: the attention output with these weights.
 
     gqa: `alpha_mean` averages scores over the group first; `group_l2` is the exact error of the group's concatenated
     output; `score_mean` averages c over the group. norm_domain: alpha and X run over `all` stored tokens or over the
-    evictable `candidates`. f_norm: how scores become weights, see `normalise`; `auto` is `sum` where no score is
-    negative, else `minmax_sum`. eps: the least that 1 - alpha may be.
-    Where all heads share one latent, X and v are their outputs and values side by side.
+    evictable `candidates`. f_norm: how scores become weights, see `normalise`; `auto` is `sum` if no score is negative,
+    else `minmax_sum`. eps: the lower bound of 1 - alpha. If all heads share one latent, X and v are the concatenated
+    outputs and values of the heads.
     Source: Goel et al. 2025, arXiv 2504.14051, eq. 8 and 20-22; the group rules are ours (the paper is silent on GQA).
     """
 
@@ -78,19 +78,20 @@ class Caote(ValueAware):
         return Needs(query_heads=self.gqa != "alpha_mean")
 
     def centre(self, alpha: Tensor, values: Tensor, counted: Tensor | None) -> Tensor:
-        """Where errors are measured from, here X = sum_j alpha_j v_j: [B,H_kv,K,T] x [B,H_kv,T,D] -> [B,H_kv,K,D]."""
+        """The origin of the errors, here X = sum_j alpha_j v_j: [B,H_kv,K,T] x [B,H_kv,T,D] -> [B,H_kv,K,D]."""
         return alpha @ values
 
     def eviction_error(
         self, scores: Tensor, values: Tensor, counted: Tensor | None, never_negative: bool = False
     ) -> Tensor:
-        """c for K score rows per KV head, [B,H_kv,K,T]; scores likewise, counted [B,H_kv,T] (None: all slots).
+        """c for K score rows per KV head, [B,H_kv,K,T], like scores; counted [B,H_kv,T] (None: all slots).
 
-        values [B,H_kv,T,D]: of all slots, anything where a slot does not count. never_negative: no score is below 0.
+        values [B,H_kv,T,D]: values of all slots; slots that are not counted are ignored. never_negative: no score is
+        below 0.
         """
         how = "sum" if self.f_norm == "auto" and never_negative else self.f_norm
         if counted is not None:
-            values = values.masked_fill(~counted[..., None], 0.0)  # what does not count must not reach the sums
+            values = values.masked_fill(~counted[..., None], 0.0)  # other slots must not enter the sums
         alpha = normalise(scores, None if counted is None else counted[:, :, None], how)
         values = widen(values)
         centre = self.centre(alpha, values, counted)
@@ -111,7 +112,7 @@ class Caote(ValueAware):
         if self.norm_domain == "candidates":
             counted = observation.occupied & ~protected
         values, never_negative = observation.values, scorer.needs.never_negative
-        shared = values.shape[1] > scores.shape[1]  # one latent for all heads, whose values differ
+        shared = values.shape[1] > scores.shape[1]  # all heads share one latent, but their values differ
         if shared and counted is not None:
             counted = counted.expand(-1, values.shape[1], -1)
         if self.gqa == "alpha_mean" and not layer_wide:

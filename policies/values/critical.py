@@ -1,4 +1,4 @@
-"""CriticalKV: half of the budget by the scores alone, half weighed by what a value adds to the layer's output.
+"""CriticalKV: half of the budget by score alone, half by score times the value's contribution to the layer's output.
 
 Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, T slots, D head dim.
 """
@@ -17,23 +17,23 @@ from kvbench.policies.ranking import select
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.values.value import ValueAware
 
-AT_ONCE = 2**22  # numbers of projected values that are in memory at once
+AT_ONCE = 2**22  # number of projected elements in memory at once
 
 
 @dataclass(frozen=True)
 class Critical(ValueAware):
-    """Keep the best by the scores alone, then the best by score times what the output projection makes of the value.
+    """Keep the best tokens by score alone, then the best by score times the norm of the projected value.
 
         n_j = 1 / G sum_(h in "group") ||W_O^h v_j||_1
         c_j = (s_j + epsilon) n_j
 
-    The first floor(`first` b) tokens of a head's budget b are those of the highest s, protected tokens among them; the
-    others are those of the highest c. Scores that are sums over the queries of a window get epsilon for each of them.
-    Negative scores are weighed by the same formula, as kvpress does it: a larger n then lowers them. Where heads have
-    budgets of their own (ada), the first stage is a share of the layer's mean budget.
+    The first floor(`first` b) tokens of a head's budget b have the highest s and include protected tokens; the others
+    have the highest c. Scores that are sums over a window get epsilon once per query. Negative scores use the same
+    formula, as in kvpress: a larger n then lowers them. If heads have different budgets (ada), the first stage is a
+    share of the layer's mean budget.
 
-    epsilon: added to every score, so that values count where no attention falls. first: the share of the budget that
-    scores alone decide.
+    epsilon: added to every score, so that values matter for tokens without attention. first: the share of the budget
+    that is filled by score alone.
     Source: Feng et al. 2025, arXiv 2502.03805, algorithm 1.
     """
 
@@ -56,7 +56,7 @@ class Critical(ValueAware):
         layer_wide: bool,
     ) -> Tensor:
         norms = self.projected_norms(observation)
-        if layer_wide or norms.shape[1] > scores.shape[1]:  # one latent for all heads
+        if layer_wide or norms.shape[1] > scores.shape[1]:  # all heads share one latent
             norms = norms.mean(1, keepdim=True)
         summed = scorer.needs.never_negative and scorer.needs.window
         queries = observation.window_length(scorer.needs.window) if summed else 1

@@ -9,12 +9,13 @@ from kvbench.policies.values.caote import Caote
 
 @dataclass(frozen=True)
 class FastCaote(Caote):
-    """CAOTE with the unweighted mean of all stored values in the place of the attention output.
+    """CAOTE with the unweighted mean of all stored values instead of the attention output.
 
         c_j = alpha_j / (1 - alpha_j) * ||bar(v) - v_j||_2
         alpha_j = s_j / (sum_i s_i), bar(v) = 1 / n sum_i v_i
 
-    alpha stays the normalised score; protected tokens count. Source: Goel et al. 2025, arXiv 2504.14051, eq. 23.
+    alpha is the normalised score, as in CAOTE; protected tokens are included. Source: Goel et al. 2025, arXiv
+    2504.14051, eq. 23.
     """
 
     def centre(self, alpha: Tensor, values: Tensor, counted: Tensor | None) -> Tensor:

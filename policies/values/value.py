@@ -1,4 +1,4 @@
-"""The contract of a value-aware wrapper: it combines the scores of any scorer with the values."""
+"""The interface of a value-aware wrapper, which combines the scores of any scorer with the values."""
 
 from abc import ABC, abstractmethod
 
@@ -10,7 +10,7 @@ from kvbench.policies.scorers.scorer import Scorer
 
 
 class ValueAware(ABC):
-    """Wraps a scorer. Subclasses are frozen dataclasses of their knobs."""
+    """Wraps a scorer. Subclasses are frozen dataclasses whose fields are their parameters."""
 
     @abstractmethod
     def score(
@@ -24,11 +24,11 @@ class ValueAware(ABC):
     ) -> Tensor:
         """Value-aware scores [B,H_kv,T] float32, higher = keep.
 
-        scores [B,H_kv,T]: those of the scorer. protected, bool [B,H_kv,T]: tokens that are always kept. layer_wide: all
-        heads of the layer keep one token set, so every head gets an equal row.
+        scores [B,H_kv,T]: the scorer's scores. protected, bool [B,H_kv,T]: tokens that are always kept. layer_wide: all
+        heads of the layer keep one token set, so every head gets the same scores.
         """
 
     @property
     def needs(self) -> Needs:
-        """What it reads of the scorer: statistics and scores per query head, or per KV head."""
+        """The wrapper's inputs, such as scores and statistics per query head."""
         return Needs()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from kvbench.kernels import prompt as module
 from kvbench.kernels.prompt import (
-    attention_behind,
     block_mask,
     flex_prompt_attention,
     prompt_attention,
@@ -63,29 +60,6 @@ def ordered(cases: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: in_order(with_values(cases[name], sinks=False)) for name in ORDERED}
 
 
-def test_two_queries_and_a_sink_by_hand() -> None:
-    """Odds of 1 and 2 for the slots, 1 for the sink: 1/4, 2/4, 1/4; the first query sees its own slot alone: 1/2."""
-    got = prompt_attention(
-        queries=torch.tensor([[[[1.0], [1.0]]]]),
-        keys=torch.tensor([[[[0.0], [math.log(2.0)]]]]),
-        values=torch.tensor([[[[4.0], [8.0]]]]),
-        query_positions=torch.tensor([[3, 4]]),
-        key_positions=torch.tensor([[[3, 4]]]),
-        scaling=1.0,
-        sinks=torch.tensor([0.0]),
-    )
-    torch.testing.assert_close(got.out, torch.tensor([[[[2.0], [5.0]]]]))
-    torch.testing.assert_close(got.log_sum_exp, torch.tensor([[[math.log(2.0), math.log(4.0)]]]))
-
-
-def test_a_few_queries_at_a_time_give_the_same(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOGITS_AT_ONCE", 1)
-    for call in calls.values():
-        got, expected = prompt_attention(**call), prompt_attention_ref(**call)
-        torch.testing.assert_close(got.log_sum_exp, expected.log_sum_exp)
-        torch.testing.assert_close(got.out, expected.out)
-
-
 def assert_close(got: Attention, expected: Attention) -> None:
     tolerance = TOLERANCE[expected.out.dtype]
     torch.testing.assert_close(got.out, expected.out, rtol=tolerance, atol=tolerance)
@@ -95,14 +69,6 @@ def assert_close(got: Attention, expected: Attention) -> None:
 @pytest.mark.parametrize("case", [*CHOSEN, "sinks", "sinks-padding"])
 def test_flex_attention_equals_the_reference(case: str, calls: Any) -> None:
     assert_close(flex_prompt_attention(**calls[case]), prompt_attention_ref(**calls[case]))
-
-
-@pytest.mark.parametrize("case", ORDERED)
-def test_slots_in_order_need_no_positions(case: str, ordered: Any) -> None:
-    call = ordered[case]
-    nowhere = {at: torch.full_like(call[at], -1) for at in ("query_positions", "key_positions")}
-    got = flex_prompt_attention(**{**call, **nowhere}, aligned=True)
-    assert_close(got, prompt_attention_ref(**call))
 
 
 @pytest.mark.parametrize("window", [None, 1, 90, 400])
@@ -130,28 +96,6 @@ def test_blocks_are_skipped_masked_or_whole_as_their_pairs_are_seen(window: int 
     if not shuffled:
         assert torch.equal(computed & ~some, computed & ~some & ~whole)
         assert computed.sum() <= some.sum() + 6, "ordered slots compute next to nothing that nobody sees"
-
-
-def by_hand(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Query by query, head by head: a softmax over the slots up to its own."""
-    out = queries.new_empty(*queries.shape[:3], values.shape[-1])
-    group, older = queries.shape[1] // keys.shape[1], keys.shape[2] - queries.shape[2]
-    for b, h, m in torch.cartesian_prod(*map(torch.arange, queries.shape[:3])).tolist():
-        read = slice(0, older + m + 1)
-        weights = (keys[b, h // group, read] @ queries[b, h, m] * scaling).softmax(-1)
-        out[b, h, m] = weights @ values[b, h // group, read]
-    return out
-
-
-@pytest.mark.parametrize("pairs", [2**22, 64])  # at once; or in pieces of two queries
-@pytest.mark.parametrize(("new", "slots"), [(5, 8), (5, 5), (1, 7)])
-def test_a_block_behind_older_tokens_reads_them_and_its_own_up_to_each_query(
-    monkeypatch: pytest.MonkeyPatch, new: int, slots: int, pairs: int
-) -> None:
-    monkeypatch.setattr(module, "PAIRS_AT_ONCE", pairs)
-    torch.manual_seed(0)
-    queries, keys, values = torch.randn(1, 4, new, 6), torch.randn(1, 2, slots, 6), torch.randn(1, 2, slots, 3)
-    torch.testing.assert_close(attention_behind(queries, keys, values, 0.3), by_hand(queries, keys, values, 0.3))
 
 
 @pytest.mark.gpu

@@ -10,17 +10,14 @@ from typing import Any
 import pytest
 import torch
 from column_cases import CASES, Case
-from kernel_interpreted import Interpreter, largest, mostly_slow
+from kernel_interpreted import Interpreter, mostly_slow
 from torch import Tensor
 
-from kvbench.kernels import query_sums
-from kvbench.kernels.prompt import prompt_attention_ref
 from kvbench.kernels.query_sums import (
     attention_moments,
     column_sums,
     entropy,
     variance,
-    window_largest,
     window_statistics,
 )
 from kvbench.kernels.references import Attended, attention_rows
@@ -33,11 +30,6 @@ FAST = ("grouped-float32", "everything-float16", "one-slot-one-query-float32")
 def rows_of(call: dict[str, Any]) -> Tensor:
     """All rows, the expected results' source: `attention_rows` is proved slot by slot in its own test."""
     return attention_rows(**{name: x for name, x in call.items() if name not in ("log_sum_exp", "aligned")})
-
-
-def with_sinks(call: dict[str, Any], rows: int) -> dict[str, Any]:
-    random = torch.Generator().manual_seed(rows)
-    return {**call, "sinks": torch.randn(rows, call["queries"].shape[1], generator=random)}
 
 
 def sums_by_kernels(call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,42 +60,9 @@ def test_column_sums_of_two_queries_by_hand() -> None:
     torch.testing.assert_close(column_sums(**call, attended=attended), expected)
 
 
-def test_moments_by_hand() -> None:
-    # One KV head, two query heads, two queries: rows of head 0 are (1, 0), (1/2, 1/2), of head 1 (1, 0), (1/4, 3/4).
-    queries = torch.tensor([[[[0.0], [0.0]], [[0.0], [math.log(3.0)]]]])
-    keys, positions = torch.tensor([[[[0.0], [1.0]]]]), torch.arange(2)[None]
-    for attended in (None, Attended(torch.ones(1, 1, 2, 1), torch.zeros(1, 2, 2, 1))):
-        got = attention_moments(queries, keys, positions, positions[:, None], 1.0, attended=attended)
-        torch.testing.assert_close(got.sums, torch.tensor([[[1 + 3 / 8, 5 / 8]]]))
-        torch.testing.assert_close(got.squares, torch.tensor([[[1 + 9 / 64, 25 / 64]]]))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_blocks_of_rows_give_the_sums_of_all_rows(name: str) -> None:
-    call = CASES[name].draw(3)
-    rows = rows_of(call)
-    values = torch.ones(*call["keys"].shape[:3], 1)  # type: ignore[attr-defined]
-    for _ in range(2):  # the buffer of the first call is used again
-        attended = Attended(values, torch.zeros(*call["queries"].shape[:3], 1))  # type: ignore[attr-defined]
-        torch.testing.assert_close(column_sums(**call, attended=attended), rows.sum(-2), **FLOAT32)  # type: ignore[arg-type]
-        moments = attention_moments(**call, attended=attended)  # type: ignore[arg-type]
-        torch.testing.assert_close(moments.squares, rows.mean(2).square().sum(-2), **FLOAT32)
-
-
 @pytest.mark.parametrize("name", mostly_slow(CASES, FAST))
 def test_the_kernels_give_the_sums_of_all_rows(name: str, interpret: Interpreter) -> None:
     agree(CASES[name].draw(list(CASES).index(name)), interpret)
-
-
-def test_sinks_of_every_sequence_take_their_share(interpret: Interpreter) -> None:
-    agree(with_sinks(Case(batch=2, new=12, slots=19, dim=8).draw(1), 2), interpret)
-
-
-def test_a_given_log_sum_exp_and_slots_in_order_give_the_same(interpret: Interpreter) -> None:
-    call = Case(heads=1, group=3, new=70, slots=70, dim=8, prompt=True).draw(2)
-    lse = prompt_attention_ref(values=call["keys"], **call).log_sum_exp  # type: ignore[arg-type]
-    nowhere = {at: torch.full_like(call[at], -1) for at in ("query_positions", "key_positions")}  # type: ignore[call-overload]
-    agree(call, interpret, {**call, **nowhere, "log_sum_exp": lse, "aligned": True})
 
 
 def window(seed: int) -> dict[str, Any]:
@@ -158,43 +117,6 @@ def test_the_window_kernel_gives_the_statistics_of_the_rows(seed: int, interpret
     torch.testing.assert_close(got.sums, rows.sum(-2), **FLOAT32)
     torch.testing.assert_close(got.variances, variance(rows), **VARIANCE)
     torch.testing.assert_close(got.entropies, entropy(rows), **FLOAT32)
-
-
-def test_sums_of_a_window_alone_and_from_a_given_log_sum_exp_are_the_same(interpret: Interpreter) -> None:
-    call = {name: x for name, x in window(0).items() if name != "sinks"}
-    lse = prompt_attention_ref(values=call["keys"], **call).log_sum_exp
-    got = interpret(window_statistics, **call, log_sum_exp=lse, spread=False)
-    torch.testing.assert_close(got.sums, rows_of(call).sum(-2), **FLOAT32)
-    assert got.variances.numel() == got.entropies.numel() == 0
-
-
-def test_a_window_that_does_not_fit_registers_is_refused(interpret: Interpreter) -> None:
-    wide = {"queries": torch.zeros(1, 1, 129, 8), "query_positions": torch.zeros(1, 129, dtype=torch.long)}
-    keys = {"keys": torch.zeros(1, 1, 4, 8), "key_positions": torch.zeros(1, 1, 4, dtype=torch.long)}
-    with pytest.raises(ValueError, match="at most 128 queries, got 129"):
-        interpret(window_statistics, **wide, **keys, scaling=1.0)
-
-
-def test_no_rows_of_a_window_are_in_memory(interpret: Interpreter) -> None:
-    call = Case(heads=1, group=2, new=32, slots=800, dim=8).draw(0)
-    assert interpret(largest, function=window_statistics, arguments=call) < 2 * 32 * 800 * 4 / 4
-
-
-def test_the_largest_of_two_heads_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two equal queries; head 0 gives 1/4, 3/4 and head 1 1/2, 1/2: the larger of each slot is 1/2, 3/4, twice."""
-    keys = torch.tensor([[[[0.0], [math.log(3.0)]], [[0.0], [0.0]]]])
-    for at_once in (2**26, 1):
-        monkeypatch.setattr(query_sums, "ROWS_AT_ONCE", at_once)
-        got = window_largest(torch.ones(1, 2, 2, 1), keys, torch.tensor([[1, 1]]), torch.tensor([[[0, 1]] * 2]), 1.0)
-        torch.testing.assert_close(got, torch.tensor([[1.0, 1.5]]))
-
-
-def test_a_sink_takes_its_share_of_every_row() -> None:
-    """Odds of 1 against a sink's 3 in head 0, and against a sink's 1 in head 1: 1/4 and 1/2 of each of two queries."""
-    call = torch.ones(1, 2, 2, 1), torch.zeros(1, 2, 1, 1), torch.tensor([[4, 5]]), torch.tensor([[[3], [3]]]), 1.0
-    sinks = torch.tensor([[math.log(3.0), 0.0]])
-    torch.testing.assert_close(window_statistics(*call, sinks=sinks).sums.flatten(), torch.tensor([0.5, 1.0]))
-    torch.testing.assert_close(window_largest(*call, sinks=sinks), torch.tensor([[1.0]]))
 
 
 def test_the_module_can_be_imported_without_triton() -> None:

@@ -8,7 +8,6 @@ import torch
 from kv_crafted import Crafted, drawn
 from kv_models import SLIDING, prompt, tiny
 from torch import Tensor
-from transformers import DynamicCache
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import kvbench_attention, kvbench_mask
@@ -82,14 +81,6 @@ def test_gradients_go_through_the_attention_whatever_the_policy_reads(slug: str,
     torch.testing.assert_close(got, expected)
 
 
-def test_the_models_scaling_is_used() -> None:
-    queries, keys, values = drawn(9)
-    layer = Crafted(make_policy("full"))
-    out = layer.call(queries, keys, values, scaling=0.7)
-    rows = (queries @ keys.mT * 0.7).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf).softmax(-1)
-    torch.testing.assert_close(out, rows @ values)
-
-
 def test_a_query_that_sees_no_survivor_sees_itself() -> None:
     """Tokens 3 and 4 survive: queries 0 to 2 see neither, query 3 sees one, query 4 both."""
     queries, keys, values = drawn(5, 2, 1)
@@ -154,13 +145,6 @@ def test_another_attention_cannot_read_the_cache() -> None:
         running(torch.tensor([prompt(5)]), past_key_values=held)
 
 
-def test_plain_tensors_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"pass past_key_values=KVCache\(model.config, policy\)"):
-        model()(torch.tensor([prompt(5)]), past_key_values=DynamicCache(config=model().config))
-    with pytest.raises(ValueError, match=r"pass past_key_values=KVCache\(model.config, policy\)"):
-        model()(torch.tensor([prompt(5)]), use_cache=False)
-
-
 # the mask function
 
 
@@ -171,11 +155,6 @@ def test_only_the_columns_of_the_call_are_masked() -> None:
     assert got[:, 0, :, 0].tolist() == [[True, True], [False, True]]
     assert kvbench_mask(attention_mask=mask[:1], q_length=3) is None
     assert kvbench_mask(attention_mask=None, q_length=3) is None
-
-
-def test_a_changed_causal_mask_is_refused() -> None:
-    with pytest.raises(ValueError, match="changes the causal mask"):
-        kvbench_mask(attention_mask=None, q_length=3, allow_is_causal_skip=False)
 
 
 def test_padding_inside_a_call_is_never_stored() -> None:

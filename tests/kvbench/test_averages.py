@@ -44,10 +44,3 @@ def test_a_benchmark_of_ones_own_says_what_its_averages_are_of(tmp_path: Path, m
     ((name, (low, high)),) = average_intervals(samples).items()
     assert (name, low < 50.0 < high) == ("sciences", True)
     assert metrics(samples)["official"] == {}
-
-
-def test_no_interval_where_the_average_is_none_of_several_sets() -> None:
-    assert average_intervals(suite(("trec",), [0.0, 1.0])) == {}
-    assert average_intervals(suite(("trec", "qasper"), [1.0])) == {}, "one score says nothing of its spread"
-    assert average_intervals([answer(0, 0.5, "needlebench"), answer(1, 0.1, "needlebench")]) == {}
-    assert average_intervals([]) == {}

@@ -13,7 +13,6 @@ from torch import Tensor
 from kvbench import KVCache, make_policy
 from kvbench.cache import eviction as pending_module
 from kvbench.cache.state import RecentQueries
-from kvbench.policies import stacked as evict_batches
 from kvbench.policies.observation import Observation
 from kvbench.policies.policy import Policy
 from kvbench.policies.stacked import StackedObservation
@@ -110,18 +109,6 @@ def test_all_layers_of_a_decoded_token_are_ranked_at_once() -> None:
     with counted(calls):
         run_greedy(tiny(layers=5), [prompt(70)], policy("h2o"), 4)
     assert calls == [1] * 5 + [5] * 3  # a prompt layer by layer; the last token is never fed
-
-
-@pytest.mark.parametrize("slug", ["caote_snapkv", "d2o"])
-def test_a_small_workspace_takes_few_layers_at_a_time(slug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = tiny(layers=5), [prompt(70)]
-    whole = run_greedy(model, ids, policy(slug), 6)
-    monkeypatch.setattr(evict_batches, "WORKSPACE", {"cpu": 1})
-    calls: list[int] = []
-    with counted(calls):
-        single = run_greedy(model, ids, policy(slug), 6)
-    assert set(calls) == {1}
-    assert_same(whole, single)
 
 
 def observed(layer: int, length: int) -> Observation:

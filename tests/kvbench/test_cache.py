@@ -161,18 +161,6 @@ def positions_behind(layer: KVLayer) -> Tensor:
 # what a cache shows
 
 
-def test_what_was_decoded_without_gradients_can_be_looked_at_afterwards() -> None:
-    """`torch.inference_mode` lets nobody write into its tensors once it is over."""
-    ids = torch.tensor([prompt(40)])
-    with torch.inference_mode():
-        held = KVCache(model().config, policy("tova"))
-        model()(ids, past_key_values=held)
-        for _ in range(3):
-            model()(ids[:, :1], past_key_values=held)
-    assert [int((layer.positions >= 0).sum()) for layer in held.layers] == [16 * KV_HEADS] * LAYERS
-    assert held.spare_nbytes > 0
-
-
 def test_kept_keys_and_values_are_untouched_and_keep_their_rotation() -> None:
     full, small = (KVCache(model().config, p) for p in (make_policy("full"), policy("h2o")))
     for held in (full, small):
@@ -181,26 +169,6 @@ def test_kept_keys_and_values_are_untouched_and_keep_their_rotation() -> None:
         index = part.positions[..., None].expand(-1, -1, -1, HEAD_DIM)
         assert torch.equal(whole.keys.gather(2, index), part.keys)
         assert torch.equal(whole.values.gather(2, index), part.values)
-
-
-def test_nothing_can_be_cropped_or_reordered() -> None:
-    held = KVCache(model().config, policy("h2o"))
-    with pytest.raises(ValueError, match="cannot be cropped"):
-        held.crop(3)
-    with pytest.raises(ValueError, match="do not follow beam search"):
-        held.reorder_cache(torch.LongTensor([0]))
-
-
-def test_a_reset_cache_starts_anew() -> None:
-    held = KVCache(model().config, policy("h2o"))
-    for _ in range(2):
-        model()(torch.tensor([prompt(37)]), past_key_values=held)
-        assert held.seen == 37
-        kept = kept_now(held)
-        held.reset()
-    fresh = KVCache(model().config, policy("h2o"))
-    model()(torch.tensor([prompt(37)]), past_key_values=fresh)
-    assert kept == kept_now(fresh)
 
 
 # between calls and inside them

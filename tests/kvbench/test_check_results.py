@@ -92,8 +92,8 @@ def text(name: str, old: str, new: str) -> Doctor:
 DOCTORED: dict[str, tuple[str, Doctor, str]] = {
     "score": ("knorm", lambda f: each_line(f, lambda x: x.update(score=1 - x["score"])), "example 1: its score is"),
     "output": ("full", line(output="edited"), "but its answer scores 0"),
-    "references": ("snapkv", line(references=["1"]), "its references is not the task's"),
-    "prompt": ("snapkv", line(prompt_hash="0" * 64), "its prompt_hash is not the task's"),
+    "references": ("snapkv", line(references=["1"]), "its references is not that of the task"),
+    "prompt": ("snapkv", line(prompt_hash="0" * 64), "its prompt_hash is not that of the task"),
     "more tokens": (
         "snapkv",
         lambda f: each_line(f, lambda x: head(x, 2, 0, 70)),
@@ -120,7 +120,7 @@ DOCTORED: dict[str, tuple[str, Doctor, str]] = {
     "seed of the configuration": (
         "snapkv",
         config(lambda x: x["config"].update(seed=1)),
-        "the seed of its identity does not follow from its configuration",
+        "seed of its identity does not fit its configuration",
     ),
     "budget": (
         "snapkv",
@@ -130,14 +130,14 @@ DOCTORED: dict[str, tuple[str, Doctor, str]] = {
     "weights": (
         "snapkv",
         config(lambda x: x["identity"]["model"].update(sha256="0" * 64)),
-        "the model of its identity does not follow",
+        "model of its identity does not fit",
     ),
     "name of the policy": (
         "snapkv",
         config(lambda x: x["naming"].update(policy="knorm")),
-        "it is named knorm, but its configuration is another policy's",
+        "it is named knorm, but has the configuration of another policy",
     ),
-    "task": ("snapkv", config(lambda x: x["config"]["task"].update(length=512)), "the task of its identity does not"),
+    "task": ("snapkv", config(lambda x: x["config"]["task"].update(length=512)), "task of its identity does not"),
     "the digest": ("snapkv", config(lambda x: x.update(run_id="pocket-x-0123456789")), "its run id is not the digest"),
     "samples after the run": (
         "snapkv",
@@ -147,7 +147,7 @@ DOCTORED: dict[str, tuple[str, Doctor, str]] = {
     "the metrics": (
         "knorm",
         text("metrics.json", '"score_low": 0', '"score_low": 1'),
-        "metrics.json does not hold the metrics of its samples",
+        "metrics.json does not contain the metrics of its samples",
     ),
 }
 

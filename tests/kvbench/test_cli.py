@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from shown_tables import shown_rows
 
@@ -101,17 +100,6 @@ def test_one_cell_leaves_five_files_and_a_table(here: Here, tiny_model: Path) ->
     assert samples(out)[0]["kept_tokens"] == [[71, 71], [71, 71]]
 
 
-def test_the_same_command_again_computes_nothing(here: Here, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = (f"model={tiny_model}", "policy=knorm", "budget=0.1", "out=runs", *SMALL)
-    first = here(*arguments)
-    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in here.folder.rglob("*.*") if p.is_file()}
-    monkeypatch.setattr("kvbench.engine.run.load", lambda *_: pytest.fail("the model was loaded again"))
-    second = here(*arguments)
-    assert first.returncode == second.returncode == 0
-    assert first.stdout == second.stdout
-    assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in here.folder.rglob("*.*") if p.is_file()}
-
-
 def test_a_sweep_ends_with_one_table_and_goes_on_after_a_failed_cell(here: Here, tiny_model: Path) -> None:
     done = here("-m", f"model={tiny_model}", "policy=full,snapkv,caote_knorm", "budget=16,64", "out=runs", *SMALL)
     assert done.returncode == 1  # every failure was a wrong value: 16 is less than snapkv's window
@@ -173,20 +161,6 @@ def test_a_killed_run_continues_and_ends_as_if_never_killed(here: Here, tiny_mod
     assert samples(here.folder / "killed") == samples(here.folder / "whole")
 
 
-def test_a_larger_limit_continues_the_run_and_a_smaller_one_shows_less(here: Here, tiny_model: Path) -> None:
-    arguments = (f"model={tiny_model}", "policy=tova", "budget=20", "out=runs", *SMALL)
-    here(*arguments, "limit=1")
-    (path,) = here.folder.glob("runs/*/samples.jsonl")
-    first = path.read_bytes()
-    assert here(*arguments, "limit=3").returncode == 0
-    assert path.read_bytes().startswith(first)
-    assert len(samples(here.folder / "runs")) == 3
-    less = here(*arguments, "limit=2")
-    assert less.stdout.splitlines()[0].endswith(", 2 examples")
-    assert shown_rows(less.stdout)[0][:2] == ["tova", "20"]
-    assert len(samples(here.folder / "runs")) == 3
-
-
 def test_a_full_disk_is_one_sentence_and_keeps_what_was_finished(here: Here, tiny_model: Path) -> None:
     arguments = (f"model={tiny_model}", "policy=full", "out=runs", "task.lengths=[700]", "task.repeats=1")
     full_disk = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))"
@@ -201,16 +175,3 @@ def test_a_full_disk_is_one_sentence_and_keeps_what_was_finished(here: Here, tin
     assert here(*arguments).returncode == 0
     assert path.read_bytes().startswith(finished)
     assert path.read_bytes().count(b"\n") == 10
-
-
-def test_without_arguments_the_pocket_model_looks_for_a_needle(here: Here) -> None:
-    done = here("limit=1")
-    assert done.returncode == 0
-    assert done.stdout.startswith("model pocket, task niah, 1 example")
-    (sample,) = samples(here.folder / "results" / "runs")
-    assert 1900 < sample["prompt_tokens"] < 2048
-    # 4 layers of 2 KV heads, 128 tokens each and no more: the default budget
-    assert sample["kept_tokens"] == [[128, 128]] * 4
-    assert sample["cache_bytes"] <= sample["peak_bytes"]
-    assert (sample["device_peak_bytes"] is None) == (not torch.cuda.is_available())
-    assert sample["cache_bytes"] < 0.15 * sample["full_cache_bytes"]

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import cache
 from itertools import chain
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.engine.sequence import Request
-from kvbench.inference.pre_pass import pre_pass, rate_next
 from kvbench.policies.policy import Policy
 
 CONTEXT, QUESTION, NEW, BUDGET, WINDOW = 45, 15, 6, 16, 8
@@ -101,19 +99,6 @@ def test_sets_and_answers_are_those_of_a_cache_cut_by_hand_before_the_question_w
     assert done.tokens == [answer]
 
 
-def test_the_question_changes_what_a_prompt_keeps_and_nothing_of_what_a_context_keeps() -> None:
-    other = IDS.clone()
-    other[:, CONTEXT:] = other[:, CONTEXT:].flip(-1)
-    policy = make_policy("snapkv", BUDGET, **SMALL)
-
-    def of_context(ids: Tensor, context: int | None) -> list[list[list[int]]]:
-        found = held(generate_tokens(model(), ids, policy, max_new_tokens=1, context_tokens=context).cache)
-        return [[[p for p in head if p < CONTEXT] for head in layer] for layer in found]
-
-    assert of_context(IDS, CONTEXT) == of_context(other, CONTEXT)
-    assert of_context(IDS, None) != of_context(other, None)
-
-
 # --- every other policy: the question's tokens are decoded ones ------------------------------------------------------
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -132,51 +117,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-@torch.inference_mode()
-def one_by_one(policy: Policy) -> tuple[list[int], list[list[list[int]]]]:
-    """The answer and what is held at the end: every token after the context in a call of its own, given or chosen."""
-    found = KVCache(model().config, policy, prompt_length=CONTEXT)
-    size = policy.schedule.call_size(CONTEXT)
-    for part in IDS[:, :CONTEXT].split(size, dim=1):
-        with pre_pass(model(), found, IDS[:, :CONTEXT], None):
-            logits = model()(part, past_key_values=found, use_cache=True).logits[:, -1]
-    given, tokens = IDS[0, CONTEXT:].tolist(), []
-    while len(tokens) < NEW:
-        chosen = int(logits.argmax())
-        tokens += [] if given else [chosen]
-        if len(tokens) < NEW:
-            token = torch.tensor([[given.pop(0) if given else chosen]])
-            rate_next(found, logits, token)
-            logits = model()(token, past_key_values=found, use_cache=True).logits[:, -1]
-    return tokens, held(found)
-
-
-@pytest.mark.parametrize("slug", PRESETS)
-def test_the_tokens_of_a_question_are_decoded_ones_whatever_number_a_call_takes(slug: str) -> None:
-    policy = make_policy(slug, BUDGET, **PRESETS[slug])
-    done = asked(policy)
-    tokens, positions = one_by_one(policy)
-    assert done.tokens == [tokens]
-    assert held(done.cache) == positions
-
-
 def test_gemfilter_chooses_among_the_contexts_tokens_and_reads_the_question_after_them() -> None:
     done = asked(make_policy("gemfilter", BUDGET, layer=1))
     assert done.cache.seen == BUDGET + QUESTION + NEW - 1
     chosen = generate_tokens(model(), IDS[:, :CONTEXT], make_policy("gemfilter", BUDGET, layer=1), max_new_tokens=1)
     assert chosen.cache.seen == BUDGET
     assert torch.equal(done.cache.layers[0].keys[:, :, :BUDGET], chosen.cache.layers[0].keys[:, :, :BUDGET])
-
-
-@pytest.mark.parametrize("context", [0, CONTEXT + QUESTION])
-def test_a_context_or_a_question_without_a_token_is_refused(context: int) -> None:
-    with pytest.raises(ValueError, match="needs a token before the question and one in it"):
-        asked(make_policy("full"), context_tokens=context)
-
-
-def test_a_policy_that_waits_for_the_token_after_the_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"compress=context .* d2o_released evicts only once .* \(late=true\)"):
-        asked(make_policy("d2o_released", BUDGET))
 
 
 # --- rows: one reading of the context for all policies ----------------------------------------------------------------
@@ -204,15 +150,6 @@ def test_rows_of_one_context_give_what_each_gives_alone_whatever_is_asked_beside
         assert held(row.cache) == held(alone.cache), name
         for field in ("seen", "nbytes", "peak_nbytes", "spare_nbytes"):
             assert getattr(row.cache, field) == getattr(alone.cache, field), f"{name}: {field}"
-
-
-def test_one_call_reads_the_context_of_all_rows_and_one_each_question() -> None:
-    policies = [make_policy(slug, BUDGET, **PRESETS[slug]) for slug in ("full", "snapkv", "tova", "cake", "d2o")]
-    requests = [Request(IDS[:, : CONTEXT + asked], NEW, context_tokens=CONTEXT) for asked in (QUESTION, 4)]
-    with mock.patch.object(type(model()), "forward", autospec=True, side_effect=type(model()).forward) as called:
-        rows = DecodeBatch(model()).admit_questions(requests, policies)
-    assert [call.kwargs["input_ids"].shape for call in called.call_args_list] == [(1, CONTEXT), (5, QUESTION), (5, 4)]
-    assert [row.sharing for row in chain(*rows)] == [10] * 10
 
 
 def test_a_policy_that_cannot_compress_a_context_ends_its_own_row() -> None:

@@ -5,21 +5,16 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from small_cells import small_cell
 
 from kvbench.analysis.load import load_results, read_result
-from kvbench.analysis.metrics import metrics
-from kvbench.analysis.result import Result, numbers
 from kvbench.cli import main
 from kvbench.engine.prompts import make_prompts
 from kvbench.engine.run import run_cells
 from kvbench.errors import UsageError
-from kvbench.identity.labels import Naming
 from kvbench.report.command import main as results
-from kvbench.report.table import unlike
 
 ROWS = [
     {"context": "The mill by the weir is red. " * 6, "question": question, "answers": [answer], "max_new_tokens": 3}
@@ -47,7 +42,7 @@ def test_both_ways_are_runs_of_their_own_and_every_table_says_which_is_which(
         ["snapkv", "whole prompt"],
         ["snapkv", "whole context"],
     ]
-    assert "what is compressed differs (context, prompt): a context is compressed before its question" in said
+    assert "compress differs (context, prompt): a context is compressed before the question is known" in said
     runs = {run.identity["compress"]: run for run in load_results(tmp_path / "runs")}
     assert runs["context"].run_id != runs["prompt"].run_id
     asked = runs["context"].samples[0]
@@ -67,7 +62,7 @@ def test_both_ways_are_runs_of_their_own_and_every_table_says_which_is_which(
         (("compress=context", "policy=d2o_released"), "d2o_released evicts only once a token after the prompt"),
         (
             ("compress=context", "task.frame='{question} {context}'"),
-            "has no question that could be told from its context",
+            "has no separate question",
         ),
     ],
 )
@@ -78,23 +73,6 @@ def test_what_cannot_be_is_one_sentence_and_exit_code_2(
     told = capsys.readouterr().err
     assert said in told
     assert told.count("\n") == 1
-
-
-def record(compress: str | None, schedule: str) -> Result:
-    known = {} if compress is None else {"compress": compress}
-    identity: dict[str, Any] = {"policy": {"schedule": {"class": schedule, "decode": "grow"}}, "budget": 64, **known}
-    if schedule == "Blocks":
-        identity["policy"]["schedule"]["size"] = 128
-    empty: dict[str, Any] = {"folder": Path(), "run_id": "", "environment": {}, "samples": ()}
-    called = dict.fromkeys(("model", "policy", "task"), "")
-    naming = Naming("snapkv", "pocket", "niah")
-    return Result(**empty, **called, **numbers(metrics([])), identity=identity, naming=naming)
-
-
-def test_runs_of_older_versions_compressed_the_prompt() -> None:
-    assert unlike([record(None, "Prompt"), record("prompt", "Prompt")]) == []
-    (said,) = unlike([record(None, "Prompt"), record("context", "Prompt")])
-    assert said.startswith("what is compressed differs (context, prompt)")
 
 
 def test_a_run_tells_it_where_questions_begin(tiny_model: Path, tmp_path: Path) -> None:

@@ -85,22 +85,6 @@ def test_replayed_steps_equal_called_ones(slug: str, taped: None, replays: list[
     assert len(replays) >= NEW - 5, "steps were recorded and replayed"
 
 
-def test_a_batch_replays_until_one_of_its_sequences_ends(taped: None) -> None:
-    model = llama()
-    ids = torch.cat([prompt(LENGTH), prompt(LENGTH, seed=5)])
-    plain, _ = generate(model, policy_of("h2o"), ids)
-    eos = plain[0][8]  # the first sequence ends here, the other goes on
-    both = [generate(model, policy_of("h2o"), ids, eos_token_ids=[eos], cuda_graph=g) for g in (True, False)]
-    assert both[0] == both[1]
-    assert len(both[0][0][0]) < NEW
-
-
-def test_a_prompt_below_the_budget_is_recorded_when_it_has_grown_to_it(taped: None) -> None:
-    model = llama()
-    ids = prompt(BUDGET - 3)
-    assert generate(model, policy_of("tova"), ids, cuda_graph=True) == generate(model, policy_of("tova"), ids)
-
-
 def test_a_batch_of_all_kinds_replays_while_its_sequences_stay_the_same(taped: None, replays: list[int]) -> None:
     """Growing, evicting and per-head sequences of two examples, the second of which joins later and ends earlier."""
     model = llama()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import chain
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,20 +17,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
-from kvbench.cache.join import join, together
-from kvbench.config.presets import policy_config, scheduled
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
-from kvbench.identity.labels import in_words, moments
-from kvbench.inference.cuda_graph import can_record
-from kvbench.inference.teacher_forcing import continuation_scores
 from kvbench.models.cache_shapes import CacheShape
-from kvbench.policies.describe import describe
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Prompt
 from kvbench.tools.cache_bytes import predict
-from kvbench.tools.diagnose import cells_of
 
 BUDGET, EVERY, NEW = 40, 5, 23
 SLUGS = ["knorm", "h2o", "snapkv", "tova", "ada_snapkv", "cake", "cam", "d2o", "random"]
@@ -105,14 +97,6 @@ def test_every_query_counts_in_running_sums_also_where_nothing_is_evicted() -> N
     assert made.kept() == [tuple(sorted(sorted(held, key=lambda j: -sums[j])[:6]))]
 
 
-def test_one_token_each_is_what_every_1_says() -> None:
-    model, ids = tiny(), [prompt(56)]
-    for slug in ("h2o", "ada_snapkv"):
-        said, usual = (run_greedy(model, ids, policy(slug, every=1, **more), NEW) for more in ({}, {"protect": "none"}))
-        assert said.kept == usual.kept
-        assert lengths(said) == [BUDGET] * NEW
-
-
 def test_sequences_in_flight_whose_turns_differ_give_what_they_give_alone() -> None:
     model = prepare(tiny("gemma2"))
     rows = DecodeBatch(model)
@@ -129,53 +113,6 @@ def test_sequences_in_flight_whose_turns_differ_give_what_they_give_alone() -> N
         assert row.tokens == alone.tokens[0]
         assert kept_now(row.cache) == kept_now(alone.cache)
         assert (row.cache.nbytes, row.cache.peak_nbytes) == (alone.cache.nbytes, alone.cache.peak_nbytes)
-
-
-def test_they_are_no_rows_of_one_store_and_no_steps_to_record() -> None:
-    model, caches = prepare(tiny()), []
-    for seed in (0, 1):
-        caches.append(KVCache(model.config, policy("h2o")))
-        model(torch.tensor([prompt(56, seed)]), past_key_values=caches[-1])
-    cache = together(caches)
-    join(cache)
-    assert len(cache.groups) == 2
-    assert cache.on_device() is None
-    assert not can_record(policy("h2o"))
-    assert can_record(policy("h2o", every=1, protect="prompt"))
-
-
-@pytest.mark.parametrize("slug", ["snapkv", "h2o", "ada_snapkv"])
-def test_a_cache_saved_between_two_evictions_goes_on_as_it_would(slug: str, tmp_path: Path) -> None:
-    model, ids = prepare(tiny()), torch.tensor([prompt(56 + NEW)])
-    file = tmp_path / "cache.safetensors"
-    cache = KVCache(model.config, policy(slug))
-    with torch.inference_mode():
-        model(ids[:, :56], past_key_values=cache)
-        for step in range(56, 56 + NEW):
-            if step in (59, 68):
-                cache.save(file)
-                loaded = KVCache.load(file, model.config, policy(slug))
-            logits = model(ids[:, step : step + 1], past_key_values=cache).logits
-            if step >= 59:
-                assert torch.equal(model(ids[:, step : step + 1], past_key_values=loaded).logits, logits)
-    assert kept_now(loaded) == kept_now(cache)
-    loaded.audit()
-
-
-def test_a_question_after_its_context_and_tokens_that_are_given_are_decoded_tokens() -> None:
-    model, chosen = prepare(tiny()), policy("h2o")
-    ids = torch.tensor([prompt(56 + 12)])
-    asked = generate_tokens(model, ids, chosen, max_new_tokens=1, context_tokens=56)
-    cache = KVCache(model.config, chosen, prompt_length=56)
-    with torch.inference_mode():
-        for part in ids.split([56, *[1] * 12], dim=1):
-            logits = model(part, past_key_values=cache).logits[:, -1]
-    assert kept_now(asked.cache) == kept_now(cache)
-    assert asked.cache.kept_tokens().unique().tolist() == [BUDGET + 12 % EVERY]
-    assert asked.tokens == [[int(logits.argmax())]]
-    scores = [continuation_scores(model, ids[:, :56], ids[:, 56:], chosen, block=block) for block in (1, None)]
-    torch.testing.assert_close(scores[0].logprobs, scores[1].logprobs)
-    assert int(scores[0].most_kept.max()) == BUDGET + EVERY
 
 
 def test_slots_for_the_k_tokens_are_counted_and_foretold() -> None:
@@ -210,13 +147,6 @@ def test_all_tokens_of_a_protected_prompt_stay(every: int) -> None:
             assert len(head) == by_hand(length, NEW)[-1] if every > 1 else BUDGET
 
 
-def test_a_prompt_that_does_not_fit_beside_the_newest_tokens_is_refused() -> None:
-    model = prepare(tiny())
-    generate_tokens(model, torch.tensor([prompt(BUDGET - 6)]), policy("snapkv", protect="prompt"), max_new_tokens=8)
-    with pytest.raises(ValueError, match="protect=prompt keeps all 35 tokens of the prompt beside the newest 6 tokens"):
-        generate_tokens(model, torch.tensor([prompt(BUDGET - 5)]), policy("snapkv", protect="prompt"), max_new_tokens=8)
-
-
 def test_wrong_schedules_are_refused_in_a_sentence() -> None:
     with pytest.raises(ValueError, match="with decode=grow they have no meaning"):
         Prompt(decode="grow", every=8)
@@ -226,21 +156,6 @@ def test_wrong_schedules_are_refused_in_a_sentence() -> None:
         Prompt(every=0)
     with pytest.raises(ValueError, match="protect must be none or prompt, got 'all'"):
         Prompt(protect="all")  # type: ignore[arg-type]
-
-
-def test_the_command_line_sets_it_and_growing_drops_it(tiny_model: Path, tmp_path: Path) -> None:
-    words = [f"model={tiny_model}", "policy=snapkv", "decode=evict", "every=16", "protect=prompt", f"out={tmp_path}"]
-    schedule = cells_of(words)[0].policy.schedule
-    assert (schedule.every, schedule.protect, str(schedule)) == (16, "prompt", "prompt")
-    often = scheduled(policy_config("h2o"), every=16)
-    assert scheduled(often, schedule="blocks", block=8)["schedule"]["every"] == 16
-    assert "every" not in scheduled(often, decode="grow")["schedule"]
-
-
-def test_tables_say_how_often() -> None:
-    identity = {"policy": describe(policy("h2o", every=128)), "budget": BUDGET}
-    assert moments(identity) == ("prompt", "evict every 128")
-    assert in_words("evict every 128") == "128 tokens evicted once 128 are held beyond the budget"
 
 
 @torch.inference_mode()

@@ -127,20 +127,6 @@ def test_a_cache_may_leave_the_device_between_any_two_tokens() -> None:
     assert found[0] == found[1]
 
 
-def test_what_is_held_can_be_read_while_it_is_on_the_device(as_on_a_gpu: None) -> None:
-    flight = DecodeBatch(model_of())
-    flight.admit(asked(90, 1, 20), policies(("h2o", "snapkv", "ada_snapkv")))
-    for _ in range(8):
-        flight.step()
-    cache = flight.cache
-    assert cache is not None
-    assert cache.on_device() is not None
-    before = cache.kept_tokens()
-    cache.audit()
-    cache.on_device(False)
-    assert torch.equal(before, cache.kept_tokens())
-
-
 def test_no_step_lets_the_host_wait(as_on_a_gpu: None) -> None:
     model, flight = model_of(), DecodeBatch(model_of())
     flight.admit(asked(90, 1, 20), policies(SEVERAL))

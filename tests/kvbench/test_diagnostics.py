@@ -5,7 +5,6 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import torch
-from kv_hybrids import tiny_hybrid
 from matplotlib.figure import Figure
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -28,13 +27,6 @@ def model() -> PreTrainedModel:
 def probe(model: PreTrainedModel, slug: str, budget: int, **fields: object) -> Probe:
     ids = torch.randint(1, 301, (1, 90), generator=torch.Generator().manual_seed(1))
     return Probe(model, ids, make_policy(slug, budget, **fields), slug, new_tokens=4)  # type: ignore[arg-type]
-
-
-def test_coverage_of_a_local_window_is_the_window(model: PreTrainedModel) -> None:
-    rows = coverage.measure(probe(model, "local_window", 9))
-    assert rows[0]["coverage"] == pytest.approx(100 * 9 / 90)
-    assert [row["budget"] for row in rows[1:]] == [68, 45, 22, 9]  # round((1 - rate) * 90)
-    assert all(row["coverage"] == pytest.approx(100 * int(str(row["budget"])) / 90) for row in rows)
 
 
 def test_a_policy_that_asks_for_the_question_is_told_it(model: PreTrainedModel) -> None:
@@ -60,9 +52,3 @@ def test_every_diagnostic_draws(model: PreTrainedModel, module: object) -> None:
     figure = Figure()
     module.draw(table.assign(policy="snapkv", example=0), figure)  # type: ignore[attr-defined]
     assert figure.axes
-
-
-@pytest.mark.parametrize(("running", "attention"), [(tiny_hybrid("qwen3_5_text"), 2)])
-def test_output_error_is_of_attention_layers_alone(running: PreTrainedModel, attention: int) -> None:
-    rows = output_error.measure(probe(prepare(running), "snapkv", 40))
-    assert [row["layer"] for row in rows] == list(range(attention))

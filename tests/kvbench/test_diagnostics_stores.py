@@ -66,8 +66,8 @@ def test_the_smallest_keys_are_worth_keeping_where_they_stretch_the_range_of_the
 @pytest.mark.parametrize(
     ("name", "policy", "sentence"),
     [
-        ("exact_tokens", "snapkv_ott", "snapkv_ott drops tokens, and exact_tokens compares stores on all of them"),
-        ("exact_tokens", "kivi", "kivi keeps no chosen tokens exact: use an ott policy"),
+        ("exact_tokens", "snapkv_ott", "snapkv_ott drops tokens, but exact_tokens compares stores with all tokens"),
+        ("exact_tokens", "kivi", "kivi has no exact tokens: use an ott policy"),
     ],
 )
 def test_policies_without_an_answer_are_refused_in_one_sentence(

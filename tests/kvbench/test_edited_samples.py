@@ -13,7 +13,7 @@ from kvbench.cli import main
 from kvbench.engine import answers
 from kvbench.engine.generate import generate_tokens
 from kvbench.records.sample import Sample
-from kvbench.records.samples import RunLostError, open_samples, read_samples
+from kvbench.records.samples import open_samples, read_samples
 
 
 def sample(index: int, **fields: Any) -> Sample:
@@ -41,31 +41,6 @@ def test_a_score_no_run_writes_is_named_with_file_and_line(tmp_path: Path, score
     with pytest.raises(ValueError, match="line 2"), open_samples(path):
         pass
     assert path.read_bytes() == before, "an edited line is no cut-off line: it is not thrown away"
-
-
-def test_a_benchmark_with_measures_of_its_own_may_score_in_its_own_unit(tmp_path: Path) -> None:
-    path = written(tmp_path / "samples.jsonl", sample(0, score=47.5, measures={"bleu,none": 47.5}))
-    assert read_samples(path)[0].score == 47.5
-    with pytest.raises(ValueError, match=r"example 1: score=47\.5"), open_samples(path) as file:
-        file.append(sample(1, score=47.5))
-
-
-def test_a_file_that_vanished_or_was_replaced_takes_no_more_lines(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    with open_samples(path) as file:
-        file.append(sample(0))
-        path.unlink()
-        with pytest.raises(RunLostError, match="was deleted or replaced"):
-            file.append(sample(1))
-        path.write_text("")
-        with pytest.raises(RunLostError, match="was deleted or replaced"):
-            file.append(sample(1))
-    assert path.read_text() == ""
-    with open_samples(path) as file:
-        file.append(sample(0))
-        path.write_text("")
-        with pytest.raises(RunLostError, match="was changed"):
-            file.append(sample(1))
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])

@@ -17,17 +17,12 @@ from torch import Tensor
 from kvbench.analysis.load import read_result
 from kvbench.engine import batch as rows
 from kvbench.engine import device_memory
-from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.run import Ending, grouped, run_cells
 from kvbench.engine.watch import Nobody
 from kvbench.identity.cell import Cell
 from kvbench.policies.allocators.uniform import Uniform
-from kvbench.policies.observation import Observation, State
 from kvbench.policies.ranking import Ranking
-from kvbench.policies.scorers.knorm import KNorm
-from kvbench.records.locks import RunBusyError
 from kvbench.records.sample import Sample
-from kvbench.records.samples import open_samples
 from kvbench.report.table import notes, results_table
 from kvbench.tools.diagnose import cells_of
 
@@ -64,19 +59,6 @@ def completed(endings: Sequence[Ending]) -> None:
     for ending in endings:
         assert ending.error is None
         assert ending.folder == ending.cell.folder
-
-
-@dataclass(frozen=True)
-class Broken(KNorm):
-    """Key norm, but of a prompt longer than `after` tokens: that raises an error."""
-
-    error: type[BaseException] = RuntimeError
-    after: int = 0
-
-    def score(self, observation: Observation, state: State) -> Tensor:
-        if int(observation.seen.max()) > self.after:
-            raise self.error("a part of somebody's own gave up")
-        return super().score(observation, state)
 
 
 @dataclass(frozen=True)
@@ -138,14 +120,6 @@ def test_samples_say_how_they_ran_and_give_seconds_only_where_they_are_theirs(ce
     assert not (alone[1].folder / "engine.json").exists()
 
 
-def test_limits_may_differ_and_a_run_asked_for_twice_is_one(cells: Build) -> None:
-    full, snapkv, tova = cells("full,snapkv,tova", limit=4)
-    asked = [replace(full, limit=1), replace(snapkv, limit=2), tova, replace(full, limit=3)]
-    completed(run_cells(asked))
-    assert [len(lines(cell)) for cell in (full, snapkv, tova)] == [3, 2, 4]
-    assert [line["shared_prefill"] for line in lines(tova)] == [3, 3, 2, 1]
-
-
 def test_runs_that_differ_in_more_than_their_policy_share_nothing_but_the_model(cells: Build) -> None:
     some = [*cells("full,tova"), *cells("full", "seed=1"), *cells("tova", "task.max_new_tokens=7")]
     assert [[run.run_id for run in group] for group in grouped(some, Nobody())] == [
@@ -168,14 +142,6 @@ def test_runs_that_are_ahead_wait_for_the_others_and_keep_what_they_have(cells: 
     assert [results(cell) for cell in some] == [results(cell) for cell in alone]
 
 
-def test_no_more_rows_are_in_flight_than_asked_for(cells: Build) -> None:
-    some = cells("full,snapkv,tova", rows=2, limit=3)
-    completed(run_cells(some))
-    (session,) = json.loads((some[0].folder / "engine.json").read_text())["sessions"]
-    assert session["most_rows"] == 2
-    assert session["prefills"] == 6  # for two of the three runs, then for the third
-
-
 def uneven(cells: Build, policies: str, **how: Any) -> list[Cell]:
     """Cells of three examples, the second of which alone has a prompt of more than 450 tokens."""
     return cells(policies, "task.lengths=[300,600,400]", "task.depths=[0.5]", "task.repeats=1", limit=3, **how)
@@ -190,17 +156,6 @@ def test_a_run_that_breaks_its_budget_fails_in_that_example_alone(cells: Build) 
     assert errors[1].startswith("BudgetError: ")
     assert [line["error"] for line in lines(tova)] == [None] * 3
     assert [results(generous)[i] for i in (0, 2)] == [results(knorm)[i] for i in (0, 2)]
-
-
-def test_a_run_that_breaks_ends_by_itself_with_its_own_error(cells: Build) -> None:
-    knorm, tova = uneven(cells, "knorm,tova")
-    broken = with_part(knorm, scorer=Broken(error=ValueError, after=450))
-    first, second, third = run_cells([broken, tova, knorm])
-    assert isinstance(first.error, ValueError)
-    assert first.folder is None
-    completed([second, third])
-    assert results(broken) == results(knorm)[:1]
-    assert not (broken.folder / "metrics.json").exists()
 
 
 def test_whatever_a_model_raises_over_one_run_s_prompt_the_others_go_on_together(
@@ -265,45 +220,6 @@ def test_memory_that_ran_out_in_company_is_asked_for_again_with_less(
     alone = cells("full,snapkv,tova", limit=4, rows=1, out="alone")
     run_cells(alone)
     assert [results(cell) for cell in some] == [results(cell) for cell in alone]
-
-
-def test_memory_that_one_row_alone_does_not_have_is_a_failed_example(cells: Build) -> None:
-    knorm, tova = uneven(cells, "knorm,tova")
-    hungry = with_part(knorm, scorer=Broken(error=torch.OutOfMemoryError, after=450))
-    completed(run_cells([hungry, tova]))
-    assert [line["error"] for line in lines(hungry)] == [
-        None,
-        "OutOfMemoryError: a part of somebody's own gave up",
-        None,
-    ]
-    assert [line["error"] for line in lines(tova)] == [None] * 3
-
-
-def test_rows_that_break_together_are_computed_one_by_one(
-    cells: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    step = DecodeBatch.step
-
-    def broken(self: DecodeBatch) -> list[Any]:
-        if self.in_flight > 1:
-            raise TypeError("nobody's fault")
-        return step(self)
-
-    monkeypatch.setattr(DecodeBatch, "step", broken)
-    some = cells("full,tova", limit=2)
-    completed(run_cells(some))
-    assert "a batch failed (TypeError: nobody's fault)" in caplog.text
-    assert all(line["prefill_seconds"] > 0 for cell in some for line in lines(cell))
-
-
-def test_a_busy_run_is_left_to_the_other_process(cells: Build) -> None:
-    some = cells("full,snapkv,tova", limit=2)
-    some[1].folder.mkdir(parents=True)
-    with open_samples(some[1].folder / "samples.jsonl"):
-        endings = run_cells(some)
-    assert isinstance(endings[1].error, RunBusyError)
-    completed([endings[0], endings[2]])
-    assert [line["shared_prefill"] for line in lines(some[0])] == [2, 2]
 
 
 def test_a_context_is_read_once_for_all_runs_and_all_that_is_asked_about_it(tiny_model: Path, tmp_path: Path) -> None:

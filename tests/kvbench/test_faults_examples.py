@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from small_cells import SMALL, small_cell
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from small_cells import SMALL
 
 from kvbench.cli import main
-from kvbench.engine.prompts import make_prompts
-from kvbench.engine.run import run_cells
-from kvbench.engine.watch import Nobody
-from kvbench.identity.cell import Cell
 
 HUNGRY = '''
 """A scorer that needs more memory than there is, for a prompt of one length."""
@@ -102,58 +96,3 @@ def test_an_example_without_memory_is_recorded_and_the_others_go_on(
     assert [timeless(first), timeless(last)] == [timeless(whole[0]), timeless(whole[2])]
     (metrics,) = [json.loads(path.read_text()) for path in (hungry / "broken").glob("*/metrics.json")]
     assert (metrics["n"], metrics["n_failed"], metrics["score"]) == (3, 1, None)
-
-
-def spoilt_model(folder: Path, tokenizer: Path, tokens: Sequence[int]) -> Path:
-    """A random Llama whose embeddings of some tokens are NaN: so are all logits after one of them."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    places = {"max_position_embeddings": 1024, "bos_token_id": 0, "eos_token_id": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=258, **sizes, **heads, **places, tie_word_embeddings=False))
-    with torch.no_grad():
-        model.model.embed_tokens.weight[list(tokens)] = torch.nan
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
-    return folder
-
-
-ONE_TOKEN = ("task.max_new_tokens=1", "task.chat=false")
-
-
-def only_in(prompts: Sequence[Sequence[int]], index: int) -> int:
-    """A token of one prompt that no other has."""
-    others = {token for number, prompt in enumerate(prompts) if number != index for token in prompt}
-    found = sorted(set(prompts[index]) - others)
-    assert found, "the prompts share all their letters"
-    return found[0]
-
-
-def cells_of(model: Path, out: Path) -> list[Cell]:
-    return [small_cell(out, model, policy, 40, *ONE_TOKEN) for policy in ("full", "streamingllm", "h2o")]
-
-
-def test_an_example_whose_logits_are_nan_is_recorded_and_the_others_go_on(tmp_path: Path, tiny_model: Path) -> None:
-    sound = spoilt_model(tmp_path / "sound", tiny_model, ())
-    prompts = [prompt.ids.tolist() for prompt in make_prompts(cells_of(sound, tmp_path / "unused")[0])]
-    index = next(i for i in range(3) if len(set(prompts[i]) - {t for j in range(3) if j != i for t in prompts[j]}))
-    spoilt = spoilt_model(tmp_path / "spoilt", tiny_model, [only_in(prompts, index)])
-    whole = run_cells(cells_of(sound, tmp_path / "whole"))
-    told: list[int] = []
-
-    class Listening(Nobody):
-        def finished(self, cell: Cell, sample: Any) -> None:
-            told.append(sample.index)
-
-    broken = run_cells(cells_of(spoilt, tmp_path / "broken"), Listening())
-    assert sorted(told) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    for ours, theirs in zip(broken, whole, strict=True):
-        assert ours.error is None, "a cell with a failed example is complete"
-        assert ours.folder is not None
-        assert theirs.folder is not None
-        for number, (row, right) in enumerate(zip(rows_of(ours.folder), rows_of(theirs.folder), strict=True)):
-            if number == index:
-                assert "NaN" in str(row["error"])
-                assert (row["score"], row["output"]) == (None, None)
-            else:
-                assert timeless(row) == timeless(right)

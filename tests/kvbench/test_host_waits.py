@@ -140,12 +140,6 @@ def test_no_step_at_the_budget_lets_the_host_wait(slug: str, model: Any) -> None
     assert found == []
 
 
-def test_no_step_of_rows_lets_the_host_wait_for_more_than_their_tokens(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert stepped(model, [policy_of(slug) for slug in dense_and_evicting()], watched, monkeypatch) == [[], []]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)
 @pytest.mark.parametrize("slug", dense_and_evicting())

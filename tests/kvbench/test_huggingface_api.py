@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_models import generated, left_padded, prompt, tiny
+from kv_models import generated, prompt, tiny
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
@@ -17,18 +17,6 @@ def model() -> Any:
 
 def full(model: Any, **kwargs: Any) -> KVCache:
     return KVCache(model.config, make_policy("full"), **kwargs)
-
-
-@pytest.mark.parametrize("chunk", [3, 4, 9])
-def test_left_padding_may_fill_a_whole_chunk(model: Any, chunk: int) -> None:
-    prompts = [prompt(9), prompt(3, seed=1)]
-    ids, mask = left_padded(prompts)
-    cache = full(model, prompt_length=[9, 3])
-    out = model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=3, do_sample=False, prefill_chunk_size=chunk
-    )
-    alone = [generated(model, [one], 3, past_key_values=full(model))[0] for one in prompts]
-    assert out[:, 9:].tolist() == alone
 
 
 @pytest.mark.parametrize(("layers", "sentence"), [(1, "num_hidden_layers=1, the model has 2"), (3, "the model has 2")])
@@ -63,15 +51,6 @@ def test_prompt_lookup_and_assistants_are_refused(model: Any) -> None:
     for speculation in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": tiny(layers=1)}):
         with pytest.raises(ValueError, match=r"cannot be cropped .*assistant and prompt-lookup decoding"):
             generated(model, [ids], 6, past_key_values=full(model), **speculation)
-
-
-def test_gradient_checkpointing_says_what_became_of_the_cache(model: Any) -> None:
-    model.gradient_checkpointing_enable()
-    model.train()
-    with pytest.raises(ValueError, match=r"gradient checkpointing took it away .*model\.eval\(\)"):
-        model(torch.tensor([prompt(5)]), past_key_values=full(model))
-    model.eval()  # where nothing is checkpointed
-    assert model(torch.tensor([prompt(5)]), past_key_values=full(model)).logits.shape == (1, 5, 512)
 
 
 @pytest.mark.slow("compiles a model")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,34 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from kv_hybrids import HYBRIDS, SIZES, tiny_hybrid
-from kv_models import CodePoints, generated, left_padded, prompt
+from kv_hybrids import HYBRIDS, tiny_hybrid
+from kv_models import CodePoints, left_padded, prompt
 from kv_oracle import Rules
 from kv_runs import kept_now, policy_for
 from kv_simulate import simulate
 from op_tape import Tape, record
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvbench import KVCache, make_policy
-from kvbench.analysis.load import read_result
-from kvbench.cache.cache import BudgetError
 from kvbench.cache.hook import prepare
-from kvbench.cache.join import fork
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.conversation import Conversation
 from kvbench.engine.generate import Generation, generate_tokens
-from kvbench.engine.run import run_cells
 from kvbench.engine.sequence import LiveSequence, Request
-from kvbench.engine.watch import Nobody
 from kvbench.inference.prefill import prefill
 from kvbench.inference.teacher_forcing import continuation_scores, text_scores
-from kvbench.models.trial import state_bytes, try_out
 from kvbench.policies.policy import Policy
-from kvbench.report.table import results_table
-from kvbench.tools.diagnose import cells_of
 
 BUDGET, NEW = 16, 6
 CONTINUING = [family for family in HYBRIDS if family not in ("jamba", "zamba")]
@@ -87,30 +78,6 @@ def test_full_gives_the_logits_of_the_familys_own_attention_and_cache(family: st
     expected = read(running, DynamicCache(config=running.config), ids, *calls)
     own = KVCache(prepare(running).config, make_policy("full"), prompt_length=32)
     torch.testing.assert_close(read(running, own, ids, *calls), expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_full_writes_what_transformers_writes(family: str) -> None:
-    running, prompts = tiny_hybrid(family), [prompt(21), prompt(34, seed=1)]
-    running.set_attn_implementation("eager")
-    expected = generated(running, prompts, NEW)
-    held = KVCache(prepare(running).config, make_policy("full"))
-    assert generated(running, prompts, NEW, past_key_values=held) == expected
-    ids, mask = left_padded(prompts)
-    assert (
-        generate_tokens(running, ids, make_policy("full"), attention_mask=mask, max_new_tokens=NEW).tokens == expected
-    )
-
-
-def test_a_hybrid_familys_model_of_attention_layers_alone_runs() -> None:
-    """Granite 4 Micro is one."""
-    only = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "num_local_experts": 0}
-    config = CONFIG_MAPPING["granitemoehybrid"](**SIZES, **only, intermediate_size=48, mamba_n_heads=4)
-    try_out(config)
-    running = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    expected = generated(running, [prompt(21)], NEW)
-    done = generate_tokens(prepare(running), torch.tensor([prompt(21)]), make_policy("full"), max_new_tokens=NEW)
-    assert done.tokens == expected
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "nemotron_h", "jamba"])
@@ -163,22 +130,6 @@ def test_sequences_of_a_padded_batch_are_what_they_are_alone(family: str) -> Non
             assert_same_states(one.cache, done.cache, row)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm2", "jamba"])
-def test_a_sequence_that_ended_first_holds_what_it_holds_alone(family: str) -> None:
-    prompts = [prompt(37), prompt(22, seed=1)]
-    ids, mask = left_padded(prompts)
-    for policy in POLICIES[1::3]:
-        first, second = (alone(family, some, policy).tokens[0] for some in prompts)
-        eos = [next(token for token in first[1:] if token not in second)]
-        done = generate_tokens(model(family), ids, policy, attention_mask=mask, max_new_tokens=NEW, eos_token_ids=eos)
-        ones = [alone(family, some, policy, eos_token_ids=eos) for some in prompts]
-        assert len(ones[0].tokens[0]) < len(ones[1].tokens[0])
-        for row, one in enumerate(ones):
-            assert done.tokens[row] == one.tokens[0]
-            assert kept_now(done.cache)[row] == kept_now(one.cache)[0]
-            assert_same_states(one.cache, done.cache, row)
-
-
 def test_padding_after_tokens_is_refused_which_states_would_take_in() -> None:
     running, (ids, mask) = model("lfm2"), left_padded([prompt(20), prompt(13, seed=1)])
     held = KVCache(running.config, make_policy("full"))
@@ -214,30 +165,6 @@ def test_rows_of_one_batch_are_what_they_are_alone(family: str) -> None:
         flight.step()
     finished(flight)
     for row in found:
-        assert_alone(family, row)
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_text", "jamba", "falcon_h1"])
-def test_prompts_side_by_side_are_what_they_are_alone(family: str) -> None:
-    flight = DecodeBatch(model(family))
-    requests = [Request(torch.tensor([prompt(length, seed=length)]), NEW) for length in (37, 31, 18)]
-    if not flight.stands_beside(*requests[:2]):
-        assert family not in CONTINUING
-        return
-    found = flight.admit_examples(requests, POLICIES)
-    finished(flight)
-    for row in (row for some in found for row in some):
-        assert_alone(family, row)
-
-
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_questions_about_one_context_are_what_they_are_alone(family: str) -> None:
-    document = prompt(30)
-    asked = [torch.tensor([document + prompt(4, seed=seed)]) for seed in (1, 2)]
-    flight = DecodeBatch(model(family))
-    found = flight.admit_questions([Request(ids, NEW, context_tokens=30) for ids in asked], POLICIES)
-    finished(flight)
-    for row in (row for some in found for row in some):
         assert_alone(family, row)
 
 
@@ -323,28 +250,6 @@ def test_states_are_counted_beside_keys_and_values_and_do_not_grow(family: str, 
     assert held.state_nbytes == 2 * nbytes
 
 
-@pytest.mark.parametrize(("family", "nbytes"), BYTES.items())
-def test_states_are_known_before_a_model_is_loaded(family: str, nbytes: int) -> None:
-    assert state_bytes(tiny_hybrid(family).config, torch.float32) == nbytes
-
-
-def test_a_run_tells_the_states_beside_what_its_policy_keeps(tiny_model: Path, tmp_path: Path) -> None:
-    """`full` is 100%, a policy's share counts the states on both sides, and the table has a column for them."""
-    folder = shutil.copytree(tiny_model, tmp_path / "hybrid")
-    tiny_hybrid("qwen3_5_text").save_pretrained(folder)
-    given = [f"model={folder}", f"out={tmp_path / 'runs'}", "policy=full,snapkv", "budget=40", "device=cpu"]
-    given += ["task=niah", "task.lengths=[300]", "task.depths=[0.5]", "task.max_new_tokens=4", "task.repeats=1"]
-    cells = cells_of(given)
-    assert [ending.error for ending in run_cells(cells, Nobody())] == [None, None]
-    full, snapkv = (read_result(cell.folder) for cell in cells)
-    assert full.state_bytes == snapkv.state_bytes == BYTES["qwen3_5_text"]
-    assert full.cache_share == 1
-    tokens = 2 * 2 * (2 * 8 * 4 + 4)  # two layers, two KV heads: keys and values of 8 numbers, and a position
-    assert full.cache_bytes == BYTES["qwen3_5_text"] + tokens * full.kept_tokens
-    assert snapkv.cache_share == (snapkv.cache_bytes or 0) / (full.cache_bytes or 1)
-    assert "state MiB" in results_table([full, snapkv]).frame
-
-
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches decode at once, and a tape stands for a CUDA graph."""
@@ -371,26 +276,6 @@ def test_batches_that_decode_at_once_are_what_they_are_alone(family: str, replay
         assert_same_states(row.cache, one.cache)
 
 
-def test_a_reset_forgets_the_states() -> None:
-    running, ids = model("qwen3_5_text"), torch.tensor([prompt(30)])
-    held = KVCache(running.config, make_policy("full"))
-    first = read(running, held, ids, 30)
-    held.reset()
-    assert held.state_nbytes == 0
-    assert torch.equal(read(running, held, ids, 30), first)
-
-
-def test_a_forked_question_leaves_the_states_of_the_other_alone() -> None:
-    running, ids = model("qwen3_5_text"), torch.tensor([prompt(34)])
-    held = KVCache(running.config, make_policy("full"), prompt_length=30)
-    read(running, held, ids[:, :30], 30)
-    other = fork(held)
-    read(running, other, ids[:, 30:], *[1] * 4)
-    again = KVCache(running.config, make_policy("full"), prompt_length=30)
-    read(running, again, ids[:, :30], 30)
-    assert_same_states(held, again, within=0)
-
-
 def test_a_family_that_begins_anew_is_given_no_later_tokens_together() -> None:
     running, ids = model("jamba"), torch.tensor([prompt(30)])
     held = KVCache(running.config, make_policy("full"))
@@ -409,22 +294,3 @@ def test_pre_passes_that_such_a_family_cannot_follow_are_refused_in_a_sentence()
     assert len(turns.ask(Request(first, NEW), first).tokens[0]) == NEW
     with pytest.raises(ValueError, match=f"^sirllm has JambaForCausalLM {said} such call: use another policy"):
         turns.ask(Request(second, NEW), second)
-
-
-def test_recurrent_layers_cannot_be_rolled_back() -> None:
-    running = model("qwen3_5_text")
-    held = KVCache(running.config, make_policy("full"))
-    read(running, held, torch.tensor([prompt(12)]), 12)
-    with pytest.raises(ValueError, match="kvbench caches cannot be cropped"):
-        held.crop(-2)
-    with pytest.raises(ValueError, match="kvbench caches do not follow beam search"):
-        held.reorder_cache(torch.tensor([0]))
-
-
-def test_a_sentence_names_a_layer_as_the_model_does() -> None:
-    """The first of two attention layers holds a token more than promised: it is the model's second layer."""
-    held = alone("qwen3_5_text", prompt(37), make_policy("h2o", BUDGET)).cache
-    with torch.inference_mode():
-        held.group.layers[0].store.positions[0, 0, 0] = 999
-    with pytest.raises(BudgetError, match=r"^layer 1 holds a token twice or one it never saw"):
-        held.audit()

@@ -11,7 +11,6 @@ from transformers import (
     BltConfig,
     DeepseekV32Config,
     DiffLlamaConfig,
-    Gemma3nTextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
     Llama4TextConfig,
@@ -22,7 +21,6 @@ from transformers import (
     RecurrentGemmaConfig,
     RobertaConfig,
     RwkvConfig,
-    StableLmConfig,
 )
 
 from kvbench import KVCache, make_policy
@@ -56,7 +54,7 @@ def small(kind: type[PreTrainedConfig], **fields: object) -> Any:
             {"layer_types": MIXED, "num_kv_shared_layers": 4},
             "^every layer of Gemma4ForCausalLM reads what another model stores",
         ),
-        (RobertaConfig, {"is_decoder": True}, "^RobertaForCausalLM counts its tokens' places from 2 on"),
+        (RobertaConfig, {"is_decoder": True}, "^RobertaForCausalLM counts positions from 2 "),
         (MoshiConfig, {"sliding_window": 8}, "^MoshiAttention has a sliding window that neither its attention nor"),
     ],
 )
@@ -66,18 +64,6 @@ def test_what_kvbench_cannot_follow_is_refused_without_weights(
     with pytest.raises(ValueError, match=sentence) as refused:
         try_out(kind() if fields is None else small(kind, **fields))
     assert str(refused.value).count("\n") == 0
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [
-        (StableLmConfig, {}),  # its class lacks the flag, its attention goes through the interface
-        (Gemma4TextConfig, {"layer_types": MIXED}),
-        (Gemma3nTextConfig, {"layer_types": MIXED, "num_kv_shared_layers": 2, "intermediate_size": 32}),
-    ],
-)
-def test_what_kvbench_can_follow_passes_the_trial(kind: type[PreTrainedConfig], fields: dict[str, Any]) -> None:
-    try_out(small(kind, **fields))
 
 
 @pytest.mark.parametrize("family", MIXTURES)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from scipy.stats import binom
 
 from kvbench.analysis import statistics as stats
 from kvbench.analysis.statistics import (
@@ -74,21 +73,6 @@ def coverage(name: str, n: int, times: int) -> float:
     return float(np.mean([interval.low <= truth <= interval.high for interval in got]))
 
 
-@pytest.mark.parametrize("n", [20, 50, 200])
-def test_shares_of_right_answers_are_covered_counted_exactly(n: int) -> None:
-    intervals = [mean_interval([1.0] * right + [0.0] * (n - right)) for right in range(n + 1)]
-
-    def covered(share: float) -> float:
-        held = np.array([interval.low <= share <= interval.high for interval in intervals])
-        return float((binom.pmf(np.arange(n + 1), n, share) * held).sum())
-
-    shares = np.linspace(0.1, 0.9, 161)
-    exact = np.array([covered(share) for share in shares])
-    assert LOW + 0.01 <= exact.mean() <= HIGH - 0.01
-    assert np.mean((exact >= LOW) & (exact <= HIGH)) >= 0.8, "few outcomes make it jump, but around 95%"
-    assert exact.min() >= 0.92
-
-
 @pytest.mark.parametrize(("name", "n"), [("graded", 50), *((name, 20) for name in CASES)])
 def test_intervals_cover_roughly_19_in_20(name: str, n: int) -> None:
     assert LOW - 0.025 <= coverage(name, n, 250) <= HIGH + 0.025  # the spread of 250 draws is 1.4%
@@ -106,30 +90,3 @@ def test_pooling_the_sets_would_not_be_the_interval_of_their_mean() -> None:
     sets = [(rng.uniform(size=50) < 0.98).tolist(), (rng.uniform(size=50) < 0.02).tolist()] * 4
     own, pooled = stratified_interval(sets), mean_interval([float(score) for one in sets for score in one])
     assert (pooled.high - pooled.low) > 2.5 * (own.high - own.low), "the spread between sets is no uncertainty"
-
-
-def test_a_group_of_two_sets_of_unlike_size_weighs_them_alike() -> None:
-    got = stratified_interval([[0.0] * 50 + [0.2] * 50, [0.8, 1.0, 0.8, 1.0]])
-    assert got.low < 0.5 < got.high, "(.1 + .9) / 2, where the mean over all 104 examples is .13"
-
-
-def test_the_stratified_interval_of_wide_groups_is_the_normal_one() -> None:
-    rng = np.random.default_rng(1)
-    groups = [rng.uniform(size=400), 0.5 * rng.uniform(size=900)]
-    half = 1.95996 * np.sqrt(groups[0].var() / 400 + groups[1].var() / 900) / 2
-    got = stratified_interval([group.tolist() for group in groups])
-    middle = (groups[0].mean() + groups[1].mean()) / 2
-    assert (got.low, got.high) == pytest.approx((middle - half, middle + half), abs=0.002)
-
-
-def test_sets_that_were_all_right_are_no_certainty() -> None:
-    got = stratified_interval([[1.0] * 20] * 16)
-    # each set as if 1 in 21 were wrong: variance 20/441/19 a set, over 16 sets a spread of .0122; at most twice that
-    assert 1 - 2.2 * 0.0122 < got.low < 1 - 1.5 * 0.0122
-    assert got.high == 1.0
-
-
-@pytest.mark.parametrize("groups", [[], [[0.5]], [[0.1, 0.2], [0.3]]])
-def test_a_group_of_one_says_nothing_of_its_spread(groups: list[list[float]]) -> None:
-    with pytest.raises(ValueError, match="two scores or more in every group"):
-        stratified_interval(groups)

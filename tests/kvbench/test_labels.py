@@ -1,15 +1,11 @@
 """Labels of runs: names of presets with the fields that differ."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvbench.analysis.load import load_results
-from kvbench.cli import main
 from kvbench.identity.labels import Naming, differing, keeps_all, names
-from kvbench.report.table import print_table
 
 PARTS = "kvbench.policies"
 IDENTITY: dict[str, Any] = {
@@ -107,36 +103,3 @@ def test_rows_that_differ_in_a_field_all_show_it_the_presets_value_too() -> None
     assert differing([(naming(), ran()), (naming(), ran(seed=1))]) == [{"seed": 0}, {"seed": 1}]
     assert differing([(naming(), ran()), (naming(), ran(code="n3w"))]) == [{"code": "c0de"}, {"code": "n3w"}]
     assert differing([(naming(), ran()), (naming(), ran(code="n3w", seed=1))]) == [{"seed": 0}, {"seed": 1}]
-
-
-def test_the_command_line_collect_and_baselines_say_what_ran(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    small = [
-        f"model={tiny_model}",
-        "task.lengths=[300]",
-        "task.depths=[0.5]",
-        "task.repeats=1",
-        "out=runs",
-        "budget=40",
-    ]
-    for arguments in (
-        ["policy=snapkv", "policy.scorer=null"],
-        ["policy=caote_snapkv", "policy.value=null"],
-        ["-m", "policy=snapkv", "policy.scorer.window=16,32"],
-    ):
-        assert main([*arguments, *small]) == 0
-    printed = capsys.readouterr().out
-    assert all(f"\nsnapkv  {window} " in printed for window in (32, 16)), "the window has a column"
-    assert "schedules differ" not in printed
-    runs = load_results(tmp_path / "runs")
-    assert {run.policy for run in runs} == {"snapkv", "caote_snapkv"}
-    assert {"snapkv(scorer=null) = full", "caote_snapkv(value=null)"} < {run.labels["policy"] for run in runs}
-    assert all(run.task == "niah" and run.task_label.startswith("niah(lengths=[300]") for run in runs)
-    print_table(runs)
-    notes = " ".join(capsys.readouterr().out.split())
-    assert "schedules differ (blocks of 128, prompt): eviction at the end of the prompt has seen" in notes
-    assert "decoding differs (evict, grow)" in notes
-    assert [run.cache_share for run in runs if keeps_all(run.identity)] == [1.0], "full is 100% of full"
-    assert sum(run.baseline is not None for run in runs) == 3, "the full cache is known by what it kept"

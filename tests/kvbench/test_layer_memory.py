@@ -103,11 +103,3 @@ def test_a_file_a_copy_and_a_batch_hold_it(model: PreTrainedModel, tmp_path: Pat
     torch.testing.assert_close(decoded(model, batch, [5, 6]), torch.cat(plain)[:, :2])
     assert counts(batch) == [[length + 2 for length in LENGTHS]] * 2
     torch.testing.assert_close(decoded(model, pick(batch, [1]), [7, 8]), plain[1][:, 2:])
-
-
-def test_policies_that_remember_do_not_decode_on_the_device(model: PreTrainedModel) -> None:
-    assert filled(model, PROMPTS[:1]).on_device() is None
-
-
-def test_where_nothing_is_declared_nothing_is_remembered(model: PreTrainedModel) -> None:
-    assert not any(layer.memory for layer in filled(model, PROMPTS, Policy(name="full")).group.layers)

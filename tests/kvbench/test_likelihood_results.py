@@ -15,17 +15,6 @@ from kvbench.engine.likelihood import summed_up
 from kvbench.records.sample import Sample
 from kvbench.report.table import print_table
 
-# Token 0 is never scored; tokens 1 to 8 cost 1, 3, 5, 7, 9, 11, 13, 15: by hand their mean is 8.
-ODD = [1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0]
-
-
-def test_the_mean_so_far_stands_at_powers_of_two_and_at_the_end() -> None:
-    got = summed_up(torch.tensor(ODD), 1, 4, torch.zeros(1, 1))
-    assert got.lengths == [2, 4, 8, 9]  # the first 2 tokens hold one scored token, the first 9 all eight
-    assert got.cumulative == [1.0, 3.0, 7.0, 8.0]
-    assert (got.nll, got.tokens, got.block) == (8.0, 8, 4)
-    assert got.sum_at(8) == (49.0, 7)
-
 
 def test_a_long_text_weighs_more_than_a_short_one() -> None:
     longer = replace(read(1, [5.0]), likelihood=summed_up(torch.tensor([5.0]), 1, 4, torch.tensor([[12, 11]])))
@@ -38,14 +27,6 @@ def test_a_long_text_weighs_more_than_a_short_one() -> None:
     five = metrics([read(i, [float(i)]) for i in range(5)])["likelihood"]
     assert 0 <= five["nll_low"] < 2 < five["nll_high"] <= 4
     assert got["curve"] == {"lengths": [2, 4], "nll": [3.0, 1.0], "texts": [2, 1]}
-
-
-def test_where_a_text_ends_the_curve_has_no_point_unless_all_texts_have_one() -> None:
-    got = metrics([read(0, ODD[:5]), read(1, ODD)])["likelihood"]["curve"]
-    assert got["lengths"] == [2, 4, 8, 9]  # 6, where the first ends, is missing: the second says nothing of it
-    assert got["texts"] == [2, 2, 1, 1]
-    same = metrics([read(0, ODD[:5]), read(1, ODD[:5])])["likelihood"]["curve"]
-    assert (same["lengths"], same["texts"]) == ([2, 4, 6], [2, 2, 2])
 
 
 def test_the_weighted_mean_and_its_interval() -> None:

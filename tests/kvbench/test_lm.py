@@ -73,13 +73,6 @@ def test_loglikelihoods_are_those_of_hf(full: KVBenchLM, hf: HFLM) -> None:
     assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
 
 
-def test_texts_are_rated_in_the_windows_of_hf(full: KVBenchLM, hf: HFLM) -> None:
-    requests = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in (TEXT, TEXT * 12)]
-    ours = full.loglikelihood_rolling(requests, disable_tqdm=True)
-    assert ours == pytest.approx(hf.loglikelihood_rolling(requests, disable_tqdm=True), rel=1e-5)
-    assert all(isinstance(value, float) for value in ours)
-
-
 def test_a_small_budget_bites_and_says_so(tiny_model: Path, full: KVBenchLM) -> None:
     small = KVBenchLM(str(tiny_model), policy="snapkv", budget=16, device="cpu", window=8, decode="evict")
     request = rating((TEXT, " and the cat sits on the roof."))
@@ -107,22 +100,3 @@ def test_what_cannot_be_honoured_is_refused(full: KVBenchLM, kwargs: dict[str, A
     request = [Instance("generate_until", {}, (TEXT, {"until": ["\n"], **kwargs}), 0)]
     with pytest.raises(ValueError, match=sentence):
         full.generate_until(request, disable_tqdm=True)
-
-
-def test_repeated_requests_that_sample_draw_numbers_of_their_own_again_and_again_the_same(full: KVBenchLM) -> None:
-    how = {"until": [], "do_sample": True, "temperature": 1.5, "max_gen_toks": 8}
-    asked = [Instance("generate_until", {}, (TEXT, how), 0, metadata=("t", doc, 2)) for doc in (0, 0, 1)]
-    first = full.generate_until(asked, disable_tqdm=True)
-    assert len(set(first)) == 3
-    assert full.generate_until(asked, disable_tqdm=True) == first
-
-
-def test_chat_turns_are_rendered_by_the_model_s_template(full: KVBenchLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = [{"role": "user", "content": "1+1?"}]
-    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    template += "{% if add_generation_prompt %}[bot]{% endif %}"
-    monkeypatch.setattr(full.tokenizer, "chat_template", template)
-    assert full.apply_chat_template(turns) == "[user]1+1?[bot]"
-    opened = [*turns, {"role": "assistant", "content": "It is"}]
-    assert full.apply_chat_template(opened, add_generation_prompt=False) == "[user]1+1?[assistant]It is"
-    assert full.chat_template(True) == template

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -150,20 +149,6 @@ def test_a_task_that_samples_is_sampled_as_it_says(bench: Bench) -> None:
     assert greedy == outputs(sampled, "generation.temperature=0")
 
 
-def test_few_shots_the_seed_and_lm_eval_s_version_are_part_of_the_identity(bench: Bench) -> None:
-    bench.run("gsm8k", "policy=full", "limit=1", "task.num_fewshot=1", "task.gen_kwargs={max_gen_toks: 2}")
-    run = read_result(bench.folder)
-    task = run.identity["task"]
-    assert (task["num_fewshot"], task["fewshot_seed"], task["task"]) == (1, 1234, "gsm8k")
-    assert task["version"].startswith("0.4.")
-    assert run.task.startswith("lm_eval_gsm8k_1shot(num_fewshot=1, gen_kwargs.max_gen_toks=2, data_dir=...")
-    assert "allow_code_execution" not in task
-    assert run.samples[0].metadata["version"] == 3.0
-    before = bench.folder
-    bench.run("gsm8k", "policy=full", "limit=1", "task.num_fewshot=0", "task.gen_kwargs={max_gen_toks: 2}")
-    assert bench.folder != before
-
-
 def test_a_small_budget_holds_no_more_and_says_where_it_bit(bench: Bench) -> None:
     arguments = ("policy=snapkv", "policy.scorer.window=8", "budget=32", "decode=evict", "limit=3")
     full = bench.run("arc_easy", "policy=full", "limit=3")
@@ -281,23 +266,3 @@ def test_human_eval_counts_what_passes_where_it_is_allowed(bench: Bench, monkeyp
     assert first.prompt == made.humaneval()[0]["prompt"]
     assert task.judge("    return a + b + 0\n", first) == (1.0, {"pass@1,create_test": 1.0})
     assert task.judge("    return a + b + 0\n", second) == (0.0, {"pass@1,create_test": 0.0})
-
-
-CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
-
-
-def test_chat_templates_are_lm_eval_s_turn_by_turn(bench: Bench, tmp_path: Path) -> None:
-    code, _, said = bench("gsm8k", "policy=full", "apply_chat_template=true", "limit=1", "task.num_fewshot=0")
-    assert code == 2
-    assert "apply_chat_template=true, but the model's tokenizer has no chat template" in said
-    bench.model = shutil.copytree(bench.model, tmp_path / "chat")
-    (bench.model / "chat_template.jinja").write_text(CHAT + "{% if add_generation_prompt %}[assistant]{% endif %}")
-    given = {"num_fewshot": 2, "system_instruction": "Be brief.", "apply_chat_template": True}
-    found = theirs(bench.model, "gsm8k", bench.data["gsm8k"], 1, gen_kwargs={"max_gen_toks": 8}, **given)
-    asked = ["task.num_fewshot=2", "task.system_instruction='Be brief.'", "apply_chat_template=true"]
-    (sample,) = bench.run("gsm8k", "policy=full", "limit=1", "task.gen_kwargs={max_gen_toks: 8}", *asked)
-    (row, _) = found["samples"]["gsm8k"]
-    assert row["arguments"][0][0].startswith("<s>[system] Be brief. [user] Question:")
-    assert row["arguments"][0][0].count("[assistant]") == 3
-    assert sample["prompt_hash"] == row["prompt_hash"]
-    assert sample["output"] == row["resps"][0][0]

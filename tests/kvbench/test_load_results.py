@@ -8,22 +8,6 @@ from plotted_runs import sample, write_run, write_sweep
 
 from kvbench.analysis import metrics_file
 from kvbench.analysis.load import load_results, read_result
-from kvbench.analysis.metrics import metrics
-
-
-def never(*_: object) -> None:
-    raise AssertionError("computed again")
-
-
-def test_numbers_are_read_back_and_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = [sample(i, i / 10) for i in range(8)]
-    folder = write_run(tmp_path, "snapkv", samples)
-    monkeypatch.setattr("kvbench.analysis.metrics.metrics", never)
-    found = read_result(folder)
-    assert (found.n, found.score, found.cache_bytes) == (8, pytest.approx(0.35), 2**20)
-    monkeypatch.undo()
-    computed = metrics(samples)
-    assert (found.score_low, found.score_high) == (computed["score_low"], computed["score_high"])
 
 
 def test_numbers_of_other_samples_or_other_code_or_of_some_examples_are_computed(

@@ -8,41 +8,25 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import pytest
 from command_lines import composed
 from transformers import AutoTokenizer
 
-from kvbench.analysis.metrics import metrics
 from kvbench.config.tree import CONF, load
 from kvbench.engine.run import run_cells
 from kvbench.identity.cell import build_cell
 from kvbench.inference.sampling import Sampling
 from kvbench.models.prompts import PromptMaker
-from kvbench.records.sample import Sample
 from kvbench.tasks.lm_eval.chat import chat_text
-from kvbench.tasks.niah import Niah
-from kvbench.tasks.task import Example, PlainTokenizer, Task
+from kvbench.tasks.task import Example, Task
 from kvbench.tools.diagnose import cells_of
 
 HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}
-SMALL: dict[str, Any] = {"lengths": (300,), "depths": (0.5,), "max_new_tokens": 6}
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     """What a run wrote, but for how it ran."""
     written = (json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines())
     return [{k: v for k, v in line.items() if k not in HOW} for line in written]
-
-
-def test_prompt_and_dictation_are_the_whole_prompt(tiny_model: Path) -> None:
-    tokenizer = PlainTokenizer(AutoTokenizer.from_pretrained(tiny_model))
-    (whole, *_), (example, *_) = (
-        list(Niah(dictate_after=tokens, **SMALL).examples(tokenizer, 3)) for tokens in (None, 40)
-    )
-    assert example.prompt + example.dictated == whole.prompt + whole.answer_prefix
-    assert 30 <= len(tokenizer.encode(example.prompt)) <= 40
-    with pytest.raises(ValueError, match="dictate_after=900 leaves no prompt or no text to dictate"):
-        next(Niah(dictate_after=900, **SMALL).examples(tokenizer, 3))
 
 
 def test_what_is_dictated_is_evicted_from_while_it_is_decoded_and_not_counted(tiny_model: Path, tmp_path: Path) -> None:
@@ -94,17 +78,6 @@ def test_a_template_reads_the_task_s_arguments(tiny_model: Path) -> None:
     assert text(Thinking()) == "1+1?"
     turns = [{"role": "user", "content": "1+1?"}]
     assert chat_text(tokenizer, turns, True, {"enable_thinking": True}) == "1+1? Think.", "as for tasks of lm-eval"
-
-
-def test_cut_answers_tokens_written_and_score_per_1000_held_by_hand() -> None:
-    run = [
-        Sample(i, "p", 9, [], score=score, generated_tokens=tokens, max_new_tokens=400, kept_tokens=[[held]])
-        for i, (score, tokens, held) in enumerate([(1.0, 300, 100), (0.0, 400, 300), (1.0, 380, 200), (0.0, 400, 200)])
-    ]
-    told = metrics(run)
-    assert (told["generated_tokens"], told["cut_share"]) == (370, 0.5)
-    assert told["score_per_1000_held"] == pytest.approx(0.5 / 0.2)
-    assert metrics([*run, Sample(4, "p", 9, [], error="BudgetError: x")])["score_per_1000_held"] is None
 
 
 def test_the_reasoning_experiment_has_each_policy_at_each_budget_with_the_prompt_protected_or_not() -> None:

@@ -1,10 +1,8 @@
 """What a part may ask the model's layer for: its rotation, undone, and its output projection."""
 
-import gc
 import sys
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from kvbench import KVCache
-from kvbench.policies.model_layer import Rotation
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
@@ -123,45 +120,7 @@ def test_the_projection_of_the_heads_adds_up_to_the_model_s_own() -> None:
     torch.testing.assert_close(torch.einsum("hd,hdn->n", heads, scorer.shown[1]["output"]), expected)
 
 
-def test_a_mean_rotation_is_the_mean_of_rotated_vectors() -> None:
-    angles = torch.rand(1, 1, 7, 3, dtype=torch.float64)
-    x = torch.randn(8, dtype=torch.float64)
-    for interleaved in (False, True):
-        rotation = Rotation(2 * angles.cos(), 2 * angles.sin(), interleaved)
-        expected = rotation.apply(x.expand(1, 1, 7, 8)).mean(2)[0, 0]
-        torch.testing.assert_close(rotation.mean(8)[0, 0] @ x, expected)
-
-
 def test_a_model_without_rotary_embedding_is_refused_in_a_sentence() -> None:
     model = small("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4})
     with pytest.raises(ValueError, match=r"^GPT2Attention has no rotary embedding that kvbench knows, and the policy"):
         read(model, Reads())
-
-
-@pytest.mark.parametrize(
-    ("family", "more"),
-    [
-        ("zaya", {"layer_types": ["hybrid"] * 2, "num_experts": 2, "moe_intermediate_size": 16}),
-    ],
-)
-def test_an_attention_that_cannot_be_tried_by_itself_is_refused_in_a_sentence(
-    family: str, more: dict[str, Any]
-) -> None:
-    with pytest.raises(ValueError, match=r"^\w+Attention cannot be tried apart from its model \(.*\), and the policy"):
-        read(small(family, more), Reads())
-
-
-def test_positions_rotated_by_the_length_of_their_call_are_refused() -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    model = small("llama", {"max_position_embeddings": 32, "rope_parameters": rope})
-    with pytest.raises(ValueError, match=r"^LlamaAttention rotates calls beyond 32 tokens by their length, and"):
-        read(model, Reads())
-
-
-def test_nothing_keeps_a_model_alive() -> None:
-    model = small("llama", {})
-    read(model, Reads())
-    watched = ref(model.model.layers[0].self_attn)
-    del model
-    gc.collect()
-    assert watched() is None

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from kvbench import make_policy
 from kvbench.cli import main
@@ -109,16 +108,6 @@ def test_a_wrapper_and_a_store_of_ones_own_are_part_of_names(own: Path) -> None:
     assert make_policy("tova_shelf", 64, config_dir=own).store.width == 4
     with pytest.raises(ValueError, match=r"shelf has no setting x3 \(allowed: w... \(width\), s"):
         make_policy("shelf_x3", config_dir=own)
-
-
-def test_the_command_line_knows_them_and_their_fields(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["policy=half_oldest_shelf_w8", "policy.scorer.stride=5", "task=echo/bye", "task.times=2"]
-    assert main(["--config-dir", str(own), *words, "--cfg", "job"]) == 0
-    config = yaml.safe_load(capsys.readouterr().out)
-    assert (config["policy"]["store"]["width"], config["policy"]["scorer"]["stride"]) == (8, 5)
-    assert (config["task"]["word"], config["task"]["times"], config["task"]["name"]) == ("bye", 2, "echo_bye")
-    assert main(["--config-dir", str(own), "policy=oldest", "policy.scorer.strid=5"]) == 1
-    assert "policy.scorer.strid=5 is not a field of Oldest (allowed: stride)" in capsys.readouterr().err
 
 
 def test_a_sweep_is_resumed_from_another_folder_with_parts_that_lie_beside_its_command(

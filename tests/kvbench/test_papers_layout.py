@@ -25,12 +25,6 @@ def row(name: str, block: str, label: str) -> list[str]:
     raise AssertionError(f"{name} has no row {label} in {block}")
 
 
-def test_every_published_number_is_read() -> None:
-    assert published.papers() == ("cake", "caote", "d2o", "kvec", "ott")
-    assert len(published.tables()) == 83
-    assert len(published.all_numbers()) == 9801
-
-
 TYPED = """\
 caote/table2 | Llama-3.1-8B-Instruct, budget 2048 | H2O + CAOTE
     14.32 38.34 45.97 37.77 42.51 22.06 29.57 15.11 27.02 62.00 63.60 27.34 2.00 15.50 56.99 32.87 33.31
@@ -85,19 +79,7 @@ def test_a_table_shows_each_number_once_and_lost_numbers_as_holes(name: str) -> 
     printed = [*(n.printed for n in numbers(name)), *twice]
     assert sorted(cell.rstrip("*+") for cell in cells if cell != HOLE) == sorted(printed)
     assert (HOLE in cells) == bool(own.holes)
-    assert any("has lost this number" in note for note in table.notes) == bool(own.holes)
-
-
-@pytest.mark.parametrize(
-    ("name", "block", "marks"),
-    [
-        ("cake/table10", "budget 1024", {"H2O": "", "SnapKV": "+", "PyramidKV": "*", "CAKE": ""}),
-        ("cake/table12", "budget 1024", {"H2O": "", "SnapKV": "+", "PyramidKV": "*", "CAKE": "*"}),  # 100.00 both
-    ],
-)
-def test_the_best_of_a_block_is_marked_and_full_is_no_rival(name: str, block: str, marks: dict[str, str]) -> None:
-    """CAKE, table 10 at 1024, Single-Retrieval ZH: PyramidKV 91.94, SnapKV 91.73; full's 91.72 stands apart."""
-    assert {label: row(name, block, label)[0].lstrip("0123456789.") for label in marks} == marks
+    assert any("is missing in the text of the paper" in note for note in table.notes) == bool(own.holes)
 
 
 @pytest.mark.parametrize(

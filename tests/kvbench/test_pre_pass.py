@@ -8,13 +8,12 @@ from kv_models import CodePoints, prompt, tiny
 from small_cells import small_cell
 from transformers import PreTrainedModel
 
-from kvbench import KVCache, Policy, make_policy
+from kvbench import KVCache, make_policy
 from kvbench.analysis.columns import frame
 from kvbench.analysis.load import read_result
 from kvbench.engine.batch import DecodeBatch, Request
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.run import run_cells
-from kvbench.policies.pre_passes.gemfilter import GemFilter
 
 LENGTH, BUDGET, NEW = 60, 20, 3
 IDS = torch.tensor([prompt(LENGTH)])
@@ -54,14 +53,6 @@ def test_variants_of_one_pre_pass_share_it_and_keep_what_they_keep_alone(model: 
         assert row.cache.group.progress.passed == alone.cache.group.progress.passed
 
 
-def test_a_context_is_repeated_without_its_question(model: PreTrainedModel) -> None:
-    policy = make_policy("kvzip", BUDGET)
-    asked = generate_tokens(model, IDS, policy, max_new_tokens=NEW, context_tokens=50, encoder=WORDS).cache
-    alone = generate_tokens(model, IDS[:, :50], policy, max_new_tokens=1, encoder=WORDS).cache
-    assert [[[p for p in head if p < 50] for head in layer] for layer in kept(asked)] == kept(alone)
-    assert asked.group.progress.passed == alone.group.progress.passed
-
-
 def test_the_tokens_of_pre_passes_are_a_column(tiny_model: Path, tmp_path: Path) -> None:
     cells = [small_cell(tmp_path, tiny_model, slug, 40, "limit=1") for slug in ("kvzip", "sirllm", "tova")]
     outcomes = run_cells(cells)
@@ -77,23 +68,7 @@ def test_a_choice_of_the_prompt_counts_its_shallow_pass(model: PreTrainedModel) 
     assert done.cache.group.progress.passed == [LENGTH]
 
 
-def test_a_pass_of_text_without_a_tokenizer_is_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match=r"^kvzip gives the model a text beside the prompt, so it needs"):
-        generate_tokens(model, IDS, make_policy("kvzip", BUDGET), max_new_tokens=1)
-
-
 def test_a_loop_that_makes_no_pre_pass_is_refused(model: PreTrainedModel) -> None:
     cache = KVCache(model.config, make_policy("kvzip", BUDGET))
     with pytest.raises(ValueError, match=r"^kvzip has the model look at a prompt again .*kvbench\.generate$"):
         model.generate(IDS, past_key_values=cache, max_new_tokens=2)
-
-
-def test_two_pre_passes_are_refused() -> None:
-    scorer = make_policy("sirllm", BUDGET).scorer
-    with pytest.raises(ValueError, match="has a pre-pass of its own, so pre_pass must be left out"):
-        Policy(scorer=scorer, pre_pass=GemFilter(layer=1), budget=BUDGET)
-
-
-def test_blocks_are_refused() -> None:
-    with pytest.raises(ValueError, match="is defined on the whole prompt only"):
-        make_policy("kvzip", BUDGET, block=8)

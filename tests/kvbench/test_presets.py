@@ -6,15 +6,12 @@ from typing import Any
 import pytest
 
 from kvbench import make_policy
-from kvbench.config.presets import policy_config
-from kvbench.config.tree import read
 from kvbench.policies.allocators.ada import Ada
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Blocks, Prompt
 from kvbench.policies.scorers.snapkv import SnapKV
-from kvbench.policies.stores.ragged import Ragged
 from kvbench.policies.values.caote import Caote
 from kvbench.policies.values.fastcaote import FastCaote
 
@@ -30,20 +27,6 @@ def test_wrappers_default_to_blocks_of_128_and_evict_while_decoding(slug: str) -
     assert policy.value == type(policy.value)(gqa="alpha_mean", norm_domain="all", f_norm="auto", eps=1e-6)
 
 
-@pytest.mark.parametrize("slug", ["ada_knorm", "ada_caote_knorm", "caote_ada_snapkv"])
-def test_ada_before_a_policy_lets_its_heads_share_a_layer_s_slots(slug: str) -> None:
-    policy = make_policy(slug, 64, alpha=0.3)
-    assert (policy.allocator, policy.store) == (Ada(base=Uniform(), alpha=0.3), Ragged())
-    assert (policy.value is not None) == ("caote" in slug)
-    assert policy.name == slug
-
-
-def test_a_file_of_its_own_comes_before_a_wrapper() -> None:
-    """ada_pyramidkv's file says a pyramid, and pyramidkv's own has other numbers beside it."""
-    assert policy_config("ada_snapkv") == {**read("policy", "ada_snapkv"), "name": "ada_snapkv"}
-    assert policy_config("ada_pyramidkv") == {**read("policy", "ada_pyramidkv"), "name": "ada_pyramidkv"}
-
-
 def test_a_wrapper_may_take_a_part_of_the_policy_into_its_own() -> None:
     own = make_policy("cake_alloc_pyramid", 64).allocator
     assert make_policy("ada_cake_alloc_pyramid", 64).allocator == Ada(base=own)
@@ -56,21 +39,6 @@ def test_bases_default_to_the_whole_prompt_and_only_snapkv_grows(slug: str) -> N
     assert policy.schedule == Prompt(decode="grow" if slug == "snapkv" else "evict", order="attend_then_evict")
     assert policy.granularity == "kv_head"
     assert policy.value is None
-
-
-@pytest.mark.parametrize(
-    ("asked", "schedule"),
-    [
-        ({"schedule": "prompt"}, Prompt(decode="evict")),
-        ({"schedule": "blocks"}, Blocks(decode="evict", size=128)),
-        ({"block": 32}, Blocks(decode="evict", size=32)),
-        ({"block": math.inf}, Blocks(decode="evict", size=math.inf)),
-        ({"block": "inf", "decode": "grow"}, Blocks(decode="grow", size=math.inf)),
-        ({"order": "evict_then_attend"}, Prompt(decode="evict", order="evict_then_attend")),
-    ],
-)
-def test_the_schedule_can_be_chosen(asked: dict[str, Any], schedule: Prompt | Blocks) -> None:
-    assert make_policy("tova", 64, **asked).schedule == schedule
 
 
 def test_a_field_goes_to_the_part_that_has_it() -> None:

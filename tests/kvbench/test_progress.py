@@ -75,54 +75,10 @@ def slices(progress: Progress, *calls: list[str]) -> list[BatchStep]:
     return out
 
 
-def test_aligned_rows_go_together() -> None:
-    progress = Progress(make_policy("tova", 4, block=3), 5)
-    got = slices(progress, ["xxxxx", "xxxxx"], ["x", "x"])
-    assert [s.positions.tolist() for s in got] == [[[0, 1, 2]] * 2, [[3, 4]] * 2, [[5]] * 2]
-    assert [s.newest for s in got] == [2, 4, 5]
-    assert [s.prompt_done for s in got] == [False, True, True]
-    assert progress.columns == 6
-
-
-def test_padded_rows_take_their_own_blocks() -> None:
-    """Blocks of 2; the second row has 3 tokens behind 2 of padding."""
-    got = slices(Progress(make_policy("tova", 4, block=2), [5, 3]), ["xxxxx", "..xxx"], ["x", "x"])
-    assert [s.positions.tolist() for s in got] == [
-        [[0, 1, -1, -1], [-1, -1, 0, 1]],
-        [[2, 3, -1], [-1, -1, 2]],
-        [[4], [-1]],
-        [[5], [3]],
-    ]
-    assert [s.counts for s in got] == [(2, 2), (2, 1), (1, 0), (1, 1)]
-    assert [s.seen.tolist() for s in got] == [[2, 2], [4, 3], [5, 3], [6, 4]]
-    assert [s.evicts for s in got] == [(True, True), (True, True), (True, False), (True, True)]
-    assert [s.prompt_done for s in got] == [False, False, True, True]
-
-
-def test_without_a_length_the_first_call_is_the_prompt() -> None:
-    progress = Progress(make_policy("tova", 4), None)
-    got = slices(progress, ["xxxx", ".xxx"], ["x", "x"])
-    assert progress.prompt == [4, 3]
-    assert [s.phase for s in got] == ["prompt", "decode"]
-
-
 def test_without_a_length_blocks_are_cut_inside_the_first_call() -> None:
     got = slices(Progress(make_policy("tova", 4, block=2), None), ["xxxxx"], ["x"])
     assert [s.positions.tolist() for s in got] == [[[0, 1]], [[2, 3]], [[4]], [[5]]]
     assert [s.phase for s in got] == ["block", "block", "block", "decode"]
-
-
-@pytest.mark.parametrize("fields", [{}, {"block": 2}])
-def test_several_tokens_after_a_first_call_of_unknown_meaning_are_refused(fields: dict[str, int]) -> None:
-    progress = Progress(make_policy("tova", 4, **fields), None)
-    slices(progress, ["xxxxx", "..xxx"], ["x", "x"])
-    with pytest.raises(
-        ValueError, match=r"brings 2 tokens of sequence 0.*after token 5 \(the first call.*prompt_length="
-    ):
-        slices(progress, ["xx", "xx"])
-    assert progress.seen == [6, 4]  # a refusal changes nothing
-    slices(progress, ["x", "x"])
-    assert progress.seen == [7, 5]
 
 
 def test_a_call_beyond_a_known_prompt_is_refused_before_anything_was_decoded() -> None:

@@ -79,20 +79,6 @@ def test_perplexity_under_full_is_that_of_an_ordinary_forward_pass(command: Comm
         assert (line["output"], line["score"], line["generated_tokens"], got["block"]) == (None, None, None, None)
 
 
-def test_after_a_prompt_only_what_follows_is_scored(command: Command, tiny_model: Path) -> None:
-    assert command("policy=full", *READ, "task.prompt_tokens=50", "out=full")[0] == 0
-    nll = plain(tiny_model, Path("texts/c.txt").read_text(), 200)[49:]
-    got = lines("full")[2]["likelihood"]
-    assert (got["tokens"], got["lengths"], got["nll"]) == (150, [64, 128, 200], pytest.approx(mean(nll), abs=1e-4))
-    code, out, _ = command("policy=d2o", "budget=32", *READ, "task.prompt_tokens=50", "out=d2o")
-    assert code == 0
-    assert "one token evicted for each decoded one" in out
-    for line in lines("d2o"):
-        layers = torch.tensor(line["likelihood"]["max_kept_tokens"])
-        assert layers.sum(0).tolist() == [2 * 33, 2 * 33]  # the layers share unevenly; the token in hand is beyond
-        assert line["likelihood"]["block"] == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

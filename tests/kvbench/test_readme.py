@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from kvbench.config.presets import policy_config, scheduled
-from kvbench.config.tree import build, names
+from kvbench.config.tree import build
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -36,7 +36,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
 
 
-SWEEPS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "kvbench" / "config" / "help.py"]
+SWEEPS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
 
 
 def example_sweeps() -> list[tuple[str, list[str]]]:
@@ -64,11 +64,6 @@ def test_every_example_sweep_has_one_schedule_and_one_decoding_rule(where: str, 
     assert len(rules) <= 1, f"{where}: {given['policy']} evict at other moments"
 
 
-def test_the_readme_counts_the_models_that_have_a_name() -> None:
-    others = {"hub", "local", "pocket"}
-    assert f"Models: {len(set(names('model')) - others)} by name" in README.read_text()
-
-
 @pytest.mark.slow("runs commands on the pocket model")
 @pytest.mark.parametrize("shown", outputs().shown(), ids=lambda shown: shown[0])
 def test_the_readme_shows_what_the_command_prints(shown: tuple[str, str], tmp_path: Path) -> None:
@@ -93,14 +88,6 @@ def test_the_commands_of_the_readme_run_one_after_the_other(tmp_path: Path) -> N
         assert done.returncode == 0, f"{arguments}: {done.stderr}"
     made = {path.name for path in tmp_path.rglob("*") if path.suffix in (".svg", ".tex", ".html")}
     assert {"report.html", "table.tex", "bytes.svg", "budget.svg"} <= made
-
-
-def test_the_demo_of_the_readme_is_that_of_the_makefile() -> None:
-    """It shows the first of its commands: the other writes the report."""
-    recipe = re.search(r"^demo:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert recipe is not None
-    runs = [line.split("$(BIN)/")[1] for line in recipe[1].splitlines() if "$(BIN)/python -m kvbench " in line]
-    assert runs == [f"{outputs().RUNS['make demo']} out=results/demo"]
 
 
 def test_the_readme_is_two_screens() -> None:

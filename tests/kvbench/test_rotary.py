@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 import torch
 from kv_models import prompt
-from kv_runs import kept_now
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.rotary import uniform_length
-from kvbench.engine.generate import generate_tokens
 from kvbench.inference.prefill import prefill
 from kvbench.inference.teacher_forcing import text_scores
 
@@ -80,31 +78,6 @@ def test_blocks_and_decoding_are_rotated_as_by_transformers(kind: str, length: i
     ours += [running(token, past_key_values=held).logits[:, -1] for token in ids[:, length:].split(1, dim=1)]
     torch.testing.assert_close(torch.cat(ours), expected, rtol=1e-6, atol=1e-6)  # frequencies are in float32
     assert uniform_length(running.config) == SHORT
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("kind", KINDS)
-def test_blocks_of_a_long_prompt_are_evicted_inside_its_one_call(kind: str) -> None:
-    ids, policy = torch.tensor([prompt(60)]), make_policy("tova", 16, block=8)
-    running = fresh(kind)
-    one = KVCache(running.config, policy)
-    running(ids, past_key_values=one)
-    assert kept_now(generate_tokens(fresh(kind), ids, policy, max_new_tokens=1).cache) == kept_now(one)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_earlier_longer_prompt_does_not_change_a_later_one(kind: str) -> None:
-    """Dynamic NTK goes on with the longest length a model has seen; a run would depend on its examples' order."""
-    running, policy = fresh(kind), make_policy("full")
-    long, short = torch.tensor([prompt(120)]), torch.tensor([prompt(40)])
-    first = generate_tokens(running, short, policy, max_new_tokens=NEW).cache
-    generate_tokens(running, long, policy, max_new_tokens=NEW)
-    again = generate_tokens(running, short, policy, max_new_tokens=NEW).cache
-    for before, after in zip(first.layers, again.layers, strict=True):
-        assert before.keys is not None
-        assert after.keys is not None
-        assert torch.equal(before.keys, after.keys)
 
 
 @torch.inference_mode()

@@ -238,10 +238,3 @@ def test_a_prompt_is_scored_once_for_all_budgets(slug: str, part: str) -> None:
         rows = DecodeBatch(model).admit(asked(90, 3), policies)
     assert [row.error for row in rows] == [None] * 3
     assert scored.call_count == model.config.num_hidden_layers
-
-
-def test_rows_that_evict_before_they_attend_give_what_they_give_alone() -> None:
-    model = prepare(tiny("mistral"))
-    policies = variants(("caote_tova", "snapkv"), schedule="blocks", block=16, order="evict_then_attend")
-    for row in chain(*finished(model, [asked(90, 1), asked(71, 2), asked(90, 3)], policies)):
-        assert_alone(model, row)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     LogitsProcessorList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -166,17 +165,3 @@ def test_a_wrong_value_is_one_sentence(cells: Build, field: str, sentence: str) 
     with pytest.raises(UsageError) as raised:
         cells("full", field)
     assert str(raised.value) == sentence
-
-
-def test_generate_draws_for_each_row_and_sample(tiny_model: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    prompts, policy = torch.arange(5, 45).view(2, 20), kvbench.make_policy("full")
-    how: dict[str, Any] = {"max_new_tokens": 5, "temperature": 1.3}
-    several = kvbench.generate(model, prompts, policy, samples=2, **how).tokens
-    assert len(set(map(tuple, several))) == 4
-    assert kvbench.generate(model, prompts[:1], policy, **how).tokens == several[:1]
-    assert kvbench.generate(model, prompts, policy, seed=1, samples=2, **how).tokens != several
-    greedy = kvbench.generate(model, prompts, policy, max_new_tokens=5)
-    assert kvbench.generate(model, prompts, policy, max_new_tokens=5, temperature=0).tokens == greedy.tokens
-    with pytest.raises(ValueError, match="samples=2 has no effect: decoding is greedy, set temperature"):
-        kvbench.generate(model, prompts, policy, samples=2)

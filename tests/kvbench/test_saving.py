@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_models import CodePoints, left_padded, prompt, tiny
+from kv_models import CodePoints, prompt, tiny
 from kv_presets import kinds, stores
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -20,8 +20,6 @@ from transformers import PreTrainedModel
 
 import kvbench.cache.saving as saving
 from kvbench import KVCache, make_policy
-from kvbench.engine.batch import DecodeBatch, Request
-from kvbench.engine.generate import generate_tokens
 from kvbench.inference.pre_pass import rate_next
 from kvbench.inference.prefill import prefill
 from kvbench.policies.policy import Policy
@@ -141,44 +139,6 @@ def test_every_store_goes_on_in_each_of_its_ways(slug: str, fields: dict[str, An
     assert_goes_on(make_policy(slug, BUDGET, **fields), model(), tmp_path / "cache.safetensors")
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize("slug", ["h2o", "ada_snapkv", "cake", "kivi", "ott", "gear"])
-def test_sequences_of_different_lengths_go_on(slug: str, importance: Path, tmp_path: Path) -> None:
-    ids, mask = left_padded([prompt(length, seed=length) for length in (PROMPT, 44, 9)])
-    held = KVCache(model().config, built(slug, importance), prompt_length=[PROMPT, 44, 9])
-    prefill(model(), ids, mask.bool(), held, CodePoints())
-    loaded = copied(held, tmp_path / "cache.safetensors")
-    assert_same(held, loaded)
-    outputs = []
-    for one in (held, loaded):
-        seen, out = mask, []
-        for step in range(ANSWER):
-            seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
-            places = seen.sum(-1, keepdim=True) - 1
-            call = {"attention_mask": seen, "position_ids": places, "past_key_values": one}
-            out.append(model()(torch.full((3, 1), 7 + step), **call).logits)
-        outputs.append(torch.cat(out, dim=1))
-    assert torch.equal(*outputs)
-    assert_same(held, loaded)
-
-
-@torch.inference_mode()
-def test_rows_that_decoded_side_by_side_can_be_saved_each(tmp_path: Path) -> None:
-    """What was called together with others goes on by itself, as if it had always been alone."""
-    running, policies, ids = model(), [make_policy("tova", 24), make_policy("h2o", 32)], torch.tensor([prompt(50)])
-    rows = DecodeBatch(running)
-    admitted = rows.admit(Request(ids, max_new_tokens=6), policies)
-    while rows.in_flight:
-        rows.step()
-    for row, policy in zip(admitted, policies, strict=True):
-        alone = generate_tokens(running, ids, policy, max_new_tokens=6)
-        loaded = copied(row.cache, tmp_path / "cache")
-        assert_same(row.cache, loaded)
-        more = torch.tensor([prompt(ANSWER)])
-        expected, got = (decoded(one, running, more) for one in (alone.cache, loaded))
-        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @torch.inference_mode()
@@ -246,11 +206,6 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(
 # refusals
 
 
-def test_a_cache_without_a_token_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has seen no token cannot be saved"):
-        KVCache(model().config, make_policy("full")).save(tmp_path / "cache")
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("slug", ["h2o", "kivi"])
 def test_a_prompt_still_coming_in_is_refused(slug: str, importance: Path, tmp_path: Path) -> None:
@@ -259,11 +214,6 @@ def test_a_prompt_still_coming_in_is_refused(slug: str, importance: Path, tmp_pa
     with pytest.raises(ValueError, match=r"while a prompt comes in: 20 tokens of sequence 0 are to come"):
         held.save(tmp_path / "cache")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_is_not_there_is_named(filled: KVCache, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
-        filled.save(tmp_path / "nowhere" / "cache")
 
 
 def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:

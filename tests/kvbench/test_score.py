@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +129,6 @@ def test_a_dataset_that_ends_in_e_is_scored_by_bins(tmp_path: Path) -> None:
     assert got["score"] == {"0-4k": 66.67, "4-8k": None, "8k+": 0.0}
 
 
-def test_true_rouge_is_not_cut_off_by_the_stack(tmp_path: Path) -> None:
-    text = " ".join(f"w{i}" for i in range(1000))
-    line = {"dataset": "gov_report", "prediction": text, "answers": [text]}
-    assert scored(tmp_path, "longbench", [line])[0]["score"] == 0.0
-    assert scored(tmp_path, "longbench", [line], "--true-rouge")[0]["score"] == 100.0
-
-
 @pytest.mark.parametrize(
     ("benchmark", "content", "sentence"),
     [
@@ -165,20 +156,10 @@ def test_a_wrong_file_is_refused_with_its_line_and_nothing_is_lost(
 @pytest.mark.parametrize(
     ("benchmark", "sentence"),
     [
-        ("rulr", "rulr is no benchmark whose predictions can be scored"),
+        ("rulr", "rulr is not a benchmark that can score predictions"),
         ("json", "json has no function score_predictions: choose one of infinitebench, longbench, "),
     ],
 )
 def test_what_cannot_score_is_told(benchmark: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([benchmark, "predictions.jsonl", "-o", "scored.jsonl"]) == 2
     assert sentence in capsys.readouterr().err
-
-
-def test_scoring_loads_no_model_library(tmp_path: Path) -> None:
-    code = (
-        "import sys, kvbench.tools.score; kvbench.tools.score.main(['ruler', 'none.jsonl', '-o', 'none']); "
-        "heavy = ('torch', 'transformers', 'hydra', 'jieba', 'lm_eval', 'nltk', 'pandas'); "
-        "print([name for name in heavy if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

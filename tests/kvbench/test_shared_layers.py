@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from kv_models import SHARING, CodePoints, left_padded, prompt, tiny
+from kv_models import SHARING, CodePoints, prompt, tiny
 from kv_oracle import Rules
 from kv_runs import policy_for, run_greedy
 from kv_simulate import simulate
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
-from kvbench.inference.teacher_forcing import in_blocks, text_scores
-from kvbench.models.loading import Checkpoint, ModelSpec
 
 OWNERS = {3: 2, 4: 0}
 NEW = 6
@@ -84,29 +82,6 @@ def test_rows_are_what_they_are_alone(family: str) -> None:
             assert torch.equal(mine.positions.sort(-1).values, its.positions.sort(-1).values), row.policy.name
 
 
-@pytest.mark.parametrize("family", SHARING)
-@pytest.mark.parametrize("fields", [{}, {"block": 8}, {"block": 8, "order": "evict_then_attend"}])
-def test_padded_sequences_are_what_they_are_alone(family: str, fields: dict[str, Any]) -> None:
-    """Padding shifts blocks against columns: a call then holds several steps, and readers follow each of them."""
-    policy, prompts = make_policy("tova", 20, **fields), [prompt(45, 1), prompt(30, 2)]
-    ids, mask = left_padded(prompts)
-    both = generate_tokens(model_of(family), ids, policy, attention_mask=mask, max_new_tokens=NEW)
-    alone = [generate_tokens(model_of(family), torch.tensor([one]), policy, max_new_tokens=NEW) for one in prompts]
-    assert both.tokens == [one.tokens[0] for one in alone]
-    assert torch.equal(both.cache.kept_tokens(), torch.cat([one.cache.kept_tokens() for one in alone], dim=1))
-
-
-def test_several_steps_in_a_call_are_what_they_are_in_calls_of_their_own() -> None:
-    model, ids = model_of("gemma3n"), torch.tensor([prompt(60)])
-    expected = text_scores(model, ids, in_blocks(make_policy("caote_h2o", 20), 8))
-    cache = KVCache(model.config, make_policy("caote_h2o", 20, block=8))
-    with torch.no_grad():
-        logits = model(ids, past_key_values=cache).logits[0, :-1]
-    nll = torch.nn.functional.cross_entropy(logits.float(), ids[0, 1:], reduction="none")
-    torch.testing.assert_close(nll, expected.nll.to(nll.dtype), atol=1e-4, rtol=1e-4)
-    assert torch.equal(cache.kept_tokens(), torch.full((3, 1, 2), 20))
-
-
 def test_a_store_that_is_read_three_times_is_counted_once() -> None:
     """Three stores of 45 tokens: 2 KV heads, keys and values in float64, positions in int32; Gemma 4's full layer has
     16 numbers a head, its others 8.
@@ -115,17 +90,6 @@ def test_a_store_that_is_read_three_times_is_counted_once() -> None:
     cache = generate_tokens(model, torch.tensor([prompt(45)]), make_policy("full"), max_new_tokens=1).cache
     assert isinstance(cache, KVCache)
     assert cache.held_nbytes == 2 * 45 * (2 * 8 * (16 + 8 + 8) + 3 * 4)
-
-
-@pytest.mark.parametrize("family", SHARING)
-def test_the_bytes_of_full_are_those_of_transformers_own_cache(family: str) -> None:
-    model = tiny(family)
-    theirs = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(torch.tensor([prompt(45)]), past_key_values=theirs)
-    held = [x for layer in theirs.layers if layer.keys is not None for x in (layer.keys, layer.values)]
-    asked = Checkpoint(ModelSpec("own"), Path(), model.config, torch.float64, ())
-    assert asked.full_cache_bytes(45) == sum(x.numel() * 8 for x in held)
 
 
 def test_later_prompts_saved_caches_and_contexts_go_on(tmp_path: Path) -> None:

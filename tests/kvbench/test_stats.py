@@ -1,7 +1,5 @@
 """Intervals and comparisons, against numbers worked by hand and against simulation."""
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -29,27 +27,11 @@ def test_nine_of_ten_right_gives_wilsons_interval_worked_by_hand() -> None:
     assert got.high == pytest.approx(0.9821, abs=1e-4)
 
 
-def test_graded_scores_give_an_interval_near_the_normal_one() -> None:
-    values = np.random.default_rng(3).uniform(size=400).tolist()
-    mean, half = np.mean(values), 1.95996 * np.std(values) / math.sqrt(400)
-    got = mean_interval(values)
-    assert got.method == "bootstrap"
-    assert got.low == pytest.approx(mean - half, abs=0.004)
-    assert got.high == pytest.approx(mean + half, abs=0.004)
-
-
 @given(scores)
 def test_the_interval_holds_the_mean_and_repeats(values: list[float]) -> None:
     got = mean_interval(values)
     assert got.low - 1e-9 <= np.mean(values) <= got.high + 1e-9
     assert got == mean_interval(values)
-
-
-def test_equal_policies_differ_by_nothing_though_the_next_example_may() -> None:
-    got = paired_difference([0.2, 0.9, 0.4, 0.6, 0.7], [0.2, 0.9, 0.4, 0.6, 0.7])
-    # a share z^2 / (n + z^2) = 3.84146 / 8.84146 may have been missed, differing by 1 either way
-    assert (got.mean, got.p, got.claims) == (0.0, 1.0, False)
-    assert (got.low, got.high) == pytest.approx((-0.43448, 0.43448), abs=1e-5)
 
 
 def test_tangos_interval_of_his_paper() -> None:
@@ -67,15 +49,6 @@ def test_nothing_is_claimed_of_fewer_than_five_examples(n: int) -> None:
         got = paired_difference(first * n, second * n)
         assert not got.claims
         assert got.high > got.mean, "one more example may bring the two together"
-
-
-@given(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 1.0])), min_size=1, max_size=40))
-def test_swapping_the_two_mirrors_the_difference(pairs: list[tuple[float, float]]) -> None:
-    first, second = (list(scores) for scores in zip(*pairs, strict=True))
-    there, back = paired_difference(first, second), paired_difference(second, first)
-    assert (there.mean, there.low, there.high) == pytest.approx((-back.mean, -back.high, -back.low), abs=1e-9)
-    assert there.p == back.p
-    assert -1 <= there.low <= there.mean <= there.high <= 1
 
 
 @pytest.mark.parametrize("n", [20, 50])

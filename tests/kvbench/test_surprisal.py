@@ -2,18 +2,12 @@
 
 import pytest
 import torch
-from kv_models import MIXTURES, left_padded, prompt, tiny, tiny_mixture
+from kv_models import MIXTURES, prompt, tiny, tiny_mixture
 
 from kvbench import KVCache, make_policy
-from kvbench.inference.logits import head_logits, prompt_ratings, surprisal
+from kvbench.inference.logits import head_logits, surprisal
 from kvbench.inference.prefill import prefill
 from kvbench.policies.pre_passes.surprisal import Surprisal
-
-
-def test_surprisal_by_hand() -> None:
-    logits = torch.tensor([[[0.0, 0.0], [0.0, 1.0986123]]])  # chances (1/2, 1/2) and (1/4, 3/4)
-    got = surprisal(logits, torch.tensor([[0, 1]]))
-    torch.testing.assert_close(got, torch.tensor([[0.6931472, 0.2876821]]))
 
 
 @pytest.mark.parametrize("family", ["gemma2", *MIXTURES])  # gemma2 caps its logits after the head
@@ -28,23 +22,6 @@ def test_the_head_gives_the_models_own_logits(family: str) -> None:
         some = type(output)(last_hidden_state=output.last_hidden_state[:, 5:9])
         assert torch.equal(head_logits(model, some), expected[:, 5:9])
         assert torch.equal(model(ids).logits, expected)  # and the model is left as it was
-
-
-@pytest.mark.parametrize("at_once", [1, 2**24])
-def test_a_padded_prompt_equals_its_rows(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.inference.logits.LOGITS_AT_ONCE", at_once)
-    model, prompts = tiny(), [prompt(12), prompt(7, seed=1)]
-    model.set_attn_implementation("sdpa")
-    ids, mask = left_padded(prompts)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    with torch.no_grad():
-        output = model.base_model(ids, attention_mask=mask, position_ids=positions)
-        got = prompt_ratings(model, output, ids, mask.bool(), surprisal)
-        for row, tokens in enumerate(prompts):
-            chances = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
-            expected = [0.0] + [-float(chances[i, token]) for i, token in enumerate(tokens[1:])]
-            assert got[row, -len(tokens) :].tolist() == pytest.approx(expected, rel=1e-5)
-            assert got[row, : -len(tokens)].tolist() == [0.0] * (12 - len(tokens))
 
 
 def test_logits_of_a_prompt_never_exist_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from kv_models import prompt, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench import BudgetError, KVCache, make_policy
+from kvbench import KVCache, make_policy
 from kvbench.inference.teacher_forcing import continuation_scores, text_scores
 from kvbench.policies.policy import Policy
 
@@ -77,15 +77,6 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 # continuations
 
 
-def test_greedy_says_where_generation_would_have_chosen_the_token() -> None:
-    likeliest = int(plain(PROMPT.shape[1] + 1)[-1].argmax())
-    other = (likeliest + 1) % 512
-    scored = [
-        continuation_scores(model(), PROMPT, torch.tensor([[t]]), make_policy("full")) for t in (likeliest, other)
-    ]
-    assert [s.greedy.tolist() for s in scored] == [[True], [False]]
-
-
 @pytest.mark.parametrize(
     ("slug", "decode"),
     [
@@ -115,29 +106,6 @@ def test_a_store_that_compresses_between_two_tokens_is_fed_one_by_one(slug: str)
     close(scored.logprobs, fed_one_by_one(policy, IDS, PROMPT.shape[1], whole_prompt=True)[PROMPT.shape[1] - 1 :])
     full = picked(plain()[PROMPT.shape[1] - 1 :], CONTINUATION[0])
     assert not torch.allclose(scored.logprobs, full.float(), atol=1e-3)  # two bits do change something
-
-
-def test_a_token_longer_continuation_holds_no_more_than_the_budget_and_the_token_being_rated() -> None:
-    scored = continuation_scores(model(), PROMPT, CONTINUATION, make_policy("h2o", BUDGET))
-    assert scored.cache.kept_tokens().eq(BUDGET).all()
-    assert scored.most_kept.eq(BUDGET + 1).all()
-    grown = continuation_scores(model(), PROMPT, CONTINUATION, make_policy("snapkv", BUDGET, **SMALL))
-    assert grown.most_kept.eq(BUDGET + CONTINUATION.shape[1] - 1).all()
-
-
-def test_a_broken_promise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.cache.budgets.Budgets.promise", lambda self, row, seen: [BUDGET, BUDGET - 1])
-    with pytest.raises(BudgetError, match="promised at most"):
-        continuation_scores(model(), PROMPT, CONTINUATION, make_policy("tova", BUDGET))
-    with pytest.raises(BudgetError, match="promised at most"):
-        text_scores(model(), IDS, make_policy("tova", BUDGET, block=BLOCK))
-
-
-@pytest.mark.parametrize("shape", [((1, 0), (1, 3)), ((1, 3), (1, 0)), ((2, 3), (2, 3))])
-def test_empty_and_several_sequences_are_refused(shape: tuple[tuple[int, int], tuple[int, int]]) -> None:
-    before, after = (torch.ones(size, dtype=torch.long) for size in shape)
-    with pytest.raises(ValueError, match=r"without a token|one by one"):
-        continuation_scores(model(), before, after, make_policy("full"))
 
 
 # whole texts
@@ -170,17 +138,6 @@ def test_every_token_is_rated_once_as_by_a_cache_that_is_fed_token_by_token(slug
     mean = scored.most_kept.float().mean() if policy.allocator.exact else None
     assert scored.cache.kept_tokens().sum() <= BUDGET * 2 * 2
     assert mean is None or policy.allocator.per_head or mean == BUDGET + block
-
-
-@pytest.mark.parametrize("calls", [1, 7])
-def test_how_many_tokens_go_into_a_call_changes_nothing(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that end inside blocks, at their ends, and beyond several of them."""
-    policy = make_policy("caote_snapkv", BUDGET, block=BLOCK, **SMALL)
-    expected = text_scores(model(), IDS, policy)
-    monkeypatch.setattr("kvbench.inference.teacher_forcing.CALL", calls)
-    scored = text_scores(model(), IDS, policy)
-    close(scored.nll, expected.nll)
-    assert scored.most_kept.tolist() == expected.most_kept.tolist()
 
 
 def test_streamingllm_is_attention_over_sinks_and_recent_tokens() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,8 @@ from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.likelihood import summed_up
 from kvbench.engine.sequence import Request
-from kvbench.identity.cell import check_shapes
-from kvbench.inference.cuda_graph import can_replay
-from kvbench.inference.teacher_forcing import in_blocks, text_scores
-from kvbench.models.cache_shapes import CacheShape, cache_shape, from_config
+from kvbench.models.cache_shapes import CacheShape, from_config
 from kvbench.models.loading import Checkpoint, ModelSpec
 from kvbench.policies.policy import Policy
 from kvbench.tools.cache_bytes import predict
@@ -133,15 +128,6 @@ def test_every_kv_head_holds_the_budget(family: str, slug: str, fields: dict[str
         done.cache.kept_tokens()
 
 
-def test_what_asks_for_a_rotation_runs_where_a_layer_can_be_tried_by_itself() -> None:
-    policy, ids = make_policy("expected_attention", BUDGET), torch.tensor([prompt(45)])
-    assert held(generate_tokens(model_of("mimo"), ids, policy, max_new_tokens=NEW).cache) == alike("mimo", BUDGET)
-    with pytest.raises(
-        ValueError, match=r"^Gemma4TextAttention cannot be tried apart from its model .*shared_kv_states"
-    ):
-        generate_tokens(model_of("gemma4"), ids, policy, max_new_tokens=NEW)
-
-
 @pytest.mark.parametrize("family", SHAPES)
 def test_heads_of_a_layer_share_its_slots_and_layers_their_mean(family: str) -> None:
     ids = torch.tensor([prompt(45)])
@@ -236,64 +222,3 @@ def test_bytes_are_a_hand_count_of_every_layer(family: str) -> None:
 
 def shape_in_float64(shape: CacheShape) -> CacheShape:
     return CacheShape(**(vars(shape) | {"dtype": torch.float64}))
-
-
-def test_a_pattern_of_heads_repeats_over_the_layers(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "mine.yaml").write_text(
-        "defaults: [hub, _self_]\ndtype: float16\n"
-        "shape: {layers: 6, query_heads: 4, kv_heads: [2, 2, 1], head_dim: [8, 8, 16]}\n"
-    )
-    shape = cache_shape("mine", [tmp_path])
-    assert shape.own == tuple(SHAPES["gemma4"])
-    assert predict(make_policy("full"), shape, 10).nbytes == 2 * 10 * (2 * 2 * (2 * 16 + 4) + (2 * 32 + 4))
-
-
-@pytest.mark.parametrize("family", SHAPES)
-def test_allocators_over_the_heads_of_all_layers_are_refused(family: str, tmp_path: Path) -> None:
-    (tmp_path / "scores.json").write_text(
-        json.dumps({f"{n}-{h}": 1 for n in range(len(SHAPES[family])) for h in range(4)})
-    )
-    named = {"allocator.importance": str(tmp_path / "scores.json")}
-    for policy in (make_policy("kvzip", 36), make_policy("headkv_r", 36, window=8, **named)):
-        with pytest.raises(
-            ValueError, match=r"ask for as many heads in each, .* layers have 1 and 2: use an allocator"
-        ):
-            generate_tokens(model_of(family), torch.tensor([prompt(45)]), policy, max_new_tokens=1)
-        with pytest.raises(ValueError, match="ask for as many heads in each"):
-            check_shapes(policy, checkpoint_of(family))
-
-
-@pytest.mark.parametrize("family", SHAPES)
-def test_steps_on_the_device_are_not_taken_and_a_recording_is_refused(family: str) -> None:
-    found = KVCache(model_of(family).config, make_policy("full"))
-    with torch.no_grad():
-        model_of(family)(torch.tensor([prompt(45)]), past_key_values=found)
-    found.expect(4)
-    with torch.no_grad():
-        model_of(family)(torch.tensor([[5]]), past_key_values=found)
-    assert found.on_device() is None
-    with pytest.raises(ValueError, match=r"has layers that differ in their KV heads: use engine.cuda_graph=false$"):
-        can_replay(model_of(family).config, asked=True)
-
-
-@pytest.mark.parametrize("family", SHAPES)
-def test_a_text_is_scored_with_the_most_each_layer_held(family: str) -> None:
-    scored = text_scores(model_of(family), torch.tensor([prompt(60)]), in_blocks(make_policy("h2o", BUDGET), 8))
-    likelihood = summed_up(scored.nll, 1, 8, scored.cache.most_kept)
-    assert likelihood.max_kept_tokens == alike(family, BUDGET + 8)
-
-
-@pytest.mark.parametrize("family", SHAPES)
-def test_saved_caches_go_on(family: str, tmp_path: Path) -> None:
-    model, policy = model_of(family), make_policy("snapkv", BUDGET, window=8)
-    found = KVCache(model.config, policy)
-    with torch.no_grad():
-        model(torch.tensor([prompt(45)]), past_key_values=found)
-        found.save(tmp_path / "cache.safetensors")
-        again = KVCache.load(tmp_path / "cache.safetensors", model.config, policy)
-        for one in (found, again):
-            one.next_prompt(30)
-        logits = [model(torch.tensor([prompt(30, 2)]), past_key_values=one).logits for one in (found, again)]
-    torch.testing.assert_close(*logits, atol=0, rtol=0)
-    assert held(again) == alike(family, BUDGET)

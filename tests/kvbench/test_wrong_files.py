@@ -1,6 +1,5 @@
 """What all commands do alike, and files that are wrong: one sentence, an exit code, nothing written or lost."""
 
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 from command_lines import MAINS
 
-from kvbench.analysis.load import load_results
 from kvbench.records.sample import Sample
 from kvbench.tasks.text_files import texts
 from kvbench.terminal.command import BROKEN_PIPE, FAILED, WRONG, command, explain
@@ -100,32 +98,3 @@ def test_texts_without_letters_are_refused_by_name(case: str, folder: Path) -> N
     write(folder / name)
     with pytest.raises(ValueError, match=said):
         list(texts(str(folder / name), (), "text"))
-
-
-@pytest.mark.parametrize("content", ["one", '{"text": "one"}\n', 'text\n"one"\n'], ids=["txt", "jsonl", "csv"])
-def test_a_byte_order_mark_is_no_part_of_a_text(content: str, folder: Path, request: pytest.FixtureRequest) -> None:
-    path = folder / f"a.{request.node.callspec.id}"
-    path.write_text(content, encoding="utf-8-sig")
-    assert [text.text for text in texts(str(path), (), "text")] == ["one"]
-
-
-def test_a_run_that_lies_there_twice_counts_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name, examples in (("a", 1), ("b", 2)):
-        (folder / name).mkdir()
-        lines = [{**vars(sample(index=i)), "score": 1.0} for i in range(examples)]
-        (folder / name / "samples.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        (folder / name / "metrics.json").write_text("{}")
-        identity = {
-            "model": {},
-            "dtype": "x",
-            "policy": {"store": {"class": "x"}, "schedule": {"decode": "evict"}},
-            "budget": 1,
-        }
-        identity |= {"task": {}, "seed": 0, "generation": {}}
-        names = {"policy": "p", "model": "m", "task": "t"}
-        (folder / name / "config.yaml").write_text(json.dumps({"run_id": "r", "names": names, "identity": identity}))
-        hardware = {"device_name": None, "processor": "x"}
-        (folder / name / "environment.json").write_text(json.dumps({"hardware": hardware, "packages": {}}))
-    (run,) = load_results(folder)
-    assert run.folder.name == "b"
-    assert caplog.messages == [f"{folder}/a is skipped: it is a copy of {folder}/b"]

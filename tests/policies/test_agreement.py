@@ -82,25 +82,6 @@ def test_prompts_around_the_budget_agree(rules: Rules, block: int | None, length
     assert_agrees(model_of(), replace(rules, budget=BUDGET, block=block), prompt(length))
 
 
-@pytest.mark.parametrize(("length", "block"), [(6, None), (18, 6), (14, 8)])
-def test_a_last_call_exactly_as_long_as_the_window_agrees(length: int, block: int | None) -> None:
-    """The window is then a whole tensor, which layers must not share: decoding writes into it."""
-    for rules in (Rules("snapkv", 8, window=6, kernel=3), Rules("snapkv", 8, "caote", window=6)):
-        assert_agrees(model_of(), replace(rules, block=block), prompt(length))
-
-
-@pytest.mark.parametrize("block", [None, 8])
-def test_half_of_an_odd_budget_is_rounded_down(block: int | None) -> None:
-    assert_agrees(model_of(), Rules("h2o", 7, half_recent=True, block=block), prompt(LONG))
-
-
-@pytest.mark.parametrize("budget", [0.31, 0.99])
-@pytest.mark.parametrize("block", [None, 8])
-def test_shares_of_the_prompt_agree(budget: float, block: int | None) -> None:
-    for rules in (Rules("tova"), Rules("snapkv", value="caote", window=4)):
-        assert_agrees(model_of(), replace(rules, budget=budget, block=block), prompt(LONG))
-
-
 OPTIONS = [
     Rules("h2o", accumulate=False),
     Rules("h2o", by_age=True),
@@ -121,11 +102,6 @@ OPTIONS = [
 @pytest.mark.parametrize("rules", OPTIONS, ids=repr)
 def test_every_option_agrees(rules: Rules) -> None:
     assert_agrees(model_of(), replace(rules, budget=BUDGET, block=8), prompt(LONG))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_single_precision_agrees(family: str) -> None:
-    assert_agrees(model_of(family, 2, torch.float32), replace(WRAPPED[1], budget=BUDGET, block=12), prompt(LONG))
 
 
 # many settings at random

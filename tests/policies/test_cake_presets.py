@@ -1,12 +1,9 @@
 """CAKE's published temperatures and ablations, as they stand in conf/."""
 
-from pathlib import Path
-
 import pytest
-from command_lines import composed, grids_of, lines_of
+from command_lines import grids_of
 
 from kvbench import make_policy
-from kvbench.config.presets import build_policy
 from kvbench.policies.allocators.cake import P2A
 from kvbench.policies.allocators.pyramid import Pyramid
 from kvbench.policies.allocators.random import Random
@@ -52,24 +49,6 @@ def test_published_temperatures_belong_to_a_model_and_a_budget(table: str) -> No
             assert sweep["policy"] != ("cake",) or not pairs & set(PUBLISHED)
 
 
-def test_every_published_pair_is_in_a_table() -> None:
-    found = {
-        (sweep["model"][0], int(sweep["budget"][0]))
-        for table in ("table5", "table6", "table7", "table8", "table9")
-        for sweep in grids_of(f"cake/{table}")
-        if "policy.allocator.tau1" in sweep
-    }
-    assert found == set(PUBLISHED)
-
-
-def test_temperatures_of_a_table_reach_the_allocator() -> None:
-    line = next(one for one in lines_of("cake/table7", "budget=128", "task=niah") if "policy=cake" in one)
-    run = composed(*line)
-    policy = build_policy(run.policy, run.budget)
-    assert policy.allocator == P2A(tau1=1.0, tau2=0.8)
-    assert policy.scorer == make_policy("cake", 128).scorer
-
-
 @pytest.mark.parametrize("slug", list(ABLATIONS))
 def test_an_ablation_differs_from_cake_in_what_its_name_says(slug: str) -> None:
     indicator, allocator = ABLATIONS[slug]
@@ -83,12 +62,3 @@ def test_an_ablation_differs_from_cake_in_what_its_name_says(slug: str) -> None:
         cake.schedule,
         cake.value,
     )
-
-
-def test_every_method_of_cakes_tables_is_a_preset() -> None:
-    tables = Path(__file__).parents[3] / "shared" / "paper_tables" / "cake"
-    if not tables.is_dir():
-        pytest.skip("the paper's tables are not beside this checkout")
-    rows = [line.split(",") for path in tables.glob("*.csv") for line in path.read_text("utf-8").splitlines()[1:]]
-    for slug in sorted({row[3] for row in rows}):
-        assert make_policy(slug, 128).name == slug

@@ -18,25 +18,6 @@ from kvbench import preset_names
 
 STEPS = 4 * 2  # decoding steps after a prompt, times layers
 WEIGHTS = ("h2o", "roco", "d2o", "caote_h2o")  # what they read while decoding is the weights of the step itself
-OF_A_PROMPT = {"window": 6, "schedule": "prompt", "gqa": "group_l2"}
-EVICTIONS: dict[str, dict[str, Any]] = {
-    "caote_h2o": {"block": 16},
-    "fastcaote_tova": {"block": 16, "norm_domain": "candidates"},
-    "d2o": {},
-    "d2o_no_ema": {},
-    "snapkv": {"window": 6, "decode": "evict"},
-    "tova": {},
-    "ada_snapkv": {"window": 6},
-}
-STATISTICS: dict[str, dict[str, Any]] = {
-    "h2o": {},
-    "roco": {},
-    "d2o": {},
-    "p2a_h2o": {},
-    "caote_h2o": {},
-    "kvec": {"window": 6, "extended": 9},
-    **{slug: {"window": 6} for slug in ("snapkv", "cake", "pyramidkv", "ada_snapkv", "caote_snapkv", "p2a_snapkv")},
-}
 QUANTISED: dict[str, dict[str, Any]] = {
     "kivi in groups": {"group": 8, "residual": 16},
     "kivi whole": {"group": 128, "residual": 128, "bits": 2},
@@ -80,41 +61,6 @@ def test_sequences_of_several_budgets_attend_in_one_launch_and_keep_the_same_tok
     assert got["tokens"] == expected["tokens"]
     assert got["kept"] == expected["kept"]
     assert got["launches"]["_attend"] == 2 * (3 * 2 + 3)
-
-
-@pytest.mark.slow("interprets kernels")
-def test_a_prompt_s_eviction_keeps_the_same_tokens_of_sequences_of_two_lengths(interpret: Interpreter) -> None:
-    got = same(interpret, "caote_snapkv", lengths=(45, 38), budget=20, fields=OF_A_PROMPT)
-    assert "_over_window" in got["launches"]
-
-
-@pytest.mark.slow("interprets kernels")
-@pytest.mark.parametrize("slug", EVICTIONS)
-def test_evictions_keep_the_same_tokens(slug: str, interpret: Interpreter) -> None:
-    same(interpret, slug, lengths=(45, 38), budget=20, fields=EVICTIONS[slug])
-
-
-@pytest.mark.slow("interprets kernels")
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("slug", STATISTICS)
-def test_statistics_of_a_prompt_keep_the_same_tokens(slug: str, family: str, interpret: Interpreter) -> None:
-    same(interpret, slug, family=family, lengths=(60,), fields=STATISTICS[slug])
-
-
-@pytest.mark.slow("interprets kernels")
-@pytest.mark.parametrize(
-    "slug", ["tova", "roco", "cake", "d2o", "caote_tova", "caote_h2o", "fastcaote_h2o", "h2o_norecent", "p2a_h2o"]
-)
-def test_policies_that_read_the_newest_row_keep_the_same_tokens(slug: str, interpret: Interpreter) -> None:
-    decodes_in_kernels(interpret, f"{slug}:llama:2")
-
-
-@pytest.mark.slow("interprets kernels")
-@pytest.mark.parametrize(
-    "case", ["full:llama:2", "snapkv:llama:1", "ada_snapkv:llama:2", "ada_pyramidkv:qwen2:1", "streamingllm:llama:2"]
-)
-def test_other_stores_and_policies_attend_through_the_kernel_alike(case: str, interpret: Interpreter) -> None:
-    decodes_in_kernels(interpret, case)
 
 
 @pytest.mark.slow("interprets kernels")

@@ -79,27 +79,3 @@ def test_the_victim_is_the_one_that_selection_would_drop(head: Head) -> None:
     assert int(victim(scores, base, positions, protected)) == order[-1]
     kept = select(scores, base, positions, protected, len(order) - 1)[0, 0]
     assert not bool(kept[order[-1]])
-
-
-def test_without_a_base_score_the_lower_of_two_equal_positions_stays() -> None:
-    scores = torch.tensor([[[1.0, 5.0, 1.0, 1.0]]])
-    positions = torch.tensor([[[7, 3, 2, 9]]])
-    protected = torch.zeros(1, 1, 4, dtype=torch.bool)
-    assert select(scores, None, positions, protected, 2).tolist() == [[[False, True, True, False]]]
-    assert int(victim(scores, None, positions, protected)) == 3
-
-
-def test_every_head_may_keep_its_own_number() -> None:
-    scores = torch.arange(4.0).expand(2, 2, 4)
-    positions = torch.arange(4).expand(2, 2, 4)
-    counts = torch.tensor([[1, 4], [0, 2]])
-    kept = select(scores, None, positions, torch.zeros(2, 2, 4, dtype=torch.bool), counts)
-    assert kept.sum(-1).tolist() == counts.tolist()
-    assert kept[1, 1].tolist() == [False, False, True, True]
-
-
-def test_a_stored_token_of_the_lowest_score_comes_before_an_empty_slot() -> None:
-    scores = torch.tensor([[[0.0, -torch.inf]]])
-    positions = torch.tensor([[[-1, 4]]])
-    kept = select(scores, None, positions, torch.zeros(1, 1, 2, dtype=torch.bool), 1)
-    assert kept.tolist() == [[[False, True]]]

@@ -59,15 +59,3 @@ def test_the_first_operand_stands_at_the_depth_of_the_cell() -> None:
 def test_the_last_number_of_the_first_line_with_one_is_the_answer(output: str, score: float) -> None:
     example = Example(index=0, prompt="", references=("91",), max_new_tokens=16)
     assert TASK.score(output, example) == score
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"high": 10}, "high must be a whole number of at least 11, got 10"),
-        ({"operation": "product"}, "operation must be sum, difference or both, got 'product'"),
-    ],
-)
-def test_a_wrong_field_is_refused_by_name(fields: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        Arithmetic(**fields)  # type: ignore[arg-type]

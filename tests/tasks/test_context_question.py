@@ -69,18 +69,6 @@ def test_a_row_that_cannot_be_asked_is_named(row: dict[str, Any], said: str, pie
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"metrics": ("f1",)}, "metrics must be contains, .*, got 'f1'"),
-        ({"data_dir": "a", "hub": "b/c"}, "data_dir=a and hub=b/c are both given"),
-    ],
-)
-def test_a_wrong_field_is_refused(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        ContextQuestion(**fields)
-
-
 def test_a_data_set_of_the_hub_is_read_by_name_subset_and_split(
     pieces: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

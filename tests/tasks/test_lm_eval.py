@@ -6,24 +6,8 @@ import datasets
 import lm_eval_data as made
 import pytest
 
-from kvbench.tasks.lm_eval import find, squad
+from kvbench.tasks.lm_eval import find
 from kvbench.tasks.lm_eval.data import rows_from
-
-
-@pytest.mark.parametrize(
-    ("reference", "answer", "exact", "f1"),
-    [
-        ("The old miller", "an old Miller!", 1, 1.0),
-        ("in spring", "in the late spring", 0, 2 * 2 / (2 + 3)),  # in, spring of in, late, spring
-        ("barn barn", "barn", 0, 2 * 1 / (2 + 1)),
-        ("", "", 1, 1.0),
-        ("the", "", 1, 1.0),
-        ("", "barn", 0, 0.0),
-    ],
-)
-def test_squad_scores_by_hand(reference: str, answer: str, exact: int, f1: float) -> None:
-    assert squad.compute_exact(reference, answer) == exact
-    assert squad.compute_f1(reference, answer) == pytest.approx(f1)
 
 
 def test_a_group_is_found_with_all_its_tasks() -> None:

@@ -99,38 +99,9 @@ def test_a_text_needle_is_scored_by_its_words(words: Tokenizer) -> None:
     assert task.stop == ("\n",)
 
 
-def test_a_folder_that_tells_the_answer_already_is_refused(tmp_path: Path, words: Tokenizer) -> None:
-    (tmp_path / "a.txt").write_text("One may eat a sandwich and sit in Dolores Park on a sunny day. ", encoding="utf-8")
-    with pytest.raises(ValueError, match="already contains the answer"):
-        next(TextNiah(data_dir=str(tmp_path)).examples(words, 0))
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"lengths": 1024}, r"lengths=1024 is not allowed, it must be a list"),
-        ({"frame": "{context}"}, "frame="),
-        ({"queries": 2}, "queries=2 is more than the keys=1"),
-        ({"digits": 1, "keys": 9}, "digits=1 gives too few numbers"),
-    ],
-)
-def test_a_wrong_field_is_refused_with_its_name_and_value(fields: dict, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        Niah(**fields)
-
-
 def test_a_number_that_stands_in_the_folder_is_not_hidden(tmp_path: Path, words: Tokenizer) -> None:
     (tmp_path / "a.txt").write_text(
         ". ".join(str(number) for number in range(10, 100) if number != 57), encoding="utf-8"
     )
     task = Niah(lengths=(200,), depths=(0.5,), digits=2, data_dir=str(tmp_path))
     assert {example.references for example in task.examples(words, 0)} == {("57",)}
-
-
-@pytest.mark.parametrize("limit", [2, 4, 7])
-def test_any_limit_covers_lengths_and_depths(tokenizer: Tokenizer, limit: int) -> None:
-    depths = (0.0, 0.25, 0.5, 0.75, 1.0)
-    found = [e.metadata for e in Niah(lengths=(400, 600), depths=depths, repeats=2).examples(tokenizer, 0, limit)]
-    assert {about["length"] for about in found} == {400, 600}
-    assert {0.0, 1.0} <= {about["depth"] for about in found}
-    assert len({(about["length"], about["depth"]) for about in found}) == limit

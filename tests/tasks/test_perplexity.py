@@ -65,17 +65,3 @@ def test_a_summary_follows_its_chapter(pieces: Tokenizer, tmp_path: Path) -> Non
     assert first.max_new_tokens == len(pieces.encode("It was wet."))
     assert (second.target, second.reading) == ("Dry.", Reading(block=64))
     assert list(task.examples(pieces, 0, limit=1)) == [first]
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"length": 1}, "length must be a whole number of at least 2, got 1"),
-        ({"block": True}, "block must be a whole number of at least 1, got true"),
-        ({"length": 10, "prompt_tokens": 10}, "prompt_tokens=10 leaves no token to score of length=10"),
-        ({"files": ()}, "it must be a list of patterns"),
-    ],
-)
-def test_a_wrong_field_is_refused_in_one_sentence(fields: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        Perplexity(**fields)  # type: ignore[arg-type]

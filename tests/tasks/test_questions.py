@@ -13,7 +13,6 @@ from char_tokenizer import CharTokenizer
 
 from kvbench.tasks.lm_eval.task import LmEval
 from kvbench.tasks.needlebench.task import NeedleBench
-from kvbench.tasks.niah import Niah
 from kvbench.tasks.ruler.common_words import CommonWords
 from kvbench.tasks.ruler.frequent_words import FrequentWords
 from kvbench.tasks.ruler.niah import RulerNiah
@@ -49,14 +48,6 @@ def test_a_question_is_the_line_with_its_slot_or_all_that_follows_the_context(te
     assert question_part(template, "{question}") == question
 
 
-def test_needles_are_asked_for_on_a_line_of_their_own(pieces: Tokenizer) -> None:
-    example = first(Niah(name="niah", lengths=(300,)), pieces)
-    key = example.question.removeprefix("Question: What is the secret number of ").removesuffix("?\nAnswer:")
-    assert f"The secret number of {key} is {example.references[0]}." in example.prompt
-    before = Niah(name="niah", lengths=(300,), frame="{question}\n{context}")
-    assert first(before, pieces).question == ""
-
-
 NEEDLE = "What is the special magic number for {} mentioned in the provided text?"
 RULER: list[tuple[Task, str]] = [
     (RulerNiah(name="niah_single_1", length=600), NEEDLE),
@@ -72,16 +63,6 @@ RULER: list[tuple[Task, str]] = [
         "appeared words in the above coded text?",
     ),
 ]
-
-
-@pytest.mark.parametrize(("task", "question"), RULER, ids=lambda value: getattr(value, "name", ""))
-def test_rulers_question_is_its_last_line(task: Task, question: str, pieces: Tokenizer) -> None:
-    example = first(task, pieces)
-    start, _, end = question.partition("{}")
-    assert example.question.startswith(start)
-    assert example.question.endswith(end)
-    assert example.prompt.rpartition("\n")[2] == example.question
-    assert example.prompt.removesuffix(example.question)[-1] == "\n"
 
 
 def test_rulers_documents_keep_the_instruction_that_all_questions_share(pieces: Tokenizer, data_dir: Path) -> None:

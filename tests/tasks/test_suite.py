@@ -18,13 +18,6 @@ def test_tasks_take_turns_until_each_has_no_more(words: Tokenizer) -> None:
     assert told == [(0, "short"), (1, "long"), (2, "long"), (3, "long")]
 
 
-def test_a_limit_counts_all_examples_and_changes_none(words: Tokenizer) -> None:
-    suite = TaskSuite(name="both", chat=True, tasks={"short": SHORT, "long": LONG})
-    everything = list(suite.examples(words, 0))
-    for limit in range(6):
-        assert list(suite.examples(words, 0, limit)) == everything[:limit]
-
-
 def test_an_output_is_scored_by_the_task_that_asked(words: Tokenizer) -> None:
     vt = VariableTracking(length=700)
     fwe = FrequentWords(length=700)

@@ -2,54 +2,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
-from kvbench.errors import number, whole_number
 from kvbench.tasks.scores import contains, contains_any, needle_words, rouge1_recall
-from kvbench.tasks.task import Example, Task, Tokenizer
 
 SANDWICH = ("eat a sandwich and sit in Dolores Park on a sunny day.",)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Nothing(Task):
-    """The smallest task there can be."""
-
-    name: str = "nothing"
-
-    def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
-        yield from ()
-
-    def score(self, output: str, example: Example) -> float:
-        return 0.0
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"truncation": "right"}, "truncation must be refuse, middle or left, got 'right'"),
-        ({"stop": [""]}, r"stop=\(''.*\) is not allowed"),
-        ({"end_texts": "\n"}, r"end_texts='\\n' is not allowed"),
-    ],
-)
-def test_a_wrong_field_is_refused_with_its_name_and_value(fields: dict, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        Nothing(**fields)
-
-
-@pytest.mark.parametrize("value", [0, True, 1.0, "3", None])
-def test_a_count_is_an_integer_of_at_least_its_lower_end(value: object) -> None:
-    with pytest.raises(ValueError, match=r"keys must be a whole number of at least 1"):
-        whole_number("keys", value, 1)
-
-
-@pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), float("inf"), "0.5", None, True])
-def test_a_share_lies_between_its_ends(value: object) -> None:
-    with pytest.raises(ValueError, match=r"depths must be a number from 0 to 1"):
-        number("depths", value, 0, 1)
 
 
 def test_contains_is_the_share_of_references_in_the_output_whatever_their_case() -> None:

@@ -76,19 +76,3 @@ def test_a_folder_is_read_file_by_file_in_the_order_of_the_paths(tmp_path: Path)
     (tmp_path / "notes.md").write_text("not a text")
     found = [(text.name, text.text) for text in texts(str(tmp_path), ("*.txt", "*.jsonl"), "text")]
     assert found == [("a.txt", "first\nof all"), ("b.txt", "second"), ("c.jsonl:1", "third"), ("c.jsonl:2", "fourth")]
-
-
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        (".", r"contains no text, it must have files such as \*\.txt, \*\.jsonl"),
-        ("a.pdf", r"a\.pdf is not a supported text file, it must be a \.txt, \.jsonl, \.csv or \.parquet file"),
-        ("blank.txt", "blank.txt contains only white space"),
-    ],
-)
-def test_nothing_to_read_is_said_in_one_sentence(name: str, sentence: str, tmp_path: Path) -> None:
-    for file, content in {"a.pdf": b"%PDF", "blank.txt": b" \n", "latin.txt": b"caf\xe9"}.items():
-        if file == name:
-            (tmp_path / file).write_bytes(content)
-    with pytest.raises(ValueError, match=sentence):
-        list(texts(str(tmp_path / name), ("*.txt", "*.jsonl"), "text"))

@@ -1,4 +1,4 @@
-"""Needle tests: the score by length of the prompt and depth of the needle, a map for each policy and budget."""
+"""Heatmaps of needle tests: score by prompt length and needle depth, one for each policy and budget."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Cells = Mapping[tuple[float, float], float]  # by length in tokens and depth in 
 
 
 def needle_maps(cells: Sequence[Result], _: Mapping[str, Look], paper: Paper | None = None) -> list[tuple[str, Figure]]:
-    """A figure for each task and model whose examples have a length and a depth."""
+    """One figure for each task and model with examples that have a length and a depth."""
     found = []
     for panel in panels_of(cells):
         maps = {cell: grid for cell in panel.cells if (grid := grid_of(cell.samples))}
@@ -33,13 +33,13 @@ def needle_maps(cells: Sequence[Result], _: Mapping[str, Look], paper: Paper | N
 def grid_of(samples: Sequence[Sample]) -> dict[tuple[float, float], float]:
     """Mean score by (length, depth in percent) of the samples that have both; empty if a sample failed.
 
-    A benchmark's own `heat_map` is used instead of the mean.
+    If the benchmark has a function `heat_map`, it is used instead of the mean.
     """
     if any(sample.error is not None for sample in samples):
         return {}
-    own = getattr(summary_module(samples), "heat_map", None)
-    if own is not None:
-        return {(n, depth): score / 100 for (n, depth), score in own(samples).items()}
+    heat_map = getattr(summary_module(samples), "heat_map", None)
+    if heat_map is not None:
+        return {(n, depth): score / 100 for (n, depth), score in heat_map(samples).items()}
     members: dict[tuple[float, float], list[float]] = {}
     for sample in samples:
         length, depth = sample.metadata.get("length"), sample.metadata.get("depth")
@@ -50,13 +50,15 @@ def grid_of(samples: Sequence[Sample]) -> dict[tuple[float, float], float]:
 
 
 def _figure(panel: Panel, maps: Mapping[Result, Cells], paper: Paper) -> Figure:
-    """Maps of lengths and depths, the full cache last; prompts of one length are one map with a row for each policy."""
+    """One map per run, the full cache last; for a single prompt length, one map with one row per run."""
     lengths, depths = (sorted({cell[axis] for grid in maps.values() for cell in grid}) for axis in (0, 1))
     order = sorted(maps, key=lambda cell: cell.budget is None)
     titles = [_title(cell, paper) for cell in order]
     if len(lengths) == 1:
-        beside = 0.065 * max(map(len, titles)) + 0.6
-        sheet = Sheet(1, 1, max(0.34 * len(depths), 2.4) + beside, 0.2 * len(maps) + 0.7, paper, 1.4 + beside)
+        labels_width = 0.065 * max(map(len, titles)) + 0.6
+        sheet = Sheet(
+            1, 1, max(0.34 * len(depths), 2.4) + labels_width, 0.2 * len(maps) + 0.7, paper, 1.4 + labels_width
+        )
         rows = {(depth, float(row)): s for row, cell in enumerate(order) for (_, depth), s in maps[cell].items()}
         _map(sheet.axes[0], rows, depths, [float(row) for row in range(len(maps))])
         sheet.axes[0].set_yticks(range(len(maps)), titles)
@@ -74,12 +76,12 @@ def _figure(panel: Panel, maps: Mapping[Result, Cells], paper: Paper) -> Figure:
             axes.tick_params(axis="x", labelrotation=60)
     bar = sheet.figure.colorbar(sheet.axes[0].images[0], ax=sheet.axes, label="score", aspect=12)
     bar.ax.grid(visible=False)
-    said = [*notes(order), f"Task: {panel.task}. After each name: the budget and the mean over all examples."]
-    return sheet.finish(title, said)
+    below = [*notes(order), f"Task: {panel.task}. After each name: the budget and the mean over all examples."]
+    return sheet.finish(title, below)
 
 
 def _map(axes: Axes, cells: Cells, across: Sequence[float], down: Sequence[float]) -> None:
-    """Cells by (across, down), with their numbers if they are few; white: no example."""
+    """A map of cells by (across, down), with numbers if there are few columns; white cells have no example."""
     values = np.full((len(down), len(across)), np.nan)
     for (x, y), score in cells.items():
         values[down.index(y), across.index(x)] = score
@@ -94,7 +96,7 @@ def _map(axes: Axes, cells: Cells, across: Sequence[float], down: Sequence[float
 
 
 def _ticks(axes: Axes, which: str, labels: Sequence[str], title: str) -> None:
-    """At most twelve labels: every one, or every second, third, ..."""
+    """At most twelve tick labels: all, or every second, third, ..."""
     step = -(-len(labels) // 12)
     getattr(axes, f"set_{which}ticks")(range(0, len(labels), step), labels[::step])
     getattr(axes, f"set_{which}label")(title)

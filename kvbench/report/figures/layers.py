@@ -1,4 +1,4 @@
-"""Layer budgets: the tokens that each layer holds at the end of an example."""
+"""Figure of the tokens that each layer holds at the end of an example."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def held(samples: Sequence[Sample]) -> list[float] | None:
 def layer_budgets(
     cells: Sequence[Result], looks: Mapping[str, Look], paper: Paper | None = None
 ) -> list[tuple[str, Figure]]:
-    """One figure with a panel for each task, model and budget in which some layers hold more than others."""
+    """One figure with one panel for each task, model and budget in which layers hold different numbers of tokens."""
     paper, panels = paper or Paper(), []
     for panel in panels_of(cell for cell in cells if cell.evicts and cell.budget is not None):
         for budget in sorted({cell.budget for cell in panel.cells if cell.budget is not None}):

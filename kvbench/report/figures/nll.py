@@ -1,4 +1,4 @@
-"""NLL against context length (D2O, figure 6), a line for each run that scored given texts."""
+"""Figure of NLL against context length (D2O, figure 6), one line for each run that scored given texts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SAME = 1e-3  # nats
 
 
 def curves(cells: Sequence[Result], _: Mapping[str, Look], paper: Paper | None = None) -> list[tuple[str, Figure]]:
-    """One line for each run, one panel for each task and model, from the length on at which the lines differ.
+    """One panel for each task and model, from the length at which the lines begin to differ.
 
-    A line is solid as far as all texts of its run reach and dotted beyond, where fewer are averaged.
+    A line is solid up to the length of the shortest text and dotted where fewer texts are averaged.
     """
     read = [replace(run, line=_name(run)) for run in cells if run.curve]
     if not read:
@@ -34,10 +34,10 @@ def curves(cells: Sequence[Result], _: Mapping[str, Look], paper: Paper | None =
         _panel(axes, members, of_runs)
         sheet.set_title(axes, ", ".join(about))
         axes.set(xlabel="context length (tokens)", ylabel="NLL so far (nats per token)")
-    said = notes(read, "Mean over all tokens so far, lower is better.")
+    below = notes(read, "Mean over all tokens so far, lower is better.")
     blocks = sorted({run.block for run in read if run.block is not None})
-    said += [f"Tokens scored between two evictions: {', '.join(map(str, blocks))}."] if blocks else []
-    return [("nll", sheet.finish("NLL against context length", [*said, "Dotted: some texts are shorter."]))]
+    below += [f"Tokens scored between two evictions: {', '.join(map(str, blocks))}."] if blocks else []
+    return [("nll", sheet.finish("NLL against context length", [*below, "Dotted: some texts are shorter."]))]
 
 
 def _name(run: Result) -> str:
@@ -64,9 +64,9 @@ def _panel(axes: Axes, runs: Sequence[Result], of_runs: Mapping[str, Look]) -> N
 
 
 def parting(curves: Sequence[Mapping[str, Sequence[float]]]) -> float:
-    """The last length up to which all curves are equal; their first if they never are, or always."""
+    """The last length up to which all curves are equal; the first length if they are never or always equal."""
     shared = sorted(set.intersection(*(set(curve["lengths"]) for curve in curves)))
     values = [dict(zip(curve["lengths"], curve["nll"], strict=True)) for curve in curves]
-    apart = [n for n in shared if max(v[n] for v in values) - min(v[n] for v in values) > SAME]
+    different = [n for n in shared if max(v[n] for v in values) - min(v[n] for v in values) > SAME]
     start = min(curve["lengths"][0] for curve in curves)
-    return max((n for n in shared if n < apart[0]), default=start) if apart else start
+    return max((n for n in shared if n < different[0]), default=start) if different else start

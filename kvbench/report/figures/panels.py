@@ -1,4 +1,4 @@
-"""What figures are made of: results by model and task, one line for each policy."""
+"""Panels of figures: the results of one model and task, with one line for each policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TABLES = (".csv", ".parquet")
 
 @dataclass(frozen=True)
 class Panel:
-    """The results of one model and task: by line in the order of the legend, each line's by budget."""
+    """The results of one model and task: lines in the order of the legend, results of a line by budget."""
 
     model: str
     task: str
@@ -26,19 +26,19 @@ class Panel:
 
     @property
     def cells(self) -> list[Result]:
-        """All its results."""
+        """All results of the panel."""
         return [cell for line in self.lines.values() for cell in line]
 
 
 def read(place: Path) -> list[Result]:
-    """All runs below a folder, or of a table that `results collect` wrote. Raises UsageError."""
+    """The runs below a folder, or in a table of `results collect`. Raises UsageError."""
     if place.suffix in TABLES and place.is_file():
         return once(Results(read_table(place)))
     return once(load_results(place))
 
 
 def once(rows: Iterable[Result]) -> list[Result]:
-    """Each row once: the full cache is the same for compress=prompt and compress=context."""
+    """Rows without duplicates: the full cache is the same for compress=prompt and compress=context."""
     seen: dict[tuple[object, ...], Result] = {}
     for row in rows:
         seen.setdefault((row.model_label, row.task_label, row.line, row.budget), row)
@@ -46,17 +46,17 @@ def once(rows: Iterable[Result]) -> list[Result]:
 
 
 def choose(rows: Sequence[Result], **wanted: Sequence[str]) -> list[Result]:
-    """The rows whose policy, task, model and budget are among those wanted (none wanted: all).
+    """Select rows by policy, task, model and budget; an empty list selects all.
 
-    The full cache is always there, and rows without a budget are there for any budget. A policy can be given by its
-    preset or by its whole label. Raises UsageError for a value that no row has.
+    The full cache is always selected, and so are rows without a budget. A policy can be given by its preset or by its
+    label. Raises UsageError for a value that no row has.
     """
     chosen = list(rows)
     for field, values in wanted.items():
         known = {name for row in rows for name in _names(row, field)}
         for value in values:
             if value not in known:
-                raise UsageError(f"--{field} {value} is not among the runs (there are: {', '.join(sorted(known))})")
+                raise UsageError(f"--{field} {value} is not a value of any run (allowed: {', '.join(sorted(known))})")
         if values:
             chosen = [row for row in chosen if _always(row, field) or _names(row, field) & set(values)]
     return [*Results(chosen)]
@@ -87,9 +87,9 @@ def _lines(rows: Sequence[Result]) -> dict[str, tuple[Result, ...]]:
 
 
 def rank(row: Result) -> tuple[bool, str, bool, int, str]:
-    """Sorts policies: the full cache, then by family, the plain method first, as `style.palette` does."""
-    own = family(row.identity["policy"])
-    return not row.is_full, own, not row.line.startswith(own), len(row.line), row.line
+    """The sort key of policies: the full cache, then by family with the plain method first, as in `style.palette`."""
+    name = family(row.identity["policy"])
+    return not row.is_full, name, not row.line.startswith(name), len(row.line), row.line
 
 
 def looks(rows: Iterable[Result]) -> dict[str, Look]:
@@ -98,22 +98,22 @@ def looks(rows: Iterable[Result]) -> dict[str, Look]:
 
 
 def notes(cells: Sequence[Result], first: str = "") -> list[str]:
-    """The notes under a figure: model, number of examples, schedules, and what makes a comparison doubtful."""
+    """The notes below a figure: model, number of examples, schedules, and caveats."""
     sizes = sorted({cell.n for cell in cells if cell.value is not None}) or [0]
-    many = f"n = {sizes[0]}" if len(sizes) == 1 else f"n = {sizes[0]} to {sizes[-1]}, not the same for all"
+    many = f"n = {sizes[0]}" if len(sizes) == 1 else f"n = {sizes[0]} to {sizes[-1]}, different between runs"
     found = [f"Model: {', '.join(sorted({cell.model for cell in cells}))}. {many}. {first}".rstrip()]
     moments = sorted({cell.moments for cell in cells if cell.when and not cell.reads})
     words = ["; ".join(map(in_words, filter(None, own))) for own in moments]
     if len(words) > 1:
-        found.append(f"Different schedules, which are different experiments: {' | '.join(words)}.")
+        found.append(f"Different schedules, which are not comparable: {' | '.join(words)}.")
     elif words:
-        found.append(f"All policies that evict: {words[0]}.")
-    asked: dict[tuple[str, str], set[tuple[str, ...]]] = {}
+        found.append(f"Schedule: {words[0]}.")
+    prompts: dict[tuple[str, str], set[tuple[str, ...]]] = {}
     for cell in cells:
         if cell.samples:
-            asked.setdefault((cell.task, cell.model), set()).add(tuple(one.prompt_hash for one in cell.samples))
-    several = sorted(task for (task, _), examples in asked.items() if len(examples) > 1)
-    found += [f"Not the same examples for all: {', '.join(several)}."] if several else []
+            prompts.setdefault((cell.task, cell.model), set()).add(tuple(one.prompt_hash for one in cell.samples))
+    several = sorted(task for (task, _), examples in prompts.items() if len(examples) > 1)
+    found += [f"Different examples: {', '.join(several)}."] if several else []
     mixed = sorted({f"{cell.line} on {cell.task} ({cell.mixed})" for cell in cells if cell.mixed})
     found += [f"Versions mixed within a run: {'; '.join(mixed)}."] if mixed else []
     failed = [f"{c.line} {c.budget or ''} on {c.task} ({c.n_failed} of {c.n})" for c in cells if c.n_failed]

@@ -1,4 +1,4 @@
-"""Which figures there are, and how they are written."""
+"""The kinds of figures, and functions that draw and write them."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from kvbench.report.figures.panels import looks
 from kvbench.report.figures.sheet import Paper
 from kvbench.report.figures.style import FORMATS, Look, house_style, save
 
-Figures = list[tuple[str, Figure]]  # each with the name of its file
+Figures = list[tuple[str, Figure]]  # names of files and figures
 
 log = logging.getLogger(__name__)
 
 _DRAW: Mapping[str, tuple[Callable[[Sequence[Result], Mapping[str, Look], Paper], Figures], str]] = {
     "budget": (score.against_budget, "no run has both a budget and a score"),
-    "bytes": (score.against_bytes, "no policy beside the full cache has both a score and its bytes"),
+    "bytes": (score.against_bytes, "no policy except the full cache has both a score and bytes"),
     "heatmap": (heatmap.needle_maps, "no run has examples at several depths"),
     "nll": (nll.curves, "no run has scored given texts (task=perplexity, pg19 or booksum)"),
-    "layers": (layers.layer_budgets, "no policy gives some layers more tokens than others"),
+    "layers": (layers.layer_budgets, "no policy has different budgets for its layers"),
 }
 ALL = "all"
 
 
 def figures(kind: str, cells: Sequence[Result], paper: Paper) -> Figures:
-    """The figures of one kind, or of all kinds there is data for; inside the house style. UsageError without any."""
+    """The figures of one kind, or of all kinds with data; at least one, or UsageError. Call it inside `house_style`."""
     found: Figures = []
     palette = looks(cells)
     for name in _DRAW if kind == ALL else (kind,):
         make, needs = _DRAW[name]
-        own = make(cells, palette, paper)
-        found += own
-        if not own and kind != ALL:
+        drawn = make(cells, palette, paper)
+        found += drawn
+        if not drawn and kind != ALL:
             raise UsageError(f"--kind {kind} has nothing to draw: {needs}")
-        if not own:
+        if not drawn:
             log.info("no figure %s: %s", name, needs)
     if not found:
         raise UsageError("there is nothing to draw: no run has a score or has scored given texts")
@@ -49,10 +49,10 @@ def figures(kind: str, cells: Sequence[Result], paper: Paper) -> Figures:
 def draw(
     kind: str, cells: Sequence[Result], output: Path, suffix: str = ".svg", paper: Paper | None = None
 ) -> list[Path]:
-    """Write the figures of one kind, or all there is data for, and return their paths.
+    """Write the figures of one kind, or all that have data, and return their paths.
 
-    output: one file, or a folder for files named after the figures. Raises UsageError where there is nothing to draw,
-    where one file would have to hold several figures, or where it cannot be written.
+    output: one file, or a folder. Raises UsageError if there is nothing to draw, if there are several figures for one
+    file, or if a file cannot be written.
     """
     paper = paper or Paper()
     with house_style(paper.font, paper.font_size):
@@ -60,7 +60,7 @@ def draw(
 
 
 def write(found: Figures, output: Path, suffix: str) -> list[Path]:
-    """Write figures into one file or a folder; inside the house style. Raises UsageError."""
+    """Write figures into one file or a folder. Call it inside `house_style`. Raises UsageError."""
     if output.suffix:
         if output.suffix not in FORMATS:
             raise UsageError(f"-o {output} must be a folder or end in one of {', '.join(FORMATS)}")

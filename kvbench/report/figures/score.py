@@ -1,4 +1,4 @@
-"""Score against the budget, and against the bytes really held."""
+"""Figures of the score against the budget, and against the bytes held."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from kvbench.report.figures.panels import Panel, notes, panels_of
 from kvbench.report.figures.sheet import Paper, Sheet
 from kvbench.report.figures.style import FAINT, Look, by_factors, byte_unit, side_by_side
 
-ALONE, AMONG = (6.0, 4.5), (3.1, 2.6)  # inches: a panel by itself, and one of several
+ALONE, AMONG = (6.0, 4.5), (3.1, 2.6)  # inches: a single panel, and one of several
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The horizontal axis: its label, where a result is on it, and the names of its categories.
+    """The horizontal axis: its label, the coordinate of a result, and the names of its categories.
 
-    Budgets are categories at equal steps, so that lines can stand side by side. Bytes are a measure (None).
+    Budgets are categories at equal steps, so that lines can be shifted against each other. Bytes are a continuous axis
+    (categories is None).
     """
 
     label: str
@@ -28,19 +29,19 @@ class Axis:
     categories: tuple[str, ...] | None = None
 
     def has(self, cell: Result) -> bool:
-        """Whether a result is a point on it; the full cache is a level instead."""
+        """Whether a result is a point on the axis; the full cache is a level instead."""
         placed = cell.cache_bytes if self.categories is None else cell.budget
         return cell.score is not None and not cell.is_full and bool(placed)
 
     def is_level(self, cell: Result) -> bool:
-        """Whether a result is a level: the full cache and, beside budgets, whatever has no budget."""
+        """Whether a result is a horizontal line: the full cache, and on a budget axis a policy without budget."""
         return cell.score is not None and (cell.is_full or (self.categories is not None and cell.budget is None))
 
 
 def against_budget(
     cells: Sequence[Result], looks: Mapping[str, Look], paper: Paper | None = None
 ) -> list[tuple[str, Figure]]:
-    """One figure for budgets in tokens, and one for budgets that are shares of the prompt, if there are any."""
+    """One figure for budgets in tokens, and one for budgets that are shares of the prompt."""
     found = []
     for share in (False, True):
         of_kind = [cell for cell in cells if cell.budget is None or isinstance(cell.budget, float) == share]
@@ -65,11 +66,11 @@ def against_bytes(
     """Score against the mean bytes that an example's cache held at its end, without reserved but unused bytes."""
     if not any(cell.cache_bytes and cell.score is not None and not cell.is_full for cell in cells):
         return []
-    return [("bytes", _figure("Score against the bytes really held", cells, looks, byte_axis, paper or Paper()))]
+    return [("bytes", _figure("Score against the bytes held", cells, looks, byte_axis, paper or Paper()))]
 
 
 def byte_axis(cells: Sequence[Result]) -> Axis:
-    """Bytes held, in a unit that suits the smallest."""
+    """Bytes held, in a suitable unit."""
     unit, size = byte_unit(min((cell.cache_bytes for cell in cells if cell.cache_bytes), default=1.0))
     return Axis(f"cache held per example ({unit})", lambda cell: (cell.cache_bytes or 0) / size)
 
@@ -98,7 +99,7 @@ def _figure(
     if axis_of is byte_axis:
         full = [f"{c.line} on {c.task}: {_amount(c)}" for p, axis in panels for c in p.cells if axis.is_level(c)]
         found += [f"Not on the axis: {'; '.join(full)}."] * bool(full)
-        found.append("Cache held: keys, values, positions and statistics, without reserved but unused bytes.")
+        found.append("Cache held: keys, values, positions and statistics, without unused capacity.")
     return sheet.finish(title, found)
 
 
@@ -108,7 +109,7 @@ def _amount(cell: Result) -> str:
 
 
 def _draw(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look]) -> None:
-    """A line with the bars of its 95% intervals for every policy, and the levels."""
+    """Draws one line with 95% intervals for every policy, and the levels."""
     placed = {line: sorted(filter(axis.has, own), key=axis.at) for line, own in panel.lines.items()}
     lines = {line: own for line, own in placed.items() if own}
     for cell in filter(axis.is_level, panel.cells):
@@ -116,9 +117,9 @@ def _draw(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look]) -> No
         axes.axhline(cell.score or 0, color=look.colour, linestyle=look.line, linewidth=1.2, label=cell.line, zorder=3)
         if cell.is_full and cell.ends is not None:
             axes.axhspan(*cell.ends, color=FAINT, alpha=0.13, linewidth=0, zorder=0.5)
-    aside = [0.0] * len(lines) if axis.categories is None else side_by_side(len(lines))
-    for (name, line), move in zip(lines.items(), aside, strict=True):
-        x, y = [axis.at(cell) + move for cell in line], [cell.score or 0.0 for cell in line]
+    shifts = [0.0] * len(lines) if axis.categories is None else side_by_side(len(lines))
+    for (name, line), shift in zip(lines.items(), shifts, strict=True):
+        x, y = [axis.at(cell) + shift for cell in line], [cell.score or 0.0 for cell in line]
         ends = [cell.ends or (score, score) for cell, score in zip(line, y, strict=True)]
         axes.vlines(x, [low for low, _ in ends], [high for _, high in ends], looks[name].colour, lw=0.9, alpha=0.5)
         axes.plot(x, y, label=name, zorder=3, **looks[name].plot)
@@ -135,7 +136,7 @@ def _draw(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look]) -> No
 
 
 def set_scores(axes: Axes, cells: Sequence[Result], paper: Paper) -> None:
-    """Limits of the y axis: those asked for, else 0 to 1, or what the intervals of the scores reach."""
+    """Set the limits of the y axis: `paper.ylim`, else 0 to 1, else the range of the intervals."""
     ends = [v for c in cells for v in (c.score, c.score_low, c.score_high) if v is not None]
     unit = not paper.free_y and min(ends) >= 0 and max(ends) <= 1
     low, high = (0.0, 1.0) if unit else (min(ends), max(ends))

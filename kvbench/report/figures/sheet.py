@@ -1,4 +1,4 @@
-"""A figure of panels: the title above, legend and notes below; matplotlib's constrained layout places the panels."""
+"""The layout of a figure: title, panels (placed by matplotlib's constrained layout), legend and notes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from kvbench.report.figures.style import FAINT
 
 log = logging.getLogger(__name__)
 
-EDGE = 0.12  # inches of paper around everything
+EDGE = 0.12  # inches of margin
 LEAST = 2.1  # inches of the narrowest panel with its labels
 
 
 @dataclass(frozen=True)
 class Paper:
-    """What a figure is drawn for.
+    """Options of a figure.
 
-    width: inches of the whole figure (None: what suits it). caption: draw title and notes, else log them. font,
-    font_size: see `style.house_style`. names: other names for the legend, by label. free_y: the y axis follows the
-    scores instead of 0 to 1. ylim: the limits of the y axis.
+    width: of the whole figure in inches (None: automatic). caption: draw title and notes, otherwise log them. font,
+    font_size: see `style.house_style`. names: new names for the legend, by label. free_y: fit the y axis to the scores
+    instead of 0 to 1. ylim: the limits of the y axis.
     """
 
     width: float | None = None
@@ -40,13 +40,13 @@ class Paper:
     ylim: tuple[float, float] | None = None
 
     def name(self, label: str) -> str:
-        """A label as the figure shows it: renamed as a whole, or its policy, which is the part before a space."""
+        """The renamed label: `names` may have the whole label, or the policy before the first space."""
         policy, space, rest = label.partition(" ")
         return self.names.get(label) or self.names.get(policy, policy) + space + rest
 
 
 class Sheet:
-    """Panels of `width` by `height` inches, labels included, in at most `columns` columns, as many as the paper has."""
+    """Panels of `width` by `height` inches, including labels, in at most `columns` columns."""
 
     def __init__(
         self, panels: int, columns: int, width: float, height: float, paper: Paper, least: float = LEAST
@@ -71,15 +71,15 @@ class Sheet:
         return index % self.columns == 0
 
     def is_bottom(self, index: int) -> bool:
-        """Whether no panel is below."""
+        """Whether a panel is the last of its column."""
         return index + self.columns >= len(self.axes)
 
     def set_title(self, axes: Axes, words: str) -> None:
-        """A panel's title, in lines of its width."""
+        """Set the title of a panel, wrapped to its width."""
         axes.set_title(textwrap.fill(words, _letters(self.panel_width - 0.6, 1.0)), loc="left")
 
     def finish(self, title: str, notes: Sequence[str]) -> Figure:
-        """Add title, legend and notes below the panels, make the figure higher by what they take, and return it."""
+        """Add title, legend and notes, increase the height of the figure for them, and return it."""
         if not self.paper.caption:
             log.info("caption: %s. %s", title, " ".join(notes))
             title, notes = "", ()
@@ -101,7 +101,7 @@ class Sheet:
         return self.figure
 
     def _legend(self, wide: float) -> Any:  # noqa: ANN401 - a matplotlib legend
-        """Every line of some panel once, under its new name, in as many columns as fit; None without a line."""
+        """A legend with the lines of all panels, renamed; None without lines."""
         found: dict[str, Any] = {}
         for axes in self.axes:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -115,7 +115,7 @@ class Sheet:
 
 
 def _letters(inches: float, size: float) -> int:
-    """How many letters of a relative size stand in a line."""
+    """The number of characters of a relative size that fit into a line."""
     return max(12, int(inches / (0.0078 * size * rcParams["font.size"])))
 
 

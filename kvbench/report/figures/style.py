@@ -1,7 +1,7 @@
-"""How every figure of kvbench looks: the style file, and one colour, marker and line style for each policy.
+"""The style of all figures: the style file, and a colour, marker and line style for each policy.
 
-Policies with the same scorer (`snapkv`, `caote_snapkv`, `pyramidkv`) share a hue. Markers and line styles also
-differ, so a figure can be read in grey, and the hues differ for red-green blind readers.
+Policies with the same scorer (`snapkv`, `caote_snapkv`, `pyramidkv`) share a hue. Markers and line styles differ too,
+so that figures can be read in grey. The hues are distinct for red-green blind readers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from zlib import crc32
 
 import matplotlib as mpl
-import matplotlib.style  # `mpl.style` is a module of its own
+import matplotlib.style  # not imported by `import matplotlib`
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
@@ -38,9 +38,9 @@ BASELINE = "full"
 
 @contextmanager
 def house_style(font: str | None = None, font_size: float | None = None) -> Iterator[None]:
-    """Draw and write figures inside it: matplotlib reads its settings at both.
+    """A context for drawing and writing figures: matplotlib uses its settings for both.
 
-    font: a family such as "serif" or "Times New Roman". font_size: points of the text, to which the rest is relative.
+    font: a family such as "serif" or "Times New Roman". font_size: points of the text; other sizes are relative to it.
     """
     more: dict[Any, Any] = {"font.family": font} if font else {}
     more |= {"font.size": font_size} if font_size else {}
@@ -71,8 +71,8 @@ FULL = Look("#000000", "", (0, (6, 2)))
 def palette(families: Mapping[str, str]) -> dict[str, Look]:
     """The look of every policy. families: the family of each policy.
 
-    A family has the hue of its name if it is free, else the next free one. Within a family the plain method has the
-    pure hue, and the others darker and lighter shades.
+    The hue of a family is chosen by its name; if it is taken, by the next free hue. Within a family the plain method
+    has the pure hue, and the others have darker and lighter shades.
     """
     hues = _hues(sorted(set(families.values()) - {BASELINE}))
     ordered = sorted((f, not p.startswith(f), len(p), p) for p, f in families.items() if f != BASELINE)
@@ -107,11 +107,11 @@ def _shade(hue: str, place: int) -> str:
 
 
 def family(policy: Mapping[str, Any]) -> str:
-    """The family of a policy: the class of its scorer, reader, press or pre-pass, else of its store; else `full`.
+    """The family of a policy: the class of its scorer, reader, press, pre-pass or store, or `full`.
 
     policy: its parts, each with "class" (in results) or "_target_" (in presets).
     """
-    for part in ("scorer", "reader", "press", "pre_pass", "filter", "store"):  # results of older versions have filter
+    for part in ("scorer", "reader", "press", "pre_pass", "filter", "store"):  # older results have "filter"
         described = policy.get(part) or {}
         name = str(described.get("class", described.get("_target_", ""))).rpartition(".")[2].lower()
         if name and not (part == "store" and name == "dense"):
@@ -120,7 +120,7 @@ def family(policy: Mapping[str, Any]) -> str:
 
 
 def family_of(slug: str) -> str:
-    """The family of a preset; of an unknown name the part before its first underscore."""
+    """The family of a preset; for an unknown name, the part before its first underscore."""
     try:
         return family(policy_config(slug))
     except ValueError:
@@ -133,13 +133,13 @@ def looks_of(slugs: Sequence[str]) -> dict[str, Look]:
 
 
 def by_layer(axes: Axes) -> None:
-    """Make the x axis one of layers."""
+    """Format the x axis for layer indices."""
     axes.set_xlabel("layer")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def by_factors(axes: Axes, which: str, ends: Sequence[float]) -> None:
-    """Make an axis ("x" or "y") logarithmic, with plain numbers. ends: the smallest and the largest value."""
+    """Make an axis ("x" or "y") logarithmic, with plain numbers. ends: the smallest and largest value."""
     low, high = ends
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
@@ -150,37 +150,37 @@ def by_factors(axes: Axes, which: str, ends: Sequence[float]) -> None:
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
-    """One legend below all panels, made from the lines of one of them."""
+    """One legend below all panels, from the lines of one panel."""
     handles, labels = axes.get_legend_handles_labels()
     columns = max(1, min(len(labels), 6, 90 // (8 + max(map(len, labels), default=0))))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3)
 
 
 def side_by_side(lines: int) -> list[float]:
-    """Offsets of lines around a category, so that none covers another, in shares of the step between categories."""
+    """Horizontal offsets that separate lines, as shares of the step between categories."""
     step = min(0.1, 0.65 / max(lines - 1, 1))
     return [step * (place - (lines - 1) / 2) for place in range(lines)]
 
 
 def byte_unit(largest: float) -> tuple[str, int]:
-    """A unit that suits a number of bytes, and its size in bytes."""
+    """A suitable unit for a number of bytes, and its size in bytes."""
     names = ("bytes", "KiB", "MiB", "GiB", "TiB")
     power = next((p for p in range(len(names) - 1, 0, -1) if largest >= 2 * 2 ** (10 * p)), 0)
     return names[power], 2 ** (10 * power)
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure in the format of its suffix; the same figure gives the same bytes. An old file stays on failure.
+    """Write a figure atomically in the format of the suffix; equal figures give equal bytes.
 
     Call it inside `house_style`. Raises OSError.
     """
-    with atomic_write(path) as beside:
-        beside.write_bytes(encoded(figure, path.suffix))
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(encoded(figure, path.suffix))
 
 
 def encoded(figure: Figure, suffix: str) -> bytes:
-    """A figure in a format of `FORMATS`, inside `house_style`."""
+    """The bytes of a figure in one of `FORMATS`. Call it inside `house_style`."""
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {"Software": None}}
-    held = BytesIO()
-    figure.savefig(held, format=suffix[1:], metadata=metadata[suffix])
-    return held.getvalue()
+    buffer = BytesIO()
+    figure.savefig(buffer, format=suffix[1:], metadata=metadata[suffix])
+    return buffer.getvalue()

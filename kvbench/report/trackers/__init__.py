@@ -1,1 +1,1 @@
-"""Dashboards that show runs while they are computed. They receive copies: the files in `out` are what counts."""
+"""Trackers that log runs while they are computed. The files in `out` remain the primary record."""

@@ -1,4 +1,4 @@
-"""`logger=wandb`: Weights & Biases shows runs while they are computed, and a sweep's table and figures at its end."""
+"""`logger=wandb`: logs runs to Weights & Biases while they are computed, and a sweep's table and figures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import wandb
 
 MODES = ("offline", "online", "disabled")
-_INTERVALS = 32  # of a run: its running interval is a bootstrap over all examples, too slow for every one of them
+_INTERVALS = 32  # number of running intervals of a run: each is a bootstrap, too slow for every example
 _MEASURED = (
     *("score", "prompt_tokens", "generated_tokens", "cache_bytes", "peak_bytes", "spare_bytes", "device_peak_bytes"),
     *("prefill_seconds", "decode_seconds"),
@@ -59,16 +59,16 @@ class WandbLogger:
             raise ConfigError("patience", self.patience, why="must be a number of seconds above 0")
 
     def watch(self, sweep: str | None) -> SweepWatch:
-        """A watch that sends to W&B from a thread. Raises ConfigError where W&B refuses the settings."""
+        """A callback that logs to W&B in a thread. Raises ConfigError for settings that W&B refuses."""
         if self.mode == "disabled":
             return Quiet()
-        import wandb  # here: it takes two seconds
+        import wandb  # imported here: it takes two seconds
 
         try:
             Path(self.folder).mkdir(parents=True, exist_ok=True)
             wandb.Settings(project=self.project, entity=self.entity, run_tags=tuple(self.tags))
         except OSError as error:
-            raise ConfigError("folder", self.folder, why=f"cannot be made ({error.strerror})") from error
+            raise ConfigError("folder", self.folder, why=f"cannot be created ({error.strerror})") from error
         except (ValueError, wandb.Error) as error:
             raise ConfigError("project", self.project, why=f"is refused by W&B: {error}") from error
         if self.mode == "online" and not wandb.login(verify=False, prompt=False):
@@ -78,7 +78,7 @@ class WandbLogger:
 
 @dataclass
 class _Open:
-    """A run of W&B that has not ended, and the examples it has."""
+    """An open W&B run and its examples."""
 
     run: wandb.Run
     samples: list[Sample] = field(default_factory=list)
@@ -89,9 +89,9 @@ class _Open:
 
 
 class WandbWatch:
-    """Sends runs to W&B as they are computed; its caller catches errors.
+    """Logs runs to W&B while they are computed; the caller catches errors.
 
-    A complete run stays open until its difference to the full cache is known, or until `close`.
+    A complete run stays open until its difference from the full cache is known, or until `close`.
     """
 
     def __init__(self, settings: WandbLogger, sweep: str | None) -> None:
@@ -100,21 +100,21 @@ class WandbWatch:
         self._complete: list[Result] = []
 
     def started(self, cell: Cell, done: Sequence[Sample], total: int) -> None:
-        """Begin a run of W&B, or continue the one that was interrupted."""
+        """Start a W&B run, or continue an interrupted one."""
         opened = _Open(self._init(cell.run_id, _title(cell), cell.naming.task, _config(cell)))
-        opened.run.define_metric("*", summary="none")  # else the last running score would stay after a failed example
-        has = opened.run.starting_step if opened.run.resumed else 0  # offline, the new file holds all examples again
-        opened.samples += done[:has]
-        for sample in done[has:]:
+        opened.run.define_metric("*", summary="none")  # otherwise the running score stays after a failed example
+        logged = opened.run.starting_step if opened.run.resumed else 0  # offline, all examples are logged again
+        opened.samples += done[:logged]
+        for sample in done[logged:]:
             opened.add(sample)
         self._open[cell.run_id] = opened
 
     def finished(self, cell: Cell, sample: Sample) -> None:
-        """Add an example to the curves."""
+        """Log an example."""
         self._open[cell.run_id].add(sample)
 
     def ended(self, cell: Cell, error: Exception | None) -> None:
-        """Write the summary of a complete run, or the error of another. A run without a new example is not sent."""
+        """Log the summary of a complete run, or an error. A run without new examples is not logged."""
         if cell.run_id not in self._open:
             return
         if error is not None:
@@ -128,7 +128,7 @@ class WandbWatch:
                 self._finish(result)
 
     def close(self, records: Sequence[Result] = ()) -> None:
-        """End all runs; with `records`, the whole sweep, send its table and figures."""
+        """Finish all W&B runs. records: all runs of the sweep, to log their table and figures."""
         for result in Results([*records, *self._complete]):
             self._finish(result)
         for opened in self._open.values():  # interrupted
@@ -166,7 +166,7 @@ class WandbWatch:
         )
 
     def _finish(self, result: Result) -> None:
-        """Write the summary and the table of examples of a complete run and end it; again for the same run: nothing."""
+        """Log the summary and the table of examples of a complete run and finish it, once."""
         opened = self._open.pop(result.run_id, None)
         if opened is None:
             return
@@ -185,13 +185,13 @@ class WandbWatch:
 
 
 def _title(cell: Cell) -> str:
-    own = names(cell.naming, cell.identity)
+    labels = names(cell.naming, cell.identity)
     budget = [] if cell.identity["budget"] is None else [str(cell.identity["budget"])]
-    return " ".join([own["model"], own["policy"], *budget, own["task"]])
+    return " ".join([labels["model"], labels["policy"], *budget, labels["task"]])
 
 
 def _config(cell: Cell) -> dict[str, Any]:
-    """Everything that decides a run under flat names: `policy.scorer.window`, `task.lengths`."""
+    """Every field that affects the result, with flat names: `policy.scorer.window`, `task.lengths`."""
     evicts, decodes = moments(cell.identity)
     return {
         **flat({key: value for key, value in cell.identity.items() if key != "version"}),
@@ -206,15 +206,15 @@ def _config(cell: Cell) -> dict[str, Any]:
 
 
 def history_row(samples: Sequence[Sample]) -> dict[str, Any]:
-    """The last example's numbers under `example/`, and the means of all so far under the names of the tidy table.
+    """The numbers of the last example under `example/`, and running means under the names of the tidy table.
 
     After a failed example there is no running score, as in the table.
     """
     n, last = len(samples), samples[-1]
-    found = {f"example/{name}": getattr(last, name) for name in _MEASURED}
-    found |= {"example/nll": last.likelihood and last.likelihood.nll, "example/kept_tokens": mean_kept(last)}
-    found |= running(samples, bounded=n % max(1, n // _INTERVALS) == 0)
-    return _known({**found, "n_failed": sum(sample.error is not None for sample in samples)})
+    row = {f"example/{name}": getattr(last, name) for name in _MEASURED}
+    row |= {"example/nll": last.likelihood and last.likelihood.nll, "example/kept_tokens": mean_kept(last)}
+    row |= running(samples, bounded=n % max(1, n // _INTERVALS) == 0)
+    return _known({**row, "n_failed": sum(sample.error is not None for sample in samples)})
 
 
 def example_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
@@ -234,7 +234,7 @@ def example_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without None, NaN and infinities."""
+    """The values without None, NaN and infinities."""
     return {k: v for k, v in values.items() if v is not None and not (isinstance(v, float) and not isfinite(v))}
 
 
@@ -245,10 +245,10 @@ def _table(columns: Sequence[str], rows: Sequence[Iterable[Any]]) -> wandb.Table
 
 
 def _figures(results: Sequence[Result], folder: Path) -> dict[str, wandb.Image]:
-    """All figures there is data for, by name, written to `folder`."""
+    """All figures that have data, by name. They are written to `folder`."""
     import wandb
 
-    from kvbench.report.figures import panels, pictures  # here: matplotlib takes a second
+    from kvbench.report.figures import panels, pictures  # imported here: matplotlib takes a second
 
     try:
         paths = pictures.draw(pictures.ALL, panels.once(results), folder, ".png")
@@ -259,6 +259,6 @@ def _figures(results: Sequence[Result], folder: Path) -> dict[str, wandb.Image]:
 
 
 def _short(name: str) -> str:
-    """A run's id as W&B allows it: at most 64 characters. The end stays, because it tells runs apart."""
+    """A run id of at most 64 characters, the limit of W&B. It keeps the end, which is the unique hash."""
     plain = re.sub(r"[^A-Za-z0-9._=-]", "_", name)
     return plain if len(plain) <= 64 else f"{plain[:53]}-{plain[-10:]}"

@@ -1,4 +1,4 @@
-"""The interface of a tracker (`logger=`), and the thread in which it works."""
+"""The interface of a tracker (`logger=`), and a wrapper that runs it in a thread."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ log = logging.getLogger(__name__)
 
 
 class SweepWatch(Watch, Protocol):
-    """A watch that is also called at the end of a sweep."""
+    """A run callback with a method for the end of a sweep."""
 
     def close(self, records: Sequence[Result] = ()) -> None:
-        """The sweep has ended. records: all its finished runs; none in a process that computed only a part of them."""
+        """Called at the end. records: all finished runs of the sweep; empty if this process computed only some."""
         ...
 
 
 @runtime_checkable
 class Logger(Protocol):
-    """What a file in conf/logger describes."""
+    """The class that a file in conf/logger names."""
 
     def watch(self, sweep: str | None) -> SweepWatch:
-        """The watch of this tracker. Raises ValueError for settings with which it cannot work."""
+        """The callback of this tracker. Raises ValueError for invalid settings."""
         ...
 
 
 def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepWatch:
-    """Build the watch that the resolved node `logger` of a configuration describes.
+    """Build the callback from the resolved `logger` configuration.
 
     sweep: the name of the sweep, None for a single run. Raises UsageError for wrong settings; later errors of the
-    tracker are warnings.
+    tracker are logged as warnings.
     """
     with refusing_in("logger", logger, "logger: "):
-        made = build(logger)
-        if not isinstance(made, Logger):
+        tracker = build(logger)
+        if not isinstance(tracker, Logger):
             raise ValueError(f"logger._target_={logger.get('_target_')} is not a logger")
-        return made.watch(sweep)
+        return tracker.watch(sweep)
 
 
 class Quiet(Nobody):
@@ -62,15 +62,15 @@ class NoLogger:
     """`logger=none`."""
 
     def watch(self, sweep: str | None) -> SweepWatch:
-        """A watch that does nothing."""
+        """A callback that does nothing."""
         return Quiet()
 
 
 class InThread:
-    """Runs another watch in a thread, so that a slow or broken tracker neither delays nor fails a run.
+    """Runs another callback in a thread, so that a slow or broken tracker neither delays nor fails a run.
 
-    The watch's first error is logged as a warning and ends it. name: of the tracker, for warnings. patience: seconds
-    that `close` waits at most.
+    After its first error, which is logged as a warning, the callback is not called again. name: of the tracker, for
+    warnings. patience: the maximum time that `close` waits, in seconds.
     """
 
     def __init__(self, watch: SweepWatch, name: str, patience: float) -> None:
@@ -80,20 +80,20 @@ class InThread:
         self._thread.start()
 
     def started(self, cell: Cell, done: Sequence[Sample], total: int) -> None:
-        """Pass on that a run begins."""
+        """Queue the start of a run."""
         done = tuple(done)
         self._calls.put(lambda: self._watch.started(cell, done, total))
 
     def finished(self, cell: Cell, sample: Sample) -> None:
-        """Pass on an example."""
+        """Queue an example."""
         self._calls.put(lambda: self._watch.finished(cell, sample))
 
     def ended(self, cell: Cell, error: Exception | None) -> None:
-        """Pass on that a run has ended."""
+        """Queue the end of a run."""
         self._calls.put(lambda: self._watch.ended(cell, error))
 
     def close(self, records: Sequence[Result] = ()) -> None:
-        """Wait until everything is sent, at most `patience` seconds. A second call does nothing."""
+        """Wait until all calls are done, at most `patience` seconds. A second call does nothing."""
         if not self._thread.is_alive():
             return
         records = tuple(records)
@@ -103,7 +103,7 @@ class InThread:
         while self._thread.is_alive() and time.monotonic() < until:
             self._thread.join(0.5)  # in short steps, so that Ctrl-C still works
         if self._thread.is_alive():
-            log.warning("logger=%s has not sent everything after %g s; results are in out", self._name, self._patience)
+            log.warning("logger=%s did not send everything within %g s; results are in out", self._name, self._patience)
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -111,6 +111,6 @@ class InThread:
                 call()
             except (Exception, SystemExit) as error:
                 first = (str(error).strip().splitlines() or ["no message"])[0]
-                what = (self._name, type(error).__name__, first)
-                log.warning("logger=%s failed (%s: %s) and gets no more data; results are complete in out", *what)
+                details = (self._name, type(error).__name__, first)
+                log.warning("logger=%s failed (%s: %s) and is disabled; results are complete in out", *details)
                 return

@@ -16,9 +16,9 @@ from kvbench.tools.bench.settings import ABOUT, SWEEP, Settings, experiments, pa
 HELP = """usage: python -m kvbench.bench [EXPERIMENT] [key=value ...]
 
 Measures prefill time, decode time, peak memory and cache bytes of policies x
-prompt lengths x batch sizes, beside transformers' own cache and, if installed,
-kvpress. All of them take turns in every round. The table shows medians; the CSV
-file also has the 20th and 80th percentiles.
+prompt lengths x batch sizes. Baselines are transformers' own cache and, if
+installed, kvpress. Every round measures all of them. The table shows medians;
+the CSV file also has the 20th and 80th percentiles.
 
   python -m kvbench.bench policies=full,snapkv budgets=128,256 lengths=1024,4096
   python -m kvbench.bench sweep model=/my/model
@@ -41,7 +41,7 @@ def _help() -> str:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one benchmark and return the exit code. UsageError for wrong arguments."""
+    """Run one benchmark and return the exit code. Raises UsageError for wrong arguments."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(arguments):
         sys.stdout.write(_help())
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _sweep_defaults(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a sweep, after the values that it has where they are not given."""
+    """The arguments of a sweep, after its default values."""
     from kvbench.tools.bench.sweep import BUDGETS, POLICIES
 
     lists = f"policies={','.join(POLICIES)}", f"budgets={','.join(map(str, BUDGETS))}"
@@ -65,8 +65,8 @@ def _sweep_defaults(arguments: Sequence[str]) -> list[str]:
 
 
 def run(name: str, settings: Settings) -> None:
-    """Measure, append rows to <out>/<name>.csv as soon as they are measured, and print the table."""
-    import pandas as pd  # here: --help need not wait for torch and pandas
+    """Measure, append each row to <out>/<name>.csv, and print the table."""
+    import pandas as pd  # imported here, so that --help is fast
     import torch
 
     from kvbench.identity.environment import environment
@@ -112,12 +112,12 @@ def _stamp(environment: dict[str, Any], model: str, dtype: str) -> dict[str, Any
 
 
 def _append(path: Path, table: Any) -> None:  # noqa: ANN401 - a DataFrame
-    """Append rows to a CSV file, with a header if the file is new. UsageError if its columns are others."""
+    """Append rows to a CSV file, with a header if it is new. Raises UsageError if its columns differ."""
     new = not path.exists()
     if not new:
         with path.open(encoding="utf-8") as file:
             columns = file.readline().rstrip("\n").split(",")
         table = table.reindex(columns=columns) if set(table.columns) <= set(columns) else table
         if list(table.columns) != columns:
-            raise UsageError(f"{path} has other columns than this benchmark: choose another out=")
+            raise UsageError(f"{path} has different columns: choose another out=")
     table.to_csv(path, mode="a", header=new, index=False, float_format="%.6g")

@@ -19,7 +19,7 @@ SHOWN = ("policy", "budget", "prompt", "batch", "prefill_ms", "decode_ms", "toke
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """The median of a figure under its name, and its 20th and 80th percentiles."""
+    """The median of a measurement by its name, and its 20th and 80th percentiles."""
     low, middle, high = np.percentile(values, (20, 50, 80))
     return {name: float(middle), f"{name}_p20": float(low), f"{name}_p80": float(high)}
 
@@ -27,8 +27,8 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 def rows(model: PreTrainedModel, settings: Settings) -> Iterator[list[dict[str, Any]]]:
     """The rows of each prompt length and batch size, the smallest first.
 
-    A contender for which the memory was too small at one batch size is not tried at larger ones of the same length; its
-    row has the error `out of memory` and no figures. kvpress compresses one sequence at a time: batches of 1 only.
+    A contender that runs out of memory has a row with the error `out of memory`, and is skipped at larger batches of
+    the same length. kvpress compresses one sequence at a time, so it is measured with batch size 1 only.
     """
     everyone, _ = contenders(settings)
     for length in sorted(settings.lengths):
@@ -44,7 +44,7 @@ def rows(model: PreTrainedModel, settings: Settings) -> Iterator[list[dict[str, 
 def _rounds(
     model: PreTrainedModel, those: Sequence[Contender], ids: Tensor, settings: Settings
 ) -> dict[Contender, list[Sample]]:
-    """The samples of every contender that fits into memory. They take turns; the first round warms up."""
+    """The samples of every contender that fits into memory, in interleaved rounds. The first round is a warm-up."""
     samples: dict[Contender, list[Sample]] = {contender: [] for contender in those}
     what = f"{ids.shape[1]} tokens, batch {ids.shape[0]}"
     turns = [contender for _ in range(settings.rounds + 1) for contender in those]

@@ -1,4 +1,4 @@
-"""One generation under a policy, or through transformers' own cache: seconds, bytes, and the peak of memory.
+"""Measures one generation with a policy or with transformers' own cache: seconds, bytes, and peak memory.
 
 Shapes: B batch, T prompt tokens.
 """
@@ -34,12 +34,12 @@ PRESSES: dict[str, Callable[[Any], Any]] = {
     "streamingllm": lambda kvpress: kvpress.StreamingLLMPress(),
     "ada_snapkv": lambda kvpress: kvpress.AdaKVPress(PRESSES["snapkv"](kvpress)),
 }
-"""The policies that kvpress has too. A press compresses the prompt once, then its cache grows."""
+"""Policies that kvpress also has. A press compresses the prompt once; then the cache grows."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured generation. decode_ms: mean of its decoding steps. peak_bytes: None where it is not known.
+    """One measured generation. decode_ms: mean of the decoding steps. peak_bytes: None if unknown.
 
     held_bytes: of the cache after the last token. peak_bytes: on CUDA the most bytes allocated, weights included; on a
     CPU the largest resident size of the process.
@@ -62,13 +62,13 @@ class Contender:
 
 
 def contenders(settings: Settings) -> tuple[list[Contender], list[str]]:
-    """What is measured, in the order of the rows, and a remark for each baseline that is not installed."""
+    """The contenders in the order of the rows, and a remark for each baseline that is not installed."""
     found, remarks = list[Contender](), list[str]()
     if "transformers" in settings.baselines:
         found.append(Contender("transformers"))
     pressed = [slug for slug in settings.policies if slug in PRESSES and "kvpress" in settings.baselines]
     if pressed and find_spec("kvpress") is None:
-        remarks.append(f"without kvpress, which is not installed: {INSTALL}")
+        remarks.append(f"kvpress is not installed, so it is not measured: {INSTALL}")
         pressed = []
     for slug in settings.policies:
         for budget in settings.budgets:
@@ -76,9 +76,9 @@ def contenders(settings: Settings) -> tuple[list[Contender], list[str]]:
             limited = policy.evicts or policy.reader is not None
             found.append(Contender(slug, budget if limited else None, policy))
             if not limited:
-                break  # a budget changes nothing
+                break  # the budget has no effect
             if slug in pressed:
-                import kvpress  # patches transformers' attention: not before it is needed
+                import kvpress  # imported here, because it patches transformers' attention
 
                 press = make_policy("kvpress", budget, press=PRESSES[slug](kvpress))
                 found.append(Contender(f"kvpress {slug}", budget, press))
@@ -104,7 +104,7 @@ def random_prompt(model: PreTrainedModel, batch: int, length: int) -> Tensor:
 
 
 def measure(model: PreTrainedModel, contender: Contender, ids: Tensor, new_tokens: int) -> Sample:
-    """Generate `new_tokens` after ids [B,T], greedily. Errors of a device without memory pass through."""
+    """Generate `new_tokens` after ids [B,T], greedily. Out-of-memory errors are raised."""
     reset_peak(model.device)
     if contender.policy is None:
         return _transformers(model, ids, new_tokens)
@@ -115,7 +115,7 @@ def measure(model: PreTrainedModel, contender: Contender, ids: Tensor, new_token
 def alone(
     model: PreTrainedModel, policy: Policy, ids: Tensor, new_tokens: int
 ) -> tuple[float, float, int, int, list[list[int]]]:
-    """Generate under one policy: seconds of prefill and of decoding, decoding steps, bytes held, tokens."""
+    """Generate with one policy: seconds of prefill and of decoding, decoding steps, bytes held, tokens."""
     graph = model.device.type == "cuda" and can_record(policy)
     with borrowed(model):
         done = generate_tokens(
@@ -157,7 +157,7 @@ def seconds(device: torch.device) -> float:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Free what earlier measurements left, and begin to record the peak of memory anew."""
+    """Free the memory of earlier measurements, and reset the recorded peak."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -170,7 +170,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak(device: torch.device) -> int | None:
-    """The peak since `reset_peak`; see `Sample`."""
+    """The peak memory since `reset_peak`; see `Sample`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

@@ -1,4 +1,4 @@
-"""The model of a benchmark. Random weights will do: time and memory do not depend on them."""
+"""The model of a benchmark. Random weights are sufficient, because time and memory do not depend on them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def build(model: Any, dtype: str, device: torch.device) -> tuple[PreTrainedModel
     """The model and its name.
 
     model: a name of conf/model; a folder with weights, or with a config.json only (random weights); or the fields of a
-    transformers configuration with its `model_type` (random weights). UsageError for anything else, and for a model
-    that does not fit into the memory.
+    transformers configuration with its `model_type` (random weights). Raises UsageError for other values, and for a
+    model that does not fit into memory.
     """
     if dtype not in DTYPES:
         raise UsageError(f"dtype={dtype} is not allowed, choose one of {', '.join(DTYPES)}")
@@ -46,7 +46,7 @@ def _random(config: PreTrainedConfig, dtype: str, device: torch.device) -> PreTr
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory()
     if weights > free:
         raise UsageError(
-            f"the weights need {weights / 2**30:.1f} GiB and {device} has {free / 2**30:.1f} GiB free: take fewer "
+            f"the weights need {weights / 2**30:.1f} GiB and {device} has {free / 2**30:.1f} GiB free: use fewer "
             "layers (model.num_hidden_layers=2) or another model (model=pocket)"
         )
     torch.manual_seed(0)

@@ -39,14 +39,14 @@ class Settings:
 
 ABOUT = {
     "model": "name of conf/model, or folder (random without *.safetensors)",
-    "dtype": "of the model, such as bfloat16",
+    "dtype": "number format of the model, such as bfloat16",
     "device": "cpu, cuda or cuda:1",
     "policies": "names of policies, such as snapkv,h2o",
     "budgets": "tokens per KV head, or shares of the prompt such as 0.5",
     "lengths": "prompt lengths in tokens",
     "batches": "batch sizes",
     "new_tokens": "tokens generated after each prompt",
-    "rounds": "measured rounds; one more warms up",
+    "rounds": "measured rounds, after one warm-up round",
     "baselines": "transformers, kvpress, or [] for none",
     "schedule": "prompt or blocks, for all policies (default: the preset's)",
     "decode": "evict or grow, for all policies (default: the preset's)",
@@ -62,7 +62,7 @@ def experiments() -> dict[str, str]:
 
 
 def parse(experiment: str, arguments: Sequence[str]) -> Settings:
-    """The settings of an experiment ("": none), changed by `key=value` arguments. UsageError for a wrong one."""
+    """The settings of an experiment ("": none) with `key=value` arguments. Raises UsageError for a wrong one."""
     keys = {one.name: one for one in fields(Settings)}
     for argument in arguments:
         key, equals, _ = argument.partition("=")

@@ -1,4 +1,4 @@
-"""A shared sweep against single runs: the policies and budgets of one prompt as one batch, or one after the other."""
+"""Compares a sweep as one batch with single runs: the policies and budgets of one prompt."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Cost:
 
 
 def variants(settings: Settings) -> list[Policy]:
-    """Every policy at every budget; a policy that keeps every token once."""
+    """Every policy at every budget; a policy without eviction only once."""
     found = []
     for slug in settings.policies:
         for budget in settings.budgets:
@@ -49,7 +49,7 @@ def variants(settings: Settings) -> list[Policy]:
 
 
 def one_by_one(model: PreTrainedModel, ids: Tensor, policies: Sequence[Policy], new_tokens: int) -> Cost:
-    """Every variant alone, one after the other."""
+    """Runs the variants one after another."""
     cost = Cost(0.0, 0.0, 0, [])
     for policy in policies:
         prefill, decode, _, held, tokens = alone(model, policy, ids, new_tokens)
@@ -58,7 +58,7 @@ def one_by_one(model: PreTrainedModel, ids: Tensor, policies: Sequence[Policy], 
 
 
 def together(model: PreTrainedModel, ids: Tensor, policies: Sequence[Policy], new_tokens: int) -> Cost:
-    """All variants as one batch, after one prefill. Raises the error of a variant that fails."""
+    """Runs all variants as one batch after one prefill. Raises the error of a variant that fails."""
     with borrowed(model):
         batch, start = DecodeBatch(model, model.device.type == "cuda"), seconds(model.device)
         sequences = batch.admit(Request(ids, new_tokens, min_new_tokens=new_tokens), policies)
@@ -76,9 +76,9 @@ def together(model: PreTrainedModel, ids: Tensor, policies: Sequence[Policy], ne
 def rows(model: PreTrainedModel, settings: Settings) -> Iterator[list[dict[str, Any]]]:
     """Two rows for each prompt length: single runs, and the shared batch.
 
-    Half of the single runs of a round stand before its batch and half after it, so that a machine that becomes slower
-    or faster favours neither. ratio: shared over single, taken within a round. equal_answers: share of variants with
-    the same tokens both ways, in the round with the fewest.
+    Half of the single runs of a round are before its batch and half after it, so that a drift of the machine's speed
+    affects both. ratio: time of the batch divided by that of the single runs of the same round. equal_answers: share of
+    variants with equal tokens, the minimum over rounds.
     """
     policies = variants(settings)
     half = len(policies) // 2

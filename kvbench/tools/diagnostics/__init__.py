@@ -1,5 +1,5 @@
-"""What a policy did, and why: one diagnostic per file, each a tidy table and a picture.
+"""Diagnostics of policies, one per file, each with a tidy table and a figure.
 
 A diagnostic module has `TITLE`, `measure(probe) -> list[dict]` (rows of one policy on one prompt) and
-`draw(table, figure)`; where not every policy will do, also `check(policy, name)`, which raises ValueError.
+`draw(table, figure)`. An optional `check(policy, name)` raises ValueError for unsupported policies.
 """

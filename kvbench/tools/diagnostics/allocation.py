@@ -1,4 +1,4 @@
-"""Layer budgets: how many tokens each layer really holds (set CAKE and D2O beside uniform and pyramid)."""
+"""Layer budgets: tokens that each layer holds (compare CAKE and D2O with uniform and pyramid)."""
 
 import pandas as pd
 from matplotlib.figure import Figure

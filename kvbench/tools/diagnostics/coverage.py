@@ -1,4 +1,4 @@
-"""Token coverage: the share of the prompt that some layer and head still holds (K-VEC, tables 6 and 7)."""
+"""Token coverage: the share of the prompt that at least one layer and head holds (K-VEC, tables 6 and 7)."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ ASKED: dict[str, Any] = {"markersize": 10, "markerfacecolor": "none", "markeredg
 def check(policy: Policy, name: str) -> None:
     """ValueError for a policy that evicts nothing."""
     if not policy.evicts:
-        raise ValueError(f"coverage is of policies that evict: policy={name} keeps every token")
+        raise ValueError(f"coverage needs a policy that evicts: policy={name} keeps every token")
 
 
 def measure(probe: Probe) -> list[dict[str, object]]:
@@ -52,7 +52,7 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
         axes.plot(
             _evicted(asked).mean(), asked["coverage"].mean(), gid="asked", **{**look.plot, "linestyle": "none", **ASKED}
         )
-    axes.plot([], [], label="the budget asked for", color=INK, **ASKED, marker="o", linestyle="none")
+    axes.plot([], [], label="the given budget", color=INK, **ASKED, marker="o", linestyle="none")
     axes.set(xlabel="eviction rate (share of the prompt evicted per head)", ylabel="coverage, %", ylim=(0, 102))
     legend_below(figure, axes)
 

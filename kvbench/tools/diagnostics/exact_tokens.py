@@ -1,4 +1,4 @@
-"""Which tokens are worth keeping exact in a quantised layer: those of small keys (OTT, figure 1(c)).
+"""Error of a quantized layer by the choice of exact tokens: smallest, random or largest keys (OTT, figure 1(c)).
 
 Shapes: H_kv KV heads, G query heads per KV head, C tokens, D head dim; one sequence.
 """
@@ -25,11 +25,11 @@ TITLE = "attention-output error against the number of exact tokens"
 Trace = Literal["smallest", "random", "largest"]
 TRACES: tuple[Trace, ...] = get_args(Trace)
 COUNTS = (0, 1, 2, 4, 8, 16, 32)
-QUERIES = 64  # the prompt's last ones, whose attention is compared
+QUERIES = 64  # number of last queries of the prompt whose attention is compared
 
 
 class _RecordingStore(SlotStore):
-    """A dense layer that remembers what it was shown."""
+    """A dense layer that records its observations."""
 
     def __init__(self, keys: Tensor, values: Tensor, seen: list[Observation]) -> None:
         super().__init__(keys, values, (), 1)
@@ -45,7 +45,7 @@ class _RecordingStore(SlotStore):
 
 @dataclass(frozen=True)
 class _Recording(Store):
-    """Keeps everything exactly, and every layer's observation of the prompt."""
+    """Stores everything exactly, and records the observation of every layer."""
 
     seen: list[Observation]
 
@@ -56,16 +56,18 @@ class _Recording(Store):
 def check(policy: Policy, name: str) -> None:
     """ValueError for a policy without OTT's store, or one that evicts."""
     if not isinstance(policy.store, Ott):
-        raise ValueError(f"policy={name} keeps no chosen tokens exact: use an ott policy, such as ott_g32_r0")
+        raise ValueError(f"policy={name} has no exact tokens: use an ott policy, such as ott_g32_r0")
     if policy.evicts or policy.pre_pass is not None:
-        raise ValueError(f"policy={name} drops tokens, and exact_tokens compares stores on all of them: use ott_g32_r0")
+        raise ValueError(
+            f"policy={name} drops tokens, but exact_tokens compares stores with all tokens: use ott_g32_r0"
+        )
 
 
 def measure(probe: Probe) -> list[dict[str, object]]:
-    """One row per layer, choice and number of tokens: errors with so many tokens of every KV head kept exact.
+    """One row per layer, choice and number of tokens: errors with this number of exact tokens per KV head.
 
-    They are chosen once from the whole prompt, by the size of their keys or at random; bits, group and residual are
-    those of the probe's policy. ValueError if it is not OTT's.
+    The tokens are chosen once from the whole prompt, by the norm of their keys or at random. Bits, group and residual
+    are those of the probe's policy. Raises ValueError for other policies than OTT.
     """
     check(probe.policy, probe.name)
     store = probe.policy.store
@@ -80,7 +82,7 @@ def measure(probe: Probe) -> list[dict[str, object]]:
 
 
 def record(probe: Probe) -> list[Observation]:
-    """Queries, keys and values of every layer for the probe's prompt, exactly."""
+    """Exact queries, keys and values of every layer for the probe's prompt."""
     seen: list[Observation] = []
     Probe(probe.model, probe.ids, Policy(store=_Recording(seen)), probe.name).prefilled()
     return seen
@@ -88,7 +90,7 @@ def record(probe: Probe) -> list[Observation]:
 
 @torch.inference_mode()
 def errors(layer: Observation, store: Store) -> dict[str, float]:
-    """L1 errors, over L1 norms, of a layer's keys, values and attention after `store` has taken its prompt in."""
+    """Relative L1 errors of the keys, values and attention of a layer that `store` holds."""
     held = store.for_layer(layer.layer).open(layer.keys, layer.values, (), 1)
     held.append(layer.keys, layer.values, layer.query_positions, absent=False)
     if held.watching:

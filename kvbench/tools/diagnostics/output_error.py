@@ -23,7 +23,7 @@ KINDS = {"free": "free: two separate runs, drift included", "local": "local: the
 
 
 class _Recorder(KVCache):
-    """Keeps what every layer's attention put out, [1,H_q,M,D] per call."""
+    """Records the attention output of every layer, [1,H_q,M,D] per call."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of a cache
         super().__init__(*args, **kwargs)
@@ -36,7 +36,7 @@ class _Recorder(KVCache):
 
 
 class _Shadowed(_Recorder):
-    """Beside itself a full cache that sees the same queries, keys and values."""
+    """Also passes the same queries, keys and values to a full cache."""
 
     shadow: _Recorder
 
@@ -51,9 +51,9 @@ def _outputs(cache: _Recorder) -> list[Tensor]:
 
 
 def check(policy: Policy, name: str) -> None:
-    """ValueError for a policy whose output is that of dense attention."""
+    """Raise ValueError for a policy with the output of dense attention."""
     if not policy.evicts and policy.pre_pass is None and policy.store.exact:
-        raise ValueError(f"policy={name} keeps every token exactly, so it makes no error: choose one that does not")
+        raise ValueError(f"policy={name} keeps every token exactly, so its error is 0: choose another policy")
 
 
 def measure(probe: Probe) -> list[dict[str, object]]:

@@ -1,4 +1,4 @@
-"""One policy on one prompt, run for a diagnostic rather than for a score.
+"""Runs one policy on one prompt for a diagnostic.
 
 Shapes: B batch (always 1), L layers, H_q query heads, H_kv KV heads, T prompt tokens, M tokens of a call, D head dim.
 """
@@ -21,9 +21,9 @@ Kind = TypeVar("Kind", bound=KVCache)
 
 @dataclass(frozen=True)
 class Probe:
-    """A model, one prompt [1,T], the policy to look at under its name, and how many tokens to decode after it.
+    """A model, one prompt [1,T], a policy with its name, and the number of tokens to decode.
 
-    question: where the prompt's question begins, for policies that ask.
+    question: the position of the question in the prompt, for policies that need it.
     """
 
     model: PreTrainedModel
@@ -38,7 +38,7 @@ class Probe:
         return self.ids.shape[1]
 
     def with_budget(self, budget: float) -> "Probe":
-        """The same with another budget; ValueError where the policy cannot live with it."""
+        """The same probe with another budget; raises ValueError if the policy does not allow it."""
         return dataclasses.replace(self, policy=dataclasses.replace(self.policy, budget=budget))
 
     @torch.inference_mode()
@@ -50,14 +50,14 @@ class Probe:
 
     @torch.inference_mode()
     def follow(self, cache: KVCache, tokens: Tensor | None) -> Tensor:
-        """Run the prompt and then `tokens` [1,n] (None: what greedy decoding gives) through a cache; returns [1,n]."""
+        """Run the prompt and `tokens` [1,n] (None: greedy decoding) with a cache; returns the tokens [1,n]."""
         logits = prefill(self.model, self.ids, None, cache)
-        said = []
+        fed = []
         for step in range(self.new_tokens):
             token = logits.argmax(-1, keepdim=True) if tokens is None else tokens[:, step : step + 1]
-            said.append(token)
+            fed.append(token)
             logits = self.model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1]
-        return torch.cat(said, dim=1)
+        return torch.cat(fed, dim=1)
 
     def cache_of(self, kind: type[Kind], policy: Policy | None = None) -> Kind:
         """A cache of this class for the prompt."""

@@ -13,11 +13,10 @@ from kv_models import tiny
 from kvbench import make_policy
 from kvbench.engine.generate import generate_tokens
 from kvbench.models.given import borrowed
-from kvbench.tools.bench import latency, measure, sweep
+from kvbench.tools.bench import latency, measure
 from kvbench.tools.bench.cli import main
 from kvbench.tools.bench.measure import Contender, Sample
-from kvbench.tools.bench.settings import Settings, experiments, parse
-from kvbench.tools.bench.sweep import Cost
+from kvbench.tools.bench.settings import Settings
 
 PER_TOKEN = 2 * 2 * 2 * 8 * 4  # bytes: layers, KV heads, key and value, head dimension, float32
 POSITIONS = 2 * 2 * 4  # bytes of a token's int32 positions: layers, KV heads
@@ -104,15 +103,6 @@ def test_memory_that_is_too_small_is_a_row_and_larger_batches_are_not_tried(monk
     assert found[3]["tokens_per_s"] == 1000 * 2 * 3 / (4 + 2 * 2)
 
 
-def test_kvpress_runs_beside_the_policies_that_it_has() -> None:
-    kvpress = pytest.importorskip("kvpress")
-    found, remarks = measure.contenders(Settings(policies=["snapkv", "h2o"], budgets=[32, 64]))
-    assert remarks == []
-    names = ["transformers", "snapkv", "kvpress snapkv", "snapkv", "kvpress snapkv", "h2o", "h2o"]
-    assert [one.name for one in found] == names
-    assert isinstance(found[2].policy.press, kvpress.SnapKVPress)  # type: ignore[union-attr]
-
-
 def test_a_shared_sweep_and_single_runs_give_the_same_answers_and_hold_the_same_bytes(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -122,24 +112,6 @@ def test_a_shared_sweep_and_single_runs_give_the_same_answers_and_hold_the_same_
     assert (single.runs, shared.runs, single.variants) == ("single", "shared", 3)
     assert single.equal_answers == shared.equal_answers == 1
     assert single.held_mib == shared.held_mib > 0
-
-
-def test_a_ratio_is_taken_within_a_round_and_different_answers_are_counted() -> None:
-    """Shared runs of 4 s beside single ones of 10, 20 and 90 s; in the last round one of two answers differs."""
-    shared = Cost(1.0, 3.0, 2**20, [[1], [2]])
-    rounds = [(Cost(0.6 * s, 0.4 * s, 2**20, [[1], [3 if s == 90 else 2]]), shared) for s in (10, 20, 90)]
-    single, together = sweep.table(rounds, 128, 2, Settings())
-    assert together["ratio"] == pytest.approx(4 / 20)
-    assert (single["total_s"], single["decode_s"]) == (pytest.approx(20), pytest.approx(8))
-    assert together["equal_answers"] == 0.5
-
-
-@pytest.mark.parametrize("name", sorted(experiments()))
-def test_an_experiment_has_settings_and_policies_that_exist(name: str) -> None:
-    settings = parse(name, [])
-    assert settings.model["model_type"] in ("llama", "mistral")
-    assert len(measure.contenders(settings)[0]) > 3
-    assert parse(name, ["model=pocket", "lengths=64"]).model == "pocket"
 
 
 @pytest.mark.parametrize(
@@ -163,11 +135,3 @@ def test_a_wrong_argument_is_one_message(
 ) -> None:
     assert main([argument, f"out={tmp_path}", "device=cpu"]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_weights_that_do_not_fit_are_refused_before_they_are_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvbench.tools.bench.model._free_memory", lambda: 2**30)
-    assert main(["d2o_table12", f"out={tmp_path}", "device=cpu"]) == 2
-    assert "the weights need 15.0 GiB and cpu has 1.0 GiB free" in capsys.readouterr().err

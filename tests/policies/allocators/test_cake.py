@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cake_examples import HEADS, example_a, observed
+from cake_examples import example_a, observed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +16,6 @@ ANYTHING = st.one_of(
     st.sampled_from([0.0, 1e-30, 1.0, 1e30, math.inf, math.nan]), st.floats(0, 1e6), st.integers(1, 5).map(float)
 )
 STATISTICS = st.lists(st.tuples(ANYTHING, ANYTHING), min_size=1, max_size=10)
-FINITE = st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e3)), min_size=1, max_size=10)
 
 
 def shares(p: list[float], total: int, cap: int, **fields: object) -> list[int]:
@@ -44,12 +43,6 @@ def test_preferences_are_those_worked_by_hand(tau1: float, tau2: float, preferen
 def test_an_infinite_temperature_leaves_a_statistic_out() -> None:
     assert P2A(tau2=math.inf).preference([(3.0, 5.0), (2.0, 0.0)]) == [3.0, 2.0]
     assert P2A(tau1=math.inf).preference([(3.0, 5.0), (2.0, 0.0)]) == [5.0, 0.0]
-
-
-def test_a_window_of_its_own_observes_with_the_newest_of_the_scorers_queries() -> None:
-    three = torch.tensor([[[0.7, 0.1, 0.1, 0.1, 0, 0], *head] for head in HEADS])
-    both = [P2A(window=2).measure(seen, {}) for seen in (observed(three), example_a())]
-    torch.testing.assert_close(both[0], both[1])
 
 
 def test_statistics_in_the_models_precision_lose_small_variances() -> None:
@@ -104,17 +97,6 @@ def test_any_statistics_share_out_the_exact_total_within_bounds(
         assert sum(got) == floor * n + min(total - floor * layers, (cap - floor) * n)
     for before, after in pairwise(stages):
         assert all(new <= old for old, new in zip(before, after, strict=False)), "evicted tokens do not come back"
-
-
-@given(FINITE, st.integers(0, 400), st.integers(1, 60))
-def test_one_share_at_the_end_is_what_a_cascade_ends_with(
-    statistics: list[tuple[float, float]], total: int, cap: int
-) -> None:
-    layers = len(statistics)
-    total = min(total, cap * layers)
-    assert P2A(cascading=False).share(statistics, total, layers, 0, cap) == P2A().share(
-        statistics, total, layers, 0, cap
-    )
 
 
 @given(STATISTICS, st.integers(0, 400), st.integers(1, 60), st.booleans())

@@ -95,8 +95,3 @@ def test_the_total_holds_while_decoding(decode: str) -> None:
         model, torch.tensor([prompt(50)]), joint("snapkv", window=4, decode=decode), max_new_tokens=5
     )
     assert int(done.cache.kept_tokens().sum()) == 3 * 2 * (BUDGET + (4 if decode == "grow" else 0))
-
-
-def test_a_joint_budget_in_blocks_is_refused_in_a_sentence() -> None:
-    with pytest.raises(ValueError, match="needs statistics of all layers, so only schedule=prompt"):
-        replace(make_policy("knorm", BUDGET, block=8), allocator=GlobalThreshold(), store=Ragged())

@@ -71,15 +71,10 @@ def test_the_heads_of_lowest_score_keep_sinks_and_recent_tokens(
     assert kept(model, policy) == expected
 
 
-def test_there_is_no_budget_whatever_is_given(tmp_path: Path) -> None:
-    assert make_policy("simlayerkv", 512).budget is None
-    assert make_policy("simlayerkv").evicts
-
-
 def test_scores_of_other_heads_are_refused(model: PreTrainedModel, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has 4 heads a layer, the model 2 KV heads"):
+    with pytest.raises(ConfigError, match="has 4 heads per layer, but the model has 2 KV heads"):
         kept(model, duo(tmp_path, [[0.9, 0.3, 0.2, 0.1]] * 2))
-    with pytest.raises(ConfigError, match="must name a JSON file of scores per head"):
+    with pytest.raises(ConfigError, match="must be the path of a JSON file with scores per head"):
         make_policy("duoattention")
 
 

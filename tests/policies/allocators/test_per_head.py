@@ -55,28 +55,6 @@ def test_equal_scores_of_two_heads_go_to_the_lower_position_then_to_the_lower_he
     assert Ada(alpha=0.0).heads(0, ranking([[1, 1, 1, 1], [0, 1, 1, 1]]), [2]).tolist() == [[3, 1]]
 
 
-@settings(max_examples=60)
-@given(
-    heads=st.integers(1, 5),
-    tokens=st.integers(4, 30),
-    share=st.floats(0.05, 0.95),
-    alpha=st.floats(0, 1),
-    rounding=st.sampled_from(["exact", "kvpress"]),
-    seed=st.integers(0, 999),
-)
-def test_ada_conserves_a_layers_slots_whatever_the_scores(
-    heads: int, tokens: int, share: float, alpha: float, rounding: str, seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    table = torch.randint(0, 5, (heads, tokens), generator=generator).float().tolist()
-    window = min(2, tokens - 1)
-    budget = max(window, round(share * tokens))
-    counts = Ada(alpha=alpha, rounding=rounding).heads(0, ranking(table, newest=window), [budget])  # type: ignore[arg-type]
-    assert int(counts.sum()) == budget * heads
-    assert int(counts.max()) <= tokens
-    assert int(counts.min()) >= window
-
-
 @settings(max_examples=80)
 @given(
     targets=st.lists(st.floats(0, 40), min_size=1, max_size=8),
@@ -90,13 +68,6 @@ def test_largest_remainders_reach_the_total_inside_the_caps(targets: list[float]
     counts = largest_remainders(torch.tensor([targets], dtype=torch.float64), torch.tensor([total]), limit)
     assert bool((counts <= limit).all())
     assert int(counts.sum()) == min(total, int(limit.sum()))
-
-
-def test_largest_remainders_by_hand() -> None:
-    targets = torch.tensor([[2.5, 1.25, 1.25], [0.5, 0.5, 0.0]])
-    caps = torch.full((2, 3), 9)
-    got = largest_remainders(targets, torch.tensor([5, 1]), caps)
-    assert got.tolist() == [[3, 1, 1], [1, 0, 0]]
 
 
 def importance(path: Path, table: list[list[float]]) -> str:

@@ -93,11 +93,6 @@ def test_later_queries_read_less_wrongly_than_after_plain_eviction_of_the_same_t
     assert matching < 0.8 * plain
 
 
-def test_without_a_fit_it_is_plain_eviction() -> None:
-    matching, plain = errors(48, steps=0, ridge=1e12)
-    assert matching == pytest.approx(plain, rel=1e-6)
-
-
 @pytest.mark.parametrize("every", [1, 7])
 def test_tokens_that_decoding_evicts_just_go(every: int) -> None:
     """The bias of those that stay is the one that the prompt's end gave them."""

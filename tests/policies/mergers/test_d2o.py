@@ -192,42 +192,6 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@settings(max_examples=30)
-@given(st.integers(0, 10**6), st.sampled_from(OPTIONS), st.integers(1, 3), st.integers(1, 3), st.integers(2, 24))
-def test_weights_sum_to_one(seed: int, options: dict[str, Any], batch: int, heads: int, tokens: int) -> None:
-    """A coordinate that all values share comes through every average unchanged."""
-    keys, values = drawn(batch, heads, tokens, seed)
-    values[..., 0], keys[..., 3] = 7.0, 5.0
-    positions = torch.arange(tokens).expand(batch, heads, -1)
-    event = eviction(keys, values, positions, some_gone(batch, heads, tokens, seed))
-    new_keys, new_values = written(keys, values, ThresholdedMerge(**options).absorb(event, {}))
-    torch.testing.assert_close(new_values[..., 0], torch.full_like(new_values[..., 0], 7.0))
-    torch.testing.assert_close(new_keys[..., 3], torch.full_like(new_keys[..., 3], 5.0))
-
-
-@settings(max_examples=30)
-@given(st.integers(0, 10**6), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
-def test_slots_that_take_nothing_in_are_untouched_to_the_bit(seed: int, dtype: torch.dtype) -> None:
-    keys, values = drawn(2, 2, 16, seed, dtype)
-    event = eviction(keys, values, torch.arange(16).expand(2, 2, -1), some_gone(2, 2, 16, seed))
-    memory: MergeState = {}
-    new_keys, new_values = written(keys, values, ThresholdedMerge().absorb(event, memory))
-    units = keys.float() / keys.float().norm(dim=-1, keepdim=True)
-    takes_in = torch.zeros(2, 2, 16, dtype=torch.bool)
-    for row in range(2):
-        for head in range(2):
-            kept = event.kept[row, head].nonzero().flatten().tolist()
-            for gone in event.evicted[row, head].nonzero().flatten().tolist():
-                similarities = units[row, head, kept] @ units[row, head, gone]
-                nearest = float(similarities.max())
-                if nearest >= float(memory["tau"][row, head]) - 1e-5:  # what is nearly equal counts as merged here
-                    takes_in[row, head, kept] |= similarities >= nearest - 1e-5
-    untouched = ~takes_in
-    assert torch.equal(new_keys[untouched], keys[untouched])
-    assert torch.equal(new_values[untouched], values[untouched])
-    assert not torch.equal(new_values, values)
-
-
 def test_empty_slots_are_never_matched() -> None:
     keys, values = drawn(1, 1, 6, 0)
     keys[0, 0, 5] = keys[0, 0, 1]  # an empty slot that still holds the evicted token's own key: similarity 1
@@ -248,17 +212,6 @@ def test_heads_with_fewer_tokens_write_to_no_slot_beyond_them() -> None:
     merged = ThresholdedMerge().absorb(eviction(keys, values, positions, gone), {})
     assert merged is not None
     assert set(merged.slots[0, 1].tolist()) == {0, 2}
-
-
-def test_ties_between_kept_tokens_go_to_the_older_one() -> None:
-    keys = torch.tensor([[[[2.0, 0.0], [0.0, 1.0], [1.0, 0.0], [4.0, 0.0]]]])  # slots 0, 2 and 3 point the same way
-    values = torch.arange(4.0)[None, None, :, None].expand(-1, -1, -1, 2).clone()
-    positions = torch.tensor([[[7, 1, 9, 3]]])  # slots are overwritten in any order: position 3 lies in slot 3
-    gone = torch.tensor([[[False, False, True, False]]])
-    _, new = written(
-        keys, values, ThresholdedMerge(merge="average").absorb(eviction(keys, values, positions, gone, "decode"), {})
-    )
-    assert new[0, 0, :, 0].tolist() == [0.0, 1.0, 2.0, 2.5]
 
 
 @settings(max_examples=30)
@@ -294,17 +247,6 @@ def test_a_similarity_below_the_threshold_by_a_rounding_error_reaches_it(several
     event = eviction(keys, values, torch.arange(3)[None, None], gone, "decode")
     _, new = written(keys, values, ThresholdedMerge(merge="average").absorb(event, memory))
     assert float(new[0, 0, 0, 0]) == pytest.approx(2 / 3 if several else 0.5)
-
-
-def test_the_order_of_slots_does_not_matter() -> None:
-    keys, values = drawn(1, 2, 20, 3)
-    positions, gone = torch.arange(20).expand(1, 2, -1), some_gone(1, 2, 20, 3)
-    plain = written(keys, values, ThresholdedMerge().absorb(eviction(keys, values, positions, gone), {}))
-    mixed = torch.randperm(20, generator=torch.Generator().manual_seed(0))
-    parts = [x[:, :, mixed] for x in (keys, values, positions, gone)]
-    shuffled = written(parts[0], parts[1], ThresholdedMerge().absorb(eviction(*parts), {}))
-    for one, other in zip(plain, shuffled, strict=True):
-        torch.testing.assert_close(other, one[:, :, mixed])
 
 
 def test_similarities_in_pieces_are_those_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

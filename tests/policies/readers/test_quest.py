@@ -18,12 +18,8 @@ from kvbench.cache.reading import PageReads
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
-from kvbench.inference.teacher_forcing import continuation_scores, text_scores
-from kvbench.models.cache_shapes import CacheShape
+from kvbench.inference.teacher_forcing import continuation_scores
 from kvbench.policies.policy import Policy
-from kvbench.policies.scorers.knorm import KNorm
-from kvbench.policies.stores.ragged import Ragged
-from kvbench.tools.cache_bytes import predict
 
 PAGE, BUDGET, LENGTH, NEW = 4, 13, 21, 14
 
@@ -111,14 +107,6 @@ def test_rows_of_a_batch_and_sequences_in_flight_read_what_they_read_alone(famil
         assert found[row][2].error is None
 
 
-def test_a_budget_that_holds_all_reads_all() -> None:
-    model, ids = tiny(), [prompt(40)]
-    runs = [run_greedy(model, ids, p, 8) for p in (quest(48), make_policy("full"))]
-    assert runs[0].tokens == runs[1].tokens
-    assert runs[0].cache is not None
-    assert tokens_read(runs[0].cache.group) == [[47, 47], [47, 47]]
-
-
 def test_saved_forced_and_asked_about_a_context_it_goes_on_as_it_would(tmp_path: Path) -> None:
     model, ids = prepare(tiny()), torch.tensor([prompt(50)])
     cache = KVCache(model.config, quest(), prompt_length=30)
@@ -143,23 +131,3 @@ def test_what_reads_more_than_its_budget_is_an_error(monkeypatch: pytest.MonkeyP
         BudgetError, match=r"read 24 tokens per KV head of sequence 0 in layer 1, quest promised at most 16"
     ):
         generate_tokens(prepare(tiny()), torch.tensor([prompt(21)]), quest(16, first_layers=1), max_new_tokens=4)
-
-
-def test_bytes_are_foretold() -> None:
-    model, policy = prepare(tiny(layers=3, dtype=torch.float32)), quest(first_layers=2)
-    cache = KVCache(model.config, policy)
-    model(torch.tensor([prompt(57)]), past_key_values=cache)
-    assert predict(policy, CacheShape(3, 4, 2, 8, torch.float32), 57).nbytes == cache.held_nbytes
-
-
-def test_what_has_no_meaning_is_refused() -> None:
-    with pytest.raises(ValueError, match="quest needs a budget"):
-        make_policy("quest")
-    with pytest.raises(ValueError, match="holds all of them"):
-        Policy(scorer=KNorm(), reader=quest().reader, budget=64)
-    with pytest.raises(ValueError, match="holds all of them"):
-        Policy(store=Ragged(), reader=quest().reader, budget=64)
-    with pytest.raises(ValueError, match="pages of 4 tokens, so a budget of 3 tokens per KV head is too small"):
-        generate_tokens(prepare(tiny()), torch.tensor([prompt(21)]), quest(3), max_new_tokens=4)
-    with pytest.raises(ValueError, match="reads less than it holds only while decoding"):
-        text_scores(prepare(tiny()), torch.tensor([prompt(21)]), quest())

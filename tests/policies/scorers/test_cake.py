@@ -7,7 +7,6 @@ from cake_examples import example_a, observed
 from kvbench import make_policy
 from kvbench.policies.allocators.cake import P2A
 from kvbench.policies.policy import Policy
-from kvbench.policies.policy_checks import least_budget
 from kvbench.policies.scorers.cake import Cake
 
 CANDIDATES = slice(0, 4)
@@ -30,26 +29,12 @@ def test_pooling_counts_zeros_beyond_the_candidates() -> None:
     assert indicator(kernel=5) == pytest.approx([x / 5 for x in (20.25, 21.9375, 21.9375, 18.625)])
 
 
-@pytest.mark.parametrize("kernel", [1, 3, 5])
-def test_the_two_best_candidates_are_those_worked_by_hand(kernel: int) -> None:
-    policy = Policy(scorer=Cake(window=2, kernel=kernel), budget=4)
-    assert policy.rank(example_a(), {}).select(4)[0, 0].nonzero().flatten().tolist() == [1, 2, 4, 5]
-
-
 def test_variance_changes_the_choice() -> None:
     mean = indicator(kernel=1, gamma=0.0)
     assert mean == pytest.approx([0.1875, 0.25, 0.28125, 0.125])
     assert mean.index(max(mean)) == 2
     with_variance = indicator(kernel=1)
     assert with_variance.index(max(with_variance)) == 1
-
-
-def test_the_ablations_are_the_parts_of_the_indicator() -> None:
-    # head 0: means 3/8 1/4 3/16 1/16, variances 4/128 0 1/128 1/128; head 1: 0 1/4 3/8 3/16 and 0 16/128 4/128 1/128
-    assert indicator(kernel=1, indicator="mean") == pytest.approx([3 / 16, 1 / 4, 9 / 32, 1 / 8])
-    assert indicator(kernel=1, indicator="var") == pytest.approx([2 / 128, 8 / 128, 2.5 / 128, 1 / 128])
-    both = [3 / 8 * 4, 1 / 4 * 16, 3 / 16 + 3 / 8 * 4, 1 / 16 + 3 / 16]  # of the two heads together, times 128
-    assert indicator(kernel=1, indicator="product") == pytest.approx([product / 256 for product in both])
 
 
 def test_the_window_keeps_its_own_indicator_for_value_aware_wrappers() -> None:
@@ -92,12 +77,6 @@ def test_accumulating_adds_every_decoded_query() -> None:
     torch.testing.assert_close(scorer.score(seen, state)[0, 0], 3 * DECODED[0, 0].double())
 
 
-def test_what_the_prompt_attended_to_is_not_accumulated() -> None:
-    state = {"attention_sum": torch.zeros(1, 1, 6, 1, dtype=torch.float64)}
-    Cake(window=2, decode_rule="accumulate").observe(example_a(), state)
-    assert not state["attention_sum"].any()
-
-
 def test_in_the_order_of_scores_neighbours_are_those_of_the_last_ranking() -> None:
     scorer = Cake(window=2, kernel=3, slot_order="score")
     state = {name: torch.zeros(1, 1, 5, 1, dtype=torch.float64) for name in scorer.needs.statistics}
@@ -109,19 +88,6 @@ def test_in_the_order_of_scores_neighbours_are_those_of_the_last_ranking() -> No
 
 
 # as a policy
-
-
-def test_the_preset_is_the_published_setting() -> None:
-    policy = make_policy("cake", 128)
-    assert policy.scorer == Cake(window=32, gamma=200.0, kernel=5, indicator="mean_var")
-    assert policy.schedule.decode == "evict"
-
-
-def test_one_window_serves_score_and_shares() -> None:
-    policy = make_policy("cake", 16, window=8)
-    assert least_budget(policy.scorer, policy.allocator) == 8
-    assert (policy.needs.window, policy.needs.queries_decoding) == (8, 0)
-    assert make_policy("p2a_h2o", 40, window=8).needs.window == 8
 
 
 def test_shares_that_wait_for_all_layers_do_not_go_with_scores_that_need_earlier_ones() -> None:

@@ -5,7 +5,6 @@ import torch
 from kv_crafted import observed
 from kvpress_kept import assert_same, presses
 
-from kvbench import make_policy
 from kvbench.policies.scorers.curdkv import CurDKV
 
 KEYS = torch.tensor([[[[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]]])  # squared norms 1, 1 | 4
@@ -31,11 +30,6 @@ def test_empty_slots_count_nothing_and_order_is_that_of_positions() -> None:
     keys, values = (x[:, :, [2, 0, 0, 1]] for x in (KEYS, VALUES))
     score = CurDKV(window=2, sinks=0).score(observed(keys, values=values, positions=places), {})
     torch.testing.assert_close(score[..., [2, 3, 0]], torch.tensor([[[0.45, 0.05, 1.0]]]) / 1.5)
-
-
-def test_a_wrong_leverage_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"leverage must be key, value, kv_avg or kv_product, got 'keys'"):
-        make_policy("curdkv", 20, leverage="keys")
 
 
 def test_kvpress_keeps_the_same() -> None:

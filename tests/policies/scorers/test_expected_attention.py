@@ -6,8 +6,7 @@ import pytest
 import torch
 from kv_crafted import Crafted, drawn, rankings
 from kv_models import prompt
-from kv_runs import run_greedy
-from kvpress_kept import assert_same, presses, small
+from kvpress_kept import assert_same, presses
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -62,17 +61,6 @@ def test_scores_are_those_of_queries_with_the_same_moments_further_on(covariance
         assert seen[0].scores(head=head)[4:] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("sizes", [(3, 1, 15), (19,), (10, 9)])
-def test_moments_grow_with_every_part_of_a_prompt(sizes: tuple[int, ...]) -> None:
-    q, k, v = drawn(19, 4, 2)
-    layer = Crafted(make_policy("expected_attention", 10, future=5), 4, 2, prompt_length=19)
-    with rankings() as seen:
-        for some in zip(*(x.split(sizes, 2) for x in (q, k, v)), strict=True):
-            layer.call(*some)
-    expected = by_hand(q[0], k[0], v[0], 5, 4, covariance=True)
-    assert seen[-1].scores(head=1)[4:] == pytest.approx(expected[1], rel=1e-4)
-
-
 def test_a_decoded_query_counts_from_then_on() -> None:
     """With a budget for the whole text but one token, that is the lowest of all queries' scores."""
     q, k, v = drawn(12, 2, 1)
@@ -95,14 +83,6 @@ def test_moments_of_large_means_do_not_cancel() -> None:
     expected = (exact - exact.mean(0)).T @ (exact - exact.mean(0))
     torch.testing.assert_close(memory["scatter"][0, 0].double(), expected, rtol=0.05, atol=1e-3)
     assert memory["count"].tolist() == [56]
-
-
-def test_a_batch_of_several_lengths_decodes_as_each_alone() -> None:
-    model, ids = small("qwen3"), [prompt(60), prompt(47, seed=1)]
-    policy = make_policy("expected_attention", 30, block=16)
-    batch = run_greedy(model, ids, policy, 5)
-    for row, own in enumerate(ids):
-        assert batch.of_row(row)[-5:] == run_greedy(model, [own], policy, 5).of_row(0)[-5:]
 
 
 def test_a_family_without_rotation_is_refused_in_a_sentence() -> None:

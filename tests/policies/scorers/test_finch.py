@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.engine.batch import DecodeBatch, Request
 from kvbench.engine.generate import generate_tokens
 from kvbench.policies.scorers.finch import Finch
 from kvbench.policies.selections.shares import Shares
@@ -128,39 +127,13 @@ def test_chunks_are_judged_by_the_question_as_in_the_paper(model: PreTrainedMode
         assert done.cache.group.progress.passed == [passed]
 
 
-def test_in_one_chunk_it_is_finch(model: PreTrainedModel) -> None:
-    whole, chunks = (
-        generate_tokens(model, IDS, policy, max_new_tokens=5, question=QUESTION)
-        for policy in (make_policy("finch", BUDGET), make_policy("finch_chunks", BUDGET, block=LENGTH))
-    )
-    assert whole.tokens == chunks.tokens
-    assert kept_now(whole.cache) == kept_now(chunks.cache)
-
-
-def test_variants_in_one_batch_keep_what_they_keep_alone(model: PreTrainedModel) -> None:
-    policies = [make_policy(slug, b, **how) for slug, b, how in (
-        ("finch", 24, {}), ("finch_chunks", 24, {"block": 16}), ("finch_chunks", 20, {"block": 16}),
-        ("finch", 24, {"decode": "evict"}), ("ada_finch", 24, {"rerotate": False}), ("caote_finch", 24, {}),
-        ("finch_chunks", 24, {"block": 16, "granularity": "layer"}), ("snapkv", 24, {"window": 8}),
-    )]  # fmt: skip
-    flight = DecodeBatch(model)
-    rows = flight.admit(Request(IDS, 5, question=QUESTION), policies)
-    while flight.in_flight:
-        flight.step()
-    for row, policy in zip(rows, policies, strict=True):
-        alone = generate_tokens(model, IDS, policy, max_new_tokens=5, question=QUESTION)
-        assert row.error is None
-        assert row.cache is not None
-        assert (row.tokens, kept_now(row.cache)) == (alone.tokens[0], kept_now(alone.cache)), policy.name
-
-
 # --- refusals ---------------------------------------------------------------------------------------------------------
 def test_what_has_no_question_is_refused(model: PreTrainedModel) -> None:
     for how, sentence in (
         ({}, "finch asks where the question of a prompt begins: say it with question="),
         ({"question": LENGTH}, "question must be a position in its prompt, 0 to 69 here, got 70"),
         ({"question": [1, 2]}, "question names 2 sequences, the model was called with 1"),
-        ({"question": 40}, "finch keeps the question, here 30 tokens, but has 24 tokens per KV head: take a larger"),
+        ({"question": 40}, "finch keeps the question, here 30 tokens, but has 24 tokens per KV head: use a larger"),
         ({"context_tokens": QUESTION}, "finch compresses a context by the question behind it, which compress=context"),
     ):
         with pytest.raises(ValueError, match=sentence):

@@ -1,6 +1,5 @@
 """Key norm: the smallest keys stay, and of equally large ones the oldest."""
 
-import pytest
 import torch
 from kv_crafted import Crafted, drawn
 from torch import Tensor
@@ -32,21 +31,6 @@ def test_of_a_token_that_is_decoded_again_and_again_the_oldest_stays() -> None:
         here = slice(position, position + 1)
         layer.call(q[:, :, here], k[:, :, here], v[:, :, here])
         assert layer.kept(0) == [tuple(range(BUDGET))]
-
-
-@pytest.mark.parametrize("slug", ["knorm", "caote_knorm", "fastcaote_knorm"])
-def test_so_they_do_beside_others_and_where_values_count(slug: str) -> None:
-    """Every other token is the same one, its value noisy as the products of another batch size would have it."""
-    length = PROMPT + NEW
-    layer = Crafted(make_policy(slug, length // 2, schedule="prompt"), 1, 1, prompt_length=length)
-    q, k, v = (x.float() for x in drawn(length, 1, 1))
-    repeated = range(0, length, 2)
-    k[0, 0, ::2] = torch.stack([rotated(k[0, 0, 0], position) for position in repeated])
-    v[0, 0, ::2] = v[0, 0, 0] * (1 + 1e-7 * torch.arange(-14.5, 15)[:, None].sin())
-    layer.call(q, k, v)
-    kept = [position for position in layer.kept(0)[0] if position in repeated]
-    assert 0 < len(kept) < len(repeated)
-    assert kept == [*repeated[: len(kept)]]
 
 
 def test_half_of_the_bits_are_left() -> None:

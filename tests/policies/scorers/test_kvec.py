@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 import torch
 from kv_crafted import observed
-from kv_models import prompt, tiny
-from kv_runs import run_greedy
 from torch import Tensor
 
-from kvbench import make_policy
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.observation import Observation
 from kvbench.policies.policy import Policy
@@ -111,20 +108,3 @@ def test_decoding_scores_tokens_by_position_wherever_each_head_holds_them(fields
         kept = torch.rand(1, 2, 8) < 0.5
         scorer.selected(whole, kept)
         scorer.selected(decoding, kept.gather(2, order))
-
-
-def test_evicting_while_decoding_without_corrections_is_snapkv_too() -> None:
-    torch.manual_seed(0)
-    run = [
-        run_greedy(tiny("llama"), [prompt(40)], make_policy(slug, 12, decode="evict", window=4, **fields), 12)
-        for slug, fields in (("kvec", {"extended": 4, "lam": 0.0, "delta": 0, "beta": 1.0}), ("snapkv", {}))
-    ]
-    assert run[0].kept == run[1].kept
-    assert run[0].tokens == run[1].tokens
-
-
-def test_evicting_while_decoding_holds_the_budget_in_sequences_of_any_length() -> None:
-    prompts = [prompt(40), prompt(25), prompt(5)]
-    run = run_greedy(tiny("llama"), prompts, make_policy("kvec", 0.5, decode="evict", window=2, extended=4), 12)
-    run.cache.audit()
-    assert run.cache.kept_tokens()[:, 0].unique().tolist() == [20]

@@ -85,16 +85,6 @@ def test_a_pass_asks_for_a_chunk_behind_the_tokens_before_it() -> None:
     assert [one.tokens for one in found] == [pass_tokens(start) for start in (0, 24, 48)]
 
 
-def test_the_passes_are_counted_and_stored_nowhere() -> None:
-    cache = compressed(tiny(), "kvzip")
-    assert cache.group.progress.passed == [sum(len(pass_tokens(start)) for start in (0, 24, 48))]
-    assert cache.seen == LENGTH
-
-
-def test_behind_a_quantised_store_the_same_tokens_stay() -> None:
-    assert kept(compressed(tiny(), "kvzip_kivi_g8_r8")) == kept(compressed(tiny(), "kvzip"))
-
-
 def test_a_decoded_token_stays_where_decoding_evicts() -> None:
     """It is in no repetition, and what a repetition looked at least goes first."""
     model = tiny()

@@ -8,7 +8,6 @@ from kv_crafted import drawn, observed
 from kvpress_kept import assert_same, presses
 from torch import Tensor
 
-from kvbench import make_policy
 from kvbench.policies.scorers.lagkv import LagKV
 
 
@@ -63,11 +62,6 @@ def test_heads_that_hold_different_tokens_are_judged_each_by_its_own() -> None:
     score = LagKV(lag=5, sinks=0).score(observed(keys, values=values, positions=held, seen=20), {})
     torch.testing.assert_close(score[..., :10], short[..., :10])
     assert bool((score[..., 10:15] >= 1).all())
-
-
-def test_a_partition_of_one_token_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"lag must be a whole number of at least 2, got 1"):
-        make_policy("lagkv", 20, lag=1)
 
 
 def test_kvpress_keeps_the_same_where_no_ranks_tie() -> None:

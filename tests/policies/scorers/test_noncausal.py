@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 from kv_crafted import Crafted, drawn, rankings
 from kvpress_kept import assert_same, presses
 from torch import Tensor
@@ -72,24 +71,3 @@ def test_kvpress_keeps_the_same_as_its_code_does_it(length: int, chunk: int) -> 
     kvpress = presses()
     press = kvpress.NonCausalAttnPress(chunk_size=chunk)
     assert_same("noncausal", press, 35, length, chunk=chunk, official=True)
-
-
-def test_the_code_s_quirks_are_no_default() -> None:
-    q, k, v = drawn(23, 1, 1)
-    kept = []
-    for official in (False, True):
-        layer = Crafted(make_policy("noncausal", 10, chunk=16, official=official))
-        layer.call(q, k, v, scaling=0.1)
-        kept.append(layer.kept())
-    assert kept[0] != kept[1]
-
-
-def test_scores_of_an_early_half_do_not_change_with_what_a_later_chunk_holds() -> None:
-    q, k, v = drawn(16, 1, 1)
-    found = []
-    for factor in (1.0, 3.0):
-        layer = Crafted(make_policy("noncausal", 8, chunk=8))
-        with rankings() as seen:
-            layer.call(q, torch.cat([k[:, :, :8], factor * k[:, :, 8:]], 2), v)
-        found.append(seen[0].state["attention"][0, 0, :8, 0])
-    torch.testing.assert_close(*found)

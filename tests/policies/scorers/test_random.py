@@ -33,15 +33,6 @@ def test_draws_are_spread_evenly_over_the_text() -> None:
     assert bool(((counts - 250).abs() < 69).all())
 
 
-def test_neighbouring_tokens_heads_and_seeds_are_independent() -> None:
-    """Half of 2000 tokens stay: two independent halves share 500 give or take 5 standard deviations (11.2)."""
-    first, second = (set(head) for head in kept(1000, 2000))
-    other = set(kept(1000, 2000, seed=1)[0])
-    shifted = {p + 1 for p in first}
-    for theirs in (second, other, shifted):
-        assert abs(len(first & theirs) - 500) < 56
-
-
 def test_every_example_and_every_run_loses_other_tokens() -> None:
     """Half of 2000 tokens stay: two independent halves share 500 give or take 5 standard deviations (11.2)."""
     policy = make_policy("random", 1000)
@@ -50,8 +41,3 @@ def test_every_example_and_every_run_loses_other_tokens() -> None:
     assert torch.equal(first, again)
     for other in (example, run):
         assert abs(len({*first.flatten().tolist()} & {*other.flatten().tolist()}) - 500) < 56
-
-
-def test_a_policy_that_draws_nothing_stays_as_it_is() -> None:
-    policy = make_policy("snapkv", 1000)
-    assert drawing_anew(policy, 1, 2) is policy

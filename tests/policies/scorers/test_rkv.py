@@ -89,14 +89,3 @@ def test_of_equal_keys_the_newest_is_no_repetition() -> None:
     # Row 0 spares 2, row 1 spares 2, row 2 spares 1: columns are left with 1 + 1, 1, 0, 0.
     powers = [math.exp(x / 4) for x in (2, 1, 0, 0)]
     assert got == pytest.approx([x / sum(powers) for x in powers])
-
-
-def test_cosines_in_parts_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    queries, keys, values = vectors(24)
-    kept = []
-    for at_once in (2**24, 24 * 5):
-        monkeypatch.setattr("kvbench.policies.scorers.rkv.AT_ONCE", at_once)
-        made = Crafted(make_policy("rkv", 10, window=WINDOW), 2, 1)
-        made.call(queries, keys, values)
-        kept.append(made.kept())
-    assert kept[0] == kept[1]

@@ -72,23 +72,6 @@ def test_spared_tokens_by_phase(phase: Phase, spared: set[int]) -> None:
     assert {int(i) for i in stays.nonzero()} == spared | set(range(tokens - 10, tokens))
 
 
-def test_sinks_may_go_while_decoding() -> None:
-    flat = [[0.1] * (20 - i) for i in range(20)]
-    flat[0] = [0.01] * 20
-    seen = seen_by(list(range(20)), seen=20, budget=19, phase="decode")
-    assert Policy(scorer=RoCo(decode_share=0.0), budget=19).rank(seen, moments(flat)).victim().tolist() == [[[0]]]
-
-
-def test_spared_tokens_never_exceed_the_budget() -> None:
-    for budget in range(14, 40):
-        histories = [[0.1 * (i % 7)] * (60 - i) for i in range(60)]
-        phases: tuple[Phase, ...] = ("block", "decode")
-        for phase in phases:
-            seen = seen_by(list(range(60)), seen=60, budget=budget, phase=phase)
-            ranking = Policy(scorer=RoCo(), budget=budget).rank(seen, moments(histories))
-            assert int(ranking.protected.sum()) <= budget
-
-
 @pytest.mark.parametrize("counts", [[3, 3], [0, 0], [5, 2], [9, 9]])
 @pytest.mark.parametrize("levels", [1, 3, 1000])  # few levels: many ties
 def test_the_largest_values_with_ties_to_the_lower_position(levels: int, counts: list[int]) -> None:

@@ -1,21 +1,17 @@
 """Chunks of neighbours: sets by hand, budgets to the token, kvpress's own."""
 
-from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 from kv_crafted import Crafted, drawn
 from kv_models import prompt, tiny
-from kv_runs import kept_now, run_greedy
+from kv_runs import kept_now
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
-from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.generate import generate_tokens
-from kvbench.engine.sequence import Request
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.selections.chunks import Chunks
 
@@ -65,41 +61,6 @@ def test_a_chunk_that_is_protected_in_part_is_completed_first() -> None:
     order = Chunks(length=2).rank(ranked([[5.0, 4, 2, 2, 1, 1, 0, 0]], [list(range(8))], stays={7}))
     assert chosen(order, 3) == [[0, 1, 7]]
     assert chosen(order, 4) == [[0, 1, 6, 7]]
-
-
-@pytest.mark.parametrize("slug", ["knorm", "snapkv", "h2o", "ada_snapkv", "caote_h2o"])
-@pytest.mark.parametrize("fields", [{}, {"block": 16}, {"heads": "own", "every": 5}], ids=str)
-def test_budgets_hold_to_the_token_and_rows_are_what_they_are_alone(slug: str, fields: dict[str, Any]) -> None:
-    own = {"window": 6} if "snapkv" in slug else {}
-    policy = make_policy(f"chunkkv_{slug}", 33, decode="evict", **own, **fields)
-    model, prompts = prepare(tiny()), [prompt(56), prompt(61, seed=1)]
-    rows = DecodeBatch(model)
-    found = [
-        row
-        for ids in prompts
-        for row in rows.admit(Request(torch.tensor([ids]), max_new_tokens=9), [policy, make_policy("full")])
-    ]
-    while rows.in_flight:
-        rows.step()
-    for row, ids in zip(found[::2], prompts, strict=True):
-        alone = generate_tokens(model, torch.tensor([ids]), policy, max_new_tokens=9).cache
-        assert row.error is None
-        assert row.cache is not None
-        assert kept_now(row.cache) == kept_now(alone)
-        held = sum(map(len, chain(*kept_now(alone)[0])))
-        assert held == 4 * (33 + (8 % 5 if "every" in fields else 0))
-
-
-def test_whole_chunks_stay_whole_in_a_prompt() -> None:
-    kept = run_greedy(tiny(), [prompt(60)], make_policy("chunkkv_knorm", 30, length=10), 1).of_row(0)[0]
-    for head in chain(*kept):
-        assert len(head) == 30
-        assert all(set(range(p // 10 * 10, p // 10 * 10 + 10)) <= set(head) for p in head)
-
-
-def test_it_stands_before_wrappers_and_behind_stores() -> None:
-    for slug in ("chunkkv_caote_knorm", "chunkkv_pyramidkv", "caote_chunkkv_h2o", "chunkkv_snapkv_kivi_g32_r32"):
-        assert isinstance(make_policy(slug, 64).selection, Chunks), slug
 
 
 def test_while_decoding_the_worst_chunk_loses_its_worst_token() -> None:

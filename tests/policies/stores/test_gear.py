@@ -1,7 +1,6 @@
 """GEAR: its three parts, each with a case where it alone decides, and its ways with the prompt."""
 
 import numpy as np
-import pytest
 import torch
 from kv_stores import feed, stream
 from torch import Tensor
@@ -18,14 +17,6 @@ def test_entries_set_aside_are_the_extremes_each_once_even_among_ties() -> None:
     assert places[:, 0].sort().values.tolist() == [0, 1, 2, 3]  # 1 and 2 below, 3 and 100 above
     assert len(set(places[:, 1].tolist())) == 4
     assert 3 in places[:, 1]
-
-
-def test_entries_set_aside_come_back() -> None:
-    keys, values = stream(128, heads=2, dim=32)
-    keys[0, 1, 5, 7], values[0, 1, 60, 3] = 300.0, -200.0
-    held = feed(Gear(group=32, rank=1, outlier_ratio=0.04), keys, values)
-    assert abs(float(held.keys[0, 1, 5, 7]) - 300) < 0.5  # the low-rank copy of the others' error is all that is added
-    assert abs(float(held.values[0, 1, 60, 3]) + 200) < 0.5
 
 
 def test_power_iteration_finds_the_best_low_rank_copy() -> None:
@@ -95,13 +86,6 @@ def test_the_released_codes_ways_with_the_prompt_are_options() -> None:
     assert after._columns[0].tail.most == 60
 
 
-def test_official_counts_set_as_many_keys_aside_as_values() -> None:
-    held = feed(Gear(group=32, outlier_ratio=0.2, official_counts=True), *stream(64, heads=2, dim=16))
-    keys, values = (column.runs[0]._sparse for column in held._columns)
-    assert keys.places.shape == (1, 2, 2 * 3, 16)  # 32 channels * 0.2 / 2 at either end
-    assert values.places.shape == (1, 1, 2 * 3, 64)
-
-
 def test_bytes_are_those_of_the_formula() -> None:
     tokens, heads, dim, rank = 1024, 2, 128, 2
     held = feed(Gear(), *stream(tokens, heads=heads, dim=dim, dtype=torch.float16))
@@ -115,10 +99,3 @@ def test_bytes_are_those_of_the_formula() -> None:
         "entries set aside": aside * (2 + 2),
         "low-rank factors": 2 * heads * rank * (tokens + dim) * 2,
     }
-
-
-def test_channels_that_do_not_divide_into_groups_are_refused_in_one_sentence() -> None:
-    with pytest.raises(
-        ValueError, match=r"group=128 does not divide the 160 channels of a token's values \(2 KV heads"
-    ):
-        feed(Gear(), *stream(10, dim=80))

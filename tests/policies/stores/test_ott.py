@@ -2,12 +2,8 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kv_slow_ott import SlowOtt
 from kv_stores import attended, feed, stream
 
 from kvbench.policies.stores.kivi import Kivi
@@ -34,12 +30,6 @@ def test_the_worked_example_comes_out_to_the_last_digit(splits: list[int]) -> No
     torch.testing.assert_close(out, torch.tensor([1.975720, 1.507370]), rtol=0, atol=5e-7)
 
 
-def test_a_joint_prefill_has_one_competition_and_nothing_in_the_auxiliary_pool() -> None:
-    held = feed(dataclasses.replace(TINY, prefill_mode="joint"), KEYS[:, :, :9], VALUES[:, :, :9])
-    assert held.pools.slots.tolist() == [[[5, -1]]]
-    assert held.keys[0, 0, :4, 0].tolist() == [0, 39, 39, 39]  # group 1 as without a pool
-
-
 def test_the_mean_of_the_inliers_can_stand_in_instead() -> None:
     held = feed(dataclasses.replace(TINY, fill="inlier_mean"), KEYS[:, :, :5], VALUES[:, :, :5])
     codes = held._columns[0].runs[0]
@@ -62,41 +52,6 @@ def test_pools_freeze_before_the_auxiliary_one_would_overflow(splits: list[int])
     held = feed(store, keys, keys, splits)
     assert held.pools.slots.tolist() == [[pools[-1]]]
     assert bool(held.pools.frozen)
-
-
-@settings(max_examples=25)
-@given(
-    st.integers(0, 10_000),
-    st.lists(st.integers(1, 15), min_size=1, max_size=8),
-    st.sampled_from([(4, 1, 1, 1), (4, 0, 2, 3), (8, 3, 3, 32), (2, 5, 3, 0), (4, 2, 0, 4), (2, 0, 3, 4)]),
-    st.sampled_from(["mean", "inlier_mean"]),
-    st.sampled_from(["pool", "discard"]),
-    st.sampled_from(["l1", "l2"]),
-)
-def test_it_is_the_slow_definition_whatever_the_split(
-    seed: int, splits: list[int], sizes: tuple[int, int, int, int], fill: str, on_evict: str, norm: str
-) -> None:
-    group, residual, outliers, auxiliary = sizes
-    store = Ott(4, "auto", False, group, residual, outliers, auxiliary, fill=fill, on_evict=on_evict, norm=norm)  # type: ignore[arg-type]
-    keys, values = stream(sum(splits), heads=2, dim=4, dtype=torch.float64, seed=seed)
-    keys[torch.rand(keys.shape[:3]) < 0.2] *= 0.05  # some small ones, so that pools change hands
-    held = feed(store, keys, values, splits)
-    for head in (0, 1):
-        slow = SlowOtt(group, residual, outliers, auxiliary, 4, fill, on_evict, 1 if norm == "l1" else 2)
-        for key, value in zip(keys[0, head].numpy(), values[0, head].numpy(), strict=True):
-            slow.append(key, value)
-        expected = slow.view()
-        np.testing.assert_allclose(held.keys[0, head].numpy(), expected[0], atol=1e-12)
-        np.testing.assert_allclose(held.values[0, head].numpy(), expected[1], atol=1e-12)
-        if held.pools is not None:
-            slots = held.pools.slots[0, head].tolist()
-            assert slots[:outliers] == [e.position for e in slow.pool] + [-1] * (outliers - len(slow.pool))
-            assert [s for s in slots[outliers:] if s >= 0] == [e.position for e in slow.spare]
-            assert bool(held.pools.frozen[0, head]) == slow.frozen
-        if slow.store:
-            query = torch.randn(1, 2, 1, 4, dtype=torch.float64)
-            got = attended(held, query, sum(splits) - 1)[0, head, 0]
-            np.testing.assert_allclose(got.numpy(), slow.attend(query[0, head, 0].numpy()), atol=1e-10)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -139,14 +94,6 @@ def test_heads_of_a_layer_trace_tokens_of_their_own_unless_told_to_share() -> No
     assert len({tuple(head) for head in own[0].tolist()}) == 3
     assert len({tuple(head) for head in shared[0].tolist()}) == 1
     assert shared[0, 0].tolist() == keys.abs().sum(-1).sum(1)[0].argsort()[:3].tolist()
-
-
-def test_a_nan_is_refused_even_where_it_would_be_traced() -> None:
-    keys, values = stream(64)
-    values[0, 0, 7, 0] = float("nan")
-    keys[0, 0, 7] *= 1e-3
-    with pytest.raises(ValueError, match="NaN or infinity"):
-        feed(Ott(group=32, residual=0, fill="inlier_mean"), keys, values)
 
 
 def test_pools_are_counted_whole_from_the_first_group_on() -> None:

@@ -32,11 +32,6 @@ def test_unpacking_gives_back_what_was_packed(bits: int, count: int, rows: int, 
     assert torch.equal(unpack(words, bits, count), given_codes)
 
 
-def test_sixteen_two_bit_codes_fill_the_word_of_the_worked_example() -> None:
-    words = pack(torch.tensor([3, 0, 1, 2] * 4, dtype=torch.uint8), 2)
-    assert words.tolist() == [-1819044973]  # 0x93939393, lowest code first
-
-
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_code_j_lies_at_bits_bj_of_its_word(bits: int) -> None:
     given_codes = codes(bits, (3, 64), seed=1)
@@ -45,12 +40,6 @@ def test_code_j_lies_at_bits_bj_of_its_word(bits: int) -> None:
     for row, expected in zip(words, given_codes.tolist(), strict=True):
         for j, code in enumerate(expected):
             assert (row[j // per_word] >> (bits * (j % per_word))) & (2**bits - 1) == code
-
-
-@pytest.mark.parametrize(("count", "bits", "words"), [(16, 2, 1), (17, 2, 2), (32, 8, 8), (128, 2, 8), (5, 1, 1)])
-def test_a_row_takes_whole_words_and_no_more(count: int, bits: int, words: int) -> None:
-    assert words_for(count, bits) == words
-    assert pack(codes(bits, (2, count), seed=0), bits).shape == (2, words)
 
 
 @given(BITS, st.integers(1, 140), st.integers(1, 4), st.integers(1, 3))

@@ -5,14 +5,13 @@ from typing import Any
 import pytest
 import torch
 from kv_models import left_padded, prompt, tiny
-from kv_presets import INCOMPLETE, reading, stores
+from kv_presets import stores
 from kv_runs import bytes_held
 from kv_stores import attended, feed, plain_attention, stream
 from transformers import PreTrainedModel
 
-from kvbench import KVCache, make_policy, preset_names
+from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
-from kvbench.config.presets import store_of
 from kvbench.engine.generate import generate_tokens
 from kvbench.policies.stores.gear import Gear
 from kvbench.policies.stores.kcvc import Kcvc
@@ -65,14 +64,6 @@ def test_attention_from_codes_is_attention_over_the_dequantised_view(store: Quan
     torch.testing.assert_close(attended(held, newest, 329), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("store", [Kivi(group=32, residual=32), Kcvc(group=32, residual=32)], ids=str)
-def test_codes_unpacked_in_blocks_attend_as_all_at_once(store: QuantisedStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, queries = feed(store, *stream(290, dim=32)), torch.randn(1, 4, 1, 32)
-    whole = attended(held, queries, 289)
-    monkeypatch.setattr("kvbench.policies.stores.codes.BLOCK", 1)
-    torch.testing.assert_close(attended(held, queries, 289), whole)
-
-
 @pytest.mark.parametrize(("store", "most"), [(Kivi(), 127), (Ott(), 159), (Gear(), 127), (Kcvc(), 127)], ids=str)
 def test_a_prompt_stays_exact_until_a_group_is_full(store: QuantisedStore, most: int) -> None:
     keys, values = stream(most)
@@ -83,38 +74,10 @@ def test_a_prompt_stays_exact_until_a_group_is_full(store: QuantisedStore, most:
     assert feed(store, *stream(most + 1)).parts()["codes"] > 0
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize("name", SMALL)
-def test_nan_and_infinity_are_refused(name: str, side: int, wrong: float) -> None:
-    both = stream(64)
-    both[side][0, 1, 3, 5] = wrong  # in the first group of every store
-    store = make_policy(name, **STORES[name]).store.for_layer(2)
-    with pytest.raises(ValueError, match="NaN or infinity"):
-        feed(store, *both, queries=torch.randn(1, 4, 64, 16), prompt=64)
-
-
 def check_bytes(cache: KVCache) -> None:
     for layer in cache.layers:
         held = layer.states[0].store
         assert held.nbytes == sum(held.parts().values()) == bytes_held(held)
-
-
-@pytest.mark.parametrize("name", STORES)
-def test_no_byte_of_a_padded_batch_is_left_out(model: PreTrainedModel, name: str) -> None:
-    ids, mask = left_padded([prompt(60), prompt(33, seed=1)])
-    policy = make_policy(name, **STORES[name])
-    for new in (1, 2, 20):  # right after the prompt, with room for what comes, after later flushes
-        check_bytes(generate_tokens(model, ids, policy, attention_mask=mask, max_new_tokens=new).cache)
-
-
-@pytest.mark.parametrize("name", ["kivi", "ott", "kcvc"])
-def test_no_byte_is_left_out_where_heads_hold_different_numbers_of_tokens(model: PreTrainedModel, name: str) -> None:
-    fields = {f"store.{field}": value for field, value in STORES[name].items()}
-    policy = make_policy(f"ada_snapkv_{name}", 30, window=8, **fields)
-    cache = generate_tokens(model, torch.tensor([prompt(90)]), policy, max_new_tokens=20).cache
-    assert any(len(set(layer.kept_tokens()[0].tolist())) > 1 for layer in cache.layers)
-    check_bytes(cache)
 
 
 def test_zipcaches_probes_are_counted_while_the_prompt_comes_in(model: PreTrainedModel) -> None:
@@ -127,38 +90,6 @@ def test_zipcaches_probes_are_counted_while_the_prompt_comes_in(model: PreTraine
         assert before == 40 * 2 * (2 * 8 * 8 + 4 + 8) + 10 * 8  # keys, values, positions, saliency; ten probes
         model(ids[:, 40:], past_key_values=cache)
     check_bytes(cache)
-
-
-def test_zipcache_asks_the_query_that_filled_each_gap() -> None:
-    keys, values = stream(60)
-    queries = 3 * torch.randn(1, 4, 60, 16)
-    held = feed(ZipCache(gap=10), keys, values, [40, 20], queries=queries)
-    exact = feed(ZipCache(gap=10), keys, values, [40], queries=queries)
-    for head in (0, 1):
-        for start, end in ((40, 50), (50, 60)):
-            seen = torch.cat([exact.keys[0, head], keys[0, head, 40:end]])
-            rows = (seen @ queries[0, 2 * head : 2 * head + 2, end - 1].T / 4).softmax(0).sum(-1)[start:end]
-            low = held._columns[0].runs[0].kinds.low[0, head, start:end].nonzero()[:, 0].tolist()
-            assert low == sorted(rows.argsort()[:6].tolist())
-
-
-@pytest.mark.parametrize("eviction", [name for name in preset_names() if store_of(name) is None])
-def test_every_preset_that_evicts_takes_a_quantised_store_and_grows(eviction: str) -> None:
-    if eviction in ("full", "d2o_released", *reading()) or eviction.startswith(INCOMPLETE):
-        return  # evicts nothing; evicts with the first decoded token; needs a field (tested elsewhere)
-    if make_policy(eviction, 64).merger.needs.bias:
-        return  # which codes do not hold: refused in a sentence
-    for store in ("kivi_g32_r32", "ott_int4", "kcvc"):
-        policy = make_policy(f"{eviction}_{store}", 64)
-        assert isinstance(policy.store, QuantisedStore)
-        assert policy.schedule.decode == "grow"
-
-
-def test_a_filtered_prompt_may_be_stored_in_codes(model: PreTrainedModel) -> None:
-    fields = {"layer": 1, "store.group": 8, "store.residual": 8}
-    policy = make_policy("gemfilter_kivi", 40, **fields)  # type: ignore[arg-type]
-    cache = generate_tokens(model, torch.tensor([prompt(90)]), policy, max_new_tokens=10).cache
-    assert all(layer.states[0].store.parts()["codes"] > 0 for layer in cache.layers)
 
 
 @pytest.mark.parametrize("name", [*STORES, "kcvc_whole"])
@@ -252,17 +183,6 @@ def test_what_an_eviction_keeps_is_what_is_stored_in_codes(model: PreTrainedMode
         error = (quantised.keys - keys) * there
         assert float(error.norm() / (keys * there).norm()) < 0.6
         assert bool(error.any()) == (count >= 13)  # fewer survivors than a group and a residual stay exact
-
-
-def test_a_prompt_in_several_calls_is_quantised_once_it_is_in(model: PreTrainedModel) -> None:
-    policy = make_policy("caote_snapkv_kivi_g32_r32", 64, window=8, **{"store.group": 8, "store.residual": 8})
-    cache = KVCache(model.config, policy, prompt_length=120)
-    ids, held = torch.tensor([prompt(120)]), []
-    with torch.inference_mode():
-        for start in (0, 60):
-            model(ids[:, start : start + 60], past_key_values=cache)
-            held.append(cache.nbytes)
-    assert held[1] < held[0] / 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -29,15 +29,3 @@ def test_a_queue_is_a_list_per_head(steps: list[tuple[int, list[int], int]], eve
             assert row[: len(head)] == head
         for row, head in zip(queue.view("y").reshape(4, -1).tolist(), lists, strict=True):
             assert row[: len(head)] == [-x for x in head]
-
-
-def test_the_first_entries_are_not_copied_until_compacted() -> None:
-    x = torch.zeros(1, 1, 100, 4)
-    queue = Queue(growth=16)
-    queue.append({"x": x})
-    queue.drop(90)
-    assert queue.nbytes() == x.nbytes  # honest: the whole prompt is still held
-    queue.compact()
-    assert queue.nbytes() == x.nbytes // 10
-    queue.append({"x": x[:, :, :1]})
-    assert queue.nbytes() == x.nbytes // 100 * (10 + 16)

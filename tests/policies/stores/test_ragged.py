@@ -1,31 +1,15 @@
 """The ragged store: the same numbers as the dense one, and only the bytes of what each head keeps."""
 
-import dataclasses
-from typing import Any
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kvbench import make_policy
 from kvbench.cache.attention import LayerStep, attend
-from kvbench.cache.hook import prepare
 from kvbench.cache.steps import BatchStep
-from kvbench.engine.generate import generate_tokens
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.dense import Dense
 from kvbench.policies.stores.ragged import Ragged
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 16}
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return prepare(LlamaForCausalLM(LlamaConfig(vocab_size=3001, **sizes, **heads)).eval())
 
 
 def one_token(at: torch.Tensor) -> BatchStep:
@@ -77,19 +61,6 @@ def test_one_query_over_segments_equals_masked_dense_attention(
         outputs.append(attend(LayerStep(query, now, how, held, fresh=False), Needs()))
         assert torch.equal((held.positions >= 0).sum(-1), mask.sum(-1) + 1)
     torch.testing.assert_close(outputs[0], outputs[1])
-
-
-@pytest.mark.parametrize("fields", [{}, {"decode": "evict"}, {"schedule": "blocks", "block": 16, "decode": "evict"}])
-def test_ragged_and_dense_keep_and_say_the_same(model: PreTrainedModel, fields: dict[str, Any]) -> None:
-    ids = torch.randint(1, 3001, (1, 110), generator=torch.Generator().manual_seed(1))
-    ragged = make_policy("ada_snapkv", 64, **fields)  # type: ignore[arg-type]
-    runs = [
-        generate_tokens(model, ids, policy, max_new_tokens=30)
-        for policy in (ragged, dataclasses.replace(ragged, store=Dense()))
-    ]
-    assert runs[0].tokens == runs[1].tokens
-    for one, other in zip(runs[0].cache.layers, runs[1].cache.layers, strict=True):
-        assert torch.equal(one.positions.sort(-1).values, other.positions.sort(-1).values)
 
 
 def test_heads_share_no_padding() -> None:

@@ -50,14 +50,6 @@ def test_taken_rows_are_those_of_their_slots(
         assert taken[b, h].tolist() == rows
 
 
-@pytest.mark.usefixtures("many")
-def test_gradients_reach_the_rows_that_were_taken() -> None:
-    x = torch.zeros(1, 1, 3, 2, requires_grad=True)
-    take(x, torch.tensor([[[2, 0, 2]]])).sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [[[[1.0, 1.0], [0.0, 0.0], [2.0, 2.0]]]]
-
-
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5)), min_size=1, max_size=4), st.sampled_from([2, -1]))
 def test_padding_fills_up_and_moves_nothing(shapes: list[tuple[int, int]], dim: int) -> None:

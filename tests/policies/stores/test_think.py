@@ -1,7 +1,5 @@
 """ThinK: which channels go, what is held of them, and that attention reads zeros in their place."""
 
-from typing import Any
-
 import pytest
 import torch
 from kv_models import prompt, tiny
@@ -10,9 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvbench import KVCache, make_policy
-from kvbench.models.cache_shapes import CacheShape
 from kvbench.policies.stores.think import ThinK
-from kvbench.tools.cache_bytes import predict
 
 
 def by_hand(queries: Tensor, keys: Tensor, store: ThinK, prompt: int) -> Tensor:
@@ -58,17 +54,6 @@ def test_bytes_are_those_of_the_channels_held_and_their_list() -> None:
     }
 
 
-@pytest.mark.parametrize("slug", ["think", "snapkv_think_r0.5"])
-def test_what_is_predicted_is_what_is_held(slug: str) -> None:
-    fields: dict[str, Any] = {} if slug == "think" else {"window": 8, "residual": 12}
-    model, policy = tiny(dtype=torch.float32), make_policy(slug, 40, **fields)
-    model.set_attn_implementation("kvbench")
-    cache = KVCache(model.config, policy)
-    with torch.inference_mode():
-        model(torch.tensor([prompt(117)]), past_key_values=cache)
-    assert predict(policy, CacheShape(2, 4, 2, 8, torch.float32), 117).nbytes == cache.held_nbytes
-
-
 def test_heads_of_different_lengths_are_pruned_each_by_itself() -> None:
     model, policy = tiny(), make_policy("ada_snapkv_think_r0.5", 30, window=8, residual=8)
     model.set_attn_implementation("kvbench")
@@ -106,14 +91,3 @@ def test_logits_are_those_of_kvpress_which_writes_zeros(family: str) -> None:
         model(ids[:, :60], past_key_values=held)
         ours = [model(ids[:, t : t + 1], past_key_values=held).logits for t in range(60, 63)]
     torch.testing.assert_close(torch.cat(ours), torch.cat(theirs), rtol=1e-4, atol=1e-4)
-
-
-def test_a_prompt_no_longer_than_the_residual_stays_as_it_is() -> None:
-    keys, values = stream(32)
-    held = feed(ThinK(), keys, values, queries=torch.randn(1, 4, 32, 16))
-    assert torch.equal(held.keys, keys)
-
-
-def test_a_share_of_all_channels_is_refused() -> None:
-    with pytest.raises(ValueError, match="ratio must be a number of at least 0 and below 1, got 1"):
-        make_policy("think_r1")

@@ -104,11 +104,6 @@ def test_outputs_of_both_orders_as_worked_by_hand(order: str) -> None:
     torch.testing.assert_close(outputs, torch.tensor(OUTPUTS[order], dtype=torch.float64), atol=SIX_DECIMALS, rtol=0)
 
 
-def test_negative_scores_are_normalised_as_worked_by_hand() -> None:
-    got = normalise(torch.tensor([-2.0, 0.5, 1.0, 3.0]), torch.ones(4, dtype=torch.bool))
-    torch.testing.assert_close(got, torch.tensor([0.000475, 0.238118, 0.285646, 0.475760]), atol=SIX_DECIMALS, rtol=0)
-
-
 @pytest.mark.parametrize(
     ("how", "expected"), [("sum", (0.1, 0.3, 0.6)), ("minmax_sum", (0.000713, 0.285816, 0.713471))]
 )
@@ -165,22 +160,6 @@ def test_scores_are_the_changes_of_the_output(tokens: int, seed: int, base: str,
     assert bool((wrong <= 30 * torch.finfo(dtype).eps * values.abs().max() / (1 - alpha)).all())
 
 
-@pytest.mark.parametrize("base", ["tova", "h2o", "snapkv"])
-@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-def test_among_many_tokens_scores_are_the_changes_to_full_precision(base: str, dtype: torch.dtype, rtol: float) -> None:
-    fields: dict[str, Any] = {"window": 8, "kernel": 1} if base == "snapkv" else {}
-    queries, keys, values = drawn(64, seed=3, dtype=dtype)
-    queries = queries / 4  # no weight near 1
-    with rankings() as seen:
-        Crafted(make_policy(f"caote_{base}", 32, block=128, **fields)).call(queries, keys, values)
-    logits = (queries.double() @ keys.double().mT)[0, 0]
-    rows = logits.masked_fill(torch.ones(64, 64).triu(1).bool(), -torch.inf).softmax(-1)
-    scores = {"tova": rows[-1], "h2o": rows.sum(0), "snapkv": rows[-8:].sum(0)}[base]
-    expected = change_of_output(scores / scores.sum(), values[0, 0].double())
-    got = torch.tensor(seen[-1].scores(), dtype=torch.float64)
-    torch.testing.assert_close(got, expected, rtol=rtol, atol=0)
-
-
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("seed", range(5))
 def test_evicting_first_changes_the_output_by_exactly_the_score_of_the_evicted(group: int, seed: int) -> None:
@@ -219,16 +198,6 @@ def test_scores_move_with_the_values_and_only_their_differences_count(wrapper: C
     torch.testing.assert_close(errors(wrapper, alpha, -3 * values), 3 * plain)
     torch.testing.assert_close(errors(wrapper, alpha[order], values[order]), plain[order])
     torch.testing.assert_close(errors(wrapper, alpha, torch.full_like(values, 2.0)), 0 * plain, atol=1e-12, rtol=0)
-
-
-def test_equal_values_leave_the_decision_to_the_base_score_and_then_to_the_position() -> None:
-    """All c are 0: the base keeps 1, 3 and of the equal 0, 2, 4 the earliest."""
-    queries, keys, values = (torch.zeros(1, 1, 5, 8, dtype=torch.float64) for _ in range(3))
-    queries[0, 0, 4, :5] = torch.tensor([1.0, 4.0, 1.0, 2.0, 1.0]).log()
-    keys[0, 0, :, :5] = torch.eye(5)
-    layer = Crafted(make_policy("caote_tova", 3))
-    layer.call(queries, keys, values)
-    assert layer.kept() == [(0, 1, 3)]
 
 
 def test_a_weight_that_rounds_to_one_gives_a_finite_score() -> None:

@@ -14,7 +14,6 @@ from task_data import Answer
 
 from kvbench.tasks.hub import HubFile
 from kvbench.tasks.longbench.subsets import EXTENDED, PAPER_SETS, SUBSETS
-from kvbench.tasks.longbench.summary import summary
 from kvbench.tasks.longbench.task import LongBench, LongBenchSuite
 from kvbench.tasks.task import Example, Tokenizer
 
@@ -110,29 +109,6 @@ def test_the_protocol_is_the_published_table() -> None:
     assert len(EXTENDED) == 13
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_prompt_is_the_template_with_the_row_in_its_slots(name: str, folder: Path, words: Tokenizer) -> None:
-    task = LongBench(subset=name, data_dir=str(folder))
-    example = first(task, words)
-    row = longbench_rows.row(name)
-    expected = SUBSETS[name].prompt.replace("{input}", row["input"]).replace("{context}", row["context"])
-    assert example.prompt == expected
-    assert example.references == tuple(row["answers"])
-    assert example.max_new_tokens == PUBLISHED[name][1]
-    assert example.question == PUBLISHED[name][4].format(row["input"])
-    assert example.prompt.endswith(example.question)
-    assert (example.answer_prefix, example.metadata["subset"]) == ("", name)
-    assert (task.chat, task.truncation) == (PUBLISHED[name][3], "middle")
-    assert task.score(row["answers"][0], example) == pytest.approx(1.0)
-
-
-def test_samsum_alone_ends_at_a_newline_token_which_may_not_come_first() -> None:
-    for name in PUBLISHED:
-        task = LongBench(subset=name)
-        assert (task.end_texts, task.min_new_tokens) == ((("\n",), 1) if name == "samsum" else ((), 0))
-        assert task.stop == ()
-
-
 # --- loading ---
 
 
@@ -154,13 +130,6 @@ def test_a_row_of_another_form_is_refused(tmp_path: Path, content: str, sentence
     (tmp_path / "qasper.jsonl").write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=sentence):
         first(LongBench(subset="qasper", data_dir=str(tmp_path)), words)
-
-
-def test_a_folder_without_the_file_says_what_to_put_there(tmp_path: Path, words: Tokenizer) -> None:
-    archive = HubFile("owner/name", "abc", "data.zip")
-    url = "https://huggingface.co/datasets/owner/name/resolve/abc/data.zip"
-    with pytest.raises(ValueError, match=rf"has no lcc\.jsonl or data/lcc\.jsonl or data\.zip: download {url}"):
-        first(LongBench(subset="lcc", data_dir=str(tmp_path), archive=archive), words)
 
 
 def test_without_network_one_sentence_says_what_to_download(monkeypatch: pytest.MonkeyPatch, words: Tokenizer) -> None:
@@ -204,18 +173,6 @@ def test_a_suite_asks_and_scores_each_subset_by_its_own_protocol(folder: Path, w
 
 def answers(subset: str, scores: list[float], **more: object) -> list[Answer]:
     return [Answer(score, {"benchmark": "longbench", "subset": subset, "words": 1, **more}) for score in scores]
-
-
-def test_sums_are_means_of_rounded_subset_means_and_not_of_examples() -> None:
-    got = summary([*answers("qasper", [1.0, 0.0, 0.0]), *answers("hotpotqa", [1.0]), *answers("musique", [0.5])])
-    assert got == {
-        "subset=qasper": 33.33,
-        "subset=hotpotqa": 100.0,
-        "subset=musique": 50.0,
-        "category=single-document QA": 33.33,
-        "category=multi-document QA": 75.0,
-        "average": pytest.approx((33.33 + 100 + 50) / 3, abs=1e-9),
-    }
 
 
 # --- the real samples, where they are at hand ---

@@ -28,8 +28,3 @@ def test_the_authors_leave_empty_outputs_out_and_print_percent() -> None:
     assert found["score"] == pytest.approx(2 / 3)
     assert found["scores"] == {"overall": 66.7, "easy": 50.0, "hard": 100.0, "short": 100.0, "long": 50.0}
     assert score_predictions({**CORPUS, "prediction": [""] * 4})["score"] is None
-
-
-def test_kvpress_counts_empty_outputs() -> None:
-    means = score_predictions(CORPUS, "kvpress")["scores"]
-    assert means == {"easy": 0.5, "hard": 0.5, "short": 1.0, "long": pytest.approx(1 / 3), "average": 0.5}

@@ -46,20 +46,6 @@ def test_what_stands_before_the_end_of_thinking_is_not_scored(folder: Path, toke
 
 
 @pytest.mark.parametrize(
-    ("field", "sentence"),
-    [
-        ({"chat_template_args": 3}, "chat_template_args must be fields, such as {enable_thinking: false}, got 3"),
-        ({"think_end": ""}, "think_end must be a text, such as </think>, or null"),
-        ({"protocol": "authors"}, "protocol must be sound or kvpress, got 'authors'"),
-    ],
-)
-def test_a_wrong_field_is_one_sentence(field: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the sentence is looked at below
-        build("math500", **field)
-    assert sentence in str(raised.value)
-
-
-@pytest.mark.parametrize(
     ("name", "rows", "right", "most"),
     [
         ("aime24", {"ID": "a", "Problem": "2 + 2?", "Solution": "", "Answer": "4"}, r"So \boxed{4}.", 32768),

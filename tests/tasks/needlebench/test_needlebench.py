@@ -48,19 +48,6 @@ def test_the_grids_are_the_released_ones() -> None:
     assert {V1[size].buffer(kind, "zh") for size in V1 for kind in KINDS} == {200}
 
 
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"size": "2k"}, "size must be 4k, 8k or 32k, got '2k'"),
-        ({"languages": ["en", "en"]}, "languages=.* must be a list of different names"),
-        ({"cells": 0}, "cells must be a whole number of at least 1, got 0"),
-    ],
-)
-def test_a_wrong_field_is_refused_with_its_name_and_value(fields: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        replace(TASK, **fields)
-
-
 # --- prompts ---
 
 
@@ -167,8 +154,3 @@ def test_a_file_of_another_form_is_refused(tmp_path: Path, name: str, content: s
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=sentence):
         examples(tmp_path, cells=1, repeats=1, languages=["en"])
-
-
-def test_needles_before_a_spaced_one_are_counted_twice_as_officially() -> None:
-    # places 0 and 0 + 2 + 1 = 3; then the second shifts by 2 again: five tokens stand before it, not three
-    assert build.place_spaced(list(range(1, 11)), [[-8, -8], [-9]], 0, 10) == [-8, -8, 1, 2, 3, -9, *range(4, 11)]

@@ -65,14 +65,6 @@ def test_prompts_hold_the_gold_documents_once_and_fill_the_length(
         assert len(gold) == (1 if task is SQUAD else 10)
 
 
-def test_squad_asks_answerable_questions_in_file_order_with_all_answers(folder: str, words: Tokenizer) -> None:
-    found = list(replace(SQUAD, data_dir=folder, length=1500).examples(words, 0, 7))
-    expected = [(f"Num{i // 5}x{i % 5}", f"village of Num{i // 5}x{i % 5}") for i in range(7)]
-    assert [example.references for example in found] == expected
-    assert all("Why?" not in example.prompt for example in found)
-    assert all(f"Article 0 paragraph {p} " in found[0].prompt for p in range(5)), "the same article comes first"
-
-
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [

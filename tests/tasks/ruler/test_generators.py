@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -28,19 +27,6 @@ NAMES = [task.name for task in ALL]
 
 def used(example: Example, tokenizer: Tokenizer) -> int:
     return len(tokenizer.encode(example.prompt + example.answer_prefix)) + example.max_new_tokens
-
-
-@pytest.mark.parametrize("task", ALL, ids=NAMES)
-@pytest.mark.parametrize("length", [1024, 2048, 4096, 8192])
-def test_no_prompt_is_longer_than_asked_and_most_fill_nine_tenths(
-    task: RulerTask, length: int, pieces: Tokenizer
-) -> None:
-    examples = list(replace(task, length=length, template_tokens=11).examples(pieces, 42, 8))
-    lengths = [used(example, pieces) for example in examples]
-    assert [example.metadata["used"] for example in examples] == lengths
-    assert max(lengths) <= length - 11
-    # A prompt that came out too long gives up a whole step, as in the official scripts: hence "most".
-    assert sum(tokens > 0.9 * (length - 11) for tokens in lengths) >= (4 if task is not UUIDS else 1)
 
 
 @pytest.mark.parametrize("task", ALL, ids=NAMES)
@@ -104,16 +90,6 @@ def test_the_ten_common_words_are_the_references(length: int, common: int, other
         assert len(example.references) == 10
 
 
-def test_the_words_of_rank_two_to_four_are_the_references(words: Tokenizer) -> None:
-    for example in replace(FWE, length=4096).examples(words, 7, 4):
-        text = example.prompt.split("coded words. ")[1].split("\nQuestion")[0]
-        ranked = Counter(text.split()).most_common(4)
-        assert [word for word, _ in ranked] == ["...", *example.references]
-        total = ranked[0][1]
-        # Counts fall as 1 / rank**2; each is rounded down.
-        assert all(abs(count - total / rank**2) <= 1 for rank, (_, count) in enumerate(ranked, start=1))
-
-
 @pytest.mark.parametrize("task", [UUIDS, VT, FWE], ids=lambda task: task.name)
 @pytest.mark.parametrize("length", [20, 240])
 def test_a_length_that_nothing_fits_is_refused_instead_of_searched_for_ever(
@@ -136,17 +112,3 @@ def test_a_number_cut_by_a_tab_is_a_miss_and_one_inside_a_longer_number_a_hit(wo
     number = example.references[0]
     assert SINGLE.score(f"{number[:3]}\t{number[3:]}", example) == 0.0
     assert SINGLE.score(f" x{number}9", example) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("task", "fields", "sentence"),
-    [
-        (SINGLE, {"haystack": "book"}, "haystack must be noise, needle or essay, got 'book'"),
-        (SINGLE, {"keys": 26}, "make more needles than the 25 lines"),
-        (VT, {"hops": 10}, "hops=10 is too long for vt, at most 9"),
-        (CWE, {"common": 11}, "common=11 is too large"),
-    ],
-)
-def test_a_wrong_field_is_refused_with_its_name_and_value(task: RulerTask, fields: Any, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        replace(task, **fields)

@@ -40,13 +40,6 @@ def test_the_answer_prefix_is_split_off_where_it_is_inside_the_input(tmp_path: P
     assert (old.max_new_tokens, old.references) == (128, ("12",))
 
 
-def test_a_wrong_field_is_refused_with_its_name_and_value(tmp_path: Path, words: Tokenizer) -> None:
-    with pytest.raises(ValueError, match=r"task must be niah_single_1, .*, got 'niah'"):
-        RulerFile(task="niah")
-    with pytest.raises(ValueError, match="path=null is not allowed for ruler_file"):
-        list(RulerFile().examples(words, 0))
-
-
 def test_real_lines_are_read_and_their_answers_score(words: Tokenizer) -> None:
     if not REAL.is_file():
         pytest.skip(f"the sample of real prompts is not at {REAL}")

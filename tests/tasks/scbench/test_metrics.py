@@ -23,22 +23,6 @@ def test_a_wrong_letter_in_parentheses_scores_1_but_not_in_the_sound_score() -> 
     assert score_predictions(line) == {"score": 1.0, "score_sound": 0.0}
 
 
-def test_a_right_chinese_answer_scores_less_than_one_of_its_characters() -> None:
-    line = {"task": "scbench_qa_chn", "references": "银杏湖公园"}
-    assert score_predictions({**line, "prediction": "银"}) == {"score": 1.0, "score_sound": pytest.approx(1 / 3)}
-    assert score_predictions({**line, "prediction": "银杏湖公园"}) == {
-        "score": pytest.approx(1 / 3),
-        "score_sound": 1.0,
-    }
-
-
-def test_turns_are_columns_and_scdq_has_one() -> None:
-    rows = [row("it is 7", "7"), row("8", "7", turn=1), row("7", "7", turn=1)]
-    line = {"task": "scbench_kv", "mode": "multi_turn", "rows": rows}
-    assert score_predictions(line) == {"score": [100.0, 50.0], "columns": ["turn 0", "turn 1"]}
-    assert score_predictions({**line, "mode": "scdq"}) == {"score": [66.667], "columns": ["all turns"]}
-
-
 def test_the_values_of_repoqa_and_kv_in_scdq_are_always_0_but_in_the_sound_score() -> None:
     code = {"task": "scbench_repoqa", "lang": "python", "repo": "a/b", "func_name": "f"}
     rows = [row("def f(x): return x + 1", "def f(x): return x + 1", **code), row("7", "7", task="scbench_kv")]

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 from shared_context_files import ROWS, write
-from task_data import CONF, build
+from task_data import build
 
-from kvbench.tasks.long_sets import subsets
 from kvbench.tasks.scbench.summary import summary
-from kvbench.tasks.scbench.task import SCBench
 from kvbench.tasks.task import Example, Task, Tokenizer
 
 
@@ -23,12 +21,6 @@ def asked(tokenizer: Tokenizer, name: str, folder: Path, *overrides: str) -> tup
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("scbench"))
-
-
-def test_every_task_of_scbench_is_a_preset() -> None:
-    found = {path.stem for path in (CONF / "task" / "scbench").glob("*.yaml")}
-    assert found == set(subsets("scbench")) == set(ROWS)
-    assert len(found) == 12
 
 
 @pytest.mark.parametrize("mode", ["multi_turn", "scdq"])
@@ -95,11 +87,6 @@ def test_limits_and_beginnings_are_the_authors(pieces: Tokenizer, folder: Path) 
     assert later.message.endswith("The the correct answer is")
 
 
-def test_another_function_of_the_repository_scores_0(pieces: Tokenizer, folder: Path) -> None:
-    task, (spin, mend) = asked(pieces, "repoqa", folder)
-    assert task.score(mend.references[0], spin) == 0.0
-
-
 def answered(task: Task, example: Example, output: str) -> Any:
     class Given:
         references, metadata = example.references, example.metadata
@@ -135,8 +122,3 @@ def test_data_that_is_missing_or_of_another_form_is_one_sentence(
         (tmp_path / "scbench_kv.jsonl").write_text(row + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match=sentence):
         asked(pieces, "kv", tmp_path)
-
-
-def test_a_history_goes_with_a_conversation_only() -> None:
-    with pytest.raises(ValueError, match="history=own has no effect with mode=scdq"):
-        SCBench(subset="kv", hub="microsoft/SCBench", revision="main", mode="scdq", history="own")

@@ -1,4 +1,8 @@
-"""Laws that hold for every preset: a new file in conf/policy/ is tested here by being there."""
+"""Laws of every policy: a new file in conf/policy/ is tested here by being there.
+
+After every call the budget holds to the token, positions are valid and all bytes are counted; a budget that nobody
+exceeds gives the full cache; a sequence of a padded batch and a prompt in several calls keep what they keep otherwise.
+"""
 
 import json
 import random
@@ -14,7 +18,7 @@ from kv_crafted import Crafted, drawn
 from kv_models import prompt, tiny
 from kv_oracle import Kept
 from kv_presets import evicting, kinds
-from kv_runs import QUESTION, Run, kept_now, run_greedy
+from kv_runs import QUESTION, Run, bytes_held, kept_now, noting, run_greedy
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -26,33 +30,56 @@ from kvbench.policies.stores.ragged import Ragged
 LAYERS, QUERY_HEADS, KV_HEADS = 2, 4, 2
 LENGTH, BUDGET, NEW = 56, 40, 4
 IDS = prompt(LENGTH)
+COMPOSED: dict[str, dict[str, Any]] = {
+    "ada_compactor": {},
+    "ada_critical_lagkv": {},
+    "ada_expected_attention": {},
+    "caote_cake": {},
+    "caote_expected_attention": {},
+    "caote_keydiff": {},
+    "chunkkv_ada_snapkv": {"heads": "own", "every": 2, "decode": "evict"},
+    "chunkkv_caote_h2o": {},
+    "critical_expected_attention": {},
+    "critical_h2o": {},
+    "critical_leverage": {},
+    "p2a_snapkv": {"window": 8},
+}
+"""Wrappers before scorers that ask for the model's layer, remember or select chunks, and fields that are no preset."""
+EVERY_KIND = [*kinds(), *COMPOSED]
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Policy]:
-    """A preset by name; HeadKV gets the importance file it asks for."""
+    """A policy by name; HeadKV gets the importance file it asks for."""
     file = tmp_path_factory.mktemp("headkv") / "importance.json"
     file.write_text(json.dumps({f"{i}-{h}": [1.0 + i + h] for i in range(LAYERS) for h in range(QUERY_HEADS)}))
 
     def build(slug: str, budget: int = BUDGET) -> Policy:
         extra: dict[str, Any] = {"importance": str(file)} if slug.startswith("headkv") else {}
-        return make_policy(slug, budget, **extra)
+        return make_policy(slug, budget, **COMPOSED.get(slug, {}), **extra)
 
     return build
 
 
 @cache
-def model() -> PreTrainedModel:
-    return tiny(kv_heads=KV_HEADS)
+def model(kv_heads: int = KV_HEADS) -> PreTrainedModel:
+    return tiny(kv_heads=kv_heads)
 
 
 def tokens_held(kept: Kept) -> int:
     return sum(len(head) for layer in kept for head in layer)
 
 
-def assert_sound(run: Run, policy: Policy, length: int) -> None:
-    """After every call: no token twice, none unseen, and in all exactly what was promised."""
-    slots = LAYERS * KV_HEADS
+def assert_sound(policy: Policy, length: int, kv_heads: int = KV_HEADS) -> None:
+    """After every call: no token twice, none unseen, exactly what was promised, and every byte counted."""
+
+    def note(held: KVCache) -> None:
+        beside = bytes_held(held.layers) - held.nbytes  # the ragged store counts no numbers of free slots
+        assert length == 1 or 0 <= beside <= 16 * LAYERS * kv_heads
+
+    with noting(model(kv_heads), note):
+        run = run_greedy(model(kv_heads), [prompt(length)], policy, NEW)
+    slots = LAYERS * kv_heads
     schedule, each = policy.schedule, min(BUDGET, length)
     for call, kept in enumerate(run.of_row(0)):
         seen = length + call
@@ -64,20 +91,24 @@ def assert_sound(run: Run, policy: Policy, length: int) -> None:
             each = BUDGET
 
 
-@pytest.mark.parametrize("slug", evicting())
-def test_the_budget_holds_to_the_token_after_every_call(built: Callable[..., Policy], slug: str) -> None:
-    policy = built(slug)
-    assert_sound(run_greedy(model(), [IDS], policy, NEW), policy, LENGTH)
+@pytest.mark.parametrize("slug", [*evicting(), *COMPOSED])
+def test_the_budget_holds_and_bytes_are_counted_after_every_call(built: Callable[..., Policy], slug: str) -> None:
+    assert_sound(built(slug), LENGTH)
 
 
 @pytest.mark.parametrize("length", [1, BUDGET - 1, BUDGET, BUDGET + 1])
 @pytest.mark.parametrize("slug", kinds())
 def test_the_budget_holds_around_a_prompt_as_long_as_it(built: Callable[..., Policy], slug: str, length: int) -> None:
-    policy = built(slug)
-    assert_sound(run_greedy(model(), [prompt(length)], policy, NEW), policy, length)
+    assert_sound(built(slug), length)
 
 
-@pytest.mark.parametrize("slug", kinds())
+@pytest.mark.parametrize("kv_heads", [1, QUERY_HEADS])
+@pytest.mark.parametrize("slug", EVERY_KIND)
+def test_the_budget_holds_whatever_share_a_kv_head(built: Callable[..., Policy], slug: str, kv_heads: int) -> None:
+    assert_sound(built(slug), LENGTH, kv_heads)
+
+
+@pytest.mark.parametrize("slug", EVERY_KIND)
 def test_a_budget_nobody_exceeds_is_the_full_cache(built: Callable[..., Policy], slug: str) -> None:
     policy = built(slug, LENGTH + NEW)
     assert isinstance(policy.store, Dense | Ragged)
@@ -86,22 +117,54 @@ def test_a_budget_nobody_exceeds_is_the_full_cache(built: Callable[..., Policy],
     assert run.kept == full.kept
 
 
-@pytest.mark.parametrize("slug", kinds())
-def test_rows_of_a_padded_batch_keep_what_they_keep_alone(built: Callable[..., Policy], slug: str) -> None:
-    policy, short = built(slug), prompt(LENGTH - 9, seed=1)
-    batch = run_greedy(model(), [IDS, short], policy, NEW)
-    for row, ids in enumerate((IDS, short)):
+def assert_rows_alone(policy: Policy, lengths: Sequence[int]) -> None:
+    prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
+    batch = run_greedy(model(), prompts, policy, NEW)
+    for row, ids in enumerate(prompts):
         alone = run_greedy(model(), [ids], policy, NEW)
         assert batch.of_row(row)[-NEW:] == alone.of_row(0)[-NEW:]
         assert batch.tokens[row] == alone.tokens[0]
+        assert_same_contents(batch, row, alone)
+
+
+def assert_same_contents(batch: Run, row: int, alone: Run) -> None:
+    """Keys and values by position; merging changes them."""
+    for mine, its in zip(batch.cache.layers, alone.cache.layers, strict=True):
+        slots = mine.positions[row].shape[-1]
+        order, other = mine.positions[row].argsort(-1), its.positions[0].argsort(-1)
+        for name in ("keys", "values"):
+            x = getattr(mine, name)[row].gather(1, order[..., None].expand(-1, -1, getattr(mine, name).shape[-1]))
+            y = getattr(its, name)[0].gather(1, other[..., None].expand(-1, -1, getattr(its, name).shape[-1]))
+            held, same = mine.positions[row].gather(1, order) >= 0, its.positions[0].gather(1, other) >= 0
+            torch.testing.assert_close(x[held], y[same], rtol=1e-8, atol=1e-8, msg=f"{slots} slots: {name}")
+
+
+@pytest.mark.parametrize("slug", EVERY_KIND)
+def test_a_sequence_of_a_padded_batch_is_what_it_is_alone(built: Callable[..., Policy], slug: str) -> None:
+    assert_rows_alone(built(slug), (LENGTH, LENGTH - 9))
 
 
 @pytest.mark.slow("runs every preset")
 @pytest.mark.parametrize("slug", [slug for slug in evicting() if slug not in kinds()])
-def test_rows_of_a_padded_batch_keep_what_they_keep_alone_whatever_the_numbers(
+def test_a_sequence_of_a_padded_batch_is_what_it_is_alone_in_every_preset(
     built: Callable[..., Policy], slug: str
 ) -> None:
-    test_rows_of_a_padded_batch_keep_what_they_keep_alone(built, slug)
+    assert_rows_alone(built(slug), (LENGTH, LENGTH - 9))
+
+
+@pytest.mark.parametrize(
+    ("slug", "fields"),
+    [
+        *((slug, {"late": True, "decode": "evict"}) for slug in ("h2o", "d2o", "snapkv")),
+        ("cam", {"store": {"_target_": "kvbench.policies.stores.ragged.Ragged"}}),
+        ("d2o", {"tau_scope": "layer", "similarity": "separate"}),
+        ("cake", {"cascading": False}),
+        ("kvec", {"decode": "evict", "window": 2, "extended": 4}),
+    ],
+    ids=str,
+)
+def test_so_it_is_with_fields_of_other_values(slug: str, fields: dict[str, Any]) -> None:
+    assert_rows_alone(make_policy(slug, BUDGET, **fields), (LENGTH, BUDGET + 1, BUDGET - 7))
 
 
 def in_calls(policy: Policy, sizes: Sequence[int]) -> tuple[list[Kept], Tensor]:
@@ -151,6 +214,7 @@ def test_how_a_prompt_is_cut_into_calls_changes_nothing_whatever_the_numbers(
         ("streamingllm", {}, 4, 12 - 4),
         ("streamingllm", {"sinks": 2}, 2, 12 - 2),
         ("local_window", {}, 0, 12),
+        ("cam", {}, 6, 6),
         ("h2o", {}, 0, 6),
         ("h2o", {"recent": 3}, 0, 3),
         ("snapkv", {"window": 5, "decode": "evict"}, 0, 5),

@@ -1,0 +1,365 @@
+"""Stores of serving engines: every key and value coded by itself, in 8 or 4 bits, as vLLM and TensorRT-LLM do.
+
+Shapes: B batch, H KV heads, r query rows per KV head, N tokens, D head dim.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import ConfigError
+from kvbench.kernels.references import widen
+from kvbench.policies.checks import choice, number, whole_number
+from kvbench.policies.constants import at_hand
+from kvbench.policies.stores.codes import Codes
+from kvbench.policies.stores.column import Column
+from kvbench.policies.stores.quantised import ColumnStore, QuantisedLayerStore, value_group
+from kvbench.policies.stores.slot_store import SlotStore
+from kvbench.policies.stores.slots import GROWTH
+
+FP8_MAX = 448.0  # the largest number of e4m3
+E2M1_MAX = 6.0
+SMALLEST_SCALE = 1e-6
+SIGN_SEED = 0x9E3779B9
+ZERO_BITS = 15  # the four lowest bits of an int4 scale hold its zero point
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """Float32 numbers as bytes of e4m3, uint8: to the nearest, ties to even, saturating at 448."""
+    return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def from_e4m3(codes: Tensor) -> Tensor:
+    """Bytes of e4m3 as float32."""
+    return codes.view(torch.float8_e4m3fn).float()
+
+
+def to_e2m1(x: Tensor) -> Tensor:
+    """Float32 numbers as codes of e2m1, uint8 0 to 15 with the sign in bit 3: to the nearest, ties to the even code."""
+    bounds, _ = _e2m1_tables(x.device)
+    return torch.bucketize(x.abs(), bounds).to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def from_e2m1(codes: Tensor) -> Tensor:
+    """Codes of e2m1 as float32."""
+    return _e2m1_tables(codes.device)[1][codes.int()]
+
+
+@lru_cache
+def _e2m1_tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The bounds between magnitudes, and the 16 numbers. A tie above an odd code belongs to the next, even one."""
+    with torch.inference_mode(False):  # else they could not be used outside of inference mode
+        magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, E2M1_MAX])
+        bounds = (magnitudes[1:] + magnitudes[:-1]) / 2
+        bounds[1::2] = torch.nextafter(bounds[1::2], torch.tensor(0.0))
+        return bounds.to(device), torch.cat([magnitudes, -magnitudes]).to(device)
+
+
+def nibbles(codes: Tensor) -> Tensor:
+    """Codes [...,D] below 16 as bytes [...,D/2], the even channel in the low four bits."""
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
+
+
+def from_nibbles(packed: Tensor) -> Tensor:
+    """The codes of `nibbles`: bytes [...,D/2] -> uint8 [...,D]."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+
+@lru_cache(maxsize=64)
+def hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random signs times the orthonormal Hadamard matrix: [D,D], D a power of two."""
+    with torch.inference_mode(False):
+        matrix = torch.ones(1, 1, dtype=torch.float64)
+        while len(matrix) < dim:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        draws = torch.Generator().manual_seed(SIGN_SEED)
+        signs = 2 * torch.bernoulli(torch.full((dim,), 0.5), generator=draws).double() - 1
+        return (signs[:, None] * matrix / dim**0.5).to(device, dtype)
+
+
+def half_away(x: Tensor) -> Tensor:
+    """Round to the nearest whole number, halves away from zero."""
+    whole = x.trunc()
+    return whole + ((x - whole).abs() >= 0.5) * x.sign()
+
+
+class PerTokenStore(ColumnStore, ABC):
+    """A store of codes per token and KV head; a prompt is exact until it is in and evicted, a later token for one step.
+
+    vLLM writes tokens before it attends, so that even a prompt's own queries read codes; here they read the model's.
+    Codes are dequantised to float32 before attention: no kernel's 8-bit arithmetic is emulated.
+    """
+
+    @abstractmethod
+    def encode(self, x: Tensor, scale: float) -> dict[str, Tensor]:
+        """Vectors x [B,H,n,D] float32 as tensors [B,H,n,...] by name; `codes` are the codes, all others scales."""
+
+    @abstractmethod
+    def decode(self, held: dict[str, Tensor], scale: float) -> Tensor:
+        """The vectors of `encode`: float32 [B,H,n,D]."""
+
+    def scales(self) -> tuple[float, float] | None:
+        """The scales of a layer's keys and values, 4 bytes each; None where there are none."""
+        return None
+
+    def rotation(self, like: Tensor) -> Tensor | None:
+        """The orthonormal matrix [D,D] that vectors are multiplied by before they are coded."""
+        return None
+
+    def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
+        scales = self.scales()
+        runs = (TokenRun(self, None if scales is None else scales[side], values.device) for side in range(2))
+        return PerTokenLayerStore(self, dense, *map(Column, runs))
+
+
+class PerTokenLayerStore(QuantisedLayerStore):
+    """A layer whose tokens are coded once the step that brought them is over."""
+
+    def flush(self, prompt: bool) -> None:
+        for column in self._columns:
+            column.quantise(column.tail.counts_held)
+
+
+class TokenRun(Codes):
+    """Vectors in the codes of a store, which holds them in the queue by name; scale [1] float32, if it has one."""
+
+    def __init__(self, store: PerTokenStore, scale: float | None, device: torch.device) -> None:
+        super().__init__(GROWTH)
+        self.store, self.factor = store, 1.0 if scale is None else scale
+        self.scale = None if scale is None else torch.full((1,), scale, device=device, dtype=torch.float32)
+        self._names: tuple[str, ...] = ()
+
+    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
+        check_finite(x)
+        x = x.float()
+        rotation = self.store.rotation(x)
+        new = self.store.encode(x if rotation is None else x @ rotation, self.factor)
+        self._names = tuple(new)
+        self.queue.append({name: part.contiguous() for name, part in new.items()}, counts)
+
+    def sizes(self) -> dict[str, int]:
+        own = 0 if self.scale is None else self.scale.nbytes
+        scales = sum(self.queue.nbytes(name) for name in self._names if name != "codes")
+        codes, lengths = self.queue.nbytes("codes"), self.queue.lengths_nbytes
+        return {"codes": codes, "scales and minima": scales + own, "positions": lengths}
+
+    @property
+    def nbytes(self) -> int:
+        return self.queue.nbytes() + (0 if self.scale is None else self.scale.nbytes)
+
+    def _vectors(self, first: int, last: int) -> Tensor:
+        """Tokens as they were coded, after the rotation: [B,H,n,D] float32."""
+        held = {name: self.queue.view(name)[:, :, first:last] for name in self._names}
+        return self.store.decode(held, self.factor)
+
+    def dequantised(self) -> Tensor:
+        x = self._vectors(0, self.queue.most)
+        rotation = self.store.rotation(x)
+        return x if rotation is None else x @ rotation.T
+
+    def logits(self, queries: Tensor) -> Tensor:
+        rotation = self.store.rotation(queries)
+        rotated = queries if rotation is None else queries @ rotation
+        parts = [rotated @ self._vectors(*block).to(rotated.dtype).mT for block in self._pieces()]
+        return torch.cat(parts, dim=-1)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        parts = [weights[..., slice(*block)] @ self._vectors(*block).to(weights.dtype) for block in self._pieces()]
+        out = torch.stack(parts).sum(0)
+        rotation = self.store.rotation(out)
+        return out if rotation is None else out @ rotation.T
+
+    def _pieces(self) -> list[tuple[int, int]]:
+        codes = self.queue.view("codes")
+        return list(self._blocks(codes.shape[0] * codes.shape[1] * codes.shape[3] * 2))
+
+
+def check_finite(x: Tensor) -> None:
+    """ValueError for NaN and infinity; not on a GPU while decoding, which would synchronise for every token."""
+    if x.is_meta or (x.shape[2] == 1 and not at_hand(x)) or bool(x.isfinite().all()):
+        return
+    raise ValueError("keys or values contain NaN or infinity")
+
+
+@dataclass(frozen=True)
+class LayerScaled(PerTokenStore):
+    """key_scales, value_scales: one number for each layer, as calibrated for a model; none: 1."""
+
+    key_scales: Sequence[float] = ()
+    value_scales: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("key_scales", "value_scales"):
+            for scale in getattr(self, name):
+                number(name, scale, 1e-30, 1e30)
+
+    def check_layers(self, layers: int) -> None:
+        for name in ("key_scales", "value_scales"):
+            given = getattr(self, name)
+            if given and len(given) != layers:
+                raise ConfigError(name, given, why=f"must be empty or hold {layers} numbers, one for each layer")
+
+    def for_layer(self, index: int) -> Self:
+        own = (tuple(given[index : index + 1]) for given in (self.key_scales, self.value_scales))
+        return replace(self, **dict(zip(("key_scales", "value_scales"), own, strict=True)))
+
+    def scales(self) -> tuple[float, float]:
+        return (*self.key_scales, 1.0)[0], (*self.value_scales, 1.0)[0]
+
+
+@dataclass(frozen=True)
+class Fp8(LayerScaled):
+    """Every number in 8 bits, e4m3, with one scale for the keys and one for the values of a layer: 2D bytes per token.
+
+        hat(x) = s e4m3(x / s), to the nearest, ties to even, saturating at 448
+
+    key_scales, value_scales: s of each layer, the largest number over some texts / 448; none: 1, vLLM's default.
+    Source: vLLM's kv_cache_dtype=fp8 (vllm/config/cache.py), TensorRT-LLM's KvCacheConfig(dtype="fp8").
+    """
+
+    def encode(self, x: Tensor, scale: float) -> dict[str, Tensor]:
+        return {"codes": to_e4m3(x / scale)}
+
+    def decode(self, held: dict[str, Tensor], scale: float) -> Tensor:
+        return from_e4m3(held["codes"]) * scale
+
+
+@dataclass(frozen=True)
+class Fp8PerTokenHead(PerTokenStore):
+    """Every number in 8 bits, e4m3, with a float32 scale for each key and value: 2D + 8 bytes per token and KV head.
+
+        hat(x) = s e4m3(x / s), s = max(max |x| / 448, 1e-6)
+
+    Source: vLLM's kv_cache_dtype=fp8_per_token_head (triton_quant_kv).
+    """
+
+    def encode(self, x: Tensor, scale: float) -> dict[str, Tensor]:
+        own = (x.abs().amax(-1, keepdim=True) / FP8_MAX).clamp(min=SMALLEST_SCALE)
+        return {"codes": to_e4m3(x * (1 / own)), "scale": own}
+
+    def decode(self, held: dict[str, Tensor], scale: float) -> Tensor:
+        return from_e4m3(held["codes"]) * held["scale"]
+
+
+@dataclass(frozen=True)
+class Int8(PerTokenStore):
+    """Every number in 8 bits with a float32 scale for each key and value: 2D + 8 bytes per token and KV head.
+
+        hat(x) = s "round"(x / s), s = max(max |x| / 127, 1e-6), codes from -128 to 127
+
+    official: truncate towards zero, as the kernel's conversion to int8 does; else to the nearest, ties to even.
+    Source: vLLM's kv_cache_dtype=int8_per_token_head (triton_quant_kv).
+    """
+
+    official: bool = False
+
+    def __post_init__(self) -> None:
+        choice("official", self.official, True, False)
+
+    def encode(self, x: Tensor, scale: float) -> dict[str, Tensor]:
+        own = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=SMALLEST_SCALE)
+        codes = (x * (1 / own)).clamp(-128, 127)
+        return {"codes": (codes.trunc() if self.official else codes.round()).to(torch.int8), "scale": own}
+
+    def decode(self, held: dict[str, Tensor], scale: float) -> Tensor:
+        return held["codes"].float() * held["scale"]
+
+
+@dataclass(frozen=True)
+class Int4(PerTokenStore):
+    """Every number in 4 bits with one scale and zero point for each key and value: D + 8 bytes per token and KV head.
+
+        hat(x) = s (c - z), c = "round"(x / s + z), s = max((max x - min x) / 15, 1e-6), z = "round"(- min x / s)
+
+    c and z are from 0 to 15 and rounded to the nearest, halves away from zero. z replaces the four lowest bits of the
+    float32 scale. A vector whose numbers are all positive, or all negative, saturates.
+
+    rotate: multiply keys, values and queries by random signs and a Hadamard matrix first, so D is a power of two; the
+    output is rotated back. The signs are a constant and not counted.
+    Source: vLLM's kv_cache_dtype=int4_per_token_head (triton_quant_kv).
+    """
+
+    rotate: bool = True
+
+    def __post_init__(self) -> None:
+        choice("rotate", self.rotate, True, False)
+
+    def check_shape(self, heads: int, dim: int) -> None:
+        if dim % 2 or (self.rotate and dim & (dim - 1)):
+            least = "a power of two (or rotate=false)" if self.rotate else "even"
+            raise ValueError(f"int4 needs a head dimension that is {least}, this model has {dim}")
+
+    def rotation(self, like: Tensor) -> Tensor | None:
+        return hadamard(like.shape[-1], widen(like.new_empty(0)).dtype, like.device) if self.rotate else None
+
+    def encode(self, x: Tensor, scale: float) -> dict[str, Tensor]:
+        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+        own = ((high - low) / 15).clamp(min=SMALLEST_SCALE)
+        zero = half_away(-low / own).clamp(0, 15)
+        codes = half_away(x * (1 / own) + zero).clamp(0, 15).to(torch.uint8)
+        held = (own.contiguous().view(torch.int32) & ~ZERO_BITS) | zero.int()
+        return {"codes": nibbles(codes), "scale": held.view(torch.float32)}
+
+    def decode(self, held: dict[str, Tensor], scale: float) -> Tensor:
+        bits = held["scale"].contiguous().view(torch.int32)
+        own, zero = (bits & ~ZERO_BITS).view(torch.float32), bits & ZERO_BITS
+        return (from_nibbles(held["codes"]).float() - zero) * own
+
+
+@dataclass(frozen=True)
+class Nvfp4(LayerScaled):
+    """Every number in 4 bits, e2m1, with an e4m3 scale for 16 channels: 9D/8 bytes per token and KV head.
+
+        hat(x) = e2m1(x / (f s)) f s, f = e4m3(max |x in block| / (6 s))
+
+    e2m1 holds 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign; to the nearest, ties to the even code, saturating. Where f is
+    0, so is the block. A GPU's approximate reciprocals may turn ties.
+
+    group: channels that share a scale, min(group, D) of them. four_over_six: scale each block by its largest number / 4
+    where that has the smaller squared error (vLLM's nvfp4_4over6). key_scales, value_scales: s of each layer, the
+    largest number over some texts / 2688; none: 1.
+    Source: vLLM's kv_cache_dtype=nvfp4 (nvfp4_utils.cuh), TensorRT-LLM's KvCacheConfig(dtype="nvfp4").
+    """
+
+    group: int = 16
+    four_over_six: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole_number("group", self.group, 2)
+        choice("four_over_six", self.four_over_six, True, False)
+
+    def check_shape(self, heads: int, dim: int) -> None:
+        if value_group(self.group, dim) % 2:
+            raise ConfigError("group", self.group, why="is odd, and two codes share a byte")
+
+    def encode(self, x: Tensor, scale: float) -> dict[str, Tensor]:
+        blocks = x.unflatten(-1, (-1, value_group(self.group, x.shape[-1])))
+        most = blocks.abs().amax(-1)
+        factors, codes = self._coded(blocks, most, E2M1_MAX, scale)
+        if self.four_over_six:
+            others, other_codes = self._coded(blocks, most, 4.0, scale)
+            errors = (self._errors(blocks, f, c, scale) for f, c in ((others, other_codes), (factors, codes)))
+            better = torch.lt(*errors)
+            factors, codes = torch.where(better, others, factors), torch.where(better[..., None], other_codes, codes)
+        return {"codes": nibbles(codes.flatten(-2)), "factors": factors}
+
+    def _coded(self, blocks: Tensor, most: Tensor, largest: float, scale: float) -> tuple[Tensor, Tensor]:
+        """Factors [B,H,n,D/16] as bytes of e4m3 and codes [B,H,n,D/16,16]; `largest`: of a block, coded."""
+        factors = to_e4m3(most / (largest * scale))
+        step = (from_e4m3(factors) * scale)[..., None]
+        return factors, to_e2m1((blocks / step.masked_fill(step == 0, 1)).masked_fill(step == 0, 0))
+
+    def _errors(self, blocks: Tensor, factors: Tensor, codes: Tensor, scale: float) -> Tensor:
+        """The squared error of each block, [B,H,n,D/16]."""
+        return (from_e2m1(codes) * (from_e4m3(factors) * scale)[..., None] - blocks).square().sum(-1)
+
+    def decode(self, held: dict[str, Tensor], scale: float) -> Tensor:
+        steps = (from_e4m3(held["factors"].contiguous()) * scale)[..., None]
+        x = from_e2m1(from_nibbles(held["codes"]))
+        return (x.unflatten(-1, (held["factors"].shape[-1], -1)) * steps).flatten(-2)

@@ -1,0 +1,94 @@
+"""Oracle readers: the tokens of the largest attention against plain loops, and the bytes of looking at every key."""
+
+import math
+
+import pytest
+import torch
+from kv_crafted import Crafted, drawn
+from kv_models import prompt, tiny
+from kv_runs import run_greedy
+
+from kvbench import make_policy
+from kvbench.cache.hook import prepare
+from kvbench.cache.read_counts import nbytes_read, tokens_read
+from kvbench.engine.generate import generate_tokens
+from kvbench.identity.labels import reads_by_oracle
+
+LENGTH, NEW = 21, 6
+
+
+def probabilities(queries: list[list[float]], keys: list[list[float]]) -> list[float]:
+    """Of each token, the mean over the query heads of one KV head; the scaling is 1."""
+    rows = []
+    for query in queries:
+        logits = [sum(x * y for x, y in zip(query, key, strict=True)) for key in keys]
+        weights = [math.exp(x - max(logits)) for x in logits]
+        rows.append([weight / sum(weights) for weight in weights])
+    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+
+
+def chosen(mean: list[float], budget: int | None, mass: float) -> list[int]:
+    """The largest `budget` tokens, or the fewest that reach the mass."""
+    order = sorted(range(len(mean)), key=lambda j: -mean[j])
+    if budget is not None:
+        return sorted(order[:budget])
+    count = next(n for n in range(1, len(order) + 1) if sum(mean[j] for j in order[:n]) >= mass)
+    return sorted(order[:count])
+
+
+@pytest.mark.parametrize(("name", "budget"), [("oracle_topk", 5), ("oracle_topp", None)])
+def test_a_decoded_query_attends_to_the_tokens_of_its_largest_attention(name: str, budget: int | None) -> None:
+    queries, keys, values = drawn(LENGTH + NEW, 4, 2)
+    policy = make_policy(name, budget) if budget else make_policy(name, mass=0.8)
+    made = Crafted(policy, 4, 2)
+    made.call(*(x[:, :, :LENGTH] for x in (queries, keys, values)))
+    for new in range(LENGTH, LENGTH + NEW):
+        out = made.call(*(x[:, :, new : new + 1] for x in (queries, keys, values)))
+        for head in range(2):
+            k, v = keys[0, head, : new + 1], values[0, head, : new + 1]
+            group = queries[0, 2 * head : 2 * head + 2, new]
+            read = chosen(probabilities(group.tolist(), k.tolist()), budget, 0.8)
+            expected = (group @ k[read].T).softmax(-1) @ v[read]
+            torch.testing.assert_close(out[0, 2 * head : 2 * head + 2, 0], expected)
+            counted = tokens_read(made.cache.group)
+            assert counted is not None
+            assert counted[0][head] == len(read)
+    made.cache.audit()
+    assert made.cache.kept_tokens().tolist() == [[[LENGTH + NEW] * 2]]
+
+
+def test_all_keys_and_the_chosen_values_are_counted_as_read() -> None:
+    """Float64, 8 numbers a head: a key or a value is 64 bytes, a position 4."""
+    queries, keys, values = drawn(LENGTH + 1, 2, 2)
+    made = Crafted(make_policy("oracle_topk", 5), 2, 2)
+    made.call(*(x[:, :, :LENGTH] for x in (queries, keys, values)))
+    assert made.cache.nbytes == 2 * LENGTH * 132  # no summaries
+    made.call(*(x[:, :, LENGTH:] for x in (queries, keys, values)))
+    assert nbytes_read(made.cache.group) == 2 * ((LENGTH + 1) * 68 + 5 * 64)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["oracle_topk", "oracle_topp"])
+def test_rows_of_a_batch_read_what_they_read_alone(family: str, name: str) -> None:
+    model, prompts = prepare(tiny(family)), [prompt(41), prompt(30, seed=1)]
+    policy = make_policy(name, 12 if name == "oracle_topk" else None)
+    batch = run_greedy(model, prompts, policy, 9)
+    for row, ids in enumerate(prompts):
+        alone = generate_tokens(model, torch.tensor([ids]), policy, max_new_tokens=9)
+        assert batch.tokens[row] == alone.tokens[0]
+    full = [
+        run_greedy(model, prompts, p, 9).tokens for p in (make_policy("oracle_topp", mass=1.0), make_policy("full"))
+    ]
+    assert full[0] == full[1]
+
+
+def test_labels_call_oracles_an_upper_bound() -> None:
+    for reader, expected in ((("a.Quest"), False), ("kvbench.policies.readers.oracle.OracleTopK", True), (None, False)):
+        assert reads_by_oracle({"policy": {"reader": reader and {"class": reader}}}) == expected
+
+
+def test_a_mass_beyond_1_is_refused() -> None:
+    with pytest.raises(ValueError, match="mass"):
+        make_policy("oracle_topp", mass=1.5)
+    with pytest.raises(ValueError, match="oracle_topk needs a budget"):
+        make_policy("oracle_topk")

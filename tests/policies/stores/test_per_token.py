@@ -1,0 +1,159 @@
+"""The stores of serving engines: worked numbers, bytes of the formula, attention from codes, evictions before them."""
+
+import math
+
+import pytest
+import torch
+from kv_models import prompt, tiny
+from kv_runs import bytes_held
+from kv_stores import attended, feed, plain_attention, stream
+
+from kvbench import KVCache, make_policy
+from kvbench.cache.hook import prepare
+from kvbench.engine.generate import generate_tokens
+from kvbench.models.cache_shapes import cache_shape
+from kvbench.policies.stores.per_token import (
+    Fp8,
+    Fp8PerTokenHead,
+    Int4,
+    Int8,
+    Nvfp4,
+    PerTokenStore,
+    from_e2m1,
+    to_e2m1,
+)
+from kvbench.tools.cache_bytes import limit_bits
+
+STORES = [Fp8(), Fp8PerTokenHead(), Int8(), Int4(), Int4(rotate=False), Nvfp4(), Nvfp4(four_over_six=True)]
+NV_IN = [3, -1.5, 0.1, 0.125, 0.375, 0.625, 0.875, 1.25, 1.75, 2.5, 0.3, -0.2, 0, 0.6, 2.2, -2.6]
+NV_OUT = [3, -1.5, 0, 0, 0.5, 0.5, 1, 1, 2, 2, 0.25, -0.25, 0, 0.5, 2, -3]
+FP8_IN = [0.3, -1.7, 17, 19, 1000, 2**-9, 2**-10, 1.5 * 2**-10]
+FP8_OUT = [0.3125, -1.75, 16, 20, 448, 2**-9, 0, 2**-9]
+INT8_IN = [3.96875, -3.96875, 1, 0.05, -0.05, 0.046875, -0.078125, 2]
+INT4_IN = [-1.25, 2.5, 0, 0.1, 0.125, -0.125, 1.3, -0.9]
+
+
+@pytest.mark.parametrize(
+    ("store", "x", "view", "codes"),
+    [
+        (Fp8(), FP8_IN, FP8_OUT, "2abe585a7e010001"),
+        (Fp8(key_scales=[2.0]), [900], [896], "7e"),
+        (
+            Fp8PerTokenHead(),
+            [3.5, -7, 0.1, 1, -2, 0.01, 5, 0],
+            [3.5, -7, 0.1015625, 1, -2, 0.009765625, 5, 0],
+            None,
+        ),
+        (Int8(), INT8_IN, [x / 32 for x in (127, -127, 32, 2, -2, 2, -2, 64)], "7f812002fe02fe40"),
+        (Int8(official=True), INT8_IN, [x / 32 for x in (127, -127, 32, 1, -1, 1, -2, 64)], "7f812001ff01fe40"),
+        (Int4(rotate=False), INT4_IN, [-1.25, 2.5, 0, 0, 0.25, 0, 1.25, -1], "f055561a"),
+        (Nvfp4(), NV_IN, NV_OUT, "d7002244669120f6"),
+        (Nvfp4(key_scales=[1 / 16]), NV_IN, NV_OUT, "d7002244669120f6"),
+        (Nvfp4(), [0.005] * 16, [0] * 16, "00" * 8),
+        (Nvfp4(), [3000] * 16, [2688] * 16, "77" * 8),
+        (Nvfp4(), [0] * 16, [0] * 16, "00" * 8),
+    ],
+    ids=str,
+)
+def test_a_vector_worked_by_hand(store: PerTokenStore, x: list[float], view: list[float], codes: str | None) -> None:
+    keys = torch.tensor(x, dtype=torch.float32).view(1, 1, 1, -1)
+    held = feed(store, keys, keys)
+    assert held.keys.flatten().tolist() == view
+    if codes is not None:
+        assert bytes(held._columns[0].runs[0].queue.view("codes").flatten().view(torch.uint8).tolist()).hex() == codes
+
+
+def test_the_zero_point_of_int4_is_hidden_in_its_scale() -> None:
+    keys = torch.tensor(INT4_IN).view(1, 1, 1, -1)
+    scale = feed(Int4(rotate=False), keys, keys)._columns[0].runs[0].queue.view("scale")
+    assert int(scale.view(torch.int32)) == 0x3E800005
+
+
+def test_e2m1_rounds_to_the_nearest_of_its_numbers_and_ties_to_the_even_code() -> None:
+    numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    x = torch.linspace(0, 8, 4001)
+    for value, code in zip(x.tolist(), to_e2m1(x).tolist(), strict=True):
+        best = min(abs(value - number) for number in numbers)
+        near = [c for c, number in enumerate(numbers) if abs(value - number) == best]
+        assert code in near
+        assert len(near) == 1 or code % 2 == 0
+    assert from_e2m1(torch.arange(16, dtype=torch.uint8)).tolist() == [*numbers, *(-number for number in numbers)]
+
+
+def test_four_over_six_never_has_the_larger_error_and_sometimes_the_smaller() -> None:
+    keys, _ = stream(200, dim=16)
+    plain, chosen = ((feed(Nvfp4(four_over_six=on), keys, keys).keys - keys).square().sum(-1) for on in (False, True))
+    assert bool((chosen <= plain + 1e-6).all())
+    assert float(chosen.sum()) < float(plain.sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "number_bytes", "per_layer"),
+    [("fp8", 256, 8), ("fp8_per_token_head", 264, 0), ("int8", 264, 0), ("int4", 136, 0), ("nvfp4", 144, 8)],
+)
+def test_bytes_are_those_of_the_formula(name: str, number_bytes: int, per_layer: int) -> None:
+    store = make_policy(name).store
+    whole, grown = (
+        feed(store, *stream(50, heads=3, dim=128, dtype=torch.bfloat16), splits) for splits in (None, [30] + [1] * 20)
+    )
+    assert whole.nbytes == sum(whole.parts().values()) == bytes_held(whole) == 50 * 3 * number_bytes + per_layer
+    assert grown.nbytes - grown.spare_nbytes == whole.nbytes
+    assert limit_bits(make_policy(name), cache_shape("llama2_7b")) == pytest.approx(8 * number_bytes / 256)
+
+
+@pytest.mark.parametrize("dim", [16, 64])
+@pytest.mark.parametrize("store", STORES, ids=str)
+def test_attention_from_codes_is_attention_over_the_dequantised_view(
+    store: PerTokenStore, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbench.policies.stores.codes.BLOCK", 5000)
+    keys, values = stream(130, dim=dim)
+    held, query = feed(store, keys, values, [100] + [1] * 30), 3 * torch.randn(1, 6, 1, dim)
+    expected = plain_attention(query, held.keys, held.values).float()
+    torch.testing.assert_close(attended(held, query, 129), expected, rtol=1e-4, atol=1e-5)
+    error = float((held.keys - keys).norm() / keys.norm())
+    assert 0 < error < (0.03 if isinstance(store, Fp8 | Fp8PerTokenHead | Int8) else 0.12)
+
+
+def test_rotation_spreads_one_large_channel_over_all() -> None:
+    keys, _ = stream(64, dim=64)
+    keys[..., 7] *= 40
+    errors = [float((feed(Int4(rotate=on), keys, keys).keys - keys).norm()) for on in (True, False)]
+    assert errors[0] < errors[1] / 2
+
+
+@pytest.mark.parametrize("slug", ["snapkv_fp8", "snapkv_int4", "ada_snapkv_fp8_per_token_head"])
+def test_what_an_eviction_keeps_is_what_is_stored_in_codes(slug: str) -> None:
+    model, ids = prepare(tiny("llama")), torch.tensor([prompt(120)])
+    base = "ada_snapkv" if slug.startswith("ada") else "snapkv"
+    plain, coded = (
+        generate_tokens(model, ids, make_policy(name, 40, window=8), max_new_tokens=20).cache for name in (base, slug)
+    )
+    for dense, held in zip(plain.layers, coded.layers, strict=True):
+        for head in range(2):
+            own, its = (x.positions[0, head].long() for x in (dense, held))
+            assert sorted(own[own >= 0].tolist()) == its[its >= 0].tolist()
+
+
+def test_float8_of_pytorch_is_what_a_model_in_16_bits_reads() -> None:
+    model = prepare(tiny("llama", dtype=torch.bfloat16))
+    cache = KVCache(model.config, make_policy("fp8"))
+    full = KVCache(model.config, make_policy("full"))
+    with torch.inference_mode():
+        for held in (cache, full):
+            model(torch.tensor([prompt(30)]), past_key_values=held)
+    first = full.layers[0].keys.float().to(torch.float8_e4m3fn)
+    assert torch.equal(cache.layers[0].keys.float(), first.float())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="group=16 does not divide the head dimension 24"):
+        feed(Nvfp4(), *stream(4, dim=24))
+    with pytest.raises(ValueError, match="a power of two"):
+        Int4().check_shape(2, 80)
+    with pytest.raises(ValueError, match="must be empty or hold 4 numbers"):
+        Fp8(key_scales=[1.0, 2.0]).check_layers(4)
+    keys, values = stream(8)
+    keys[0, 1, 3, 5] = math.nan
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        feed(Fp8(), keys, values)
