@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from math import inf
+from pathlib import PurePath
 
 LARGEST = 2**53
 """The largest whole number that JSON and Parquet readers represent exactly."""
@@ -24,6 +25,7 @@ class ConfigError(UsageError):
 
     def __init__(self, field: str, value: object, allowed: str = "", why: str = "") -> None:
         self.field, self.value, self.allowed, self.why = field, value, allowed, why
+        value = str(value) if isinstance(value, PurePath) else value
         got = f"a {value.__name__}" if isinstance(value, type) else _TYPED.get(repr(value), repr(value))
         written = value if isinstance(value, str) and _WORD.fullmatch(value) else got  # as on the command line
         reason = f"{field}={written}{' ' * (why[:1] not in ':,')}{why}"

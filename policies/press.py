@@ -4,7 +4,7 @@ import difflib
 import importlib
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal
+from typing import Any, Literal
 
 from kvbench.errors import ConfigError
 from kvbench.policies.checks import check_choices
@@ -55,7 +55,9 @@ class KVPress(Policy):
         object.__setattr__(self, "version", installed_version())
         object.__setattr__(self, "press", _made(self.press))
         self._check_parts()
-        ratio = getattr(self.press, "compression_ratio", None)
+        if getattr(self.press, "threshold", 0.0) is None:
+            raise ConfigError("press.threshold", None, f"a score below which {self.kind} evicts a token")
+        ratio = _ratio(self.press)
         if ratio or ratio is None:
             object.__setattr__(self, "budget", 1 - ratio if ratio else None)
         else:
@@ -78,16 +80,33 @@ class KVPress(Policy):
         return type(self.press).__name__
 
 
+def _ratio(press: object) -> float | None:
+    """A press's `compression_ratio`; None if it has none, or only once it has run (DMSPress)."""
+    try:
+        return getattr(press, "compression_ratio", None)
+    except AssertionError:
+        return None
+
+
+def presses() -> Any:  # noqa: ANN401 - a package without types
+    """The package kvpress, whose import patches transformers' attention. ValueError if it cannot be imported."""
+    installed = installed_version()
+    try:
+        return importlib.import_module("kvpress")
+    except ImportError as error:
+        raise ValueError(f"kvpress {installed} cannot be imported ({error}): {INSTALL}") from error
+
+
 def press_class(name: str) -> str:
     """The import path of a kvpress press. Raises ValueError if there is no press of this name."""
     installed = installed_version()
-    presses = importlib.import_module("kvpress")  # import late, because kvpress patches transformers' attention
-    base = presses.BasePress
-    known = [key for key, found in vars(presses).items() if isinstance(found, type) and issubclass(found, base)]
+    package = presses()
+    base = package.BasePress
+    known = [key for key, found in vars(package).items() if isinstance(found, type) and issubclass(found, base)]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3) or sorted(known)
         raise ConfigError("press", name, why=f"is not in kvpress {installed}, which has {', '.join(near)}")
-    found = getattr(presses, name)
+    found = getattr(package, name)
     return f"{found.__module__}.{found.__qualname__}"
 
 
@@ -99,6 +118,6 @@ def _made(press: object) -> object:
             return getattr(importlib.import_module(module), name)()
         except (TypeError, AssertionError) as error:  # it wraps another press
             raise ConfigError("press", press, why=f"cannot be created without its settings: {error}") from error
-    if not isinstance(press, importlib.import_module("kvpress").BasePress):
+    if not isinstance(press, presses().BasePress):
         raise ConfigError("press", press, why="must name a press of kvpress, such as policy=kvpress/SnapKVPress")
     return press

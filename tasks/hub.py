@@ -91,6 +91,8 @@ def data_file(data_dir: str | None, names: Sequence[str], source: HubFile | None
     if data_dir is not None:
         paths = [Path(expanduser(data_dir)) / name for name in names]
         path = next((path for path in paths if path.is_file()), None)
+        if path is None and not Path(expanduser(data_dir)).exists():
+            raise ConfigError("data_dir", data_dir, why="does not exist")
         if path is None:
             raise ConfigError("data_dir", data_dir, why=f"has no {' or '.join(shown)}: download {url} and put it there")
         return path

@@ -14,5 +14,7 @@ def test_the_page_whose_mean_key_is_nearest_scores_highest() -> None:
     torch.testing.assert_close(summaries["mean"], torch.tensor([[[[2.0, 0.0], [0.0, 2.0]]]]))
     queries = torch.tensor([[[[1.0, 0.0]], [[0.0, 3.0]]]])  # two query heads of one KV head: their mean is (0.5, 1.5)
     positions = torch.tensor([[[0, 1, 2, -1]]])
-    score = reader.score(Reading(0, queries, keys, positions, summaries, scaling=1.0))
+    score = reader.score(
+        Reading(0, queries, keys, positions, summaries, visible=positions >= 0, scaling=1.0, softcap=None)
+    )
     torch.testing.assert_close(score, torch.tensor([[[1.0, 3.0]]]))

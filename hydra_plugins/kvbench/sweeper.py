@@ -63,12 +63,14 @@ def narrowed(grids: Sequence[Grid], arguments: Sequence[str]) -> list[list[str]]
     """The overrides of every grid, joined with the command line.
 
     Values of the command line that the grids have select among theirs; other values replace them. Fields that no grid
-    has are added to all.
+    has are added to all. Where another choice replaces the grid's (`task=niah`), the grid's fields of the replaced one
+    (`task.extended`) are left out.
     """
     if not grids:
         return [list(arguments)]
     left: list[dict[str, list[str]]] = [{key: _words(value) for key, value in grid.items()} for grid in grids]
     others = []
+    named = {argument.partition("=")[0] for argument in arguments}
     for argument in arguments:
         key, _, text = argument.partition("=")
         given, known = text.split(","), {word for grid in left for word in grid.get(key, ())}
@@ -78,9 +80,14 @@ def narrowed(grids: Sequence[Grid], arguments: Sequence[str]) -> list[list[str]]
             left = [{**grid, **({key: [w for w in grid[key] if w in given]} if key in grid else {})} for grid in left]
             left = [grid for grid in left if key not in grid or grid[key]]
         else:
-            left = [{**grid, **({key: given} if key in grid else {})} for grid in left]
+            left = [_replaced(grid, key, given, named) if key in grid else grid for grid in left]
     lines = [[f"{key}={','.join(words)}" for key, words in grid.items()] + others for grid in left]
     return list({" ".join(line): line for line in lines}.values())
+
+
+def _replaced(grid: Mapping[str, list[str]], key: str, given: list[str], named: set[str]) -> dict[str, list[str]]:
+    """A grid with other values of one key, without the fields below it that the command line does not name."""
+    return {k: v for k, v in grid.items() if not k.startswith(f"{key}.") or k in named} | {key: given}
 
 
 def _words(value: Any) -> list[str]:  # noqa: ANN401 - whatever YAML holds

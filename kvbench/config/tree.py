@@ -94,11 +94,10 @@ def part_class(config: Mapping[str, Any]) -> Any:  # noqa: ANN401
     try:
         part = getattr(import_module(module), name)
     except Exception as error:  # importing runs a module of the user, in which anything may be wrong
-        missing = (
-            isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] == module.partition(".")[0]
-        )
+        missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
         more = "; its folder must be installed or on PYTHONPATH" if missing else ""
-        raise ConfigError("_target_", config["_target_"], why=f"cannot be imported: {error}{more}") from error
+        why = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        raise ConfigError("_target_", config["_target_"], why=f"cannot be imported: {why}{more}") from error
     if not isinstance(part, type) or isabstract(part):
         raise ConfigError("_target_", config["_target_"], why="is not a class that can be built")
     return part

@@ -21,7 +21,7 @@ from kvbench.engine.turns import turns
 from kvbench.engine.watch import Nobody, Watch
 from kvbench.identity.cell import Cell
 from kvbench.identity.environment import environment
-from kvbench.identity.reading import is_generated
+from kvbench.identity.reading import is_generated, is_read
 from kvbench.models.loading import LoadedModel, load
 from kvbench.policies.press import KVPress
 from kvbench.records.totals import Totals, record
@@ -139,7 +139,8 @@ def _work_turns(loaded: LoadedModel, limit: int | None, runs: Sequence[RunWriter
     total = sum(units(run.prompts[index]) for run in runs for index in range(len(run.prompts)))
     done = total - sum(units(turn.prompt) * len(turn.runs) for turn in asked)
     try:
-        with meter(_title(runs), total, done) as advance:
+        unit = "tokens" if any(is_read(prompt) for run in runs for prompt in run.prompts) else "examples"
+        with meter(_title(runs), total, done, unit) as advance:
             if limit != 1:
                 try:
                     Scheduler(loaded, asked, MemoryPlanner(limit), totals, advance).work()

@@ -17,7 +17,7 @@ import torch
 
 from kvbench.cache.layout import layout_of
 from kvbench.config.naming import refusing_in
-from kvbench.config.presets import build_policy, scheduled
+from kvbench.config.presets import SCHEDULE, build_policy, scheduled
 from kvbench.config.tree import build, find
 from kvbench.errors import ConfigError, UsageError
 from kvbench.identity.code_digest import code_digest
@@ -241,6 +241,7 @@ def _policy(run: RunConfig) -> Policy:
     if run.budget is not None:
         with refusing():
             check_budget(run.budget)  # also of a policy that does not use it
+    _ = scheduled(dict(parts), *(getattr(run, name) for name in SCHEDULE))  # also of a policy that does not use them
     parts = scheduled(dict(parts), *run.schedule_fields)
     with _in_policy(run):
         return build_policy({**parts, "name": run.names["policy"]}, run.budget)
@@ -292,7 +293,10 @@ def _model_name(run: RunConfig, path: object, hub_id: object) -> str:
     if run.given is not None or (own_file and not (path is not None and run.model.get("bundled"))):
         return chosen
     if path is not None:
-        return Path(os.path.expanduser(str(path))).resolve().name
+        folder = Path(os.path.expanduser(str(path))).resolve()
+        if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
+            return folder.parent.parent.name.rpartition("--")[2]  # models--owner--name/snapshots/<commit>
+        return folder.name
     return str(hub_id).rpartition("/")[2] if hub_id else chosen
 
 

@@ -81,8 +81,8 @@ class RunConfig:
 
     @property
     def schedule_fields(self) -> list[object]:
-        """The fields of `SCHEDULE`, in its order."""
-        return [getattr(self, name) for name in SCHEDULE]
+        """See `schedule_fields`."""
+        return schedule_fields(vars(self))
 
     @property
     def record(self) -> Config:
@@ -92,6 +92,14 @@ class RunConfig:
         parts = {name: vars(values[name]) for name in ("generation", "engine")}
         objects = {name: values[name] for name in ("policy", "task") if not isinstance(values[name], Mapping)}
         return {**values, **parts, **{name: tree_of(part) for name, part in objects.items()}}
+
+
+def schedule_fields(config: Mapping[str, Any]) -> list[object]:
+    """The fields of `SCHEDULE`, in its order; all None for a policy that evicts nothing: its results are the same."""
+    policy = config["policy"]
+    parts = {"scorer": "unknown", "pre_pass": None, "press": None}  # what stands for a missing one
+    evicts = not isinstance(policy, Mapping) or any(policy.get(k, other) is not None for k, other in parts.items())
+    return [config[name] if evicts else None for name in SCHEDULE]
 
 
 def typed(config: Mapping[str, Any], chosen: Mapping[str, str], folders: Sequence[Path] = ()) -> RunConfig:
@@ -220,7 +228,7 @@ def _bare(config: Config) -> Config:
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """All fields of the identity in a configuration, defaults included, by their dotted names."""
-    policy = spelled_out(scheduled(dict(config["policy"]), *(config[name] for name in SCHEDULE)))
+    policy = spelled_out(scheduled(dict(config["policy"]), *schedule_fields(config)))
     generation = {**config["generation"], "max_prompt_tokens": config["model"].get("max_prompt_tokens")}
     return flat({"policy": policy, "task": spelled_out(config["task"]), "generation": generation})
 

@@ -127,6 +127,8 @@ def continuation_scores(
     cache.expect(continuation.shape[1] - 1)
     cache.watch()
     prefilled = now(model)
+    if report is not None:
+        report(prompt.shape[1])
     last = continuation.shape[1] - 1
     size = min(_call_size(model, policy), block or CALL)
     if in_one_call(model.config, prompt.shape[1] + last):

@@ -1,4 +1,4 @@
-"""Progress bars on a terminal; elsewhere, in a log file say, a line a minute."""
+"""Progress bars with the remaining time: on a terminal a bar, elsewhere (a log file) a line a minute."""
 
 from __future__ import annotations
 
@@ -30,12 +30,16 @@ def progress(items: Iterable[Item], title: str, total: int | None = None, done: 
 
 
 @contextmanager
-def meter(title: str, total: int | None = None, done: int = 0) -> Iterator[Advance]:
-    """A bar on stderr or in a notebook, and what moves it on towards its `total` of units, of which some are `done`."""
+def meter(title: str, total: int | None = None, done: int = 0, unit: str = "") -> Iterator[Advance]:
+    """A bar on stderr or in a notebook, and the function that advances it towards its `total`, from `done` on.
+
+    unit: what is counted, in the plural ("tokens").
+    """
     if "ipykernel" not in sys.modules and not sys.stderr.isatty():
-        yield _Lines(title, total, done)
+        yield _Lines(title, total, done, unit)
         return
-    with tqdm(desc=title, total=total, initial=done, leave=False, dynamic_ncols=True) as bar:
+    named = f" {unit}" if unit else "it"
+    with tqdm(desc=title, total=total, initial=done, unit=named, leave=False, dynamic_ncols=True) as bar:
 
         def advance(units: int, note: str | None = None, total: int | None = None) -> None:
             bar.total = bar.total if total is None else total
@@ -47,18 +51,30 @@ def meter(title: str, total: int | None = None, done: int = 0) -> Iterator[Advan
 
 
 class _Lines:
-    """What moves a bar, as a line on stderr now and then: none where all is done before."""
+    """Advances a bar that is a line on stderr, written once a minute."""
 
-    def __init__(self, title: str, total: int | None, done: int) -> None:
-        self._title, self._total, self._done, self._note = title, total, done, ""
-        self._told = time.monotonic()
+    def __init__(self, title: str, total: int | None, done: int, unit: str) -> None:
+        self._title, self._total, self._done, self._unit, self._note = title, total, done, unit, ""
+        self._first, self._began = done, time.monotonic()
+        self._written = self._began
 
     def __call__(self, units: int, note: str | None = None, total: int | None = None) -> None:
         self._done, self._total = self._done + units, self._total if total is None else total
-        self._note = self._note if note is None else f" ({note})"
+        self._note = self._note if note is None else note
         now = time.monotonic()
-        if now - self._told >= LINE_SECONDS:
-            self._told = now
+        if now - self._written >= LINE_SECONDS:
+            self._written = now
             of = "" if self._total is None else f" of {self._total}"
-            sys.stderr.write(f"kvbench: {self._title}: {self._done}{of}{self._note}\n")
+            unit = f" {self._unit}" if self._unit else ""
+            notes = ", ".join(filter(None, [self._remaining(now), self._note]))
+            behind = f" ({notes})" if notes else ""
+            sys.stderr.write(f"kvbench: {self._title}: {self._done}{of}{unit}{behind}\n")
             sys.stderr.flush()
+
+    def _remaining(self, now: float) -> str:
+        """The time that the remaining units take at the average speed so far."""
+        done = self._done - self._first
+        if self._total is None or done <= 0:
+            return ""
+        seconds = (now - self._began) * max(0, self._total - self._done) / done
+        return f"{tqdm.format_interval(seconds)} left"

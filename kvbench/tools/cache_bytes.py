@@ -25,6 +25,7 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_layers
 from kvbench.policies.press import KVPress
 from kvbench.policies.stores.store import LayerStore
+from kvbench.policies.stores.store_list import StoreList
 from kvbench.report.frames import Table, table_of, text
 from kvbench.terminal.command import Parser, pairs
 from kvbench.terminal.errors import refusing
@@ -38,15 +39,20 @@ MOST = 10**9  # tokens or sequences; tensors cannot be larger
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes by kind of a cache with a prompt of `length` tokens in each of `batch` sequences."""
+    """Bytes of a cache after a prompt of `length` tokens in each of `batch` sequences.
+
+    parts: bytes held, by kind. spare: bytes reserved for tokens that decoding appends before it evicts.
+    """
 
     shape: CacheShape
     length: int
     batch: int
     parts: dict[str, int]
+    spare: int = 0
 
     @property
     def nbytes(self) -> int:
+        """Bytes held: `held_nbytes` of the cache."""
         return sum(self.parts.values())
 
     @property
@@ -66,7 +72,7 @@ class Prediction:
 
 
 def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> Prediction:
-    """The exact `cache.parts` of all layers after a prompt, and the states of recurrent layers.
+    """The exact bytes held and spare bytes of a cache after a prompt, over all its layers.
 
     If the last block of the prompt is a single token, 8 bytes per KV head (the index of a free slot) are missing.
     Raises ValueError for policies whose size depends on the content of the prompt (budgets by statistics or per head,
@@ -76,16 +82,18 @@ def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> P
     if shape.kv_lora_rank:
         check_latents(policy)
     budgets = layer_budgets(policy, shape.layers, length) if policy.evicts else [length] * shape.layers
-    sizes: dict[tuple[Any, ...], dict[str, int]] = {}
+    sizes: dict[tuple[Any, ...], tuple[dict[str, int], int]] = {}
     total: Counter[str] = Counter()
+    spare = 0
     for layer, budget in enumerate(budgets):
         reads_all = policy.reader is None or policy.reader.reads_all(layer)
         key = (policy.store.for_layer(layer), budget, reads_all, shape.layer(layer))
         if key not in sizes:
             sizes[key] = _layer_parts(policy, shape, layer, length, batch, budget)
-        total.update(sizes[key])
+        total.update(sizes[key][0])
+        spare += sizes[key][1]
     total.update({STATES: batch * shape.state_bytes} if shape.state_bytes else {})
-    return Prediction(shape, length, batch, dict(total))
+    return Prediction(shape, length, batch, dict(total), spare)
 
 
 def check_predictable(policy: Policy) -> None:
@@ -103,23 +111,38 @@ def check_predictable(policy: Policy) -> None:
             raise ValueError(f"{policy.name} {reason}, so its bytes cannot be predicted: run it")
 
 
-def _layer_parts(policy: Policy, shape: CacheShape, layer: int, length: int, batch: int, budget: int) -> dict[str, int]:
-    """Bytes by kind of one layer."""
-    evicted = policy.evicts and length > budget
+def _layer_parts(
+    policy: Policy, shape: CacheShape, layer: int, length: int, batch: int, budget: int
+) -> tuple[dict[str, int], int]:
+    """Bytes held of one layer, by kind, and its spare bytes."""
+    held = _store(policy, shape, layer, length, batch, budget)
+    parts = {
+        **held.parts(),
+        "queries": _recent(
+            policy, shape, shape.head_dim if shape.kv_lora_rank else shape.layer(layer)[1], length, batch
+        ),
+        "page summaries": _pages(policy, layer, held),
+    }
+    if not (policy.evicts and length > budget and policy.schedule.spare):
+        return parts, 0
+    return parts, _store(policy, shape, layer, length, batch, budget, policy.schedule.spare).nbytes - held.nbytes
+
+
+def _store(
+    policy: Policy, shape: CacheShape, layer: int, length: int, batch: int, budget: int, spare: int = 0
+) -> LayerStore:
+    """One layer's store after the prompt, with `spare` more slots, on the meta device."""
     own, *stored = shape.layer(layer)
     heads = shape.query_heads if policy.granularity == "query_head" else own
     width = shape.query_heads // heads if policy.needs.query_heads else 1
-    tokens = min(length, budget) + evicted * policy.schedule.spare  # with capacity for new tokens
+    tokens = min(length, budget) + spare
     keys, values = (torch.empty(batch, heads, tokens, n, dtype=shape.dtype, device="meta") for n in stored)
     held = policy.store.for_layer(layer).open(keys, values, policy.needs.statistics, width)
-    held.evicted = evicted
+    for one in held.members if isinstance(held, StoreList) else [held]:
+        one.evicted = policy.evicts and length > budget
     held.append(keys, values, torch.empty(batch, tokens, dtype=torch.long, device="meta"), absent=False)
     held.settle()
-    return {
-        **held.parts(),
-        "queries": _recent(policy, shape, shape.head_dim if shape.kv_lora_rank else stored[0], length, batch),
-        "page summaries": _pages(policy, layer, held),
-    }
+    return held
 
 
 def _pages(policy: Policy, layer: int, held: LayerStore) -> int:
@@ -218,18 +241,31 @@ def _sizes(policies: Sequence[Policy], shape: CacheShape, lengths: Sequence[int]
     found = [(p, predict(p, shape, length, batch)) for p in policies for length in lengths for batch in batches]
     kinds = dict.fromkeys(kind for _, one in found for kind, nbytes in one.parts.items() if nbytes)
     rows = []
+    reserved = any(p.spare for _, p in found)
     for policy, p in found:
         mib = (f"{p.parts.get(kind, 0) / MIB:.2f}" for kind in kinds)
         sums = (f"{p.nbytes / MIB:.2f}", f"{p.nbytes}", f"{p.bits:.3f}", f"{p.ratio:.3f}")
-        rows.append((policy.name, f"{p.length}", f"{p.batch}", *mib, *sums))
+        spare = (f"{p.spare / MIB:.2f}",) * reserved
+        rows.append((policy.name, f"{p.length}", f"{p.batch}", *mib, *sums, *spare))
     dtype = str(shape.dtype).removeprefix("torch.")
     heads = dict.fromkeys(f"{heads} KV heads of {dim}" for heads, dim, _ in map(shape.layer, range(shape.layers)))
     each = " or ".join(heads)
     if shape.kv_lora_rank:
         each = f"a latent of {shape.kv_lora_rank} + {shape.qk_rope_head_dim} a token"
     title = f"MiB held after a prompt; {shape.layers} layers, {each}, {dtype}"
-    names = ("policy", "length", "batch", *kinds, "MiB", "bytes", "bits/number", "16-bit/this")
-    return table_of(names, rows, title, left=("policy",))
+    names = (
+        "policy",
+        "length",
+        "batch",
+        *kinds,
+        "MiB",
+        "bytes",
+        "bits/number",
+        "16-bit/this",
+        *("spare MiB",) * reserved,
+    )
+    notes = ("spare MiB: reserved for tokens that decoding appends before it evicts, beside the bytes held",) * reserved
+    return replace(table_of(names, rows, title, left=("policy",)), notes=notes)
 
 
 def _limits(policies: Sequence[Policy], shape: CacheShape) -> Table:

@@ -29,7 +29,8 @@ class Oracle(Reader):
         if reading.softcap is not None:
             logits = reading.softcap * torch.tanh(logits / reading.softcap)
         logits = logits.masked_fill(~reading.visible[:, :, None], -torch.inf)
-        return logits.softmax(-1).nan_to_num(0).mean(2)
+        shares: Tensor = logits.softmax(-1).nan_to_num(0).mean(2)
+        return shares
 
 
 @dataclass(frozen=True)

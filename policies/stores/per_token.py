@@ -79,7 +79,8 @@ def hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
             matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
         draws = torch.Generator().manual_seed(SIGN_SEED)
         signs = 2 * torch.bernoulli(torch.full((dim,), 0.5), generator=draws).double() - 1
-        return (signs[:, None] * matrix / dim**0.5).to(device, dtype)
+        rotation: Tensor = (signs[:, None] * matrix / dim**0.5).to(device, dtype)
+        return rotation
 
 
 def half_away(x: Tensor) -> Tensor:
@@ -362,4 +363,5 @@ class Nvfp4(LayerScaled):
     def decode(self, held: dict[str, Tensor], scale: float) -> Tensor:
         steps = (from_e4m3(held["factors"].contiguous()) * scale)[..., None]
         x = from_e2m1(from_nibbles(held["codes"]))
-        return (x.unflatten(-1, (held["factors"].shape[-1], -1)) * steps).flatten(-2)
+        decoded: Tensor = (x.unflatten(-1, (held["factors"].shape[-1], -1)) * steps).flatten(-2)
+        return decoded

@@ -120,7 +120,7 @@ def test_slots_for_the_k_tokens_are_counted_and_foretold() -> None:
     cache = KVCache(model.config, chosen)
     with torch.inference_mode():
         model(torch.tensor([prompt(117)]), past_key_values=cache)
-    assert predict(chosen, CacheShape(2, 4, 2, 8, torch.float32), 117).nbytes == cache.nbytes
+    assert predict(chosen, CacheShape(2, 4, 2, 8, torch.float32), 117).nbytes == cache.held_nbytes
 
 
 @pytest.mark.parametrize("every", [1, EVERY])

@@ -92,7 +92,7 @@ def test_a_model_object_answers_as_its_folder_does_and_is_left_as_it_was(objects
     assert outputs(called) == outputs(kvbench.evaluate(tiny_model, device="cpu", **chosen))
     assert (model.config._attn_implementation, model.training) == ("sdpa", True)
     assert [result.run_id[:5] for result in called] == ["tiny0", "tiny0"]
-    assert "the model was an object of a program" in prompts_of(called[0], 1).reason
+    assert "the model was an object in Python" in prompts_of(called[0], 1).reason
 
 
 def test_a_checksum_counts_every_word_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,19 @@ def test_values_of_the_command_line_select_among_the_grids_or_replace_theirs(
     assert [" ".join(line) for line in narrowed(GRIDS, arguments)] == lines
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["task=niah"], "policy=h2o task=niah model.max_prompt_tokens=9"),
+        (["task=longbench"], "policy=h2o task=longbench task.extended=true model.max_prompt_tokens=9"),
+        (["task.extended=false", "task=niah"], "policy=h2o task=niah task.extended=false model.max_prompt_tokens=9"),
+    ],
+)
+def test_another_choice_leaves_out_the_grids_fields_of_the_replaced_one(arguments: list[str], line: str) -> None:
+    grid = {"policy": "h2o", "task": "longbench", "task.extended": True, "model.max_prompt_tokens": 9}
+    assert [" ".join(words) for words in narrowed([grid], arguments)] == [line]
+
+
 def test_the_defaults_of_python_are_those_of_the_command_line() -> None:
     fields = yaml.safe_load((CONF / "config.yaml").read_text())
     record = run_config().record

@@ -2,6 +2,9 @@
 
 import copy
 import json
+import math
+import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +96,31 @@ def test_a_budget_in_tokens_is_kept_to_the_token_beside_what_was_generated(
     assert got.cache.kept_tokens().unique().tolist() == [kept + NEW - 1]
     assert got.cache.held_nbytes == 2 * sum(layer.keys.nbytes for layer in got.cache.layers)  # type: ignore[union-attr]
     assert got.cache.peak_nbytes > got.cache.held_nbytes
+
+
+def test_a_press_with_a_threshold_has_no_budget(model: PreTrainedModel) -> None:
+    press = kvpress.DMSPress(press=kvpress.KnormPress(), threshold=math.inf, sliding_window_size=20)
+    ours = make_policy("kvpress", 20, press=press)
+    assert ours.budget is None
+    got = generate_tokens(model, ids_of(61), ours, max_new_tokens=NEW)
+    assert got.cache.kept_tokens().unique().tolist() == [61 + NEW - 1], "masked tokens are held"
+    assert got.tokens[0] == by_hand(model, ids_of(61), press, 0)
+    with pytest.raises(ConfigError, match=r"press.threshold must be a score below which DMSPress evicts a token"):
+        make_policy("kvpress", 20, press=kvpress.DMSPress(press=kvpress.KnormPress()))
+
+
+def test_a_kvpress_that_cannot_be_imported_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(distribution: str) -> str:
+        raise PackageNotFoundError(distribution)
+
+    for module in [name for name in sys.modules if name.partition(".")[0] == "kvpress"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "kvpress", None)
+    with pytest.raises(ValueError, match=r"^kvpress .* cannot be imported \(.*\): pip install --no-deps kvpress"):
+        make_policy("kvpress/KnormPress", 20)
+    monkeypatch.setattr("kvbench.policies.press.version", absent)
+    with pytest.raises(ValueError, match=r"kvpress, which is not installed: pip install --no-deps kvpress"):
+        make_policy("kvpress/KnormPress", 20)
 
 
 def test_the_model_is_ours_again_afterwards(model: PreTrainedModel) -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from small_cells import small_cell
 
 from kvbench.cli import main
+from kvbench.config.tree import part_class
+from kvbench.errors import ConfigError
 from kvbench.identity import code_digest
+from kvbench.identity.cell import build_cell
+from kvbench.identity.run_config import changed_fields, run_config
+from kvbench.tasks.hub import data_file
 
 SMALL = ("task.lengths=[300]", "task.depths=[0.5]", "task.repeats=2", "task.max_new_tokens=3", "out=runs", "budget=40")
 SCORER = '''
@@ -137,3 +144,45 @@ def test_a_run_that_is_continued_elsewhere_says_where_that_is_as_far_as_it_matte
     told = [message for message in caplog.messages if "continued" in message]
     assert len(told) == bool(said)
     assert all(message.endswith(said.format(processor=processor)) for message in told)
+
+
+@pytest.mark.parametrize("policy", ["full", "kivi_g8_r8"])
+def test_a_policy_that_evicts_nothing_is_one_run_whatever_the_schedule(
+    policy: str, tmp_path: Path, tiny_model: Path
+) -> None:
+    fields = ["schedule=blocks", "block=16", "decode=evict", "every=4", "protect=prompt"]
+    plain, *others = (small_cell(tmp_path, tiny_model, policy, 40, *more) for more in ([], fields, ["every=4"]))
+    assert {cell.run_id for cell in others} == {plain.run_id}
+    run = run_config(tiny_model, policy, "niah", **{k: yaml.safe_load(v) for k, v in (f.split("=") for f in fields)})
+    assert not [key for key in changed_fields(run) if key.startswith("policy.")]
+    evicting = (small_cell(tmp_path, tiny_model, "h2o", 40, *more).run_id for more in ([], ["every=4"]))
+    assert len(set(evicting)) == 2
+    with pytest.raises(ValueError, match="decode must be evict or grow, got 'never'"):
+        small_cell(tmp_path, tiny_model, policy, 40, "decode=never")
+
+
+def test_a_snapshot_of_the_hub_has_the_name_of_its_repository(tmp_path: Path, tiny_model: Path) -> None:
+    snapshot = tmp_path / "models--owner--some-model-1b" / "snapshots" / "0123abcd"
+    shutil.copytree(tiny_model, snapshot)
+    assert small_cell(tmp_path, snapshot).naming.model == "some-model-1b"
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text(f"defaults: [hub]\npath: {snapshot}\n")
+    folders = [tmp_path / "conf"]
+    assert build_cell(run_config("mine", "full", "niah", folders)).naming.model == "mine"
+    named = run_config("mine", "full", "niah", folders, **{"model.name": "other"})
+    assert build_cell(named).naming.model == "other"
+
+
+def test_an_error_in_an_own_class_is_not_hidden_by_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "parts.py").write_text("import mine.absent\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module, said in (("mine.parts", r"No module named 'mine\.absent'$"), ("elsewhere", "or on PYTHONPATH$")):
+        with pytest.raises(ConfigError, match=said):
+            part_class({"_target_": f"{module}.Part"})
+
+
+def test_paths_in_messages_are_shown_as_they_were_given() -> None:
+    assert str(ConfigError("out", Path("/nope"), why="is not a folder")) == "out=/nope is not a folder"
+    with pytest.raises(ConfigError, match=r"^data_dir=\S*absent\.jsonl does not exist$"):
+        data_file("absent.jsonl", ("", "absent.jsonl"), None, "https://example.org")

@@ -212,12 +212,12 @@ def test_bytes_are_a_hand_count_of_every_layer(family: str) -> None:
             model(ids, past_key_values=found)
         kept = sum(heads * tokens * (8 * (key + value) + 4) for heads, key, value in SHAPES[family])
         assert found.held_nbytes == kept
-        assert predict(policy, shape_in_float64(shape), 45).nbytes == found.nbytes
+        assert predict(policy, shape_in_float64(shape), 45).nbytes == found.held_nbytes
     snapkv = make_policy("snapkv", BUDGET, window=8)
     found = KVCache(model.config, snapkv)
     with torch.no_grad():
         model(ids, past_key_values=found)
-    assert predict(snapkv, shape_in_float64(shape), 45).nbytes == found.nbytes  # its window of queries included
+    assert predict(snapkv, shape_in_float64(shape), 45).nbytes == found.held_nbytes  # its window of queries included
 
 
 def shape_in_float64(shape: CacheShape) -> CacheShape:

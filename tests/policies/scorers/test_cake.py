@@ -91,5 +91,5 @@ def test_in_the_order_of_scores_neighbours_are_those_of_the_last_ranking() -> No
 
 
 def test_shares_that_wait_for_all_layers_do_not_go_with_scores_that_need_earlier_ones() -> None:
-    with pytest.raises(ValueError, match="scores a layer by what earlier layers kept"):
+    with pytest.raises(ValueError, match="scores a layer by the tokens that earlier layers kept"):
         Policy(scorer=make_policy("kvec", 64).scorer, allocator=P2A(), budget=64, name="p2a_kvec")
