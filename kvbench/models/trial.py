@@ -83,12 +83,6 @@ def state_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     return cache.state_nbytes
 
 
-def count_parameters(config: PreTrainedConfig) -> int | None:
-    """Number of parameters of a model of this configuration, tied ones counted once; None for remote code."""
-    model = _without_weights(config)
-    return None if model is None else int(model.num_parameters())
-
-
 def _without_weights(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel | None:
     """The model on the meta device; None for remote code, which runs only when the model is loaded."""
     model_class: Any = model_class_of(config)

@@ -104,11 +104,6 @@ def numbers(name: str) -> tuple[Number, ...]:
     return tuple(number for part in parts for number in published.read_table(part))
 
 
-def paper_label(paper: str) -> str:
-    """The name and reference of a paper: `CAOTE (arXiv 2504.14051)`."""
-    return str(read_yaml(f"{paper}/protocol.yaml")["paper"])
-
-
 def budget_text(number: Number) -> str:
     """`2048`, `20%` or `2 bits`; empty without a budget."""
     if number.budget is None:

@@ -99,8 +99,3 @@ class Sample:
     def shared(self) -> bool:
         """Whether it was batched with other sequences."""
         return (self.shared_prefill or 1) > 1 or (self.rows_in_flight or 1) > 1
-
-    @property
-    def ran_out_of_memory(self) -> bool:
-        """Whether it failed because memory ran out; then it may succeed on another machine."""
-        return (self.error or "").startswith(("OutOfMemoryError:", "MemoryError:"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,19 +73,3 @@ def short_errors() -> Iterator[None]:
         yield
     except UsageError as error:
         raise CompactHydraException(str(error)) from error
-
-
-def grids_override(grids: Sequence[Mapping[str, Any]]) -> str:
-    """The override that makes `-m` run these grids: of each field its value, or a list of values."""
-    return f"hydra.sweeper.grids={_quoted(grids)}"
-
-
-def _quoted(value: object) -> str:
-    """A value in Hydra's grammar."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_quoted(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_quoted, value))}]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return "'" + value.replace("'", "\\'") + "'" if isinstance(value, str) else str(value)

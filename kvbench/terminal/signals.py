@@ -48,8 +48,3 @@ def sigterm_as_interrupt() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def interrupt(number: int, frame: FrameType | None) -> None:
-    """What a handler does."""
-    raise KeyboardInterrupt
