@@ -1,4 +1,4 @@
-"""Update the outputs of commands in README.md, and its figure.
+"""Update the outputs of commands in README.md.
 
     python scripts/readme_outputs.py
 
@@ -18,8 +18,6 @@ from pathlib import Path
 
 README = Path(__file__).parents[1] / "README.md"
 BLOCK = re.compile(r"(?<=```text\n)\$ (?P<command>[^\n]+)\n(?P<output>.*?)(?=```)", re.DOTALL)
-RUNS = {"make demo": "python -m kvbench experiment=demo"}  # what of a command is shown, where that is not all of it
-TABLE, PICTURE = "results/pocket/blocks_1024.csv", "results/pocket/score_against_bytes.svg"
 
 
 def shown() -> list[tuple[str, str]]:
@@ -29,7 +27,7 @@ def shown() -> list[tuple[str, str]]:
 
 def printed(command: str, folder: Path) -> str:
     """What a command prints on stdout when it is run in `folder`."""
-    python, *arguments = shlex.split(RUNS.get(command, command))
+    python, *arguments = shlex.split(command)
     assert python == "python", f"the README shows the output of `{command}`, which is no command of ours"
     return subprocess.run(
         [sys.executable, *arguments], cwd=folder, stdout=subprocess.PIPE, text=True, encoding="utf-8", check=True
@@ -42,8 +40,6 @@ def main() -> None:
     for command, _ in shown():
         with tempfile.TemporaryDirectory() as folder:
             outputs[command] = printed(command, Path(folder))
-    draw = ["-m", "kvbench.plot", TABLE, "--task", "ruler_niah_multikey_2", "-o", PICTURE]
-    subprocess.run([sys.executable, *draw], cwd=README.parent, check=True)
     text = README.read_text(encoding="utf-8")
     new = BLOCK.sub(lambda block: f"$ {block['command']}\n{outputs[block['command']]}", text)
     README.write_text(new, encoding="utf-8")
