@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from kvbench.cache.registration import register_with_transformers
 
 if TYPE_CHECKING:
-    from kvbench.analysis.result import Result
     from kvbench.api.evaluate import evaluate
     from kvbench.api.generate import generate
     from kvbench.api.results import Results, load_results
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from kvbench.policies.policy import Policy
     from kvbench.policies.scorers.scorer import Scorer
     from kvbench.policies.stores.store import Store
+    from kvbench.results.result import Result
     from kvbench.tasks.task import Task
 
 _HOMES = {
@@ -23,7 +23,7 @@ _HOMES = {
     "BudgetError": "kvbench.cache.cache",
     "KVCache": "kvbench.cache.cache",
     "Policy": "kvbench.policies.policy",
-    "Result": "kvbench.analysis.result",
+    "Result": "kvbench.results.result",
     "Results": "kvbench.api.results",
     "ScoreError": "kvbench.cache.cache",
     "Scorer": "kvbench.policies.scorers.scorer",

@@ -9,9 +9,9 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
-from kvbench.analysis.load import load_results
 from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
 from kvbench.report import frames
+from kvbench.results.load import load_results
 from kvbench.terminal.command import Parser, command, pairs
 from kvbench.terminal.console import log_to_stderr
 from kvbench.terminal.folding import terminal_width

@@ -36,7 +36,7 @@ State = dict[str, Tensor]
 Memory = dict[str, Tensor]
 """What a part remembers of a layer between steps, by name: [B,...] per sequence, of one shape; held bytes count it."""
 
-Known = dict[Hashable, Tensor]
+StepCache = dict[Hashable, Tensor]
 """What was computed of a step already: by name and window, or by the part that computed it."""
 
 
@@ -97,9 +97,9 @@ class Observation:
     questions: tuple[int, ...] = ()
     # What scorers of several layers tell each other, and what was computed once.
     shared: dict[str, Tensor] = field(default_factory=dict)
-    _known: Known = field(default_factory=dict, init=False, repr=False)
+    _known: StepCache = field(default_factory=dict, init=False, repr=False)
 
-    def knowing(self, known: Known) -> "Observation":
+    def knowing(self, known: StepCache) -> "Observation":
         """This observation, with what others computed of the same queries, keys and values; they learn from it too."""
         self._known = known
         return self

@@ -16,7 +16,7 @@ import pandas as pd
 import yaml
 from matplotlib.ticker import ScalarFormatter
 
-from kvbench.analysis.statistics import mean_interval, paired_difference
+from kvbench.results.statistics import mean_interval, paired_difference
 
 mpl.use("Agg")
 mpl.rcParams["svg.hashsalt"] = "smollm2"

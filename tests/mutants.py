@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("policies", "kvbench/cache", "kvbench/engine", "kvbench/inference")
+FOLDERS = ("policies", "kvbench/cache", "kvbench/engine", "kvbench/engine")
 
 
 class Mutant(NamedTuple):

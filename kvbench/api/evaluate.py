@@ -12,16 +12,16 @@ from typing import Any, TypeAlias
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvbench.analysis.load import read_result
 from kvbench.api.results import Results
-from kvbench.engine.run import run_cells
+from kvbench.engine.compute import run_cells
 from kvbench.errors import ConfigError, UsageError
-from kvbench.identity.cell import build_cell
-from kvbench.identity.code_digest import check_files
-from kvbench.identity.run_config import run_config
 from kvbench.models.given import borrowed, given_model, given_name
 from kvbench.models.loading import GivenModel
 from kvbench.policies.policy import Policy
+from kvbench.results.load import read_result
+from kvbench.run.code_digest import check_files
+from kvbench.run.run import build_cell
+from kvbench.run.run_config import run_config
 from kvbench.tasks.task import Task
 
 Model: TypeAlias = PreTrainedModel | str | Path

@@ -10,12 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.engine.generate import Generation, generate_tokens
+from kvbench.engine.sampling import TokenSampler
 from kvbench.errors import UsageError
-from kvbench.inference.sampling import Draws, Sampling, check_samples
 from kvbench.models.given import borrowed
 from kvbench.models.prompts import end_tokens, stop_test
 from kvbench.models.tokens import Encoder, encode
 from kvbench.policies.policy import Policy
+from kvbench.run.sampling import Sampling, check_samples
 
 
 def generate(
@@ -62,7 +63,9 @@ def generate(
     sampling = Sampling(temperature, top_p, top_k)
     check_samples(sampling, samples)
     if not sampling.greedy:
-        how["draws"] = [Draws(sampling, seed, row, sample) for row in range(len(prompt)) for sample in range(samples)]
+        how["draws"] = [
+            TokenSampler(sampling, seed, row, sample) for row in range(len(prompt)) for sample in range(samples)
+        ]
     prompt = prompt.repeat_interleave(samples, 0)
     if isinstance(question, Sequence):
         question = [place for place in question for _ in range(samples)]

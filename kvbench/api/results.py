@@ -7,11 +7,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from kvbench.analysis import load
-from kvbench.analysis.result import Result
-from kvbench.page.command import write_page
 from kvbench.report.frames import html, text
+from kvbench.report.html.command import write_page
 from kvbench.report.table import pivot, results_table
+from kvbench.results import load
+from kvbench.results.result import Result
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -20,14 +20,14 @@ from kvbench.kernels.tiles import use_triton
 from kvbench.policies.latents import LatentObservation
 from kvbench.policies.model_layer import Latents
 from kvbench.policies.needs import Needs
-from kvbench.policies.observation import AttentionParams, Known, Observation
+from kvbench.policies.observation import AttentionParams, Observation, StepCache
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import LayerStore
 
 ALL = slice(None)
 
 
-class Projected(NamedTuple):
+class QKV(NamedTuple):
     """The new queries [B,H_q,m,D], keys and values [B,H_kv,m,D] of one layer, rotated as its attention takes them.
 
     Of a layer that stores latents, keys are the latents [B,1,m,R] and values the part of the keys that is rotated.
@@ -37,14 +37,14 @@ class Projected(NamedTuple):
     keys: Tensor
     values: Tensor
 
-    def rows(self, rows: slice) -> "Projected":
+    def rows(self, rows: slice) -> "QKV":
         """Those of some of the sequences."""
-        return self if rows == ALL else Projected(*(x[rows] for x in self))
+        return self if rows == ALL else QKV(*(x[rows] for x in self))
 
-    def columns(self, columns: slice) -> "Projected":
+    def columns(self, columns: slice) -> "QKV":
         """Those of some of the tokens."""
         whole = columns == slice(0, self.queries.shape[2])
-        return self if whole else Projected(*(x[:, :, columns] for x in self))
+        return self if whole else QKV(*(x[:, :, columns] for x in self))
 
 
 @dataclass(eq=False)  # not frozen, as in `Observation`
@@ -69,7 +69,7 @@ class LayerStep:
     read: Callable[["LayerStep"], Tensor | None] | None = None
     rows: slice = field(default_factory=lambda: ALL)
     parts: tuple["LayerStep", ...] = ()
-    known: Known | None = None
+    known: StepCache | None = None
     _seen: Observation | None = field(default=None, init=False, repr=False)
     _read: LayerStore | None = field(default=None, init=False, repr=False)
 
@@ -129,7 +129,7 @@ class LayerStep:
         return self._seen
 
 
-def _expanded(held: LayerStore, latents: Latents, known: Known) -> SlotStore:
+def _expanded(held: LayerStore, latents: Latents, known: StepCache) -> SlotStore:
     """A view of stored latents, [B,1,C,...], with the keys and values of all heads."""
     if "expanded keys" not in known:
         known["expanded keys"], known["expanded values"] = latents.expand(held.keys, held.values)

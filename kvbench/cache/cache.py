@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from kvbench.cache import NAME
-from kvbench.cache.attention import Projected
+from kvbench.cache.attention import QKV
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
 from kvbench.cache.caller import Caller, check_heads, check_policy
 from kvbench.cache.device_batch import DeviceBatch, can_join
@@ -157,9 +157,9 @@ class KVCache(Cache):
             self._caller.check(reader)
         if any(group.policy.needs.model for group in self.groups):
             params = params._replace(model=model_layer(reader, queries))
-        return self.attend(index, Projected(queries, keys, values), mask, params)
+        return self.attend(index, QKV(queries, keys, values), mask, params)
 
-    def attend(self, index: int, new: Projected, mask: Tensor | None, params: AttentionParams) -> Tensor:
+    def attend(self, index: int, new: QKV, mask: Tensor | None, params: AttentionParams) -> Tensor:
         """One layer of a call: append, attend, evict as scheduled. Returns the attention output [B,H_q,M,D].
 
         mask [B,M] bool marks the real tokens of this call, None if all are.
@@ -176,7 +176,7 @@ class KVCache(Cache):
         self._end(index)
         return out
 
-    def _begin(self, layer: int, new: Projected, mask: Tensor | None) -> None:
+    def _begin(self, layer: int, new: QKV, mask: Tensor | None) -> None:
         if layer == 0:
             self._begin_call(new, mask)
 
@@ -184,7 +184,7 @@ class KVCache(Cache):
         if layer == len(self.attention_layers) - 1 and not self._layout.owners:
             self._end_call()
 
-    def _begin_call(self, new: Projected, mask: Tensor | None) -> None:
+    def _begin_call(self, new: QKV, mask: Tensor | None) -> None:
         self._evictions.end_call()  # of a model whose last layers hold no cache of their own
         if self._layout.owners:
             self._shared.begin()

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvbench.cache.attention import Projected
+from kvbench.cache.attention import QKV
 from kvbench.cache.device_part import Arena, DevicePart, evicts, to_grow, units_of
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.state import LayerState
@@ -129,7 +129,7 @@ class DeviceBatch:
             part.begin(self._next)
         self._asked.clear()
 
-    def attend(self, layer: int, new: Projected, params: AttentionParams) -> Tensor:
+    def attend(self, layer: int, new: QKV, params: AttentionParams) -> Tensor:
         """Append the new keys and values [B,H,1,D] of a layer and attend: [B,H_q,1,D]."""
         slots, (starts, counts, following) = self.slots, self._of_layers[layer]
         self._asked.append((new.queries, params))

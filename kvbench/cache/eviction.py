@@ -1,8 +1,8 @@
 """Evictions: which are due, when they are carried out, and how.
 
-Which: after a step every layer that holds more than its budget, where the schedule evicts (`Pending`). When: at once;
-at the end of the call, where every sequence evicts one token, so that all layers do it as one batch; once all layers
-are measured, where an allocator shares the budget out by their statistics; once a pre-pass computed what scores need.
+Which: after a step every layer that holds more than its budget, where the schedule evicts (`EvictionJob`). When: at
+once; at the end of the call, where every sequence evicts one token, so that all layers do it as one batch; once all
+layers are measured, where an allocator shares the budget out by their statistics; once a pre-pass has its scores.
 How: score, rank, select; then one token leaves its slot to the next (`one_each`), or what is kept moves together
 (`_compact`).
 
@@ -35,7 +35,7 @@ from kvbench.policies.stores.store_list import StoreList
 
 
 @dataclass(frozen=True, eq=False)
-class Pending:
+class EvictionJob:
     """A layer step after which sequences may hold more than their budget."""
 
     group: PolicyGroup
@@ -83,8 +83,8 @@ class Evictions:
 
     def __init__(self) -> None:
         self._read: list[tuple[PolicyGroup, LayerState, LayerStep]] = []  # layers that later ones read too
-        self._end_of_call: list[Pending] = []
-        self._pre_pass: list[Pending] = []
+        self._end_of_call: list[EvictionJob] = []
+        self._pre_pass: list[EvictionJob] = []
 
     def add(self, group: PolicyGroup, layer: LayerState, step: LayerStep, later: bool = False) -> None:
         """A layer has attended: evict now, or when all that the eviction waits for is known.
@@ -94,7 +94,7 @@ class Evictions:
         if later:
             self._read.append((group, layer, step))
             return
-        now, pending = step.now, Pending(group, layer, step)
+        now, pending = step.now, EvictionJob(group, layer, step)
         if step.observed:
             if pending.as_batch:
                 due = [replace(pending, step=part) for part in step.parts or (step,)]
@@ -140,7 +140,7 @@ class Evictions:
             pending.group.settle(pending.layer.index, pending.step.now.prompt_done)
 
 
-def _evict_or_rank(pending: Pending) -> None:
+def _evict_or_rank(pending: EvictionJob) -> None:
     """Evict, or rank a prompt where an allocator divides the budget once all layers are ranked."""
     group, layer, now = pending.group, pending.layer, pending.step.now
     allocator = group.policy.allocator
@@ -158,12 +158,12 @@ def _evict_or_rank(pending: Pending) -> None:
             _compact_jointly(pending, allocator)
 
 
-def evict(due: Sequence[Pending]) -> None:
+def evict(due: Sequence[EvictionJob]) -> None:
     """Bring layers back to their budgets: those that are alike as rows of one batch, a lone one as a batch of one.
 
     An error ends the groups it came about in, where they are `isolated`; else it is raised.
     """
-    alike: dict[object, list[Pending]] = {}
+    alike: dict[object, list[EvictionJob]] = {}
     for pending in due:
         try:
             _observe(pending)
@@ -184,7 +184,7 @@ def evict(due: Sequence[Pending]) -> None:
                     some[row].group.fail(error)
 
 
-def _observe(pending: Pending) -> None:
+def _observe(pending: EvictionJob) -> None:
     """Let the scorer update its running statistics and its memory by a step."""
     policy, held = pending.group.policy, pending.step.store
     if policy.needs.statistics or policy.needs.memory:
@@ -202,7 +202,7 @@ def observe(policy: Policy, seen: Observation, state: State) -> None:
         policy.pre_pass.observe(seen, state)
 
 
-def _evict_batch(some: Sequence[Pending]) -> None:
+def _evict_batch(some: Sequence[EvictionJob]) -> None:
     """Score and evict in layers of one kind, all at once."""
     first = some[0]
     policy = first.group.policy
@@ -269,13 +269,13 @@ def one_each(
     return victims, written
 
 
-def _memory(some: Sequence[Pending]) -> Memory:
+def _memory(some: Sequence[EvictionJob]) -> Memory:
     """What is remembered of these sequences."""
     own = [{name: x[pending.step.rows] for name, x in pending.layer.memory.items()} for pending in some]
     return own[0] if len(own) == 1 else {name: torch.cat([part[name] for part in own]) for name in own[0]}
 
 
-def _remember(some: Sequence[Pending], memory: Memory) -> None:
+def _remember(some: Sequence[EvictionJob], memory: Memory) -> None:
     for name, x in memory.items():
         for pending, own in zip(some, x.split(_rows(some)), strict=True):
             kept = pending.layer.memory
@@ -335,7 +335,7 @@ def _compact(
 
 
 # --- budgets that wait for all layers ------------------------------------------------------------------------------
-def _measure(pending: Pending, allocator: StatisticAllocator) -> None:
+def _measure(pending: EvictionJob, allocator: StatisticAllocator) -> None:
     """Share the budget out as far as the allocator can with the layers measured so far.
 
     A cascading allocator brings all layers so far to their share at once; the others wait for the last layer.
@@ -364,7 +364,7 @@ def _compact_to_share(group: PolicyGroup, layer: LayerState, rows: Sequence[bool
         group.note_bytes(layer.index)
 
 
-def _compact_jointly(pending: Pending, allocator: JointAllocator) -> None:
+def _compact_jointly(pending: EvictionJob, allocator: JointAllocator) -> None:
     """Bring a prompt of which all layers are ranked to the slots it gets in each of them."""
     group, excess = pending.group, pending.excess
     budgets = [group.budgets.of(layer.index, pending.step.now.evicts) for layer in group.layers]
@@ -378,14 +378,14 @@ def _compact_jointly(pending: Pending, allocator: JointAllocator) -> None:
     _settle_all(pending)
 
 
-def _settle_all(pending: Pending) -> None:
+def _settle_all(pending: EvictionJob) -> None:
     """Every layer has its share: none is ranked any more."""
     for layer in pending.group.layers:
         layer.ranking, layer.unsettled = None, False
         pending.group.settle(layer.index, pending.step.now.prompt_done)
 
 
-def _note_not_numbers(some: Sequence[Pending], ranking: Ranking) -> None:
+def _note_not_numbers(some: Sequence[EvictionJob], ranking: Ranking) -> None:
     """Sequences with a score that is no number (NaN): the call goes on for the others and ends in an error."""
     for row in ranking.broken(wait=some[0].step.now.phase != "decode"):  # decoding steps do not wait for a GPU
         for pending, rows in zip(some, _rows(some), strict=True):
@@ -396,6 +396,6 @@ def _note_not_numbers(some: Sequence[Pending], ranking: Ranking) -> None:
             row -= rows
 
 
-def _rows(some: Sequence[Pending]) -> list[int]:
+def _rows(some: Sequence[EvictionJob]) -> list[int]:
     """Sequences of each layer."""
     return [len(pending.step.observation.positions) for pending in some]

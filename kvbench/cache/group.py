@@ -12,7 +12,7 @@ from kvbench.cache.layout import layout_of
 from kvbench.cache.rotary import uniform_length
 from kvbench.cache.state import Context, LayerState
 from kvbench.cache.steps import BatchStep, Progress
-from kvbench.policies.observation import Known
+from kvbench.policies.observation import StepCache
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
@@ -154,7 +154,7 @@ class PolicyGroup:
         self.shared.clear()
         self._steps = []  # a prompt's positions are of no use to anyone any more
 
-    def context(self, known: Known | None = None) -> Context:
+    def context(self, known: StepCache | None = None) -> Context:
         """What a layer needs to know for a step."""
         return Context(self.budgets, self.progress.prompt, self.progress.question, self.shared, known)
 

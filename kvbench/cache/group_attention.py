@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvbench.cache.attention import LayerStep, Projected, attend, attend_to_survivors
+from kvbench.cache.attention import QKV, LayerStep, attend, attend_to_survivors
 from kvbench.cache.device_batch import DeviceBatch
 from kvbench.cache.eviction import Evictions
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.shared import SharedReads
 from kvbench.cache.state import LayerState
 from kvbench.cache.steps import BatchStep
-from kvbench.policies.observation import AttentionParams, Known
+from kvbench.policies.observation import AttentionParams, StepCache
 from kvbench.policies.stores.slots import owned
 
 
@@ -29,9 +29,7 @@ class GroupAttention:
         self.evictions = evictions
         self._shared = shared
 
-    def each(
-        self, rows: Iterable[tuple[PolicyGroup, slice]], index: int, new: Projected, params: AttentionParams
-    ) -> Tensor:
+    def each(self, rows: Iterable[tuple[PolicyGroup, slice]], index: int, new: QKV, params: AttentionParams) -> Tensor:
         """Group by group, each with its rows of the call."""
         parts = [self._isolated(group, index, new.rows(own), params) for group, own in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -41,23 +39,23 @@ class GroupAttention:
         batch: DeviceBatch,
         rows: Mapping[PolicyGroup, slice],
         index: int,
-        new: Projected,
+        new: QKV,
         params: AttentionParams,
     ) -> Tensor:
         """A decoded token of every sequence: at once for those in the batch, policy by policy for the others."""
         if len(rows) == len(batch.groups):
             return batch.attend(index, new, params)
         inside = [torch.cat([x[rows[group]] for group in batch.groups]) for x in new]
-        found = batch.attend(index, Projected(*inside), params).split([group.size for group in batch.groups])
+        found = batch.attend(index, QKV(*inside), params).split([group.size for group in batch.groups])
         outs = dict(zip(batch.groups, found, strict=True))
         for group in rows.keys() - outs.keys():
             outs[group] = self._isolated(group, index, new.rows(rows[group]), params)
         return torch.cat([outs[group] for group in rows])
 
-    def once(self, groups: Sequence[PolicyGroup], index: int, new: Projected, params: AttentionParams) -> Tensor:
+    def once(self, groups: Sequence[PolicyGroup], index: int, new: QKV, params: AttentionParams) -> Tensor:
         """A prompt that several policies read whole: attention is computed once, and what they observe too."""
-        new = Projected(new.queries, owned(new.keys), owned(new.values))  # of a fused projection, once for all
-        known: dict[str, Known] = {}
+        new = QKV(new.queries, owned(new.keys), owned(new.values))  # of a fused projection, once for all
+        known: dict[str, StepCache] = {}
         steps: dict[PolicyGroup, LayerStep] = {}
         for group in groups:
             if group.error is not None:
@@ -81,7 +79,7 @@ class GroupAttention:
                 group.fail(error)
         return out
 
-    def _isolated(self, group: PolicyGroup, index: int, new: Projected, params: AttentionParams) -> Tensor:
+    def _isolated(self, group: PolicyGroup, index: int, new: QKV, params: AttentionParams) -> Tensor:
         """Of one group, where an error may end that group alone: what its sequences read is then 0."""
         if group.error is None:
             try:
@@ -90,7 +88,7 @@ class GroupAttention:
                 group.fail(error)
         return _nothing(new, params)
 
-    def _steps(self, group: PolicyGroup, index: int, new: Projected, params: AttentionParams) -> Tensor:
+    def _steps(self, group: PolicyGroup, index: int, new: QKV, params: AttentionParams) -> Tensor:
         """Of one group, over what the layer holds, step by step."""
         new, steps = group.layers[index].prepare(new), group.steps_on(new.queries)
         if len(steps) == 1 and steps[0].positions.shape[1] == new.queries.shape[2]:
@@ -102,7 +100,7 @@ class GroupAttention:
         return out
 
     def _step(
-        self, group: PolicyGroup, index: int, new: Projected, now: BatchStep, params: AttentionParams, alone: bool
+        self, group: PolicyGroup, index: int, new: QKV, now: BatchStep, params: AttentionParams, alone: bool
     ) -> Tensor:
         """One step of the schedule: append, then attend and evict in the order it says."""
         layer, policy = group.layers[index], group.policy
@@ -123,7 +121,7 @@ class GroupAttention:
         self.evictions.add(group, layer, step, later=bool(self._shared.owned) and self._shared.holds_up(layer, step))
 
 
-def _nothing(new: Projected, params: AttentionParams) -> Tensor:
+def _nothing(new: QKV, params: AttentionParams) -> Tensor:
     """The attention output of queries that see nothing: 0."""
     dim = new.values.shape[-1] if params.latents is None else params.latents.value_dim
     return new.values.new_zeros(*new.queries.shape[:3], dim)

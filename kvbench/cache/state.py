@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.cache.attention import ALL, LayerStep, Projected
+from kvbench.cache.attention import ALL, QKV, LayerStep
 from kvbench.cache.budgets import Budgets
 from kvbench.cache.reading import PageReads
 from kvbench.cache.steps import BatchStep
 from kvbench.policies.latents import LatentObservation
-from kvbench.policies.observation import MOVED, AttentionParams, Known, Memory, Observation
+from kvbench.policies.observation import MOVED, AttentionParams, Memory, Observation, StepCache
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.stores.store import LayerStore
@@ -32,7 +32,7 @@ class Context(NamedTuple):
     prompts: list[int]
     questions: list[int]
     shared: dict[str, Tensor]
-    known: Known | None = None
+    known: StepCache | None = None
 
 
 class RecentQueries:
@@ -191,12 +191,12 @@ class LayerState:
             self._store.expect(tokens)
 
     # --- a step ----------------------------------------------------------------------------------------------------
-    def prepare(self, new: Projected) -> Projected:
+    def prepare(self, new: QKV) -> QKV:
         """The new tokens as this policy stores them: once per query head where each keeps its own set."""
         if self.policy.granularity == "query_head":
             group = new.queries.shape[1] // new.keys.shape[1]
             keys, values = (x.repeat_interleave(group, dim=1) for x in (new.keys, new.values))
-            new = Projected(new.queries, keys, values)
+            new = QKV(new.queries, keys, values)
         if self._store is None:
             self.query_heads = new.queries.shape[1]
             self.counts = [0] * new.keys.shape[0]
@@ -206,9 +206,7 @@ class LayerState:
             self._store = store.open(new.keys, new.values, self.policy.needs.statistics, width)
         return new
 
-    def append(
-        self, new: Projected, now: BatchStep, params: AttentionParams, alone: bool, context: Context
-    ) -> LayerStep:
+    def append(self, new: QKV, now: BatchStep, params: AttentionParams, alone: bool, context: Context) -> LayerStep:
         """Append a step's keys and values [B,H_kv,m,D]."""
         policy, held = self.policy, self.store
         seen = policy.scorer is not None and (now.phase != "decode" or any(now.evicts))

@@ -20,19 +20,20 @@ from kvbench.engine.conversation import Conversation, limited
 from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.engine.likelihood import rate
 from kvbench.engine.prompts import blank
+from kvbench.engine.rating import evicted, rated
+from kvbench.engine.reading import is_read
+from kvbench.engine.sampling import TokenSampler
 from kvbench.engine.sequence import Request
-from kvbench.identity.cell import Cell
-from kvbench.identity.reading import is_read
-from kvbench.inference.rating import evicted, rated
-from kvbench.inference.sampling import Draws, Sampling
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
 from kvbench.models.tokens import Encoder
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.scorers.random import drawing_anew
-from kvbench.records.kept_heads import KeptHeads, kept_heads
-from kvbench.records.sample import Sample
+from kvbench.results.kept_heads import KeptHeads, kept_heads
+from kvbench.results.sample import Sample
+from kvbench.run.run import Run
+from kvbench.run.sampling import Sampling
 from kvbench.tasks.task import Example
 
 NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
@@ -71,7 +72,7 @@ def units(prompt: Prompt) -> int:
     return len(prompt.ids) + (0 if prompt.target is None else len(prompt.target)) if is_read(prompt) else 1
 
 
-def request(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Request:
+def request(cell: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
     """What all policies are asked for one example."""
     tokenizer, example = cell.checkpoint.tokenizer(), prompt.example
     task = cell.task.asking(example)
@@ -91,17 +92,17 @@ def request(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Request:
     )
 
 
-def _draws(cell: Cell, prompt: Prompt) -> Callable[[], Draws] | None:
+def _draws(cell: Run, prompt: Prompt) -> Callable[[], TokenSampler] | None:
     """What makes the numbers that an answer draws its tokens by; None: it is greedy."""
     sampling, sample, asked = cell.sampling, prompt.sample or 0, prompt.example.sampling
     if sampling is None and asked is not None:
         sampling = Sampling(**asked)
     if sampling is None or sampling.greedy:
         return None
-    return partial(Draws, sampling, cell.seed, (prompt.example.index - sample) // cell.samples, sample)
+    return partial(TokenSampler, sampling, cell.seed, (prompt.example.index - sample) // cell.samples, sample)
 
 
-def answered(cell: Cell, prompt: Prompt, done: Completion) -> Sample:
+def answered(cell: Run, prompt: Prompt, done: Completion) -> Sample:
     """The sample of an example whose answer was generated."""
     tokens = list(done.tokens[len(prompt.dictated) :])
     output = answer(cell.checkpoint.tokenizer(), tokens, cell.task.asking(prompt.example).stop)
@@ -128,7 +129,7 @@ def _fed(prompt: Prompt, done: Completion) -> int:
     return len(prompt.ids) + done.decode_steps
 
 
-def _shown(cell: Cell, prompt: Prompt, cache: KVCache | PressedCache) -> KeptHeads | None:
+def _shown(cell: Run, prompt: Prompt, cache: KVCache | PressedCache) -> KeptHeads | None:
     """By how many heads each token of the prompt is kept, for the first examples: a report colours their prompts.
 
     A policy that rewrites the prompt counts positions in what it made of it, so there is nothing to colour.
@@ -140,7 +141,7 @@ def _shown(cell: Cell, prompt: Prompt, cache: KVCache | PressedCache) -> KeptHea
     return kept_heads((layer.positions[0] for layer in cache.attention_layers), len(prompt.ids))
 
 
-def failed(cell: Cell, prompt: Prompt, error: Exception) -> Sample:
+def failed(cell: Run, prompt: Prompt, error: Exception) -> Sample:
     """The sample of an example that came to nothing."""
     log.error("%s: example %d failed: %s", cell.run_id, prompt.example.index, sentence(error))
     return replace(blank(prompt), error=sentence(error))
@@ -158,7 +159,7 @@ def sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
 
 
-def conversation(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Conversation | None:
+def conversation(cell: Run, loaded: LoadedModel, prompt: Prompt) -> Conversation | None:
     """What keeps the cache between the turns of an example's conversation; None where it is none."""
     if not prompt.turns:
         return None
@@ -168,7 +169,7 @@ def conversation(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Conversatio
 
 
 def alone(
-    cell: Cell,
+    cell: Run,
     loaded: LoadedModel,
     prompt: Prompt,
     report: Callable[[int], None],
@@ -196,7 +197,7 @@ def alone(
     return done
 
 
-def _generate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
+def _generate(cell: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
     asked = request(cell, loaded, prompt)
     done = generate_tokens(
         loaded.model,
@@ -221,7 +222,7 @@ def _completed(done: Generation, recomputed: int) -> Completion:
     return Completion(done.tokens[0], done.cache, done.decode_steps, 1, 1, recomputed, *seconds)
 
 
-def _converse(cell: Cell, loaded: LoadedModel, prompt: Prompt, talk: Conversation) -> Sample:
+def _converse(cell: Run, loaded: LoadedModel, prompt: Prompt, talk: Conversation) -> Sample:
     """The sample of a turn that has the model to itself."""
     asked = request(cell, loaded, prompt)
     assert prompt.example.shared is not None
@@ -236,7 +237,7 @@ def _converse(cell: Cell, loaded: LoadedModel, prompt: Prompt, talk: Conversatio
     return answered(cell, prompt, _completed(done, sum(prompt.turns[turn] for turn in missed)))
 
 
-def _rate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
+def _rate(cell: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
     """The sample of an example whose continuations are rated, each on a cache of its own."""
     answers, held, prefill_seconds, decode_seconds = [], [], 0.0, 0.0
     policy = drawing_anew(cell.policy, cell.seed, prompt.draw)
@@ -261,7 +262,7 @@ def _rate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
     )
 
 
-def _read(cell: Cell, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
+def _read(cell: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
     """The sample of an example whose tokens are given and scored."""
     encoder = Encoder(cell.checkpoint.tokenizer())
     policy = drawing_anew(cell.policy, cell.seed, prompt.draw)
@@ -275,13 +276,13 @@ def _read(cell: Cell, loaded: LoadedModel, prompt: Prompt, report: Callable[[int
     )
 
 
-def _judged(cell: Cell, output: str, example: Example) -> dict[str, Any]:
+def _judged(cell: Run, output: str, example: Example) -> dict[str, Any]:
     """An output, its score, and what else its benchmark measures of it."""
     score, measures = cell.task.judge(cell.task.asking(example).after_thinking(output), example)
     return {"output": output, "score": None if score is None else float(score), "measures": dict(measures) or None}
 
 
-def _held(cell: Cell, cache: KVCache | PressedCache, fed: int) -> dict[str, Any]:
+def _held(cell: Run, cache: KVCache | PressedCache, fed: int) -> dict[str, Any]:
     """What a cache held at the end, and at its peak. fed: tokens the model read; `full` would hold all of them."""
     return {
         "kept_tokens": [layer[0].tolist() for layer in kept_by_layer(cache)],

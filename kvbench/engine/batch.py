@@ -22,10 +22,10 @@ from kvbench.cache.group import in_order
 from kvbench.cache.join import copied, empty_like, join, pick
 from kvbench.cache.layout import continues
 from kvbench.cache.rotary import beyond, uniform_length
+from kvbench.engine.cuda_graph import Recorder, bucket, recorded
 from kvbench.engine.prefill import prefill_examples, prefill_prompt
+from kvbench.engine.prompt_pass import next_logits, padding
 from kvbench.engine.sequence import LiveSequence, Request, choose_next, new_sequence
-from kvbench.inference.cuda_graph import Recorder, bucket, recorded
-from kvbench.inference.prefill import next_logits, padding
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.policy import Policy
 

@@ -13,10 +13,10 @@ from kvbench.cache.cache import KVCache
 from kvbench.cache.join import fork
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import Generation, finish
+from kvbench.engine.pre_pass import read_prompt
+from kvbench.engine.prompt_pass import now, prefill
 from kvbench.engine.sequence import LiveSequence, Request, choose_next
-from kvbench.inference.pre_pass import read_prompt
-from kvbench.inference.prefill import now, prefill
-from kvbench.inference.turns import check_turns, take_turns
+from kvbench.engine.turns import check_turns, take_turns
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TextEncoder
 

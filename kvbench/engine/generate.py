@@ -15,11 +15,11 @@ from kvbench.cache.cache import KVCache
 from kvbench.cache.join import together
 from kvbench.cache.pressed import PressedCache
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.press import generate_with_press
+from kvbench.engine.prompt_pass import now, padding
+from kvbench.engine.sampling import TokenSampler
 from kvbench.engine.sequence import LiveSequence, Request
-from kvbench.inference.cuda_graph import can_replay, check_graph
-from kvbench.inference.prefill import now, padding
-from kvbench.inference.press import generate_with_press
-from kvbench.inference.sampling import Draws
+from kvbench.models.replay import can_replay, check_graph
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TextEncoder
 from kvbench.policies.press import KVPress
@@ -55,7 +55,7 @@ def generate_tokens(
     context_tokens: int | None = None,
     question: int | Sequence[int] | None = None,
     encoder: TextEncoder | None = None,
-    draws: Sequence[Draws] = (),
+    draws: Sequence[TokenSampler] = (),
     dictated: Sequence[int] = (),
 ) -> Generation:
     """Generate for input_ids [B,T] (left-padded where attention_mask [B,T] is 0) under a policy.

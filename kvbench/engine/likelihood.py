@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
-from kvbench.identity.reading import policy_for, reads_whole
-from kvbench.inference.teacher_forcing import continuation_scores, text_scores
+from kvbench.engine.reading import policy_for, reads_whole
+from kvbench.engine.teacher_forcing import continuation_scores, text_scores
 from kvbench.models.prompts import Prompt
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TextEncoder
-from kvbench.records.sample import Likelihood
+from kvbench.results.sample import Likelihood
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from kvbench.cache.layout import attention_layers
 from kvbench.engine import device_memory
 from kvbench.engine.run_writer import RunWriter
 from kvbench.engine.sequence import LiveSequence
-from kvbench.identity.cell import Cell
 from kvbench.models.prompts import Prompt
 from kvbench.policies.layer_budgets import total_slots
+from kvbench.run.run import Run
 
 USUAL = 512
 """Sequences in flight where none are asked for: with more a step takes longer by as much as it gives."""
@@ -93,19 +93,19 @@ class MemoryPlanner:
             log.warning("memory ran out with %d sequences in flight, now at most %d", sequences, limit)
         torch.cuda.empty_cache()
 
-    def measured(self, prompt: Prompt, cell: Cell, nbytes: int) -> None:
+    def measured(self, prompt: Prompt, cell: Run, nbytes: int) -> None:
         """A prefill took so many bytes beside the sequences that came of it."""
         self._prefill = max(self._prefill, nbytes / max(1, cell.checkpoint.full_cache_bytes(len(prompt.ids))))
 
 
-def sequence_bytes(cell: Cell, prompt: Prompt) -> int:
+def sequence_bytes(cell: Run, prompt: Prompt) -> int:
     """Bytes of the dense keys and values a policy keeps at the end of the longest answer to a prompt, and of states."""
     tokens = len(prompt.ids) + prompt.most_new_tokens
     kept = ceil(cell.checkpoint.full_cache_bytes(tokens) * _kept_share(cell, prompt.length, tokens))
     return kept + cell.checkpoint.state_bytes
 
 
-def _kept_share(cell: Cell, length: int, tokens: int) -> float:
+def _kept_share(cell: Run, length: int, tokens: int) -> float:
     """Kept over all tokens; above 1 where every query head keeps its own."""
     policy, config = cell.policy, cell.checkpoint.config.get_text_config(decoder=True)
     copies = 1

@@ -7,14 +7,14 @@ from itertools import groupby
 
 from kvbench.engine.answers import alone, conversation
 from kvbench.engine.conversation import Conversation
-from kvbench.engine.turns import InStep, Turn
+from kvbench.engine.work import OrderedWriter, WorkItem
 from kvbench.models.loading import LoadedModel
 from kvbench.terminal.bars import Advance
 
 
-def one_by_one(loaded: LoadedModel, turns: Sequence[Turn], advance: Advance) -> None:
+def one_by_one(loaded: LoadedModel, turns: Sequence[WorkItem], advance: Advance) -> None:
     """Work the turns of some runs example after example, and each run by itself: seconds are then its own."""
-    steps = InStep(turns)
+    steps = OrderedWriter(turns)
     for run in {run for turn in turns for run in turn.runs}:
         run.apart = False  # here each is by itself, and what lacks is waited for
     for _, some in groupby(turns, key=lambda turn: turn.first):

@@ -17,16 +17,17 @@ from kvbench.cache.cache import KVCache
 from kvbench.cache.join import fork, pick, together
 from kvbench.cache.layout import attention_layers, in_one_call
 from kvbench.cache.rotary import forget_lengths
+from kvbench.engine.context import ContextCache, take_question
+from kvbench.engine.pre_pass import pre_pass, read_prompt
+from kvbench.engine.prompt_pass import next_logits
 from kvbench.engine.sequence import LiveSequence, choose_next
-from kvbench.inference.context import ContextCache, check_context, take_question
-from kvbench.inference.pre_pass import pre_pass, read_prompt
-from kvbench.inference.prefill import next_logits
-from kvbench.inference.turns import take_turns
+from kvbench.engine.turns import take_turns
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PromptChoice, TextEncoder
 from kvbench.policies.stores.dense import Dense
+from kvbench.run.run import check_context
 
 TOKENS_AT_ONCE = 8192  # prompt tokens in one call, over all sequences that read their blocks side by side
 

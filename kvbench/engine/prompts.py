@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from kvbench.cache.layout import attention_layers
 from kvbench.config.naming import refusing_in
-from kvbench.identity.cell import Cell
-from kvbench.identity.reading import is_generated, is_read, policy_for
-from kvbench.inference.turns import check_turns
+from kvbench.engine.reading import is_generated, is_read, policy_for
+from kvbench.engine.turns import check_turns
 from kvbench.models.prompts import Prompt, PromptMaker
 from kvbench.policies.layer_budgets import layer_budgets, read_budget
-from kvbench.records.sample import Sample
+from kvbench.results.sample import Sample
+from kvbench.run.run import Run
 from kvbench.tasks.task import PlainTokenizer
 from kvbench.terminal.bars import progress
 from kvbench.terminal.errors import UsageError, refusing
@@ -35,7 +35,7 @@ class Prompts:
         return self.made[:limit]
 
 
-def prompts_for(cells: Sequence[Cell]) -> Prompts:
+def prompts_for(cells: Sequence[Run]) -> Prompts:
     """The prompts of cells that differ in nothing a prompt depends on, up to the largest limit among them."""
     cell, limits = cells[0], [cell.limit for cell in cells]
     limit = None if None in limits else max(n for n in limits if n is not None) // cell.samples
@@ -61,7 +61,7 @@ def prompts_for(cells: Sequence[Cell]) -> Prompts:
     return prompts
 
 
-def _tell_cut_answers(cell: Cell, tokenizer: PlainTokenizer, prompt: Prompt) -> None:
+def _tell_cut_answers(cell: Run, tokenizer: PlainTokenizer, prompt: Prompt) -> None:
     """Say so where answers were given fewer tokens than a right one takes: small runs do that, knowing their scores."""
     most, before = prompt.example.max_new_tokens, prompt.example.answer_prefix
     if "task.max_new_tokens" not in cell.changed or not prompt.example.references:
@@ -73,7 +73,7 @@ def _tell_cut_answers(cell: Cell, tokenizer: PlainTokenizer, prompt: Prompt) -> 
         log.warning("task.max_new_tokens=%d cuts answers off: %r takes %d tokens", most, answer[:60], tokens[answer])
 
 
-def _check_length(cell: Cell) -> None:
+def _check_length(cell: Run) -> None:
     """Raise UsageError for lengths far beyond the model's positions, before minutes go into prompts of them.
 
     Twice as many are certain not to fit; what is nearer is counted in tokens, prompt by prompt.
@@ -97,14 +97,14 @@ def _each_sample(prompt: Prompt, samples: int) -> list[Prompt]:
     return [replace(prompt, example=replace(prompt.example, index=first + i), sample=i) for i in range(samples)]
 
 
-def make_prompts(cell: Cell) -> list[Prompt]:
+def make_prompts(cell: Run) -> list[Prompt]:
     """All prompts of a cell, and the check that each fits the model and the policy. Raises UsageError."""
     prompts = prompts_for([cell]).first(cell.limit)
     check_policy(cell, prompts)
     return prompts
 
 
-def check_policy(cell: Cell, prompts: Sequence[Prompt]) -> None:
+def check_policy(cell: Run, prompts: Sequence[Prompt]) -> None:
     """Raise UsageError where a cell's policy cannot bring one of the prompts to its budget, or cannot read it.
 
     So it does where answers are to be sampled and none is written.

@@ -9,16 +9,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kvbench.analysis.metrics_file import write_metrics
+from kvbench.engine.callbacks import RunCallback
 from kvbench.engine.prompts import blank, check_policy
-from kvbench.engine.watch import Watch
-from kvbench.identity.cell import Cell
-from kvbench.identity.provenance import record_environment, write_config
+from kvbench.engine.provenance import record_environment, write_config
 from kvbench.models.prompts import Prompt
-from kvbench.records.files import remove_torn
-from kvbench.records.locks import RunBusyError, held
-from kvbench.records.sample import Sample
-from kvbench.records.samples import FILE_NAME, SampleFile, open_samples, read_samples
+from kvbench.results.files import remove_torn
+from kvbench.results.locks import RunBusyError, held
+from kvbench.results.metrics_file import write_metrics
+from kvbench.results.sample import Sample
+from kvbench.results.samples import FILE_NAME, SampleFile, open_samples, read_samples
+from kvbench.run.run import Run
 from kvbench.terminal.errors import UsageError, refusing
 
 _ASKED = {
@@ -40,7 +40,7 @@ class RunWriter:
     one run, computed once, up to the largest limit.
     """
 
-    def __init__(self, run_id: str, cells: Sequence[Cell], watch: Watch) -> None:
+    def __init__(self, run_id: str, cells: Sequence[Run], watch: RunCallback) -> None:
         unlimited = [cell for cell in cells if cell.limit is None]
         self.cells = list(cells)
         self.cell = unlimited[0] if unlimited else max(cells, key=lambda cell: cell.limit or 0)

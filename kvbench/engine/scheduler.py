@@ -13,14 +13,14 @@ from kvbench.engine import device_memory
 from kvbench.engine.answers import FAILURES, NO_MEMORY, OWN, Completion, answered, failed, request, sentence, told_apart
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.memory import MemoryPlanner
+from kvbench.engine.prompt_pass import now
 from kvbench.engine.run_writer import RunWriter
 from kvbench.engine.sequence import LiveSequence, Request
-from kvbench.engine.turns import InStep, Turn
-from kvbench.inference.prefill import now
+from kvbench.engine.work import OrderedWriter, WorkItem
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt
-from kvbench.records.sample import Sample
-from kvbench.records.totals import Totals
+from kvbench.results.sample import Sample
+from kvbench.results.totals import Totals
 from kvbench.terminal.bars import Advance
 
 AT_ONCE = 16
@@ -82,14 +82,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, loaded: LoadedModel, turns: Sequence[Turn], planner: MemoryPlanner, totals: Totals, advance: Advance
+        self, loaded: LoadedModel, turns: Sequence[WorkItem], planner: MemoryPlanner, totals: Totals, advance: Advance
     ) -> None:
         self._loaded, self._planner, self._totals, self._advance = loaded, planner, totals, advance
         graph = any(run.cell.cuda_graph for turn in turns for run in turn.runs)
         self._batch = DecodeBatch(loaded.model, graph, strict=False)
         self._waiting = deque(_Waiting(turn.prompt, list(turn.runs)) for turn in turns)
         self._in_flight: dict[LiveSequence, _InFlight] = {}
-        self._steps = InStep(turns)
+        self._steps = OrderedWriter(turns)
 
     def work(self) -> None:
         """Compute everything but what is set apart. Raises BatchError where sequences broke together."""

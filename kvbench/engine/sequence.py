@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kvbench.cache.cache import KVCache
-from kvbench.inference.answer import NOT_A_NUMBER, Answer, next_tokens
-from kvbench.inference.request import Request as Request
+from kvbench.engine.answer import NOT_A_NUMBER, Answer, next_tokens
+from kvbench.engine.request import Request as Request
 from kvbench.policies.policy import Policy
 
 

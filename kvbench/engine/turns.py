@@ -1,53 +1,41 @@
-"""Which examples are computed for which runs, and that all runs are written in step."""
+"""Conversations: prompts that follow each other in one cache, each brought to the budget at its end.
 
-from __future__ import annotations
+Shapes: T prompt tokens of a turn, S sequences, V vocabulary.
+"""
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from kvbench.engine.run_writer import RunWriter
-from kvbench.models.prompts import Prompt
+from torch import Tensor
+from transformers import PreTrainedModel
 
-
-@dataclass(frozen=True)
-class Turn:
-    """One example and the runs that lack it."""
-
-    index: int
-    prompt: Prompt
-    runs: tuple[RunWriter, ...]
-
-    @property
-    def first(self) -> int:
-        """The example of the first turn of its conversation; itself where it is no part of one."""
-        return self.index // self.runs[0].cell.samples - max(0, len(self.prompt.turns) - 1)
-
-    @property
-    def lacking(self) -> list[RunWriter]:
-        """Those of its runs for which it is still to be computed."""
-        return [run for run in self.runs if not run.ended and not run.has(self.index)]
+from kvbench.cache.cache import KVCache
+from kvbench.engine.prompt_pass import prefill
+from kvbench.policies.policy import Policy
+from kvbench.policies.policy_checks import check_next_prompt
+from kvbench.policies.pre_passes.pre_pass import PromptChoice, TextEncoder
+from kvbench.policies.press import KVPress
 
 
-def turns(runs: Sequence[RunWriter]) -> list[Turn]:
-    """Every example that one of the runs lacks, in order. The runs read the same prompts, up to limits of their own."""
-    longest = max((run.prompts for run in runs), key=len, default=())
-    missing = [(run, set(run.missing)) for run in runs]
-    shared = (tuple(run for run, lacks in missing if index in lacks) for index in range(len(longest)))
-    return [
-        Turn(i, prompt, lacking) for i, (prompt, lacking) in enumerate(zip(longest, shared, strict=True)) if lacking
-    ]
+def check_turns(policy: Policy) -> None:
+    """ValueError where a policy cannot bring another prompt, after a first one, to its budget."""
+    if isinstance(policy, KVPress):
+        raise ValueError(f"{policy.name} is a press of kvpress, which compresses a single prompt: use mode=scdq")
+    if isinstance(policy.pre_pass, PromptChoice):
+        raise ValueError(f"{policy.name} rewrites a prompt before it is read, so none can follow it: use mode=scdq")
+    if policy.schedule.late:
+        raise ValueError(
+            f"{policy.name} evicts only once a token after a prompt has attended to all of it (late=true), and in a "
+            "conversation the next prompt follows: use another schedule or policy"
+        )
+    if policy.evicts:
+        check_next_prompt(policy.name, policy.store, policy.allocator)
 
 
-class InStep:
-    """Writes an example when all runs that lack it have it, so that a killed sweep compares the same examples."""
-
-    def __init__(self, turns: Iterable[Turn]) -> None:
-        self._open = deque(turns)
-
-    def write(self) -> None:
-        """Write every example that is complete, and whose predecessors are; runs set apart keep nobody waiting."""
-        while self._open and all(run.apart for run in self._open[0].lacking):
-            turn = self._open.popleft()
-            for run in turn.runs:
-                run.write(before=turn.index + 1)
+def take_turns(
+    model: PreTrainedModel, cache: KVCache, logits: Tensor, prompts: Iterable[Tensor], encoder: TextEncoder | None
+) -> Tensor:
+    """Let later prompts [1,T] follow in a cache; logits [1,V] after the last, those given where there is none."""
+    for ids in prompts:
+        cache.next_prompt(ids.shape[1])
+        logits = prefill(model, ids, None, cache, encoder)
+    return logits

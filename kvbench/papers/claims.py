@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from kvbench.analysis.pairs import paired
-from kvbench.analysis.result import Result
-from kvbench.analysis.statistics import ALPHA, CONFIDENCE, FEWEST, Difference, holm
 from kvbench.config.tree import load
 from kvbench.papers.matching import Runs
 from kvbench.papers.protocol import SCHEDULE, Plan
 from kvbench.papers.published import BASELINE, FOLDER
+from kvbench.results.pairs import paired
+from kvbench.results.result import Result
+from kvbench.results.statistics import ALPHA, CONFIDENCE, FEWEST, Difference, holm
 from kvbench.terminal.errors import UsageError
 
 HOLDS, FAILS, UNDECIDED, NO_DATA = "holds", "fails", "cannot be decided", "no data"

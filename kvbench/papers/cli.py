@@ -53,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         numbers(options.table)  # an unknown table is refused before torch is imported
         if options.small:
             options.overrides = [*small(options.table, options.overrides), *options.overrides]
-        from kvbench.analysis.load import load_results
         from kvbench.papers.compare import compare
+        from kvbench.results.load import load_results
 
         folder = options.runs if options.command == "compare" else pairs(options.overrides, "limit=5").get("out", OUT)
         if options.command == "run":

@@ -12,7 +12,6 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from kvbench.analysis.result import Result
 from kvbench.config.presets import make_policy
 from kvbench.models.cache_shapes import cache_shape
 from kvbench.papers.layout import HOLE, Layout, budget_text, layout, numbers
@@ -20,6 +19,7 @@ from kvbench.papers.matching import Measured, Runs, average, measured, run_task
 from kvbench.papers.protocol import SCHEDULE, Cannot, Plan, plan, runs_of
 from kvbench.papers.published import AVERAGE, Number
 from kvbench.report.frames import Table
+from kvbench.results.result import Result
 from kvbench.terminal.command import pairs
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.cache_bytes import MIB, predict

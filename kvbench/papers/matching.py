@@ -8,11 +8,11 @@ from math import exp, inf
 from statistics import fmean
 from typing import Any
 
-from kvbench.analysis.result import Result
-from kvbench.analysis.statistics import stratified_interval
-from kvbench.identity.labels import compressed
 from kvbench.papers.protocol import SCHEDULE, Plan
 from kvbench.papers.published import BASELINE
+from kvbench.results.labels import compressed
+from kvbench.results.result import Result
+from kvbench.results.statistics import stratified_interval
 from kvbench.tasks.summary import summary
 
 IGNORED = ("task.data_dir", "task.path")  # local paths

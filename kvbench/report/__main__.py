@@ -1,9 +1,9 @@
-"""`python -m kvbench.report DIR -o report.html`: see `kvbench.page`."""
+"""`python -m kvbench.report DIR -o report.html`: see `kvbench.report.html`."""
 
 import os
 import sys
 
-from kvbench.page.command import main
+from kvbench.report.html.command import main
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a report uses only local tokenizers and task data
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.analysis.columns import COLUMNS, frame
-from kvbench.analysis.load import load_results
-from kvbench.analysis.result import Result
-from kvbench.records.files import atomic_write
 from kvbench.report.frames import FORMATS, Table, text, write
 from kvbench.report.table import chosen, pivot, results_table
+from kvbench.results.columns import COLUMNS, frame
+from kvbench.results.files import atomic_write
+from kvbench.results.load import load_results
+from kvbench.results.result import Result
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.folding import terminal_width

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from kvbench.records.files import write_atomically
+from kvbench.results.files import write_atomically
 from kvbench.terminal.errors import UsageError
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from kvbench.analysis.columns import COLUMNS
-from kvbench.analysis.columns import frame as tidy
-from kvbench.analysis.load import Results
-from kvbench.analysis.result import FINISHED, Result
-from kvbench.analysis.statistics import FEWEST
-from kvbench.identity.labels import budget_order, in_words, text_of
 from kvbench.report.frames import Table, frame_of, text
+from kvbench.results.columns import COLUMNS
+from kvbench.results.columns import frame as tidy
+from kvbench.results.labels import budget_order, in_words, text_of
+from kvbench.results.load import Results
+from kvbench.results.result import FINISHED, Result
+from kvbench.results.statistics import FEWEST
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.folding import terminal_width
 

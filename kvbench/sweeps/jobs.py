@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import choice, whole_number
-from kvbench.records.definition import SWEEP_FOLDER, Entry, read_definition
+from kvbench.results.definition import SWEEP_FOLDER, Entry, read_definition
 
 if TYPE_CHECKING:
     import submitit

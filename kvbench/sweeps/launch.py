@@ -10,11 +10,11 @@ from typing import Any
 
 from kvbench.engine.prompts import make_prompts
 from kvbench.errors import UsageError
-from kvbench.identity.cell import out_folder
-from kvbench.identity.environment import versions
-from kvbench.records.cell_state import is_complete, read_state
-from kvbench.records.definition import Definition, Entry, sweep_name, write_definition
 from kvbench.report.trackers.watching import make_watch
+from kvbench.results.definition import Definition, Entry, sweep_name, write_definition
+from kvbench.results.environment import versions
+from kvbench.results.run_state import is_complete, read_state
+from kvbench.run.run import out_folder
 from kvbench.sweeps.compute import close_tracker, compute
 from kvbench.sweeps.jobs import Launcher, is_active, submit, submitted
 from kvbench.sweeps.outcome import Outcome, is_expected, message_of, print_results

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.errors import UsageError
-from kvbench.records.locks import RunBusyError, RunLostError
+from kvbench.results.locks import RunBusyError, RunLostError
 from kvbench.terminal.command import say
 
 
@@ -63,8 +63,8 @@ def is_expected(error: BaseException) -> bool:
 
 def print_results(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
     """Print the table of all runs that have results; their scores by key."""
-    from kvbench.analysis.load import read_result
     from kvbench.report.table import print_table
+    from kvbench.results.load import read_result
 
     found = {outcome.key: read_result(outcome.folder, outcome.limit) for outcome in outcomes if outcome.folder}
     runs = list(found.values())

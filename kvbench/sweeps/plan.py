@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UsageError
-from kvbench.identity.cell import Cell, build_cell
-from kvbench.identity.run_config import RunConfig, typed
-from kvbench.records.definition import Entry
+from kvbench.results.definition import Entry
+from kvbench.run.run import Run, build_cell
+from kvbench.run.run_config import RunConfig, typed
 from kvbench.sweeps.outcome import Messages
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Planned:
     """A run: what is kept of it on disk, and, if its values are right, what is computed."""
 
     entry: Entry
-    cell: Cell | None = None
+    cell: Run | None = None
 
 
 def plan(asked: Sequence[Asked], elsewhere: bool = False) -> tuple[list[Planned], list[str]]:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import yaml
 
 from kvbench.errors import UsageError
-from kvbench.records.cell_state import examples, is_complete, lines, read_state
-from kvbench.records.definition import Definition, Entry, read_definition
-from kvbench.records.locks import is_held
+from kvbench.results.definition import Definition, Entry, read_definition
+from kvbench.results.locks import is_held
+from kvbench.results.run_state import examples, is_complete, lines, read_state
 from kvbench.sweeps.jobs import Launcher, is_active, submitted
 from kvbench.terminal.command import FAILED as EXIT_FAILED
 from kvbench.terminal.command import Parser, command, pairs

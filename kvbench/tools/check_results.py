@@ -15,23 +15,23 @@ from statistics import fmean
 from tempfile import gettempdir
 from typing import Any
 
-from kvbench.analysis.load import read_result
-from kvbench.analysis.metrics import metrics
-from kvbench.analysis.metrics_file import summed_up
-from kvbench.analysis.result import Result
 from kvbench.cache.budgets import Budgets
 from kvbench.cache.layout import layout_of
 from kvbench.cache.steps import Progress
 from kvbench.engine.prompts import blank, prompts_for
-from kvbench.identity.cell import Cell, build_cell, digest_of
-from kvbench.identity.run_config import set_field, typed
 from kvbench.models.prompts import Prompt
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.layer_budgets import read_budget
 from kvbench.policies.press import KVPress
-from kvbench.records.files import read_yaml
-from kvbench.records.sample import Sample
-from kvbench.records.samples import FILE_NAME
+from kvbench.results.files import read_yaml
+from kvbench.results.load import read_result
+from kvbench.results.metrics import metrics
+from kvbench.results.metrics_file import summed_up
+from kvbench.results.result import Result
+from kvbench.results.sample import Sample
+from kvbench.results.samples import FILE_NAME
+from kvbench.run.run import Run, build_cell, digest_of
+from kvbench.run.run_config import set_field, typed
 from kvbench.terminal.command import FAILED, Parser, command, pairs, say
 from kvbench.terminal.console import quiet
 from kvbench.terminal.errors import UsageError
@@ -84,7 +84,7 @@ def check_run(folder: Path, fields: dict[str, Any] | None = None) -> None:
         raise RefusedError("metrics.json does not contain the metrics of its samples")
 
 
-def _cell(run: Result, config: dict[str, Any], fields: dict[str, Any]) -> Cell:
+def _cell(run: Result, config: dict[str, Any], fields: dict[str, Any]) -> Run:
     here = deepcopy({**config, "out": gettempdir(), "device": "auto", "engine": {}})
     for key, value in fields.items():
         set_field(here, key, value)
@@ -103,7 +103,7 @@ def _cell(run: Result, config: dict[str, Any], fields: dict[str, Any]) -> Cell:
     return cell
 
 
-def _sample_refused(cell: Cell, prompt: Prompt, sample: Sample) -> str | None:
+def _sample_refused(cell: Run, prompt: Prompt, sample: Sample) -> str | None:
     if sample.error is not None:
         return f"it failed ({sample.error})"
     expected = vars(blank(prompt))
@@ -120,7 +120,7 @@ def _sample_refused(cell: Cell, prompt: Prompt, sample: Sample) -> str | None:
     return _tokens_refused(cell, prompt, sample) or _bytes_refused(cell, sample)
 
 
-def _tokens_refused(cell: Cell, prompt: Prompt, sample: Sample) -> str | None:
+def _tokens_refused(cell: Run, prompt: Prompt, sample: Sample) -> str | None:
     kept, policy = sample.kept_tokens or [], cell.policy
     if [len(heads) for heads in kept] != [heads for heads, _ in _heads_and_numbers(cell)]:
         return "its kept_tokens do not have the model's layers and KV heads"
@@ -137,7 +137,7 @@ def _tokens_refused(cell: Cell, prompt: Prompt, sample: Sample) -> str | None:
     return _budget_refused(cell, prompt, kept, seen) if policy.evicts and not isinstance(policy, KVPress) else None
 
 
-def _budget_refused(cell: Cell, prompt: Prompt, kept: list[list[int]], seen: int) -> str | None:
+def _budget_refused(cell: Run, prompt: Prompt, kept: list[list[int]], seen: int) -> str | None:
     policy, allocator = cell.policy, cell.policy.allocator
     progress = Progress(policy, prompt.length)
     progress.seen, progress.opened, progress.prompt = [seen], [0], [prompt.length]
@@ -156,7 +156,7 @@ def _budget_refused(cell: Cell, prompt: Prompt, kept: list[list[int]], seen: int
     return None
 
 
-def _bytes_refused(cell: Cell, sample: Sample) -> str | None:
+def _bytes_refused(cell: Run, sample: Sample) -> str | None:
     seen = sample.prompt_tokens + (sample.decode_steps or 0)
     full = cell.checkpoint.full_cache_bytes(seen), cell.checkpoint.full_position_bytes(seen)
     if (sample.full_cache_bytes, sample.full_position_bytes) != full:
@@ -170,7 +170,7 @@ def _bytes_refused(cell: Cell, sample: Sample) -> str | None:
     return None
 
 
-def _heads_and_numbers(cell: Cell) -> list[tuple[int, int]]:
+def _heads_and_numbers(cell: Run) -> list[tuple[int, int]]:
     """For every attention layer: the number of heads that hold tokens, and the numbers each stores per token."""
     text = cell.checkpoint.config.get_text_config(decoder=True)
     by_query = cell.policy.granularity == "query_head"

@@ -91,8 +91,8 @@ def diagnose(name: str, fields: Sequence[str], config_dir: str | None = None) ->
 
 def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
     """One checked run per policy; only `policy=` may have several values."""
-    from kvbench.identity.cell import build_cell
-    from kvbench.identity.run_config import run_config
+    from kvbench.run.run import build_cell
+    from kvbench.run.run_config import run_config
 
     words = [field.partition("=") for field in fields]
     given: dict[str, Any] = {"limit": 1, **{key: yaml.safe_load(text) for key, _, text in words}}

@@ -24,13 +24,14 @@ from kvbench.cache.pressed import PressedCache, kept_by_layer
 from kvbench.config.presets import make_policy
 from kvbench.config.tree import find, read
 from kvbench.engine.generate import generate_tokens
+from kvbench.engine.rating import evicted, rated
+from kvbench.engine.sampling import TokenSampler
 from kvbench.errors import UsageError
-from kvbench.inference.rating import evicted, rated
-from kvbench.inference.sampling import Draws, Sampling
 from kvbench.models.loading import ModelSpec, load, locate, pick_device
 from kvbench.models.prompts import end_tokens, stop_test
 from kvbench.models.tokens import Encoder, Pair
 from kvbench.policies.describe import describe
+from kvbench.run.sampling import Sampling
 from kvbench.tasks.lm_eval.chat import sampling_of
 from kvbench.terminal.errors import refusing
 
@@ -104,7 +105,7 @@ class KVBenchLM(HFLM):
         sampling = sampling_of(kwargs)
         numbers = range(self._answered, self._answered + len(context))
         self._answered += len(context)
-        draws = [Draws(Sampling(**sampling), 0, number, 0) for number in numbers] if sampling else []
+        draws = [TokenSampler(Sampling(**sampling), 0, number, 0) for number in numbers] if sampling else []
         done = generate_tokens(
             self.model,
             context,

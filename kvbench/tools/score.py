@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from kvbench.records.files import write_atomically
+from kvbench.results.files import write_atomically
 from kvbench.tasks.predictions import Line
 from kvbench.tasks.summary import benchmark_module, benchmarks_with
 from kvbench.terminal.command import Parser, command

@@ -1,7 +1,7 @@
 """The interface of a pre-pass: extra computation over a prompt for a policy before tokens are evicted.
 
 A scorer declares a pre-pass (`Scorer.pre_pass`), or the policy does if it has no scorer; kvbench's generation loop runs
-it (`kvbench.inference.pre_pass`). There are four kinds: `PromptChoice` selects the tokens to prefill, `TokenRating`
+it (`kvbench.engine.pre_pass`). There are four kinds: `PromptChoice` selects the tokens to prefill, `TokenRating`
 computes a number for each token from the model's logits, `ExtraPasses` runs more tokens over the prompt, and
 `BlockPasses` runs them after each block of it.
 

@@ -14,9 +14,9 @@ from kvbench.tasks.needlebench import scores
 from kvbench.tasks.needlebench.grids import KINDS, LANGUAGES, NEEDLES
 from kvbench.tasks.task import Scored
 
-Cell = tuple[int, int]  # length, depth
+Run = tuple[int, int]  # length, depth
 Column = tuple[str, str, int]  # kind, language, needles (0 for multi retrieval: one at every depth)
-Cells = Mapping[Column, Mapping[Cell, float]]  # 0 to 100
+Cells = Mapping[Column, Mapping[Run, float]]  # 0 to 100
 
 WEIGHTS = {"single_retrieval": 0.4, "multi_retrieval": 0.3, "multi_reasoning": 0.3}
 ALL_COLUMNS: tuple[Column, ...] = tuple(
@@ -43,7 +43,7 @@ def overall(cells: Cells, columns: Iterable[Column] = ALL_COLUMNS) -> dict[str, 
     return found
 
 
-def grid_mean(cells: Mapping[Cell, float]) -> float | None:
+def grid_mean(cells: Mapping[Run, float]) -> float | None:
     """Mean over the depths of every length, then over lengths; None without cells."""
     lengths: dict[int, list[float]] = {}
     for (length, _), score in cells.items():
@@ -56,7 +56,7 @@ def cells_of_results(results: Mapping[str, Mapping[str, float | None]]) -> Cells
 
     Raises ValueError, naming the entry, where it is not of that form. Missing values and NaN are no cells.
     """
-    cells: dict[Column, dict[Cell, float]] = {}
+    cells: dict[Column, dict[Run, float]] = {}
     for name, values in results.items():
         if point := _POINT.fullmatch(name):
             length, depth, needles, language = point.groups()
@@ -78,7 +78,7 @@ def cells_of_results(results: Mapping[str, Mapping[str, float | None]]) -> Cells
 def cells_of_answers(answers: Sequence[Scored]) -> Cells:
     """Cells out of the scored answers of a run. Multi retrieval is read anew from outputs, to have its depths apart."""
     rows: dict[tuple[str, int], list[Scored]] = {}
-    points: dict[Column, dict[Cell, list[float]]] = {}
+    points: dict[Column, dict[Run, list[float]]] = {}
     for answer in answers:
         about = answer.metadata
         if about["task"] == "multi_retrieval":
@@ -107,13 +107,13 @@ def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def heat_map(answers: Sequence[Scored]) -> dict[Cell, float]:
+def heat_map(answers: Sequence[Scored]) -> dict[Run, float]:
     """One score for every complete cell, the kinds with v1's weights."""
     cells = cells_of_answers(answers)
     return _weighted(cells, list(cells), WEIGHTS)
 
 
-def _weighted(cells: Cells, columns: Sequence[Column], weights: Mapping[str, float]) -> dict[Cell, float]:
+def _weighted(cells: Cells, columns: Sequence[Column], weights: Mapping[str, float]) -> dict[Run, float]:
     """The mean over the columns of each kind, and over the kinds by their weights, for every cell that all have."""
     groups = {name: group for name in KINDS if (group := [column for column in columns if column[0] == name])}
     share = sum(weights[name] for name in groups)

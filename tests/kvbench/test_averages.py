@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.analysis.averages import average_intervals
-from kvbench.analysis.metrics import metrics
-from kvbench.records.sample import Sample
+from kvbench.results.averages import average_intervals
+from kvbench.results.metrics import metrics
+from kvbench.results.sample import Sample
 from kvbench.tasks.longbench.subsets import PAPER_SETS
 
 

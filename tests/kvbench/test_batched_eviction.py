@@ -85,7 +85,9 @@ def test_side_by_side_is_what_each_layer_does_alone(slug: str, fields: dict[str,
 @contextmanager
 def compacting() -> Iterator[None]:
     """A prompt's evictions compact the layer, however few tokens go."""
-    with mock.patch.object(pending_module.Pending, "in_place", property(lambda due: due.step.now.phase == "decode")):
+    with mock.patch.object(
+        pending_module.EvictionJob, "in_place", property(lambda due: due.step.now.phase == "decode")
+    ):
         yield
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvbench.analysis.load import read_result
-from kvbench.analysis.metrics_file import write_metrics
 from kvbench.cli import main as run
-from kvbench.identity.cell import digest_of
-from kvbench.records.files import read_yaml, write_yaml
+from kvbench.results.files import read_yaml, write_yaml
+from kvbench.results.load import read_result
+from kvbench.results.metrics_file import write_metrics
+from kvbench.run.run import digest_of
 from kvbench.tools.check_results import main
 
 POLICIES = "full,snapkv,knorm,p2a_h2o,kvzip,kivi,quest"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.errors import UsageError
-from kvbench.identity import code_digest as digests
+from kvbench.run import code_digest as digests
 
 CODE = '"""A part."""\n\nX = 1  # one\n\n\ndef f(a: int) -> int:\n    """Doc."""\n    return a + X\n'
 

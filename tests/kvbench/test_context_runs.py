@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from small_cells import small_cell
 
-from kvbench.analysis.load import load_results, read_result
 from kvbench.cli import main
+from kvbench.engine.compute import run_cells
 from kvbench.engine.prompts import make_prompts
-from kvbench.engine.run import run_cells
 from kvbench.errors import UsageError
 from kvbench.report.command import main as results
+from kvbench.results.load import load_results, read_result
 
 ROWS = [
     {"context": "The mill by the weir is red. " * 6, "question": question, "answers": [answer], "max_new_tokens": 3}

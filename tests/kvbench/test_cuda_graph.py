@@ -16,9 +16,10 @@ from op_tape import Tape, record
 from kvbench import KVCache, make_policy
 from kvbench.engine import generate as generating
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.cuda_graph import Recorder
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import LiveSequence, Request
-from kvbench.inference.cuda_graph import Recorder, can_record, can_replay, check_graph
+from kvbench.models.replay import can_record, can_replay, check_graph
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.slots import GROWTH
 

@@ -19,8 +19,8 @@ from kvbench.cache import cache as cache_module
 from kvbench.cache.caller import Caller
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.prompt_pass import next_logits, prefill
 from kvbench.engine.sequence import Request
-from kvbench.inference.prefill import next_logits, prefill
 from kvbench.kernels import decode
 from kvbench.policies.policy import Policy
 

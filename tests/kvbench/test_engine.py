@@ -14,28 +14,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.analysis.load import read_result
 from kvbench.engine import batch as rows
 from kvbench.engine import device_memory
-from kvbench.engine.run import Ending, grouped, run_cells
-from kvbench.engine.watch import Nobody
-from kvbench.identity.cell import Cell
+from kvbench.engine.callbacks import NullCallback
+from kvbench.engine.compute import Ending, grouped, run_cells
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.ranking import Ranking
-from kvbench.records.sample import Sample
 from kvbench.report.table import notes, results_table
+from kvbench.results.load import read_result
+from kvbench.results.sample import Sample
+from kvbench.run.run import Run
 from kvbench.tools.diagnose import cells_of
 
 HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}
 SMALL = ("task=niah", "task.lengths=[300]", "task.depths=[0.0,0.5,1.0]", "task.repeats=2", "task.max_new_tokens=6")
-Build = Callable[..., list[Cell]]
+Build = Callable[..., list[Run]]
 
 
 @pytest.fixture
 def cells(tiny_model: Path, tmp_path: Path) -> Build:
     """Cells of some policies on the tiny model, in a folder of their own."""
 
-    def build(policies: str, *fields: str, out: str = "runs", rows: int | None = None, limit: int = 4) -> list[Cell]:
+    def build(policies: str, *fields: str, out: str = "runs", rows: int | None = None, limit: int = 4) -> list[Run]:
         given = [f"model={tiny_model}", f"policy={policies}", f"out={tmp_path / out}", f"limit={limit}", *SMALL]
         built = cells_of(
             [*given, *("budget=40", "device=cpu", f"engine.rows={'null' if rows is None else rows}"), *fields]
@@ -45,12 +45,12 @@ def cells(tiny_model: Path, tmp_path: Path) -> Build:
     return build
 
 
-def lines(cell: Cell) -> list[dict[str, Any]]:
+def lines(cell: Run) -> list[dict[str, Any]]:
     """What a run wrote."""
     return [json.loads(line) for line in (cell.folder / "samples.jsonl").read_text().splitlines()]
 
 
-def results(cell: Cell) -> list[dict[str, Any]]:
+def results(cell: Run) -> list[dict[str, Any]]:
     """What a run wrote, but for how it ran."""
     return [{k: v for k, v in line.items() if k not in HOW} for line in lines(cell)]
 
@@ -73,7 +73,7 @@ class Generous(Uniform):
         return (ranking.seen.new_tensor(budgets) + 1)[:, None].expand(-1, ranking.scores.shape[1])
 
 
-def with_part(cell: Cell, **part: Any) -> Cell:
+def with_part(cell: Run, **part: Any) -> Run:
     return replace(cell, policy=replace(cell.policy, **part), policy_name="own")
 
 
@@ -122,7 +122,7 @@ def test_samples_say_how_they_ran_and_give_seconds_only_where_they_are_theirs(ce
 
 def test_runs_that_differ_in_more_than_their_policy_share_nothing_but_the_model(cells: Build) -> None:
     some = [*cells("full,tova"), *cells("full", "seed=1"), *cells("tova", "task.max_new_tokens=7")]
-    assert [[run.run_id for run in group] for group in grouped(some, Nobody())] == [
+    assert [[run.run_id for run in group] for group in grouped(some, NullCallback())] == [
         [some[0].run_id, some[1].run_id],
         [some[2].run_id],
         [some[3].run_id],
@@ -142,7 +142,7 @@ def test_runs_that_are_ahead_wait_for_the_others_and_keep_what_they_have(cells: 
     assert [results(cell) for cell in some] == [results(cell) for cell in alone]
 
 
-def uneven(cells: Build, policies: str, **how: Any) -> list[Cell]:
+def uneven(cells: Build, policies: str, **how: Any) -> list[Run]:
     """Cells of three examples, the second of which alone has a prompt of more than 450 tokens."""
     return cells(policies, "task.lengths=[300,600,400]", "task.depths=[0.5]", "task.repeats=1", limit=3, **how)
 
@@ -166,7 +166,7 @@ def test_whatever_a_model_raises_over_one_run_s_prompt_the_others_go_on_together
     def lacking(*_: object) -> Tensor:
         raise AttributeError("the output has no router_logits")
 
-    monkeypatch.setattr("kvbench.inference.logits.head_logits", lacking)
+    monkeypatch.setattr("kvbench.engine.logits.head_logits", lacking)
     knorm, sirllm, tova = cells("knorm,sirllm,tova", limit=2)
     first, second, third = run_cells([knorm, sirllm, tova])
     assert isinstance(second.error, AttributeError)
@@ -241,20 +241,20 @@ def test_a_context_is_read_once_for_all_runs_and_all_that_is_asked_about_it(tiny
     assert (session["prefills"], session["rows"]) == (2, 12)
 
 
-class Told(Nobody):
+class Told(NullCallback):
     """Notes what it is told; interrupts when told of a certain number of examples."""
 
     def __init__(self, after: int | None = None) -> None:
         self.heard: list[tuple[str, int | str]] = []
         self._after = after
 
-    def finished(self, cell: Cell, sample: Sample) -> None:
+    def finished(self, cell: Run, sample: Sample) -> None:
         """Note it."""
         self.heard.append((cell.policy_name, sample.index))
         if len(self.heard) == self._after:
             raise KeyboardInterrupt
 
-    def ended(self, cell: Cell, error: Exception | None) -> None:
+    def ended(self, cell: Run, error: Exception | None) -> None:
         """Note it."""
         self.heard.append((cell.policy_name, "ended"))
 
@@ -268,13 +268,13 @@ def test_an_interrupt_leaves_whole_files_with_all_that_was_computed(cells: Build
     completed(run_cells(some))
 
 
-class Killing(Nobody):
+class Killing(NullCallback):
     """Kills the process, as nothing can be caught, once five examples were told."""
 
     def __init__(self) -> None:
         self._finished = 0
 
-    def finished(self, cell: Cell, sample: Sample) -> None:
+    def finished(self, cell: Run, sample: Sample) -> None:
         self._finished += 1
         if self._finished == 5:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import kvbench
 from kvbench.cli import main
-from kvbench.engine import run as engine
+from kvbench.engine import compute as engine
 from kvbench.models import given
-from kvbench.page.prompts import prompts_of
 from kvbench.policies.observation import Observation, State
+from kvbench.report.html.prompts import prompts_of
 from kvbench.tasks.niah import Niah
 
 SMALL: dict[str, Any] = {"tasks": "niah", "lengths": [300], "depths": [0.0, 0.5], "repeats": 1, "max_new_tokens": 3}

@@ -17,9 +17,9 @@ from torch import Tensor
 from kvbench import KVCache, make_policy
 from kvbench.engine import batch as rows_module
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.pre_pass import rate_next
+from kvbench.engine.prompt_pass import next_logits, prefill
 from kvbench.engine.sequence import Request
-from kvbench.inference.pre_pass import rate_next
-from kvbench.inference.prefill import next_logits, prefill
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import Dense
 

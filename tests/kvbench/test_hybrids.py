@@ -25,9 +25,9 @@ from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.conversation import Conversation
 from kvbench.engine.generate import Generation, generate_tokens
+from kvbench.engine.prompt_pass import prefill
 from kvbench.engine.sequence import LiveSequence, Request
-from kvbench.inference.prefill import prefill
-from kvbench.inference.teacher_forcing import continuation_scores, text_scores
+from kvbench.engine.teacher_forcing import continuation_scores, text_scores
 from kvbench.policies.policy import Policy
 
 BUDGET, NEW = 16, 6

@@ -11,7 +11,7 @@ import yaml
 import kvbench
 from hydra_plugins.kvbench.sweeper import narrowed
 from kvbench.config.tree import CONF
-from kvbench.identity.run_config import run_config
+from kvbench.run.run_config import run_config
 from kvbench.sweeps.app import main
 
 FORMS = {  # of each the beginning of a line that it prints

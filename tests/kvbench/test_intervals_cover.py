@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvbench.analysis import statistics as stats
-from kvbench.analysis.statistics import (
+from kvbench.results import statistics as stats
+from kvbench.results.statistics import (
     Interval,
     mean_interval,
     stratified_interval,

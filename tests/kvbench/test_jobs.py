@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.records.definition import Entry
+from kvbench.results.definition import Entry
 from kvbench.sweeps.jobs import grouped
 from kvbench.sweeps.status import main as sweep
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.identity.labels import Naming, differing, keeps_all, names
+from kvbench.results.labels import Naming, differing, keeps_all, names
 
 PARTS = "kvbench.policies"
 IDENTITY: dict[str, Any] = {

@@ -23,11 +23,11 @@ from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
-from kvbench.identity.cell import check_shapes
-from kvbench.inference.cuda_graph import can_replay
 from kvbench.models.cache_shapes import from_config
 from kvbench.models.loading import Checkpoint, ModelSpec
+from kvbench.models.replay import can_replay
 from kvbench.policies.policy import Policy
+from kvbench.run.run import check_shapes
 from kvbench.tools.cache_bytes import predict
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "axk1", "youtu")

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache
 from kvbench.cache.join import fork, join, pick, together
-from kvbench.inference.prefill import next_logits, prefill
+from kvbench.engine.prompt_pass import next_logits, prefill
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy

@@ -8,12 +8,12 @@ import pytest
 import torch
 from plotted_runs import read, write_run
 
-from kvbench.analysis.load import load_results
-from kvbench.analysis.metrics import metrics
-from kvbench.analysis.statistics import paired_difference, weighted_interval
 from kvbench.engine.likelihood import summed_up
-from kvbench.records.sample import Sample
 from kvbench.report.table import print_table
+from kvbench.results.load import load_results
+from kvbench.results.metrics import metrics
+from kvbench.results.sample import Sample
+from kvbench.results.statistics import paired_difference, weighted_interval
 
 
 def test_a_long_text_weighs_more_than_a_short_one() -> None:

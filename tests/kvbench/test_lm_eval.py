@@ -12,8 +12,8 @@ import lm_eval_data as made
 import pytest
 from lm_eval import simple_evaluate
 
-from kvbench.analysis.load import read_result
 from kvbench.cli import main
+from kvbench.results.load import read_result
 from kvbench.tasks.lm_eval import squad
 from kvbench.tasks.lm_eval.data import rows_from
 from kvbench.tasks.lm_eval.find import manager

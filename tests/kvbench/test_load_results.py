@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from plotted_runs import sample, write_run, write_sweep
 
-from kvbench.analysis import metrics_file
-from kvbench.analysis.load import load_results, read_result
+from kvbench.results import metrics_file
+from kvbench.results.load import load_results, read_result
 
 
 def test_numbers_of_other_samples_or_other_code_or_of_some_examples_are_computed(

@@ -12,10 +12,10 @@ from command_lines import composed
 from transformers import AutoTokenizer
 
 from kvbench.config.tree import CONF, load
-from kvbench.engine.run import run_cells
-from kvbench.identity.cell import build_cell
-from kvbench.inference.sampling import Sampling
+from kvbench.engine.compute import run_cells
 from kvbench.models.prompts import PromptMaker
+from kvbench.run.run import build_cell
+from kvbench.run.sampling import Sampling
 from kvbench.tasks.lm_eval.chat import chat_text
 from kvbench.tasks.task import Example, Task
 from kvbench.tools.diagnose import cells_of

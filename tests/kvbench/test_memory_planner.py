@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from kvbench.engine import device_memory
+from kvbench.engine.callbacks import NullCallback
 from kvbench.engine.device_memory import Allocator
 from kvbench.engine.memory import MemoryPlanner, sequence_bytes
 from kvbench.engine.run_writer import RunWriter
-from kvbench.engine.watch import Nobody
-from kvbench.identity.cell import Cell
 from kvbench.models.prompts import Prompt
+from kvbench.run.run import Run
 from kvbench.tasks.task import Example
 from kvbench.tools.diagnose import cells_of
 
@@ -38,12 +38,12 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
 @pytest.fixture
 def runs(tiny_model: Path, tmp_path: Path) -> list[RunWriter]:
     """Six runs of full and six of snapkv, on a CUDA device."""
-    cells: list[Cell] = []
+    cells: list[Run] = []
     for slug in ("full", "snapkv"):
         fields = [f"model={tiny_model}", f"policy={slug}", f"out={tmp_path}", "task=niah", f"budget={BUDGET}"]
         fields += ["device=cpu", *(["policy.scorer.window=6"] if slug == "snapkv" else [])]
         cells += [replace(cell, device=torch.device("cuda")) for cell in cells_of(fields)] * 6
-    return [RunWriter(f"{number}", [cell], Nobody()) for number, cell in enumerate(cells)]
+    return [RunWriter(f"{number}", [cell], NullCallback()) for number, cell in enumerate(cells)]
 
 
 @pytest.fixture

@@ -15,16 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plotted_runs import answered, sample, write_run
 
-from kvbench.analysis.load import load_results
 from kvbench.cli import main as run
-from kvbench.page.caveats import caveats
-from kvbench.page.command import main, write_page
-from kvbench.page.examples import LEVELS, examples
-from kvbench.page.prompts import prompts_of
-from kvbench.page.render import page
-from kvbench.page.tables import groups, in_order, marks, matrices
-from kvbench.records.kept_heads import counts, kept_heads
-from kvbench.records.sample import Sample
+from kvbench.report.html.caveats import caveats
+from kvbench.report.html.command import main, write_page
+from kvbench.report.html.examples import LEVELS, examples
+from kvbench.report.html.prompts import prompts_of
+from kvbench.report.html.render import page
+from kvbench.report.html.tables import groups, in_order, marks, matrices
+from kvbench.results.kept_heads import counts, kept_heads
+from kvbench.results.load import load_results
+from kvbench.results.sample import Sample
 
 HOSTILE = '</script><script>window.broken = 1</script><img src="http://evil.test/x.png" onerror="window.broken = 1">'
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

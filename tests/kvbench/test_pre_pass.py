@@ -9,11 +9,11 @@ from small_cells import small_cell
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.analysis.columns import frame
-from kvbench.analysis.load import read_result
 from kvbench.engine.batch import DecodeBatch, Request
+from kvbench.engine.compute import run_cells
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.run import run_cells
+from kvbench.results.columns import frame
+from kvbench.results.load import read_result
 
 LENGTH, BUDGET, NEW = 60, 20, 3
 IDS = torch.tensor([prompt(LENGTH)])

@@ -11,8 +11,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Phi3Config
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.rotary import uniform_length
-from kvbench.inference.prefill import prefill
-from kvbench.inference.teacher_forcing import text_scores
+from kvbench.engine.prompt_pass import prefill
+from kvbench.engine.teacher_forcing import text_scores
 
 SHORT, NEW = 32, 6
 KINDS = ["longrope", "dynamic"]
@@ -90,6 +90,6 @@ def test_a_long_prompt_in_several_calls_is_refused(kind: str, monkeypatch: pytes
     short = KVCache(running.config, make_policy("full"), prompt_length=30)
     for part in ids[:, :30].split(15, dim=1):
         running(part, past_key_values=short)
-    monkeypatch.setattr("kvbench.inference.teacher_forcing.CALL", 16)
+    monkeypatch.setattr("kvbench.engine.teacher_forcing.CALL", 16)
     with pytest.raises(ValueError, match="has to come in one call of the model"):
         text_scores(running, ids, make_policy("tova", 16, block=8))

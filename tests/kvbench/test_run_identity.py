@@ -14,9 +14,9 @@ from small_cells import small_cell
 from kvbench.cli import main
 from kvbench.config.tree import part_class
 from kvbench.errors import ConfigError
-from kvbench.identity import code_digest
-from kvbench.identity.cell import build_cell
-from kvbench.identity.run_config import changed_fields, run_config
+from kvbench.run import code_digest
+from kvbench.run.run import build_cell
+from kvbench.run.run_config import changed_fields, run_config
 from kvbench.tasks.hub import data_file
 
 SMALL = ("task.lengths=[300]", "task.depths=[0.5]", "task.repeats=2", "task.max_new_tokens=3", "out=runs", "budget=40")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.records.locks import RunBusyError
-from kvbench.records.sample import Sample
-from kvbench.records.samples import open_samples, read_samples
+from kvbench.results.locks import RunBusyError
+from kvbench.results.sample import Sample
+from kvbench.results.samples import open_samples, read_samples
 
 
 def sample(index: int, output: str = "the answer") -> Sample:
@@ -75,7 +75,7 @@ def test_a_last_line_that_is_no_cut_off_sample_is_an_error_and_stays(tmp_path: P
 def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     holder = (
-        "import sys\nfrom pathlib import Path\nfrom kvbench.records.samples import open_samples\n"
+        "import sys\nfrom pathlib import Path\nfrom kvbench.results.samples import open_samples\n"
         "with open_samples(Path(sys.argv[1])):\n    print('open', flush=True)\n    sys.stdin.read()\n"
     )
     child = subprocess.Popen(

@@ -17,26 +17,27 @@ from transformers import (
 )
 
 import kvbench
-from kvbench.analysis.load import read_result
-from kvbench.analysis.metrics import metrics
-from kvbench.analysis.pairs import paired
-from kvbench.engine.run import run_cells
+from kvbench.engine.compute import run_cells
+from kvbench.engine.sampling import TokenSampler, drawn, filtered
 from kvbench.errors import UsageError
-from kvbench.identity.cell import Cell
-from kvbench.inference.sampling import Draws, Sampling, drawn, filtered
-from kvbench.records.sample import Sample
+from kvbench.results.load import read_result
+from kvbench.results.metrics import metrics
+from kvbench.results.pairs import paired
+from kvbench.results.sample import Sample
+from kvbench.run.run import Run
+from kvbench.run.sampling import Sampling
 from kvbench.tools.diagnose import cells_of
 
 HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}
 SMALL = ("task=niah", "task.lengths=[300]", "task.depths=[0.0,0.5,1.0]", "task.repeats=2", "task.max_new_tokens=6")
-Build = Callable[..., list[Cell]]
+Build = Callable[..., list[Run]]
 
 
 @pytest.fixture
 def cells(tiny_model: Path, tmp_path: Path) -> Build:
     """Cells of the tiny model that sample three answers to each of two prompts."""
 
-    def build(policies: str, *fields: str, out: str = "runs", rows: int | None = None) -> list[Cell]:
+    def build(policies: str, *fields: str, out: str = "runs", rows: int | None = None) -> list[Run]:
         given = [f"model={tiny_model}", f"policy={policies}", f"out={tmp_path / out}", "limit=2", *SMALL]
         given += ["budget=40", "device=cpu", f"engine.rows={'null' if rows is None else rows}"]
         return list(cells_of([*given, "generation.temperature=1.3", "generation.samples=3", *fields]))
@@ -44,12 +45,12 @@ def cells(tiny_model: Path, tmp_path: Path) -> Build:
     return build
 
 
-def lines(cell: Cell) -> list[dict[str, Any]]:
+def lines(cell: Run) -> list[dict[str, Any]]:
     """What a run wrote."""
     return [json.loads(line) for line in (cell.folder / "samples.jsonl").read_text().splitlines()]
 
 
-def results(cell: Cell) -> list[dict[str, Any]]:
+def results(cell: Run) -> list[dict[str, Any]]:
     """What a run wrote, but for how it ran."""
     return [{k: v for k, v in line.items() if k not in HOW} for line in lines(cell)]
 
@@ -71,7 +72,7 @@ def test_what_is_drawn_from_is_the_distribution_of_transformers_warpers(
     assert torch.equal(filtered(logits, Sampling(temperature, top_p, top_k)), theirs)
 
 
-class Given(Draws):
+class Given(TokenSampler):
     """Numbers given beforehand."""
 
     def __init__(self, sampling: Sampling, number: float) -> None:

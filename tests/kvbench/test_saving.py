@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 import kvbench.cache.saving as saving
 from kvbench import KVCache, make_policy
-from kvbench.inference.pre_pass import rate_next
-from kvbench.inference.prefill import prefill
+from kvbench.engine.pre_pass import rate_next
+from kvbench.engine.prompt_pass import prefill
 from kvbench.policies.policy import Policy
 
 LAYERS, KV_HEADS, QUERY_HEADS, BUDGET = 2, 2, 4, 40

@@ -14,7 +14,7 @@ from kvpress_kept import policy_keeps, press_keeps, presses
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench import generate, make_policy
-from kvbench.inference.teacher_forcing import text_scores
+from kvbench.engine.teacher_forcing import text_scores
 from kvbench.models.loading import Checkpoint, ModelSpec, load, locate
 
 pytestmark = pytest.mark.slow("135M parameters, prompts of up to 300 tokens")

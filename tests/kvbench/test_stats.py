@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.analysis import statistics as stats
-from kvbench.analysis.statistics import mean_interval, paired_difference
+from kvbench.results import statistics as stats
+from kvbench.results.statistics import mean_interval, paired_difference
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import torch
 from kv_models import MIXTURES, prompt, tiny, tiny_mixture
 
 from kvbench import KVCache, make_policy
-from kvbench.inference.logits import head_logits, surprisal
-from kvbench.inference.prefill import prefill
+from kvbench.engine.logits import head_logits, surprisal
+from kvbench.engine.prompt_pass import prefill
 from kvbench.policies.pre_passes.surprisal import Surprisal
 
 
@@ -31,7 +31,7 @@ def test_logits_of_a_prompt_never_exist_all_at_once(monkeypatch: pytest.MonkeyPa
         sizes.append(logits.shape[1])
         return surprisal(logits, tokens)
 
-    monkeypatch.setattr("kvbench.inference.logits.LOGITS_AT_ONCE", 512 * 4)  # the tiny models know 512 tokens
+    monkeypatch.setattr("kvbench.engine.logits.LOGITS_AT_ONCE", 512 * 4)  # the tiny models know 512 tokens
     monkeypatch.setattr(Surprisal, "rate", watched)
     model = tiny()
     model.set_attn_implementation("kvbench")

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.inference.teacher_forcing import continuation_scores, text_scores
+from kvbench.engine.teacher_forcing import continuation_scores, text_scores
 from kvbench.policies.policy import Policy
 
 BUDGET, BLOCK = 16, 6

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench import KVCache, make_policy
-from kvbench.inference.logits import surprisal
-from kvbench.inference.pre_pass import pre_pass, rate_next
-from kvbench.inference.prefill import prefill
+from kvbench.engine.logits import surprisal
+from kvbench.engine.pre_pass import pre_pass, rate_next
+from kvbench.engine.prompt_pass import prefill
 from kvbench.policies.policy import Policy
 
 LAYERS, KV_HEADS, BUDGET = 2, 2, 40

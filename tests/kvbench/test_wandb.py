@@ -18,13 +18,13 @@ import torch
 from plotted_runs import sample, write_run
 from small_cells import SMALL, small_cell
 
-from kvbench.analysis.load import read_result
-from kvbench.analysis.result import Result
-from kvbench.engine.run import run_cells
-from kvbench.identity.cell import Cell
-from kvbench.records.sample import Sample
+from kvbench.engine.compute import run_cells
 from kvbench.report.trackers.wandb_logger import WandbLogger, WandbWatch
 from kvbench.report.trackers.watching import InThread, Quiet, make_watch
+from kvbench.results.load import read_result
+from kvbench.results.result import Result
+from kvbench.results.sample import Sample
+from kvbench.run.run import Run
 from kvbench.terminal.errors import UsageError
 
 TARGET = "kvbench.report.trackers.wandb_logger.WandbLogger"
@@ -132,7 +132,7 @@ def test_a_sweep_is_one_offline_run_for_each_run_and_one_with_the_table(tmp_path
     assert {"budget/path", "bytes/path", "heatmap/path"} <= set(whole)
 
 
-class Replayed(Cell):
+class Replayed(Run):
     """A run on disk, as a watch sees it while it is computed."""
 
     def __init__(self, folder: Path) -> None:
@@ -214,13 +214,13 @@ class Broken(Quiet):
         if call == self._call:
             raise self._error
 
-    def started(self, cell: Cell, done: Sequence[Sample], total: int) -> None:
+    def started(self, cell: Run, done: Sequence[Sample], total: int) -> None:
         self._take("started")
 
-    def finished(self, cell: Cell, sample: Sample) -> None:
+    def finished(self, cell: Run, sample: Sample) -> None:
         self._take("finished")
 
-    def ended(self, cell: Cell, error: Exception | None) -> None:
+    def ended(self, cell: Run, error: Exception | None) -> None:
         self._take("ended")
 
     def close(self, records: Sequence[Result] = ()) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from command_lines import MAINS
 
-from kvbench.records.sample import Sample
+from kvbench.results.sample import Sample
 from kvbench.tasks.text_files import texts
 from kvbench.terminal.command import BROKEN_PIPE, FAILED, WRONG, command, explain
 from kvbench.terminal.errors import UsageError

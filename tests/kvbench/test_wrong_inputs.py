@@ -11,9 +11,9 @@ from command_lines import MAINS
 from kvbench.cli import main
 from kvbench.engine.prompts import prompts_for
 from kvbench.errors import ConfigError
-from kvbench.identity.cell import build_cell
-from kvbench.identity.run_config import run_config
 from kvbench.models import loading
+from kvbench.run.run import build_cell
+from kvbench.run.run_config import run_config
 
 LINES = {
     "budget=0": "budget must be a whole number of tokens per KV head",
@@ -154,7 +154,7 @@ OWN = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to work in, and no weights: a test fails if a model is loaded."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvbench.engine.run.load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("kvbench.engine.compute.load", lambda *_: pytest.fail("a model was loaded"))
     Path("file.txt").write_text("no folder")
     Path("in.jsonl").write_text('{"dataset": "qasper", "prediction": "a", "answers": ["a"]}\n')
     return tmp_path

@@ -6,7 +6,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra_plugins.kvbench.launcher import plain
 from hydra_plugins.kvbench.sweeper import narrowed
 from kvbench.config.tree import CONF, load
-from kvbench.identity.run_config import RunConfig, typed
+from kvbench.run.run_config import RunConfig, typed
 
 MAINS = {
     "bench": "kvbench.tools.bench.cli",
@@ -15,7 +15,7 @@ MAINS = {
     "diagnose": "kvbench.tools.diagnose",
     "memory": "kvbench.memory",
     "plot": "kvbench.plot",
-    "report": "kvbench.page.command",
+    "report": "kvbench.report.html.command",
     "results": "kvbench.report.command",
     "score": "kvbench.tools.score",
     "sweep": "kvbench.sweeps.status",

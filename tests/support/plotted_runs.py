@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from kvbench.analysis.metrics_file import write_metrics
 from kvbench.engine.likelihood import summed_up
-from kvbench.records.files import write_json, write_yaml
-from kvbench.records.sample import Sample
+from kvbench.results.files import write_json, write_yaml
+from kvbench.results.metrics_file import write_metrics
+from kvbench.results.sample import Sample
 
 ENVIRONMENT: dict[str, Any] = {
     "packages": {"kvbench": "0.1.0", "torch": "2.13.0", "triton": None},

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import yaml
 
-from kvbench.identity.cell import Cell, build_cell
-from kvbench.identity.run_config import run_config
+from kvbench.run.run import Run, build_cell
+from kvbench.run.run_config import run_config
 
 SMALL = ("task.lengths=[300]", "task.depths=[0.0,0.5,1.0]", "task.repeats=1", "task.max_new_tokens=3")
 
 
-def small_cell(out: Path, model: Path, policy: str = "streamingllm", budget: int = 40, *more: str) -> Cell:
+def small_cell(out: Path, model: Path, policy: str = "streamingllm", budget: int = 40, *more: str) -> Run:
     """Three needles in 300 tokens."""
     fields = {key: yaml.safe_load(text) for key, _, text in (word.partition("=") for word in (*SMALL, *more))}
     task = fields.pop("task", "niah")

@@ -10,11 +10,11 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvbench.analysis.result import Result
-from kvbench.records.sample import Sample
 from kvbench.report.figures.panels import Panel, notes, panels_of
 from kvbench.report.figures.sheet import Paper, Sheet
 from kvbench.report.figures.style import HEAT, INK, Look
+from kvbench.results.result import Result
+from kvbench.results.sample import Sample
 from kvbench.tasks.summary import summary_module
 
 Cells = Mapping[tuple[float, float], float]  # by length in tokens and depth in percent: a score from 0 to 1

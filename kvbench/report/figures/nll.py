@@ -9,10 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from kvbench.analysis.result import Result
 from kvbench.report.figures.panels import looks, notes
 from kvbench.report.figures.sheet import Paper, Sheet
 from kvbench.report.figures.style import Look
+from kvbench.results.result import Result
 
 SAME = 1e-3  # nats
 

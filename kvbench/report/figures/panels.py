@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.analysis.columns import read_table
-from kvbench.analysis.load import Results, load_results
-from kvbench.analysis.result import Result
 from kvbench.errors import UsageError
-from kvbench.identity.labels import in_words
 from kvbench.report.figures.style import Look, family, palette
+from kvbench.results.columns import read_table
+from kvbench.results.labels import in_words
+from kvbench.results.load import Results, load_results
+from kvbench.results.result import Result
 
 TABLES = (".csv", ".parquet")
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from kvbench.analysis.result import Result
 from kvbench.errors import UsageError
 from kvbench.report.figures import heatmap, layers, nll, score
 from kvbench.report.figures.panels import looks
 from kvbench.report.figures.sheet import Paper
 from kvbench.report.figures.style import FORMATS, Look, house_style, save
+from kvbench.results.result import Result
 
 Figures = list[tuple[str, Figure]]  # names of files and figures
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvbench.analysis.result import Result
 from kvbench.report.figures.panels import Panel, notes, panels_of
 from kvbench.report.figures.sheet import Paper, Sheet
 from kvbench.report.figures.style import FAINT, Look, by_factors, byte_unit, side_by_side
+from kvbench.results.result import Result
 
 ALONE, AMONG = (6.0, 4.5), (3.1, 2.6)  # inches: a single panel, and one of several
 

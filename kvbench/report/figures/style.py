@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from kvbench.config.presets import policy_config
-from kvbench.records.files import atomic_write
+from kvbench.results.files import atomic_write
 
 FORMATS = (".svg", ".png", ".pdf")
 HUES = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#7A0019", "#3B2E8C")

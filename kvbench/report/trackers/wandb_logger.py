@@ -12,15 +12,15 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.analysis.columns import COLUMNS
-from kvbench.analysis.load import Results, read_result
-from kvbench.analysis.metrics import mean_kept, running
-from kvbench.analysis.result import Result
 from kvbench.errors import ConfigError, UsageError
-from kvbench.identity.cell import Cell
-from kvbench.identity.labels import compressed, flat, moments, names
-from kvbench.records.sample import Sample
-from kvbench.report.trackers.watching import InThread, Quiet, SweepWatch
+from kvbench.report.trackers.watching import InThread, Quiet, SweepCallback
+from kvbench.results.columns import COLUMNS
+from kvbench.results.labels import compressed, flat, moments, names
+from kvbench.results.load import Results, read_result
+from kvbench.results.metrics import mean_kept, running
+from kvbench.results.result import Result
+from kvbench.results.sample import Sample
+from kvbench.run.run import Run
 
 if TYPE_CHECKING:
     import wandb
@@ -58,7 +58,7 @@ class WandbLogger:
         if not self.patience > 0:
             raise ConfigError("patience", self.patience, why="must be a number of seconds above 0")
 
-    def watch(self, sweep: str | None) -> SweepWatch:
+    def watch(self, sweep: str | None) -> SweepCallback:
         """A callback that logs to W&B in a thread. Raises ConfigError for settings that W&B refuses."""
         if self.mode == "disabled":
             return Quiet()
@@ -99,7 +99,7 @@ class WandbWatch:
         self._open: dict[str, _Open] = {}  # by run_id
         self._complete: list[Result] = []
 
-    def started(self, cell: Cell, done: Sequence[Sample], total: int) -> None:
+    def started(self, cell: Run, done: Sequence[Sample], total: int) -> None:
         """Start a W&B run, or continue an interrupted one."""
         opened = _Open(self._init(cell.run_id, _title(cell), cell.naming.task, _config(cell)))
         opened.run.define_metric("*", summary="none")  # otherwise the running score stays after a failed example
@@ -109,11 +109,11 @@ class WandbWatch:
             opened.add(sample)
         self._open[cell.run_id] = opened
 
-    def finished(self, cell: Cell, sample: Sample) -> None:
+    def finished(self, cell: Run, sample: Sample) -> None:
         """Log an example."""
         self._open[cell.run_id].add(sample)
 
-    def ended(self, cell: Cell, error: Exception | None) -> None:
+    def ended(self, cell: Run, error: Exception | None) -> None:
         """Log the summary of a complete run, or an error. A run without new examples is not logged."""
         if cell.run_id not in self._open:
             return
@@ -184,13 +184,13 @@ class WandbWatch:
         run.finish()
 
 
-def _title(cell: Cell) -> str:
+def _title(cell: Run) -> str:
     labels = names(cell.naming, cell.identity)
     budget = [] if cell.identity["budget"] is None else [str(cell.identity["budget"])]
     return " ".join([labels["model"], labels["policy"], *budget, labels["task"]])
 
 
-def _config(cell: Cell) -> dict[str, Any]:
+def _config(cell: Run) -> dict[str, Any]:
     """Every field that affects the result, with flat names: `policy.scorer.window`, `task.lengths`."""
     evicts, decodes = moments(cell.identity)
     return {

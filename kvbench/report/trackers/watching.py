@@ -10,17 +10,17 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Protocol, runtime_checkable
 
-from kvbench.analysis.result import Result
 from kvbench.config.naming import refusing_in
 from kvbench.config.tree import build
-from kvbench.engine.watch import Nobody, Watch
-from kvbench.identity.cell import Cell
-from kvbench.records.sample import Sample
+from kvbench.engine.callbacks import NullCallback, RunCallback
+from kvbench.results.result import Result
+from kvbench.results.sample import Sample
+from kvbench.run.run import Run
 
 log = logging.getLogger(__name__)
 
 
-class SweepWatch(Watch, Protocol):
+class SweepCallback(RunCallback, Protocol):
     """A run callback with a method for the end of a sweep."""
 
     def close(self, records: Sequence[Result] = ()) -> None:
@@ -32,12 +32,12 @@ class SweepWatch(Watch, Protocol):
 class Logger(Protocol):
     """The class that a file in conf/logger names."""
 
-    def watch(self, sweep: str | None) -> SweepWatch:
+    def watch(self, sweep: str | None) -> SweepCallback:
         """The callback of this tracker. Raises ValueError for invalid settings."""
         ...
 
 
-def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepWatch:
+def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepCallback:
     """Build the callback from the resolved `logger` configuration.
 
     sweep: the name of the sweep, None for a single run. Raises UsageError for wrong settings; later errors of the
@@ -50,7 +50,7 @@ def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepWatch:
         return tracker.watch(sweep)
 
 
-class Quiet(Nobody):
+class Quiet(NullCallback):
     """No tracker."""
 
     def close(self, records: Sequence[Result] = ()) -> None:
@@ -61,7 +61,7 @@ class Quiet(Nobody):
 class NoLogger:
     """`logger=none`."""
 
-    def watch(self, sweep: str | None) -> SweepWatch:
+    def watch(self, sweep: str | None) -> SweepCallback:
         """A callback that does nothing."""
         return Quiet()
 
@@ -73,22 +73,22 @@ class InThread:
     warnings. patience: the maximum time that `close` waits, in seconds.
     """
 
-    def __init__(self, watch: SweepWatch, name: str, patience: float) -> None:
+    def __init__(self, watch: SweepCallback, name: str, patience: float) -> None:
         self._watch, self._name, self._patience = watch, name, patience
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name=f"logger {name}", daemon=True)
         self._thread.start()
 
-    def started(self, cell: Cell, done: Sequence[Sample], total: int) -> None:
+    def started(self, cell: Run, done: Sequence[Sample], total: int) -> None:
         """Queue the start of a run."""
         done = tuple(done)
         self._calls.put(lambda: self._watch.started(cell, done, total))
 
-    def finished(self, cell: Cell, sample: Sample) -> None:
+    def finished(self, cell: Run, sample: Sample) -> None:
         """Queue an example."""
         self._calls.put(lambda: self._watch.finished(cell, sample))
 
-    def ended(self, cell: Cell, error: Exception | None) -> None:
+    def ended(self, cell: Run, error: Exception | None) -> None:
         """Queue the end of a run."""
         self._calls.put(lambda: self._watch.ended(cell, error))
 

@@ -69,8 +69,8 @@ def run(name: str, settings: Settings) -> None:
     import pandas as pd  # imported here, so that --help is fast
     import torch
 
-    from kvbench.identity.environment import environment
     from kvbench.models.loading import pick_device
+    from kvbench.results.environment import environment
     from kvbench.tools.bench import latency, measure, sweep
     from kvbench.tools.bench.model import build
 

@@ -21,8 +21,8 @@ from transformers import DynamicCache, PreTrainedModel
 from kvbench.config.presets import make_policy
 from kvbench.engine.generate import generate_tokens
 from kvbench.errors import UsageError
-from kvbench.inference.cuda_graph import can_record
 from kvbench.models.given import borrowed
+from kvbench.models.replay import can_record
 from kvbench.policies.policy import Policy
 from kvbench.policies.press import INSTALL
 from kvbench.tools.bench.settings import Settings

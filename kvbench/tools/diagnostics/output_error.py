@@ -10,7 +10,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kvbench.cache.attention import Projected
+from kvbench.cache.attention import QKV
 from kvbench.cache.cache import KVCache
 from kvbench.policies.layer_budgets import total_slots
 from kvbench.policies.observation import AttentionParams
@@ -29,7 +29,7 @@ class _Recorder(KVCache):
         super().__init__(*args, **kwargs)
         self.outputs: list[list[Tensor]] = [[] for _ in self.attention_layers]
 
-    def attend(self, index: int, new: Projected, mask: Tensor | None, how: AttentionParams) -> Tensor:
+    def attend(self, index: int, new: QKV, mask: Tensor | None, how: AttentionParams) -> Tensor:
         out = super().attend(index, new, mask, how)
         self.outputs[index].append(out)
         return out
@@ -40,7 +40,7 @@ class _Shadowed(_Recorder):
 
     shadow: _Recorder
 
-    def attend(self, index: int, new: Projected, mask: Tensor | None, how: AttentionParams) -> Tensor:
+    def attend(self, index: int, new: QKV, mask: Tensor | None, how: AttentionParams) -> Tensor:
         self.shadow.attend(index, new, mask, how)
         return super().attend(index, new, mask, how)
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.config.presets import make_policy
-from kvbench.inference.prefill import prefill
+from kvbench.engine.prompt_pass import prefill
 from kvbench.policies.policy import Policy
 
 Kind = TypeVar("Kind", bound=KVCache)

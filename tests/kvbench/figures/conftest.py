@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from plotted_runs import sample, write_run, write_sweep
 
-from kvbench.analysis.result import Result
 from kvbench.report.figures import panels, style
+from kvbench.results.result import Result
 
 BUDGETS = (64, 128, 256, 512, 1024, 2048)
 

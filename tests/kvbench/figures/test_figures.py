@@ -15,12 +15,12 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from plotted_runs import POLICIES, described, read, sample, write_run
 
-from kvbench.analysis.result import Result
 from kvbench.plot import main
 from kvbench.report.command import main as results
 from kvbench.report.figures import heatmap, layers, nll, panels, score
 from kvbench.report.figures.sheet import Paper
 from kvbench.report.figures.style import save
+from kvbench.results.result import Result
 
 
 def lines_of(axes: Axes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from kvbench import make_policy
 from kvbench.cache.hook import prepare
 from kvbench.cache.read_counts import nbytes_read, tokens_read
 from kvbench.engine.generate import generate_tokens
-from kvbench.identity.labels import reads_by_oracle
+from kvbench.results.labels import reads_by_oracle
 
 LENGTH, NEW = 21, 6
 

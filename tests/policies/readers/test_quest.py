@@ -18,7 +18,7 @@ from kvbench.cache.reading import PageReads
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
-from kvbench.inference.teacher_forcing import continuation_scores
+from kvbench.engine.teacher_forcing import continuation_scores
 from kvbench.policies.policy import Policy
 
 PAGE, BUDGET, LENGTH, NEW = 4, 13, 21, 14

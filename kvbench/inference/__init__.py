@@ -1,1 +1,0 @@
-"""Running a model through a cache: generating, reading given texts, rating, CUDA graphs."""

@@ -1,0 +1,171 @@
+"""The report's tables: runs in comparison groups, policies by tasks, and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from statistics import fmean
+
+from kvbench.report.figures.panels import rank
+from kvbench.report.figures.style import byte_unit
+from kvbench.results.labels import budget_order, natural
+from kvbench.results.metrics import Numbers, by_value
+from kvbench.results.pairs import paired
+from kvbench.results.result import Result
+from kvbench.results.statistics import ALPHA, FEWEST, holm
+
+NOTHING = "–"
+BEST, TIED, REFERENCE = "best", "≈ best", "reference"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that are compared with each other: of one model, task, budget, schedule and decoding rule."""
+
+    title: str
+    rows: tuple[Result, ...]
+
+
+def in_order(rows: Iterable[Result]) -> list[Result]:
+    """Sorted by model, task, budget and score."""
+    return sorted(
+        rows, key=lambda row: (natural(row.model_label), natural(row.task_label), budget_order(row.budget), *rank(row))
+    )
+
+
+def groups(rows: Sequence[Result]) -> list[Group]:
+    """The runs in comparison groups, the best first. Runs without eviction are a separate group."""
+    found: dict[tuple[object, ...], list[Result]] = {}
+    for row in in_order(rows):
+        key = (*row.setting, row.task_label, row.budget, row.when, row.reads)
+        found.setdefault(key, []).append(row)
+    return [Group(_title(group[0], rows), tuple(sorted(group, key=_badness))) for group in found.values()]
+
+
+def _title(row: Result, rows: Sequence[Result]) -> str:
+    model = [row.model_label] if len({one.model_label for one in rows}) > 1 else []
+    budget = [] if row.budget is None else [f"budget {budget_text(row.budget)}"]
+    return ", ".join([*model, row.task_label, *budget, row.when or "nothing evicted"])
+
+
+def _badness(row: Result) -> float:
+    if row.value is None:
+        return float("inf")
+    return row.value if row.reads else -row.value
+
+
+def marks(group: Group) -> dict[Result, str]:
+    """Marks the best run of a group, and the runs that do not differ significantly from it.
+
+    Paired by example, at 5% with Holm's correction over the group. No mark if all values are equal, or below 5 shared
+    examples.
+    """
+    found = {row: REFERENCE for row in group.rows if row.is_full}
+    own = [row for row in group.rows if row.value is not None and not row.is_full]
+    if len({row.value for row in own}) < 2:
+        return found
+    compared = [(row, pair) for row in own[1:] if (pair := paired(own[0].samples, row.samples)) is not None]
+    if len(compared) < len(own) - 1 or any(pair.difference.n < FEWEST for _, pair in compared):
+        return found
+    found[own[0]] = BEST
+    for (row, _), p in zip(compared, holm([pair.difference.p for _, pair in compared]), strict=True):
+        if row.value == own[0].value:
+            found[row] = BEST
+        elif p >= ALPHA:
+            found[row] = TIED
+    return found
+
+
+def by_task(rows: Iterable[Result]) -> list[Result]:
+    """The rows; a row with examples of several tasks or turns is split into one row for each."""
+    found = []
+    for row in rows:
+        key = next((key for key in ("task", "turn") if len(by_value(row.samples, key)) > 1), None)
+        parts = [] if key is None else row.parts(key)
+        values = [part.subset.partition("=")[2] for part in parts]
+        words = [f"turn {value}" if key == "turn" else value for value in values]
+        labels = [{**row.labels, "task": f"{row.task_label}: {word}"} for word in words]
+        found += [replace(part, labels=own) for part, own in zip(parts, labels, strict=True)] or [row]
+    return found
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Scores of one model: one row for each policy and budget, one column for each task, and their mean."""
+
+    model: str
+    tasks: tuple[str, ...]
+    rows: tuple[tuple[Result, tuple[Result | None, ...], float | None], ...]
+
+
+def matrices(rows: Sequence[Result]) -> list[Matrix]:
+    """One matrix for each model with scores of at least two tasks. A row has a mean if no task is missing."""
+    parts = [row for row in by_task(in_order(rows)) if not row.reads]
+    found = []
+    for model in dict.fromkeys(row.model_label for row in parts):
+        own = [row for row in parts if row.model_label == model]
+        tasks = tuple(dict.fromkeys(row.task_label for row in own))
+        lines: dict[tuple[str, object], dict[str, Result]] = {}
+        for row in own:
+            lines.setdefault((row.line, row.budget), {}).setdefault(row.task_label, row)
+        ordered = sorted(lines.values(), key=lambda line: budget_order(next(iter(line.values())).budget))
+        if len(tasks) > 1:
+            found.append(Matrix(model, tasks, tuple(_matrix_row(line, tasks) for line in ordered)))
+    return found
+
+
+def _matrix_row(
+    line: Mapping[str, Result], tasks: Sequence[str]
+) -> tuple[Result, tuple[Result | None, ...], float | None]:
+    cells = tuple(line.get(task) for task in tasks)
+    values = [cell.value for cell in cells if cell is not None and cell.value is not None]
+    return next(iter(line.values())), cells, fmean(values) if len(values) == len(tasks) else None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A column of the table of costs: a measured number."""
+
+    name: str
+    meaning: str
+
+    @property
+    def title(self) -> str:
+        """The column's heading with the unit."""
+        return self.name.replace("_bytes", " MiB").replace("_seconds", " s").replace("_", " ")
+
+    def text(self, row: Result) -> str:
+        """The value of a run, or a dash if it was not measured."""
+        value = getattr(row, self.name)
+        if value is None:
+            return NOTHING
+        if self.name.endswith("_bytes"):
+            return f"{value / 2**20:,.3f}"
+        return f"{value:,.1f}" if self.name.endswith("_tokens") else f"{value:.3f}"
+
+
+def costs(rows: Sequence[Result]) -> list[Cost]:
+    """The measurements that any run has, without shares and sizes of the full cache."""
+    found = [one for one in fields(Numbers) if not one.name.startswith("full_") and not one.name.endswith("_share")]
+    given = [one for one in found if any(getattr(row, one.name) is not None for row in rows)]
+    return [Cost(one.name, one.metadata["meaning"]) for one in given]
+
+
+def budget_text(budget: int | float | None) -> str:
+    """A budget as text: 128, 20%, or a dash."""
+    if budget is None:
+        return NOTHING
+    return f"{100 * budget:g}%" if isinstance(budget, float) and budget < 1 else f"{budget:g}"
+
+
+def amount(nbytes: float | None) -> str:
+    """Bytes with a suitable unit."""
+    if nbytes is None:
+        return NOTHING
+    unit, size = byte_unit(nbytes)
+    return f"{nbytes / size:,.4g} {unit}"
+
+
+def number(value: float | None, how: str) -> str:
+    """A number, or a dash."""
+    return NOTHING if value is None else f"{value:{how}}"

@@ -1,0 +1,166 @@
+"""The columns of the tidy table: name, meaning, type, and the field of a result with the value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvbench.results.labels import DENSE, NAMED, Naming, parted
+from kvbench.results.metrics import Numbers, metrics
+from kvbench.results.result import Result, numbers
+from kvbench.terminal.errors import UsageError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_TYPES = {"words": "string", "json": "string", "integer": "Int64", "number": "Float64"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the tidy table.
+
+    at: the field of a result with the value, or a dotted path to it; "": the field with the column's name.
+    """
+
+    name: str
+    meaning: str
+    kind: Literal["words", "integer", "number", "json"] = "number"
+    at: str = ""
+
+    def value(self, row: Result) -> Any:  # noqa: ANN401 - of the column's kind
+        """The value for a result, or None."""
+        value: Any = row
+        for step in (self.at or self.name).split("."):
+            if value is not None:
+                value = value.get(step) if isinstance(value, Mapping) else getattr(value, step)
+        return json.dumps(value) if self.kind == "json" and value is not None else value
+
+
+_LAST = (
+    "evicted_share",
+    "read_tokens",
+    "read_bytes",
+    "pre_pass_tokens",
+    "recomputed_tokens",
+    "prefill_seconds",
+    "decode_seconds",
+    "decode_ms_per_token",
+)  # columns after those computed from bytes
+_MEASURED = tuple(Column(one.name, one.metadata["meaning"]) for one in fields(Numbers))
+COLUMNS = (
+    Column("run_id", "folder of the run", "words"),
+    Column("model", "name of the model", "words"),
+    Column("weights", "hub id and commit, or sha256 of the files", "words"),
+    Column("dtype", "number format of the model and its cache", "words", at="identity.dtype"),
+    Column("policy", "name of the preset, as in policy=", "words"),
+    Column("schedule", "when tokens of the prompt are evicted: prompt or blocks of m", "words"),
+    Column("decode", "decoding rule: evict, evict every k tokens, or grow", "words"),
+    Column("policy_fields", "every field of the policy, as JSON", "json", at="identity.policy"),
+    Column("budget", "tokens per KV head per layer, or share of the prompt"),
+    Column("budget_kind", "tokens_per_head, share or none", "words"),
+    Column("compress", "what is compressed: prompt, or context (the part before the question)", "words"),
+    Column("task", "name of the task", "words"),
+    Column("task_fields", "every field of the task, as JSON", "json", at="identity.task"),
+    Column("subset", "all examples, or those of one task, length or depth (--by)", "words"),
+    Column("seed", "seed of the examples", "integer", at="identity.seed"),
+    Column("n", "examples", "integer"),
+    Column("n_failed", "examples that exceeded their budget or failed; if not 0, there is no score", "integer"),
+    Column("n_shared", "examples that shared prefill or decoding; if not 0, there are no times", "integer"),
+    Column("score", "mean over the examples, 0 to 1"),
+    Column("score_low", "lower end of the score's 95% interval"),
+    Column("score_high", "upper end of the score's 95% interval"),
+    Column("interval", "method of the interval", "words"),
+    Column("score_vs_full", "score minus that of full on the same examples", at="vs_full.mean"),
+    Column("score_vs_full_low", "lower end of its 95% interval (Tango, or bootstrap)", at="vs_full.low"),
+    Column("score_vs_full_high", "upper end of its 95% interval", at="vs_full.high"),
+    Column("score_vs_full_p", "its two-sided p (McNemar, or bootstrap), not corrected for other rows", at="vs_full.p"),
+    Column("nll", "-log p of given tokens in nats, mean over all scored tokens; lower is better"),
+    Column("nll_low", "lower end of the NLL's 95% interval over texts"),
+    Column("nll_high", "upper end of the NLL's 95% interval over texts"),
+    Column("perplexity", "exp of the NLL, lower is better"),
+    Column("nll_vs_full", "NLL minus that of full on the same texts; above 0 is worse", at="gap.nll"),
+    Column("nll_vs_full_low", "lower end of its 95% interval (paired bootstrap)", at="gap.interval.low"),
+    Column("nll_vs_full_high", "upper end of its 95% interval", at="gap.interval.high"),
+    Column("nll_vs_full_p", "its two-sided p (paired bootstrap), not corrected for other rows", at="gap.interval.p"),
+    Column("perplexity_gap", "perplexity minus that of full on the same texts", at="gap.perplexity"),
+    Column("scored_tokens", "number of scored tokens of all texts", "integer"),
+    Column("block", "m: tokens scored between two evictions", "integer"),
+    Column(
+        "max_kept_tokens",
+        "[layer][KV head] most tokens held during scoring, including the current block, as JSON",
+        "json",
+    ),
+    Column("nll_curve", "cumulative mean NLL by context length, as JSON", "json", at="curve"),
+    Column("official", "aggregates of the benchmark's own scripts, as JSON", "json"),
+    Column("official_intervals", "95% intervals of the aggregates over subsets, as JSON", "json"),
+    *_MEASURED[: -len(_LAST)],
+    Column("bits_per_number", "quantized stores: bits used for each number of the full cache"),
+    Column("ratio_to_16_bit", "quantized stores: full cache in 16 bits / bytes used"),
+    *_MEASURED[-len(_LAST) :],
+    Column("code", "digest of the code", "words", at="identity.code"),
+    Column("device", "GPU or processor", "words"),
+    Column("kvbench_revision", "git commit, if known", "words", at="environment.kvbench_revision"),
+    Column("mixed", "versions that differ within the run (allow_mixed=true)", "words"),
+    Column("state", "finished, or unfinished (n examples so far)", "words"),
+)
+
+
+def frame(rows: Sequence[Result], names: Sequence[str] = ()) -> pd.DataFrame:
+    """One row for each result; all columns, or those of `names`.
+
+    They are followed by a column for each field that differs between the rows or from its preset, such as
+    "policy.scorer.window", with lists and mappings as JSON text. Missing values are NA of the column's type.
+    """
+    import pandas as pd  # imported here, so that `python -m kvbench` starts quickly
+
+    chosen = [column for column in COLUMNS if not names or column.name in names]
+    series = {c.name: pd.Series([c.value(row) for row in rows], dtype=_TYPES[c.kind]) for c in chosen}
+    for key in dict.fromkeys(key for row in rows for key in row.differs if key not in series):
+        values = [row.differs.get(key) for row in rows]
+        if len({type(value) for value in values} - {type(None)}) > 1 or any(isinstance(v, list | dict) for v in values):
+            values = [None if value is None else json.dumps(value) for value in values]
+        series[key] = pd.Series(values, dtype=object).convert_dtypes()
+    return pd.DataFrame({name: series[name] for name in names or series})
+
+
+def read_table(path: Path) -> list[Result]:
+    """The runs of a tidy table of this or an older version, without samples. Raises UsageError for other files."""
+    import pandas as pd
+
+    try:
+        table = pd.read_csv(path) if path.suffix == ".csv" else pd.read_parquet(path)
+        rows = table[table["subset"] == "all"].to_dict("records")
+        return [_result({str(k): None if pd.isna(v) else v for k, v in row.items()}) for row in rows]
+    except (KeyError, ValueError, TypeError, OSError) as error:
+        raise UsageError(
+            f"{path} is not a table that `python -m kvbench.results collect` wrote ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _result(row: dict[str, Any]) -> Result:
+    tree = {c.name: json.loads(row[c.name]) for c in COLUMNS if c.kind == "json" and row.get(c.name) is not None}
+    budget = int(row["budget"]) if row["budget_kind"] == "tokens_per_head" else row["budget"]
+    same: dict[str, Any] = {name: row[name] for name in ("dtype", "seed", "compress", "code") if name in row}
+    identity: dict[str, Any] = {"model": {"weights": row["weights"]}, "budget": budget, **same}
+    identity |= {"policy": tree["policy_fields"], "task": tree["task_fields"]}
+    if (store := identity["policy"].get("store")) and store["class"] == "Dense":  # in older versions
+        store["class"] = DENSE
+    known = {field.name for field in fields(Result)}
+    values = {k: v for k, v in {**numbers(metrics(())), **row, **tree}.items() if k in known}
+    values |= {"n": int(row["n"]), "n_failed": int(row["n_failed"]), "mixed": row.get("mixed") or ""}
+    block, reads = row.get("block"), row.get("scored_tokens") is not None
+    named = {name: parted(row[name])[0] for name in NAMED}  # labels in tables of old versions
+    changed = tuple(key for key, value in row.items() if key.startswith(("policy.", "task.")) and value is not None)
+    naming = Naming(**named, changed=changed, reads=None if not reads else "" if block is None else f"m={block:g}")
+    return Result(
+        **{**values, **named, "reads": reads, "curve": tree.get("nll_curve")},
+        folder=Path(str(row["run_id"])),
+        identity=identity,
+        environment={},
+        samples=(),
+        naming=naming,
+    )

@@ -1,0 +1,257 @@
+"""Computes the numbers of tables and of `metrics.json` from samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from math import exp
+from operator import attrgetter
+from statistics import fmean
+from typing import Any
+
+from kvbench.results.averages import average_intervals, of_prompts
+from kvbench.results.sample import Likelihood, Sample
+from kvbench.results.statistics import FEWEST, mean_interval, weighted_interval
+from kvbench.tasks.summary import summary
+
+GROUP_KEYS = ("task", "length", "depth")
+"""Metadata keys by which scores are also grouped, in addition to the keys in metadata["groups"]."""
+
+
+def number(meaning: str, of: Callable[[Sequence[Sample]], float | None] | None = None, over: str = "good") -> Any:  # noqa: ANN401
+    """A field of `Numbers`. of: computes it from samples; None: the mean of the samples' field of the same name.
+
+    over: the samples it is computed from: "all"; "good", those without an error; or "alone", the good ones if no
+    example was batched with others, otherwise none.
+    """
+    return field(metadata={"meaning": meaning, "of": of, "over": over})
+
+
+def _mean_of(value: Callable[[Sample], float | None]) -> Callable[[Sequence[Sample]], float | None]:
+    return lambda samples: _mean([value(sample) for sample in samples])
+
+
+def mean_kept(sample: Sample) -> float | None:
+    """Tokens held at the end, mean over layers and KV heads."""
+    return fmean(n for layer in sample.kept_tokens for n in layer) if sample.kept_tokens else None
+
+
+def mean_read(sample: Sample) -> float | None:
+    """Tokens that the last decoded token attended to, mean over layers and KV heads, with sparse attention."""
+    return fmean(n for layer in sample.read_tokens for n in layer) if sample.read_tokens else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return fmean(known) if known else None
+
+
+def _share(samples: Sequence[Sample]) -> float | None:
+    full = sum((s.full_cache_bytes or 0) + (s.full_position_bytes or 0) + (s.state_bytes or 0) for s in samples)
+    return sum(s.cache_bytes or 0 for s in samples) / full if full else None
+
+
+def _ms_per_token(sample: Sample) -> float | None:
+    """Milliseconds per decoded token after the first, including an EOS; None if there is no such token."""
+    if sample.decode_seconds is None or not sample.decode_steps:
+        return None
+    return 1000 * sample.decode_seconds / sample.decode_steps
+
+
+def _cut(sample: Sample) -> float | None:
+    """1.0 if an answer ended at its token limit, else 0.0; None if its length or limit is unknown."""
+    if sample.generated_tokens is None or not sample.max_new_tokens:
+        return None
+    return float(sample.generated_tokens >= sample.max_new_tokens)
+
+
+def _per_1000_held(samples: Sequence[Sample]) -> float | None:
+    """The mean score per thousand tokens held; None if an example failed."""
+    held, score = _mean_of(mean_kept)(samples), _score(samples)["score"]
+    return 1000 * score / held if held and score is not None else None
+
+
+def _pass_at_k(samples: Sequence[Sample]) -> float | None:
+    """Share of prompts with a right answer among their k answers; None unless answers are right or wrong."""
+    if not any(s.sample for s in samples) or any(s.score not in (0, 1) for s in samples):
+        return None
+    right = {s.index - (s.sample or 0) for s in samples if s.score == 1}
+    return len(right) / len(of_prompts(samples))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Numbers:
+    """The measurements of a run besides its score. Each field is a key of metrics.json and a column of tables."""
+
+    prompt_tokens: float | None = number("mean per example", over="all")
+    generated_tokens: float | None = number("mean per example")
+    cut_share: float | None = number("share of answers that reached max_new_tokens", _mean_of(_cut))
+    score_per_1000_held: float | None = number("score per thousand kept_tokens", _per_1000_held, over="all")
+    pass_at_k: float | None = number(
+        "share of prompts with a right answer among several sampled ones", _pass_at_k, over="all"
+    )
+    kept_tokens: float | None = number(
+        "tokens held at the end; mean over examples, layers, KV heads", _mean_of(mean_kept)
+    )
+    cache_bytes: float | None = number(
+        "bytes held at the end: keys, values, positions, statistics, states, without spare bytes; mean per example"
+    )
+    spare_bytes: float | None = number("reserved but unused at the end, not part of cache_bytes; mean per example")
+    state_bytes: float | None = number("states of recurrent layers, part of cache_bytes; mean per example")
+    peak_bytes: float | None = number("maximum of held plus spare bytes, mean per example")
+    device_peak_bytes: float | None = number(
+        "most memory allocated on the CUDA devices, including weights; mean per example", over="alone"
+    )
+    full_cache_bytes: float | None = number("keys and values of all tokens of prompt and answer, mean per example")
+    full_position_bytes: float | None = number("positions of these tokens, which every cache stores; mean per example")
+    cache_share: float | None = number("cache_bytes / (full_cache_bytes + full_position_bytes + state_bytes)", _share)
+    evicted_share: float | None = number(
+        "share of requests with at least one evicted token", _mean_of(lambda sample: sample.evicted)
+    )
+    read_tokens: float | None = number(
+        "sparse attention: tokens that the last decoded token attended to; mean over examples, layers, KV heads",
+        _mean_of(mean_read),
+    )
+    read_bytes: float | None = number("sparse attention: keys, values, positions, summaries it read; mean per example")
+    pre_pass_tokens: float | None = number("tokens of extra forward passes (pre-passes); mean per example")
+    recomputed_tokens: float | None = number(
+        "prompt tokens of a shared context that were computed again for a later question; mean per example"
+    )
+    prefill_seconds: float | None = number("mean per example", over="alone")
+    decode_seconds: float | None = number("mean per example", over="alone")
+    decode_ms_per_token: float | None = number(
+        "milliseconds per step after the prefill, mean per example", _mean_of(_ms_per_token), over="alone"
+    )
+
+
+def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The fields of `Numbers`, the score with its 95% interval, and scores by task, length and depth.
+
+    Several answers to a prompt count as their mean: n, the score and its interval count prompts, n_failed and n_shared
+    count answers. If an example failed, there is no score: a mean over the others would favour a policy that exceeded
+    its budget. n_shared: the number of examples batched with others; if it is not 0, times and device_peak_bytes are
+    missing. likelihood: for runs on given texts, which have no score (see `_likelihood`). official: the aggregates of
+    the benchmark's own scripts; official_intervals: 95% intervals of their means over subsets.
+    """
+    good = [s for s in samples if s.error is None]
+    shared = sum(s.shared for s in good)
+    chosen = {"all": samples, "good": good, "alone": [] if shared else good}
+    values = {}
+    for one in fields(Numbers):
+        compute = one.metadata["of"] or _mean_of(attrgetter(one.name))
+        values[one.name] = compute(chosen[one.metadata["over"]])
+    return {
+        "n": len(of_prompts(samples)),
+        "n_failed": len(samples) - len(good),
+        "n_shared": shared,
+        **_score(samples),
+        **values,
+        "likelihood": _likelihood(samples),
+        "official": summary(samples),
+        "official_intervals": average_intervals(samples),
+        "groups": _groups(samples),
+    }
+
+
+def running(samples: Sequence[Sample], bounded: bool) -> dict[str, Any]:
+    """The score, or NLL and perplexity, of the examples so far. bounded: add the interval (a bootstrap)."""
+    scores = [s.score for s in samples if s.score is not None]
+    read = [s.likelihood for s in samples if s.likelihood is not None]
+    if any(s.error is not None for s in samples) or not (scores or read):
+        return {}
+    if not read:
+        return {k: v for k, v in _score(samples).items() if k != "interval"} if bounded else {"score": fmean(scores)}
+    found = {"nll": token_mean(read), "perplexity": exp(min(token_mean(read), 700.0))}
+    if bounded and len(read) >= FEWEST:
+        interval = weighted_interval([x.nll for x in read], [x.tokens for x in read])
+        found |= {"nll_low": interval.low, "nll_high": interval.high}
+    return found
+
+
+def _score(samples: Sequence[Sample]) -> dict[str, Any]:
+    prompts = of_prompts(samples)
+    scores = [s.score for s in prompts if s.score is not None]
+    if len(scores) < len(prompts) or not scores:
+        return {"score": None, "score_low": None, "score_high": None, "interval": None}
+    interval = mean_interval(scores)
+    return {
+        "score": fmean(scores),
+        "score_low": interval.low,
+        "score_high": interval.high,
+        "interval": f"95% {interval.method}",
+    }
+
+
+def _likelihood(samples: Sequence[Sample]) -> dict[str, Any] | None:
+    """NLL in nats per token and its exponential, the perplexity; None if no text was scored.
+
+    The mean is over all scored tokens, so that long texts weigh more. Its interval is the bootstrap over texts, from 5
+    texts on. curve: for each of `lengths`, the mean over the scored tokens among the first that many tokens of every
+    text that is long enough, and the number of these `texts`. max_kept_tokens [L][H_kv]: the maximum over texts.
+    """
+    read = [s.likelihood for s in samples if s.likelihood is not None]
+    if not read:
+        return None
+    if len(read) < len(samples):  # as with scores: no mean over the other texts
+        return {"nll": None, "perplexity": None}
+    nll = token_mean(read)
+    interval = None
+    if len(read) >= FEWEST:
+        interval = weighted_interval([x.nll for x in read], [x.tokens for x in read])
+    return {
+        "mean_over": "tokens",
+        "nll": nll,
+        "nll_low": interval and interval.low,
+        "nll_high": interval and interval.high,
+        "interval": interval and f"95% {interval.method} over texts",
+        "perplexity": exp(nll),
+        "scored_tokens": sum(x.tokens for x in read),
+        "block": read[0].block,
+        "max_kept_tokens": _most(read),
+        "curve": _curve(read),
+    }
+
+
+def token_mean(read: Sequence[Likelihood]) -> float:
+    """Mean NLL over the scored tokens of all texts."""
+    return sum(x.nll * x.tokens for x in read) / sum(x.tokens for x in read)
+
+
+def _most(read: Sequence[Likelihood]) -> list[list[int]]:
+    """[L][H_kv] the most tokens held while any text was scored."""
+    layers = zip(*(x.max_kept_tokens for x in read), strict=True)
+    return [[max(heads) for heads in zip(*layer, strict=True)] for layer in layers]
+
+
+def _curve(read: Sequence[Likelihood]) -> dict[str, list[Any]]:
+    ends = {x.lengths[-1] for x in read}
+    lengths = sorted({n for x in read for n in x.lengths if n == max(ends) or n not in ends or n & (n - 1) == 0})
+    # At the end of one text the others have no sum, unless all texts that are long enough end there.
+    reached = [[x.sum_at(length) for x in read if length in x.lengths] for length in lengths]
+    return {
+        "lengths": lengths,
+        "nll": [sum(nll for nll, _ in sums) / sum(tokens for _, tokens in sums) for sums in reached],
+        "texts": [len(sums) for sums in reached],
+    }
+
+
+def by_value(samples: Sequence[Sample], key: str) -> dict[Any, list[Sample]]:
+    """The samples of each value that `metadata[key]` takes, in the order of their first appearance."""
+    members: dict[Any, list[Sample]] = {}
+    for sample in samples:
+        value = sample.metadata.get(key)
+        if isinstance(value, str | int | float):
+            members.setdefault(value, []).append(sample)
+    return members
+
+
+def _groups(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
+    """`{"length=1024": {n, score, ...}}` for every group key that takes at least two values."""
+    groups: dict[str, dict[str, Any]] = {}
+    for key in dict.fromkeys((*GROUP_KEYS, *(key for s in samples for key in s.metadata.get("groups", ())))):
+        members = by_value(samples, key)
+        if len(members) > 1:
+            groups |= {
+                f"{key}={value}": {"n": len(of_prompts(group)), **_score(group)} for value, group in members.items()
+            }
+    return groups

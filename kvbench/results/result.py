@@ -1,0 +1,238 @@
+"""`Result`: the configuration, examples and numbers of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import exp
+from pathlib import Path
+from typing import Any
+
+from kvbench.results.labels import Naming, briefly, compressed, evicts, keeps_all, moments
+from kvbench.results.metrics import Numbers, by_value, metrics, token_mean
+from kvbench.results.pairs import NLLGap, Paired, paired
+from kvbench.results.sample import Sample
+from kvbench.results.statistics import FEWEST, Difference
+
+FINISHED, UNFINISHED = "finished", "unfinished"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Result(Numbers):
+    """The result of a run, or of its examples with one value of a metadata key (`parts`).
+
+    Numbers are computed by `analysis.metrics`; from `nll` on they are for given texts. A number is None if it was not
+    measured or an example failed. model, policy, task: names of presets. differs: the fields that differ from the
+    presets or between the rows of a table, by dotted name. labels: model, policy and task with these fields.
+    name: a label of the policy with all differing fields except the schedule; line: the same with the schedule if it is
+    unusual in the table. state: "finished", or "unfinished" if examples are missing.
+    baseline: the result of the full cache on the same examples, if there is one.
+    """
+
+    folder: Path
+    run_id: str
+    model: str
+    policy: str
+    task: str
+    identity: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    samples: tuple[Sample, ...]
+    state: str = FINISHED
+    subset: str = "all"  # or "length=1024" for a part
+    naming: Naming
+    differs: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+    line: str = ""
+    mixed: str = ""  # versions that differ between the processes that computed the run
+    baseline: Result | None = None
+
+    n: int
+    n_failed: int
+    n_shared: int
+    score: float | None
+    score_low: float | None
+    score_high: float | None
+    interval: str | None
+    official: Mapping[str, float | None]
+    official_intervals: Mapping[str, Sequence[float]]
+    groups: Mapping[str, Mapping[str, Any]]
+    reads: bool = False  # whether given texts were scored; then `value` is the NLL, and lower is better
+    nll: float | None = None
+    nll_low: float | None = None
+    nll_high: float | None = None
+    perplexity: float | None = None
+    scored_tokens: int | None = None
+    block: int | None = None
+    max_kept_tokens: Sequence[Sequence[int]] | None = None
+    curve: Mapping[str, Sequence[Any]] | None = None
+
+    def __repr__(self) -> str:
+        budget = "" if self.budget is None else f", budget {self.budget}"
+        value = "no score" if self.value is None else f"{'NLL' if self.reads else 'score'} {self.value:.3f}"
+        return f"<Result {self.line or self.policy}{budget}, {self.model}, {self.task}: {value}, n={self.n}>"
+
+    @property
+    def budget(self) -> int | float | None:
+        """Tokens per KV head and layer, or share of the prompt; None if nothing is evicted."""
+        budget: int | float | None = self.identity["budget"]
+        return budget
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has all of its examples."""
+        return self.state == FINISHED
+
+    @property
+    def budget_kind(self) -> str:
+        """The unit of the budget."""
+        return "none" if self.budget is None else "tokens_per_head" if isinstance(self.budget, int) else "share"
+
+    @property
+    def weights(self) -> str | None:
+        """Hub id and commit, or sha256 of the files."""
+        return "@".join(self.identity["model"].values()) or None
+
+    @property
+    def device(self) -> str | None:
+        """The GPU or processor that computed it."""
+        hardware = self.environment.get("hardware")
+        return None if hardware is None else str(hardware["device_name"] or hardware["processor"])
+
+    @property
+    def slug(self) -> str:
+        """The same as `policy`."""
+        return self.policy
+
+    @property
+    def model_label(self) -> str:
+        """The model with its differing fields, for titles."""
+        return self.labels.get("model", self.model)
+
+    @property
+    def task_label(self) -> str:
+        """The task with its differing fields, for titles."""
+        return self.labels.get("task", self.task)
+
+    @property
+    def compress(self) -> str:
+        """What was compressed: the prompt, or the context before its question."""
+        return compressed(self.identity)
+
+    @property
+    def schedule(self) -> str | None:
+        """When tokens of the prompt are evicted: "prompt", "blocks of 128"; None if nothing is evicted."""
+        return moments(self.identity)[0]
+
+    @property
+    def decode(self) -> str | None:
+        """Whether decoding evicts or grows."""
+        return moments(self.identity)[1]
+
+    @property
+    def moments(self) -> tuple[str, str]:
+        """Schedule and decoding rule: ("blocks of 128", "evict"), ("m=4", "") for texts, ("", "") without eviction."""
+        if not self.evicts or self.naming.reads is not None:
+            return self.naming.reads or "" if self.evicts else "", ""
+        return (briefly(self.identity), self.decode) if self.decode else ("", "")
+
+    @property
+    def when(self) -> str:
+        """`moments` as one text: "blocks of 128, evict". Only rows with the same text are comparable."""
+        return ", ".join(filter(None, self.moments))
+
+    @property
+    def evicts(self) -> bool:
+        """Whether the policy evicts tokens."""
+        return evicts(self.identity)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the run keeps the full cache, whatever the policy's name."""
+        return keeps_all(self.identity)
+
+    @property
+    def setting(self) -> tuple[str, ...]:
+        """The fields that two results must share to be compared example by example."""
+        return tuple(str(self.identity.get(name)) for name in ("model", "dtype", "task", "seed", "generation"))
+
+    @property
+    def value(self) -> float | None:
+        """The mean score, or the NLL of given texts."""
+        return self.nll if self.reads else self.score
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """The 95% interval of `value`, or None."""
+        low, high = (self.nll_low, self.nll_high) if self.reads else (self.score_low, self.score_high)
+        return None if low is None or high is None else (low, high)
+
+    @property
+    def quantises(self) -> bool:
+        """Whether the store is quantized."""
+        return "bits" in (self.identity["policy"].get("store") or {})
+
+    @property
+    def bits_per_number(self) -> float | None:
+        """Bits used for each number of the keys and values of prompt and answer; None without a quantized store."""
+        if not self.quantises or self.cache_bytes is None or not self.full_cache_bytes:
+            return None
+        width = float("".join(filter(str.isdigit, self.identity["dtype"])))
+        return width * float((self.cache_bytes - (self.state_bytes or 0)) / self.full_cache_bytes)
+
+    @property
+    def ratio_to_16_bit(self) -> float | None:
+        """Bytes of all keys and values in 16 bits, divided by the bytes held."""
+        return None if self.bits_per_number is None else 16 / self.bits_per_number
+
+    @cached_property
+    def to_full(self) -> Paired | None:
+        """The difference of `value` from the baseline's on shared examples; None without a baseline or values."""
+        return None if self.baseline is None else paired(self.baseline.samples, self.samples)
+
+    @property
+    def vs_full(self) -> Difference | None:
+        """The difference in score from the baseline; None without two scores, or below 5 shared examples."""
+        has = self.baseline is not None and self.score is not None and self.baseline.score is not None
+        return self.to_full.difference if has and self.to_full and self.to_full.difference.n >= FEWEST else None
+
+    @cached_property
+    def gap(self) -> NLLGap | None:
+        """The difference in NLL and perplexity from the baseline; None without one, or if an example of either failed.
+
+        It has an interval from 5 shared texts on.
+        """
+        if self.baseline is None or any(s.likelihood is None for s in (*self.samples, *self.baseline.samples)):
+            return None
+        pair = self.to_full
+        if pair is None:
+            return None
+        full, nll = (token_mean(texts) for texts in zip(*pair.read, strict=True))
+        return NLLGap(nll - full, pair.difference if len(pair.read) >= FEWEST else None, exp(nll) - exp(full))
+
+    @property
+    def difference(self) -> Difference | None:
+        """`vs_full`, or for given texts the difference in NLL (`gap.interval`)."""
+        return self.gap.interval if self.gap is not None else self.vs_full
+
+    def parts(self, key: str) -> list[Result]:
+        """One result for each value of a metadata key, with the examples of that value; baselines are split alike."""
+        baselines = {} if self.baseline is None else {part.subset: part for part in self.baseline.parts(key)}
+        return [
+            replace(
+                self,
+                samples=tuple(samples),
+                subset=(subset := f"{key}={value}"),
+                baseline=baselines.get(subset),
+                **numbers(metrics(samples)),
+            )
+            for value, samples in by_value(self.samples, key).items()
+        ]
+
+
+def numbers(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a result from the content of metrics.json, as `metrics` returns it."""
+    nll = measured["likelihood"] or {}
+    others = {name: value for name, value in measured.items() if name != "likelihood"}
+    return {**others, "reads": bool(nll), **{k: v for k, v in nll.items() if k not in ("mean_over", "interval")}}
