@@ -78,24 +78,25 @@ TABLES = {
             "ruler/niah_multikey_2,ruler/niah_multikey_3,ruler/niah_multivalue,ruler/niah_multiquery,ruler/vt,"
             "ruler/cwe,ruler/fwe",
             *RULER,
+            "task.max_new_tokens=48",
         ),
-        10,
-        "ruler",
+        5,
     ),
     "ruler": Table(
         "full,streamingllm,h2o,tova,snapkv,ada_snapkv,caote_snapkv,cake,keydiff,kvec",
         "128,256,512,1024",
-        ("task=ruler/niah_single_1,ruler/niah_single_2,ruler/niah_multikey_1", *RULER),
+        ("task=ruler/niah_single_2,ruler/niah_multikey_1", *RULER),
         25,
     ),
     "ruler_context": Table(
         "full,streamingllm,h2o,tova,snapkv,ada_snapkv,caote_snapkv,cake,keydiff,kvec",
         "128,256,512,1024",
-        ("task=ruler/niah_single_1,ruler/niah_single_2,ruler/niah_multikey_1", *RULER, "compress=context"),
-        25,
+        ("task=ruler/niah_single_2,ruler/niah_multikey_1", *RULER, "compress=context"),
+        10,
     ),
     "stores": Table(
-        "full,fp8,int8,nvfp4,kivi,kivi_int4,ott,gear_g64,zipcache,kcvc,turboquant,snapkv,snapkv_fp8,snapkv_kivi_int4",
+        "full,fp8,int8,nvfp4,kivi,kivi_int4,ott,gear_g64,zipcache,kcvc,turboquant,turboquant_b3,turboquant_b2,snapkv,"
+        "snapkv_fp8,snapkv_kivi_int4",
         "512",
         (*NEEDLES, *ONCE),
         20,
@@ -117,13 +118,13 @@ TABLES = {
         "full,streamingllm,random,knorm,h2o,tova,snapkv,caote_h2o,caote_snapkv",
         "128,512",
         MOBY,
-        5,
+        3,
     ),
     "perplexity_stores": Table(
         "full,fp8,int8,nvfp4,kivi,kivi_int4,ott,gear_g64,zipcache,kcvc,turboquant,snapkv_fp8",
         "512",
         MOBY,
-        5,
+        3,
         "perplexity",
     ),
 }
