@@ -179,8 +179,8 @@ MUTANTS = (
     ),
     Mutant(
         "planner: memory kept free",
-        "free = (1 - MARGIN) * device_memory.free",
-        "free = (1 + MARGIN) * device_memory.free",
+        "free = (1 - MARGIN) * device.free",
+        "free = (1 + MARGIN) * device.free",
     ),
 )
 

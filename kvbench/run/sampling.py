@@ -1,4 +1,4 @@
-"""How tokens are drawn, as a run declares it; `kvbench.engine.sampling` draws them."""
+"""How tokens are drawn, as a run declares it; `kvbench.engine.sequence` draws them."""
 
 from dataclasses import dataclass
 

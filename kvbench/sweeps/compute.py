@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from kvbench.engine.compute import run_cells
+from kvbench.engine.compute import compute_runs
 from kvbench.report.trackers.watching import Quiet, SweepCallback
 from kvbench.results.definition import Entry
 from kvbench.results.load import read_result
@@ -79,7 +79,7 @@ def compute(runs: Sequence[Planned], out: Path | None, tracker: SweepCallback) -
     """Compute what is missing of all runs; the recorder holds their outcomes. out: None for a single run."""
     recorder = Recorder(runs, out, tracker)
     try:
-        run_cells([run.cell for run in runs if run.cell is not None], recorder)
+        compute_runs([run.cell for run in runs if run.cell is not None], recorder)
     finally:
         recorder.messages.print_counts()
     return recorder

@@ -23,9 +23,10 @@ from kvbench.cache.cache import KVCache
 from kvbench.cache.pressed import PressedCache, kept_by_layer
 from kvbench.config.presets import make_policy
 from kvbench.config.tree import find, read
+from kvbench.engine.answers import evicted
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.rating import evicted, rated
-from kvbench.engine.sampling import TokenSampler
+from kvbench.engine.sequence import TokenSampler
+from kvbench.engine.teacher_forcing import score_pair
 from kvbench.errors import UsageError
 from kvbench.models.loading import ModelSpec, load, locate, pick_device
 from kvbench.models.prompts import end_tokens, stop_test
@@ -105,7 +106,7 @@ class KVBenchLM(HFLM):
         sampling = sampling_of(kwargs)
         numbers = range(self._answered, self._answered + len(context))
         self._answered += len(context)
-        draws = [TokenSampler(Sampling(**sampling), 0, number, 0) for number in numbers] if sampling else []
+        samplers = [TokenSampler(Sampling(**sampling), 0, number, 0) for number in numbers] if sampling else []
         done = generate_tokens(
             self.model,
             context,
@@ -115,7 +116,7 @@ class KVBenchLM(HFLM):
             eos_token_ids=end_tokens(self.model.generation_config, self._tokenizer, stops=stop),
             stop=stop_test(self._tokenizer, [text for text in stop if text]),
             encoder=Encoder(self._tokenizer),
-            draws=draws,
+            samplers=samplers,
         )
         for _ in context:
             self._note(done.cache, context.shape[1], len(context))
@@ -132,11 +133,11 @@ class KVBenchLM(HFLM):
         """Sum of log p of each continuation after its compressed context, and whether greedy decoding generates it."""
         answers = []
         for texts, context, continuation in tqdm(requests, desc="Running loglikelihood requests", disable=disable_tqdm):
-            room = self.max_length + 1 - len(continuation)
-            pair = Pair(context[-room:], continuation)
-            rating = rated(self.model, pair, self.policy, Encoder(self._tokenizer))
-            self._note(rating.cache, pair.tokens - 1)
-            answers.append((rating.logprob, rating.greedy))
+            most = self.max_length + 1 - len(continuation)
+            pair = Pair(context[-most:], continuation)
+            scores = score_pair(self.model, pair, self.policy, Encoder(self._tokenizer))
+            self._note(scores.cache, pair.tokens - 1)
+            answers.append((scores.logprob, bool(scores.greedy.all())))
             if texts is not None:  # None for perplexities
                 self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
         return answers

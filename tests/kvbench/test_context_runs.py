@@ -10,7 +10,7 @@ import pytest
 from small_cells import small_cell
 
 from kvbench.cli import main
-from kvbench.engine.compute import run_cells
+from kvbench.engine.compute import compute_runs
 from kvbench.engine.prompts import make_prompts
 from kvbench.errors import UsageError
 from kvbench.report.command import main as results
@@ -81,9 +81,9 @@ def test_a_run_tells_it_where_questions_begin(tiny_model: Path, tmp_path: Path) 
     context = small_cell(tmp_path, tiny_model, "full", 200, "compress=context")
     asked = [prompt.question for prompt in make_prompts(cells[0])]
     assert asked == [prompt.context_tokens for prompt in make_prompts(context)]
-    assert [ending.error for ending in run_cells(cells)] == [None] * 3
+    assert [ending.error for ending in compute_runs(cells)] == [None] * 3
     alone = small_cell(tmp_path / "alone", tiny_model, "finch_chunks", 200, "block=64", "engine.rows=1")
-    assert run_cells([alone])[0].error is None
+    assert compute_runs([alone])[0].error is None
     answers = [[s.output for s in read_result(cell.folder).samples] for cell in (cells[1], alone)]
     assert answers[0] == answers[1]
     passes = [sample.pre_pass_tokens for sample in read_result(cells[1].folder).samples]

@@ -19,7 +19,8 @@ from kvbench.cache import cache as cache_module
 from kvbench.cache.caller import Caller
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.prompt_pass import next_logits, prefill
+from kvbench.engine.logits import next_logits
+from kvbench.engine.prefill import prefill
 from kvbench.engine.sequence import Request
 from kvbench.kernels import decode
 from kvbench.policies.policy import Policy
@@ -115,12 +116,12 @@ def test_a_cache_may_leave_the_device_between_any_two_tokens() -> None:
     for switches in (False, True):
         cache = KVCache(model.config, policy, prompt_length=60)
         with torch.inference_mode():
-            logits, tokens = prefill(model, torch.tensor([prompt(60)]), None, cache), []
+            logits, tokens = prefill(model, torch.tensor([prompt(60)]), cache), []
             for index in range(14):
                 if switches:
                     cache.on_device(index % 5 < 3)
                 tokens.append(logits.argmax(-1, keepdim=True))
-                logits = next_logits(model, tokens[-1], None, torch.tensor([[60 + index]]), cache)
+                logits = next_logits(model, tokens[-1], torch.tensor([[60 + index]]), cache)
         cache.on_device(False)
         cache.audit()
         found.append(([int(token) for token in tokens], *held(cache)))
@@ -144,7 +145,7 @@ def step_of(model: Any, flight: DecodeBatch, watch: Any) -> Any:
     assert batch is not None
     cache._caller = Caller(cache.config)  # another model of the same kind may go on
     with watch() as found:
-        next_logits(model, batch.slots.places.clone(), None, batch.slots.places, cache)
+        next_logits(model, batch.slots.places.clone(), batch.slots.places, cache)
     return found
 
 
@@ -244,7 +245,7 @@ def own_operations(layers: int) -> int:
     model, place = model_of(layers=layers), torch.zeros(3, 1, dtype=torch.long)
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode(), Counted() as mode:
         patch.setattr(KVCache, "attend", nothing)
-        next_logits(model, place, None, place, KVCache(model.config, make_policy("full")))
+        next_logits(model, place, place, KVCache(model.config, make_policy("full")))
     return mode.operations.total()
 
 

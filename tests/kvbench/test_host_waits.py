@@ -17,8 +17,9 @@ from torch import Tensor
 from kvbench import KVCache, make_policy
 from kvbench.engine import batch as rows_module
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.logits import next_logits
 from kvbench.engine.pre_pass import rate_next
-from kvbench.engine.prompt_pass import next_logits, prefill
+from kvbench.engine.prefill import prefill
 from kvbench.engine.sequence import Request
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import Dense
@@ -65,14 +66,14 @@ def prompt(length: int, model: Any, seed: int = 0) -> Tensor:
 def decoded(model: Any, policy: Policy) -> Iterator[None]:
     """A prompt and some tokens after it, one at a time; yields before each of them, once it is at its budget."""
     cache = KVCache(model.config, policy, prompt_length=LENGTH, question=LENGTH - 6)
-    logits = prefill(model, prompt(LENGTH, model), None, cache, CodePoints())
+    logits = prefill(model, prompt(LENGTH, model), cache, CodePoints())
     place = torch.full((1, 1), LENGTH, device=model.device)
     for index in range(SETTLED + 3):
         token = logits.argmax(-1, keepdim=True)
         if index >= SETTLED:
             yield
         rate_next(cache, logits, token)
-        logits, place = next_logits(model, token, None, place, cache), place + 1
+        logits, place = next_logits(model, token, place, cache), place + 1
     assert max(max(heads) for layer in cache.kept_tokens().tolist() for heads in layer) < LENGTH, "it evicts"
 
 

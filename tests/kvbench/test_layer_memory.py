@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache
 from kvbench.cache.join import fork, join, pick, together
-from kvbench.engine.prompt_pass import next_logits, prefill
+from kvbench.engine.logits import next_logits
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
@@ -53,7 +53,7 @@ def model() -> PreTrainedModel:
 def filled(model: PreTrainedModel, prompts: Sequence[Sequence[int]], policy: Policy = POLICY) -> KVCache:
     cache = KVCache(model.config, policy, prompt_length=[len(p) for p in prompts])
     ids, mask = left_padded(prompts)
-    prefill(model, ids, mask.bool(), cache)
+    model(ids, attention_mask=mask, past_key_values=cache)
     return cache
 
 
@@ -65,7 +65,7 @@ def decoded(model: PreTrainedModel, cache: KVCache, tokens: Sequence[int]) -> Te
         ids, places = torch.tensor([[token]] * len(seen)), torch.tensor(seen)[:, None]
         if len(cache.groups) == 1:  # as the engine drives sequences that stand apart
             cache.group.progress.clock = places if len(set(seen)) > 1 else None
-        out.append(next_logits(model, ids, None, places, cache))
+        out.append(next_logits(model, ids, places, cache))
     return torch.stack(out, 1)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvbench.config.naming import refusing_in
 from kvbench.config.tree import build
-from kvbench.engine.callbacks import NullCallback, RunCallback
+from kvbench.engine.run_writer import NullCallback, RunCallback
 from kvbench.results.result import Result
 from kvbench.results.sample import Sample
 from kvbench.run.run import Run

@@ -132,7 +132,7 @@ def test_what_has_no_question_is_refused(model: PreTrainedModel) -> None:
     for how, sentence in (
         ({}, "finch asks where the question of a prompt begins: say it with question="),
         ({"question": LENGTH}, "question must be a position in its prompt, 0 to 69 here, got 70"),
-        ({"question": [1, 2]}, "question names 2 sequences, the model was called with 1"),
+        ({"question": [1, 2]}, "question has 2 positions, but the batch has 1 sequences"),
         ({"question": 40}, "finch keeps the question, here 30 tokens, but has 24 tokens per KV head: use a larger"),
         ({"context_tokens": QUESTION}, "finch compresses a context by the question behind it, which compress=context"),
     ):
