@@ -119,9 +119,7 @@ class DecodeBatch:
     ) -> list[list[LiveSequence]]:
         assert all(map(self.can_admit, requests))
         self.drop(())
-        sequences = [
-            [LiveSequence(request, _of_example(policy, request)) for policy in policies] for request in requests
-        ]
+        sequences = [[_new_sequence(request, policy) for policy in policies] for request in requests]
         prefill(self._model, sequences)
         self.start(chain(*sequences))
         return sequences
@@ -243,9 +241,9 @@ class DecodeBatch:
         return None if self._recorder is None or self.cache is None else recorded(self.cache)
 
 
-def _of_example(policy: Policy, request: Request) -> Policy:
-    """The policy with the random numbers of the request's example."""
-    return policy if request.example is None else drawing_anew(policy, *request.example)
+def _new_sequence(request: Request, policy: Policy) -> LiveSequence:
+    """A sequence before its prefill, whose policy uses the random numbers of its example."""
+    return LiveSequence(request, policy if request.example is None else drawing_anew(policy, *request.example))
 
 
 def _breaks_budget(cache: KVCache, place: int) -> bool:

@@ -22,7 +22,7 @@ def next_logits(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: K
 
 
 def all_logits(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: KVCache, keep: int = 0) -> Tensor:
-    """The logits [B,M,V] after each of the new tokens ids [B,M] at positions [B,M]. keep: only after the last tokens."""
+    """The logits [B,M,V] after each of the new tokens ids [B,M] at positions [B,M]. keep: only the last ones."""
     positions = positions.to(ids.device)
     logits: Tensor = model(
         input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=keep
