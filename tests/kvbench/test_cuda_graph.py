@@ -39,8 +39,8 @@ def taped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
     monkeypatch.setattr(torch.cuda, "graph", record)
     monkeypatch.setattr(generating, "check_graph", lambda policy, device: None)
-    monkeypatch.setattr("kvbench.policies.scorers.roco.at_hand", lambda x: False)
-    monkeypatch.setattr("kvbench.policies.ranking.at_hand", lambda x: False)
+    monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
+    monkeypatch.setattr("kvbench.policies.ranking.on_host", lambda x: False)
 
 
 @pytest.fixture

@@ -47,8 +47,8 @@ def policy_of(slug: str) -> Policy:
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """No number is at hand."""
-    monkeypatch.setattr("kvbench.policies.scorers.roco.at_hand", lambda x: False)
-    monkeypatch.setattr("kvbench.policies.ranking.at_hand", lambda x: False)
+    monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
+    monkeypatch.setattr("kvbench.policies.ranking.on_host", lambda x: False)
 
 
 @pytest.fixture(scope="module")

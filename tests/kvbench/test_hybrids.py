@@ -256,7 +256,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "use_triton", lambda x: True)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
     monkeypatch.setattr(torch.cuda, "graph", record)
-    monkeypatch.setattr("kvbench.policies.ranking.at_hand", lambda x: False)
+    monkeypatch.setattr("kvbench.policies.ranking.on_host", lambda x: False)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm2"])
