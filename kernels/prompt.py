@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from kvbench.kernels.references import Attention, attention_logits, share_without_sinks, visible, widen
+from kvbench.kernels.references import Attention, attention_logits, sink_factor, visible, widen
 
 PAIRS_AT_ONCE = 2**22  # of query and slot, over all query heads: 16 MiB of float32 logits, 4 MiB of mask
 ROWS_OF_A_WINDOW = 256  # queries of a block with a sliding window: it reads window + 256 slots
@@ -43,7 +43,7 @@ def masked_attention(
     """Attention output [B,H_q,M,D'], 0 for a query that sees nothing. Memory is linear in M and in T.
 
     queries [B,H_q,M,D], keys [B,H_kv,T,D], values [B,H_kv,T,D'], query_positions [B,M], key_positions [B,H_kv or 1,T];
-    -1 = padding, empty slot. sinks [1,H_q]: see `share_without_sinks`. columns: slot i has the token of query i, in every
+    -1 = padding, empty slot. sinks [1,H_q]: see `sink_factor`. columns: slot i has the token of query i, in every
     head, so that a sliding window excludes most slots. bias [B,H_kv,T]: see `attention_logits`.
     """
     batch, query_heads, new, _ = queries.shape
@@ -95,7 +95,7 @@ def _block(
         logits = logits.masked_fill(~readable[:, :, None], -torch.inf)
         rows = logits.softmax(-1)
         if sinks is not None:
-            rows = rows * share_without_sinks(logits.logsumexp(-1), sinks.view(1, *logits.shape[1:3], 1))[..., None]
+            rows = rows * sink_factor(logits.logsumexp(-1), sinks.view(1, *logits.shape[1:3], 1))[..., None]
         out = (rows.to(values.dtype) @ values[:, :, None]).flatten(1, 2)
     groups = queries.shape[1] // nothing.shape[1]
     return out.masked_fill(nothing.repeat_interleave(groups, dim=1)[..., None], 0.0)
@@ -244,7 +244,7 @@ def flex_prompt_attention(
     blind = log_sum_exp == -torch.inf
     if sinks is not None:
         padding = (query_positions < 0)[:, None]
-        out = out * share_without_sinks(log_sum_exp, sinks[:, None])[..., None].to(out.dtype)
+        out = out * sink_factor(log_sum_exp, sinks[:, None])[..., None].to(out.dtype)
         log_sum_exp = torch.logaddexp(log_sum_exp, sinks.to(log_sum_exp.dtype)[:, None])
         log_sum_exp = log_sum_exp.masked_fill(padding, -torch.inf)
     out = out.masked_fill(blind[..., None], 0.0)

@@ -248,7 +248,7 @@ def column_sums(
 
     queries [B,H_q,M,D], keys [B,H_kv,T,D], query_positions [B,M], key_positions [B,H_kv,T]; -1 = padding, empty slot.
     log_sum_exp [B,H_q,M]: the result of `prompt_attention`, which saves a pass over the keys; aligned: see there, saves
-    reading positions. sinks [B or 1,H_q]: see `share_without_sinks`. bias [B,H_kv,T]: see
+    reading positions. sinks [B or 1,H_q]: see `sink_factor`. bias [B,H_kv,T]: see
     `attention_logits`. attended: the attention output is computed from the same rows and written here, in PyTorch.
     CUDA: Triton, ValueError without it. A few queries, or a bias: PyTorch on any device.
     """
@@ -313,7 +313,7 @@ def window_statistics(
     """Sum, variance and entropy of the attention of a window's queries to each slot.
 
     queries [B,H_q,W,D], keys [B,H_kv,T,D], query_positions [B,W], key_positions [B,H_kv,T]; -1 = padding, empty slot. A
-    query that is padding, or sees nothing, counts as a row of zeros. sinks [B or 1,H_q]: see `share_without_sinks`.
+    query that is padding, or sees nothing, counts as a row of zeros. sinks [B or 1,H_q]: see `sink_factor`.
     spread=False: without variances and entropies (empty). log_sum_exp [B,H_q,W]: of the window's logits, if known.
     CUDA: Triton, windows of at most 128 queries, no rows in memory; ValueError without Triton. CPU: softmax rows.
     """

@@ -84,7 +84,7 @@ def attention_logits(
     return logits if bias is None else logits + bias[:, :, None, None].to(logits.dtype)
 
 
-def share_without_sinks(log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
+def sink_factor(log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
     """The share of probability that attention sinks leave to rows with this (natural) log-sum-exp.
 
     sinks: logits of the sinks, broadcastable. Multiply weights and output of a row by the result,
@@ -102,7 +102,7 @@ def rows_and_sight(
 
     Arguments as in `attention_rows`; the row of a query that attends to no slot is undefined. packed: no slot is empty.
     sighted: every query attends to a slot; None is then returned instead of ones. sinks [B or 1,H_q]: see
-    `share_without_sinks`; a sink has no slot. bias [B,H_kv,T]: see `attention_logits`.
+    `sink_factor`; a sink has no slot. bias [B,H_kv,T]: see `attention_logits`.
     """
     logits = attention_logits(queries, keys, scaling, softcap, bias).detach()  # scores of evictions have no gradient
     stored = key_positions if packed else key_positions.masked_fill(key_positions < 0, NEVER)
@@ -113,11 +113,7 @@ def rows_and_sight(
     else:
         hidden = (sliding_window - 1 - age).clamp_(max=0.0) + age.clamp(max=0.0)
     logits.add_(hidden[:, :, None], alpha=FAR)
-    left = (
-        None
-        if sinks is None
-        else share_without_sinks(logits.logsumexp(-1), sinks.view(len(sinks), *logits.shape[1:3], 1))
-    )
+    left = None if sinks is None else sink_factor(logits.logsumexp(-1), sinks.view(len(sinks), *logits.shape[1:3], 1))
     rows = torch.softmax(logits, -1, out=logits)  # in place: half the memory
     if left is not None:
         rows.mul_(left[..., None])
