@@ -80,6 +80,10 @@ class KVec(Scorer):
     def needs(self) -> Needs:
         return Needs(window=self.extended, layer=True, kept=True, whole_prompt=True)
 
+    @property
+    def forces(self) -> bool:
+        return self.preserve == "forced" and self.beta > 0
+
     def protects(self, budget: int) -> Protected:
         return Protected(newest=self.window)
 
