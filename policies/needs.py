@@ -29,6 +29,7 @@ class Needs:
     whole_prompt: scores are defined only at the end of the prompt, so block schedules are rejected.
     by_position: scores are positions, so value-aware wrappers are rejected.
     never_negative: no score is below 0.
+    infinite: tokens that are always kept have an infinite score, so value-aware wrappers are rejected.
     ties: equal tokens have equal scores up to rounding; scores are then rounded to half the bits, so that they tie.
     kv_heads_only: an `AttentionScorer` has no separate scores for the query heads of a group.
     """
@@ -49,6 +50,7 @@ class Needs:
     whole_prompt: bool = False
     by_position: bool = False
     never_negative: bool = False
+    infinite: bool = False
     ties: bool = False
     kv_heads_only: bool = False
 

@@ -32,10 +32,10 @@ def check_value(name: str, value: ValueAware | None, scorer: Scorer | None, quer
         raise ValueError(f"{name} keeps every token, so there are no scores for a value-aware wrapper")
     if scorer.needs.by_position:
         raise ValueError(f"{name} ranks tokens by position, so there are no scores for a value-aware wrapper")
-    if scorer.forces:
+    if scorer.needs.infinite:
         raise ValueError(
-            f"{name} gives the tokens that it always keeps an infinite score, which a value-aware wrapper cannot weigh; "
-            "use scorer.preserve=literal"
+            f"{name} gives the tokens that it always keeps an infinite score, which a value-aware wrapper cannot "
+            "weigh: use scorer.preserve=literal"
         )
     if query_heads and (not isinstance(scorer, AttentionScorer) or scorer.needs.kv_heads_only):
         raise ValueError(

@@ -34,11 +34,6 @@ class Scorer(ABC):
         """The smallest possible budget of a layer (tokens per KV head)."""
         return max(1, sum(self.protects(1)))
 
-    @property
-    def forces(self) -> bool:
-        """Whether some scores are infinite: these tokens are always kept."""
-        return False
-
     def protects(self, budget: int) -> Protected:
         """Numbers of first and newest positions that are always kept at this budget (tokens per KV head)."""
         return Protected()

@@ -107,11 +107,11 @@ def test_results_inside_the_data_are_not_data_and_the_task_keeps_its_name(
     asked = [f"model={tiny_model}", "policy=full", "task=perplexity", "task.data_dir=.", "task.length=60", "out=."]
     for words in (["limit=1"], [], ["-m"]):
         assert main([*words, *asked]) == 0
-        assert len([path for path in own.glob("*/samples.jsonl")]) == 1
+        assert len(list(own.glob("*/samples.jsonl"))) == 1
     assert "task perplexity(length=60), 1 example" in capsys.readouterr().out
     (own / "book.txt").write_text("Another word. " * 60)
     assert main(asked) == 0
-    assert len([path for path in own.glob("*/samples.jsonl")]) == 2
+    assert len(list(own.glob("*/samples.jsonl"))) == 2
 
 
 def test_tables_show_the_dtype_if_it_is_not_that_of_the_checkpoint(
