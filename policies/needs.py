@@ -18,6 +18,7 @@ class Needs:
     newest_row: a scorer reads the attention of the newest query while decoding.
     model: the part uses the model layer's rotation or output projection (`Observation.model`).
     memory: a scorer stores data per sequence and layer instead of per slot (`Observation.memory`).
+    evictable: a scorer uses which tokens may be evicted (`Observation.evictable`).
     question: the part uses the start of the prompt's question (`Observation.questions`); the window contains the
     question.
     layer: the part uses the layer index, so layers cannot be scored together.
@@ -42,6 +43,7 @@ class Needs:
     newest_row: bool = False
     model: bool = False
     memory: bool = False
+    evictable: bool = False
     question: bool = False
     layer: bool = False
     kept: bool = False

@@ -128,10 +128,10 @@ def check_protected(name: str, scorer: Scorer, allocator: Allocator, budget: int
 
 
 def check_prompt_fits(name: str, scorer: Scorer, prompt: int, budget: int) -> None:
-    """Raise ValueError if a prompt that is always kept and the newest tokens exceed a layer's budget."""
+    """Raise ValueError if a layer's budget has no room for a prompt that is always kept and newer tokens."""
     newest = scorer.protects(budget).newest
-    if prompt + newest > budget:
-        beside = f" and the newest {newest} tokens" if newest else ""
+    if prompt + max(newest, 1) > budget:
+        beside = f" and the newest {newest} tokens" if newest else " and needs room for generated tokens"
         raise ValueError(
             f"protect=prompt keeps all {prompt} tokens of the prompt{beside}, but {name} has {budget} tokens per KV "
             "head: use a larger budget, shorter prompts or protect=none"
