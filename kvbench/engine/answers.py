@@ -68,7 +68,7 @@ def units(prompt: Prompt) -> int:
 
 def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
     """The request of one example, which is the same for all policies."""
-    tokenizer, task = run.checkpoint.tokenizer(), run.task.asking(prompt.example)
+    tokenizer, task = run.checkpoint.tokenizer(), run.task.task_of(prompt.example)
     return Request(
         prompt.ids[None].to(run.device, torch.long),
         max_new_tokens=prompt.most_new_tokens,
@@ -99,7 +99,7 @@ def _sampler(run: Run, prompt: Prompt) -> Callable[[], TokenSampler] | None:
 def answered(run: Run, prompt: Prompt, done: Completion) -> Sample:
     """The sample of an example with a generated answer."""
     tokens = list(done.tokens[len(prompt.dictated) :])
-    output = answer(run.checkpoint.tokenizer(), tokens, run.task.asking(prompt.example).stop)
+    output = answer(run.checkpoint.tokenizer(), tokens, run.task.task_of(prompt.example).stop)
     own_history = prompt.own and isinstance(done.cache, KVCache)  # then earlier answers of the model count too
     processed = done.cache.seen if own_history else len(prompt.ids) + done.decode_steps
     return replace(
@@ -144,7 +144,7 @@ def evicted(cache: KVCache | PressedCache, tokens: int) -> bool:
 def _scored(run: Run, output: str, prompt: Prompt) -> dict[str, Any]:
     """An output, its score, and other measures of its benchmark."""
     task, example = run.task, prompt.example
-    score, measures = task.judge(task.asking(example).after_thinking(output), example)
+    score, measures = task.judge(task.task_of(example).after_thinking(output), example)
     return {"output": output, "score": None if score is None else float(score), "measures": dict(measures) or None}
 
 

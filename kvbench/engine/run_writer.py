@@ -216,6 +216,7 @@ def _write_config(run: Run, run_id: str, folder: Path, first: Prompt) -> None:
         "names": names(naming, run.identity),
         "naming": {**asdict(naming), "changed": list(naming.changed)},
         "identity": run.identity,
+        "checkpoint_dtype": str(run.checkpoint.stored_dtype).removeprefix("torch."),
         "config": dict(run.config),
     }
     write_yaml(folder / "config.yaml", content)
