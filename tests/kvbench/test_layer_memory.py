@@ -53,7 +53,8 @@ def model() -> PreTrainedModel:
 def filled(model: PreTrainedModel, prompts: Sequence[Sequence[int]], policy: Policy = POLICY) -> KVCache:
     cache = KVCache(model.config, policy, prompt_length=[len(p) for p in prompts])
     ids, mask = left_padded(prompts)
-    model(ids, attention_mask=mask, past_key_values=cache)
+    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
     return cache
 
 
