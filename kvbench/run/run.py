@@ -154,7 +154,7 @@ def _digest_of_files(files: tuple[tuple[Path, str, int, int], ...]) -> str:
     return f"sha256:{digest.hexdigest()[:16]}"
 
 
-def build_cell(run: RunConfig) -> Run:
+def build_run(run: RunConfig) -> Run:
     """Build the parts of a run and check that they fit together; no weights are loaded and nothing is computed.
 
     Raises UsageError for the first wrong value, cheap checks first.

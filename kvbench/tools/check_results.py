@@ -30,7 +30,7 @@ from kvbench.results.metrics_file import summed_up
 from kvbench.results.result import Result
 from kvbench.results.sample import Sample
 from kvbench.results.samples import FILE_NAME
-from kvbench.run.run import Run, build_cell, digest_of
+from kvbench.run.run import Run, build_run, digest_of
 from kvbench.run.run_config import set_field, typed
 from kvbench.terminal.command import FAILED, Parser, command, pairs, say
 from kvbench.terminal.console import quiet
@@ -89,7 +89,7 @@ def _cell(run: Result, config: dict[str, Any], fields: dict[str, Any]) -> Run:
     for key, value in fields.items():
         set_field(here, key, value)
     names = {"model": run.naming.model, "policy": run.naming.policy, "task": run.naming.task}
-    cell = build_cell(typed(here, names))
+    cell = build_run(typed(here, names))
     ours = json.loads(json.dumps(cell.identity))
     skipped = {"code", *(key.partition(".")[0] for key in fields)}
     for key in {*ours, *run.identity} - skipped:

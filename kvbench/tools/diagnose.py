@@ -91,7 +91,7 @@ def diagnose(name: str, fields: Sequence[str], config_dir: str | None = None) ->
 
 def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
     """One checked run per policy; only `policy=` may have several values."""
-    from kvbench.run.run import build_cell
+    from kvbench.run.run import build_run
     from kvbench.run.run_config import run_config
 
     words = [field.partition("=") for field in fields]
@@ -99,7 +99,7 @@ def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
     model, task = given.pop("model", "pocket"), given.pop("task", "niah")
     folders = [] if config_dir is None else [Path(config_dir)]
     policies = dict.fromkeys(str(given.pop("policy", "caote_snapkv")).split(","))
-    return [build_cell(run_config(model, policy, task, folders, **given)) for policy in policies]
+    return [build_run(run_config(model, policy, task, folders, **given)) for policy in policies]
 
 
 def _unused(path: Path) -> Path:

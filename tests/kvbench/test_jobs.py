@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvbench.results.definition import Entry
+from kvbench.sweep import main as sweep
 from kvbench.sweeps.jobs import grouped
-from kvbench.sweeps.status import main as sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 SIX = ("policy=full,tova,streamingllm", "budget=24,40", "task.lengths=[300]", "task.max_new_tokens=4", "engine.rows=1")

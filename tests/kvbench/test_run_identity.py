@@ -15,7 +15,7 @@ from kvbench.cli import main
 from kvbench.config.tree import part_class
 from kvbench.errors import ConfigError
 from kvbench.run import code_digest
-from kvbench.run.run import build_cell
+from kvbench.run.run import build_run
 from kvbench.run.run_config import changed_fields, run_config
 from kvbench.tasks.hub import data_file
 
@@ -192,9 +192,9 @@ def test_a_snapshot_of_the_hub_has_the_name_of_its_repository(tmp_path: Path, ti
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "mine.yaml").write_text(f"defaults: [hub]\npath: {snapshot}\n")
     folders = [tmp_path / "conf"]
-    assert build_cell(run_config("mine", "full", "niah", folders)).naming.model == "mine"
+    assert build_run(run_config("mine", "full", "niah", folders)).naming.model == "mine"
     named = run_config("mine", "full", "niah", folders, **{"model.name": "other"})
-    assert build_cell(named).naming.model == "other"
+    assert build_run(named).naming.model == "other"
 
 
 def test_an_error_in_an_own_class_is_not_hidden_by_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

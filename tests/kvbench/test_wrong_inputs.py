@@ -12,7 +12,7 @@ from kvbench.cli import main
 from kvbench.engine.prompts import prompts_for
 from kvbench.errors import ConfigError
 from kvbench.models import loading
-from kvbench.run.run import build_cell
+from kvbench.run.run import build_run
 from kvbench.run.run_config import run_config
 
 LINES = {
@@ -216,7 +216,7 @@ def test_errors_that_are_found_while_computing_are_printed_once(capsys: pytest.C
 )
 def test_answers_that_are_cut_off_are_told(most: int, said: list[str], caplog: pytest.LogCaptureFixture) -> None:
     fields = {"task.lengths": [300], "task.max_new_tokens": most, "limit": 1}
-    prompts_for([build_cell(run_config("pocket", **fields))])
+    prompts_for([build_run(run_config("pocket", **fields))])
     assert caplog.messages == said
 
 
