@@ -53,7 +53,7 @@ class KvbenchLauncher(Launcher):
             for overrides, config in zip(job_overrides, configs, strict=True):
                 choices = dict(config.hydra.runtime.choices)
                 title = " ".join(word for word in overrides if word not in common) or f"policy={choices['policy']}"
-                composed.append(Composed(title, _plain(config), choices, folders()))
+                composed.append(Composed(title, plain(config), choices, folders()))
             command = shlex.join(["python", "-m", "kvbench", *sys.argv[1:]])
             found = run_sweep(composed, command, Fields(**self.fields))
         failed = sum(status.error is not None for status in found)
@@ -67,7 +67,7 @@ class KvbenchLauncher(Launcher):
         return returns
 
 
-def _plain(config: DictConfig) -> dict[str, Any]:
+def plain(config: DictConfig) -> dict[str, Any]:
     """A composed configuration as plain values, without Hydra's own node."""
     own = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
     values: Any = OmegaConf.to_container(own, resolve=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvbench.cache.layout import attention_layers
-from kvbench.config.naming import refusing_in
+from kvbench.config.tree import refusing_in
 from kvbench.engine.reading import is_generated, is_read, policy_for
 from kvbench.engine.turns import check_turns
 from kvbench.models.prompts import Prompt, PromptMaker

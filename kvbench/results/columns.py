@@ -104,7 +104,7 @@ COLUMNS = (
     Column("code", "digest of the code", "words", at="identity.code"),
     Column("device", "GPU or processor", "words"),
     Column("kvbench_revision", "git commit, if known", "words", at="environment.kvbench_revision"),
-    Column("mixed", "versions that differ within the run (allow_mixed=true)", "words"),
+    Column("mixed", "versions that differ within the run (allow_version_mismatch=true)", "words"),
     Column("state", "finished, or unfinished (n examples so far)", "words"),
 )
 

@@ -19,7 +19,7 @@ from kvbench.terminal.command import Parser, command
 from kvbench.terminal.console import quiet, share_cores
 from kvbench.terminal.errors import UsageError, refusing
 
-_UNUSED = ("engine", "logger", "allow_mixed", "experiment")
+_UNUSED = ("engine", "logger", "allow_version_mismatch", "experiment")
 
 
 @command

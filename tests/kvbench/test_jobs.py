@@ -17,7 +17,7 @@ from kvbench.sweep import main as sweep
 from kvbench.sweeps.jobs import grouped
 
 ROOT = Path(__file__).resolve().parents[2]
-SIX = ("policy=full,tova,streamingllm", "budget=24,40", "task.lengths=[300]", "task.max_new_tokens=4", "engine.rows=1")
+SIX = ("policy=full,tova,streamingllm", "budget=24,40", "task.lengths=[340]", "task.max_new_tokens=4", "engine.rows=1")
 SIX_RUNS = 5  # full ignores the budget
 
 

@@ -33,7 +33,7 @@ LINES = {
     "engine.bogus=3": "Key 'bogus' is not in struct",
     "engine=null": "engine=null is not allowed, set its fields",
     "engine.cuda_graph=maybe": "engine.cuda_graph must be True, False or auto, got 'maybe'",
-    "allow_mixed=maybe": "allow_mixed must be true or false, got 'maybe'",
+    "allow_version_mismatch=maybe": "allow_version_mismatch must be true or false, got 'maybe'",
     "budget={a:1}": "budget must be a whole number of tokens per KV head (1 or more) or a share",
     "block=abc": "block must be a number of tokens >= 1 or inf, got 'abc'",
     "seed=99999999999": "seed must be at most 4294967295, got 99999999999",
