@@ -18,10 +18,10 @@ from kvbench.policies.stores.per_token import (
     Int4,
     Int8,
     Nvfp4,
-    PerTokenStore,
     from_e2m1,
     to_e2m1,
 )
+from kvbench.policies.stores.token_codes import TokenCodeStore
 from kvbench.tools.cache_bytes import limit_bits
 
 STORES = [Fp8(), Fp8PerTokenHead(), Int8(), Int4(), Int4(rotate=False), Nvfp4(), Nvfp4(four_over_six=True)]
@@ -55,17 +55,17 @@ INT4_IN = [-1.25, 2.5, 0, 0.1, 0.125, -0.125, 1.3, -0.9]
     ],
     ids=str,
 )
-def test_a_vector_worked_by_hand(store: PerTokenStore, x: list[float], view: list[float], codes: str | None) -> None:
+def test_a_vector_worked_by_hand(store: TokenCodeStore, x: list[float], view: list[float], codes: str | None) -> None:
     keys = torch.tensor(x, dtype=torch.float32).view(1, 1, 1, -1)
     held = feed(store, keys, keys)
     assert held.keys.flatten().tolist() == view
     if codes is not None:
-        assert bytes(held._columns[0].runs[0].queue.view("codes").flatten().view(torch.uint8).tolist()).hex() == codes
+        assert bytes(held.memory["keys codes"].flatten().view(torch.uint8).tolist()).hex() == codes
 
 
 def test_the_zero_point_of_int4_is_hidden_in_its_scale() -> None:
     keys = torch.tensor(INT4_IN).view(1, 1, 1, -1)
-    scale = feed(Int4(rotate=False), keys, keys)._columns[0].runs[0].queue.view("scale")
+    scale = feed(Int4(rotate=False), keys, keys).memory["keys scale"]
     assert int(scale.view(torch.int32)) == 0x3E800005
 
 
@@ -104,7 +104,7 @@ def test_bytes_are_those_of_the_formula(name: str, number_bytes: int, per_layer:
 @pytest.mark.parametrize("dim", [16, 64])
 @pytest.mark.parametrize("store", STORES, ids=str)
 def test_attention_from_codes_is_attention_over_the_dequantised_view(
-    store: PerTokenStore, dim: int, monkeypatch: pytest.MonkeyPatch
+    store: TokenCodeStore, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvbench.policies.stores.codes.BLOCK", 5000)
     keys, values = stream(130, dim=dim)
