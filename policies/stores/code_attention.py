@@ -24,7 +24,7 @@ class CodeAttention(LayerStore):
     def mix(self, weights: Tensor) -> Tensor:
         """Weights [B,H,r,C] times the values: [B,H,r,D]."""
 
-    def attended(self, weights: Tensor, positions: Tensor) -> None:  # noqa: B027 - most stores have no use for them
+    def attended(self, weights: Tensor, positions: Tensor) -> None:
         """Observe the attention weights [B,H,r,C] of queries at positions [B,M]."""
 
     def attend_codes(self, queries: Tensor, positions: Tensor, how: AttentionParams, heads: int) -> Tensor:

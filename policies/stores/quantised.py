@@ -177,8 +177,8 @@ class QuantisedLayerStore(CodeAttention):
     def _attend_packed(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
         """Attention by the kernel on packed codes; None if it does not apply and PyTorch computes attention.
 
-        The kernel decodes (one query each, no sliding window) over one chunk of plain codes per side: KIVI, OTT, KCVC in
-        groups. GEAR's blocks add low-rank factors; ZipCache's kinds have an order of their own and need the weights.
+        The kernel decodes (one query each, no sliding window) over one chunk of plain codes per side: KIVI, OTT, and
+        KCVC in groups. GEAR's blocks add low-rank factors; ZipCache reorders its tokens and needs the weights.
         """
         if not use_triton(queries) or queries.shape[2] != 1 or how.sliding_window is not None:
             return None

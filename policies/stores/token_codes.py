@@ -4,7 +4,7 @@ Shapes: B batch, H KV heads, r query rows per KV head, C slots, n tokens, D head
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import torch

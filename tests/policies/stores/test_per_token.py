@@ -1,12 +1,14 @@
 """The stores of serving engines: worked numbers, bytes of the formula, attention from codes, evictions before them."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from kv_models import prompt, tiny
 from kv_runs import bytes_held
 from kv_stores import attended, feed, plain_attention, stream
+from torch import Tensor
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
@@ -133,6 +135,40 @@ def test_what_an_eviction_keeps_is_what_is_stored_in_codes(slug: str) -> None:
         for head in range(2):
             own, its = (x.positions[0, head].long() for x in (dense, held))
             assert sorted(own[own >= 0].tolist()) == its[its >= 0].tolist()
+
+
+@pytest.mark.parametrize("eviction", ["snapkv", "h2o", "ada_snapkv", "streamingllm"])
+@pytest.mark.parametrize(
+    ("store", "vectors"), [("fp8", 16), ("int8", 24), ("int4", 16), ("nvfp4", 10), ("turboquant", 12)]
+)
+def test_evicting_while_decoding_frees_single_tokens_and_leaves_the_codes_of_the_others(
+    eviction: str, store: str, vectors: int
+) -> None:
+    """24 more tokens, one evicted for each. vectors: bytes of a key and a value of 8 numbers by the formula."""
+    model, ids = prepare(tiny("llama", dtype=torch.float32)), torch.tensor([prompt(84)])
+    fields: dict[str, Any] = {"window": 8} if "snapkv" in eviction else {}
+    fields |= {"store.group": 8} if store == "nvfp4" else {}
+    cache = KVCache(model.config, make_policy(f"{eviction}_{store}", 40, decode="evict", **fields), prompt_length=60)
+    known: dict[tuple[int, int, int], list[Tensor]] = {}
+    with torch.inference_mode():
+        for call in ids.split([60] + [1] * 24, dim=1):
+            model(call, past_key_values=cache)
+            for index, layer in enumerate(cache.layers):
+                held = layer.states[0].store
+                coded = [x for name, x in held.memory.items() if name.startswith(("keys ", "values "))]
+                for head, slot in (held.positions[0] >= 0).nonzero().tolist():
+                    own = [x[0, head, slot].flatten().view(torch.uint8) for x in coded]
+                    before = known.setdefault((index, head, int(held.positions[0, head, slot])), own)
+                    assert all(map(torch.equal, before, own))
+                per_slot = vectors + 4 + 4 * (eviction == "h2o")  # position, sum of attention
+                tokens = int((held.positions >= 0).sum())
+                constants = 2 * 4 * (store in ("fp8", "nvfp4")) + 2 * 8 * (held.free is not None)
+                assert held.nbytes - held.spare_nbytes == tokens * per_slot + constants
+                assert held.nbytes == sum(held.parts().values())
+                assert tokens == 40 * 2
+    cache.audit()
+    assert cache.layers[0].positions.max() == 83
+    assert len(known) == 2 * 2 * (40 + 24)
 
 
 def test_float8_of_pytorch_is_what_a_model_in_16_bits_reads() -> None:
