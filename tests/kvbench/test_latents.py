@@ -245,6 +245,7 @@ EVERY = [
     make_policy("snapkv", 30, window=WINDOW, schedule="blocks", block=16),
     make_policy("caote_h2o", BUDGET, **{"value.gqa": "group_l2"}),
     make_policy("tova", BUDGET, granularity="layer"),
+    make_policy("kvec", BUDGET, window=WINDOW, extended=12),
     *(make_policy(slug, BUDGET) for slug in ("roco", "keydiff", "rkv", "random", "critical_tova")),
     *(make_policy(slug, BUDGET, window=WINDOW) for slug in ("cake", "pyramidkv")),
 ]
