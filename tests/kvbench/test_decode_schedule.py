@@ -62,7 +62,10 @@ def test_the_cache_grows_by_k_tokens_and_returns_to_the_budget_at_once(slug: str
 
 @pytest.mark.parametrize("length", [56, 40, 33])
 def test_the_audit_promises_exactly_these_lengths(length: int) -> None:
-    budgets = KVCache(prepare(tiny()).config, policy("knorm"), prompt_length=length).group.budgets
+    model = prepare(tiny())
+    cache = KVCache(model.config, policy("knorm"), prompt_length=length)
+    model(torch.tensor([prompt(length)]), past_key_values=cache)
+    budgets = cache.group.budgets
     assert [budgets.promise(0, length + call) for call in range(NEW)] == [[n] * 2 for n in by_hand(length, NEW)]
 
 
