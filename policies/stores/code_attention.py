@@ -8,7 +8,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from kvbench.kernels.references import beside_sinks, visible, widen
+from kvbench.kernels.references import sink_factor, visible, widen
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.store import LayerStore
 
@@ -41,6 +41,6 @@ class CodeAttention(LayerStore):
             weights = logits.masked_fill_(~(seen | nothing), -torch.inf).softmax(-1).masked_fill_(nothing, 0.0)
         if how.sinks is not None:
             sinks = how.sinks.view(1, heads, -1).repeat_interleave(new, dim=-1)  # a group's rows are [G,M]
-            weights *= beside_sinks(logits.logsumexp(-1), sinks)[..., None]
+            weights *= sink_factor(logits.logsumexp(-1), sinks)[..., None]
         self.attended(weights, positions)
         return self.mix(weights).view(batch, query_heads, new, -1).to(queries.dtype)

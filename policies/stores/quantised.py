@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbench.errors import ConfigError
 from kvbench.kernels.quantized import Outliers, Packed, Side, quantised_attention
-from kvbench.kernels.references import beside_sinks
+from kvbench.kernels.references import sink_factor
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.observation import AttentionParams, State
 from kvbench.policies.stores.code_attention import CodeAttention
@@ -189,7 +189,7 @@ class QuantisedLayerStore(CodeAttention):
         out, log_sum_exp, _ = quantised_attention(*call)
         if how.sinks is None:
             return out
-        return out * beside_sinks(log_sum_exp, how.sinks[..., None])[..., None].to(out.dtype)
+        return out * sink_factor(log_sum_exp, how.sinks[..., None])[..., None].to(out.dtype)
 
     @property
     def outliers(self) -> Outliers | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.references import widen
-from kvbench.policies.constants import at_hand
+from kvbench.policies.constants import on_host
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores import codes
 from kvbench.policies.stores.code_attention import CodeAttention
@@ -179,6 +179,6 @@ class TokenCodeLayerStore(SlotStore, CodeAttention):
 
 def check_finite(x: Tensor) -> None:
     """ValueError for NaN and infinity; not on a GPU while decoding, which would synchronise for every token."""
-    if x.is_meta or (x.shape[2] == 1 and not at_hand(x)) or bool(x.isfinite().all()):
+    if x.is_meta or (x.shape[2] == 1 and not on_host(x)) or bool(x.isfinite().all()):
         return
     raise ValueError("keys or values contain NaN or infinity")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import choice, whole_number
-from kvbench.policies.constants import at_hand
+from kvbench.policies.constants import on_host
 from kvbench.policies.stores.packing import from_bytes, to_bytes
 from kvbench.policies.stores.token_codes import TokenCodeStore
 
@@ -97,7 +97,7 @@ class TurboQuant(TokenCodeStore):
         x = widen(x)
         norm = x.norm(dim=-1)
         held = norm.to(torch.float16)
-        if not (held.is_meta or (held.shape[2] == 1 and not at_hand(held)) or bool(held.isfinite().all())):
+        if not (held.is_meta or (held.shape[2] == 1 and not on_host(held)) or bool(held.isfinite().all())):
             raise ValueError("norms of keys or values do not fit 16 bits (65504)")
         unit = x / norm.masked_fill(norm == 0, 1.0)[..., None] @ rotation.mT
         codes = torch.bucketize(unit, bounds)
