@@ -154,8 +154,8 @@ class GivenModel(LoadedModel):
 def locate(spec: ModelSpec, dtype: str = "auto") -> Checkpoint:
     """Find the files of a model, or download them once, without loading weights.
 
-    dtype: "auto" is the dtype of the spec or, if that is also "auto", of the checkpoint. Raises UsageError if the model is not available
-    or not supported.
+    dtype: "auto" is the dtype of the spec or, if that is also "auto", of the checkpoint. Raises UsageError if the model
+    is not available or not supported.
     """
     if dtype not in DTYPES or spec.dtype not in DTYPES:
         wrong = dtype if dtype not in DTYPES else spec.dtype

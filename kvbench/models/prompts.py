@@ -355,8 +355,8 @@ def end_tokens(
 ) -> list[int]:
     """Ids that end an answer: EOS of the tokenizer and of the generation config, and the end texts of the task.
 
-    An end text is represented by its last token, because SentencePiece tokenizers add a space before an encoded newline. Stop
-    strings have an id if they are special tokens.
+    An end text is represented by its last token, because SentencePiece tokenizers add a space before an encoded
+    newline. Stop strings have an id if they are special tokens.
     """
     generation = config.eos_token_id if config is not None else None
     listed = generation if isinstance(generation, list) else [generation]
