@@ -274,7 +274,7 @@ def make_batch(level: int, seed: int, step: int, tokens: int) -> tuple[Tensor, T
 # --- training ---
 @dataclass(frozen=True)
 class Config:
-    """Everything that determines the weights, except the code. decay: last steps, with a learning rate that falls to 0."""
+    """Everything that determines the weights, except the code. decay: final steps, in which the rate falls to 0."""
 
     seed: int = 20
     steps: int = 4300
