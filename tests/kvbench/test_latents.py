@@ -306,5 +306,5 @@ def test_a_recording_that_is_asked_for_is_refused_and_else_not_made() -> None:
         ValueError,
         match=r"not supported for DeepseekV3ForCausalLM, which has latent attention: use engine.cuda_graph=false$",
     ):
-        can_replay(tiny().config, asked=True)
-    assert not can_replay(tiny().config, asked=False)
+        can_replay(tiny().config, required=True)
+    assert not can_replay(tiny().config, required=False)
