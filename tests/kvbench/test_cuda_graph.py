@@ -264,4 +264,4 @@ def test_what_cannot_be_recorded_is_refused(slug: str, device: str, sentence: st
 @pytest.mark.parametrize(("family", "layers"), [("gemma3n", "use the keys and values of other layers")])
 def test_layers_that_do_not_read_what_they_store_are_refused(family: str, layers: str) -> None:
     with pytest.raises(ValueError, match=f"has layers that {layers}.*: use engine.cuda_graph=false$"):
-        can_replay(tiny(family).config, asked=True)
+        can_replay(tiny(family).config, required=True)
