@@ -294,6 +294,7 @@ def _held(cell: Run, cache: KVCache | PressedCache, fed: int) -> dict[str, Any]:
         "full_position_bytes": cell.checkpoint.full_position_bytes(fed),
         "evicted": float(evicted(cache, fed)),
         "pre_pass_tokens": _passed(cell.policy, cache),
+        "masked_tokens": cache.masked if isinstance(cache, PressedCache) else None,
         **_read_last(cell.policy, cache),
     }
 

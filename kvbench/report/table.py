@@ -102,6 +102,7 @@ _COLUMNS = (
     _Column("score/1k held", _number("score_per_1000_held", ".3f"), "", _is_long),
     _Column("kept/KV head", _number("kept_tokens", ".1f"), "kept, cache: held after the last token"),
     _Column("read/KV head", _number("read_tokens", ".1f", instead="kept_tokens"), _READS, _chooses),
+    _Column("if freed", _number("unmasked_tokens", ".1f"), "if freed: kept without masked tokens, which are held"),
     _Column("most kept", lambda row: str(max(map(max, row.max_kept_tokens))) if row.max_kept_tokens else None),
     _Column("cache MiB", _number("cache_bytes", ".3f", MIB)),
     _Column("MiB read/token", _number("read_bytes", ".3f", MIB, instead="cache_bytes"), "", _chooses),

@@ -44,6 +44,7 @@ _LAST = (
     "evicted_share",
     "read_tokens",
     "read_bytes",
+    "unmasked_tokens",
     "pre_pass_tokens",
     "recomputed_tokens",
     "prefill_seconds",
