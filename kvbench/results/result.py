@@ -101,11 +101,6 @@ class Result(Numbers):
         return None if hardware is None else str(hardware["device_name"] or hardware["processor"])
 
     @property
-    def slug(self) -> str:
-        """The same as `policy`."""
-        return self.policy
-
-    @property
     def model_label(self) -> str:
         """The model with its differing fields, for titles."""
         return self.labels.get("model", self.model)

@@ -190,7 +190,7 @@ def test_failed_runs_and_failed_examples_are_marked_and_a_complete_run_is_not_se
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"mode": "sometimes"}, "logger.mode=sometimes is not allowed, choose one of offline, online, disabled"),
+        ({"mode": "sometimes"}, "logger.mode must be offline, online or disabled, got 'sometimes'"),
         ({"project": "a/b"}, "logger.project=a/b is refused by W&B"),
         ({"folder": "/proc/none"}, "logger.folder=/proc/none cannot be created"),
         ({"tags": "x"}, "logger.tags=x must be a list of texts"),
