@@ -19,9 +19,9 @@ from kvbench.terminal.folding import terminal_width
 from kvbench.terminal.outputs import check_output
 
 TIDY = (".csv", ".parquet")
-_COLLECT = """Writes one table of all runs below a folder. .csv and .parquet files are tidy: one row per run, all columns.
-The other formats are for people: they have the columns that differ between rows, and a title with the values that all
-rows share. Without -o such a table is printed."""
+_COLLECT = """Writes one table of all runs below a folder. .csv and .parquet files are tidy: one row per run, all
+columns. The other formats are for people: they have the columns that differ between rows, and a title with the
+values that all rows share. Without -o such a table is printed."""
 
 
 @command

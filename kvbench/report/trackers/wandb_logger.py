@@ -90,7 +90,8 @@ class WandbWatch:
         budget = [] if cell.identity["budget"] is None else [str(cell.identity["budget"])]
         config = {
             **flat({key: value for key, value in cell.identity.items() if key != "version"}),
-            **{"run_id": cell.run_id, "compress": compressed(cell.identity)},
+            "run_id": cell.run_id,
+            "compress": compressed(cell.identity),
             **{name: getattr(cell.naming, name) for name in ("model", "policy", "task")},
             **dict(zip(("schedule", "decode"), evicts_decodes, strict=True)),
         }
