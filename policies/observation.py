@@ -85,6 +85,7 @@ class Observation:
     model: ModelLayer | None = None  # where `needs.model`
     memory: Memory = field(default_factory=dict)  # where `needs.memory`: a scorer's `observe` changes and fills it
     bias: Tensor | None = None  # [B,H_kv,T] added to the logits of a slot
+    evictable: Tensor | None = None  # bool [B,H_kv,T], tokens that are not protected, where `needs.evictable`
     moved: Tensor | None = None  # [B,H_kv,T] how many places keys were moved on since they were stored
     ascending: bool = True  # slots are in order of position, empty ones last
     packed: bool = False  # no slot is empty: masks may be skipped

@@ -32,6 +32,11 @@ def check_value(name: str, value: ValueAware | None, scorer: Scorer | None, quer
         raise ValueError(f"{name} keeps every token, so there are no scores for a value-aware wrapper")
     if scorer.needs.by_position:
         raise ValueError(f"{name} ranks tokens by position, so there are no scores for a value-aware wrapper")
+    if scorer.needs.infinite:
+        raise ValueError(
+            f"{name} gives the tokens that it always keeps an infinite score, which a value-aware wrapper cannot "
+            "weigh: use scorer.preserve=literal"
+        )
     if query_heads and (not isinstance(scorer, AttentionScorer) or scorer.needs.kv_heads_only):
         raise ValueError(
             f"{name} scores KV heads, not query heads, so gqa=group_l2, gqa=score_mean and granularity=layer "
@@ -123,10 +128,10 @@ def check_protected(name: str, scorer: Scorer, allocator: Allocator, budget: int
 
 
 def check_prompt_fits(name: str, scorer: Scorer, prompt: int, budget: int) -> None:
-    """Raise ValueError if a prompt that is always kept and the newest tokens exceed a layer's budget."""
+    """Raise ValueError if a layer's budget has no room for a prompt that is always kept and newer tokens."""
     newest = scorer.protects(budget).newest
-    if prompt + newest > budget:
-        beside = f" and the newest {newest} tokens" if newest else ""
+    if prompt + max(newest, 1) > budget:
+        beside = f" and the newest {newest} tokens" if newest else " and needs room for generated tokens"
         raise ValueError(
             f"protect=prompt keeps all {prompt} tokens of the prompt{beside}, but {name} has {budget} tokens per KV "
             "head: use a larger budget, shorter prompts or protect=none"
