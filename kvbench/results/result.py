@@ -22,7 +22,7 @@ FINISHED, UNFINISHED = "finished", "unfinished"
 class Result(Numbers):
     """The result of a run, or of its examples with one value of a metadata key (`parts`).
 
-    Numbers are computed by `analysis.metrics`; from `nll` on they are for given texts. A number is None if it was not
+    Numbers are computed by `results.metrics`; from `nll` on they are for given texts. A number is None if it was not
     measured or an example failed. model, policy, task: names of presets. differs: the fields that differ from the
     presets or between the rows of a table, by dotted name. labels: model, policy and task with these fields.
     name: a label of the policy with all differing fields except the schedule; line: the same with the schedule if it is
