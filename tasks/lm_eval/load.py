@@ -198,10 +198,7 @@ def generation(task: LmTask) -> dict[str, Any]:
     if sampled and kwargs.get("temperature", 1.0) <= 0:
         raise ValueError(f"{name}: do_sample=true needs a temperature above 0, got {kwargs['temperature']}")
     if sampled and task.config.repeats > 1:
-        raise ValueError(
-            f"{name} combines {task.config.repeats} sampled answers of a document in its filters (repeats), which is not "
-            "supported"
-        )
+        raise ValueError(f"{name} combines several sampled answers of a document (repeats), which is not supported")
     settings = {key: kwargs[key] for key in ("temperature", "top_p", "top_k") if key in kwargs}
     return {**kwargs, "sampling": {"temperature": 1.0, **settings} if sampled else None}
 
