@@ -89,7 +89,6 @@ _COLUMNS = (
     _Column("pass@k", ("pass_at_k", ".3f"), "pass@k: share of prompts with a right answer among k"),
     _Column("tokens", ("generated_tokens", ".0f"), "tokens: mean generated tokens", _is_long),
     _Column("cut off", ("cut_share", ".1f", 100, "%", ""), "cut off: answers that reached max_new_tokens", _is_long),
-    _Column("score/1k held", ("score_per_1000_held", ".3f"), "", _is_long),
     _Column("kept/KV head", ("kept_tokens", ".1f"), "kept, cache: held after the last token"),
     _Column("read/KV head", ("read_tokens", ".1f", 1, "", "kept_tokens"), _READS, lambda row: bool(row.read_tokens)),
     _Column("most kept", lambda row: str(max(map(max, row.max_kept_tokens))) if row.max_kept_tokens else None),

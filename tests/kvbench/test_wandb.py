@@ -20,7 +20,7 @@ from small_cells import SMALL, small_cell
 
 from kvbench.engine.compute import run_cells
 from kvbench.report.trackers.wandb_logger import WandbLogger, WandbWatch
-from kvbench.report.trackers.watching import InThread, Quiet, make_watch
+from kvbench.report.trackers.watching import InThread, NoLogger, make_watch
 from kvbench.results.load import read_result
 from kvbench.results.result import Result
 from kvbench.results.sample import Sample
@@ -202,7 +202,7 @@ def test_a_wrong_setting_is_refused_before_anything_is_computed(fields: dict[str
     assert message in str(refused.value)
 
 
-class Broken(Quiet):
+class Broken(NoLogger):
     """A tracker that fails at one of its calls."""
 
     def __init__(self, call: str, error: BaseException) -> None:
@@ -251,7 +251,7 @@ def test_a_tracker_that_raises_is_one_warning_and_changes_nothing(
 def test_a_tracker_that_hangs_delays_the_end_by_its_patience_at_most(caplog: pytest.LogCaptureFixture) -> None:
     stuck = threading.Event()
 
-    class Hanging(Quiet):
+    class Hanging(NoLogger):
         def close(self, records: Sequence[Result] = ()) -> None:
             stuck.wait(60)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import ConfigError, UsageError, choice, number
-from kvbench.report.trackers.watching import InThread, Quiet, SweepCallback
+from kvbench.report.trackers.watching import InThread, NoLogger, SweepCallback
 from kvbench.results.columns import COLUMNS
 from kvbench.results.labels import compressed, flat, moments, names
 from kvbench.results.load import Results, read_result
@@ -58,7 +58,7 @@ class WandbLogger:
     def watch(self, sweep: str | None) -> SweepCallback:
         """A callback that logs to W&B in a thread. Raises ConfigError for settings that W&B refuses."""
         if self.mode == "disabled":
-            return Quiet()
+            return NoLogger()
         import wandb  # imported here: it takes two seconds
 
         try:

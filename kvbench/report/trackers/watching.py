@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from kvbench.config.naming import refusing_in
 from kvbench.config.tree import build
@@ -29,41 +28,29 @@ class SweepCallback(RunCallback, Protocol):
         ...
 
 
-@runtime_checkable
-class Logger(Protocol):
-    """The class that a file in conf/logger names."""
-
-    def watch(self, sweep: str | None) -> SweepCallback:
-        """The callback of this tracker. Raises ValueError for invalid settings."""
-        ...
-
-
 def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepCallback:
-    """Build the callback from the resolved `logger` configuration; sweep: its name, None for a single run.
+    """Build the callback from the resolved `logger` configuration: a class with a method `watch(sweep)`.
 
-    Raises UsageError for wrong settings. Later errors of the tracker are logged as warnings.
+    sweep: the name of the sweep, None for a single run. Raises UsageError for wrong settings. Later errors of the
+    tracker are logged as warnings.
     """
     with refusing_in("logger", logger, "logger: "):
         tracker = build(logger)
-        if not isinstance(tracker, Logger):
+        if not hasattr(tracker, "watch"):
             raise ValueError(f"logger._target_={logger.get('_target_')} is not a logger")
-        return tracker.watch(sweep)
+        callback: SweepCallback = tracker.watch(sweep)
+        return callback
 
 
-class Quiet(NullCallback):
-    """No tracker."""
+class NoLogger(NullCallback):
+    """`logger=none`, and a callback that does nothing."""
+
+    def watch(self, sweep: str | None) -> NoLogger:
+        """Itself."""
+        return self
 
     def close(self, records: Sequence[Result] = ()) -> None:
         """Do nothing."""
-
-
-@dataclass(frozen=True)
-class NoLogger:
-    """`logger=none`."""
-
-    def watch(self, sweep: str | None) -> SweepCallback:
-        """A callback that does nothing."""
-        return Quiet()
 
 
 class InThread:
