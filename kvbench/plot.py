@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     add("place", type=Path, metavar="DIR", help="folder of runs, or a table")
     add("-o", "--output", type=Path, required=True, help="one file (.svg, .pdf, .png) or a folder")
     add("--kind", choices=KINDS, metavar="KIND", help="kind of figure (see above)")
-    add("--format", choices=("svg", "pdf", "png"), default="svg", help="format of files in a folder (default: svg)")
+    add("--format", choices=("svg", "pdf", "png"), help="format of files in a folder (default: svg)")
     add("--width", type=float, metavar="INCHES", help="width of a figure, such as 3.3 for a column")
     add("--font", metavar="FAMILY", help='font, such as serif or "Times New Roman"')
     add("--font-size", type=float, metavar="POINTS", help="size of the text (default: 9)")
@@ -69,6 +69,9 @@ def plot(options: argparse.Namespace) -> list[Path]:
         check_folder(output, True, f"-o {output}")
     if not options.place.exists():
         raise UsageError(f"{options.place} does not exist: choose a folder of runs or a table")
+    suffix = f".{options.format or 'svg'}"
+    if options.format and output.suffix not in ("", suffix):
+        raise UsageError(f"--format {options.format} contradicts the suffix of -o {output}")
     names = dict(word.partition("=")[::2] for word in options.rename)
     if wrong := next((old for old, new in names.items() if not (old and new)), None):
         raise UsageError(f"--rename {wrong} must be POLICY=NAME")
@@ -77,7 +80,7 @@ def plot(options: argparse.Namespace) -> list[Path]:
     )
     cells = panels.choose(panels.read(options.place), **{field: getattr(options, field) for field in ONLY})
     kind = options.kind or ("bytes" if output.suffix else "all")
-    return pictures.draw(kind, cells, output, f".{options.format}", paper)
+    return pictures.draw(kind, cells, output, suffix, paper)
 
 
 if __name__ == "__main__":
