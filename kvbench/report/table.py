@@ -91,6 +91,7 @@ _COLUMNS = (
     _Column("cut off", ("cut_share", ".1f", 100, "%", ""), "cut off: answers that reached max_new_tokens", _is_long),
     _Column("kept/KV head", ("kept_tokens", ".1f"), "kept, cache: held after the last token"),
     _Column("read/KV head", ("read_tokens", ".1f", 1, "", "kept_tokens"), _READS, lambda row: bool(row.read_tokens)),
+    _Column("if freed", ("unmasked_tokens", ".1f"), "if freed: kept without masked tokens, which are held"),
     _Column("most kept", lambda row: str(max(map(max, row.max_kept_tokens))) if row.max_kept_tokens else None),
     _Column("cache MiB", ("cache_bytes", ".3f", MIB, "", "")),
     _Column("MiB read/token", ("read_bytes", ".3f", MIB, "", "cache_bytes"), "", lambda row: bool(row.read_tokens)),

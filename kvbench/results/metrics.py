@@ -36,6 +36,14 @@ def mean_kept(sample: Sample) -> float | None:
     return fmean(n for layer in sample.kept_tokens for n in layer) if sample.kept_tokens else None
 
 
+def mean_unmasked(sample: Sample) -> float | None:
+    """Tokens held at the end whose keys are not masked, mean over layers and KV heads, if a press masks any."""
+    if not sample.masked_tokens or not sample.kept_tokens:
+        return None
+    masked = fmean(n for layer in sample.masked_tokens for n in layer)
+    return fmean(n for layer in sample.kept_tokens for n in layer) - masked
+
+
 def mean_read(sample: Sample) -> float | None:
     """Tokens that the last decoded token attended to, mean over layers and KV heads, with sparse attention."""
     return fmean(n for layer in sample.read_tokens for n in layer) if sample.read_tokens else None
@@ -106,6 +114,10 @@ class Numbers:
         _mean_of(mean_read),
     )
     read_bytes: float | None = number("sparse attention: keys, values, positions, summaries it read; mean per example")
+    unmasked_tokens: float | None = number(
+        "presses of kvpress that mask keys: tokens that would be held if masked tokens were freed; they are not",
+        _mean_of(mean_unmasked),
+    )
     pre_pass_tokens: float | None = number("tokens of extra forward passes (pre-passes); mean per example")
     recomputed_tokens: float | None = number(
         "prompt tokens of a shared context that were computed again for a later question; mean per example"

@@ -98,12 +98,12 @@ class LmEval(Task):
             raise ValueError(f"{self.task} has no metric that is a number for a single document")
         return score
 
-    def asking(self, example: Example) -> Task:
+    def task_of(self, example: Example) -> Task:
         """This task with the stop strings of the example's lm-eval task."""
         until = generation(self._loaded.tasks[example.metadata["task"]]).get("until", [])
-        asking = copy(self)
-        object.__setattr__(asking, "stop", tuple(stop for stop in until if stop))
-        return asking
+        task = copy(self)
+        object.__setattr__(task, "stop", tuple(stop for stop in until if stop))
+        return task
 
     @property
     def _loaded(self) -> Loaded:

@@ -84,7 +84,7 @@ nll nll_low nll_high perplexity nll_vs_full nll_vs_full_low nll_vs_full_high nll
 scored_tokens block max_kept_tokens nll_curve official official_intervals
 prompt_tokens generated_tokens cut_share pass_at_k kept_tokens cache_bytes spare_bytes state_bytes
 peak_bytes device_peak_bytes full_cache_bytes full_position_bytes cache_share bits_per_number ratio_to_16_bit
-evicted_share read_tokens read_bytes pre_pass_tokens recomputed_tokens prefill_seconds decode_seconds
+evicted_share read_tokens read_bytes unmasked_tokens pre_pass_tokens recomputed_tokens prefill_seconds decode_seconds
 decode_ms_per_token
 code device kvbench_revision mixed state
 """

@@ -138,5 +138,5 @@ def test_what_has_no_question_is_refused(model: PreTrainedModel) -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             generate_tokens(model, IDS, make_policy("finch", BUDGET), max_new_tokens=1, **how)
-    with pytest.raises(ValueError, match="finch evicts by the question, before a token was decoded, so late=true"):
+    with pytest.raises(ValueError, match=r"finch evicts before the first token .* does not support late=true"):
         make_policy("finch", BUDGET, decode="evict", late=True)
