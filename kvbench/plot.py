@@ -19,10 +19,10 @@ FORMATS = (".svg", ".png", ".pdf")
 ONLY = {"policy": "policies", "task": "tasks", "model": "models", "budget": "budgets"}
 KINDS = {
     "budget": "score against the budget, one line per policy",
-    "bytes": "score against the bytes held (default if -o is a file)",
+    "bytes": "score against the cache size in bytes (default if -o is a file)",
     "heatmap": "scores of needle tests by length and depth",
     "nll": "NLL against context length, for runs that scored given texts",
-    "layers": "tokens held by each layer",
+    "layers": "tokens in each layer",
     "all": "all kinds that have data (default if -o is a folder)",
 }
 

@@ -1,4 +1,4 @@
-"""TriAttention: score keys by the queries that a model has on average, rotated to the places where they will be asked.
+"""TriAttention: score keys by a model's mean queries, rotated to future positions.
 
 Shapes: B batch, H_q query heads, H KV heads, G = H_q / H, T slots, D head dim, F = D / 2 frequencies, n offsets.
 """
