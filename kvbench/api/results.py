@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from kvbench.report.frames import html, text
-from kvbench.report.html.command import write_page
+from kvbench.report.html.report import write_report
 from kvbench.report.table import pivot, results_table
 from kvbench.results import load
 from kvbench.results.result import Result
@@ -41,8 +41,8 @@ class Results(load.Results):
         return pivot(self, across).frame
 
     def report(self, path: str | Path) -> Path:
-        """Write the page of `python -m kvbench.report`, one file that any browser opens; returns its path."""
-        write_page(self, self.folder, Path(path))
+        """Write the HTML report of `python -m kvbench.report` and return its path."""
+        write_report(self, self.folder, Path(path))
         return Path(path)
 
     def __repr__(self) -> str:

@@ -264,7 +264,9 @@ def _sizes(policies: Sequence[Policy], shape: CacheShape, lengths: Sequence[int]
         "16-bit/this",
         *("spare MiB",) * reserved,
     )
-    notes = ("spare MiB: reserved for tokens that decoding appends before it evicts, beside the bytes held",) * reserved
+    notes = (
+        "spare MiB: reserved for tokens that decoding appends before it evicts, in addition to the bytes held",
+    ) * reserved
     return replace(table_of(names, rows, title, left=("policy",)), notes=notes)
 
 

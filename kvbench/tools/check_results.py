@@ -49,9 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, 1 if a run is refused, 2 for a wrong value."""
     parser = Parser("python -m kvbench.results check", description=__doc__)
     parser.add_argument("folder", type=Path, help="a run, or a folder of runs")
-    parser.add_argument(
-        "fields", nargs="*", metavar="FIELD=VALUE", help="fields with other values on this machine: task.data_dir=/data"
-    )
+    local = "fields with other values on this machine: task.data_dir=/data"
+    parser.add_argument("fields", nargs="*", metavar="FIELD=VALUE", help=local)
     given = parser.parse_args(arguments)
     quiet()
     folders, refused = sorted(path.parent for path in given.folder.rglob(FILE_NAME)), 0
@@ -88,8 +87,7 @@ def _cell(run: Result, config: dict[str, Any], fields: dict[str, Any]) -> Run:
     here = deepcopy({**config, "out": gettempdir(), "device": "auto", "engine": {}})
     for key, value in fields.items():
         set_field(here, key, value)
-    names = {"model": run.naming.model, "policy": run.naming.policy, "task": run.naming.task}
-    cell = build_cell(typed(here, names))
+    cell = build_cell(typed(here, {name: getattr(run.naming, name) for name in ("model", "policy", "task")}))
     ours = json.loads(json.dumps(cell.identity))
     skipped = {"code", *(key.partition(".")[0] for key in fields)}
     for key in {*ours, *run.identity} - skipped:
@@ -144,12 +142,10 @@ def _budget_refused(cell: Run, prompt: Prompt, kept: list[list[int]], seen: int)
     progress.question = [prompt.length if prompt.question is None else prompt.question]
     budgets = [n + (not allocator.exact) for n in Budgets(policy, len(kept), progress).promise(0, seen)]
     held = [fmean(heads) if allocator.per_head else max(heads) for heads in kept]
-    if not isinstance(
-        allocator, JointAllocator | StatisticAllocator
-    ):  # these allocators distribute the total by statistics
-        for layer, (tokens, budget) in enumerate(zip(held, budgets, strict=True)):
-            if round(tokens, 6) > budget:
-                return f"layer {layer} holds {tokens:g} tokens per KV head, but its budget is {budget}"
+    by_statistics = isinstance(allocator, JointAllocator | StatisticAllocator)  # only their total is fixed
+    for layer, (tokens, budget) in enumerate(zip(held, budgets, strict=True)):
+        if not by_statistics and round(tokens, 6) > budget:
+            return f"layer {layer} holds {tokens:g} tokens per KV head, but its budget is {budget}"
     total, exact = round(sum(map(fmean, kept)), 6), allocator.exact and policy.selection is None
     if round(sum(held), 6) > sum(budgets) or (exact and total != sum(budgets)):
         return f"it holds {total:g} tokens per KV head in {len(kept)} layers, but its budget is {sum(budgets)}"
