@@ -161,8 +161,8 @@ def _bytes_refused(cell: Run, sample: Sample) -> str | None:
     position = 0 if isinstance(cell.policy, KVPress) else POSITION
     layers = zip(sample.kept_tokens or [], _heads_and_numbers(cell), strict=True)
     least = sum(sum(heads) * (width * numbers + position) for heads, (_, numbers) in layers)
-    if (held := sample.cache_bytes or 0) < least or (sample.peak_bytes or 0) < held:
-        return f"it holds {held} bytes ({sample.peak_bytes} at its peak), but its tokens take at least {least}"
+    if (used := sample.cache_bytes or 0) < least or (sample.peak_bytes or 0) < used:
+        return f"it has {used} bytes ({sample.peak_bytes} at its peak), but its tokens take at least {least}"
     return None
 
 
