@@ -1,7 +1,7 @@
 """Diagnostics of policies on prompts: `python -m kvbench.diagnose NAME policy=a,b budget=128 ...`.
 
-Fields have the same names as in `python -m kvbench`: task, model, limit (prompts, default 1), seed, device, dtype. The files
-NAME.csv and NAME.png are written to out/diagnostics.
+Fields have the same names as in `python -m kvbench`: task, model, limit (prompts, default 1), seed, device, dtype. The
+files NAME.csv and NAME.png are written to out/diagnostics.
 """
 
 import sys
