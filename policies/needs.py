@@ -10,7 +10,7 @@ class Needs:
 
     Inputs:
     window: length of the observation window, in newest queries.
-    window_decoding: number of window queries used while decoding, besides the newest; None: all.
+    window_decoding: number of window queries used while decoding, in addition to the newest; None: all.
     statistics: running statistics that a scorer updates per slot (`observe`) and an allocator or a merger reads.
     sums: sums over the attention of all queries of a prompt that a scorer reads.
     keys: a scorer reads the keys or values of each head; if all heads share one latent, the mean of their scores is

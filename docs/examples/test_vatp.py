@@ -6,8 +6,8 @@ from vatp import Vatp
 from kvbench.policies.observation import Observation
 
 
-def test_equal_attention_leaves_the_order_to_the_values() -> None:
-    queries, keys = torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 3, 2)  # logits 0: each of 3 tokens draws 1/3
+def test_with_equal_attention_scores_follow_the_values() -> None:
+    queries, keys = torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 3, 2)  # logits 0: each of 3 tokens has weight 1/3
     values = torch.tensor([[[[3.0, -4.0], [1.0, 0.0], [6.0, 8.0]]]])  # L1 norms 7, 1, 14
     newest = torch.tensor([[2]])
     seen = Observation(

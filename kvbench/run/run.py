@@ -142,7 +142,7 @@ def build_run(config: RunConfig) -> Run:
     with _in_policy(config):
         check_shapes(policy, checkpoint)
     with refusing():
-        cuda_graph = cuda_graph and can_replay(checkpoint.config, asked=config.engine.cuda_graph is True)
+        cuda_graph = cuda_graph and can_replay(checkpoint.config, required=config.engine.cuda_graph is True)
     return Run(
         policy=policy,
         policy_name=config.names["policy"],

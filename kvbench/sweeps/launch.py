@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UsageError
-from kvbench.report.trackers.watching import Quiet, make_watch
+from kvbench.report.trackers.watching import NoLogger, make_watch
 from kvbench.results.definition import Definition, Entry, sweep_name, write_definition
 from kvbench.results.environment import versions
 from kvbench.results.load import read_result
@@ -19,7 +19,7 @@ from kvbench.sweeps.compute import compute, print_plan
 from kvbench.sweeps.jobs import Launcher, is_active, submit, submitted
 from kvbench.sweeps.plan import Composed, Planned, plan
 from kvbench.sweeps.status import ACTIVE, FINISHED, Status, statuses
-from kvbench.terminal.command import say
+from kvbench.terminal.command import write_message
 
 POLL_SECONDS = 1.0
 
@@ -60,7 +60,7 @@ def launch(out: Path, runs: Sequence[Planned], sweep: Definition, launcher: Laun
             print_results(out, entries)
             raise
         finally:
-            tracked = () if isinstance(tracker, Quiet) else statuses(out, sweep.cells)
+            tracked = () if isinstance(tracker, NoLogger) else statuses(out, sweep.cells)
             tracker.close([read_result(out / one.entry.key, one.entry.limit) for one in tracked if one.complete])
         return print_results(out, entries)
     _submit(out, entries, sweep.name, launcher)
@@ -75,7 +75,7 @@ def _submit(out: Path, entries: Sequence[Entry], name: str, launcher: Launcher) 
     before = submitted(out)
     left = [entry for entry in left if entry.key not in before or not is_active(before[entry.key])]
     if not left:
-        say("nothing to submit: all runs are complete, queued or running")
+        write_message("nothing to submit: all runs are complete, queued or running")
         return
     jobs = submit(out, name, left, launcher)
     ids = ", ".join(job.job_id for job in jobs)
@@ -93,7 +93,7 @@ def wait(out: Path, entries: Sequence[Entry]) -> list[Status]:
     found = print_results(out, entries)
     for status in found:
         if status.error is not None:
-            say(f"{status.entry.title}: {status.error}")
+            write_message(f"{status.entry.title}: {status.error}")
     return found
 
 

@@ -14,7 +14,7 @@ from kvbench.results.definition import Entry
 from kvbench.results.locks import RunBusyError, RunLostError
 from kvbench.run.run import Run, build_run
 from kvbench.run.run_config import typed
-from kvbench.terminal.command import say
+from kvbench.terminal.command import write_message
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,15 @@ class Messages:
         """Print the message of one run. error: its traceback is printed as well."""
         self._counts[message] += 1
         if self._counts[message] == 1:
-            say(f"{title}: {message}", error)
+            write_message(f"{title}: {message}", error)
 
     def print_counts(self) -> None:
         """Print how many more runs each message concerns."""
         for message, count in self._counts.items():
             if count > 1:
-                say(f"{count - 1} more {'run has' if count == 2 else 'runs have'} the same problem: {message}")
+                write_message(
+                    f"{count - 1} more {'run has' if count == 2 else 'runs have'} the same problem: {message}"
+                )
 
 
 def plan(composed: Sequence[Composed], elsewhere: bool = False) -> tuple[list[Planned], list[str]]:

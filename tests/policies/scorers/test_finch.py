@@ -37,7 +37,7 @@ def test_a_query_counts_by_the_tokens_it_sees() -> None:
     before = torch.tensor([[[0.5 + 1.5, 1.0, 0.5, 1.5]]]) / 2
     for window in ("question", 2):
         for official, scores in ((False, expected), (True, before)):
-            finch, state = Finch(window, official), {"asked": torch.zeros(1, 1, 4, 1)}
+            finch, state = Finch(window, official), {"question_attention": torch.zeros(1, 1, 4, 1)}
             finch.observe(seen, state)
             torch.testing.assert_close(finch.score(seen, state), scores)
 
@@ -138,5 +138,5 @@ def test_what_has_no_question_is_refused(model: PreTrainedModel) -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             generate_tokens(model, IDS, make_policy("finch", BUDGET), max_new_tokens=1, **how)
-    with pytest.raises(ValueError, match="finch evicts by the question, before a token was decoded, so late=true"):
+    with pytest.raises(ValueError, match=r"finch evicts before the first token .* does not support late=true"):
         make_policy("finch", BUDGET, decode="evict", late=True)
