@@ -32,7 +32,7 @@ from kvbench.results.sample import Sample
 from kvbench.results.samples import FILE_NAME
 from kvbench.run.run import Run, build_cell, digest_of
 from kvbench.run.run_config import set_field, typed
-from kvbench.terminal.command import FAILED, Parser, command, pairs, say
+from kvbench.terminal.command import FAILED, Parser, command, pairs, write_message
 from kvbench.terminal.console import quiet
 from kvbench.terminal.errors import UsageError
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             check_run(folder, pairs(given.fields, "task.data_dir=/data"))
         except (RefusedError, UsageError) as error:
-            say(f"{folder.name}: {error}")
+            write_message(f"{folder.name}: {error}")
             refused += 1
     sys.stdout.write(f"{given.folder}: {len(folders) - refused} of {len(folders)} runs agree with their samples\n")
     return FAILED if refused else 0
@@ -161,8 +161,8 @@ def _bytes_refused(run: Run, sample: Sample) -> str | None:
     position = 0 if isinstance(run.policy, KVPress) else POSITION
     layers = zip(sample.kept_tokens or [], _heads_and_numbers(run), strict=True)
     least = sum(sum(heads) * (width * numbers + position) for heads, (_, numbers) in layers)
-    if (held := sample.cache_bytes or 0) < least or (sample.peak_bytes or 0) < held:
-        return f"it holds {held} bytes ({sample.peak_bytes} at its peak), but its tokens take at least {least}"
+    if (used := sample.cache_bytes or 0) < least or (sample.peak_bytes or 0) < used:
+        return f"it has {used} bytes ({sample.peak_bytes} at its peak), but its tokens take at least {least}"
     return None
 
 

@@ -1,7 +1,7 @@
 """Diagnostics of policies on prompts: `python -m kvbench.diagnose NAME policy=a,b budget=128 ...`.
 
-The fields are those of `python -m kvbench`: task, model, limit (prompts, default 1), seed, device, dtype. The files
-NAME.csv and NAME.png are written to out/diagnostics.
+Fields have the same names as in `python -m kvbench`: task, model, limit (prompts, default 1), seed, device, dtype. The
+files NAME.csv and NAME.png are written to out/diagnostics.
 """
 
 import sys
@@ -17,7 +17,7 @@ from kvbench.terminal.console import quiet, share_cores
 from kvbench.terminal.errors import UsageError, refusing
 
 DIAGNOSTICS = {
-    "coverage": "share of the prompt that at least one layer and head holds (K-VEC, tables 6 and 7)",
+    "coverage": "share of the prompt that at least one layer and head keeps (K-VEC, tables 6 and 7)",
     "exact_tokens": "error of a quantized layer by the choice of exact tokens (OTT, figure 1(c))",
     "output_error": "attention-output error against dense attention, per layer (CAOTE, figure 3)",
 }

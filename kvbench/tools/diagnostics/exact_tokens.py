@@ -25,7 +25,7 @@ TITLE = "attention-output error against the number of exact tokens"
 Trace = Literal["smallest", "random", "largest"]
 TRACES: tuple[Trace, ...] = get_args(Trace)
 COUNTS = (0, 1, 2, 4, 8, 16, 32)
-QUERIES = 64  # number of last queries of the prompt whose attention is compared
+QUERIES = 64  # number of last queries of the prompt for which attention is compared
 
 
 class _RecordingStore(SlotStore):
@@ -65,8 +65,8 @@ def check(policy: Policy, name: str) -> None:
 def measure(probe: Probe) -> list[dict[str, object]]:
     """One row per layer, choice and number of tokens: errors with this number of exact tokens per KV head.
 
-    The tokens are chosen once from the whole prompt, by the norm of their keys or at random. Bits, group and residual
-    are those of the probe's policy.
+    The tokens are selected once from the whole prompt, by the norm of their keys or at random. Bits, group and residual
+    are fields of the probe's policy.
     """
     store = probe.policy.store
     assert isinstance(store, Ott), "see check"
