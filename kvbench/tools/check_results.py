@@ -21,7 +21,7 @@ from kvbench.cache.steps import Progress
 from kvbench.engine.prompts import blank, prompts_for
 from kvbench.models.prompts import Prompt
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
-from kvbench.policies.layer_budgets import read_budget
+from kvbench.policies.layer_budgets import read_plan
 from kvbench.policies.press import KVPress
 from kvbench.results.files import read_yaml
 from kvbench.results.load import read_result
@@ -130,7 +130,7 @@ def _tokens_refused(run: Run, prompt: Prompt, sample: Sample) -> str | None:
         return f"a KV head holds fewer than 0 or more than the {seen} tokens of prompt and answer"
     if reader := policy.reader:
         read = [max(heads) for layer, heads in enumerate(sample.read_tokens or []) if not reader.reads_all(layer)]
-        if max(read, default=0) > read_budget(policy, prompt.length):
+        if max(read, default=0) > read_plan(policy, prompt.length).tokens:
             return f"its last token read {max(read)} tokens per KV head, more than its budget"
     return _budget_refused(run, prompt, kept, seen) if policy.evicts and not isinstance(policy, KVPress) else None
 
