@@ -24,7 +24,7 @@ from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
 from kvbench.models.tokens import Encoder
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
-from kvbench.policies.scorers.random import drawing_anew
+from kvbench.policies.scorers.random import with_example_seed
 from kvbench.results.kept_heads import KeptHeads, kept_heads
 from kvbench.results.sample import Sample
 from kvbench.run.run import Run
@@ -162,6 +162,8 @@ def _cache_fields(run: Run, cache: KVCache | PressedCache, processed: int) -> di
     }
     if run.policy.pre_pass is not None and isinstance(cache, KVCache):
         fields["pre_pass_tokens"] = cache.group.progress.passed[0]
+    if isinstance(cache, PressedCache):
+        fields["masked_tokens"] = cache.masked
     if run.policy.reader is not None and isinstance(cache, KVCache):
         fields |= {"read_tokens": tokens_read(cache.group), "read_bytes": nbytes_read(cache.group)}
     return fields
@@ -190,7 +192,7 @@ def conversation(run: Run, loaded: LoadedModel, prompt: Prompt) -> Conversation 
     if not prompt.turns:
         return None
     encoder = Encoder(run.checkpoint.tokenizer())
-    policy = drawing_anew(run.policy, run.seed, prompt.draw)
+    policy = with_example_seed(run.policy, run.seed, prompt.draw)
     return Conversation(loaded.model, policy, prompt.own, encoder, run.cuda_graph)
 
 
@@ -249,7 +251,7 @@ def _continue(talk: Conversation, request: Request, prompt: Prompt) -> tuple[Gen
 def _score_pairs(run: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
     """The sample of an example whose continuations are scored, each with a new cache."""
     outputs, fields, prefill_seconds, decode_seconds = [], [], 0.0, 0.0
-    policy = drawing_anew(run.policy, run.seed, prompt.draw)
+    policy = with_example_seed(run.policy, run.seed, prompt.draw)
     for pair in prompt.pairs:
         scores = score_pair(loaded.model, pair, policy, Encoder(run.checkpoint.tokenizer()))
         outputs.append([scores.logprob, bool(scores.greedy.all())])
@@ -274,7 +276,7 @@ def _score_pairs(run: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
 def _score_prompt(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
     """The sample of an example whose tokens are given and scored."""
     encoder = Encoder(run.checkpoint.tokenizer())
-    policy = drawing_anew(run.policy, run.seed, prompt.draw)
+    policy = with_example_seed(run.policy, run.seed, prompt.draw)
     scores, likelihood, processed = score_prompt(loaded.model, prompt, policy, report=report, encoder=encoder)
     return replace(
         blank(prompt),

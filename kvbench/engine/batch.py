@@ -29,7 +29,7 @@ from kvbench.engine.prefill import prefill_examples, prefill_prompt
 from kvbench.engine.sequence import LiveSequence, Request, choose_next
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.policy import Policy
-from kvbench.policies.scorers.random import drawing_anew
+from kvbench.policies.scorers.random import with_example_seed
 
 Prefill = Callable[[PreTrainedModel, Sequence[Sequence[LiveSequence]]], None]
 JOIN_STEPS = 3  # steps after an admission until new sequences have the same layers as older ones
@@ -243,7 +243,7 @@ class DecodeBatch:
 
 def _new_sequence(request: Request, policy: Policy) -> LiveSequence:
     """A sequence before its prefill, whose policy uses the random numbers of its example."""
-    return LiveSequence(request, policy if request.example is None else drawing_anew(policy, *request.example))
+    return LiveSequence(request, policy if request.example is None else with_example_seed(policy, *request.example))
 
 
 def _breaks_budget(cache: KVCache, place: int) -> bool:

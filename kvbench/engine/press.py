@@ -6,7 +6,7 @@ Shapes: T prompt tokens, M tokens of a call, L layers, H_kv KV heads, V vocabula
 import copy
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache as once
 from typing import Any
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvbench.cache.audit import BudgetError
 from kvbench.cache.layout import layout_of
 from kvbench.cache.pressed import PressedCache, kept_by_layer
 from kvbench.engine.device import now
 from kvbench.engine.sequence import LiveSequence, Request, choose_next
 from kvbench.errors import UsageError
 from kvbench.policies.latents import check_latents
-from kvbench.policies.press import KVPress, ratio_for
+from kvbench.policies.press import KVPress, decoding_part, ratio_for
 
 log = logging.getLogger(__name__)
 
@@ -38,16 +39,21 @@ def generate_with_press(
     prompt, sequence, cache = request.prompt, LiveSequence(request, policy), PressedCache()
     with _press_errors(policy):
         press = press_for(policy, prompt.shape[1])
+    decodes = _decodes(press)
     with _attention_of(model, policy.attention):
-        with _press_errors(policy), _compressing_prompt(press, model), _recording_peak(model, cache):
+        with _press_errors(policy), _compressing_prompt(press, model), _recording_peak(model, cache, press):
             logits = _call(model, prompt, 0, cache)
         sequence.position = cache.get_seq_length() if _rerotates(press) else prompt.shape[1]
         cache.note_bytes()
-        _warn_if_masked(policy, cache, prompt.shape[1])
-        with _compressing_answer(press, model):
-            for token in request.later.unbind(1):  # one by one, because layers may hold different numbers of tokens
-                logits = _call(model, token[:, None], sequence.position, cache)
-                sequence.position += 1
+        if not decodes:
+            _warn_if_masked(policy, cache, prompt.shape[1])
+        decoding = _press_errors(policy), *((press(model), _recording_peak(model, cache, press)) if decodes else ())
+        with ExitStack() as contexts:
+            for context in decoding:
+                contexts.enter_context(context)
+            for tokens in _question_calls(request.later, cache, decodes):
+                logits = _call(model, tokens, sequence.position, cache)
+                sequence.position += tokens.shape[1]
             choose_next([sequence], logits)
             prefilled = now(model)
             while not sequence.done:
@@ -56,17 +62,25 @@ def generate_with_press(
                 sequence.position, sequence.decode_steps = sequence.position + 1, sequence.decode_steps + 1
                 choose_next([sequence], logits)
         cache.note_bytes()
+        cache.masked = _masked(model, cache)
     if sequence.error is not None:
         raise sequence.error
     cache.seen = request.input_ids.shape[1] + sequence.decode_steps
+    _audit(policy, press, cache, sequence.decode_steps, request.later.shape[1])
     return sequence.tokens, cache, prefilled, sequence.decode_steps
 
 
 def press_for(policy: KVPress, tokens: int) -> Any:  # noqa: ANN401 - a package without types
     """A new press at the policy's budget for a prompt of `tokens` tokens; presses keep state about their prompt."""
     press: Any = copy.deepcopy(policy.press)
-    if policy.budget is not None and not press.compression_ratio:
-        press.compression_ratio = ratio_for(_budget(policy, tokens), tokens)
+    if policy.budget is None:
+        return press
+    kept, decoder = _budget(policy, tokens), decoding_part(press)
+    if decoder is not None:
+        decoder.target_size = max(kept, 1)
+    prefills = press if decoder is None else getattr(press, "prefilling_press", None)
+    if prefills is not None and not prefills.compression_ratio:
+        prefills.compression_ratio = ratio_for(kept, tokens)
     return press
 
 
@@ -132,12 +146,18 @@ def _press_errors(policy: KVPress) -> Iterator[None]:
 
 
 @contextmanager
-def _recording_peak(model: PreTrainedModel, cache: PressedCache) -> Iterator[None]:
+def _recording_peak(model: PreTrainedModel, cache: PressedCache, press: Any) -> Iterator[None]:  # noqa: ANN401
     """Record the cache's peak in every layer before its press compresses it."""
+
+    def note(*_: object) -> None:
+        cache.buffer_nbytes = _buffered(press)
+        cache.note_bytes()
+
     with ExitStack() as hooks:
         for module in _attention_modules(model):
-            hooks.callback(module.register_forward_hook(cache.note_bytes, prepend=True).remove)
+            hooks.callback(module.register_forward_hook(note, prepend=True).remove)
         yield
+        note()
 
 
 def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
@@ -150,11 +170,53 @@ def _compressing_prompt(press: Any, model: PreTrainedModel) -> AbstractContextMa
     return found
 
 
-def _compressing_answer(press: Any, model: PreTrainedModel) -> AbstractContextManager[object]:  # noqa: ANN401
-    """The press during decoding, if it compresses decoded tokens."""
-    decodes = _is(press, "DecodingPress", "PrefillDecodingPress") or getattr(press, "decoding", False)
-    found: AbstractContextManager[object] = press(model) if decodes else nullcontext()
-    return found
+def _decodes(press: object) -> bool:
+    """Whether a press compresses while tokens are decoded."""
+    return _is(press, "DecodingPress", "PrefillDecodingPress") or bool(getattr(press, "decoding", False))
+
+
+def _question_calls(later: Tensor, cache: PressedCache, decodes: bool) -> Sequence[Tensor]:
+    """The tokens after the context, [1,M], in calls of the model.
+
+    A press that compresses while decoding counts calls, so it gets all of them in one call, as in kvpress's pipeline.
+    Otherwise they are called one by one: layers may hold different numbers of tokens, and a call has one mask.
+    """
+    together = decodes and len({int(layer.max()) for layer in kept_by_layer(cache)}) == 1
+    if later.shape[1] == 0:
+        return ()
+    return (later,) if together else later.split(1, dim=1)
+
+
+def _buffered(press: Any) -> int:  # noqa: ANN401 - a package without types
+    """Bytes of the hidden states or scores that a press keeps while decoding."""
+    decoder = decoding_part(press)
+    states = {} if decoder is None else decoder.hidden_states_buffer
+    scores = getattr(press, "scores_buffer", {})
+    return sum(x.nbytes for some in states.values() for x in some) + sum(x.nbytes for x in scores.values())
+
+
+def _masked(model: PreTrainedModel, cache: PressedCache) -> list[list[int]] | None:
+    """Held tokens whose keys a press masks, by layer and KV head; None if it masks none."""
+    found = [[0] * layer.keys.shape[1] for layer in cache.read]
+    for module in _attention_modules(model):
+        triples = getattr(module, "masked_key_indices", None)  # batch, KV head and slot of each
+        if triples is not None and len(triples[0]):
+            heads = torch.stack([x.cpu() for x in triples]).unique(dim=1)[1]
+            found[module.layer_idx] = heads.bincount(minlength=len(found[module.layer_idx])).tolist()
+    return found if any(map(any, found)) else None
+
+
+def _audit(policy: KVPress, press: Any, cache: PressedCache, steps: int, question: int) -> None:  # noqa: ANN401
+    """BudgetError if a press that has compressed while decoding holds more than its target and interval allow."""
+    decoder = decoding_part(press)
+    if decoder is None or policy.budget is None or steps + bool(question) < decoder.compression_interval:
+        return
+    most, allowed = max(int(layer.max()) for layer in kept_by_layer(cache)), decoder.target_size
+    if most > allowed + decoder.compression_interval:
+        raise BudgetError(
+            f"{policy.kind} holds {most} tokens per KV head, but its target size is {allowed} and its compression "
+            f"interval {decoder.compression_interval}"
+        )
 
 
 def _rerotates(press: object) -> bool:

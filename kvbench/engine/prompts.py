@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvbench.cache.layout import attention_layers
-from kvbench.config.naming import refusing_in
+from kvbench.config.tree import refusing_in
 from kvbench.engine.generate import check_turns
 from kvbench.engine.teacher_forcing import is_scored, policy_for
 from kvbench.models.prompts import Prompt, PromptMaker
-from kvbench.policies.layer_budgets import layer_budgets, read_budget
+from kvbench.policies.layer_budgets import layer_budgets, read_plan
 from kvbench.results.sample import Sample
 from kvbench.run.run import Run
 from kvbench.tasks.task import PlainTokenizer
@@ -130,7 +130,7 @@ def check_policy(run: Run, prompts: Sequence[Prompt]) -> None:
             for length, asked in {(n, 0 if p.question is None else n - p.question) for p in prompts for n in p.lengths}:
                 layer_budgets(run.policy, layers, length, asked)
         for length in lengths if run.policy.reader is not None else ():
-            read_budget(run.policy, length)
+            read_plan(run.policy, length)
     with refusing(f"task {run.task.name}: "):
         if any(prompt.turns for prompt in prompts):
             check_turns(run.policy)

@@ -234,16 +234,16 @@ def _block_label(run: Run, prompt: Prompt) -> str:
 def _record_environment(run: Run, folder: Path, here: Mapping[str, Any]) -> None:
     """Add this process's environment to the file in `folder` if it is new.
 
-    Raises UsageError if versions differ, unless `allow_mixed` is set.
+    Raises UsageError if versions differ, unless `allow_version_mismatch` is set.
     """
     known = _environments(folder)
     if here in known:
         return
     changed = other_versions(known, here)
-    if changed and not run.allow_mixed:
+    if changed and not run.allow_version_mismatch:
         raise UsageError(
             f"{folder} was begun with other versions ({changed}), and a run that mixes them measures neither: "
-            "go back to those, choose another out, or set allow_mixed=true, which tables will show"
+            "go back to those, choose another out, or set allow_version_mismatch=true, which tables will show"
         )
     # Threads matter only to a run that is timed.
     then, now = ([machine(one, threads=run.rows == 1) for one in some] for some in (known, [here]))

@@ -25,7 +25,20 @@ from kvbench.terminal.errors import UsageError
 from kvbench.tools.cache_bytes import MIB, predict
 
 SWEPT = ("model", "policy", "budget", "task")
-ELSEWHERE = ("limit", "out", "device", "dtype", "seed", "allow_mixed", "debug", "launcher", "logger", "engine", "hydra")
+ELSEWHERE = (
+    "limit",
+    "out",
+    "device",
+    "dtype",
+    "seed",
+    "allow_version_mismatch",
+    "allow_mixed",
+    "debug",
+    "launcher",
+    "logger",
+    "engine",
+    "hydra",
+)
 """Fields of a run that do not affect which number it measures."""
 OURS = ("ours", "95% interval", "difference", "n", "tokens", "MiB")
 PROMPT = 8192  # tokens, for predicted bytes
