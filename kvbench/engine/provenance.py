@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.engine.reading import label, policy_for, reads_whole
+from kvbench.errors import UsageError
 from kvbench.models.prompts import Prompt
 from kvbench.results.environment import machine, other_versions
 from kvbench.results.files import write_json, write_yaml
 from kvbench.results.labels import names
 from kvbench.run.run import Run
-from kvbench.terminal.errors import UsageError
 
 _ENVIRONMENT = "environment.json"
 
