@@ -10,13 +10,13 @@ from kvbench.cache.layout import attention_layers
 from kvbench.config.tree import refusing_in
 from kvbench.engine.generate import check_turns
 from kvbench.engine.teacher_forcing import is_scored, policy_for
+from kvbench.errors import UsageError, refusing
 from kvbench.models.prompts import Prompt, PromptMaker
 from kvbench.policies.layer_budgets import layer_budgets, read_plan
 from kvbench.results.sample import Sample
 from kvbench.run.run import Run
 from kvbench.tasks.task import PlainTokenizer
 from kvbench.terminal.bars import progress
-from kvbench.terminal.errors import UsageError, refusing
 
 log = logging.getLogger(__name__)
 

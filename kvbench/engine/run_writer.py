@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from kvbench.engine.prompts import blank, check_policy
 from kvbench.engine.teacher_forcing import policy_for, scores_whole_text
+from kvbench.errors import UsageError, refusing
 from kvbench.models.prompts import Prompt
 from kvbench.policies.schedule import Blocks
 from kvbench.results.environment import machine, other_versions
@@ -22,7 +23,6 @@ from kvbench.results.metrics_file import write_metrics
 from kvbench.results.sample import Sample
 from kvbench.results.samples import FILE_NAME, SampleFile, open_samples, read_samples
 from kvbench.run.run import Run
-from kvbench.terminal.errors import UsageError, refusing
 
 _ENVIRONMENT = "environment.json"
 _DATA = {

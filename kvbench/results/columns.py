@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvbench.errors import UsageError
 from kvbench.results.labels import Naming
 from kvbench.results.metrics import Numbers, metrics
 from kvbench.results.result import Result, numbers
-from kvbench.terminal.errors import UsageError
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -18,7 +18,7 @@ import torch
 from kvbench.cache.layout import layout_of
 from kvbench.config.presets import SCHEDULE, build_policy, scheduled
 from kvbench.config.tree import build, find, refusing_in
-from kvbench.errors import ConfigError, UsageError
+from kvbench.errors import ConfigError, UsageError, refusing
 from kvbench.models.cache_shapes import check_shape
 from kvbench.models.given import checkpoint_of
 from kvbench.models.loading import Checkpoint, ModelSpec, locate, pick_device
@@ -34,7 +34,6 @@ from kvbench.run.digests import code_digest, data_digest
 from kvbench.run.run_config import Generation, RunConfig, changed_fields
 from kvbench.run.sampling import Sampling, check_samples
 from kvbench.tasks.task import Task
-from kvbench.terminal.errors import refusing
 
 IDENTITY_VERSION = 3  # raise it where the same configuration comes to mean something else
 

@@ -19,6 +19,7 @@ from kvbench.cache.budgets import Budgets
 from kvbench.cache.layout import layout_of
 from kvbench.cache.steps import Progress
 from kvbench.engine.prompts import blank, prompts_for
+from kvbench.errors import UsageError
 from kvbench.models.prompts import Prompt
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.layer_budgets import read_plan
@@ -34,7 +35,6 @@ from kvbench.run.run import Run, build_run, digest_of
 from kvbench.run.run_config import set_field, typed
 from kvbench.terminal.command import FAILED, Parser, command, pairs, write_message
 from kvbench.terminal.console import quiet
-from kvbench.terminal.errors import UsageError
 
 FROM_THE_TASK = ("sample", "prompt_hash", "prompt_tokens", "references", "metadata", "context_tokens", "max_new_tokens")
 POSITION = 4  # bytes of a token's position

@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
+from kvbench.errors import UsageError, refusing
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.console import quiet, share_cores
-from kvbench.terminal.errors import UsageError, refusing
 
 DIAGNOSTICS = {
     "coverage": "share of the prompt that at least one layer and head keeps (K-VEC, tables 6 and 7)",

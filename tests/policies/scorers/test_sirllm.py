@@ -6,7 +6,7 @@ from kv_runs import kept_now, run_greedy
 
 from kvbench import KVCache, make_policy
 from kvbench.engine.pre_pass import rate_next
-from kvbench.engine.prompt_pass import next_logits, prefill
+from kvbench.engine.prefill import next_logits, prefill
 
 LENGTH, BUDGET, SINKS = 47, 16, 4
 
