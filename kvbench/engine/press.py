@@ -47,10 +47,10 @@ def generate_with_press(
         cache.note_bytes()
         if not decodes:
             _warn_if_masked(policy, cache, prompt.shape[1])
-        decoding = _press_errors(policy), *((press(model), _recording_peak(model, cache, press)) if decodes else ())
-        with ExitStack() as contexts:
-            for context in decoding:
-                contexts.enter_context(context)
+        with _press_errors(policy), ExitStack() as contexts:
+            if decodes:
+                contexts.enter_context(press(model))
+                contexts.enter_context(_recording_peak(model, cache, press))
             for tokens in _question_calls(request.later, cache, decodes):
                 logits = _call(model, tokens, sequence.position, cache)
                 sequence.position += tokens.shape[1]
@@ -143,6 +143,9 @@ def _press_errors(policy: KVPress) -> Iterator[None]:
     except (AssertionError, NotImplementedError, AttributeError) as error:
         why = str(error) or type(error).__name__
         raise UsageError(f"{policy.kind} of kvpress cannot compress this prompt: {why}") from error
+    except OSError as error:
+        why = str(error).partition("\n")[0]
+        raise UsageError(f"{policy.kind} of kvpress needs files that cannot be loaded: {why}") from error
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def test_both_ways_are_runs_of_their_own_and_every_table_says_which_is_which(
     ("arguments", "said"),
     [
         (("compress=both",), "compress must be prompt or context, got 'both'"),
-        (("compress=context", "policy=d2o_released"), "d2o_released evicts only once a token after the prompt"),
+        (("compress=context", "policy=d2o_released"), "d2o_released evicts only after a token behind the prompt"),
         (
             ("compress=context", "task.frame='{question} {context}'"),
             "has no separate question",
@@ -90,5 +90,5 @@ def test_a_run_tells_it_where_questions_begin(tiny_model: Path, tmp_path: Path) 
     ends = [range(64, len(prompt.ids), 64) for prompt in make_prompts(cells[1])]
     left = [[last.stop - max(end, place or 0) for end in last] for last, place in zip(ends, asked, strict=True)]
     assert passes == [sum(tokens) for tokens in left]  # what is left of the question, after every block but the last
-    with pytest.raises(UsageError, match="finch compresses a context by the question behind it"):
+    with pytest.raises(UsageError, match="finch compresses a context by its question, which is not known"):
         small_cell(tmp_path, tiny_model, "finch", 200, "compress=context")
