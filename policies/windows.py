@@ -32,11 +32,11 @@ def question_rows(observation: Observation) -> tuple[Tensor, Tensor]:
 
     Where a question has fewer tokens than another, or some are still to come, rows are left over, which are 0.
     """
-    longest = max(end - begin for begin, end in zip(observation.questions, observation.prompts, strict=True))
+    longest = max(end - begin for begin, end in zip(observation.sequences.questions, observation.prompts, strict=True))
     rows = observation.window_attention(longest)
     assert observation.recent_positions is not None, "a scorer that asks for the question has its queries"
     places = observation.recent_positions[:, -rows.shape[3] :]
-    asked = places >= on_device(observation.questions, places.device)[:, None]
+    asked = places >= on_device(observation.sequences.questions, places.device)[:, None]
     return rows.masked_fill(~asked[:, None, None, :, None], 0), asked
 
 

@@ -66,7 +66,7 @@ class Finch(AttentionScorer):
         """Add the attention of the question's prefilled queries to the attention of the queries in a pass, if any."""
         if self.window != "question" or observation.phase == "decode":
             return
-        if observation.last is not None and observation.last < min(observation.questions):
+        if observation.sequences.last is not None and observation.sequences.last < min(observation.sequences.questions):
             return  # no query was prefilled: the pass computed all of the attention
         rows, asked = question_rows(observation)
         put(own := torch.zeros_like(state["asked"]), self._weighed(observation, rows, asked))
@@ -79,7 +79,7 @@ class Finch(AttentionScorer):
             rows = observation.window_attention(self.window)  # [B,H_kv,G,w,T], 0 for padding
             every = torch.ones(rows.shape[0], rows.shape[3], dtype=torch.bool, device=rows.device)
             return self._weighed(observation, rows, every) / self.window
-        words = [end - begin for begin, end in zip(observation.questions, observation.prompts, strict=True)]
+        words = [end - begin for begin, end in zip(observation.sequences.questions, observation.prompts, strict=True)]
         drawn = state["asked"].mT / on_device(tuple(words), state["asked"].device)[:, None, None, None]
         if observation.phase != "decode":
             return drawn
@@ -97,4 +97,6 @@ class Finch(AttentionScorer):
 
 def _asking(observation: Observation) -> Tensor:
     """Tokens of the question and all tokens after it, bool [B,H_kv,T]."""
-    return observation.positions >= on_device(observation.questions, observation.positions.device)[:, None, None]
+    return (
+        observation.positions >= on_device(observation.sequences.questions, observation.positions.device)[:, None, None]
+    )
