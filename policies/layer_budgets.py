@@ -11,7 +11,7 @@ from kvbench.policies.policy_checks import check_prompt_fits, check_protected, c
 def total_slots(policy: Policy, layers: int, length: int | None) -> int:
     """Slots per KV head over all layers for one sequence with a prompt of `length` tokens.
 
-    A share is round(share * length * layers), no budget is all of them. ValueError if that needs an unknown length.
+    A share is round(share * length * layers); without a budget, all tokens. ValueError if `length` is needed but None.
     """
     if policy.budget is None:
         return known(length, f"the allocator of {policy.name}") * layers
@@ -24,18 +24,18 @@ def total_slots(policy: Policy, layers: int, length: int | None) -> int:
 def layer_budgets(policy: Policy, layers: int, length: int | None, question: int = 0) -> list[int]:
     """Slots per KV head of each layer for one sequence with a prompt of `length` tokens; the sum is exact.
 
-    question: tokens of its question, which stay where the policy asks for it. An allocator that needs statistics splits
-    evenly before layers are measured.
-    ValueError if a layer gets less than what is always kept.
+    question: tokens of the question, which policies with `needs.question` always keep. An allocator that needs
+    statistics splits evenly before layers are measured.
+    ValueError if a layer gets fewer slots than tokens that are always kept.
     """
     scorer, allocator = policy.scorer, policy.allocator
     assert scorer is not None
     total = total_slots(policy, layers, length)
-    if policy.budget is None:  # a prompt shorter than what is always kept stays whole
+    if policy.budget is None:  # no lower bound: a short prompt is kept whole
         return allocator.split(total, layers, length, 0)
     check_protected(policy.name, scorer, allocator, total // layers)
     budgets = allocator.split(total, layers, length, least_budget(scorer, allocator))
-    assert sum(budgets) == total or not allocator.exact, "an allocator must deal out exactly the total"
+    assert sum(budgets) == total or not allocator.exact, "an allocator must distribute exactly the total"
     for budget in budgets:
         check_protected(policy.name, scorer, allocator, budget)
     if policy.schedule.protect == "prompt" and length is not None:
@@ -46,9 +46,9 @@ def layer_budgets(policy: Policy, layers: int, length: int | None, question: int
 
 
 def read_budget(policy: Policy, length: int) -> int:
-    """Tokens per KV head that a decoded query may read after a prompt of `length` tokens. ValueError below a page.
+    """The maximum of tokens per KV head that a decoded query reads after a prompt of `length` tokens.
 
-    A reader that reads until a mass is reached may read all.
+    A reader with a `mass` may read all. ValueError for a budget smaller than a page.
     """
     assert policy.reader is not None
     if policy.reader.mass is not None:
@@ -64,7 +64,7 @@ def read_budget(policy: Policy, length: int) -> int:
 
 
 def leaves_whole(policy: Policy, layers: int, length: int) -> bool:
-    """Whether an allocator with statistics evicts nothing of a prompt of `length` tokens."""
+    """Whether an allocator with statistics keeps a prompt of `length` tokens whole."""
     assert isinstance(policy.allocator, StatisticAllocator)
     assert policy.scorer is not None
     floor = least_budget(policy.scorer, policy.allocator)
@@ -72,7 +72,7 @@ def leaves_whole(policy: Policy, layers: int, length: int) -> bool:
 
 
 def shared_budgets(policy: Policy, statistics: Sequence[Sequence[float]], layers: int, length: int) -> list[int]:
-    """Slots per KV head of the layers measured so far, one statistic each, for a prompt beyond the budget."""
+    """Slots per KV head of the layers measured so far (one statistic each), for a prompt longer than the budget."""
     allocator = policy.allocator
     assert isinstance(allocator, StatisticAllocator)
     assert policy.scorer is not None
@@ -80,7 +80,7 @@ def shared_budgets(policy: Policy, statistics: Sequence[Sequence[float]], layers
     budgets = allocator.share(statistics, total, layers, floor, length)
     if not allocator.exact:
         return budgets
-    to_come = layers - len(statistics)
+    unmeasured = layers - len(statistics)
     assert all(floor <= budget <= length for budget in budgets), "a layer's share must be within its bounds"
-    assert sum(budgets) == total if to_come == 0 else sum(budgets) <= total - floor * to_come
+    assert sum(budgets) == total if unmeasured == 0 else sum(budgets) <= total - floor * unmeasured
     return budgets

@@ -60,8 +60,9 @@ class Observation:
 
     queries [B,H_q,M,D]: the rotated queries of this step, at query_positions [B,M]. keys, values [B,H_kv,T,D]: the
     stored tokens, at their original positions [B,H_kv,T]. seen [B]: number of tokens of each sequence so far. Position
-    -1 is padding or an empty slot. memory: data per sequence that a scorer's `observe` updates, if `needs.memory`.
-    shared: data that scorers of several layers exchange. known: results that were computed once for this step.
+    -1 is padding or an empty slot. evictable [B,H_kv,T] bool: tokens that are not protected, if `needs.evictable`.
+    memory: data per sequence that a scorer's `observe` updates, if `needs.memory`. shared: data that scorers of several
+    layers exchange. known: results that were computed once for this step.
     `kvbench.policies.stacked` combines several layers into one observation, whose sequences are the rows.
     """
 
@@ -77,6 +78,7 @@ class Observation:
     window: QueryWindow | None = None
     slots: SlotInfo = field(default_factory=SlotInfo)
     sequences: SequenceInfo = field(default_factory=SequenceInfo)
+    evictable: Tensor | None = None
     memory: Memory = field(default_factory=dict)
     shared: dict[str, Tensor] = field(default_factory=dict)
     known: StepCache = field(default_factory=dict, repr=False)

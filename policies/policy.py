@@ -133,6 +133,8 @@ class Policy:
         stays = observation.protected(first, newest)
         spared = self.scorer.spares(observation, state, stays)
         stays = stays if spared is None else stays | spared
+        if self.needs.evictable:
+            observation.evictable = observation.occupied & ~stays
         scores = observation.scores(self.scorer.score, state, self.scorer.needs.keys)
         if self.needs.ties:
             scores = half_the_bits(scores)

@@ -81,7 +81,7 @@ class KVPress(Policy):
 
 
 def _ratio(press: object) -> float | None:
-    """A press's `compression_ratio`; None if it has none, or only once it has run (DMSPress)."""
+    """A press's `compression_ratio`; None if it has none, or only after it has run (DMSPress)."""
     try:
         return getattr(press, "compression_ratio", None)
     except AssertionError:
@@ -89,7 +89,7 @@ def _ratio(press: object) -> float | None:
 
 
 def presses() -> Any:  # noqa: ANN401 - a package without types
-    """The package kvpress, whose import patches transformers' attention. ValueError if it cannot be imported."""
+    """The package kvpress; importing it patches transformers' attention. ValueError if it cannot be imported."""
     installed = installed_version()
     try:
         return importlib.import_module("kvpress")
@@ -116,7 +116,7 @@ def _made(press: object) -> object:
         module, _, name = press_class(press).rpartition(".")
         try:
             return getattr(importlib.import_module(module), name)()
-        except (TypeError, AssertionError) as error:  # it wraps another press
+        except (TypeError, AssertionError) as error:  # the press wraps another press
             raise ConfigError("press", press, why=f"cannot be created without its settings: {error}") from error
     if not isinstance(press, presses().BasePress):
         raise ConfigError("press", press, why="must name a press of kvpress, such as policy=kvpress/SnapKVPress")

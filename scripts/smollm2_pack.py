@@ -7,6 +7,7 @@ are skipped, and a larger limit continues them. `scripts/smollm2_tables.py` writ
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -29,10 +30,13 @@ class Table:
 
     def command(self, folder: Path, limit: int | None, data: Path) -> list[str]:
         """The command line that computes it."""
-        fields = [field.format(data=data) for field in self.fields]
+        fields = [field.format(data=data, passages=folder.parent / "passages.jsonl") for field in self.fields]
         swept = [f"policy={self.policies}", f"budget={self.budgets}", f"limit={limit or self.limit}"]
         return [sys.executable, "-m", "kvbench", "-m", "model=smollm2", *fields, *swept, f"out={folder}"]
 
+
+RULER = ("task.length=2048", "task.data_dir={data}/pg_essays", "task.max_new_tokens=32", *ONCE)
+MOBY = ("task=perplexity", "task.data_dir={passages}", "task.length=1536", "task.block=128")
 
 TABLES = {
     "needles": Table(
@@ -40,14 +44,14 @@ TABLES = {
         "d2o,kvec,ada_snapkv,caote_h2o,fastcaote_h2o,caote_tova,fastcaote_tova,caote_snapkv,fastcaote_snapkv",
         "128,256,512,1024",
         (*NEEDLES, *ONCE),
-        10,
+        20,
     ),
     "needles_variants": Table(
         "caote_roco,caote_pyramidkv,caote_knorm,caote_keydiff,caote_cake,fastcaote_roco,fastcaote_pyramidkv,"
         "fastcaote_knorm,fastcaote_keydiff,fastcaote_cake,ada_pyramidkv,ada_h2o,ada_tova,ada_roco,ada_knorm,ada_keydiff",
         "512,1024",
         (*NEEDLES, *ONCE),
-        10,
+        20,
         "needles",
     ),
     "needles_others": Table(
@@ -55,35 +59,48 @@ TABLES = {
         "critical_snapkv,critical_h2o,p2a_snapkv,p2a_h2o,p2a_tova",
         "512,1024",
         (*NEEDLES, *ONCE),
-        5,
+        10,
         "needles",
     ),
-    "needles_kvzip": Table("kvzip", "256", (*NEEDLES, *ONCE), 2, "needles"),
+    "needles_kvzip": Table("kvzip", "256,512", (*NEEDLES, *ONCE), 10, "needles"),
     "needles_context": Table(
-        "full,streamingllm,random,knorm,expected_attention,h2o,tova,snapkv,cake,kvec,ada_snapkv,caote_snapkv",
-        "256,1024",
+        "full,streamingllm,random,knorm,expected_attention,h2o,tova,snapkv,pyramidkv,cake,kvec,ada_snapkv,caote_snapkv",
+        "128,256,512,1024",
         (*NEEDLES, *ONCE, "compress=context"),
-        10,
+        20,
     ),
-    "context_kvzip": Table("kvzip,pyramidkv", "256,1024", (*NEEDLES, *ONCE, "compress=context"), 5, "needles_context"),
+    "context_kvzip": Table("kvzip", "256,1024", (*NEEDLES, *ONCE, "compress=context"), 10, "needles_context"),
+    "ruler_full": Table(
+        "full",
+        "512",
+        (
+            "task=ruler/niah_single_1,ruler/niah_single_2,ruler/niah_single_3,ruler/niah_multikey_1,"
+            "ruler/niah_multikey_2,ruler/niah_multikey_3,ruler/niah_multivalue,ruler/niah_multiquery,ruler/vt,"
+            "ruler/cwe,ruler/fwe",
+            *RULER,
+        ),
+        10,
+        "ruler",
+    ),
     "ruler": Table(
         "full,streamingllm,h2o,tova,snapkv,ada_snapkv,caote_snapkv,cake,keydiff,kvec",
-        "256,512",
-        (
-            "task=ruler/niah_single_2,ruler/niah_multikey_1",
-            "task.length=2048",
-            "task.data_dir={data}/pg_essays",
-            "task.max_new_tokens=20",
-            *ONCE,
-        ),
-        8,
+        "128,256,512,1024",
+        ("task=ruler/niah_single_1,ruler/niah_single_2,ruler/niah_multikey_1", *RULER),
+        25,
+    ),
+    "ruler_context": Table(
+        "full,streamingllm,h2o,tova,snapkv,ada_snapkv,caote_snapkv,cake,keydiff,kvec",
+        "128,256,512,1024",
+        ("task=ruler/niah_single_1,ruler/niah_single_2,ruler/niah_multikey_1", *RULER, "compress=context"),
+        25,
     ),
     "stores": Table(
-        "full,kivi,kivi_int4,ott,gear_g64,zipcache,kcvc,turboquant,snapkv,snapkv_kivi_int4",
+        "full,fp8,int8,nvfp4,kivi,kivi_int4,ott,gear_g64,zipcache,kcvc,turboquant,snapkv,snapkv_fp8,snapkv_kivi_int4",
         "512",
         (*NEEDLES, *ONCE),
-        10,
+        20,
     ),
+    "stores_kvzip": Table("kvzip,kvzip_fp8", "512", (*NEEDLES, *ONCE), 10, "stores"),
     "multi_news": Table(
         "full,streamingllm,h2o,snapkv,caote_snapkv,cake",
         "512",
@@ -94,15 +111,31 @@ TABLES = {
             "model.max_prompt_tokens=2048",
             *ONCE,
         ),
-        5,
+        30,
     ),
     "perplexity": Table(
         "full,streamingllm,random,knorm,h2o,tova,snapkv,caote_h2o,caote_snapkv",
         "128,512",
-        ("task=perplexity", "task.data_dir={data}/books/moby_dick.txt", "task.length=1536", "task.block=128"),
-        1,
+        MOBY,
+        5,
+    ),
+    "perplexity_stores": Table(
+        "full,fp8,int8,nvfp4,kivi,kivi_int4,ott,gear_g64,zipcache,kcvc,turboquant,snapkv_fp8",
+        "512",
+        MOBY,
+        5,
+        "perplexity",
     ),
 }
+
+
+def passages(book: Path, file: Path, count: int = 10, characters: int = 9000) -> None:
+    """Write passages of a book at equal distances, one JSON object per line, to a file that perplexity reads."""
+    text = book.read_text(encoding="utf-8")
+    starts = [text.index("\n\n", (index + 1) * len(text) // (count + 2)) + 2 for index in range(count)]
+    rows = [json.dumps({"text": text[start : start + characters]}) for start in starts]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 
 def main() -> int:
@@ -113,6 +146,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="with books/ and longbench/")
     given = parser.parse_args()
+    passages(given.data / "books/moby_dick.txt", given.folder / "passages.jsonl")
     for name in given.tables:
         folder = given.folder / (TABLES[name].folder or name)
         command = TABLES[name].command(folder, given.limit, given.data)

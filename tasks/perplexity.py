@@ -71,7 +71,7 @@ class Perplexity(ReadingTask):
             raise ConfigError("files", self.files, why="is not allowed, it must be a list of patterns such as *.txt")
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
-        """See `Task.examples`; the seed draws nothing."""
+        """See `Task.examples`; the seed has no effect."""
         reading = Reading(tokens=self.length, prompt_tokens=self.prompt_tokens, block=self.block)
         chosen = (text for text in texts(self._path(), self.files, self.field) if self._fits(text, tokenizer))
         for index, text in enumerate(islice(chosen, self._most(limit))):
@@ -113,7 +113,7 @@ class Summaries(ReadingTask):
         slots("frame", self.frame, ("chapter",))
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
-        """See `Task.examples`; the seed draws nothing."""
+        """See `Task.examples`; the seed has no effect."""
         wanted = f"{self.split}.csv"
         source = None if self.source is None else self.source.file(wanted)
         path = data_file(self.data_dir, (wanted, ""), source, f"BookSum's {wanted}")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table; a column whose name ends in a colon is set to the right, as numbers are."""
+    """A table; columns with a name that ends in a colon are right-aligned."""
     lines = [
         f"| {' | '.join(name.removesuffix(':') for name in columns)} |",
         f"|{'|'.join('---:' if name.endswith(':') else '---' for name in columns)}|",

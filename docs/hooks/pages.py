@@ -1,4 +1,4 @@
-"""What MkDocs calls: pages of policies and of the ledger, made at build time of YAML and docstrings."""
+"""Hooks for MkDocs: pages of policies and of the ledger, generated at build time from YAML and docstrings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PICTURE = re.compile(r"^<!-- picture: ([\w/.]+) -->$", re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Take the generated pages into the navigation, where mkdocs.yml has their titles."""
+    """Add the generated pages to the navigation, below their titles in mkdocs.yml."""
     policies = {
         group: {name: f"policies/{name}.md" for name in members}
         for group, members in policy_pages.groups().items()
@@ -48,7 +48,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def _listed(pages: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Titles and what stands below them, as MkDocs has them."""
+    """Titles and their pages in the format of MkDocs."""
     return [{title: _listed(own) if isinstance(own, Mapping) else own} for title, own in pages.items()]
 
 
@@ -73,7 +73,7 @@ def generated() -> Iterator[tuple[str, str]]:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put tables and pictures in their places, and mark `eq` blocks for MathJax."""
+    """Insert tables and pictures, and mark `eq` blocks for MathJax."""
     markdown = markdown.replace("](../results/smollm2/", "](smollm2/")  # a link that GitHub follows, to a copied figure
     markdown = _PICTURE.sub(lambda match: _picture(match.group(1)), markdown)
     for mark, text in MADE.items():
@@ -83,29 +83,29 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Search from a folder by our own script, where the theme would fetch one from elsewhere."""
+    """Use our own search script, because the theme would load one from another host."""
     return output.replace(FETCHED, get_relative_url("javascripts/local-search.js", page.url))
 
 
 def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
-    """The same for pages that are no Markdown, such as 404.html."""
+    """The same for pages without Markdown, such as 404.html."""
     return output_content.replace(FETCHED, "javascripts/local-search.js")
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Refuse a site that would load something from elsewhere."""
+    """Raise an error if a page loads a file from another host."""
     for file in sorted(Path(config.site_dir).rglob("*")):
         if file.suffix in (".html", ".css") and (found := fetched(file.read_text(encoding="utf-8"))):
-            raise PluginError(f"{file.relative_to(config.site_dir)} would be fetched from elsewhere: {found[0]}")
+            raise PluginError(f"{file.relative_to(config.site_dir)} would be loaded from another host: {found[0]}")
 
 
 def fetched(text: str) -> list[str]:
-    """What a browser would load from another host because of a page or a style sheet; links are no such thing."""
+    """The files that a browser would load from another host for a page or a style sheet; links do not count."""
     return [match.group(1) for match in _LOADED.finditer(text)]
 
 
 def _picture(name: str) -> str:
-    """An SVG inside the page, so that it takes its text colour from there."""
+    """An SVG inside the page, so that it uses the text colour of the page."""
     svg = Path(__file__).parents[1] / name
     return f'<figure class="picture">{svg.read_text(encoding="utf-8")}</figure>'
 

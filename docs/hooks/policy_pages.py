@@ -1,4 +1,4 @@
-"""A page for every policy, made of its YAML and the docstrings of its parts."""
+"""A page for every policy, generated from its YAML and the docstrings of its parts."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from md import table
 from kvbench.config.tree import CONF, Config, names, part_class, read
 
 DECISIONS = {
-    "pre_pass": "What is read at all",
-    "scorer": "Which tokens matter",
-    "value": "Does the value count",
-    "selection": "What stays together",
-    "allocator": "Who gets how much",
-    "merger": "What becomes of the evicted",
-    "store": "How the kept are stored",
-    "reader": "What a decoded token reads",
+    "pre_pass": "Extra forward passes",
+    "scorer": "Scores of tokens",
+    "value": "Use of values",
+    "selection": "Units of selection",
+    "allocator": "Budgets of layers and heads",
+    "merger": "Merging of evicted tokens",
+    "store": "Storage of kept tokens",
+    "reader": "Tokens that a decoded query reads",
 }
-USUAL = {"Uniform", "Drop", "Dense"}  # parts that say nothing of a policy
+USUAL = {"Uniform", "Drop", "Dense"}  # defaults, which are not described on the page of a policy
 GROUPS = (
-    ("Which tokens matter", lambda config: True),
-    ("The value counts", lambda config: bool(config.get("value"))),
-    ("Layers and heads share", lambda config: part_name(config, "allocator") != "Uniform"),
-    ("The evicted are merged", lambda config: part_name(config, "merger") != "Drop"),
-    ("Quantised", lambda config: part_name(config, "store") not in ("Dense", "Ragged")),
-    ("The prompt is rewritten", lambda config: bool(config.get("pre_pass"))),
-    ("All is held, some is read", lambda config: bool(config.get("reader"))),
-    ("Everything is kept", lambda config: config == read("policy", "full")),
+    ("Scores of tokens", lambda config: True),
+    ("Value-aware", lambda config: bool(config.get("value"))),
+    ("Budgets of layers and heads", lambda config: part_name(config, "allocator") != "Uniform"),
+    ("Merging", lambda config: part_name(config, "merger") != "Drop"),
+    ("Quantized stores", lambda config: part_name(config, "store") not in ("Dense", "Ragged")),
+    ("Extra forward passes", lambda config: bool(config.get("pre_pass"))),
+    ("Sparse attention", lambda config: bool(config.get("reader"))),
+    ("Baseline", lambda config: config == read("policy", "full")),
 )
 
 
@@ -40,7 +40,7 @@ def part_name(config: Config, decision: str) -> str:
 
 @cache
 def pages() -> dict[str, tuple[str, ...]]:
-    """Every policy that has a page, and its variants: names that begin with its own."""
+    """Every policy with a page, and its variants: policies with a name that begins with its name."""
     known = sorted(names("policy"), key=len)
     found: dict[str, list[str]] = {}
     for name in known:
@@ -68,7 +68,7 @@ def about(name: str) -> str:
 
 
 def groups() -> dict[str, list[str]]:
-    """The pages by what is special about them; a policy stands in the last group that it fits."""
+    """The pages by group; a policy belongs to the last group that matches it."""
     found: dict[str, list[str]] = {name: [] for name, _ in GROUPS}
     for page in pages():
         config = read("policy", page)
@@ -77,22 +77,22 @@ def groups() -> dict[str, list[str]]:
 
 
 def index_page() -> str:
-    """All policies and what each is, by group."""
+    """The page with all policies, by group."""
     blocks = ["# Policies", _INTRODUCTION]
     for group, members in groups().items():
         rows = ((f"[`{page}`]({page}.md)", _first_sentence(about(page))) for page in members)
-        blocks += [f"## {group}", table(("policy", "what it is"), rows)]
+        blocks += [f"## {group}", table(("policy", "description"), rows)]
     return "\n\n".join(blocks) + "\n"
 
 
-_INTRODUCTION = """A policy is five decisions and a schedule ([how they fit together](../concepts/policy.md)).
-Every name below is a file of `conf/policy/`; its page is made from that file and from the docstrings of its parts, so
-it says what runs. Names that have no file follow from others: a wrapper before a policy that scores (`caote_knorm`,
-`critical_snapkv`, `ada_keydiff`), a store and its settings behind one that evicts (`snapkv_kivi_g32_r128`)."""
+_INTRODUCTION = """A policy consists of five decisions and a schedule; [Policies](../concepts/policy.md) explains them.
+Every name below is a file in `conf/policy/`. Its page is generated from this file and from the docstrings of its parts.
+Further names are composed: a wrapper before a policy with a scorer (`caote_knorm`, `critical_snapkv`, `ada_keydiff`),
+or a store with its settings after a policy that evicts (`snapkv_kivi_g32_r128`)."""
 
 
 def parts_table() -> str:
-    """The parts of all presets and wrappers: the sentences their modules begin with, by decision."""
+    """The parts of all presets and wrappers by decision: the first lines of their modules' docstrings."""
     found: dict[str, set[str]] = {decision: set() for decision in DECISIONS}
     for config in (read(group, name) for group in ("policy", "wrapper") for name in names(group)):
         for decision in DECISIONS:
@@ -124,13 +124,13 @@ def page(name: str) -> str:
     if differences := ledger_pages.section((name, *pages()[name])):
         blocks += ["## Where paper, code and numbers differ", *differences]
     if variants := pages()[name]:
-        blocks += ["## Variants", table(("name", "what it is"), ((f"`{one}`", about(one)) for one in variants))]
+        blocks += ["## Variants", table(("name", "description"), ((f"`{one}`", about(one)) for one in variants))]
     blocks += ["## The file", f"`conf/policy/{name}.yaml`:", f"```yaml\n{file}\n```"]
     return "\n\n".join(blocks) + "\n"
 
 
 def _needed(config: Config) -> str:
-    """What a policy cannot do without on the command line: files, and the layer at which GemFilter filters."""
+    """Required fields of a policy on the command line: files, and the layer at which GemFilter filters."""
     parts = {part: given for part, given in config.items() if isinstance(given, dict)}
     files = [(part, name) for part, given in parts.items() for name, value in given.items() if value == ""]
     layer = " policy.pre_pass.layer=1" * ("layer" in parts.get("pre_pass", {}))
@@ -138,12 +138,12 @@ def _needed(config: Config) -> str:
 
 
 def _chooses(config: Config) -> bool:
-    """Whether a policy chooses what it keeps."""
+    """Whether a policy selects tokens."""
     return bool(config.get("scorer") or config.get("pre_pass"))
 
 
 def _decisions(config: Config) -> list[str]:
-    """A section for each part: its docstring and fields, by mkdocstrings; the values that the policy sets are below."""
+    """A section for each part: its docstring and fields, by mkdocstrings."""
     blocks = []
     for decision, question in DECISIONS.items():
         given = config.get(decision)
@@ -152,7 +152,7 @@ def _decisions(config: Config) -> list[str]:
         blocks += [f"## {question}", _documented(given)]
         blocks += [_documented(value) for value in given.values() if isinstance(value, dict) and "_target_" in value]
     if not (_chooses(config) or config.get("reader")) and part_name(config, "store") == "Dense":
-        blocks += ["Nothing is evicted, merged or rounded: the model's own cache, the baseline of every comparison."]
+        blocks += ["No token is evicted, merged or rounded. This is the baseline of every comparison."]
     return blocks
 
 
@@ -168,11 +168,11 @@ def _schedule(config: Config) -> list[str]:
     if part_name(config, "schedule") == "Blocks":
         when = f"after every block of {schedule.get('size', 128)} prompt tokens (`block=`)"
     rule = schedule.get("decode", "evict")
-    decode = {"evict": "gives up one token for each new one", "grow": "keeps every new token beside the budget"}[rule]
+    decode = "each new token replaces one token" if rule == "evict" else "new tokens are kept in addition to the budget"
     if (every := schedule.get("every", 1)) > 1:
-        decode = f"gives up {every} tokens at once when {every} are held beyond the budget"
+        decode = f"{every} tokens are evicted after every {every} new tokens"
     if schedule.get("protect") == "prompt":
-        decode += ", none of them the prompt's"
-    late = "; the prompt stays whole until the first token was decoded" if schedule.get("late") else ""
-    set_by = "`schedule=`, `block=` and `decode=` set it otherwise: [schedules](../concepts/policy.md#schedules)."
-    return ["## When", f"It evicts {when}{late}; decoding {decode} (`decode={rule}`).\n{set_by}"]
+        decode += ", but no token of the prompt"
+    late = ", after the first token has been decoded" if schedule.get("late") else ""
+    change = "Change this with `schedule=`, `block=` and `decode=`; see [schedules](../concepts/policy.md#schedules)."
+    return ["## Schedule", f"The policy evicts {when}{late}. While decoding, {decode} (`decode={rule}`).\n{change}"]

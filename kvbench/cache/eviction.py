@@ -20,7 +20,7 @@ from kvbench.cache.group import PolicyGroup
 from kvbench.cache.rerotate import close_gaps
 from kvbench.cache.state import LayerState
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
-from kvbench.policies.constants import at_hand, on_device
+from kvbench.policies.constants import on_device, on_host
 from kvbench.policies.mergers.merger import Eviction, OneEviction, Vectors
 from kvbench.policies.observation import Memory, Observation, Phase, State
 from kvbench.policies.policy import Policy
@@ -379,7 +379,7 @@ def _note_not_numbers(jobs: Sequence[EvictionJob], ranking: Ranking) -> None:
 
     The host does not wait for decoding steps on a GPU: their flags are read by the audit at the end.
     """
-    later = jobs[0].step.now.phase == "decode" and not at_hand(ranking.scores)
+    later = jobs[0].step.now.phase == "decode" and not on_host(ranking.scores)
     if not later and not bool(ranking.scores.sum().isnan()):  # a tenth of the time of checking each score
         return
     flags = ranking.broken().split([job.rows for job in jobs])

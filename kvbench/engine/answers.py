@@ -75,7 +75,7 @@ def units(prompt: Prompt) -> int:
 def request(cell: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
     """What all policies are asked for one example."""
     tokenizer, example = cell.checkpoint.tokenizer(), prompt.example
-    task = cell.task.asking(example)
+    task = cell.task.task_of(example)
     return Request(
         prompt.ids[None].to(cell.device, torch.long),
         max_new_tokens=prompt.most_new_tokens,
@@ -105,7 +105,7 @@ def _draws(cell: Run, prompt: Prompt) -> Callable[[], TokenSampler] | None:
 def answered(cell: Run, prompt: Prompt, done: Completion) -> Sample:
     """The sample of an example whose answer was generated."""
     tokens = list(done.tokens[len(prompt.dictated) :])
-    output = answer(cell.checkpoint.tokenizer(), tokens, cell.task.asking(prompt.example).stop)
+    output = answer(cell.checkpoint.tokenizer(), tokens, cell.task.task_of(prompt.example).stop)
     return replace(
         blank(prompt),
         **_judged(cell, output, prompt.example),
@@ -278,7 +278,7 @@ def _read(cell: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[[int]
 
 def _judged(cell: Run, output: str, example: Example) -> dict[str, Any]:
     """An output, its score, and what else its benchmark measures of it."""
-    score, measures = cell.task.judge(cell.task.asking(example).after_thinking(output), example)
+    score, measures = cell.task.judge(cell.task.task_of(example).after_thinking(output), example)
     return {"output": output, "score": None if score is None else float(score), "measures": dict(measures) or None}
 
 

@@ -31,6 +31,7 @@ def write_config(cell: Run, run_id: str, folder: Path, first: Prompt) -> None:
         "names": names(naming, identity),
         "naming": {**asdict(naming), "changed": list(naming.changed)},
         "identity": identity,
+        "checkpoint_dtype": str(cell.checkpoint.stored_dtype).removeprefix("torch."),
         "config": dict(cell.config),
     }
     write_yaml(folder / "config.yaml", content)

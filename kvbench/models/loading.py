@@ -80,6 +80,11 @@ class Checkpoint:
     given: GivenModel | None = field(default=None, compare=False, repr=False)  # a model object
 
     @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of the weights in the checkpoint."""
+        return self.config.dtype or torch.float32
+
+    @property
     def max_positions(self) -> int | None:
         """The maximum context length in tokens; None if the configuration has none."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)

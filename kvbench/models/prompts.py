@@ -179,7 +179,7 @@ class PromptMaker:
 
         If the first text is too long, its middle is removed, as in SCBench's code: the same for all questions.
         """
-        chat = bool(self.task.asking(example).chat and self.tokenizer.chat_template)
+        chat = bool(self.task.task_of(example).chat and self.tokenizer.chat_template)
         texts = shared_texts(self.tokenizer, example, shared, chat)
         first, *later = (encode(self.tokenizer, text, special=not n) for n, text in enumerate(texts))
         spare = shared.spare if self.max_positions is None else min(shared.spare, self.max_positions // 2)
@@ -207,7 +207,7 @@ class PromptMaker:
         most = self.max_prompt_tokens
         if most is None and self.max_positions is not None:
             most = self.max_positions - spare
-        if most is None or len(ids) <= most or self.task.asking(example).truncation != "middle":
+        if most is None or len(ids) <= most or self.task.task_of(example).truncation != "middle":
             return ids
         half = most // 2
         if half < 1:
@@ -266,7 +266,7 @@ class PromptMaker:
         most = self.max_prompt_tokens
         if self.max_positions is not None:
             most = min(self.max_positions - example.max_new_tokens, most or self.max_positions)
-        if most is None or len(ids) <= most or self.task.asking(example).truncation != "left":
+        if most is None or len(ids) <= most or self.task.task_of(example).truncation != "left":
             return ids
         if most < 1:
             raise UsageError(
@@ -299,10 +299,10 @@ class PromptMaker:
 
     def _wrap(self, prompt: str, example: Example) -> str:
         """`prompt` as one user turn of the model's chat template, where the task wants chat and the model has one."""
-        if not self.task.asking(example).chat or not self.tokenizer.chat_template:
+        if not self.task.task_of(example).chat or not self.tokenizer.chat_template:
             return prompt
         turn = [{"role": "user", "content": prompt}]
-        given = dict(self.task.asking(example).chat_template_args or {})
+        given = dict(self.task.task_of(example).chat_template_args or {})
         return str(self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **given))
 
     def _fit(self, example: Example) -> str:
@@ -310,7 +310,7 @@ class PromptMaker:
 
         First and last half are decoded separately and joined as strings, as in LongBench's code.
         """
-        limit = self._limit(example) if self.task.asking(example).truncation == "middle" else None
+        limit = self._limit(example) if self.task.task_of(example).truncation == "middle" else None
         if limit is None:
             return example.prompt
         ids = self._encode(example.prompt)

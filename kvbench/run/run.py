@@ -126,12 +126,23 @@ def _contents(task: Any) -> Any:  # noqa: ANN401 - a described task
     return {k: _digest_of_data(v) if k == "data_dir" and v else _contents(v) for k, v in task.items()}
 
 
+_OF_A_SWEEP = ("sweep.yaml", "multirun.yaml")
+
+
 def _digest_of_data(path: str) -> str:
+    """The digest of a file, or of all files in a folder except hidden files and results of kvbench."""
     root = Path(os.path.expanduser(path))
     files = [root] if root.is_file() else [file for file in sorted(root.rglob("*")) if file.is_file()]
-    names = ["" if file == root else str(file.relative_to(root)) for file in files]
-    shown = [(f, n, f.stat()) for f, n in zip(files, names, strict=True) if not n.startswith(".") and "/." not in n]
-    return _digest_of_files(tuple((file, name, stat.st_mtime_ns, stat.st_size) for file, name, stat in shown))
+    names = {file: "" if file == root else str(file.relative_to(root)) for file in files}
+    results = {
+        file.parent for file in files if file.name == "environment.json" and (file.parent / "config.yaml") in names
+    }
+    data = [
+        file
+        for file, name in names.items()
+        if not name.startswith(".") and "/." not in name and name not in _OF_A_SWEEP and file.parent not in results
+    ]
+    return _digest_of_files(tuple((file, names[file], file.stat().st_mtime_ns, file.stat().st_size) for file in data))
 
 
 @lru_cache(maxsize=32)  # the runs of a sweep share their tasks
@@ -180,10 +191,15 @@ def build_cell(run: RunConfig) -> Run:
         config=run.record,
         compress=compress,
         rows=run.engine.rows,
-        changed=changed_fields(run),
+        changed=(*changed_fields(run), *_changed_dtype(checkpoint)),
         sampling=sampling,
         samples=samples,
     )
+
+
+def _changed_dtype(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """`dtype` if the model is not computed in the dtype of its checkpoint, so that tables show it."""
+    return () if checkpoint.dtype == checkpoint.stored_dtype else ("dtype",)
 
 
 def check_shapes(policy: Policy, checkpoint: Checkpoint) -> None:

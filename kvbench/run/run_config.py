@@ -188,10 +188,14 @@ def set_field(config: Config, path: str, value: object) -> None:
 
 # --- what differs from the presets -------------------------------------------------------------------------------
 def changed_fields(run: RunConfig) -> tuple[str, ...]:
-    """The fields of the identity ("policy.scorer.window") that differ from those of the presets chosen."""
+    """The fields of the identity ("policy.scorer.window") that differ from those of the presets chosen.
+
+    A task has the same name wherever its data is, so `data_dir` is none of them.
+    """
     own, bare = _settings(run.record), _settings(_bare(run.record))
     given = _settings(_preset(run))
     found = [key for key, value in own.items() if key not in given or value != given[key]]
+    found = [key for key in found if not key.endswith(".data_dir")]
 
     def counts(key: str) -> bool:  # of a part that the preset has not: its class, and fields not at their defaults
         steps = key.split(".")

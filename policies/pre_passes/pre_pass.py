@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvbench.kernels.references import attention_logits, beside_sinks
+from kvbench.kernels.references import attention_logits, sink_factor
 from kvbench.policies.observation import AttentionParams, Observation, State
 
 ROWS = 256  # queries of a pass with attention weights in memory at once
@@ -133,7 +133,7 @@ class PassStep:
 
 def _beside(sinks: Tensor, logits: Tensor) -> Tensor:
     """Attention weights [1,H_kv,G,r,T] with attention sinks, which are logits [1,H_q] without a token."""
-    left = beside_sinks(logits.logsumexp(-1), sinks.view(1, logits.shape[1], -1, 1))
+    left = sink_factor(logits.logsumexp(-1), sinks.view(1, logits.shape[1], -1, 1))
     return logits.softmax(-1) * left[..., None]
 
 

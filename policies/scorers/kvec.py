@@ -78,7 +78,8 @@ class KVec(Scorer):
 
     @property
     def needs(self) -> Needs:
-        return Needs(window=self.extended, layer=True, kept=True, whole_prompt=True)
+        forces = self.preserve == "forced" and self.beta > 0
+        return Needs(window=self.extended, layer=True, kept=True, whole_prompt=True, infinite=forces)
 
     def protects(self, budget: int) -> Protected:
         return Protected(newest=self.window)

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import choice, number, whole_number
-from kvbench.policies.constants import at_hand
+from kvbench.policies.constants import on_host
 from kvbench.policies.stores.codes import Codes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.quantised import ColumnStore, QuantisedLayerStore, value_group
@@ -182,7 +182,7 @@ class TokenRun(Codes):
 
 def check_finite(x: Tensor) -> None:
     """ValueError for NaN and infinity; not on a GPU while decoding, which would synchronise for every token."""
-    if x.is_meta or (x.shape[2] == 1 and not at_hand(x)) or bool(x.isfinite().all()):
+    if x.is_meta or (x.shape[2] == 1 and not on_host(x)) or bool(x.isfinite().all()):
         return
     raise ValueError("keys or values contain NaN or infinity")
 

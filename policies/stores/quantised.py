@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbench.errors import ConfigError
 from kvbench.kernels.quantized import Outliers, Packed, Side, quantised_attention
-from kvbench.kernels.references import beside_sinks, visible, widen
+from kvbench.kernels.references import sink_factor, visible, widen
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.observation import AttentionParams, State
 from kvbench.policies.stores.codes import ChannelCodes, Codes, TokenCodes
@@ -193,7 +193,7 @@ class QuantisedLayerStore(LayerStore):
             weights = logits.masked_fill_(~(seen | nothing), -torch.inf).softmax(-1).masked_fill_(nothing, 0.0)
         if how.sinks is not None:
             sinks = how.sinks.view(1, heads, -1).repeat_interleave(new, dim=-1)  # a group's rows are [G,M]
-            weights *= beside_sinks(logits.logsumexp(-1), sinks)[..., None]
+            weights *= sink_factor(logits.logsumexp(-1), sinks)[..., None]
         self.attended(weights, positions)
         return self.mix(weights, ordered).view(batch, query_heads, new, -1).to(queries.dtype)
 
@@ -212,7 +212,7 @@ class QuantisedLayerStore(LayerStore):
         out, log_sum_exp, _ = quantised_attention(*call)
         if how.sinks is None:
             return out
-        return out * beside_sinks(log_sum_exp, how.sinks[..., None])[..., None].to(out.dtype)
+        return out * sink_factor(log_sum_exp, how.sinks[..., None])[..., None].to(out.dtype)
 
     @property
     def outliers(self) -> Outliers | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import choice, whole_number
-from kvbench.policies.constants import at_hand
+from kvbench.policies.constants import on_host
 from kvbench.policies.stores.codes import Codes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.packing import pack, unpack
@@ -152,7 +152,7 @@ def check_norms(norms: Tensor) -> None:
 
     Not checked on a GPU while decoding, which would have to synchronise for every token.
     """
-    if norms.is_meta or (norms.shape[2] == 1 and not at_hand(norms)) or bool(norms.isfinite().all()):
+    if norms.is_meta or (norms.shape[2] == 1 and not on_host(norms)) or bool(norms.isfinite().all()):
         return
     raise ValueError("keys or values contain NaN or infinity, or their norms do not fit 16 bits (65504)")
 

@@ -95,7 +95,7 @@ class LmEval(Task):
             raise ValueError(f"{self.task} has no metric that is a number for a single document")
         return score
 
-    def asking(self, example: Example) -> Task:
+    def task_of(self, example: Example) -> Task:
         """This task with the stop strings of the lm-eval task that asks."""
         until = generation(self._loaded.tasks[example.metadata["task"]]).get("until", [])
         asking = copy(self)

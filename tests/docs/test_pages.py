@@ -87,9 +87,9 @@ def test_the_ledger_speaks_of_policies_and_fields_that_exist() -> None:
         assert set(entry) <= {"topic", "policies", *ledger_pages.WHO}, entry["topic"]
         assert set(entry.get("policies", ())) <= set(names("policy")), entry["topic"]
         assert slug == "evaluators" or entry["policies"], entry["topic"]
-        said = ledger_pages.said(entry)
-        assert said, entry["topic"]
-        assert set(FIELD.findall(said)) <= known, entry["topic"]
+        text = ledger_pages.bullets(entry)
+        assert text, entry["topic"]
+        assert set(FIELD.findall(text)) <= known, entry["topic"]
 
 
 def test_what_a_page_would_fetch_from_elsewhere_is_found_and_links_are_not() -> None:

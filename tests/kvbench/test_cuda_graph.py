@@ -1,9 +1,8 @@
-"""Decoding steps recorded and replayed, of one sequence and of a batch: equal to the steps themselves."""
+"""Decoding steps recorded as CUDA graphs and replayed equal the steps themselves, of one sequence and of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,10 +10,8 @@ import torch
 from kv_models import prompt as words
 from kv_models import tiny
 from kv_presets import kinds
-from op_tape import Tape, record
 
 from kvbench import KVCache, make_policy
-from kvbench.engine import generate as generating
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.cuda_graph import Recorder
 from kvbench.engine.generate import generate_tokens
@@ -23,6 +20,7 @@ from kvbench.models.replay import can_record, can_replay, check_graph
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.slots import GROWTH
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BUDGET, LENGTH, NEW = 40, 60, 12
 WITH_WINDOWS = ("p2a_snapkv", "caote_snapkv", "fastcaote_snapkv")
 
@@ -33,26 +31,23 @@ def dense() -> list[str]:
     return [slug for slug, policy in policies.items() if can_record(policy) and policy.pre_pass is None]
 
 
-@pytest.fixture
-def taped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU's stand-in for CUDA graphs; on a machine with a GPU the graphs themselves are tested below."""
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
-    monkeypatch.setattr(torch.cuda, "graph", record)
-    monkeypatch.setattr(generating, "check_graph", lambda policy, device: None)
-    monkeypatch.setattr("kvbench.policies.scorers.roco.at_hand", lambda x: False)
-    monkeypatch.setattr("kvbench.policies.ranking.at_hand", lambda x: False)
+def on_a_gpu(test: Any) -> Any:
+    """Marks a test that records CUDA graphs."""
+    skipped = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+    return pytest.mark.gpu(skipped(test))
 
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A number for every replay."""
     found: list[int] = []
-    monkeypatch.setattr(Tape, "replay", lambda tape, own=Tape.replay: (found.append(1), own(tape)))
+    own = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (found.append(1), own(graph)))
     return found
 
 
 def llama(family: str = "llama") -> Any:
-    model = tiny(family, dtype=torch.float32)
+    model = tiny(family, dtype=torch.float32).to(DEVICE)
     model.set_attn_implementation("kvbench")
     return model
 
@@ -71,22 +66,24 @@ def generate(model: Any, policy: Policy, ids: torch.Tensor, **how: Any) -> tuple
 
 
 def prompt(length: int, seed: int = 0) -> torch.Tensor:
-    return torch.tensor([words(length, seed)])
+    return torch.tensor([words(length, seed)], device=DEVICE)
 
 
 def policy_of(slug: str, budget: int = BUDGET, **fields: Any) -> Policy:
     return make_policy(slug, budget, **({"window": 6} if slug in WITH_WINDOWS else {}), **fields)
 
 
+@on_a_gpu
 @pytest.mark.parametrize("slug", dense())
-def test_replayed_steps_equal_called_ones(slug: str, taped: None, replays: list[int]) -> None:
+def test_replayed_steps_equal_called_ones(slug: str, replays: list[int]) -> None:
     model = llama()
     ids = prompt(LENGTH)
     assert generate(model, policy_of(slug), ids, cuda_graph=True) == generate(model, policy_of(slug), ids)
     assert len(replays) >= NEW - 5, "steps were recorded and replayed"
 
 
-def test_a_batch_of_all_kinds_replays_while_its_sequences_stay_the_same(taped: None, replays: list[int]) -> None:
+@on_a_gpu
+def test_a_batch_of_all_kinds_replays_while_its_sequences_stay_the_same(replays: list[int]) -> None:
     """Growing, evicting and per-head sequences of two examples, the second of which joins later and ends earlier."""
     model = llama()
     policies = [policy_of(slug, budget) for slug in ("h2o", "tova", "caote_snapkv") for budget in (40, 56)]
@@ -142,9 +139,8 @@ def ended(rows: list[LiveSequence]) -> list[Any]:
     return found
 
 
-def test_sequences_that_end_one_by_one_are_recorded_once_for_each_bucket(
-    taped: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@on_a_gpu
+def test_sequences_that_end_one_by_one_are_recorded_once_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     found, recorded = [], []
     own = Recorder._record
     monkeypatch.setattr(Recorder, "_record", lambda *args: (recorded.append(len(args[-1])), own(*args))[1])
@@ -166,9 +162,10 @@ def test_sequences_that_end_one_by_one_are_recorded_once_for_each_bucket(
 EVENTS = "the rider breaks", "the rider is dropped", "another is dropped", "one is admitted", "a store has to grow"
 
 
+@on_a_gpu
 @pytest.mark.parametrize("event", EVENTS)
 def test_a_rider_harms_nobody_and_goes_when_others_come_or_go_or_grow(
-    event: str, taped: None, monkeypatch: pytest.MonkeyPatch
+    event: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvbench.policies.stores.slots.GROWTH", 8 if event == "a store has to grow" else GROWTH)
     found, nbytes = [], []
@@ -214,43 +211,34 @@ def break_rider(flight: DecodeBatch) -> None:
                 memory[layer][start : start + count] = torch.nan
 
 
+@on_a_gpu
 def test_a_step_that_cannot_be_recorded_is_called(
-    taped: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Capture fails inside the model's second layer, and at its end; either is one warning, and no answer changes."""
-    model, expected = llama(), None
-    plain = DecodeBatch(model)
-    expected = plain.admit(Request(prompt(LENGTH), 12), [policy_of("h2o"), policy_of("tova", 90)])
-    while plain.in_flight:
-        plain.step()
-    for where in ("layer", "end"):
+    """Capture fails inside the model's second layer: one warning, and no answer changes."""
+    model, found = llama(), []
+    own = model.model.layers[1].forward
 
-        @contextmanager
-        def broken(*args: Any, where: str = where, **how: Any) -> Iterator[None]:
-            with monkeypatch.context() as patch:
-                if where == "layer":
-                    patch.setattr(model.model.layers[1], "forward", lambda *args, **how: fail())
-                with record(*args, **how):
-                    yield
-                fail()
+    def fails_in_capture(*args: Any, **how: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return own(*args, **how)
 
-        monkeypatch.setattr(torch.cuda, "graph", broken)
-        caplog.clear()
-        flight = DecodeBatch(model, cuda_graph=True, strict=False)
+    monkeypatch.setattr(model.model.layers[1], "forward", fails_in_capture)
+    for graph in (True, False):
+        flight = DecodeBatch(model, cuda_graph=graph, strict=False)
         rows = flight.admit(Request(prompt(LENGTH), 12), [policy_of("h2o"), policy_of("tova", 90)])
         while flight.in_flight:
             flight.step()
-        assert ended(rows) == ended(expected)
-        assert len([one for one in caplog.records if "cannot be recorded" in one.message]) == 1
+        found.append(ended(rows))
+    assert found[0] == found[1]
+    assert len([one for one in caplog.records if "cannot be recorded" in one.message]) == 1
     with pytest.raises(ValueError, match=r"cannot be recorded.*: use engine\.cuda_graph=false"):
         generate(model, policy_of("h2o"), prompt(LENGTH), cuda_graph=True)
 
 
-def fail() -> None:
-    raise RuntimeError("operation not permitted when stream is capturing")
-
-
-def test_a_cache_that_grows_is_recorded_anew_when_it_got_more_room(taped: None, replays: list[int]) -> None:
+@on_a_gpu
+def test_a_cache_that_grows_is_recorded_anew_when_it_has_more_slots(replays: list[int]) -> None:
     model, ids = llama(), prompt(LENGTH)
     long = {"max_new_tokens": GROWTH + 20}
     graphs = generate_tokens(model, ids, make_policy("full"), cuda_graph=True, **long)
@@ -277,12 +265,3 @@ def test_what_cannot_be_recorded_is_refused(slug: str, device: str, sentence: st
 def test_layers_that_do_not_read_what_they_store_are_refused(family: str, layers: str) -> None:
     with pytest.raises(ValueError, match=f"has layers that {layers}.*: use engine.cuda_graph=false$"):
         can_replay(tiny(family).config, asked=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("slug", dense())
-def test_on_a_gpu_graphs_equal_the_steps(slug: str) -> None:
-    model = llama().to("cuda")
-    ids = prompt(LENGTH).to("cuda")
-    assert generate(model, policy_of(slug), ids, cuda_graph=True) == generate(model, policy_of(slug), ids)

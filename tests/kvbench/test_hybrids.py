@@ -14,7 +14,6 @@ from kv_models import CodePoints, left_padded, prompt
 from kv_oracle import Rules
 from kv_runs import kept_now, policy_for
 from kv_simulate import simulate
-from op_tape import Tape, record
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -252,18 +251,15 @@ def test_states_are_counted_beside_keys_and_values_and_do_not_grow(family: str, 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches decode at once, and a tape stands for a CUDA graph."""
+    """Batches decode at once."""
     monkeypatch.setattr(engine, "use_triton", lambda x: True)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
-    monkeypatch.setattr(torch.cuda, "graph", record)
-    monkeypatch.setattr("kvbench.policies.ranking.at_hand", lambda x: False)
+    monkeypatch.setattr("kvbench.policies.ranking.on_host", lambda x: False)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm2"])
-@pytest.mark.parametrize("replayed", [False, True])
-def test_batches_that_decode_at_once_are_what_they_are_alone(family: str, replayed: bool, as_on_a_gpu: None) -> None:
+def test_batches_that_decode_at_once_are_what_they_are_alone(family: str, as_on_a_gpu: None) -> None:
     policies = [make_policy(slug, BUDGET, decode="evict") for slug in ("h2o", "tova")]
-    flight, found = DecodeBatch(model(family), cuda_graph=replayed), []
+    flight, found = DecodeBatch(model(family)), []
     for length in (37, 24):
         found += flight.admit(Request(torch.tensor([prompt(length, seed=length)]), 12), policies)
         flight.step()

@@ -99,6 +99,7 @@ def test_a_share_that_leaves_less_than_the_window_is_refused_once_the_length_is_
     [
         ("snapvk", {}, "policy=snapvk does not exist"),
         ("caote_caote_h2o", {}, "caote_h2o is value-aware already"),
+        ("caote_kvec", {}, "kvec gives the tokens that it always keeps an infinite score.*use scorer.preserve=literal"),
         ("caote_fastcaote_knorm", {}, "fastcaote_knorm is value-aware already"),
         ("ada_cake", {}, "ada wraps allocators that share over layers by rule"),
         ("ada_ada_knorm", {}, "ada wraps allocators that share over layers by rule"),

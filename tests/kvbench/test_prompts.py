@@ -100,7 +100,7 @@ def test_an_end_text_stops_by_its_last_token(tokenizer: PreTrainedTokenizerBase)
 def test_in_a_suite_the_task_that_asks_decides(tokenizer: PreTrainedTokenizerBase) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Mixed(Given):
-        def asking(self, example: Example) -> Task:
+        def task_of(self, example: Example) -> Task:
             return Given(chat=bool(example.metadata["chat"]))
 
     tokenizer.chat_template = TEMPLATE

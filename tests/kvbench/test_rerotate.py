@@ -103,7 +103,7 @@ def test_a_second_prompt_moves_what_was_moved_on() -> None:
     [
         ("mistral", "snapkv", {"window": 8}, "the model's sliding window hides tokens by where they were read"),
         ("llama", "cake", {"window": 8}, "but the allocator of cake evicts no layer"),
-        ("llama", "tova", {"order": "evict_then_attend"}, "moves keys behind queries that still attend"),
+        ("llama", "tova", {"order": "evict_then_attend"}, "rerotate=true needs order=attend_then_evict"),
         ("llama", "tova", {"rerotate": 1.5}, "rerotate must be true or false, got 1.5"),
     ],
 )

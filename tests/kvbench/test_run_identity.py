@@ -100,6 +100,30 @@ def test_data_counts_by_its_contents_wherever_it_lies(own: Path, tiny_model: Pat
         assert len(runs(own)) == count
 
 
+def test_results_inside_the_data_are_not_data_and_the_task_keeps_its_name(
+    own: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (own / "book.txt").write_text("A word or two. " * 60)
+    asked = [f"model={tiny_model}", "policy=full", "task=perplexity", "task.data_dir=.", "task.length=60", "out=."]
+    for words in (["limit=1"], [], ["-m"]):
+        assert main([*words, *asked]) == 0
+        assert len(list(own.glob("*/samples.jsonl"))) == 1
+    assert "task perplexity(length=60), 1 example" in capsys.readouterr().out
+    (own / "book.txt").write_text("Another word. " * 60)
+    assert main(asked) == 0
+    assert len(list(own.glob("*/samples.jsonl"))) == 2
+
+
+def test_tables_show_the_dtype_if_it_is_not_that_of_the_checkpoint(
+    own: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for dtype, shown in (("auto", False), ("float32", False), ("bfloat16", True)):
+        assert run(own, tiny_model, "policy=knorm", "limit=1", f"dtype={dtype}", f"out={dtype}") == 0
+        assert (f"dtype {dtype}" in capsys.readouterr().out) == shown
+        (file,) = (own / dtype).glob("*/config.yaml")
+        assert yaml.safe_load(file.read_text())["checkpoint_dtype"] == "float32"
+
+
 def test_a_run_of_other_versions_is_continued_only_if_asked_and_tables_say_so(
     own: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -10,16 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from kv_runs import kept_now
 from kvpress_kept import policy_keeps, press_keeps, presses
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvbench import generate, make_policy
+from kvbench import evaluate, generate, make_policy
+from kvbench.engine.generate import generate_tokens
 from kvbench.engine.teacher_forcing import text_scores
 from kvbench.models.loading import Checkpoint, ModelSpec, load, locate
+from kvbench.models.tokens import Encoder
 
 pytestmark = pytest.mark.slow("135M parameters, prompts of up to 300 tokens")
 
 BOOK = Path(__file__).parents[3] / "shared/data/books/moby_dick.txt"
+GSM8K = BOOK.parents[1] / "gsm8k_test.jsonl"
 QUESTIONS = (
     "What is the capital of France?",
     "Name three colours of the rainbow.",
@@ -27,6 +34,20 @@ QUESTIONS = (
     "What is 12 + 30?",
     "Translate 'good morning' into Spanish.",
     "Who wrote Romeo and Juliet?",
+    "How many days does a week have?",
+    "What do bees make?",
+    "Is the sun a planet?",
+    "Give me a word that rhymes with 'tree'.",
+    "Which is larger, 7 or 19?",
+    "Describe snow in five words.",
+    "What is the opposite of 'early'?",
+    "List the first four even numbers.",
+    "Why is the sky blue?",
+    "Write a title for a story about a lighthouse.",
+    "What is the boiling point of water in degrees Celsius?",
+    "Correct this: 'She go to school.'",
+    "Name a river in Egypt.",
+    "What comes after Wednesday?",
 )
 
 
@@ -70,8 +91,8 @@ def test_answers_of_full_are_transformers_own(
     theirs: Any = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32).eval()
     for question in QUESTIONS:
         ids = chat(tokenizer, question)
-        expected = theirs.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :].tolist()
-        found = generate(model, ids, make_policy("full"), tokenizer=tokenizer, max_new_tokens=24).tokens[0]
+        expected = theirs.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :].tolist()
+        found = generate(model, ids, make_policy("full"), tokenizer=tokenizer, max_new_tokens=16).tokens[0]
         assert found == [token for token in expected if token != tokenizer.eos_token_id], question
 
 
@@ -98,6 +119,66 @@ def test_kvpress_keeps_the_same_tokens(
     assert max(swapped) <= 1
     assert sum(swapped) <= 0.1 * len(heads)
     assert sum(own == other for own, other in heads[3:]) >= 0.9 * len(heads[3:])
+
+
+@torch.inference_mode()
+def test_kvzip_keeps_what_kvpress_keeps(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both repeat a plain text: with a chat template, kvpress never rates the tokens of its prefix."""
+    ids, budget = book(tokenizer, 256), 64
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with monkeypatch.context() as patched:
+        patched.setattr(f"{presses().KVzipPress.__module__}.AutoTokenizer.from_pretrained", lambda name: tokenizer)
+        theirs = masked_by_kvzip(model, ids, 1 - budget / len(ids))
+    model.set_attn_implementation("kvbench")
+    cache = generate_tokens(
+        model, torch.tensor([ids]), make_policy("kvzip", budget), max_new_tokens=1, encoder=Encoder(tokenizer)
+    ).cache
+    ours = kept_now(cache)[0]
+    both = [(set(own), set(other)) for a, b in zip(ours, theirs, strict=True) for own, other in zip(a, b, strict=True)]
+    assert sum(len(own) for own, _ in both) == sum(len(other) for _, other in both) == len(both) * budget
+    # One budget for all heads: where two scores are nearly equal, rounding decides which head keeps one more.
+    assert sum(len(own ^ other) for own, other in both) <= 0.01 * len(both) * budget
+
+
+def masked_by_kvzip(model: PreTrainedModel, ids: list[int], ratio: float) -> list[list[list[int]]]:
+    """The positions that KVzipPress does not mask, in every layer and KV head."""
+    model.set_attn_implementation("sdpa")
+    with presses().KVzipPress(ratio)(model):
+        model.model(input_ids=torch.tensor([ids]), past_key_values=DynamicCache())
+    kept, own = [], range(model.config.num_key_value_heads)
+    for layer in model.model.layers:
+        _, heads, masked = (x.tolist() for x in layer.self_attn.masked_key_indices)
+        layer.self_attn.masked_key_indices = None
+        gone = set(zip(heads, masked, strict=True))
+        kept.append([[j for j in range(len(ids)) if (head, j) not in gone] for head in own])
+    return kept
+
+
+@torch.inference_mode()
+def test_gsm8k_answers_and_perplexity_of_full_are_those_of_lm_eval(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    if not GSM8K.is_file():
+        pytest.skip("needs ../shared/data/gsm8k_test.jsonl")
+    fields = {"task.data_dir": str(GSM8K), "task.num_fewshot": 0, "task.gen_kwargs": {"max_gen_toks": 24}}
+    evaluate("smollm2", policies="full", tasks="lm_eval/gsm8k", limit=3, out=tmp_path, **fields)
+    (file,) = tmp_path.glob("*/samples.jsonl")
+    found = [json.loads(line)["output"] for line in file.read_text(encoding="utf-8").splitlines()]
+    theirs: Any = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32).eval()
+    hf = HFLM(pretrained=theirs, tokenizer=tokenizer, device="cpu", batch_size=1)
+    rows = [json.loads(line) for line in GSM8K.read_text(encoding="utf-8").splitlines()[:3]]
+    until = {"until": ["Question:", "</s>", "<|im_end|>"], "do_sample": False, "max_gen_toks": 24}
+    asked = [Instance("generate_until", {}, (f"Question: {row['question']}\nAnswer:", until), 0) for row in rows]
+    answers = hf.generate_until(asked, disable_tqdm=True)
+    assert found == answers
+
+    text = tokenizer.decode(book(tokenizer, 300))
+    (expected,) = hf.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)], disable_tqdm=True)
+    model.set_attn_implementation("kvbench")
+    tokens = torch.tensor([[hf.prefix_token_id, *hf.tok_encode(text)]])
+    assert -float(text_scores(model, tokens, make_policy("full")).nll.sum()) == pytest.approx(expected, rel=1e-5)
 
 
 @torch.inference_mode()

@@ -149,14 +149,14 @@ CAM = {"_target_": "kvbench.policies.mergers.cam.CaM"}
         ("snapkv_kivi", {"decode": "evict"}, "no single token can be evicted: use decode=grow"),
         ("snapkv_ott", {"pool_scope": "layer"}, "heads cannot share traced ones: use pool_scope=head"),
         # schedules
-        ("cake", {"schedule": "blocks"}, "only schedule=prompt"),
+        ("cake", {"schedule": "blocks"}, "use schedule=prompt and order=attend_then_evict"),
         ("d2o", {"block": 32}, "needs statistics of all layers"),
         ("h2o", {"late": True, "block": 16}, "so it needs schedule=prompt"),
-        ("h2o", {"late": True, "decode": "grow"}, "late=true evicts with the first decoded token"),
-        ("kvec", {"schedule": "blocks"}, "whole prompt only"),
-        ("sirllm", {"block": 16}, "defined on the whole prompt only"),
-        ("sirllm", {"late": True}, "late=true and allocators that read each layer's statistics cannot go with it"),
-        ("sirllm", {"order": "evict_then_attend"}, "scores a prompt when all layers are done with it"),
+        ("h2o", {"late": True, "decode": "grow"}, "late=true evicts after the first decoded token"),
+        ("kvec", {"schedule": "blocks"}, "needs the whole prompt"),
+        ("sirllm", {"block": 16}, "needs the whole prompt"),
+        ("sirllm", {"late": True}, "late=true and allocators that read each layer's statistics"),
+        ("sirllm", {"order": "evict_then_attend"}, "scores a prompt after all layers have processed it"),
     ],
 )  # fmt: skip
 def test_what_has_no_meaning_is_refused_when_the_policy_is_built(

@@ -62,7 +62,7 @@ def test_a_decoded_token_draws_what_a_token_draws_on_average() -> None:
 
 
 def test_blocks_are_refused() -> None:
-    with pytest.raises(ValueError, match="noncausal is defined on the whole prompt only, so schedule=blocks cannot"):
+    with pytest.raises(ValueError, match="noncausal needs the whole prompt and does not support schedule=blocks"):
         make_policy("noncausal", 20, schedule="blocks")
 
 

@@ -165,7 +165,7 @@ def test_a_suite_asks_and_scores_each_subset_by_its_own_protocol(folder: Path, w
     )
     examples = list(suite.examples(words, 0))
     assert [example.metadata["task"] for example in examples] == [*subsets, *subsets]
-    asking = [suite.asking(example) for example in examples[:3]]
+    asking = [suite.task_of(example) for example in examples[:3]]
     assert [task.chat for task in asking] == [True, False, False]
     assert [task.end_texts for task in asking] == [(), ("\n",), ()]
     assert suite.score("Distance", examples[2]) == 1.0

@@ -14,7 +14,7 @@ from char_tokenizer import CharTokenizer
 from kvbench.tasks.needlebench import scores
 from kvbench.tasks.needlebench.grids import Grid
 from kvbench.tasks.needlebench.summary import cells_of_results, overall
-from kvbench.tasks.needlebench.task import Asked, NeedleBench
+from kvbench.tasks.needlebench.task import NeedleBench, Point
 
 GOLDEN = Path(__file__).parents[4] / "shared" / "golden"
 
@@ -47,11 +47,11 @@ class Recorded(NeedleBench):
         given = dict(self.arguments)
         return OneBuffer((given["length"],), tuple(given.get("depths", ())), (given["length_buffer"],) * 3)
 
-    def asked(self) -> Iterator[Asked]:
+    def points(self) -> Iterator[Point]:
         given = dict(self.arguments)
         needles = given.get("num_needles", len(given.get("depths", (1,))))
         language = {"English": "en", "Chinese": "zh"}[given["language"]]
-        yield Asked(self.kind, language, given["length"], given.get("depth"), self.repeat, needles)
+        yield Point(self.kind, language, given["length"], given.get("depth"), self.repeat, needles)
 
 
 def test_official_prompts_come_out_byte_for_byte(tmp_path: Path) -> None:

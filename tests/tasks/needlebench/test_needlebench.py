@@ -112,7 +112,7 @@ def test_v2_asks_for_the_eldest_of_a_family_in_a_box(folder: Path) -> None:
         assert task.score(f"So it is \\boxed{{{eldest}}}.", example) == 1.0
         assert task.score(f"So it is {eldest}.", example) == 0.0
     assert (
-        {one.depth for one in task.asked() if one.depth is not None} == set(V2["4k"].depths) == set(range(0, 101, 10))
+        {one.depth for one in task.points() if one.depth is not None} == set(V2["4k"].depths) == set(range(0, 101, 10))
     )
 
 

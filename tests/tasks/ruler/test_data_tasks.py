@@ -68,8 +68,8 @@ def test_prompts_hold_the_gold_documents_once_and_fill_the_length(
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("[", r"dev-v2\.0\.json is damaged or of another form \(JSONDecodeError"),
-        ("{}", r"is damaged or of another form \(KeyError: 'data'\)"),
+        ("[", r"dev-v2\.0\.json is damaged or has another format \(JSONDecodeError"),
+        ("{}", r"is damaged or has another format \(KeyError: 'data'\)"),
         ('{"data": []}', "has no questions"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvbench.tasks.scbench.predictions import score_predictions
-from kvbench.tasks.scbench.repoqa import function_of, most_alike
+from kvbench.tasks.scbench.repoqa import function_of, most_similar
 
 GOLDEN = Path(__file__).parents[4] / "shared" / "golden" / "scbench_scores.jsonl"
 
@@ -36,7 +36,7 @@ def test_every_recorded_function_is_as_like_as_in_the_official_code() -> None:
         pytest.skip(f"the recorded official results are not at {GOLDEN}")
     cases = [json.loads(line) for line in GOLDEN.read_text(encoding="utf-8").splitlines()]
     for case in (one for one in cases if "best_target" in one):
-        name, likeness = most_alike(case["prediction"], case["lang"], case["needles"])
+        name, likeness = most_similar(case["prediction"], case["lang"], case["needles"])
         assert (name, likeness) == (case["best_target"], pytest.approx(case["best_similarity"])), case["id"]
 
 

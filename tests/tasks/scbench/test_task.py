@@ -111,7 +111,7 @@ def test_the_aggregates_are_the_official_ones_of_each_turn(pieces: Tokenizer, fo
         (None, r"data_dir=.* contains no text, it must have files such as scbench_kv.jsonl"),
         (
             '{"context": "a"}',
-            r"scbench_kv.jsonl, row 1: unexpected format, expected that of microsoft/SCBench \(KeyError: 'multi_turns'",
+            r"scbench_kv.jsonl, row 1: unexpected format, .* microsoft/SCBench \(KeyError: 'multi_turns'",
         ),
     ],
 )
