@@ -241,6 +241,7 @@ class KVCache(Cache):
         """End a call after its last layer: carry out the evictions and check the budgets."""
         if self._batch is not None:
             self._batch.end()
+            self._batch.count(1)
         for group in self.groups:
             group.layers_done()
         self._evictions.end_call()

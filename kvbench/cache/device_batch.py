@@ -78,7 +78,8 @@ class DeviceBatch:
         def kind(group: PolicyGroup) -> object:
             memory = tuple((name, x.shape) for layer in group.layers for name, x in layer.memory.items())
             widths = tuple((name, x.shape[-1]) for name, x in slot_store(group.layers[0]).memory.items())
-            return group.rule, evicts(group.policy), memory, widths
+            alone = group if group.policy.needs.kept else None  # layers exchange data about one sequence
+            return alone, group.rule, evicts(group.policy), memory, widths
 
         end = 0
         for _, some in groupby(self.groups, key=kind):
@@ -285,7 +286,7 @@ class DeviceBatch:
         slots, policy, groups, count = self.slots, part.policy, part.groups, len(layers)
         budgets = tuple(group.budgets.of(index, [True])[0] for index in layers for group in groups)
         places = slots.places[part.here].repeat(count, 1)
-        shared = {}
+        shared = groups[0].shared
         if policy.rates:
             shared = {"ratings": torch.cat([group.shared["ratings"] for group in groups]).repeat(count, 1)}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_crafted import Crafted, drawn
+from kv_crafted import Crafted, drawn, observed
 
 from kvbench import make_policy
 from kvbench.policies.scorers.rkv import RKV
