@@ -31,8 +31,11 @@ FORMAT = 11
 """Raised whenever what a class holds changes its name or its meaning: older files are then refused."""
 KEY = "kvbench"
 DERIVED = frozenset(
-    "policy names layers budgets progress index isolated on_change on_evict rule not_numbers nan_flags "
-    "_policy _layers _progress _forced _rope_switch _steps _last _memory _starts".split()
+    (
+        *("policy", "names", "layers", "budgets", "progress", "index", "isolated", "on_change", "on_evict", "rule"),
+        *("not_numbers", "nan_flags", "_policy", "_layers", "_progress", "_forced", "_rope_switch", "_steps", "_last"),
+        *("_memory", "_starts"),
+    )
 )
 """Attributes that follow from configuration, policy and the other attributes; all others are saved."""
 

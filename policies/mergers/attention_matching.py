@@ -73,8 +73,8 @@ class AttentionMatching(Merger):
         wanted = (asked.logits.softmax(-1) @ values) * real - fitted @ own
         moved = own + ridge_solution(fitted * free[:, :, None], wanted, self.ridge)
         bias = weights.log().float()
-        if eviction.seen.bias is not None:
-            bias += eviction.seen.bias.gather(-1, kept.slots)
+        if eviction.seen.slots.bias is not None:
+            bias += eviction.seen.slots.bias.gather(-1, kept.slots)
         # Padding entries write to an evicted slot, which is freed.
         return Merged(kept.slots, take(eviction.keys, kept.slots), moved.to(eviction.values.dtype), bias)
 
