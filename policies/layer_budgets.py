@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvbench.errors import LARGEST
-from kvbench.policies.allocators.allocator import StatisticAllocator, known
+from kvbench.policies.allocators.allocator import StatisticAllocator, required_length
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_prompt_fits, check_protected, check_question_fits, least_budget
 
@@ -14,10 +14,10 @@ def total_slots(policy: Policy, layers: int, length: int | None) -> int:
     A share is round(share * length * layers); without a budget, all tokens. ValueError if `length` is needed but None.
     """
     if policy.budget is None:
-        return known(length, f"the allocator of {policy.name}") * layers
+        return required_length(length, f"the allocator of {policy.name}") * layers
     if isinstance(policy.budget, int):
         return policy.budget * layers
-    length = known(length, f"a budget that is a share of the prompt ({policy.budget})")
+    length = required_length(length, f"a budget that is a share of the prompt ({policy.budget})")
     return round(policy.budget * length * layers)
 
 

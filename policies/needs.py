@@ -19,7 +19,7 @@ class Needs:
     model: the part uses the layer's rotation or its output projection (`Observation.rotation`).
     memory: a scorer stores data per sequence and layer instead of per slot (`Observation.memory`).
     evictable: a scorer uses which tokens may be evicted (`Observation.evictable`).
-    question: the part uses the start of the prompt's question (`SequenceInfo.questions`); the window contains the
+    question: the part uses the start of the prompt's question (`Observation.questions`); the window contains the
     question.
     layer: the part uses the layer index, so layers cannot be scored together.
     kept: a scorer uses the tokens that earlier layers kept (`selected`).

@@ -104,6 +104,11 @@ class Observation:
         return self.sequences.prompts
 
     @property
+    def questions(self) -> tuple[int, ...]:
+        """The position of the question in each sequence, if `needs.question`."""
+        return self.sequences.questions
+
+    @property
     def packed(self) -> bool:
         """Whether no slot is empty."""
         return self.slots.packed

@@ -14,7 +14,6 @@ from kvbench.policies.observation import MOVED, Observation, State
 from kvbench.policies.policy_checks import (
     check_budget,
     check_merger,
-    check_pre_pass,
     check_protected,
     check_reader,
     check_schedule,
@@ -72,7 +71,8 @@ class Policy:
                 check_budget(self.budget, self.name)
             return
         if self.scorer.pre_pass is not None:
-            check_pre_pass(self.name, self.pre_pass, self.scorer.pre_pass)
+            if self.pre_pass not in (None, self.scorer.pre_pass):
+                raise ValueError(f"{self.name}'s scorer already has a pre-pass, so pre_pass must not be set")
             needless = isinstance(self.scorer.pre_pass, BlockPasses) and isinstance(self.schedule, Prompt)
             object.__setattr__(self, "pre_pass", None if needless else self.scorer.pre_pass)
         self.allocator.check_policy(self.name, self.scorer.needs.window)

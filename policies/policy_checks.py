@@ -76,12 +76,6 @@ def check_schedule(name: str, schedule: Schedule, scorer: Scorer, allocator: All
         )
 
 
-def check_pre_pass(name: str, given: PrePass | None, own: PrePass) -> None:
-    """Raise ValueError if a policy has another pre-pass than its scorer."""
-    if given not in (None, own):
-        raise ValueError(f"{name}'s scorer already has a pre-pass, so pre_pass must not be set")
-
-
 def check_statistics(name: str, scorer: Scorer, allocator: Allocator, merger: Merger) -> None:
     """Raise ValueError unless the scorer keeps the running statistics that other parts read."""
     for what, part in (("allocator", allocator), ("merger", merger)):

@@ -32,11 +32,11 @@ def question_rows(observation: Observation) -> tuple[Tensor, Tensor]:
 
     W is the longest question of the batch; rows of other queries are 0.
     """
-    longest = max(end - begin for begin, end in zip(observation.sequences.questions, observation.prompts, strict=True))
+    longest = max(end - begin for begin, end in zip(observation.questions, observation.prompts, strict=True))
     rows = observation.window_attention(longest)
     assert observation.recent_positions is not None, "stored for policies with needs.question"
     positions = observation.recent_positions[:, -rows.shape[3] :]
-    valid = positions >= on_device(observation.sequences.questions, positions.device)[:, None]
+    valid = positions >= on_device(observation.questions, positions.device)[:, None]
     return rows.masked_fill(~valid[:, None, None, :, None], 0), valid
 
 

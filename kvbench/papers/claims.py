@@ -161,7 +161,7 @@ def _compared(claim: Claim, run: Result, other: Result) -> Iterator[Comparison]:
     if result is not None:
         subset = "" if run.subset == "all" else f" {run.subset}"
         budget = "" if run.budget is None else f" at {run.budget}"
-        yield Comparison(f"{run.slug} - {other.slug}{budget}{subset}", result.difference, claim.gain)
+        yield Comparison(f"{run.policy} - {other.policy}{budget}{subset}", result.difference, claim.gain)
 
 
 def _p(one: Comparison) -> float:

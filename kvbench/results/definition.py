@@ -1,4 +1,4 @@
-"""`sweep.yaml`: every run of a sweep, also those that never started."""
+"""`sweep.yaml`: every run of a sweep, including runs that were never started."""
 
 from __future__ import annotations
 

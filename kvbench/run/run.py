@@ -176,7 +176,7 @@ def build_cell(run: RunConfig) -> Run:
     with _in_policy(run):
         check_shapes(policy, checkpoint)
     with refusing():
-        cuda_graph = cuda_graph and can_replay(checkpoint.config, asked=run.engine.cuda_graph is True)
+        cuda_graph = cuda_graph and can_replay(checkpoint.config, required=run.engine.cuda_graph is True)
     return Run(
         policy=policy,
         policy_name=run.names["policy"],

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvbench.engine.compute import run_cells
-from kvbench.report.trackers.watching import Quiet, SweepCallback
+from kvbench.report.trackers.watching import NoLogger, SweepCallback
 from kvbench.results.definition import Entry
 from kvbench.results.load import read_result
 from kvbench.results.run_state import RunState, examples, write_state
@@ -88,7 +88,7 @@ def compute(runs: Sequence[Planned], out: Path | None, tracker: SweepCallback) -
 def close_tracker(tracker: SweepCallback, out: Path, entries: Sequence[Entry]) -> None:
     """Give a tracker the results of all runs of a sweep, also those that other processes computed."""
     done = []
-    for entry in entries if not isinstance(tracker, Quiet) else ():
+    for entry in entries if not isinstance(tracker, NoLogger) else ():
         with suppress(ValueError):  # damaged files were reported
             if examples(out / entry.key)[0]:
                 done.append(read_result(out / entry.key, entry.limit))

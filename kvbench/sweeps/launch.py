@@ -19,7 +19,7 @@ from kvbench.sweeps.compute import close_tracker, compute
 from kvbench.sweeps.jobs import Launcher, is_active, submit, submitted
 from kvbench.sweeps.outcome import Outcome, is_expected, message_of, print_results
 from kvbench.sweeps.plan import Asked, Planned, plan
-from kvbench.terminal.command import say
+from kvbench.terminal.command import write_message
 
 POLL_SECONDS = 1.0
 
@@ -84,7 +84,7 @@ def launch(out: Path, runs: Sequence[Planned], whole: Definition, launcher: Laun
         outcomes = outcomes_on_disk(out, entries)
         for outcome in outcomes:
             if outcome.error is not None:
-                say(f"{outcome.title}: {outcome.error}")
+                write_message(f"{outcome.title}: {outcome.error}")
     scores = print_results(outcomes)
     return [Outcome(**{**vars(outcome), "score": scores.get(outcome.key)}) for outcome in outcomes]
 
@@ -95,7 +95,7 @@ def _submit(out: Path, entries: Sequence[Entry], name: str, launcher: Launcher) 
     left = [entry for entry in entries if entry.run_id is not None and not is_complete(out, entry)]
     left = [e for e in left if e.key not in before or not is_active(before[e.key])]
     if not left:
-        say("nothing to submit: all runs are complete, queued or running")
+        write_message("nothing to submit: all runs are complete, queued or running")
         return
     jobs = submit(out, name, left, launcher)
     ids = ", ".join(job.job_id for job in jobs)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvbench.errors import UsageError
 from kvbench.results.locks import RunBusyError, RunLostError
-from kvbench.terminal.command import say
+from kvbench.terminal.command import write_message
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,15 @@ class Messages:
         """Print the message of one run unless it was printed. error: its traceback is printed too."""
         self._counts[message] += 1
         if self._counts[message] == 1:
-            say(f"{title}: {message}", error)
+            write_message(f"{title}: {message}", error)
 
     def print_counts(self) -> None:
         """Print how many more runs each message concerns."""
         for message, count in self._counts.items():
             if count > 1:
-                say(f"{count - 1} more {'run has' if count == 2 else 'runs have'} the same problem: {message}")
+                write_message(
+                    f"{count - 1} more {'run has' if count == 2 else 'runs have'} the same problem: {message}"
+                )
         self._counts.clear()
 
 

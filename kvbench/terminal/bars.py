@@ -1,4 +1,4 @@
-"""Progress bars with the remaining time: on a terminal a bar, elsewhere (a log file) a line a minute."""
+"""Progress bars with the remaining time on a terminal; one line per minute in a log file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Item = TypeVar("Item")
 
 
 class Advance(Protocol):
-    """Moves a bar on by so many units. note: shown behind it until there is another. total: its end, once known."""
+    """Advances a bar by a number of units. note: text after the bar until the next note. total: the end, once known."""
 
     def __call__(self, units: int, note: str | None = None, total: int | None = None) -> None: ...
 
 
 def progress(items: Iterable[Item], title: str, total: int | None = None, done: int = 0) -> Iterator[Item]:
-    """Yield `items`, drawing a bar on stderr while they last. total, done: how many there are, and were before."""
+    """Yield `items` and draw a bar on stderr. total: number of items; done: number of earlier ones."""
     with meter(title, total, done) as advance:
         for item in items:
             yield item
@@ -31,9 +31,9 @@ def progress(items: Iterable[Item], title: str, total: int | None = None, done: 
 
 @contextmanager
 def meter(title: str, total: int | None = None, done: int = 0, unit: str = "") -> Iterator[Advance]:
-    """A bar on stderr or in a notebook, and the function that advances it towards its `total`, from `done` on.
+    """A bar on stderr or in a notebook, from `done` to `total`; yields the function that advances it.
 
-    unit: what is counted, in the plural ("tokens").
+    unit: the name of the units, in the plural ("tokens").
     """
     if "ipykernel" not in sys.modules and not sys.stderr.isatty():
         yield _Lines(title, total, done, unit)
@@ -51,7 +51,7 @@ def meter(title: str, total: int | None = None, done: int = 0, unit: str = "") -
 
 
 class _Lines:
-    """Advances a bar that is a line on stderr, written once a minute."""
+    """Writes progress as a line on stderr, once a minute."""
 
     def __init__(self, title: str, total: int | None, done: int, unit: str) -> None:
         self._title, self._total, self._done, self._unit, self._note = title, total, done, unit, ""
@@ -72,7 +72,7 @@ class _Lines:
             sys.stderr.flush()
 
     def _remaining(self, now: float) -> str:
-        """The time that the remaining units take at the average speed so far."""
+        """The time for the remaining units at the average speed so far."""
         done = self._done - self._first
         if self._total is None or done <= 0:
             return ""

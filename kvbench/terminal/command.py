@@ -1,4 +1,4 @@
-"""What every command does alike: one sentence on stderr for whatever goes wrong, an exit code, --version."""
+"""Shared behaviour of all commands: one error message on stderr, an exit code, --version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeAlias
 
-from kvbench.terminal.console import write_what_can_be
+from kvbench.terminal.console import replace_unencodable
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.folding import fold, help_width
 from kvbench.terminal.signals import exit_code, sigterm_as_interrupt
@@ -22,7 +22,7 @@ DEBUG = "KVBENCH_DEBUG"
 
 
 class Main(Protocol):
-    """What a command's module has."""
+    """The `main` function of a command."""
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         """Run the command line and return its exit code."""
@@ -30,11 +30,11 @@ class Main(Protocol):
 
 
 Explain: TypeAlias = Callable[[BaseException], tuple[int, str]]
-"""The exit code and the one sentence for an error."""
+"""Returns the exit code and the message for an error."""
 
 
 def explain(error: BaseException, shows: str = f"{DEBUG}=1") -> tuple[int, str]:
-    """The exit code and the one sentence for an error. shows: what shows where one came from that is not the user's."""
+    """The exit code and the message for an error. shows: the setting that shows the traceback of an internal error."""
     if isinstance(error, KeyboardInterrupt):
         return exit_code(error), "interrupted"
     if isinstance(error, UsageError):
@@ -43,41 +43,37 @@ def explain(error: BaseException, shows: str = f"{DEBUG}=1") -> tuple[int, str]:
     return FAILED, f"{type(error).__name__}: {first} ({shows} shows where)"
 
 
-def say(sentence: str, error: BaseException | None = None) -> None:
-    """One sentence on stderr, after the traceback of `error` where one is asked for."""
+def write_message(message: str, error: BaseException | None = None) -> None:
+    """Write a message to stderr, after the traceback of `error` if it is given."""
     if error is not None:
         traceback.print_exception(error, file=sys.stderr)
-    sys.stderr.write(f"kvbench: {sentence}\n")
+    sys.stderr.write(f"kvbench: {message}\n")
 
 
 def command(main: Main, explains: Explain = explain) -> Main:
-    """A command's `main`, whose errors become one sentence and an exit code: 1 failed, 2 a wrong value, 130, 143."""
+    """Wrap a command's `main`: errors become one message and an exit code (1 failed, 2 wrong value, 130, 143)."""
 
     @wraps(main)
-    def answering(arguments: Sequence[str] | None = None) -> int:
-        write_what_can_be()
+    def wrapped(arguments: Sequence[str] | None = None) -> int:
+        replace_unencodable()
         try:
             with sigterm_as_interrupt():
                 code = main(arguments)
                 sys.stdout.flush()
                 return code
-        except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return BROKEN_PIPE
         except (Exception, KeyboardInterrupt) as error:
-            code, sentence = explains(error)
-            say(sentence, error if _debugs() else None)
+            code, message = explains(error)
+            write_message(message, error if os.environ.get(DEBUG) else None)
             return code
 
-    return answering
-
-
-def _debugs() -> bool:
-    return bool(os.environ.get(DEBUG))
+    return wrapped
 
 
 class _Help(argparse.HelpFormatter):
-    """Help in the width of the terminal, whose paragraphs and columns are those of the text."""
+    """Help in the width of the terminal, with the paragraphs and columns of the text."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=help_width())
@@ -90,9 +86,9 @@ class _Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A command's flags: a wrong one raises UsageError, and --version is there."""
+    """Parses a command's flags, with --version; a wrong flag raises UsageError."""
 
-    def __init__(self, prog: str, **fields: Any) -> None:  # noqa: ANN401 - as argparse has them
+    def __init__(self, prog: str, **fields: Any) -> None:  # noqa: ANN401 - arguments of argparse
         super().__init__(prog, **{"formatter_class": _Help, **fields})
         self.register("type", Path, _path)
         if self.add_help:
@@ -100,23 +96,23 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
-        raise UsageError(f"{message} ({self.prog} --help says what is allowed)")
+        raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def _path(text: str) -> Path:
-    """No text would name the folder one works in."""
+    """A path; an empty text, which would be the working directory, is refused."""
     if not text.strip():
-        raise argparse.ArgumentTypeError(f"{text!r} is no path")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a path")
     return Path(text)
 
 
 def our_version() -> str:
-    """What --version says."""
+    """The output of --version."""
     return f"kvbench {version('kvbench')}"
 
 
 def pairs(arguments: Sequence[str], example: str) -> dict[str, str]:
-    """The fields that `key=value` arguments give. UsageError for another form, and for a field with two values."""
+    """The fields of `key=value` arguments. UsageError for another format, and for a field with two values."""
     found: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -128,6 +124,6 @@ def pairs(arguments: Sequence[str], example: str) -> dict[str, str]:
 
 
 def once(given: dict[str, Any], key: str, argument: str) -> None:
-    """Raise UsageError where a field has a value already: the last of two would win in silence."""
+    """Raise UsageError if a field already has a value, instead of silently using the last one."""
     if key in given:
         raise UsageError(f"{argument}: {key} is given twice, give it one value")

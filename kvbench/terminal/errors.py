@@ -1,4 +1,4 @@
-"""Errors that a command answers in one sentence, and how a check's error becomes one."""
+"""Errors that a command reports as one message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ConfigError", "UsageError", "refusing"]
 
 @contextmanager
 def refusing(prefix: str = "") -> Iterator[None]:
-    """Turn the ValueError of a check on what the user asked for into a UsageError, `prefix` before its sentence."""
+    """Turn the ValueError of a check of the user's input into a UsageError, with `prefix` before its message."""
     try:
         yield
     except ValueError as error:

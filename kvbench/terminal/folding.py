@@ -1,4 +1,4 @@
-"""Text folded to the terminal: paragraphs are filled, what stands in columns hangs below the last, no word is cut."""
+"""Text wrapped to the terminal's width; columns of indented lines are kept, and words are not split."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from itertools import groupby
 
 NARROWEST, WIDEST = 40, 120
 _COLUMNS = re.compile(r" +\S.*?  +(?=\S)|  +")
-"""What stands before the last column of an indented line: its indent, and a name with a gap behind it."""
+"""The text before the last column of an indented line: the indent, and a name followed by spaces."""
 
 
 def help_width() -> int:
-    """Letters to a line: the terminal's (COLUMNS, or 80 where there is none), as far as eyes can follow."""
+    """Characters per line of help: the terminal's width (COLUMNS, or 80 without a terminal), within limits."""
     return max(NARROWEST, min(shutil.get_terminal_size().columns, WIDEST))
 
 
 def terminal_width() -> int | None:
-    """Letters to a line of the terminal that stdout is; None where it is none."""
+    """Characters per line if stdout is a terminal, otherwise None."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def fold(text: str, width: int) -> str:
-    """The text in lines of at most `width` letters, but for words that are longer.
+    """The text in lines of at most `width` characters, except for longer words.
 
-    Lines that begin with a space are kept apart, and what does not fit hangs below their second column; others are a
-    paragraph until an empty line.
+    A line that begins with a space stays a separate line and continues below its second column. Other lines form a
+    paragraph up to an empty line.
     """
     folded: list[str] = []
-    for stands, lines in groupby(text.splitlines(), key=lambda line: not line.strip() or line[0] == " "):
-        if stands:
+    for separate, lines in groupby(text.splitlines(), key=lambda line: not line.strip() or line[0] == " "):
+        if separate:
             folded += [_hanging(line, width) for line in lines]
         else:
             folded.append(_fill(" ".join(lines), width, ""))

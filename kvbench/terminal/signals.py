@@ -1,4 +1,4 @@
-"""How a command of ours is asked to stop: SIGTERM is Ctrl-C, and both end in one sentence."""
+"""Signals that stop a command: SIGTERM is handled like Ctrl-C, and both end with one message."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 UNTOUCHED = (signal.default_int_handler, signal.SIG_DFL)
-"""Handlers nobody chose; a shell's background jobs ignore SIGINT, which stays so."""
+"""Default handlers, which may be replaced. Background jobs of a shell ignore SIGINT; this is kept."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: what Ctrl-C is, but for the exit code."""
+    """SIGTERM, handled like Ctrl-C except for the exit code."""
 
 
 def exit_code(error: KeyboardInterrupt) -> int:
-    """128 and the number of the signal, as shells count."""
+    """128 plus the number of the signal, as in shells."""
     return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
 
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """SIGINT and SIGTERM raise KeyboardInterrupt meanwhile, so that finished work is kept and told.
+    """SIGINT and SIGTERM raise KeyboardInterrupt inside this context, so that finished work is kept and reported.
 
-    It leaves as that, also where a library made another error of it, as transformers does while it imports its modules.
+    KeyboardInterrupt is raised even if a library turned it into another error, as transformers does during imports.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked: list[KeyboardInterrupt] = []
+    received: list[KeyboardInterrupt] = []
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        asked.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
-        raise asked[-1]
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+        raise received[-1]
 
     ours = SIGNALS if signal.getsignal(signal.SIGINT) in UNTOUCHED else SIGNALS[1:]
-    before = {number: signal.signal(number, ask) for number in ours}
+    before = {number: signal.signal(number, interrupt) for number in ours}
     try:
         yield
     except Exception as error:
-        if asked:
-            raise asked[0] from error
+        if received:
+            raise received[0] from error
         raise
     finally:
         for number, handler in before.items():

@@ -1,6 +1,6 @@
 """Calibrates a policy for a model: `python -m kvbench.calibrate NAME model=... task=... limit=20 -o FILE`.
 
-The fields are those of `python -m kvbench`. The texts are the prompts of the task; use a task with long texts
+Fields have the same names as in `python -m kvbench`. The texts are the prompts of the task; use a task with long texts
 (task=pg19, task=perplexity task.data_dir=texts). Calibrations:
 
   qfilters      main query direction of each KV head, for policy=qfilters policy.scorer.filters=FILE (.safetensors)
@@ -85,7 +85,7 @@ def q_filters(model: PreTrainedModel, texts: Iterable[Tensor]) -> Tensor:
     _read_texts(model, texts, lambda text: QueryMoments(text, found.sums, found.squares))
     shapes = set(layer_shapes(model.config).values())
     if len(shapes) > 1:
-        raise ValueError("qfilters takes a model whose layers have the same number of KV heads, of one size")
+        raise ValueError("qfilters needs a model with the same number of KV heads, of the same size, in every layer")
     ((heads, *_),) = shapes
     filters: Tensor = -found.directions().unflatten(1, (heads, -1)).mean(2)
     return filters.to(torch.float32)

@@ -32,7 +32,7 @@ from kvbench.results.sample import Sample
 from kvbench.results.samples import FILE_NAME
 from kvbench.run.run import Run, build_cell, digest_of
 from kvbench.run.run_config import set_field, typed
-from kvbench.terminal.command import FAILED, Parser, command, pairs, say
+from kvbench.terminal.command import FAILED, Parser, command, pairs, write_message
 from kvbench.terminal.console import quiet
 from kvbench.terminal.errors import UsageError
 
@@ -49,9 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, 1 if a run is refused, 2 for a wrong value."""
     parser = Parser("python -m kvbench.results check", description=__doc__)
     parser.add_argument("folder", type=Path, help="a run, or a folder of runs")
-    parser.add_argument(
-        "fields", nargs="*", metavar="FIELD=VALUE", help="fields with other values on this machine: task.data_dir=/data"
-    )
+    local = "fields with other values on this machine: task.data_dir=/data"
+    parser.add_argument("fields", nargs="*", metavar="FIELD=VALUE", help=local)
     given = parser.parse_args(arguments)
     quiet()
     folders, refused = sorted(path.parent for path in given.folder.rglob(FILE_NAME)), 0
@@ -61,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             check_run(folder, pairs(given.fields, "task.data_dir=/data"))
         except (RefusedError, UsageError) as error:
-            say(f"{folder.name}: {error}")
+            write_message(f"{folder.name}: {error}")
             refused += 1
     sys.stdout.write(f"{given.folder}: {len(folders) - refused} of {len(folders)} runs agree with their samples\n")
     return FAILED if refused else 0
@@ -88,8 +87,7 @@ def _cell(run: Result, config: dict[str, Any], fields: dict[str, Any]) -> Run:
     here = deepcopy({**config, "out": gettempdir(), "device": "auto", "engine": {}})
     for key, value in fields.items():
         set_field(here, key, value)
-    names = {"model": run.naming.model, "policy": run.naming.policy, "task": run.naming.task}
-    cell = build_cell(typed(here, names))
+    cell = build_cell(typed(here, {name: getattr(run.naming, name) for name in ("model", "policy", "task")}))
     ours = json.loads(json.dumps(cell.identity))
     skipped = {"code", *(key.partition(".")[0] for key in fields)}
     for key in {*ours, *run.identity} - skipped:
@@ -144,12 +142,10 @@ def _budget_refused(cell: Run, prompt: Prompt, kept: list[list[int]], seen: int)
     progress.question = [prompt.length if prompt.question is None else prompt.question]
     budgets = [n + (not allocator.exact) for n in Budgets(policy, len(kept), progress).promise(0, seen)]
     held = [fmean(heads) if allocator.per_head else max(heads) for heads in kept]
-    if not isinstance(
-        allocator, JointAllocator | StatisticAllocator
-    ):  # these allocators distribute the total by statistics
-        for layer, (tokens, budget) in enumerate(zip(held, budgets, strict=True)):
-            if round(tokens, 6) > budget:
-                return f"layer {layer} holds {tokens:g} tokens per KV head, but its budget is {budget}"
+    by_statistics = isinstance(allocator, JointAllocator | StatisticAllocator)  # only their total is fixed
+    for layer, (tokens, budget) in enumerate(zip(held, budgets, strict=True)):
+        if not by_statistics and round(tokens, 6) > budget:
+            return f"layer {layer} holds {tokens:g} tokens per KV head, but its budget is {budget}"
     total, exact = round(sum(map(fmean, kept)), 6), allocator.exact and policy.selection is None
     if round(sum(held), 6) > sum(budgets) or (exact and total != sum(budgets)):
         return f"it holds {total:g} tokens per KV head in {len(kept)} layers, but its budget is {sum(budgets)}"
@@ -165,8 +161,8 @@ def _bytes_refused(cell: Run, sample: Sample) -> str | None:
     position = 0 if isinstance(cell.policy, KVPress) else POSITION
     layers = zip(sample.kept_tokens or [], _heads_and_numbers(cell), strict=True)
     least = sum(sum(heads) * (width * numbers + position) for heads, (_, numbers) in layers)
-    if (held := sample.cache_bytes or 0) < least or (sample.peak_bytes or 0) < held:
-        return f"it holds {held} bytes ({sample.peak_bytes} at its peak), but its tokens take at least {least}"
+    if (used := sample.cache_bytes or 0) < least or (sample.peak_bytes or 0) < used:
+        return f"it has {used} bytes ({sample.peak_bytes} at its peak), but its tokens take at least {least}"
     return None
 
 

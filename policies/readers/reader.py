@@ -1,6 +1,7 @@
 """The interface of sparse attention: every token is stored, and a decoded query reads some of them.
 
-Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, T tokens held, P pages, p tokens of a page, D head dim.
+Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, T stored tokens, P pages, p tokens per page, D head
+dim.
 """
 
 from abc import ABC, abstractmethod
@@ -40,16 +41,16 @@ class Reader(ABC):
 
     The policy's budget limits the tokens that a decoded query reads: tokens per KV head, or a share of the prompt. If
     more tokens are stored, only the floor(budget / page) pages with the highest scores take part in attention; ties go
-    to the older page. Queries of a prompt read all tokens. page: tokens per page, 1 to choose single tokens.
+    to the older page. Queries of a prompt read all tokens. page: tokens per page, 1 to select single tokens.
     """
 
     page: int
 
     mass: float | None = None
-    """Read as few pages as reach this share of the sum of all scores, without a budget; None: the budget's pages."""
+    """Read the fewest pages that reach this share of the sum of all scores, without a budget; None: use the budget."""
 
     reads_keys: ClassVar[bool] = False
-    """Whether all keys are read to choose the tokens: they are then counted as read."""
+    """Whether the selection reads all keys, which are then counted as read."""
 
     def reads_all(self, layer: int) -> bool:
         """Whether the queries of a layer read all tokens, regardless of the budget."""
@@ -59,7 +60,7 @@ class Reader(ABC):
     def summarise(self, keys: Tensor, present: Tensor) -> State:
         """Compute page summaries by name: keys [B,H_kv,P,p,D], present [B,H_kv,P,p] bool -> [B,H_kv,P,...] each.
 
-        Called when tokens are appended to a page. The bytes count as held and as read with every query.
+        Called when tokens are appended to a page. The bytes are part of the cache and are read with every query.
         """
 
     @abstractmethod

@@ -60,6 +60,15 @@ def test_the_cache_grows_by_k_tokens_and_returns_to_the_budget_at_once(slug: str
         assert batch.tokens[row] == alone.tokens[0]
 
 
+@pytest.mark.parametrize("length", [56, 40, 33])
+def test_the_audit_promises_exactly_these_lengths(length: int) -> None:
+    model = prepare(tiny())
+    cache = KVCache(model.config, policy("knorm"), prompt_length=length)
+    model(torch.tensor([prompt(length)]), past_key_values=cache)
+    budgets = cache.group.budgets
+    assert [budgets.promise(0, length + call) for call in range(NEW)] == [[n] * 2 for n in by_hand(length, NEW)]
+
+
 def test_what_goes_are_the_k_lowest_scores_of_all_that_is_held() -> None:
     _, keys, values = drawn(30, 2, 2)
     norms = keys[0].norm(dim=-1).tolist()

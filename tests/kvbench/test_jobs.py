@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -74,28 +73,6 @@ def test_jobs_of_this_machine_are_followed_waited_for_and_resumed(
     assert samples(out) == samples(tmp_path / "here")
     assert sweep(["resume", str(out)]) == 0
     assert "nothing is left to do" in capsys.readouterr().out
-
-
-@pytest.mark.slow("kills processes")
-def test_twenty_kills_of_a_sweep_lose_and_repeat_nothing(tmp_path: Path, tiny_model: Path) -> None:
-    assert start(tmp_path, tiny_model, "out=whole").wait() == 0
-    chance, seen = random.Random(0), b""
-    for _ in range(20):
-        process = start(tmp_path, tiny_model, "out=killed")
-        before = sum(path.stat().st_size for path in tmp_path.glob("killed/*/samples.jsonl"))
-        until(lambda process=process, before=before: process.poll() is not None or _size(tmp_path) > before)
-        time.sleep(chance.uniform(0, 0.3))
-        process.kill()
-        process.wait()
-        now = b"".join(path.read_bytes() for path in sorted(tmp_path.glob("killed/*/samples.jsonl")))
-        assert len(now) >= len(seen)
-        seen = now
-    assert start(tmp_path, tiny_model, "out=killed").wait() == 0
-    assert samples(tmp_path / "killed") == samples(tmp_path / "whole")
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("killed/*/samples.jsonl"))
 
 
 @pytest.fixture

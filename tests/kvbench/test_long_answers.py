@@ -16,7 +16,7 @@ from kvbench.engine.compute import run_cells
 from kvbench.models.prompts import PromptMaker
 from kvbench.run.run import build_cell
 from kvbench.run.sampling import Sampling
-from kvbench.tasks.lm_eval.chat import chat_text
+from kvbench.tasks.lm_eval.task import chat_text
 from kvbench.tasks.task import Example, Task
 from kvbench.tools.diagnose import cells_of
 

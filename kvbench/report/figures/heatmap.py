@@ -53,12 +53,16 @@ def _figure(panel: Panel, maps: Mapping[Result, Cells], paper: Paper) -> Figure:
     """One map per run, the full cache last; for a single prompt length, one map with one row per run."""
     lengths, depths = (sorted({cell[axis] for grid in maps.values() for cell in grid}) for axis in (0, 1))
     order = sorted(maps, key=lambda cell: cell.budget is None)
-    titles = [_title(cell, paper) for cell in order]
-    if len(lengths) == 1:
-        labels_width = 0.065 * max(map(len, titles)) + 0.6
-        sheet = Sheet(
-            1, 1, max(0.34 * len(depths), 2.4) + labels_width, 0.2 * len(maps) + 0.7, paper, 1.4 + labels_width
+    titles = []
+    for cell in order:
+        budget, value = (
+            "" if cell.budget is None else f", {cell.budget:g}",
+            "" if cell.value is None else f": {cell.value:.2f}",
         )
+        titles.append(f"{paper.name(cell.line)}{budget}{value}")
+    if len(lengths) == 1:
+        wide = 0.065 * max(map(len, titles)) + 0.6  # of the labels
+        sheet = Sheet(1, 1, max(0.34 * len(depths), 2.4) + wide, 0.2 * len(maps) + 0.7, paper, 1.4 + wide)
         rows = {(depth, float(row)): s for row, cell in enumerate(order) for (_, depth), s in maps[cell].items()}
         _map(sheet.axes[0], rows, depths, [float(row) for row in range(len(maps))])
         sheet.axes[0].set_yticks(range(len(maps)), titles)
@@ -71,7 +75,8 @@ def _figure(panel: Panel, maps: Mapping[Result, Cells], paper: Paper) -> Figure:
             _map(axes, maps[cell], lengths, depths)
             sheet.set_title(axes, titles[index])
             bottom, left = sheet.is_bottom(index), sheet.is_left(index)
-            _ticks(axes, "x", [_tokens(n) if bottom else "" for n in lengths], "length (tokens)" * bottom)
+            tokens = [f"{n / 1000:g}k" if n >= 1000 and n % 100 == 0 else f"{n:g}" for n in lengths]
+            _ticks(axes, "x", [text * bottom for text in tokens], "length (tokens)" * bottom)
             _ticks(axes, "y", [f"{d:.3g}" if left else "" for d in depths], "depth (%)" * left)
             axes.tick_params(axis="x", labelrotation=60)
     bar = sheet.figure.colorbar(sheet.axes[0].images[0], ax=sheet.axes, label="score", aspect=12)
@@ -100,13 +105,3 @@ def _ticks(axes: Axes, which: str, labels: Sequence[str], title: str) -> None:
     step = -(-len(labels) // 12)
     getattr(axes, f"set_{which}ticks")(range(0, len(labels), step), labels[::step])
     getattr(axes, f"set_{which}label")(title)
-
-
-def _title(cell: Result, paper: Paper) -> str:
-    name = paper.name(cell.line)
-    value = "" if cell.value is None else f": {cell.value:.2f}"
-    return f"{name}{value}" if cell.budget is None else f"{name}, {cell.budget:g}{value}"
-
-
-def _tokens(length: float) -> str:
-    return f"{length / 1000:g}k" if length >= 1000 and length % 100 == 0 else f"{length:g}"

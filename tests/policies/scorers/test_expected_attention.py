@@ -5,13 +5,10 @@ import math
 import pytest
 import torch
 from kv_crafted import Crafted, drawn, rankings
-from kv_models import prompt
 from kvpress_kept import assert_same, presses
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvbench import make_policy
-from kvbench.engine.generate import generate_tokens
 
 DIM, BASE = 8, 10000.0
 
@@ -83,14 +80,6 @@ def test_moments_of_large_means_do_not_cancel() -> None:
     expected = (exact - exact.mean(0)).T @ (exact - exact.mean(0))
     torch.testing.assert_close(memory["scatter"][0, 0].double(), expected, rtol=0.05, atol=1e-3)
     assert memory["count"].tolist() == [56]
-
-
-def test_a_family_without_rotation_is_refused_in_a_sentence() -> None:
-    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, attn_implementation="kvbench")).eval()
-    with pytest.raises(
-        ValueError, match="GPT2Attention has no rotary embedding that kvbench knows, and the policy reads"
-    ):
-        generate_tokens(model, torch.tensor([prompt(40)]), make_policy("expected_attention", 20), max_new_tokens=1)
 
 
 def test_kvpress_keeps_the_same() -> None:
