@@ -60,7 +60,10 @@ def select(
         kept = _select_by_cut(scores, tie_break, protected, keep)
         if kept is not None:
             return kept
-    return select_by_sorting(scores, tie_break, positions, protected, keep, in_order)
+    order = preference(scores, tie_break, positions, protected, in_order)
+    ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    chosen = ranks < (keep[..., None] if isinstance(keep, Tensor) else keep)
+    return torch.zeros_like(protected).scatter_(-1, order, chosen) & (positions >= 0)
 
 
 def _select_by_cut(scores: Tensor, tie_break: Tensor | None, protected: Tensor, keep: int) -> Tensor | None:
@@ -77,21 +80,6 @@ def _select_by_cut(scores: Tensor, tie_break: Tensor | None, protected: Tensor, 
         return None
     above, at_cut = ranked > cut, ranked == cut
     return above | at_cut & (at_cut.cumsum(-1) <= keep - above.sum(-1, keepdim=True))  # the first of equal scores
-
-
-def select_by_sorting(
-    scores: Tensor,
-    tie_break: Tensor | None,
-    positions: Tensor,
-    protected: Tensor,
-    keep: Tensor | int,
-    in_order: bool = False,
-) -> Tensor:
-    """`select` in PyTorch, on any device; in_order: see `preference`."""
-    order = preference(scores, tie_break, positions, protected, in_order)
-    ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    chosen = ranks < (keep[..., None] if isinstance(keep, Tensor) else keep)
-    return torch.zeros_like(protected).scatter_(-1, order, chosen) & (positions >= 0)
 
 
 def victim(

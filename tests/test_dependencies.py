@@ -18,7 +18,7 @@ from kvbench.tasks.ruler.niah import punkt_sentences
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("kvbench", "policies", "kernels", "tasks")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-BY_HAND = {"kvpress"}  # the comment beside `rivals` says how, and why it is not declared
+BY_HAND = {"kvpress"}  # requires an older transformers, so `make install` installs it with --no-deps
 
 
 def distributions(requirements: list[str]) -> set[str]:

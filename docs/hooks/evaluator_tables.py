@@ -1,8 +1,8 @@
-"""Tables of the protocols of benchmarks, generated from the code."""
+"""Tables of the protocols of benchmarks, made from their code."""
 
 from __future__ import annotations
 
-from md import table
+from ledger_pages import table
 
 from kvbench.tasks.longbench.subsets import PAPER_SETS, SUBSETS
 from kvbench.tasks.ruler.predictions import PROTOCOLS
@@ -26,7 +26,7 @@ CONTENTS = {
 
 
 def longbench() -> str:
-    """Every subset: prompt and score."""
+    """Every subset: its prompt and its metric."""
     columns = ("subset", "kind", "examples:", "new tokens:", "metric", "chat", "first line only", "in the 16")
     rows = []
     for one in SUBSETS.values():
@@ -37,9 +37,9 @@ def longbench() -> str:
 
 
 def ruler() -> str:
-    """Every task: content and score."""
-    rows = (
+    """Every task: its content and its score."""
+    rows = [
         (f"`{name}`", CONTENTS[name], one.max_new_tokens, "any" if one.match is contains_any else "all")
         for name, one in PROTOCOLS.items()
-    )
+    ]
     return table(("task", "content", "new tokens:", "score"), rows)

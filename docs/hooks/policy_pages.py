@@ -1,35 +1,34 @@
-"""A page for every policy, generated from its YAML and the docstrings of its parts."""
+"""A page for every policy, made from its YAML and the docstrings of its parts."""
 
 from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
 
-import ledger_pages
-from md import table
+from ledger_pages import section, table
 
 from kvbench.config.tree import CONF, Config, names, part_class, read
 
 DECISIONS = {
-    "pre_pass": "Extra forward passes",
-    "scorer": "Scores of tokens",
-    "value": "Use of values",
-    "selection": "Units of selection",
+    "pre_pass": "Extra forward pass before eviction",
+    "scorer": "Which tokens stay",
+    "value": "Use of the values",
+    "selection": "Which tokens stay together",
     "allocator": "Budgets of layers and heads",
     "merger": "Merging of evicted tokens",
     "store": "Storage of kept tokens",
-    "reader": "Tokens that a decoded query reads",
+    "reader": "Sparse attention",
 }
-USUAL = {"Uniform", "Drop", "Dense"}  # defaults, which are not described on the page of a policy
+USUAL = {"Uniform", "Drop", "Dense"}  # the default parts have no section
 GROUPS = (
-    ("Scores of tokens", lambda config: True),
-    ("Value-aware", lambda config: bool(config.get("value"))),
+    ("Token scores", lambda config: True),
+    ("Scores that use the values", lambda config: bool(config.get("value"))),
     ("Budgets of layers and heads", lambda config: part_name(config, "allocator") != "Uniform"),
-    ("Merging", lambda config: part_name(config, "merger") != "Drop"),
-    ("Quantized stores", lambda config: part_name(config, "store") not in ("Dense", "Ragged")),
-    ("Extra forward passes", lambda config: bool(config.get("pre_pass"))),
+    ("Merged tokens", lambda config: part_name(config, "merger") != "Drop"),
+    ("Quantized", lambda config: part_name(config, "store") not in ("Dense", "Ragged")),
+    ("Prompt rewritten", lambda config: bool(config.get("pre_pass"))),
     ("Sparse attention", lambda config: bool(config.get("reader"))),
-    ("Baseline", lambda config: config == read("policy", "full")),
+    ("No compression", lambda config: config == read("policy", "full")),
 )
 
 
@@ -40,35 +39,28 @@ def part_name(config: Config, decision: str) -> str:
 
 @cache
 def pages() -> dict[str, tuple[str, ...]]:
-    """Every policy with a page, and its variants: policies with a name that begins with its name."""
-    known = sorted(names("policy"), key=len)
+    """Every policy that has a page, and its variants: names that begin with its name."""
     found: dict[str, list[str]] = {}
-    for name in known:
+    for name in sorted(names("policy"), key=len):
         base = max((page for page in found if name.startswith(f"{page}_")), key=len, default=None)
-        if base is None:
-            found[name] = []
-        else:
-            found[base].append(name)
-    twin = {"headkv_r2": "headkv_r"}  # a second file of scores for the same policy
-    for name, page in twin.items():
-        found[page] += [name, *found.pop(name)]
+        base = "headkv_r" if name == "headkv_r2" else base  # the same policy with another file of scores
+        found.setdefault(base or name, []).extend([name] if base else [])
     return {name: tuple(sorted(found[name])) for name in sorted(found)}
 
 
 def page_of() -> dict[str, str]:
-    """The page on which each policy's name is found."""
+    """The page of each policy."""
     return {name: page for page, variants in pages().items() for name in (page, *variants)}
 
 
 def about(name: str) -> str:
     """The comment at the top of a policy's file."""
     lines = (CONF / "policy" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-    comment = [line.removeprefix("#").strip() for line in lines if line.startswith("#")]
-    return " ".join(comment)
+    return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
 
 
 def groups() -> dict[str, list[str]]:
-    """The pages by group; a policy belongs to the last group that matches it."""
+    """The pages by kind; a policy is in the last group that it fits."""
     found: dict[str, list[str]] = {name: [] for name, _ in GROUPS}
     for page in pages():
         config = read("policy", page)
@@ -77,22 +69,22 @@ def groups() -> dict[str, list[str]]:
 
 
 def index_page() -> str:
-    """The page with all policies, by group."""
+    """All policies with one sentence each, by group."""
     blocks = ["# Policies", _INTRODUCTION]
     for group, members in groups().items():
-        rows = ((f"[`{page}`]({page}.md)", _first_sentence(about(page))) for page in members)
+        rows = [(f"[`{page}`]({page}.md)", about(page).split(". ")[0].rstrip(".") + ".") for page in members]
         blocks += [f"## {group}", table(("policy", "description"), rows)]
     return "\n\n".join(blocks) + "\n"
 
 
-_INTRODUCTION = """A policy consists of five decisions and a schedule; [Policies](../concepts/policy.md) explains them.
-Every name below is a file in `conf/policy/`. Its page is generated from this file and from the docstrings of its parts.
-Further names are composed: a wrapper before a policy with a scorer (`caote_knorm`, `critical_snapkv`, `ada_keydiff`),
-or a store with its settings after a policy that evicts (`snapkv_kivi_g32_r128`)."""
+_INTRODUCTION = """A policy is five decisions and a schedule ([how they fit together](../concepts/policy.md)).
+Every name below is a file of `conf/policy/`. Its page is generated from that file and from the docstrings of its parts.
+Further names need no file: a wrapper before a policy with a scorer (`caote_knorm`, `critical_snapkv`, `ada_keydiff`),
+and a store with its settings after a policy that evicts (`snapkv_kivi_g32_r128`)."""
 
 
 def parts_table() -> str:
-    """The parts of all presets and wrappers by decision: the first lines of their modules' docstrings."""
+    """The parts of all presets and wrappers: the sentences their modules begin with, by decision."""
     found: dict[str, set[str]] = {decision: set() for decision in DECISIONS}
     for config in (read(group, name) for group in ("policy", "wrapper") for name in names(group)):
         for decision in DECISIONS:
@@ -101,10 +93,6 @@ def parts_table() -> str:
                 found[decision].add(doc.splitlines()[0].rstrip("."))
     rows = [(question, text) for decision, question in DECISIONS.items() for text in sorted(found[decision])]
     return table(("decision", "part"), rows)
-
-
-def _first_sentence(text: str) -> str:
-    return text.split(". ")[0].rstrip(".") + "."
 
 
 @cache
@@ -121,10 +109,10 @@ def page(name: str) -> str:
         *_decisions(config),
         *(_schedule(config) if _chooses(config) else []),
     ]
-    if differences := ledger_pages.section((name, *pages()[name])):
-        blocks += ["## Where paper, code and numbers differ", *differences]
+    if differences := section((name, *pages()[name])):
+        blocks += ["## Differences between paper, code and numbers", *differences]
     if variants := pages()[name]:
-        blocks += ["## Variants", table(("name", "description"), ((f"`{one}`", about(one)) for one in variants))]
+        blocks += ["## Variants", table(("name", "description"), [(f"`{one}`", about(one)) for one in variants])]
     blocks += ["## The file", f"`conf/policy/{name}.yaml`:", f"```yaml\n{file}\n```"]
     return "\n\n".join(blocks) + "\n"
 
@@ -138,7 +126,7 @@ def _needed(config: Config) -> str:
 
 
 def _chooses(config: Config) -> bool:
-    """Whether a policy selects tokens."""
+    """Whether a policy selects the tokens it keeps."""
     return bool(config.get("scorer") or config.get("pre_pass"))
 
 
@@ -152,7 +140,7 @@ def _decisions(config: Config) -> list[str]:
         blocks += [f"## {question}", _documented(given)]
         blocks += [_documented(value) for value in given.values() if isinstance(value, dict) and "_target_" in value]
     if not (_chooses(config) or config.get("reader")) and part_name(config, "store") == "Dense":
-        blocks += ["No token is evicted, merged or rounded. This is the baseline of every comparison."]
+        blocks += ["Nothing is evicted, merged or quantized: the full cache, the baseline of every comparison."]
     return blocks
 
 
@@ -168,11 +156,11 @@ def _schedule(config: Config) -> list[str]:
     if part_name(config, "schedule") == "Blocks":
         when = f"after every block of {schedule.get('size', 128)} prompt tokens (`block=`)"
     rule = schedule.get("decode", "evict")
-    decode = "each new token replaces one token" if rule == "evict" else "new tokens are kept in addition to the budget"
+    decode = {"evict": "evicts one token for each new one", "grow": "keeps every new token above the budget"}[rule]
     if (every := schedule.get("every", 1)) > 1:
-        decode = f"{every} tokens are evicted after every {every} new tokens"
+        decode = f"evicts {every} tokens at once when the budget is exceeded by {every}"
     if schedule.get("protect") == "prompt":
-        decode += ", but no token of the prompt"
-    late = ", after the first token has been decoded" if schedule.get("late") else ""
-    change = "Change this with `schedule=`, `block=` and `decode=`; see [schedules](../concepts/policy.md#schedules)."
-    return ["## Schedule", f"The policy evicts {when}{late}. While decoding, {decode} (`decode={rule}`).\n{change}"]
+        decode += ", none of them from the prompt"
+    late = "; the whole prompt is kept until the first token is decoded" if schedule.get("late") else ""
+    set_by = "`schedule=`, `block=` and `decode=` change this: [schedules](../concepts/policy.md#schedules)."
+    return ["## Schedule", f"It evicts {when}{late}; decoding {decode} (`decode={rule}`).\n{set_by}"]

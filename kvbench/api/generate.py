@@ -1,4 +1,4 @@
-"""`kvbench.generate`: generation by kvbench's own loop, which policies that rewrite the prompt need."""
+"""`kvbench.generate`: generation by kvbench's loop, which supports all policies."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def generate(
     seed: int = 0,
     question: int | Sequence[int] | None = None,
 ) -> Generation:
-    """Generate under any policy, those with a pre-pass included, and audit the cache at the end.
+    """Generate with any policy, including policies with a pre-pass, and audit the cache at the end.
 
-    prompt: token ids [B,T], left-padded where attention_mask [B,T] is 0, or a text, which needs its `tokenizer`, as do
-    pre-passes made of text (KVzip) and `stop`: strings after which an answer ends. context_tokens: only so many are
-    compressed; what follows is a question, read after that. question: tokens before the question, where all is
-    compressed by a policy that asks for it (FINCH), one number or one per sequence. temperature: above 0 tokens are
-    drawn, of the `top_k` likeliest and the `top_p` nucleus, by a stream of numbers for each (seed, row of prompt,
-    sample); samples: so many answers to each row, which follow each other. The answer's tokens are `tokens`, and
-    `cache` says what was kept.
-    Raises ValueError for a wrong value, BudgetError where the policy held more than it promised.
+    prompt: token ids [B,T], left-padded where attention_mask [B,T] is 0, or a text. tokenizer: needed for a text, for
+    pre-passes with text (KVzip) and for `stop`, strings that end an answer. context_tokens: number of tokens to
+    compress; the rest is a question that is appended after compression. question: number of tokens before the question
+    in a prompt that is compressed as a whole, for policies that need it (FINCH); one number or one per sequence.
+    temperature: above 0, tokens are sampled from the `top_k` most likely ones and the `top_p` nucleus, with separate
+    random numbers for each (seed, row of the prompt, sample). samples: number of answers per row, which are adjacent in
+    the result. Returns the new `tokens` and the `cache`.
+    Raises ValueError for a wrong value, BudgetError if the cache exceeds the budget.
     """
     if tokenizer is None and (isinstance(prompt, str) or stop):
         raise UsageError(f"tokenizer= is missing, {'a text' if isinstance(prompt, str) else 'stop='} needs it")
@@ -78,7 +78,7 @@ def generate(
 
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str]) -> list[int]:
-    """Ids that end an answer; without a tokenizer those that the model itself names."""
+    """Ids that end an answer; without a tokenizer, the ids in the model's generation config."""
     if tokenizer is not None:
         return end_tokens(model.generation_config, tokenizer, stops=stop)
     named = model.generation_config.eos_token_id if model.generation_config is not None else None

@@ -15,6 +15,7 @@ from kvbench.cache.budgets import Budgets
 from kvbench.cache.reading import PageReads
 from kvbench.cache.steps import BatchStep
 from kvbench.policies.latents import LatentObservation
+from kvbench.policies.layer_budgets import read_plan
 from kvbench.policies.observation import MOVED, AttentionParams, Memory, Observation, StepCache
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
@@ -213,8 +214,8 @@ class LayerState:
         fresh = not any(self.counts)
         held.append(new.keys, new.values, now.places, absent=not now.aligned)
         before, self.counts = self.counts, [n + more for n, more in zip(self.counts, now.counts, strict=True)]
-        if policy.reader is not None and self.pages is not None and not policy.reader.reads_all(self.index):
-            self.pages.append(policy.reader, held, before, self.counts)
+        if self.pages is not None:
+            self._summarise(self.pages, held, now, before, context.prompts)
         if held.watching:
             step = LayerStep(new.queries, now, params, held, fresh, alone=alone)
             held.observe(self._observe(context, None, step), context.prompts)
@@ -227,6 +228,18 @@ class LayerState:
         if isinstance(held, StoreList) and held.shape is not None:
             step.parts = tuple(step.of(rows, part) for rows, part in held.by_length)
         return step
+
+    def _summarise(
+        self, pages: PageReads, held: LayerStore, now: BatchStep, before: Sequence[int], prompts: Sequence[int]
+    ) -> None:
+        """Summarise the pages of a step's tokens; of a prompt that is evicted, once the first token is decoded."""
+        reader = self.policy.reader
+        assert reader is not None
+        if reader.evicts and now.phase != "decode":
+            pages.clear()
+        elif not reader.reads_all(self.index):
+            sizes = [read_plan(self.policy, length).page for length in prompts]
+            pages.append(reader, held, before, self.counts, sizes)
 
     def _show(self, step: LayerStep, context: Context) -> None:
         """Let the policy see a step, whose queries enter the window."""

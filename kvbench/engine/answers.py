@@ -29,7 +29,7 @@ from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
 from kvbench.models.tokens import Encoder
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
-from kvbench.policies.scorers.random import drawing_anew
+from kvbench.policies.scorers.random import with_example_seed
 from kvbench.results.kept_heads import KeptHeads, kept_heads
 from kvbench.results.sample import Sample
 from kvbench.run.run import Run
@@ -164,7 +164,7 @@ def conversation(cell: Run, loaded: LoadedModel, prompt: Prompt) -> Conversation
     if not prompt.turns:
         return None
     encoder = Encoder(cell.checkpoint.tokenizer())
-    policy = drawing_anew(cell.policy, cell.seed, prompt.draw)
+    policy = with_example_seed(cell.policy, cell.seed, prompt.draw)
     return Conversation(loaded.model, policy, prompt.own, encoder, cell.cuda_graph)
 
 
@@ -202,7 +202,7 @@ def _generate(cell: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
     done = generate_tokens(
         loaded.model,
         asked.input_ids,
-        drawing_anew(cell.policy, cell.seed, prompt.draw),
+        with_example_seed(cell.policy, cell.seed, prompt.draw),
         max_new_tokens=asked.max_new_tokens,
         min_new_tokens=asked.min_new_tokens,
         eos_token_ids=asked.eos_token_ids,
@@ -240,7 +240,7 @@ def _converse(cell: Run, loaded: LoadedModel, prompt: Prompt, talk: Conversation
 def _rate(cell: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
     """The sample of an example whose continuations are rated, each on a cache of its own."""
     answers, held, prefill_seconds, decode_seconds = [], [], 0.0, 0.0
-    policy = drawing_anew(cell.policy, cell.seed, prompt.draw)
+    policy = with_example_seed(cell.policy, cell.seed, prompt.draw)
     for pair in prompt.pairs:
         rating = rated(loaded.model, pair, policy, Encoder(cell.checkpoint.tokenizer()))
         answers.append([rating.logprob, rating.greedy])
@@ -265,7 +265,7 @@ def _rate(cell: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
 def _read(cell: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
     """The sample of an example whose tokens are given and scored."""
     encoder = Encoder(cell.checkpoint.tokenizer())
-    policy = drawing_anew(cell.policy, cell.seed, prompt.draw)
+    policy = with_example_seed(cell.policy, cell.seed, prompt.draw)
     done = rate(loaded.model, prompt, policy, report=report, encoder=encoder)
     return replace(
         blank(prompt),

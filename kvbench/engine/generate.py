@@ -101,7 +101,7 @@ def generate_tokens(
         return Generation([tokens], pressed, prefilled - began, now(model) - prefilled, steps)
     if cuda_graph:
         check_graph(policy, model.device)
-        can_replay(model.config, asked=True)
+        can_replay(model.config, required=True)
     batch, began = DecodeBatch(model, cuda_graph), now(model)
     sequences = admit(batch, requests, policy)
     prefilled = now(model)

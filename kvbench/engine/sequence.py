@@ -12,7 +12,7 @@ from kvbench.cache.cache import KVCache
 from kvbench.engine.answer import NOT_A_NUMBER, Answer, next_tokens
 from kvbench.engine.request import Request as Request
 from kvbench.policies.policy import Policy
-from kvbench.policies.scorers.random import drawing_anew
+from kvbench.policies.scorers.random import with_example_seed
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class LiveSequence:
 def new_sequence(request: Request, policy: Policy) -> LiveSequence:
     """A sequence that has seen no token yet."""
     if request.example is not None:
-        policy = drawing_anew(policy, *request.example)
+        policy = with_example_seed(policy, *request.example)
     return LiveSequence(request, policy, request.answer())
 
 

@@ -48,7 +48,7 @@ class Runs:
                 self._add(part, f"{prefix}{part.subset.partition('=')[2]}")
 
     def _add(self, run: Result, task: str) -> None:
-        self._by_key.setdefault((_plain(run.naming.model), run.slug, run.budget, task), []).append(run)
+        self._by_key.setdefault((_plain(run.naming.model), run.policy, run.budget, task), []).append(run)
 
     def find(self, plan: Plan) -> tuple[Result | None, str]:
         """The run of a plan with the most examples, or None and a remark about runs with different settings."""

@@ -1,4 +1,4 @@
-"""`sweep.yaml`: every run of a sweep, also those that never started."""
+"""`sweep.yaml`: every run of a sweep, including runs that were never started."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
+from kvbench.errors import UsageError
 from kvbench.results.files import read_yaml, remove_torn, write_atomically, yaml_text
 from kvbench.results.locks import held
-from kvbench.terminal.errors import UsageError
 
 FILE_NAME = "sweep.yaml"
 SWEEP_FOLDER = ".sweep"

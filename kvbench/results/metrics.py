@@ -73,12 +73,6 @@ def _cut(sample: Sample) -> float | None:
     return float(sample.generated_tokens >= sample.max_new_tokens)
 
 
-def _per_1000_held(samples: Sequence[Sample]) -> float | None:
-    """The mean score per thousand tokens held; None if an example failed."""
-    held, score = _mean_of(mean_kept)(samples), _score(samples)["score"]
-    return 1000 * score / held if held and score is not None else None
-
-
 def _pass_at_k(samples: Sequence[Sample]) -> float | None:
     """Share of prompts with a right answer among their k answers; None unless answers are right or wrong."""
     if not any(s.sample for s in samples) or any(s.score not in (0, 1) for s in samples):
@@ -94,7 +88,6 @@ class Numbers:
     prompt_tokens: float | None = number("mean per example", over="all")
     generated_tokens: float | None = number("mean per example")
     cut_share: float | None = number("share of answers that reached max_new_tokens", _mean_of(_cut))
-    score_per_1000_held: float | None = number("score per thousand kept_tokens", _per_1000_held, over="all")
     pass_at_k: float | None = number(
         "share of prompts with a right answer among several sampled ones", _pass_at_k, over="all"
     )

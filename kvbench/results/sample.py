@@ -36,7 +36,7 @@ class Sample:
     part of the line only if they have a value.
 
     kept_tokens: [L][H_kv] tokens held.
-    kept_heads*: by how many KV heads of all layers each token of the prompt is held (see `records.kept_heads`).
+    kept_heads*: by how many KV heads of all layers each token of the prompt is held (see `results.kept_heads`).
     cache_bytes: keys, values, positions, statistics and states, without spare bytes.
     spare_bytes: reserved but unused bytes.
     peak_bytes: the maximum of held plus spare bytes.

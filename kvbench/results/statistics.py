@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 from statistics import NormalDist
 from typing import TypeVar
 
@@ -101,14 +101,21 @@ def stratified_intervals(
     groups: Mapping[Key, Sequence[float]], means: Mapping[str, Sequence[Key]], seed: int = 0
 ) -> dict[str, Interval]:
     """`stratified_interval` for several means, each over some of the groups; every group is resampled once."""
-    drawn = {key: _stratum(group, 0.0, 1.0, seed + i) for i, (key, group) in enumerate(groups.items())}
+    drawn = {key: _stratum(group, seed + i) for i, (key, group) in enumerate(groups.items())}
     inside = all(0 <= score <= 1 for group in groups.values() for score in group)
+    least, most = (0.0, 1.0) if inside else (-inf, inf)
     intervals = {}
     for name, members in means.items():
-        low, high = _Strata([drawn[key] for key in members]).percentiles()
-        intervals[name] = Interval(
-            max(0.0, low) if inside else low, min(1.0, high) if inside else high, "stratified bootstrap"
-        )
+        if not members:
+            raise ValueError("a stratified interval needs two scores or more in every group, got no group")
+        chosen = [drawn[key] for key in members]
+        mean = float(np.mean([group.mean for group in chosen]))
+        # Welch and Satterthwaite: groups with high variance and few examples lower the degrees of freedom.
+        weights = sum(group.variance**2 / group.freedom for group in chosen)
+        freedom = sum(group.variance for group in chosen) ** 2 / weights if weights else 1.0
+        tail = float(ndtr(-stdtrit(freedom, (1 + CONFIDENCE) / 2)))
+        low, high = mean + np.quantile(np.mean([group.deviations for group in chosen], axis=0), (tail, 1 - tail))
+        intervals[name] = Interval(max(least, float(low)), min(most, float(high)), "stratified bootstrap")
     return intervals
 
 
@@ -122,46 +129,24 @@ class _Stratum:
     freedom: int
 
 
-def _stratum(scores: Sequence[float] | np.ndarray, least: float, most: float, seed: int) -> _Stratum:
+def _stratum(scores: Sequence[float], seed: int) -> _Stratum:
+    """The bootstrap of one group.
+
+    If all scores are equal and inside [0, 1], one more score is drawn from, at the other end of the range. A score
+    inside the range has two other ends: a score is added towards each, and together they have the variance of one
+    score at an end.
+    """
     group = np.asarray(scores, dtype=np.float64)
-    n = len(group)
+    n, first = len(group), float(group[0]) if len(group) else 0.0
     if n < 2:
         raise ValueError("a stratified interval needs two scores or more in every group")
-    source = _with_ends(group, least, most)
+    source = group
+    if (group == first).all() and 0 <= first <= 1:
+        ends = [end for end in (0.0, 1.0) if end != first]
+        source = np.append(group, [first + (end - first) / sqrt(len(ends)) for end in ends])
     means = np.concatenate(list(_mean_blocks(source, np.random.default_rng(seed), None, size=n)))
     deviations = (means - source.mean()) * sqrt(n / (n - 1))
     return _Stratum(float(group.mean()), float(source.var() / (n - 1)), deviations, n - 1)
-
-
-class _Strata:
-    """Bootstrap deviations of a mean of group means, and its degrees of freedom."""
-
-    def __init__(self, groups: Sequence[_Stratum]) -> None:
-        if not groups:
-            raise ValueError("a stratified interval needs two scores or more in every group, got no group")
-        self.mean = float(np.mean([group.mean for group in groups]))
-        self.deviations = np.mean([group.deviations for group in groups], axis=0)
-        # Welch and Satterthwaite: groups with high variance and few examples lower the degrees of freedom.
-        weights = sum(group.variance**2 / group.freedom for group in groups)
-        self._freedom = sum(group.variance for group in groups) ** 2 / weights if weights else 1.0
-
-    def percentiles(self) -> tuple[float, float]:
-        tail = float(ndtr(-stdtrit(self._freedom, (1 + CONFIDENCE) / 2)))
-        low, high = self.mean + np.quantile(self.deviations, (tail, 1 - tail))
-        return float(low), float(high)
-
-
-def _with_ends(group: np.ndarray, least: float, most: float) -> np.ndarray:
-    """The group; if all of its scores are equal, with one more score at the other end of the range.
-
-    A score inside the range has two other ends: one score is added towards each, and together they have the variance
-    of one score at an end.
-    """
-    first = float(group[0])
-    if not ((group == first).all() and least <= first <= most):
-        return group
-    ends = [end for end in (least, most) if end != first]
-    return np.append(group, [first + (end - first) / sqrt(len(ends)) for end in ends])
 
 
 def paired_difference(

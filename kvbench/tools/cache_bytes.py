@@ -17,6 +17,7 @@ import yaml
 from kvbench.cache.reading import PageReads
 from kvbench.cache.state import RecentQueries
 from kvbench.config.presets import make_policy
+from kvbench.errors import refusing
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.latents import check_latents
@@ -28,8 +29,7 @@ from kvbench.policies.stores.store import LayerStore
 from kvbench.policies.stores.store_list import StoreList
 from kvbench.report.frames import Table, table_of, text
 from kvbench.terminal.command import Parser, pairs
-from kvbench.terminal.errors import refusing
-from kvbench.terminal.folding import terminal_width
+from kvbench.terminal.console import terminal_width
 
 STATES = "states"
 LONG = 2**16  # tokens; growth between this length and twice it is the growth of a long cache
@@ -41,7 +41,7 @@ MOST = 10**9  # tokens or sequences; tensors cannot be larger
 class Prediction:
     """Bytes of a cache after a prompt of `length` tokens in each of `batch` sequences.
 
-    parts: bytes held, by kind. spare: bytes reserved for tokens that decoding appends before it evicts.
+    parts: bytes in use, by kind. spare: bytes reserved for tokens that decoding appends before it evicts.
     """
 
     shape: CacheShape
@@ -52,7 +52,7 @@ class Prediction:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: `held_nbytes` of the cache."""
+        """Bytes in use: `held_nbytes` of the cache."""
         return sum(self.parts.values())
 
     @property
@@ -72,11 +72,11 @@ class Prediction:
 
 
 def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> Prediction:
-    """The exact bytes held and spare bytes of a cache after a prompt, over all its layers.
+    """The exact used and spare bytes of a cache after a prompt, over all its layers.
 
     If the last block of the prompt is a single token, 8 bytes per KV head (the index of a free slot) are missing.
-    Raises ValueError for policies whose size depends on the content of the prompt (budgets by statistics or per head,
-    mergers), and for policies that do not support latents if the model has them.
+    Raises ValueError if the size depends on the content of the prompt (budgets by statistics or per head, mergers),
+    and for policies that do not support latents if the model has them.
     """
     check_predictable(policy)
     if shape.kv_lora_rank:
@@ -114,7 +114,7 @@ def check_predictable(policy: Policy) -> None:
 def _layer_parts(
     policy: Policy, shape: CacheShape, layer: int, length: int, batch: int, budget: int
 ) -> tuple[dict[str, int], int]:
-    """Bytes held of one layer, by kind, and its spare bytes."""
+    """Used bytes of one layer, by kind, and its spare bytes."""
     held = _store(policy, shape, layer, length, batch, budget)
     parts = {
         **held.parts(),
@@ -264,7 +264,9 @@ def _sizes(policies: Sequence[Policy], shape: CacheShape, lengths: Sequence[int]
         "16-bit/this",
         *("spare MiB",) * reserved,
     )
-    notes = ("spare MiB: reserved for tokens that decoding appends before it evicts, beside the bytes held",) * reserved
+    notes = (
+        "spare MiB: reserved for tokens that decoding appends before it evicts, in addition to the bytes held",
+    ) * reserved
     return replace(table_of(names, rows, title, left=("policy",)), notes=notes)
 
 

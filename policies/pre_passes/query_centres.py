@@ -1,4 +1,4 @@
-"""Mean and mean size of a model's queries before rotation: a calibration, computed once per model.
+"""The mean and the mean size of a model's queries before rotation, computed once per model for TriAttention.
 
 Shapes: L layers, H_q query heads, n tokens of a pass, D head dim, F = D / 2 frequencies.
 """
@@ -17,9 +17,9 @@ from kvbench.policies.pre_passes.pre_pass import ExtraPasses, Pass, PassStep, Te
 class QueryCentres(ExtraPasses):
     """Sums of q and |q| over the queries of a text before rotation, per layer, query head and frequency.
 
-    Two channels that are rotated together are one complex number q. The queries are those that the model rotates, after
-    its query norm if it has one. The prompt is the first token of the text, which is not counted, and the pass is the
-    rest. One object may process several texts.
+    Two channels that are rotated together are one complex number q. The queries are taken before rotation, after the
+    model's query norm if it has one. The prompt is the first token of the text, which is not counted, and the pass is
+    the rest. One object may process several texts.
 
     text: the tokens after the first.
     """
@@ -36,7 +36,7 @@ class QueryCentres(ExtraPasses):
         return [Pass(list(self.text), range(len(prompt)))]
 
     def observe(self, one: Pass, step: PassStep, state: State) -> None:
-        assert step.params.model is not None, "the layer of the model is read"
+        assert step.params.model is not None, "declared by reads_layer"
         rotation = step.params.model.rotation(step.query_positions[:, None])
         rotated, dim = 2 * rotation.cos.shape[-1], step.queries.shape[-1]
         if rotated != dim:

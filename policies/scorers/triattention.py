@@ -1,4 +1,4 @@
-"""TriAttention: score keys by the queries that a model has on average, rotated to the places where they will be asked.
+"""TriAttention: score keys by a model's mean queries, rotated to future positions.
 
 Shapes: B batch, H_q query heads, H KV heads, G = H_q / H, T slots, D head dim, F = D / 2 frequencies, n offsets.
 """
@@ -49,7 +49,7 @@ class TriAttention(Scorer):
     Two channels that are rotated together are one complex number of frequency omega_f. q_(h,f) = E q is the mean query
     of head h before rotation and a_(h,f) = E|q| its mean size, both measured once per model; k_j is the stored, rotated
     key; t tokens have been seen, and delta = 1, 2, 4, ..., horizon. Keys and queries include the model's RoPE scaling.
-    The first sum is the product with the mean query, the second adds for queries whose direction varies. Mean and
+    The first sum is the product with the mean query; the second is larger if the direction of queries varies. Mean and
     standard deviation run over the tokens that may be evicted.
 
     stats: a file of query statistics, as published by the authors, or for your own model:

@@ -4,7 +4,7 @@ Shapes: H KV heads, T tokens of a block, D head dim, r rank; one sequence.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, number, whole_number
-from kvbench.policies.stores.codes import ChannelCodes, Exact, Run, TokenCodes
+from kvbench.policies.stores.codes import ChannelCodes, Chunk, Cover, Exact, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
 from kvbench.policies.stores.slot_store import SlotStore
@@ -53,7 +53,7 @@ def low_rank(error: Tensor, rank: int, loops: int, seed: int) -> tuple[Tensor, T
     return left, right
 
 
-class Block(Run):
+class Block(Chunk):
     """Tokens compressed together: codes of the first ones, the others exact, entries set aside, low-rank factors."""
 
     def __init__(self, x: Tensor, codes: ChannelCodes | TokenCodes, coded: int, each: int, gear: "Gear") -> None:
@@ -96,43 +96,19 @@ class Block(Run):
     def lengths(self) -> Tensor:
         return self._exact.lengths() + self._coded
 
-    def dequantised(self) -> Tensor:
+    def vectors(self, first: int, last: int) -> Tensor:
         if not self._coded:
-            return self._exact.dequantised()
+            return self._exact.vectors(first, last)
         x = torch.cat([self._codes.dequantised(), self._exact.dequantised()], dim=2)
         if self._sparse is not None:
             x = self._tokens(self._sparse.restored(self._columns(x)), x.shape[1])
         if self._factors is not None:
             left, right = (widen(f) for f in self._factors)
-            x[:, :, : self._coded] += left @ right.transpose(-1, -2)
-        return x
+            x[:, :, : self._coded] += left @ right.mT
+        return x[:, :, first:last]
 
-    def logits(self, queries: Tensor) -> Tensor:
-        if self._factors is None:
-            return super().logits(queries)
-        left, right = (widen(f) for f in self._factors)
-        rows = self._codes.logits(queries) + (queries @ right) @ left.transpose(-1, -2)
-        if self._exact.tokens:
-            rows = torch.cat([rows, self._exact.logits(queries)], dim=-1)
-        if self._sparse is not None:
-            more = (queries[:, :, :, None] * widen(self._sparse.excess)[:, :, None]).flatten(-2)
-            places = self._sparse.places.long().flatten(-2)[:, :, None].expand_as(more)
-            rows.scatter_add_(-1, places, more)
-        return rows
-
-    def mix(self, weights: Tensor) -> Tensor:
-        if self._factors is None:
-            return super().mix(weights)
-        left, right = (widen(f) for f in self._factors)
-        out = self._codes.mix(weights) + (weights @ left) @ right.transpose(-1, -2)
-        if self._sparse is not None:
-            _, heads, rows, dim = out.shape
-            places = self._sparse.places.long()[0].expand(rows, -1, -1, -1)  # [r,1,2*each,T]
-            own = weights[0].transpose(0, 1).gather(1, (places // dim)[:, 0])  # each entry's weight in its own head
-            more = (own * widen(self._sparse.excess)[0]).flatten(1)
-            flat = more.new_zeros(rows, heads * dim).scatter_add_(1, places.flatten(1), more)
-            out += flat.view(rows, heads, dim).transpose(0, 1)
-        return out
+    def _blocks(self, rows: Tensor, cover: Cover | None) -> Iterator[tuple[int, Tensor]]:
+        yield 0, self.dequantised().to(rows.dtype)  # entries set aside are restored at once
 
     def sizes(self) -> dict[str, int]:
         sizes = Counter(self._codes.sizes())
@@ -166,18 +142,18 @@ class GearLayerStore(QuantisedLayerStore):
             self._compress(column.tail.most)
         else:
             for side in self._columns:
-                side.replace_runs([Exact(side.tail.view("x"))], side.tail.most)
+                side.replace_chunks([Exact(side.tail.view("x"))], side.tail.most)
 
     def _compress(self, count: int) -> None:
         """A new block of the tails' first `count` tokens."""
         for side, x in enumerate(column.oldest(count) for column in self._columns):
             column = self._columns[side]
-            column.replace_runs([*column.runs, self._block(x, side)], count)
+            column.replace_chunks([*column.chunks, self._block(x, side)], count)
 
     def _compress_all(self, count: int) -> None:
         """One block of the first `count` tokens, compressed ones again."""
         for side, column in enumerate(self._columns):
-            column.replace_runs([self._block(column.view()[:, :, :count], side)], count - column.coded)
+            column.replace_chunks([self._block(column.view()[:, :, :count], side)], count - column.coded)
 
     def _block(self, x: Tensor, side: int) -> Block:
         gear, tokens = self.store, x.shape[2]

@@ -16,14 +16,14 @@ from kvbench.policies.stores.slot_store import SlotStore
 
 
 class UngroupedLayerStore(GroupedLayerStore):
-    """One group per channel over the prompt's tokens that are due, then one for every later block of the residual."""
+    """One group per channel over the due tokens of the prompt, then one for every later block of the residual."""
 
     def flush(self, prompt: bool) -> None:
         for side, column in enumerate(self._columns):
             due = most(self.store.due(side, column.tail.counts_held))
             if prompt and due:
-                column.runs.insert(0, ChannelCodes(self.store.quantiser, due))
-                column.quantise(due, run=0)
+                column.chunks.insert(0, ChannelCodes(self.store.quantiser, due))
+                column.quantise(due, chunk=0)
         super().flush(prompt)
 
 

@@ -14,6 +14,7 @@ from kvbench.kernels.quantized import Outliers
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, layers_exist, whole_number, whole_numbers
 from kvbench.policies.draws import uniform_draws
+from kvbench.policies.stores.codes import Cover
 from kvbench.policies.stores.column import Column, beyond, most
 from kvbench.policies.stores.kivi import kivi_columns
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore, value_group
@@ -142,30 +143,13 @@ class Pools:
             mean = (x * inlier).sum(3, keepdim=True) / inlier.sum(3, keepdim=True)
         return torch.where(traced[..., None], mean, x).flatten(2, 3)
 
-    # --- attention: traced tokens in their slots' places --------------------------------------------------------------
-    def cover(self, x: Tensor, exact: Tensor) -> Tensor:
-        """x [B,H,C,D] with the exact rows [B,H,n+A,D] written at their slots."""
+    def cover(self, x: Tensor, first: int, exact: Tensor) -> Tensor:
+        """Tokens x [B,H,n,D], the first at slot `first`, with the exact ones [B,H,n+A,D] in their slots."""
+        count = x.shape[2]
+        slots = self.slots.long() - first
+        slots = slots.masked_fill((self.slots < 0) | (slots < 0) | (slots >= count), count)
         padded = torch.nn.functional.pad(x, (0, 0, 0, 1))
-        slots = self._slots(x.shape[2])[..., None].expand(-1, -1, -1, x.shape[-1])
-        return padded.scatter_(2, slots, exact)[:, :, :-1]
-
-    def cover_logits(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """logits [B,H,r,C] with those of traced tokens computed from their exact keys."""
-        exact = rows @ widen(self.keys).transpose(-1, -2)
-        padded = torch.nn.functional.pad(logits, (0, 1))
-        slots = self._slots(logits.shape[-1])[:, :, None].expand_as(exact)
-        return padded.scatter_(-1, slots, exact)[..., :-1]
-
-    def uncover(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """weights [B,H,r,C] without those of traced tokens, and what these add to the output, [B,H,r,D]."""
-        padded = torch.nn.functional.pad(weights, (0, 1))
-        slots = self._slots(weights.shape[-1])[:, :, None].expand(-1, -1, weights.shape[2], -1)
-        output = padded.gather(-1, slots) @ widen(self.values)
-        return padded.scatter_(-1, slots, 0.0)[..., :-1], output
-
-    def _slots(self, width: int) -> Tensor:
-        """[B,H,n+A] slots; empty entries point behind the last one."""
-        return self.slots.long().masked_fill(self.slots < 0, width)
+        return padded.scatter_(2, slots[..., None].expand(-1, -1, -1, x.shape[-1]), exact.to(x.dtype))[:, :, :count]
 
 
 class OttLayerStore(QuantisedLayerStore):
@@ -176,14 +160,6 @@ class OttLayerStore(QuantisedLayerStore):
     def __init__(self, store: "Ott", dense: SlotStore, keys: Column, values: Column) -> None:
         super().__init__(store, dense, keys, values)
         self.pools: Pools | None = None  # opened when the first group is quantised
-
-    @property
-    def keys(self) -> Tensor:
-        return super().keys if self.pools is None else self.pools.cover(super().keys, self.pools.keys)
-
-    @property
-    def values(self) -> Tensor:
-        return super().values if self.pools is None else self.pools.cover(super().values, self.pools.values)
 
     def parts(self) -> dict[str, int]:
         return {**super().parts(), "outlier pool": 0 if self.pools is None else self.pools.nbytes}
@@ -210,15 +186,12 @@ class OttLayerStore(QuantisedLayerStore):
     def outliers(self) -> Outliers | None:
         return None if self.pools is None else Outliers(self.pools.keys, self.pools.values, self.pools.slots)
 
-    def logits(self, rows: Tensor, ordered: bool = True) -> Tensor:
-        logits = super().logits(rows)
-        return logits if self.pools is None else self.pools.cover_logits(logits, rows)
-
-    def mix(self, weights: Tensor, ordered: bool = True) -> Tensor:
-        if self.pools is None:
-            return super().mix(weights)
-        weights, traced = self.pools.uncover(weights)
-        return super().mix(weights) + traced
+    def cover(self, side: int) -> Cover | None:
+        pools = self.pools
+        if pools is None:
+            return None
+        exact = pools.values if side else pools.keys
+        return lambda x, first: pools.cover(x, first, exact)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What quantised stores share: dense tokens until the prompt is complete and evicted, then codes and an exact residual.
+"""Stores of quantized groups: dense tokens until the prompt is complete and evicted, then codes and an exact residual.
 
 Shapes: B batch, H KV heads, r = G * M query rows per KV head, C tokens of the longest head, D head dim.
 """
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from kvbench.errors import ConfigError
 from kvbench.kernels.quantized import Outliers, Packed, Side, quantised_attention
-from kvbench.kernels.references import sink_factor, visible, widen
+from kvbench.kernels.references import sink_factor
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.observation import AttentionParams, State
-from kvbench.policies.stores.codes import ChannelCodes, Codes, TokenCodes
+from kvbench.policies.stores.code_attention import CodeAttention
+from kvbench.policies.stores.codes import ChannelCodes, Codes, Cover, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.packing import words_for
 from kvbench.policies.stores.quantiser import Group, Metadata, Quantiser
@@ -28,27 +29,27 @@ from kvbench.policies.stores.store import LayerStore, Store
 from kvbench.policies.stores.store_list import open_per_sequence
 
 
-class QuantisedLayerStore(LayerStore):
+class QuantisedLayerStore(CodeAttention):
     """Keys and values as two columns: slot i of a KV head holds its i-th token.
 
-    Positions are stored only where tokens were evicted, else the i-th token is at position i. Subclasses say in
-    `flush` which tokens are quantised when.
+    Positions are stored only if tokens were evicted, else the i-th token is at position i. Subclasses define in
+    `flush` which tokens are quantized when.
     """
 
     def __init__(self, store: "ColumnStore", dense: SlotStore, keys: Column, values: Column) -> None:
         self.store = store
         self._dense: SlotStore | None = dense  # until the first `settle`
         self._columns = (keys, values)
-        self._places = Queue(GROWTH)  # of positions, empty where nothing was evicted
+        self._places = Queue(GROWTH)  # of positions, empty if nothing was evicted
 
     # --- views -----------------------------------------------------------------------------------------------------
     @property
     def keys(self) -> Tensor:
-        return self._columns[0].view() if self._dense is None else self._dense.keys
+        return self._columns[0].view(self.cover(0)) if self._dense is None else self._dense.keys
 
     @property
     def values(self) -> Tensor:
-        return self._columns[1].view() if self._dense is None else self._dense.values
+        return self._columns[1].view(self.cover(1)) if self._dense is None else self._dense.values
 
     @property
     def positions(self) -> Tensor:
@@ -67,13 +68,12 @@ class QuantisedLayerStore(LayerStore):
     def parts(self) -> dict[str, int]:
         if self._dense is not None:
             return {"full precision": self._dense.nbytes}
-        sizes = Counter({"codes": 0, "scales and minima": 0, "full precision": 0, "positions": 0})
+        sizes = Counter({"codes": 0, "scales and minima": 0, "full precision": 0, "positions": self._places.nbytes()})
         for column in self._columns:
             sizes["full precision"] += column.tail.nbytes("x")
             sizes["positions"] += column.tail.lengths_nbytes
-            for run in column.runs:
-                sizes.update(run.sizes())
-        sizes["positions"] += self._places.nbytes()
+            for chunk in column.chunks:
+                sizes.update(chunk.sizes())
         return dict(sizes)
 
     @property
@@ -95,11 +95,11 @@ class QuantisedLayerStore(LayerStore):
             queue.expect(tokens)
 
     def _queues(self) -> Iterator[Queue]:
-        """Everything that grows while decoding."""
+        """All queues that grow while decoding."""
         yield self._places
         for column in self._columns:
             yield column.tail
-            yield from (run.queue for run in column.runs if isinstance(run, Codes))
+            yield from (chunk.queue for chunk in column.chunks if isinstance(chunk, Codes))
 
     @property
     def packed(self) -> bool:
@@ -113,11 +113,16 @@ class QuantisedLayerStore(LayerStore):
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
         if self._dense is not None:
             self._dense.append(keys, values, positions, absent)
-            return
-        places = positions[:, None].to(torch.int32).expand(-1, keys.shape[1], -1)
+        else:
+            places = positions[:, None].to(torch.int32).expand(-1, keys.shape[1], -1)
+            self._append(keys, values, places, ordered=not absent)
+
+    def _append(self, keys: Tensor, values: Tensor, places: Tensor, ordered: bool) -> None:
+        """Append tokens at places [B,H,n] to the tails; unless `ordered`, sort them first and drop empty slots (-1)."""
         counts = None
-        if absent:
-            order = (places < 0).to(torch.uint8).argsort(dim=-1, stable=True)
+        if not ordered:
+            late = torch.iinfo(torch.int64).max
+            order = places.long().masked_fill(places < 0, late).argsort(dim=-1, stable=True)
             keys, values, places = take(keys, order), take(values, order), places.gather(-1, order)
             counts = (places >= 0).sum(-1)
         for column, x in zip(self._columns, (keys, values), strict=True):
@@ -127,16 +132,16 @@ class QuantisedLayerStore(LayerStore):
 
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
         self.evicted = True
-        return self._unquantised().keep(mask, spare, counts)
+        return self._exact_store().keep(mask, spare, counts)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
         assert bias is None, "only exact stores hold a bias"
-        self._unquantised().write(slots, keys, values)
+        self._exact_store().write(slots, keys, values)
 
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
-        self._unquantised().release(slots, rows)
+        self._exact_store().release(slots, rows)
 
-    def _unquantised(self) -> SlotStore:
+    def _exact_store(self) -> SlotStore:
         assert self._dense is not None, "tokens in quantised groups cannot be evicted or changed one by one"
         return self._dense
 
@@ -152,56 +157,28 @@ class QuantisedLayerStore(LayerStore):
 
     @abstractmethod
     def flush(self, prompt: bool) -> None:
-        """Quantise the tokens that are due; `prompt`: the first call, when the tails hold the whole prompt."""
+        """Quantize the tokens that are due; `prompt`: the first call, when the tails hold the whole prompt."""
 
     def _to_columns(self) -> None:
         """Move the dense tokens into the columns' tails, each head's in order of position."""
-        dense = self._unquantised()
-        keys, values, positions, counts = dense.keys, dense.values, dense.positions, None
-        if not (dense.packed and dense.ascending):
-            late = torch.iinfo(torch.int64).max
-            order = positions.long().masked_fill(positions < 0, late).argsort(dim=-1, stable=True)
-            keys, values, positions = take(keys, order), take(values, order), positions.gather(-1, order)
-            counts = (positions >= 0).sum(-1)
-        for column, x in zip(self._columns, (keys, values), strict=True):
-            column.append(x, counts)
+        dense, self._dense = self._exact_store(), None
+        self._append(dense.keys, dense.values, dense.positions, ordered=dense.packed and dense.ascending)
         if self.evicted:
-            self._places.append({"positions": positions}, counts)
             self._places.compact()
-        self._dense = None
 
     # --- attention -------------------------------------------------------------------------------------------------
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
         if self._dense is not None or not any(column.coded for column in self._columns):
             return None  # all in full precision: the views are the stored tensors
         own = self._attend_packed(queries, positions, how)
-        if own is not None:
-            return own
-        batch, query_heads, new, dim = queries.shape
         heads = self._columns[0].tail.view("x").shape[1]
-        rows = (widen(queries) * how.scaling).reshape(batch, heads, query_heads // heads * new, dim)
-        newest = new == 1 and self.packed and how.sliding_window is None  # it sees every slot
-        ordered = not (newest and self.alike)
-        logits = self.logits(rows, ordered)
-        if how.softcap is not None:
-            logits = how.softcap * torch.tanh(logits / how.softcap)
-        if newest:
-            weights = logits.softmax(-1)
-        else:
-            seen = visible(positions, self.positions, how.sliding_window).repeat(1, 1, query_heads // heads, 1)
-            nothing = ~seen.any(-1, keepdim=True)
-            weights = logits.masked_fill_(~(seen | nothing), -torch.inf).softmax(-1).masked_fill_(nothing, 0.0)
-        if how.sinks is not None:
-            sinks = how.sinks.view(1, heads, -1).repeat_interleave(new, dim=-1)  # a group's rows are [G,M]
-            weights *= sink_factor(logits.logsumexp(-1), sinks)[..., None]
-        self.attended(weights, positions)
-        return self.mix(weights, ordered).view(batch, query_heads, new, -1).to(queries.dtype)
+        return self.attend_codes(queries, positions, how, heads) if own is None else own
 
     def _attend_packed(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
-        """Attention by the kernel on packed codes; None where PyTorch has to attend, on GPUs too.
+        """Attention by the kernel on packed codes; None if it does not apply and PyTorch computes attention.
 
-        The kernel decodes (one query each, no sliding window) over one run of plain codes per side: KIVI, OTT, KCVC in
-        groups. GEAR's blocks add low-rank factors; ZipCache's kinds have an order of their own and need the weights.
+        The kernel decodes (one query each, no sliding window) over one chunk of plain codes per side: KIVI, OTT, and
+        KCVC in groups. GEAR's blocks add low-rank factors; ZipCache reorders its tokens and needs the weights.
         """
         if not use_triton(queries) or queries.shape[2] != 1 or how.sliding_window is not None:
             return None
@@ -219,33 +196,27 @@ class QuantisedLayerStore(LayerStore):
         """Exact tokens that replace some of the codes."""
         return None
 
-    def attended(self, weights: Tensor, positions: Tensor) -> None:
-        """Observe the attention weights [B,H,G*M,C] of queries at positions [B,M]; the tail's tokens are last."""
+    def cover(self, side: int) -> Cover | None:
+        """Writes the exact tokens over their codes; side 0: keys, 1: values. None: there are no exact tokens."""
+        return None
 
-    @property
-    def alike(self) -> bool:
-        """Whether a token has the same place among the keys' runs as among the values'."""
-        return False
+    def logits(self, rows: Tensor) -> Tensor:
+        return self._columns[0].logits(rows, self.cover(0))
 
-    def logits(self, rows: Tensor, ordered: bool = True) -> Tensor:
-        """Scaled queries [B,H,r,D] times the keys: [B,H,r,C]; unless `ordered`, in the order of their runs."""
-        return self._columns[0].logits(rows, ordered)
-
-    def mix(self, weights: Tensor, ordered: bool = True) -> Tensor:
-        """Weights [B,H,r,C] times the values: [B,H,r,D]; unless `ordered`, in the order of their runs."""
-        return self._columns[1].mix(weights, ordered)
+    def mix(self, weights: Tensor) -> Tensor:
+        return self._columns[1].mix(weights, self.cover(1))
 
 
 class ColumnStore(Store):
-    """A store whose prompt is dense until it is in and evicted, and then two columns."""
+    """A store whose prompt is dense until it is complete and evicted, and then two columns."""
 
     reopens: ClassVar[bool] = False
     statistics: ClassVar[tuple[str, ...]] = ()
-    """Statistics that the store itself keeps of the prompt's tokens."""
+    """Statistics of the prompt's tokens that the store itself keeps."""
 
     @property
     def apart(self) -> str:
-        """Why each sequence needs a store of its own, in which all KV heads hold equally many; "" if it needs none."""
+        """Why each sequence needs its own store, in which all KV heads hold equally many tokens; "" if it does not."""
         return ""
 
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
@@ -258,7 +229,7 @@ class ColumnStore(Store):
 
     @abstractmethod
     def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
-        """A layer that starts with the dense store of a prompt; values [B,H,*,D] show their shape."""
+        """An empty layer around the dense store of a prompt; values [B,H,*,D] give its shape."""
 
     def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
         if evicts_in_decode:
@@ -289,8 +260,8 @@ class QuantisedStore(ColumnStore):
 
 
 def side(column: Column) -> Side | None:
-    """A column as `quantised_attention` reads it; None in another form (several runs, joined heads)."""
-    codes, tail = column.runs[0] if len(column.runs) == 1 else None, column.tail
+    """A column as `quantised_attention` reads it; None in another form (several chunks, joined heads)."""
+    codes, tail = column.chunks[0] if len(column.chunks) == 1 else None, column.tail
     if not isinstance(codes, ChannelCodes | TokenCodes) or (isinstance(codes, TokenCodes) and codes.heads is not None):
         return None
     return Side(_packed(codes, tail.view("x")), tail.view("x"), tail.counts)
@@ -312,12 +283,9 @@ def _packed(codes: ChannelCodes | TokenCodes, tail: Tensor) -> Packed:
 
 
 def value_group(group: int, dim: int) -> int:
-    """Channels of a value that share a scale: min(group, D). ValueError if that does not divide the head dimension."""
+    """Channels of a value that share a scale: min(group, D). ConfigError if that does not divide the head dimension."""
     channels = min(group, dim)
     if dim % channels:
-        raise ConfigError(
-            "group",
-            group,
-            why=f"does not divide the head dimension {dim} of the values; choose a divisor or {dim} and more",
-        )
+        why = f"does not divide the head dimension {dim} of the values; choose a divisor or {dim} and more"
+        raise ConfigError("group", group, why=why)
     return channels

@@ -91,6 +91,14 @@ class SlotStore(LayerStore):
         """Everything in use by name, [B,H,C,...]."""
         return {name: self._view(name) for name in self.memory} | {"positions": self.positions}
 
+    def _store_positions(self) -> None:
+        """Store the positions of a layer that did not need them, because its i-th token was at position i."""
+        if "positions" not in self.memory:
+            slots = self.first.shape
+            places = torch.arange(slots[2], dtype=torch.int32, device=self.first.device)
+            places = places.masked_fill(places >= self.used, -1).expand(slots[:3])
+            self._hold("positions", places.contiguous())
+
     @property
     def keys(self) -> Tensor:
         return self._view("keys")
@@ -101,6 +109,9 @@ class SlotStore(LayerStore):
 
     @property
     def positions(self) -> Tensor:
+        if "positions" not in self.memory:
+            steps = torch.arange(self.used, dtype=torch.int32, device=self.first.device)
+            return steps.expand(*self.first.shape[:2], -1)
         positions = self._view("positions")
         if not self._marked and self.free is not None:
             if positions.is_inference() and not torch.is_inference_mode_enabled():
@@ -142,7 +153,12 @@ class SlotStore(LayerStore):
     @property
     def slots(self) -> int:
         """Slots of all segments."""
-        return self.memory["positions"].numel()
+        return self.first.shape[: 3 if self.starts is None else 1].numel()
+
+    @property
+    def first(self) -> Tensor:
+        """One of the tensors of the memory, for its number of slots."""
+        return next(iter(self.memory.values()))
 
     @property
     def packed(self) -> bool:
@@ -157,8 +173,17 @@ class SlotStore(LayerStore):
         new = keys.shape[2]
         if self.starts is not None and (new > 1 or absent):
             self._even_out()
-        spread = positions.to(torch.int32).unsqueeze(1).expand(-1, keys.shape[1], -1)
-        tokens = {"keys": keys, "values": values, "positions": spread if new == 1 else spread.contiguous()}
+        self._enter({"keys": keys, "values": values}, positions, absent)
+
+    def _enter(self, tokens: dict[str, Tensor], positions: Tensor, absent: bool) -> None:
+        """Append tokens [B,H,T,...] by name at positions [B,T]."""
+        new = positions.shape[1]
+        if absent:
+            self._store_positions()
+        if "positions" in self.memory:
+            heads = next(iter(tokens.values())).shape[1]
+            spread = positions.to(torch.int32).unsqueeze(1).expand(-1, heads, -1)
+            tokens = {**tokens, "positions": spread if new == 1 else spread.contiguous()}
         if self.starts is not None or (self.free is not None and new == 1 and not absent):
             self._put(self.enter(), tokens)
             self.filled()
@@ -178,7 +203,7 @@ class SlotStore(LayerStore):
             self._lengthen(self.growth(), {})
         if self.counts is not None:
             return self.counts[..., None]
-        return torch.full_like(self.memory["positions"][:, :, :1], self.used, dtype=torch.long)
+        return torch.full((*self.first.shape[:2], 1), self.used, device=self.first.device)
 
     def filled(self) -> None:
         """The next token was written to the slots of `enter`."""
@@ -227,7 +252,7 @@ class SlotStore(LayerStore):
             for name, x in self.memory.items():
                 end = x.narrow(2, used, new)
                 end.copy_(tokens[name]) if name in tokens else end.zero_()
-        self.use(used + new, self.memory["positions"].shape[2] - used - new)
+        self.use(used + new, self.first.shape[2] - used - new)
 
     def _lengthen(self, more: int, tokens: Mapping[str, Tensor]) -> None:
         """Lay so many slots behind those in use of every segment: the tokens, or empty ones where there are none."""
@@ -288,6 +313,7 @@ class SlotStore(LayerStore):
             self.free = slots
             return
         self._even_out()
+        self._store_positions()
         self.free = None
         if rows is None and self._packed:
             self.free, self._marked = slots, False
@@ -300,6 +326,7 @@ class SlotStore(LayerStore):
 
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
         self._even_out()
+        self._store_positions()
         slots = self._compact(mask, 0 if self._ragged else spare, counts)
         self.evicted = not self._ragged
         if self._ragged:

@@ -36,12 +36,9 @@ class PrunedKeys(Codes):
         assert self.channels is not None, "channels are chosen before keys are held"
         return self.channels.long()[:, :, None].expand(-1, -1, rows, -1)
 
-    def dequantised(self) -> Tensor:
-        x = widen(self.queue.view("x"))
+    def vectors(self, first: int, last: int) -> Tensor:
+        x = widen(self.queue.view("x")[:, :, first:last])
         return x.new_zeros(*x.shape[:3], self.dim).scatter_(-1, self._index(x.shape[2]), x)
-
-    def logits(self, queries: Tensor) -> Tensor:
-        return queries.gather(-1, self._index(queries.shape[2])) @ widen(self.queue.view("x")).transpose(-1, -2)
 
     def sizes(self) -> dict[str, int]:
         channels = 0 if self.channels is None else self.channels.nbytes
@@ -88,7 +85,7 @@ class ThinKLayerStore(QuantisedLayerStore):
         keys = self._columns[0]
         due = beyond(keys.tail.counts_held, self.store.residual)
         if prompt and (isinstance(due, Tensor) or due):
-            run = keys.runs[0]
+            run = keys.chunks[0]
             assert isinstance(run, PrunedKeys)
             run.channels = self._chosen(keys)
             keys.quantise(due)

@@ -4,7 +4,7 @@ Shapes: H KV heads, G query heads per KV head, N tokens, T prompt tokens, D head
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -15,7 +15,7 @@ from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.stores.codes import ChannelCodes, Run, TokenCodes
+from kvbench.policies.stores.codes import ChannelCodes, Chunk, Cover, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.packing import pack, unpack
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
@@ -71,7 +71,7 @@ def channel_scales(parts: tuple[Tensor, Tensor]) -> Tensor:
     return scales.masked_fill(scales == 0, 1)
 
 
-class Mixed(Run):
+class Mixed(Chunk):
     """Tokens of two kinds, each in codes of its own width; tokens of more bits are first."""
 
     def __init__(
@@ -107,7 +107,8 @@ class Mixed(Run):
     def kinds(self) -> Kinds:
         return Kinds(unpack(self._words, 1, self._count).bool(), self._size)
 
-    def places(self) -> Tensor:
+    def _places(self) -> Tensor:
+        """[1,H,N] place of each head's i-th token among those of more bits, then of fewer."""
         low = unpack(self._words, 1, self._count)
         before = low.cumsum(-1, dtype=torch.int32)
         steps = torch.arange(self._count, dtype=torch.int32, device=low.device)
@@ -120,27 +121,17 @@ class Mixed(Run):
     def lengths(self) -> Tensor:
         return torch.full((1, self._heads), self._count, device=self._words.device)
 
-    def _held(self) -> list[ChannelCodes | TokenCodes]:
-        """The kinds that have tokens."""
-        return [codes for codes in self._codes if codes.tokens]
-
     def _parts(self) -> list[Tensor | None]:
         """Dequantised tokens of either kind, None where there are none."""
         parts = (codes.dequantised() if codes.tokens else None for codes in self._codes)
         return [x if x is None or self._scales is None else x.mul_(self._scales) for x in parts]
 
-    def dequantised(self) -> Tensor:
-        return take(torch.cat([x for x in self._parts() if x is not None], dim=2), self.places())
+    def vectors(self, first: int, last: int) -> Tensor:
+        x = torch.cat([x for x in self._parts() if x is not None], dim=2)
+        return take(x, self._places()[..., first:last])
 
-    def logits(self, queries: Tensor) -> Tensor:
-        queries = queries if self._scales is None else queries * self._scales
-        return torch.cat([codes.logits(queries) for codes in self._held()], dim=-1)
-
-    def mix(self, weights: Tensor) -> Tensor:
-        held = self._held()
-        parts = weights.split([codes.tokens for codes in held], dim=-1)
-        out = torch.stack([codes.mix(part) for codes, part in zip(held, parts, strict=True)]).sum(0)
-        return out if self._scales is None else out * self._scales
+    def _blocks(self, rows: Tensor, cover: Cover | None) -> Iterator[tuple[int, Tensor]]:
+        yield 0, self.dequantised().to(rows.dtype)  # the order of the tokens is restored at once
 
     def sizes(self) -> dict[str, int]:
         sizes = Counter({"token kinds": self._words.nbytes})
@@ -175,15 +166,11 @@ class ZipCacheLayerStore(QuantisedLayerStore):
         return {**super().parts(), **probing}  # probes are held during the prompt, which has no other kinds
 
     @property
-    def alike(self) -> bool:
-        return self.store.k == self.store.v  # the same tokens are salient for both
-
-    @property
     def watching(self) -> bool:  # type: ignore[override]
         return self._dense is not None
 
     def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
-        dense = self._unquantised()
+        dense = self._exact_store()
         if self._probes is None:
             if prompts[0] is None:
                 raise ValueError("zipcache probes a prompt of known length: pass KVCache(..., prompt_length=...)")
@@ -209,7 +196,7 @@ class ZipCacheLayerStore(QuantisedLayerStore):
                 self._saliency.append(paid[:, :, query[0], end - gap : end])
 
     def _to_columns(self) -> None:
-        dense = self._unquantised()
+        dense = self._exact_store()
         assert dense.packed, "sequences apart, all KV heads alike"
         assert dense.ascending
         self._saliency = [self._of_prompt(dense.state[SALIENCY][..., 0], dense.positions.long())]
@@ -239,13 +226,13 @@ class ZipCacheLayerStore(QuantisedLayerStore):
         """Quantise the tail's first tokens by their kinds, and the tokens quantised before once more."""
         column, count = self._columns[side], kinds.low.shape[-1]
         new = split(column.oldest(count), kinds)
-        if column.runs:
-            before = column.runs[0]
+        if column.chunks:
+            before = column.chunks[0]
             assert isinstance(before, Mixed)
             mixed = before.extended(new, kinds)
         else:
             mixed = Mixed(new, kinds, self.store.quantisers, per_channel=side == 0)
-        column.replace_runs([mixed], count)
+        column.replace_chunks([mixed], count)
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,8 @@ def last_letter(output: str, references: tuple[str, ...]) -> float:
 def first_number(output: str, references: tuple[str, ...]) -> float:
     """1.0 if the first number, without its sign, is one of the references in value (InfiniteBench's passkeys)."""
     found = NUMBER.search(output)
-    return float(found is not None and any(_equal(found[0], reference) for reference in references))
-
-
-def _equal(number: str, reference: str) -> bool:
-    return NUMBER.fullmatch(reference.strip()) is not None and float(number) == float(reference)
+    values = [float(reference) for reference in references if NUMBER.fullmatch(reference.strip())]
+    return float(found is not None and float(found[0]) in values)
 
 
 METRICS: dict[str, Metric] = {

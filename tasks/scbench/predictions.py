@@ -38,14 +38,9 @@ def names(output: str, references: Any) -> float:  # noqa: ANN401
 
 def number_cut(output: str, references: Any) -> float:  # noqa: ANN401
     """1 if the first number, without its sign and truncated if the answer is an integer, is the answer."""
-    wanted = infinitebench.first(references)
-    return infinitebench.first_number(_cut_first(output) if isinstance(wanted, int) else output, wanted)
-
-
-def _cut_first(output: str) -> str:
-    """The output with its first number truncated to an integer."""
-    found = NUMBER.search(output)
-    return output if found is None else str(int(float(found[0])))
+    wanted, found = infinitebench.first(references), NUMBER.search(output)
+    truncated = str(int(float(found[0]))) if isinstance(wanted, int) and found is not None else output
+    return infinitebench.first_number(truncated, wanted)
 
 
 RULES: dict[str, Rule] = {

@@ -11,7 +11,7 @@ from kvbench.plot import main as plot
 from kvbench.report.command import main as results
 
 
-@pytest.mark.parametrize("name", ["table.csv", "table.parquet", "table.md", "table.tex", "table.html", "budget.svg"])
+@pytest.mark.parametrize("name", ["table.csv", "table.parquet", "table.md", "table.tex", "budget.svg"])
 def test_a_full_disk_keeps_the_older_file(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "runs", "snapkv", [sample(0, 1.0)])
     (tmp_path / name).write_text("older")

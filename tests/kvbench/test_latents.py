@@ -318,7 +318,7 @@ def test_what_latents_cannot_be_held_by_is_refused_before_a_token_came(
 def test_a_recording_that_is_asked_for_is_refused_and_else_not_made() -> None:
     with pytest.raises(
         ValueError,
-        match=r"DeepseekV3ForCausalLM has layers of latents, expanded in every step: use engine.cuda_graph=false$",
+        match=r"not supported for DeepseekV3ForCausalLM, which has latent attention: use engine.cuda_graph=false$",
     ):
-        can_replay(tiny().config, asked=True)
-    assert not can_replay(tiny().config, asked=False)
+        can_replay(tiny().config, required=True)
+    assert not can_replay(tiny().config, required=False)

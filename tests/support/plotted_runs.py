@@ -126,8 +126,8 @@ def write_run(
     (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     about = {"model": {"sha256": "abc"}, "dtype": "float32", "policy": parts, "budget": budget, "seed": 0}
     about |= {"task": {"name": task, **(task_fields or {})}, "generation": {"decoding": "greedy"}, **identity}
-    names = {"policy": f"{policy} (evict)" if budget else policy, "model": model, "task": task}
-    write_yaml(folder / "config.yaml", {"run_id": folder.name, "names": names, "identity": about})
+    naming = {"policy": policy, "model": model, "task": task, "changed": [], "reads": None}
+    write_yaml(folder / "config.yaml", {"run_id": folder.name, "naming": naming, "identity": about})
     write_json(folder / "environment.json", {**ENVIRONMENT, **(environment or {})})
     write_metrics(folder, samples)
     return folder

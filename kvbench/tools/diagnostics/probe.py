@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
-from kvbench.config.presets import make_policy
 from kvbench.engine.prompt_pass import prefill
 from kvbench.policies.policy import Policy
 
@@ -62,8 +61,3 @@ class Probe:
     def cache_of(self, kind: type[Kind], policy: Policy | None = None) -> Kind:
         """A cache of this class for the prompt."""
         return kind(self.model.config, policy or self.policy, prompt_length=self.length, question=self.question)
-
-
-def full() -> Policy:
-    """The policy that keeps everything."""
-    return make_policy("full")

@@ -36,7 +36,7 @@ def test_a_query_counts_by_the_tokens_it_sees() -> None:
     before = torch.tensor([[[0.5 + 1.5, 1.0, 0.5, 1.5]]]) / 2
     for window in ("question", 2):
         for official, scores in ((False, expected), (True, before)):
-            finch, state = Finch(window, official), {"asked": torch.zeros(1, 1, 4, 1)}
+            finch, state = Finch(window, official), {"question_attention": torch.zeros(1, 1, 4, 1)}
             finch.observe(seen, state)
             torch.testing.assert_close(finch.score(seen, state), scores)
 

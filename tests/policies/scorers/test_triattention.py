@@ -265,9 +265,7 @@ def test_what_is_no_file_of_this_model_is_refused(tmp_path: Path, saved: Callabl
 def test_what_the_method_does_not_define_is_refused(saved: Callable[..., str]) -> None:
     with pytest.raises(ValueError, match="horizon must be a power of two, such as 65536, got 3"):
         make_policy("triattention", 20, stats=saved(), horizon=3)
-    with pytest.raises(
-        ValueError, match="protect=prompt keeps all 40 tokens of the prompt and needs room for generated"
-    ):
+    with pytest.raises(ValueError, match="protect=prompt keeps all 40 tokens of the prompt and at least one generated"):
         generate(ready("llama"), make_policy("triattention", 40, stats=saved()))
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     partial = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=512, **sizes)).eval()  # rotates a quarter of each head

@@ -89,7 +89,7 @@ def test_the_prompts_kinds_follow_its_saliency_however_it_came(splits: list[int]
     for head in (0, 1):
         order = np.argsort(slow_saliency(queries, keys, head, 0), kind="stable")
         for column, count in zip(held._columns, (120, 160), strict=True):
-            low = column.runs[0].kinds.low[0, head].nonzero()[:, 0].tolist()
+            low = column.chunks[0].kinds.low[0, head].nonzero()[:, 0].tolist()
             assert low == sorted(order[:count].tolist())
 
 
@@ -105,13 +105,13 @@ def test_new_tokens_stay_exact_until_the_gap_is_full_and_then_everything_is_quan
     held.settle()
     for column, share in zip(held._columns, (0.6, 0.6), strict=True):
         assert column.tail.most == 0
-        assert column.runs[0].tokens == 110
+        assert column.chunks[0].tokens == 110
         for head in (0, 1):
             logits = seen[0, head] @ queries[0, 2 * head : 2 * head + 2, 109].T / 4
             order = logits.softmax(0).sum(-1)[100:].argsort()
-            low = column.runs[0].kinds.low[0, head, 100:].nonzero()[:, 0].tolist()
+            low = column.chunks[0].kinds.low[0, head, 100:].nonzero()[:, 0].tolist()
             assert low == sorted(order[: int(share * 10)].tolist())
-        assert torch.equal(column.runs[0].kinds.low[..., :100], before._columns[0].runs[0].kinds.low)
+        assert torch.equal(column.chunks[0].kinds.low[..., :100], before._columns[0].chunks[0].kinds.low)
     assert not held.watching
 
 
