@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from kvbench.config.naming import refusing_in
-from kvbench.config.tree import build
+from kvbench.config.tree import build, refusing_in
 from kvbench.engine.callbacks import NullCallback, RunCallback
 from kvbench.results.result import Result
 from kvbench.results.sample import Sample
