@@ -60,7 +60,7 @@ def _exit_code(found: Sequence[Status]) -> int:
 def resume(out: Path, fields: Sequence[str]) -> list[Status]:
     """Compute or submit again the runs that are neither finished nor queued nor running, and failed examples.
 
-    fields: of the launcher, in place of those of the last command.
+    fields: of the launcher; they replace fields of the last command.
     """
     definition = read_definition(out)
     found = statuses(out, definition.cells)
