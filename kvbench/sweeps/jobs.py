@@ -85,7 +85,7 @@ class Job:
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        entries = [entry for entry in definition.cells if entry.key in self.keys]
+        entries = [entry for entry in definition.runs if entry.key in self.keys]
         tracker = make_watch(entries[0].config["logger"], definition.name)
         try:
             failed = compute([rebuilt(entry, self.out) for entry in entries], self.out, tracker)
