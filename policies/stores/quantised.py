@@ -26,7 +26,7 @@ from kvbench.policies.stores.queue import Queue
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import GROWTH, take
 from kvbench.policies.stores.store import LayerStore, Store
-from kvbench.policies.stores.store_list import open_per_sequence
+from kvbench.policies.stores.store_list import StoreList
 
 
 class QuantisedLayerStore(CodeAttention):
@@ -220,8 +220,9 @@ class ColumnStore(Store):
         return ""
 
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        if self.apart:
-            return open_per_sequence(self._open, keys, values, statistics, width)
+        if self.apart and len(keys) > 1:
+            rows = zip(keys.split(1), values.split(1), strict=True)
+            return StoreList([self._open(*row, statistics, width) for row in rows])
         return self._open(keys, values, statistics, width)
 
     def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:

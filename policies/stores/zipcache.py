@@ -182,6 +182,7 @@ class ZipCacheLayerStore(QuantisedLayerStore):
                 observation,
                 queries=observation.queries[:, :, columns],
                 query_positions=observation.query_positions[:, columns],
+                known={},
             )
             dense.state[SALIENCY][..., 0] += chosen.column_sums().sum(2)
 
