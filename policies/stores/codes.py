@@ -22,7 +22,7 @@ Cover = Callable[[Tensor, int], Tensor]
 
 
 class Chunk(ABC):
-    """Consecutive tokens of a column in one format; KV heads may hold different numbers of tokens."""
+    """Consecutive tokens of a column in one format."""
 
     unit: int = 1
     """Tokens that are quantized together."""
@@ -30,16 +30,7 @@ class Chunk(ABC):
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """Tokens of the longest KV head."""
-
-    @property
-    def even(self) -> bool:
-        """Whether all KV heads hold equally many."""
-        return True
-
-    @abstractmethod
-    def lengths(self) -> Tensor:
-        """[B,H] tokens of each KV head."""
+        """The number of tokens."""
 
     @abstractmethod
     def vectors(self, first: int, last: int) -> Tensor:
@@ -86,9 +77,6 @@ class Exact(Chunk):
     def tokens(self) -> int:
         return self._x.shape[2]
 
-    def lengths(self) -> Tensor:
-        return torch.full(self._x.shape[:2], self.tokens, device=self._x.device)
-
     def vectors(self, first: int, last: int) -> Tensor:
         return widen(self._x[:, :, first:last])
 
@@ -104,18 +92,11 @@ class Codes(Chunk):
 
     @property
     def tokens(self) -> int:
-        return self.queue.most * self.unit
-
-    def lengths(self) -> Tensor:
-        return self.queue.lengths() * self.unit
-
-    @property
-    def even(self) -> bool:
-        return self.queue.counts is None
+        return self.queue.count * self.unit
 
     @abstractmethod
-    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
-        """Code x [B,H,n,D] of a model in `dtype`; counts [B,H]: only the first tokens of each head."""
+    def append(self, x: Tensor, dtype: torch.dtype) -> None:
+        """Code x [B,H,n,D] of a model in `dtype`."""
 
     @property
     def nbytes(self) -> int:
@@ -130,13 +111,10 @@ class GroupCodes(Codes):
         self.quantiser = quantiser
 
     def sizes(self) -> dict[str, int]:
-        queue = self.queue
-        sizes = {"codes": queue.nbytes("words"), "scales and minima": queue.nbytes("scale", "minimum")}
-        return {**sizes, "positions": queue.lengths_nbytes}
+        return {"codes": self.queue.nbytes("words"), "scales and minima": self.queue.nbytes("scale", "minimum")}
 
-    def _append(self, groups: Tensor, dtype: torch.dtype, counts: Tensor | None) -> None:
-        entries = self.quantiser.quantise(groups, dtype)._asdict()
-        self.queue.append(entries, None if counts is None else counts // self.unit)
+    def _append(self, groups: Tensor, dtype: torch.dtype) -> None:
+        self.queue.append(self.quantiser.quantise(groups, dtype)._asdict())
 
     def _numbers(self, first: int, last: int, count: int) -> Tensor:
         """The dequantized groups of `count` numbers of some entries."""
@@ -151,8 +129,8 @@ class ChannelCodes(GroupCodes):
         super().__init__(quantiser, growth=1)
         self.unit = group
 
-    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
-        self._append(x.unflatten(2, (-1, self.unit)).mT, dtype, counts)
+    def append(self, x: Tensor, dtype: torch.dtype) -> None:
+        self._append(x.unflatten(2, (-1, self.unit)).mT, dtype)
 
     def vectors(self, first: int, last: int) -> Tensor:
         return self._numbers(first // self.unit, last // self.unit, self.unit).mT.flatten(2, 3)
@@ -168,10 +146,10 @@ class TokenCodes(GroupCodes):
         super().__init__(quantiser, growth)
         self.group, self.heads = group, heads
 
-    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
+    def append(self, x: Tensor, dtype: torch.dtype) -> None:
         if self.heads is not None:
             x = x.transpose(1, 2).flatten(2)[:, None]
-        self._append(x.unflatten(3, (-1, self.group)), dtype, counts)
+        self._append(x.unflatten(3, (-1, self.group)), dtype)
 
     def vectors(self, first: int, last: int) -> Tensor:
         x = self._numbers(first, last, self.group).flatten(-2)

@@ -93,9 +93,6 @@ class Block(Chunk):
     def tokens(self) -> int:
         return self._coded + self._exact.tokens
 
-    def lengths(self) -> Tensor:
-        return self._exact.lengths() + self._coded
-
     def vectors(self, first: int, last: int) -> Tensor:
         if not self._coded:
             return self._exact.vectors(first, last)
@@ -130,23 +127,22 @@ class GearLayerStore(QuantisedLayerStore):
 
     def flush(self, prompt: bool) -> None:
         gear, column = self.store, self._columns[0]
-        assert column.even, "sequences apart, all KV heads alike"
         before, self._length = self._length, column.tokens
         if gear.gear_prompt == "gap":
             for gaps in range(before // gear.gap + 1, 0 if prompt else column.tokens // gear.gap + 1):
                 self._compress_all(gaps * gear.gap)
         elif not prompt:
-            while column.tail.most >= gear.gap:
+            while column.tail.count >= gear.gap:
                 self._compress(gear.gap)
-        elif gear.gear_prompt == "prefill" and column.tail.most >= gear.group:
-            self._compress(column.tail.most)
+        elif gear.gear_prompt == "prefill" and column.tail.count >= gear.group:
+            self._compress(column.tail.count)
         else:
             for side in self._columns:
-                side.replace_chunks([Exact(side.tail.view("x"))], side.tail.most)
+                side.replace_chunks([Exact(side.tail.view("x"))], side.tail.count)
 
     def _compress(self, count: int) -> None:
         """A new block of the tails' first `count` tokens."""
-        for side, x in enumerate(column.oldest(count) for column in self._columns):
+        for side, x in enumerate(column.tail.oldest("x", count) for column in self._columns):
             column = self._columns[side]
             column.replace_chunks([*column.chunks, self._block(x, side)], count)
 

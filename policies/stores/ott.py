@@ -15,11 +15,10 @@ from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, layers_exist, whole_number, whole_numbers
 from kvbench.policies.draws import uniform_draws
 from kvbench.policies.stores.codes import Cover
-from kvbench.policies.stores.column import Column, beyond, most
+from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.kivi import kivi_columns
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore, value_group
 from kvbench.policies.stores.quantiser import NOT_FINITE
-from kvbench.policies.stores.queue import Counts
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import take
 
@@ -44,18 +43,15 @@ class Pools:
     def nbytes(self) -> int:
         return sum(x.nbytes for x in (self.keys, self.values, self.slots, self.frozen))
 
-    def trace(self, keys: Tensor, values: Tensor, first: Tensor, counts: Counts) -> list[Tensor]:
+    def trace(self, keys: Tensor, values: Tensor, first: int) -> list[Tensor]:
         """New tokens [B,H,m*G,D] compete group by group, oldest first; returns both with traced ones filled in.
 
-        first [B,H]: slot of each head's first new token; counts: how many of the tokens each head has.
+        first: the slot of the first new token.
         """
         if not keys.is_meta and not bool(keys.isfinite().all() & values.isfinite().all()):
             raise ValueError(NOT_FINITE)  # a traced token would not be checked later
-        steps = torch.arange(keys.shape[2], device=keys.device)
-        slots = first[..., None] + steps
+        slots = torch.arange(first, first + keys.shape[2], device=keys.device).expand(keys.shape[:3])
         scores, group = self.ott.scores(keys, slots), self.ott.group
-        if isinstance(counts, Tensor):
-            scores = scores.masked_fill(steps >= counts[..., None], torch.inf)
         span = keys.shape[2] if self.ott.prefill_mode == "joint" and self._fresh else group
         traced, entries = self._compete(scores.unflatten(-1, (-1, span)))
         self._hold(entries, keys, values, slots)
@@ -76,7 +72,7 @@ class Pools:
         traced = torch.zeros_like(scores, dtype=torch.bool)
         for g in range(0 if scores.is_meta else scores.shape[2]):  # without data no token wins
             new = lowest[:, :, g]
-            active = new[..., 0].isfinite() & ~self.frozen
+            active = ~self.frozen
             both = torch.cat([held, new], dim=-1)
             tokens = torch.cat([pool, best[:, :, g] + g * span + stored], dim=-1)
             order = both.argsort(dim=-1, stable=True)  # pool tokens are first, so they win ties
@@ -84,11 +80,11 @@ class Pools:
             if self.ott.on_evict == "pool":
                 defeated = (losers < capacity) & both.gather(-1, losers).isfinite()
                 overflow = (spare >= 0).sum(-1) + defeated.sum(-1) > spare.shape[-1]
-                self.frozen = self.frozen | (overflow & active)
+                self.frozen = self.frozen | overflow
                 active = active & ~overflow
                 spare = _appended(spare, tokens.gather(-1, losers), defeated & active[..., None])
             admitted = torch.zeros_like(both, dtype=torch.bool).scatter_(-1, winners, True)[..., capacity:]
-            traced[:, :, g].scatter_(-1, best[:, :, g], admitted & new.isfinite() & active[..., None])
+            traced[:, :, g].scatter_(-1, best[:, :, g], admitted & active[..., None])
             pool = torch.where(active[..., None], tokens.gather(-1, winners), pool)
             held = torch.where(active[..., None], both.gather(-1, winners), held)
         return traced, torch.cat([pool.masked_fill(~held.isfinite(), -1), spare], dim=-1)
@@ -150,17 +146,17 @@ class OttLayerStore(QuantisedLayerStore):
 
     def flush(self, prompt: bool) -> None:
         keys, values = self._columns
-        counts = beyond(keys.tail.counts_held, self.store.residual) // self.store.group * self.store.group
-        if most(counts) == 0:
+        count = max(keys.tail.count - self.store.residual, 0) // self.store.group * self.store.group
+        if count == 0:
             return
         shown: list[Tensor | None] = [None, None]
         if self.store.outliers:
-            new_keys, new_values = keys.oldest(counts), values.oldest(counts)
+            new_keys, new_values = keys.tail.oldest("x", count), values.tail.oldest("x", count)
             if self.pools is None:
                 self.pools = Pools(self.store, new_keys, new_values)
-            shown = [*self.pools.trace(new_keys, new_values, keys.coded_lengths(), counts)]
+            shown = [*self.pools.trace(new_keys, new_values, keys.coded)]
         for column, x in zip(self._columns, shown, strict=True):
-            column.quantise(counts, x)
+            column.quantise(count, x)
 
     @property
     def outliers(self) -> Outliers | None:

@@ -343,7 +343,7 @@ class SlotStore(LayerStore):
         return slots
 
     def _gather(self, mask: Tensor, most: int, spare: int, even: bool) -> Tensor:
-        """Move the slots of the mask to the front, at most `most` per KV head (even: exactly), and `spare` after them."""
+        """Move the slots of the mask to the front, at most `most` per KV head (even: exactly), then `spare` slots."""
         if not self.used:  # a sequence without a token
             self._lengthen(spare, {})
             return mask.long()

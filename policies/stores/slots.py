@@ -3,7 +3,7 @@
 Shapes: B sequences, H KV heads, C slots, n slots of each KV head, D numbers of a slot.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Stores of single sequences as one store of a batch, because groups of their codes span a whole sequence.
+"""Stores of single sequences, or of single KV heads, as one store.
 
 Shapes: B sequences, H KV heads, C slots of the longest sequence, D head dim.
 """
@@ -133,3 +133,32 @@ class StoreList(LayerStore):
                 return None
             outputs.append(output)
         return torch.cat(outputs)
+
+
+class HeadList(StoreList):
+    """One store per KV head of a single sequence, after its prompt was evicted: the sequences of the base class."""
+
+    @property
+    def keys(self) -> Tensor:
+        return super().keys.transpose(0, 1)
+
+    @property
+    def values(self) -> Tensor:
+        return super().values.transpose(0, 1)
+
+    @property
+    def positions(self) -> Tensor:
+        return super().positions.transpose(0, 1)
+
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
+        places = positions.expand(len(self.members), -1)
+        super().append(keys.transpose(0, 1), values.transpose(0, 1), places, absent)
+
+    def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
+        own = [how] * len(self.members)
+        if how.sinks is not None:
+            own = [how._replace(sinks=sinks) for sinks in how.sinks.chunk(len(own), dim=1)]
+        groups = zip(self.members, queries.chunk(len(own), dim=1), own, strict=True)
+        outputs = [held.attend(rows, positions, params) for held, rows, params in groups]
+        found = [output for output in outputs if output is not None]
+        return torch.cat(found, dim=1) if len(found) == len(outputs) else None

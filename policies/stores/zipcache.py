@@ -118,9 +118,6 @@ class Mixed(Chunk):
     def tokens(self) -> int:
         return self._count
 
-    def lengths(self) -> Tensor:
-        return torch.full((1, self._heads), self._count, device=self._words.device)
-
     def _parts(self) -> list[Tensor | None]:
         """Dequantised tokens of either kind, None where there are none."""
         parts = (codes.dequantised() if codes.tokens else None for codes in self._codes)
@@ -167,10 +164,10 @@ class ZipCacheLayerStore(QuantisedLayerStore):
 
     @property
     def watching(self) -> bool:  # type: ignore[override]
-        return self._dense is not None
+        return self.in_prompt
 
     def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
-        dense = self._exact_store()
+        dense = self._dense()
         if self._probes is None:
             if prompts[0] is None:
                 raise ValueError("zipcache probes a prompt of known length: pass KVCache(..., prompt_length=...)")
@@ -187,7 +184,7 @@ class ZipCacheLayerStore(QuantisedLayerStore):
             dense.state[SALIENCY][..., 0] += chosen.column_sums().sum(2)
 
     def attended(self, weights: Tensor, positions: Tensor) -> None:
-        tail, gap = self._columns[0].tail.most, self.store.gap
+        tail, gap = self._columns[0].tail.count, self.store.gap
         if tail < gap:
             return
         newest, paid = positions[0].max(), weights.unflatten(2, (-1, positions.shape[1]))[..., -tail:].sum(2)
@@ -197,8 +194,8 @@ class ZipCacheLayerStore(QuantisedLayerStore):
                 self._saliency.append(paid[:, :, query[0], end - gap : end])
 
     def _to_columns(self) -> None:
-        dense = self._exact_store()
-        assert dense.packed, "sequences apart, all KV heads alike"
+        dense = self._dense()
+        assert dense.packed, "all KV heads hold equally many tokens"
         assert dense.ascending
         self._saliency = [self._of_prompt(dense.state[SALIENCY][..., 0], dense.positions.long())]
         self._probes = None
@@ -226,7 +223,7 @@ class ZipCacheLayerStore(QuantisedLayerStore):
     def _requantise(self, side: int, kinds: Kinds) -> None:
         """Quantise the tail's first tokens by their kinds, and the tokens quantised before once more."""
         column, count = self._columns[side], kinds.low.shape[-1]
-        new = split(column.oldest(count), kinds)
+        new = split(column.tail.oldest("x", count), kinds)
         if column.chunks:
             before = column.chunks[0]
             assert isinstance(before, Mixed)
