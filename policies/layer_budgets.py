@@ -6,6 +6,7 @@ from kvbench.errors import LARGEST
 from kvbench.policies.allocators.allocator import StatisticAllocator, required_length
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_prompt_fits, check_protected, check_question_fits, least_budget
+from kvbench.policies.readers.reader import ReadPlan
 
 
 def total_slots(policy: Policy, layers: int, length: int | None) -> int:
@@ -15,6 +16,9 @@ def total_slots(policy: Policy, layers: int, length: int | None) -> int:
     """
     if policy.budget is None:
         return required_length(length, f"the allocator of {policy.name}") * layers
+    if policy.reader is not None:
+        length = required_length(length, policy.name)
+        return min(read_plan(policy, length).kept, length) * layers
     if isinstance(policy.budget, int):
         return policy.budget * layers
     length = required_length(length, f"a budget that is a share of the prompt ({policy.budget})")
@@ -31,7 +35,8 @@ def layer_budgets(policy: Policy, layers: int, length: int | None, question: int
     scorer, allocator = policy.scorer, policy.allocator
     assert scorer is not None
     total = total_slots(policy, layers, length)
-    if policy.budget is None:  # no lower bound: a short prompt is kept whole
+    whole = policy.reader is not None and length is not None and total == length * layers
+    if policy.budget is None or whole:  # no lower bound: a short prompt is kept whole
         return allocator.split(total, layers, length, 0)
     check_protected(policy.name, scorer, allocator, total // layers)
     budgets = allocator.split(total, layers, length, least_budget(scorer, allocator))
@@ -45,22 +50,25 @@ def layer_budgets(policy: Policy, layers: int, length: int | None, question: int
     return budgets
 
 
-def read_budget(policy: Policy, length: int) -> int:
-    """The maximum of tokens per KV head that a decoded query reads after a prompt of `length` tokens.
-
-    A reader with a `mass` may read all. ValueError for a budget smaller than a page.
-    """
-    assert policy.reader is not None
-    if policy.reader.mass is not None:
+def budget_tokens(policy: Policy, length: int) -> int:
+    """The budget of a policy with a reader in tokens per KV head; all tokens for a reader with a `mass`."""
+    if policy.reader is not None and policy.reader.mass is not None:
         return LARGEST
     assert policy.budget is not None
-    tokens = policy.budget if isinstance(policy.budget, int) else int(policy.budget * length)
-    if tokens < policy.reader.page:
+    return policy.budget if isinstance(policy.budget, int) else int(policy.budget * length)
+
+
+def read_plan(policy: Policy, length: int) -> ReadPlan:
+    """How decoded queries read after a prompt of `length` tokens. ValueError for a budget smaller than a page."""
+    assert policy.reader is not None
+    tokens = budget_tokens(policy, length)
+    plan = policy.reader.plan(max(tokens, 1), length)
+    if min(tokens, plan.tokens) < (1 if plan.cuts else plan.page):
         raise ValueError(
-            f"{policy.name} reads pages of {policy.reader.page} tokens, so a budget of {tokens} tokens per KV head is "
-            f"too small: it must be at least {policy.reader.page}"
+            f"{policy.name} reads pages of {plan.page} tokens, so a budget of {tokens} tokens per KV head is "
+            f"too small: it must be at least {2 if plan.cuts else plan.page}"
         )
-    return tokens
+    return plan
 
 
 def leaves_whole(policy: Policy, layers: int, length: int) -> bool:

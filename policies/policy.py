@@ -63,7 +63,7 @@ class Policy:
         check_choices(self)
         check_value(self.name, self.value, self.scorer, self._values_query_heads)
         if self.reader is not None:
-            check_reader(self.name, self.scorer, self.store, self.granularity)
+            check_reader(self.name, self.reader, self.scorer, self.store, self.schedule, self.granularity)
         if self.scorer is None:
             if self.reader is not None and self.reader.mass is not None:
                 object.__setattr__(self, "budget", None)  # it reads until the mass is reached
@@ -84,7 +84,7 @@ class Policy:
             object.__setattr__(self, "budget", None)
         else:
             check_budget(self.budget, self.name)
-        if isinstance(self.budget, int):
+        if isinstance(self.budget, int) and self.reader is None:
             check_protected(self.name, self.scorer, self.allocator, self.budget)
 
     @property

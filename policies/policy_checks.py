@@ -4,6 +4,7 @@ from kvbench.policies.allocators.allocator import Allocator, JointAllocator, Sta
 from kvbench.policies.checks import LARGEST, whole_number
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PrePass
+from kvbench.policies.readers.reader import Reader
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import AttentionScorer, Scorer
 from kvbench.policies.stores.dense import Dense
@@ -140,12 +141,19 @@ def check_question_fits(name: str, question: int, budget: int) -> None:
         )
 
 
-def check_reader(name: str, scorer: Scorer | None, store: Store, granularity: str) -> None:
-    """Raise ValueError unless the policy keeps every token unchanged, as sparse attention requires."""
-    if scorer is not None or type(store) is not Dense or granularity != "kv_head":
+def check_reader(
+    name: str, reader: Reader, scorer: Scorer | None, store: Store, schedule: Schedule, granularity: str
+) -> None:
+    """Raise ValueError unless tokens are stored unchanged, as sparse attention requires, and evicted as it plans."""
+    if type(store) is not Dense or granularity != "kv_head" or (scorer is not None and not reader.evicts):
         raise ValueError(
             f"{name} uses sparse attention and keeps every token: it must be combined with no scorer, the "
             "dense store and granularity=kv_head"
+        )
+    if reader.evicts and (scorer is None or schedule.decode != "grow" or schedule.late):
+        raise ValueError(
+            f"{name} evicts prompt tokens before sparse attention reads the rest: it must be combined with a scorer, "
+            "decode=grow and late=false"
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.cache.group import PolicyGroup
 from kvbench.policies.allocators.allocator import JointAllocator
-from kvbench.policies.layer_budgets import read_budget
+from kvbench.policies.layer_budgets import read_plan
 from kvbench.policies.readers.reader import Reader
 
 
@@ -73,7 +73,7 @@ def _check_reads(group: PolicyGroup, reader: Reader) -> None:
         if layer.pages is None or layer.pages.most is None or reader.reads_all(layer.index):
             continue
         for row, most in enumerate(layer.pages.most.amax(-1).tolist()):
-            promised = read_budget(group.policy, group.progress.prompt[row])
+            promised = read_plan(group.policy, group.progress.prompt[row]).tokens
             if most > promised:
                 raise BudgetError(
                     f"a decoded query read {most} tokens per KV head of sequence {row} in layer "

@@ -209,9 +209,8 @@ class PolicyGroup:
         held.append(new.keys, new.values, now.places, absent=not now.aligned)
         layer.counts = [n + more for n, more in zip(before, now.counts, strict=True)]
         step = LayerStep(new.queries, now, params, held, fresh, alone=alone)
-        if layer.pages is not None and policy.reader is not None:
-            if not policy.reader.reads_all(index):
-                layer.pages.append(policy.reader, held, before, layer.counts)
+        if layer.pages is not None:
+            layer.pages.update(policy, layer.index, step, before, layer.counts, self.progress.prompt)
             if now.phase == "decode":
                 step.read = partial(layer.pages.attend, policy, index, self.progress.prompt)
         if held.watching:

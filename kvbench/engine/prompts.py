@@ -11,7 +11,7 @@ from kvbench.config.naming import refusing_in
 from kvbench.engine.reading import is_generated, is_read, policy_for
 from kvbench.engine.turns import check_turns
 from kvbench.models.prompts import Prompt, PromptMaker
-from kvbench.policies.layer_budgets import layer_budgets, read_budget
+from kvbench.policies.layer_budgets import layer_budgets, read_plan
 from kvbench.results.sample import Sample
 from kvbench.run.run import Run
 from kvbench.tasks.task import PlainTokenizer
@@ -130,7 +130,7 @@ def check_policy(cell: Run, prompts: Sequence[Prompt]) -> None:
     if cell.policy.reader is not None:
         with refusing(f"budget={cell.budget}: "):
             for length in {length for prompt in prompts for length in prompt.lengths}:
-                read_budget(cell.policy, length)
+                read_plan(cell.policy, length)
     if any(prompt.turns for prompt in prompts):
         with refusing(f"task {cell.task.name}: "):
             check_turns(cell.policy)

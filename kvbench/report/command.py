@@ -1,4 +1,7 @@
-"""`python -m kvbench.results collect FOLDER`: one table of all finished runs below a folder."""
+"""Tables of finished runs: `python -m kvbench.results collect FOLDER`.
+
+`python -m kvbench.results check FOLDER` checks that the numbers of runs agree with their samples.
+"""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def evicts(identity: Mapping[str, Any]) -> bool:
     """Whether the policy keeps fewer tokens than it has seen."""
     policy = identity["policy"]
     scored = identity["budget"] is not None or policy.get("scorer") is not None
-    return scored and policy.get("reader") is None
+    return scored and (policy.get("reader") is None or policy.get("scorer") is not None)
 
 
 def keeps_all(identity: Mapping[str, Any]) -> bool:

@@ -64,11 +64,11 @@ def calibrate(calibration: Calibration, fields: Sequence[str], output: Path, con
     from kvbench.engine.prompts import make_prompts
     from kvbench.models.loading import load
     from kvbench.terminal.bars import progress
-    from kvbench.tools.diagnose import cells_of
+    from kvbench.tools.diagnose import runs_of
 
     if any(field.startswith("policy=") for field in fields):
         raise UsageError("policy= has no effect here: a calibration belongs to a model")
-    (cell,) = cells_of(["policy=full", *fields], config_dir)
+    (cell,) = runs_of(["policy=full", *fields], config_dir)
     texts = [prompt.ids.long() for prompt in make_prompts(cell)]
     model = load(cell.checkpoint, cell.device).model
     metadata = {"model": cell.checkpoint.spec.name, "task": cell.task.name}

@@ -10,7 +10,7 @@ from plotted_runs import sample, write_run
 from kvbench.report.command import main
 
 
-@pytest.mark.parametrize("name", ["table.csv", "table.parquet", "table.md", "table.tex", "table.html"])
+@pytest.mark.parametrize("name", ["table.csv", "table.parquet", "table.md", "table.tex"])
 def test_a_full_disk_keeps_the_older_table(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "runs", "full", [sample(0, 1.0)], None)
     (tmp_path / name).write_text("older")

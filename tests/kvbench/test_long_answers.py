@@ -18,7 +18,7 @@ from kvbench.run.run import build_cell
 from kvbench.run.sampling import Sampling
 from kvbench.tasks.lm_eval.task import chat_text
 from kvbench.tasks.task import Example, Task
-from kvbench.tools.diagnose import cells_of
+from kvbench.tools.diagnose import runs_of
 
 HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}
 
@@ -33,7 +33,7 @@ def test_what_is_dictated_is_evicted_from_while_it_is_decoded_and_not_counted(ti
     given = [f"model={tiny_model}", "device=cpu", "limit=2", "task=niah_dictated", "task.lengths=[300]"]
     given += ["task.dictate_after=40", "task.max_new_tokens=6", "policy=full,streamingllm,h2o", "budget=32"]
     together, alone, whole = (
-        list(cells_of([*given, "decode=evict", "every=8", f"out={tmp_path / out}", *fields]))
+        list(runs_of([*given, "decode=evict", "every=8", f"out={tmp_path / out}", *fields]))
         for out, fields in (
             ("together", ()),
             ("alone", ("engine.rows=1",)),

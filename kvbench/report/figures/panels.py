@@ -20,7 +20,7 @@ class Panel:
 
     model: str
     task: str
-    cells: tuple[Result, ...]
+    rows: tuple[Result, ...]
 
 
 def read(place: Path) -> list[Result]:
@@ -85,20 +85,20 @@ def looks(rows: Iterable[Result]) -> Mapping[str, Look]:
     return palette({row.line: family(row.identity["policy"]) for row in rows})
 
 
-def notes(cells: Sequence[Result], first: str = "") -> list[str]:
+def notes(rows: Sequence[Result], first: str = "") -> list[str]:
     """The notes below a figure: model, number of examples, schedules, and caveats."""
-    sizes = sorted({cell.n for cell in cells if cell.value is not None}) or [0]
+    sizes = sorted({row.n for row in rows if row.value is not None}) or [0]
     many = f"n = {sizes[0]}" if len(sizes) == 1 else f"n = {sizes[0]} to {sizes[-1]}, different between runs"
-    moments = sorted({cell.moments for cell in cells if cell.when and not cell.reads})
+    moments = sorted({row.moments for row in rows if row.when and not row.reads})
     words = ["; ".join(map(in_words, filter(None, own))) for own in moments]
     prompts: dict[tuple[str, str], set[tuple[str, ...]]] = {}
-    for cell in cells:
-        if cell.samples:
-            prompts.setdefault((cell.task, cell.model), set()).add(tuple(one.prompt_hash for one in cell.samples))
+    for row in rows:
+        if row.samples:
+            prompts.setdefault((row.task, row.model), set()).add(tuple(one.prompt_hash for one in row.samples))
     several = sorted(task for (task, _), examples in prompts.items() if len(examples) > 1)
-    mixed = sorted({f"{cell.line} on {cell.task} ({cell.mixed})" for cell in cells if cell.mixed})
-    failed = [f"{c.line} {c.budget or ''} on {c.task} ({c.n_failed} of {c.n})" for c in cells if c.n_failed]
-    found = [f"Model: {', '.join(sorted({cell.model for cell in cells}))}. {many}. {first}".rstrip()]
+    mixed = sorted({f"{row.line} on {row.task} ({row.mixed})" for row in rows if row.mixed})
+    failed = [f"{c.line} {c.budget or ''} on {c.task} ({c.n_failed} of {c.n})" for c in rows if c.n_failed]
+    found = [f"Model: {', '.join(sorted({row.model for row in rows}))}. {many}. {first}".rstrip()]
     for title, values in (
         ("Schedule: ", words if len(words) == 1 else []),
         ("Different schedules, which are not comparable: ", [" | ".join(words)] if len(words) > 1 else []),
