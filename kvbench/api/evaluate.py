@@ -19,8 +19,8 @@ from kvbench.models.given import borrowed, given_model, given_name
 from kvbench.models.loading import GivenModel
 from kvbench.policies.policy import Policy
 from kvbench.results.load import read_result
-from kvbench.run.code_digest import check_files
-from kvbench.run.run import build_cell
+from kvbench.run.digests import check_files
+from kvbench.run.run import build_run
 from kvbench.run.run_config import run_config
 from kvbench.tasks.task import Task
 
@@ -83,7 +83,7 @@ def evaluate(
         run_config(called, policy, task, folders, given, **{**settings, "budget": budget})
         for task, policy, budget in product(*lists)
     ]
-    cells = [build_cell(run) for run in runs]
+    cells = [build_run(run) for run in runs]
     for cell in cells if temporary is None else ():
         check_files([cell.identity["policy"], cell.identity["task"]])
     with nullcontext() if given is None else borrowed(given.model):

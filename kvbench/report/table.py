@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvbench.errors import UsageError
 from kvbench.report.frames import Table, frame_of, text
 from kvbench.results.columns import frame as tidy
 from kvbench.results.labels import budget_order, in_words, text_of
 from kvbench.results.load import Results
 from kvbench.results.result import FINISHED, Result
 from kvbench.results.statistics import FEWEST
-from kvbench.terminal.errors import UsageError
-from kvbench.terminal.folding import terminal_width
+from kvbench.terminal.console import terminal_width
 
 if TYPE_CHECKING:
     import pandas as pd

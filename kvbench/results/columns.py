@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvbench.errors import UsageError
 from kvbench.results.labels import Naming
 from kvbench.results.metrics import Numbers, metrics
 from kvbench.results.result import Result, numbers
-from kvbench.terminal.errors import UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,7 +91,7 @@ COLUMNS = (
     Column("code", "digest of the code", "words", at="identity.code"),
     Column("device", "GPU or processor", "words"),
     Column("kvbench_revision", "git commit, if known", "words", at="environment.kvbench_revision"),
-    Column("mixed", "versions that differ within the run (allow_mixed=true)", "words"),
+    Column("mixed", "versions that differ within the run (allow_version_mismatch=true)", "words"),
     Column("state", "finished, or unfinished (n examples so far)", "words"),
 )
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
+from kvbench.errors import UsageError
 from kvbench.results.files import read_yaml, remove_torn, write_atomically, yaml_text
 from kvbench.results.locks import held
-from kvbench.terminal.errors import UsageError
 
 FILE_NAME = "sweep.yaml"
 SWEEP_FOLDER = ".sweep"

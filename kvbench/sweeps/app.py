@@ -21,8 +21,8 @@ from kvbench.terminal.console import quiet, share_cores
 
 def _fields() -> str:
     """The commented fields of conf/config.yaml, for --help."""
-    lines = (CONF / "config.yaml").read_text(encoding="utf-8").partition("\n\n")[2].partition("\nhydra:")[0]
-    return lines.strip()
+    text = (CONF / "config.yaml").read_text(encoding="utf-8")
+    return text.partition("\n\n")[2].partition("\nhydra:")[0].strip()
 
 
 OmegaConf.register_new_resolver("kvbench_fields", _fields, replace=True)
@@ -31,15 +31,16 @@ OmegaConf.register_new_resolver("kvbench_fields", _fields, replace=True)
 @hydra.main(config_path="pkg://kvbench.conf", config_name="config", version_base="1.3")
 def app(config: DictConfig) -> float | None:
     """Compute one run, print its table and return its score, which a sweeper can optimize."""
-    ready()
+    share_cores()
+    quiet()
     with short_errors():
-        from kvbench.sweeps.launch import run_one  # seconds of torch: not for --help and --cfg
-        from kvbench.sweeps.plan import Asked
+        from kvbench.sweeps.compute import run_one  # torch, which --help and --cfg do not need
+        from kvbench.sweeps.plan import Composed
 
         runtime: Any = HydraConfig.get().runtime
         folders = [Path(source["path"]) for source in runtime.config_sources if source["schema"] == "file"]
         values: Any = OmegaConf.to_container(config, resolve=True)
-        return run_one(Asked(f"policy={runtime.choices.policy}", values, dict(runtime.choices), folders))
+        return run_one(Composed(f"policy={runtime.choices.policy}", values, dict(runtime.choices), folders))
 
 
 @command
@@ -60,15 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def ready() -> None:
-    """Prepare a process that computes runs."""
-    share_cores()
-    quiet()
-
-
 @contextmanager
 def short_errors() -> Iterator[None]:
-    """Errors of the user inside are shown by Hydra as one message, without a traceback."""
+    """Let Hydra show an error of the user as one message, without a traceback."""
     try:
         yield
     except UsageError as error:

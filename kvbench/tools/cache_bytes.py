@@ -17,6 +17,7 @@ import yaml
 from kvbench.cache.reading import PageReads
 from kvbench.cache.state import RecentQueries
 from kvbench.config.presets import make_policy
+from kvbench.errors import refusing
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.latents import check_latents
@@ -28,8 +29,7 @@ from kvbench.policies.stores.store import LayerStore
 from kvbench.policies.stores.store_list import StoreList
 from kvbench.report.frames import Table, table_of, text
 from kvbench.terminal.command import Parser, pairs
-from kvbench.terminal.errors import refusing
-from kvbench.terminal.folding import terminal_width
+from kvbench.terminal.console import terminal_width
 
 STATES = "states"
 LONG = 2**16  # tokens; growth between this length and twice it is the growth of a long cache

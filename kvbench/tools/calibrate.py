@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine.generate import generate_tokens
+from kvbench.errors import UsageError
 from kvbench.models.trial import layer_shapes
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import ExtraPasses
@@ -30,7 +31,6 @@ from kvbench.policies.scorers.qfilters import FILTERS
 from kvbench.policies.scorers.triattention import NAMES, head_name
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.console import quiet, share_cores
-from kvbench.terminal.errors import UsageError
 from kvbench.terminal.outputs import check_output
 
 

@@ -19,6 +19,7 @@ from kvbench.cache.budgets import Budgets
 from kvbench.cache.layout import layout_of
 from kvbench.cache.steps import Progress
 from kvbench.engine.prompts import blank, prompts_for
+from kvbench.errors import UsageError
 from kvbench.models.prompts import Prompt
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.layer_budgets import read_plan
@@ -30,11 +31,10 @@ from kvbench.results.metrics_file import summed_up
 from kvbench.results.result import Result
 from kvbench.results.sample import Sample
 from kvbench.results.samples import FILE_NAME
-from kvbench.run.run import Run, build_cell, digest_of
+from kvbench.run.run import Run, build_run, digest_of
 from kvbench.run.run_config import set_field, typed
 from kvbench.terminal.command import FAILED, Parser, command, pairs, write_message
 from kvbench.terminal.console import quiet
-from kvbench.terminal.errors import UsageError
 
 FROM_THE_TASK = ("sample", "prompt_hash", "prompt_tokens", "references", "metadata", "context_tokens", "max_new_tokens")
 POSITION = 4  # bytes of a token's position
@@ -87,7 +87,7 @@ def _run(result: Result, config: dict[str, Any], fields: dict[str, Any]) -> Run:
     here = deepcopy({**config, "out": gettempdir(), "device": "auto", "engine": {}})
     for key, value in fields.items():
         set_field(here, key, value)
-    run = build_cell(typed(here, {name: getattr(result.naming, name) for name in ("model", "policy", "task")}))
+    run = build_run(typed(here, {name: getattr(result.naming, name) for name in ("model", "policy", "task")}))
     ours = json.loads(json.dumps(run.identity))
     skipped = {"code", *(key.partition(".")[0] for key in fields)}
     for key in {*ours, *result.identity} - skipped:

@@ -12,16 +12,16 @@ from typing import Any
 
 import yaml
 
+from kvbench.errors import UsageError, refusing
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.console import quiet, share_cores
-from kvbench.terminal.errors import UsageError, refusing
 
 DIAGNOSTICS = {
     "coverage": "share of the prompt that at least one layer and head keeps (K-VEC, tables 6 and 7)",
     "exact_tokens": "error of a quantized layer by the choice of exact tokens (OTT, figure 1(c))",
     "output_error": "attention-output error against dense attention, per layer (CAOTE, figure 3)",
 }
-_UNUSED = ("engine", "logger", "allow_mixed", "experiment")
+_UNUSED = ("engine", "logger", "allow_version_mismatch", "allow_mixed", "experiment")
 
 
 @command
@@ -72,7 +72,7 @@ def diagnose(name: str, fields: Sequence[str], config_dir: str | None = None) ->
 
 def runs_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
     """One checked run per policy; only `policy=` may have several values."""
-    from kvbench.run.run import build_cell
+    from kvbench.run.run import build_run
     from kvbench.run.run_config import run_config
 
     words = [field.partition("=") for field in fields]
@@ -80,7 +80,7 @@ def runs_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
     model, task = given.pop("model", "pocket"), given.pop("task", "niah")
     folders = [] if config_dir is None else [Path(config_dir)]
     policies = dict.fromkeys(str(given.pop("policy", "caote_snapkv")).split(","))
-    return [build_cell(run_config(model, policy, task, folders, **given)) for policy in policies]
+    return [build_run(run_config(model, policy, task, folders, **given)) for policy in policies]
 
 
 def _write(name: str, module: Any, table: Any, run: Any) -> tuple[Path, Path]:  # noqa: ANN401 - a DataFrame, a run

@@ -19,12 +19,11 @@ from kvbench.config.presets import make_policy
 from kvbench.config.tree import find, read
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.rating import evicted, rated
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, refusing
 from kvbench.models.loading import ModelSpec, load, locate, pick_device
 from kvbench.models.prompts import end_tokens, stop_test
 from kvbench.models.tokens import Encoder, Pair
 from kvbench.policies.describe import describe
-from kvbench.terminal.errors import refusing
 
 log = logging.getLogger(__name__)
 

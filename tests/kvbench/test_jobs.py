@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from kvbench.results.definition import Entry
+from kvbench.sweep import main as sweep
 from kvbench.sweeps.jobs import grouped
-from kvbench.sweeps.status import main as sweep
 
 ROOT = Path(__file__).resolve().parents[2]
-SIX = ("policy=full,tova,streamingllm", "budget=24,40", "task.lengths=[300]", "task.max_new_tokens=4", "engine.rows=1")
+SIX = ("policy=full,tova,streamingllm", "budget=24,40", "task.lengths=[340]", "task.max_new_tokens=4", "engine.rows=1")
 SIX_RUNS = 5  # full ignores the budget
 
 
@@ -102,7 +102,7 @@ def test_a_preempted_a_killed_and_a_drained_job_lose_nothing(tmp_path: Path, tin
     preempt = ["sbatch", "--partition=high", "--exclusive", "--wrap", "sleep 2", "--output", str(tmp_path / "high.log")]
     subprocess.run(preempt, check=True, capture_output=True)
     until(lambda: (tmp_path / "high.log").exists())
-    until(lambda: _pids(out))
+    until(lambda: _pids(out), 400)  # SLURM waits for two minutes before it starts a job again
     os.kill(_pids(out)[0], signal.SIGKILL)
     node = subprocess.run(["sinfo", "-hN", "-o", "%N"], capture_output=True, text=True, check=True).stdout.split()[0]
     subprocess.run(["scontrol", "update", f"nodename={node}", "state=drain", "reason=test"], check=True)

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from kvbench.config.tree import CONF, load
 from kvbench.engine.compute import run_cells
 from kvbench.models.prompts import PromptMaker
-from kvbench.run.run import build_cell
+from kvbench.run.run import build_run
 from kvbench.run.sampling import Sampling
 from kvbench.tasks.lm_eval.task import chat_text
 from kvbench.tasks.task import Example, Task
@@ -86,7 +86,7 @@ def test_the_reasoning_experiment_has_each_policy_at_each_budget_with_the_prompt
     params = load(CONF / "experiment/reasoning.yaml")["hydra"]["sweeper"]["params"]
     grid = product(*([f"{key}={value}" for value in str(values).split(",")] for key, values in params.items()))
     same = ("experiment=reasoning", "task=niah_dictated", "device=cpu")
-    runs = {cell.run_id: cell for cell in (build_cell(composed(*same, *words)) for words in grid)}
+    runs = {cell.run_id: cell for cell in (build_run(composed(*same, *words)) for words in grid)}
     cells = list(runs.values())
     told = {(c.policy_name, c.budget, c.policy.schedule.protect) for c in cells if c.policy_name != "full"}
     five, budgets = ("rkv", "random_attention", "snapkv", "h2o", "streamingllm"), (512, 1024, 2048, 4096)

@@ -12,6 +12,7 @@ import pytest
 from plotted_runs import described, failed, write_run
 from plotted_runs import sample as plotted_sample
 
+from kvbench.errors import UsageError
 from kvbench.report.command import main
 from kvbench.report.table import print_table
 from kvbench.results.columns import COLUMNS, read_table
@@ -19,7 +20,6 @@ from kvbench.results.load import Results, load_results, read_result
 from kvbench.results.metrics import metrics
 from kvbench.results.result import Result
 from kvbench.results.sample import Sample
-from kvbench.terminal.errors import UsageError
 
 MIB = 2**20
 

@@ -19,13 +19,13 @@ from plotted_runs import sample, write_run
 from small_cells import SMALL, small_cell
 
 from kvbench.engine.compute import run_cells
+from kvbench.errors import UsageError
 from kvbench.report.trackers.wandb_logger import WandbLogger, WandbWatch
 from kvbench.report.trackers.watching import InThread, NoLogger, make_watch
 from kvbench.results.load import read_result
 from kvbench.results.result import Result
 from kvbench.results.sample import Sample
 from kvbench.run.run import Run
-from kvbench.terminal.errors import UsageError
 
 TARGET = "kvbench.report.trackers.wandb_logger.WandbLogger"
 

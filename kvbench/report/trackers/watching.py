@@ -10,8 +10,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Protocol
 
-from kvbench.config.naming import refusing_in
-from kvbench.config.tree import build
+from kvbench.config.tree import build, refusing_in
 from kvbench.engine.callbacks import NullCallback, RunCallback
 from kvbench.results.result import Result
 from kvbench.results.sample import Sample
