@@ -1,6 +1,6 @@
 """The keys, or the values, of one layer: chunks of codes, then a tail in full precision.
 
-Shapes: B batch, H KV heads, r query rows per KV head, C tokens, D head dim.
+Shapes: B batch, H KV heads, C tokens, D head dim.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.references import widen
-from kvbench.policies.stores.codes import Chunk, Codes, Cover
+from kvbench.policies.stores.codes import Chunk, Codes
 from kvbench.policies.stores.queue import Queue
 
 TAIL_GROWTH = 16  # slots; a tail is at most a few hundred tokens long, so moving it this often costs nothing
@@ -50,22 +50,8 @@ class Column:
         self.chunks = list(chunks)
         self.tail.drop(count)
 
-    def view(self, cover: Cover | None = None) -> Tensor:
-        """[B,H,C,D] in the model's dtype, dequantized if it was quantized."""
-        tail = self.tail.view("x")
-        return torch.cat([*(chunk.dequantised(cover).to(tail.dtype) for chunk in self._filled()), tail], dim=2)
-
-    def logits(self, queries: Tensor, cover: Cover | None = None) -> Tensor:
-        """queries [B,H,r,D] float32 times keys: [B,H,r,C]."""
-        parts = [chunk.logits(queries, cover) for chunk in self._filled()]
-        return torch.cat([*parts, queries @ widen(self.tail.view("x")).mT], dim=-1)
-
-    def mix(self, weights: Tensor, cover: Cover | None = None) -> Tensor:
-        """weights [B,H,r,C] float32 times values: [B,H,r,D]."""
-        chunks = self._filled()
-        *own, rest = weights.split([*(chunk.tokens for chunk in chunks), self.tail.count], dim=-1)
-        parts = [chunk.mix(part, cover) for chunk, part in zip(chunks, own, strict=True)]
-        return torch.stack([*parts, rest @ widen(self.tail.view("x"))]).sum(0)
-
-    def _filled(self) -> list[Chunk]:
-        return [chunk for chunk in self.chunks if chunk.tokens]
+    def view(self) -> Tensor:
+        """[B,H,C,D] in float32 (or float64), dequantized if it was quantized."""
+        chunks = [chunk.dequantised() for chunk in self.chunks if chunk.tokens]
+        tail = widen(self.tail.view("x"))
+        return torch.cat([*(x.to(tail.dtype) for x in chunks), tail], dim=2)

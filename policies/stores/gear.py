@@ -4,7 +4,7 @@ Shapes: H KV heads, T tokens of a block, D head dim, r rank; one sequence.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, number, whole_number
-from kvbench.policies.stores.codes import ChannelCodes, Chunk, Cover, Exact, TokenCodes
+from kvbench.policies.stores.codes import ChannelCodes, Chunk, Exact, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
 from kvbench.policies.stores.slot_store import SlotStore
@@ -93,19 +93,16 @@ class Block(Chunk):
     def tokens(self) -> int:
         return self._coded + self._exact.tokens
 
-    def vectors(self, first: int, last: int) -> Tensor:
+    def dequantised(self) -> Tensor:
         if not self._coded:
-            return self._exact.vectors(first, last)
+            return self._exact.dequantised()
         x = torch.cat([self._codes.dequantised(), self._exact.dequantised()], dim=2)
         if self._sparse is not None:
             x = self._tokens(self._sparse.restored(self._columns(x)), x.shape[1])
         if self._factors is not None:
             left, right = (widen(f) for f in self._factors)
             x[:, :, : self._coded] += left @ right.mT
-        return x[:, :, first:last]
-
-    def _blocks(self, rows: Tensor, cover: Cover | None) -> Iterator[tuple[int, Tensor]]:
-        yield 0, self.dequantised().to(rows.dtype)  # entries set aside are restored at once
+        return x
 
     def sizes(self) -> dict[str, int]:
         sizes = Counter(self._codes.sizes())

@@ -14,7 +14,6 @@ from kvbench.kernels.quantized import Outliers
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, layers_exist, whole_number, whole_numbers
 from kvbench.policies.draws import uniform_draws
-from kvbench.policies.stores.codes import Cover
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.kivi import kivi_columns
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore, value_group
@@ -111,11 +110,10 @@ class Pools:
             mean = (x * inlier).sum(3, keepdim=True) / inlier.sum(3, keepdim=True)
         return torch.where(traced[..., None], mean, x).flatten(2, 3)
 
-    def cover(self, x: Tensor, first: int, exact: Tensor) -> Tensor:
-        """Tokens x [B,H,n,D], the first at slot `first`, with the exact ones [B,H,n+A,D] in their slots."""
+    def cover(self, x: Tensor, exact: Tensor) -> Tensor:
+        """Tokens x [B,H,C,D] with the exact ones [B,H,n+A,D] in their slots."""
         count = x.shape[2]
-        slots = self.slots.long() - first
-        slots = slots.masked_fill((self.slots < 0) | (slots < 0) | (slots >= count), count)
+        slots = self.slots.long().masked_fill(self.slots < 0, count)
         padded = torch.nn.functional.pad(x, (0, 0, 0, 1))
         return padded.scatter_(2, slots[..., None].expand(-1, -1, -1, x.shape[-1]), exact.to(x.dtype))[:, :, :count]
 
@@ -162,12 +160,9 @@ class OttLayerStore(QuantisedLayerStore):
     def outliers(self) -> Outliers | None:
         return None if self.pools is None else Outliers(self.pools.keys, self.pools.values, self.pools.slots)
 
-    def cover(self, side: int) -> Cover | None:
-        pools = self.pools
-        if pools is None:
-            return None
-        exact = pools.values if side else pools.keys
-        return lambda x, first: pools.cover(x, first, exact)
+    def dequantised(self, side: int) -> Tensor:
+        x = super().dequantised(side)
+        return x if self.pools is None else self.pools.cover(x, self.pools.values if side else self.pools.keys)
 
 
 @dataclass(frozen=True)

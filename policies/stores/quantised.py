@@ -17,8 +17,8 @@ from kvbench.kernels.quantized import Outliers, Packed, Side, quantised_attentio
 from kvbench.kernels.references import sink_factor
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.observation import AttentionParams, State
-from kvbench.policies.stores.code_attention import CodeAttention
-from kvbench.policies.stores.codes import ChannelCodes, Codes, Cover, TokenCodes
+from kvbench.policies.stores.code_attention import attend_in_float32
+from kvbench.policies.stores.codes import ChannelCodes, Codes, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.packing import words_for
 from kvbench.policies.stores.quantiser import Group, Metadata, Quantiser
@@ -29,7 +29,7 @@ from kvbench.policies.stores.store import LayerStore, Store
 from kvbench.policies.stores.store_list import HeadList, StoreList
 
 
-class QuantisedLayerStore(CodeAttention):
+class QuantisedLayerStore(LayerStore):
     """Keys and values of one sequence as two columns: slot i of every KV head holds its i-th token.
 
     Until the first `settle`, and if KV heads then hold different numbers of tokens, another store holds the tokens.
@@ -51,11 +51,19 @@ class QuantisedLayerStore(CodeAttention):
     # --- contents --------------------------------------------------------------------------------------------------
     @property
     def keys(self) -> Tensor:
-        return self._columns[0].view(self.cover(0)) if self._held is None else self._held.keys
+        return self._view(0) if self._held is None else self._held.keys
 
     @property
     def values(self) -> Tensor:
-        return self._columns[1].view(self.cover(1)) if self._held is None else self._held.values
+        return self._view(1) if self._held is None else self._held.values
+
+    def _view(self, side: int) -> Tensor:
+        """The keys (side 0) or values (1) in the model's dtype."""
+        return self.dequantised(side).to(self._columns[side].tail.view("x").dtype)
+
+    def dequantised(self, side: int) -> Tensor:
+        """The keys (side 0) or values (1), [B,H,C,D] float32, or float64 for a float64 model."""
+        return self._columns[side].view()
 
     @property
     def positions(self) -> Tensor:
@@ -191,9 +199,12 @@ class QuantisedLayerStore(CodeAttention):
             return self._held.attend(queries, positions, how)
         if not any(column.coded for column in self._columns):
             return None  # all in full precision: the views are the stored tensors
-        own = self._attend_packed(queries, positions, how)
-        heads = self._columns[0].tail.view("x").shape[1]
-        return self.attend_codes(queries, positions, how, heads) if own is None else own
+        out = self._attend_packed(queries, positions, how)
+        if out is None:
+            stored = self.dequantised(0), self.dequantised(1), self.positions
+            out, weights = attend_in_float32(queries, positions, how, *stored)
+            self.attended(weights, positions)
+        return out.to(queries.dtype)
 
     def _attend_packed(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
         """Attention by the kernel on packed codes; None if it does not apply and PyTorch computes attention.
@@ -217,15 +228,8 @@ class QuantisedLayerStore(CodeAttention):
         """Exact tokens that replace some of the codes."""
         return None
 
-    def cover(self, side: int) -> Cover | None:
-        """Writes the exact tokens over their codes; side 0: keys, 1: values. None: there are no exact tokens."""
-        return None
-
-    def logits(self, rows: Tensor) -> Tensor:
-        return self._columns[0].logits(rows, self.cover(0))
-
-    def mix(self, weights: Tensor) -> Tensor:
-        return self._columns[1].mix(weights, self.cover(1))
+    def attended(self, weights: Tensor, positions: Tensor) -> None:
+        """Observe the attention weights [B,H,r,C] of queries at positions [B,M]."""
 
 
 class ColumnStore(Store):

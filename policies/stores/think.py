@@ -35,8 +35,8 @@ class PrunedKeys(Codes):
         assert self.channels is not None, "channels are chosen before keys are held"
         return self.channels.long()[:, :, None].expand(-1, -1, rows, -1)
 
-    def vectors(self, first: int, last: int) -> Tensor:
-        x = widen(self.queue.view("x")[:, :, first:last])
+    def dequantised(self) -> Tensor:
+        x = widen(self.queue.view("x"))
         return x.new_zeros(*x.shape[:3], self.dim).scatter_(-1, self._index(x.shape[2]), x)
 
     def sizes(self) -> dict[str, int]:

@@ -4,7 +4,7 @@ Shapes: H KV heads, G query heads per KV head, N tokens, T prompt tokens, D head
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -15,7 +15,7 @@ from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.stores.codes import ChannelCodes, Chunk, Cover, TokenCodes
+from kvbench.policies.stores.codes import ChannelCodes, Chunk, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.packing import pack, unpack
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
@@ -123,12 +123,9 @@ class Mixed(Chunk):
         parts = (codes.dequantised() if codes.tokens else None for codes in self._codes)
         return [x if x is None or self._scales is None else x.mul_(self._scales) for x in parts]
 
-    def vectors(self, first: int, last: int) -> Tensor:
+    def dequantised(self) -> Tensor:
         x = torch.cat([x for x in self._parts() if x is not None], dim=2)
-        return take(x, self._places()[..., first:last])
-
-    def _blocks(self, rows: Tensor, cover: Cover | None) -> Iterator[tuple[int, Tensor]]:
-        yield 0, self.dequantised().to(rows.dtype)  # the order of the tokens is restored at once
+        return take(x, self._places())
 
     def sizes(self) -> dict[str, int]:
         sizes = Counter({"token kinds": self._words.nbytes})
