@@ -1,4 +1,4 @@
-"""Attention over dequantized keys and values.
+"""Attention over dequantised keys and values.
 
 Shapes: B batch, H_q query heads, H KV heads, r query rows per KV head, M queries, C tokens, D head dim.
 """

@@ -74,7 +74,7 @@ class Codes(Chunk):
 
 
 class GroupCodes(Codes):
-    """Codes of a quantizer, with a scale and a minimum for each group of numbers."""
+    """Codes of a quantiser, with a scale and a minimum for each group of numbers."""
 
     def __init__(self, quantiser: Quantiser, growth: int) -> None:
         super().__init__(growth)
@@ -87,7 +87,7 @@ class GroupCodes(Codes):
         self.queue.append(self.quantiser.quantise(groups, dtype)._asdict())
 
     def _numbers(self, count: int) -> Tensor:
-        """The dequantized groups of `count` numbers."""
+        """The dequantised groups of `count` numbers."""
         return self.quantiser.dequantise(Group(*map(self.queue.view, Group._fields)), count)
 
 

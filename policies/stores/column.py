@@ -38,7 +38,7 @@ class Column:
         return self.tail.nbytes() + sum(chunk.nbytes for chunk in self.chunks)
 
     def quantise(self, count: int, x: Tensor | None = None, chunk: int = -1) -> None:
-        """Quantize the tail's first `count` tokens as they are, or `x` [B,H,count,D] instead of them."""
+        """Quantise the tail's first `count` tokens as they are, or `x` [B,H,count,D] instead of them."""
         if count:
             own, codes = self.tail.oldest("x", count), self.chunks[chunk]
             assert isinstance(codes, Codes)
@@ -51,7 +51,7 @@ class Column:
         self.tail.drop(count)
 
     def view(self) -> Tensor:
-        """[B,H,C,D] in float32 (or float64), dequantized if it was quantized."""
+        """[B,H,C,D] in float32 (or float64), dequantised if it was quantised."""
         chunks = [chunk.dequantised() for chunk in self.chunks if chunk.tokens]
         tail = widen(self.tail.view("x"))
         return torch.cat([*(x.to(tail.dtype) for x in chunks), tail], dim=2)

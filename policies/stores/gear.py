@@ -23,7 +23,7 @@ from kvbench.policies.stores.slot_store import SlotStore
 class Sparse(NamedTuple):
     """Entries set aside along the second last dimension of [...,n,D]: their places, and the error of their codes."""
 
-    places: Tensor  # int16, or int32 where n needs it
+    places: Tensor  # int16, or int32 for large n
     excess: Tensor  # in the model's dtype
 
     def restored(self, x: Tensor) -> Tensor:
@@ -169,10 +169,10 @@ class Gear(QuantisedStore):
 
     group: tokens (keys) or channels (values) that share a scale. rank: of the copy of the error. loops: power
     iterations that find it. outlier_ratio: share of the entries set aside, half of them the largest, half the smallest.
-    gap: new tokens that stay exact until so many are there. gear_prompt: `prefill` compresses the prompt at its end,
-    `never` keeps it exact, `gap` compresses the whole cache, compressed tokens again, whenever its length is a multiple
-    of `gap`. official_counts: keys' entries set aside are counted as the values' are, whatever the block's length, as
-    in GEAR's code. seed: of the start of the power iteration.
+    gap: the number of new tokens that stay exact until they are compressed together. gear_prompt: `prefill` compresses
+    the prompt at its end, `never` keeps it exact, `gap` compresses the whole cache again whenever its length is a
+    multiple of `gap`. official_counts: set aside as many entries of keys as of values, for blocks of any length, as
+    GEAR's code does. seed: of the start of the power iteration.
     Source: Kang et al. 2024, arXiv 2403.05527, and its code (opengear-project/GEAR).
     """
 

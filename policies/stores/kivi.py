@@ -1,4 +1,4 @@
-"""KIVI: keys quantized per channel, values per token, the newest tokens in full precision. KCVC: both per channel."""
+"""KIVI: keys quantised per channel, values per token, the newest tokens in full precision. KCVC: both per channel."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ from kvbench.policies.stores.slots import GROWTH
 
 
 class GroupedStore(QuantisedStore):
-    """A store with a rule for when each side's oldest exact tokens are quantized."""
+    """A store with a rule for when each side's oldest exact tokens are quantised."""
 
     @abstractmethod
     def due(self, side: int, tokens: int) -> int:
-        """How many of a tail's tokens to quantize now, oldest first; side 0: keys, 1: values."""
+        """How many of a tail's tokens to quantise now, oldest first; side 0: keys, 1: values."""
 
 
 class GroupedLayerStore(QuantisedLayerStore):

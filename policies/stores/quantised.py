@@ -1,4 +1,4 @@
-"""Stores of quantized groups: dense tokens until the prompt is complete and evicted, then codes and an exact residual.
+"""Stores of quantised groups: dense tokens until the prompt is complete and evicted, then codes and an exact residual.
 
 Shapes: B batch, H KV heads, r = G * M query rows per KV head, C tokens of the longest head, D head dim.
 """
@@ -34,7 +34,7 @@ class QuantisedLayerStore(LayerStore):
 
     Until the first `settle`, and if KV heads then hold different numbers of tokens, another store holds the tokens.
     Positions are stored only if tokens were evicted, else the i-th token is at position i. Subclasses define in
-    `flush` which tokens are quantized when.
+    `flush` which tokens are quantised when.
     """
 
     def __init__(self, store: "ColumnStore", dense: SlotStore, keys: Column, values: Column) -> None:
@@ -45,7 +45,7 @@ class QuantisedLayerStore(LayerStore):
 
     @property
     def in_prompt(self) -> bool:
-        """Whether the tokens are still those of a dense prompt."""
+        """Whether the prompt is still dense."""
         return isinstance(self._held, SlotStore)
 
     # --- contents --------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class QuantisedLayerStore(LayerStore):
 
     @abstractmethod
     def flush(self, prompt: bool) -> None:
-        """Quantize the tokens that are due; `prompt`: the first call, when the tails hold the whole prompt."""
+        """Quantise the tokens that are due; `prompt`: the first call, when the tails hold the whole prompt."""
 
     def _to_columns(self) -> None:
         """Move the dense tokens into the tails in order of position, or each head's into its own store."""
@@ -233,7 +233,7 @@ class QuantisedLayerStore(LayerStore):
 
 
 class ColumnStore(Store):
-    """A store whose prompt is dense until it is complete and evicted, and then two columns."""
+    """A store with a dense prompt until it is complete and evicted, and then two columns."""
 
     reopens: ClassVar[bool] = False
     statistics: ClassVar[tuple[str, ...]] = ()

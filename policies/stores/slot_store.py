@@ -183,34 +183,21 @@ class SlotStore(LayerStore):
             heads = next(iter(tokens.values())).shape[1]
             spread = positions.to(torch.int32).unsqueeze(1).expand(-1, heads, -1)
             tokens = {**tokens, "positions": spread if new == 1 else spread.contiguous()}
-        if self.starts is not None or (self.free is not None and new == 1 and not absent):
-            self._put(self.enter(), tokens)
-            self.filled()
+        if self.free is not None and new == 1 and not absent:
+            self._put(self.free, tokens)
+            self.free, self._packed, self._marked, self._ascending = None, True, True, False
+        elif self.counts is not None:
+            self._reserve()
+            self._put(self.counts[..., None], tokens)
+            self.counts = self.counts + 1
+            self.use(self.used + 1, self.room - 1)
         elif self._packed and not absent:
             self._write_at_end(tokens, new)
         elif new == 1:
             self._fill_hole(tokens, absent)
-        else:  # sequences differ in length: all tokens side by side, then close the gaps
+        else:  # sequences differ in length: write all tokens at the end, then close the gaps
             self._write_at_end(tokens, new)
             self._compact(self.positions >= 0, 0, None)
-
-    def enter(self) -> Tensor:
-        """The slots [B,H,1] of the next token: the free ones, else the first after those in use."""
-        if self.free is not None:
-            return self.free
-        if self.room == 0:
-            self._lengthen(self.growth(), {})
-        if self.counts is not None:
-            return self.counts[..., None]
-        return torch.full((*self.first.shape[:2], 1), self.used, device=self.first.device)
-
-    def filled(self) -> None:
-        """Count the token that was written to the slots of `enter`."""
-        if self.free is None:
-            self.counts = None if self.counts is None else self.counts + 1
-            self.use(self.used + 1, self.room - 1)
-        else:
-            self.free, self._packed, self._marked, self._ascending = None, True, True, False
 
     def use(self, slots: int, room: int) -> None:
         """Set the number of slots in use, and of those after them."""
@@ -242,8 +229,7 @@ class SlotStore(LayerStore):
         elif new > 1 and new > room:
             self._lengthen(new, tokens)
         else:
-            if new > room:
-                self._lengthen(self.growth(), {})
+            self._reserve()
             for name, x in self.memory.items():
                 end = x.narrow(2, used, new)
                 end.copy_(tokens[name]) if name in tokens else end.zero_()
@@ -265,19 +251,19 @@ class SlotStore(LayerStore):
     def expect(self, tokens: int) -> None:
         self._expected = tokens
 
-    def growth(self) -> int:
-        """The number of slots to add for new tokens, at most those expected."""
-        if not self._expected or self._expected < 1:
-            return GROWTH
-        growth = min(max(GROWTH, self._expected // 4), self._expected)  # long answers take few copies
-        self._expected -= growth
-        return growth
+    def _reserve(self) -> None:
+        """Reserve slots if none is left, at most as many as tokens are expected."""
+        if self.room == 0:
+            growth = GROWTH
+            if self._expected:
+                growth = min(max(GROWTH, self._expected // 4), self._expected)  # long answers take few copies
+                self._expected -= growth
+            self._lengthen(growth, {})
 
     def _fill_hole(self, tokens: dict[str, Tensor], absent: bool) -> None:
         """Write one token per KV head into its first empty slot; some sequences may have no token or no such slot."""
         if not bool((self.positions < 0).any(-1).all()):
-            if self.room == 0:
-                self._lengthen(self.growth(), {})
+            self._reserve()
             self.use(self.used + 1, self.room - 1)
         slots = (self.positions < 0).to(torch.uint8).argmax(-1, keepdim=True)
         if absent:

@@ -24,7 +24,7 @@ class TokenCodeStore(Store):
     """A store of codes per token and KV head. Other tokens keep their codes when a token is evicted.
 
     A prompt is exact until it is complete and evicted, a later token for the step that appends it. (vLLM writes tokens
-    before it attends, so that even a prompt's own queries read codes.) Codes are dequantized before attention: no
+    before it attends, so that even a prompt's own queries read codes.) Codes are dequantised before attention: no
     kernel's 8-bit arithmetic is emulated. Positions are stored only after an eviction or for a padded batch.
 
     Sides: 0 for keys, 1 for values.

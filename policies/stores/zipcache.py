@@ -28,7 +28,7 @@ PROBES = 0.05  # share of the prompt's newest positions that probe it, and of po
 
 
 def probes(length: int, seed: int) -> Tensor:
-    """Positions whose queries probe a prompt of `length` tokens: the newest, then as many drawn with replacement."""
+    """Positions of queries that probe a prompt of `length` tokens: the newest, then as many drawn with replacement."""
     first = int(length - PROBES * length)
     drawn = int(PROBES * length)
     generator = torch.Generator().manual_seed(seed)
@@ -36,7 +36,7 @@ def probes(length: int, seed: int) -> Tensor:
 
 
 def probe_columns(query_positions: Tensor, wanted: Tensor) -> Tensor:
-    """Columns of a step, at positions [M] (-1: padding, the others consecutive), whose positions are wanted."""
+    """Columns of a step, at positions [M] (-1: padding, the others consecutive), at the wanted positions."""
     real = (query_positions >= 0).nonzero()[:, 0]
     offsets = wanted.to(real.device) - query_positions[real[0]]
     return real[offsets[(offsets >= 0) & (offsets < len(real))]]
@@ -72,7 +72,7 @@ def channel_scales(parts: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Mixed(Chunk):
-    """Tokens of two kinds, each in codes of its own width; tokens of more bits are first."""
+    """Tokens of two kinds, each with its number of bits; tokens of more bits are first."""
 
     def __init__(
         self, parts: tuple[Tensor, Tensor], kinds: Kinds, quantisers: tuple[Quantiser, Quantiser], per_channel: bool
@@ -108,7 +108,7 @@ class Mixed(Chunk):
         return Kinds(unpack(self._words, 1, self._count).bool(), self._size)
 
     def _places(self) -> Tensor:
-        """[1,H,N] place of each head's i-th token among those of more bits, then of fewer."""
+        """[1,H,N] place of each head's i-th token in the order of more bits, then fewer bits."""
         low = unpack(self._words, 1, self._count)
         before = low.cumsum(-1, dtype=torch.int32)
         steps = torch.arange(self._count, dtype=torch.int32, device=low.device)
@@ -119,7 +119,7 @@ class Mixed(Chunk):
         return self._count
 
     def _parts(self) -> list[Tensor | None]:
-        """Dequantised tokens of either kind, None where there are none."""
+        """Dequantised tokens of each kind, None for a kind without tokens."""
         parts = (codes.dequantised() if codes.tokens else None for codes in self._codes)
         return [x if x is None or self._scales is None else x.mul_(self._scales) for x in parts]
 
@@ -185,7 +185,7 @@ class ZipCacheLayerStore(QuantisedLayerStore):
         if tail < gap:
             return
         newest, paid = positions[0].max(), weights.unflatten(2, (-1, positions.shape[1]))[..., -tail:].sum(2)
-        for end in range(gap, tail + 1, gap):  # the query that filled each gap says what matters of its tokens
+        for end in range(gap, tail + 1, gap):  # the last query of each gap ranks its tokens
             query = (positions[0] == newest - (tail - end)).nonzero()[:, 0]
             if len(query):  # else it was part of an earlier call of an incomplete prompt
                 self._saliency.append(paid[:, :, query[0], end - gap : end])
