@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import ConfigError, UsageError, choice, number
-from kvbench.report.trackers.watching import InThread, NoLogger, SweepCallback
+from kvbench.report.trackers.watching import Guarded, NoLogger, SweepCallback
 from kvbench.results.columns import COLUMNS
 from kvbench.results.labels import compressed, flat, moments, names
 from kvbench.results.load import Results, read_result
@@ -47,7 +47,7 @@ class WandbLogger:
     mode: str = "offline"
     tags: Sequence[str] = ()
     folder: str = "."
-    patience: float = 600
+    patience: float = 60
 
     def __post_init__(self) -> None:
         choice("mode", self.mode, "offline", "online", "disabled")
@@ -56,7 +56,7 @@ class WandbLogger:
             raise ConfigError("tags", self.tags, why="must be a list of texts: tags=[first,second]")
 
     def watch(self, sweep: str | None) -> SweepCallback:
-        """A callback that logs to W&B in a thread. Raises ConfigError for settings that W&B refuses."""
+        """A callback that logs to W&B. Raises ConfigError for settings that W&B refuses."""
         if self.mode == "disabled":
             return NoLogger()
         import wandb  # imported here: it takes two seconds
@@ -70,7 +70,7 @@ class WandbLogger:
             raise ConfigError("project", self.project, why=f"is refused by W&B: {error}") from error
         if self.mode == "online" and not wandb.login(verify=False, prompt=False):
             raise ConfigError("mode", "online", why="needs `wandb login`, or WANDB_API_KEY; or choose mode=offline")
-        return InThread(WandbWatch(self, sweep), "wandb", self.patience)
+        return Guarded(WandbWatch(self, sweep), "wandb")
 
 
 class WandbWatch:

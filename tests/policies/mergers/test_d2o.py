@@ -148,28 +148,6 @@ def some_gone(batch: int, heads: int, tokens: int, seed: int) -> Tensor:
     return gone
 
 
-def test_empty_slots_are_never_matched() -> None:
-    keys, values = drawn(1, 1, 6, 0)
-    keys[0, 0, 5] = keys[0, 0, 1]  # an empty slot that still holds the evicted token's own key: similarity 1
-    positions = torch.tensor([[[0, 1, 2, 3, 4, -1]]])
-    gone = torch.tensor([[[False, True, False, False, False, False]]])
-    event = eviction(keys, values, positions, gone, "decode")
-    new_keys, new_values = written(keys, values, ThresholdedMerge().absorb(event, {}))
-    assert torch.equal(new_values[0, 0, 5], values[0, 0, 5])
-    assert not (new_keys != keys).any(-1)[0, 0, 5]
-    assert int((new_keys != keys).any(-1).sum()) == 1
-
-
-def test_heads_with_fewer_tokens_write_to_no_slot_beyond_them() -> None:
-    keys, values = drawn(1, 2, 6, 1)
-    positions = torch.tensor([[[0, 1, 2, 3, 4, 5], [0, 1, 2, -1, -1, -1]]])
-    gone = torch.zeros(1, 2, 6, dtype=torch.bool)
-    gone[..., 1] = True
-    merged = ThresholdedMerge().absorb(eviction(keys, values, positions, gone), {})
-    assert merged is not None
-    assert set(merged.slots[0, 1].tolist()) == {0, 2}
-
-
 @settings(max_examples=30)
 @given(st.integers(0, 10**6), st.sampled_from([torch.float32, torch.float64]), st.booleans(), st.integers(3, 150))
 def test_of_kept_tokens_equal_up_to_rounding_the_oldest_is_the_nearest(

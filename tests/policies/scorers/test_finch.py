@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from kv_crafted import observed
-from kv_models import prompt, tiny
+from kv_models import prompt, rotated, tiny
 from kv_runs import kept_now
 from kvpress_kept import FAMILIES, policy_keeps, press_keeps, presses, small
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
@@ -67,16 +66,6 @@ def test_it_keeps_what_kvpress_keeps_behind_its_delimiter(chunk: int | None) -> 
 
 
 # --- chunk by chunk ---------------------------------------------------------------------------------------------------
-def rotated(x: Tensor, place: int) -> Tensor:
-    """A vector [D] of the tiny Llama at a place: theta 10000, halves."""
-    half, out = len(x) // 2, x.clone()
-    for i in range(half):
-        angle = torch.tensor(place * 10000.0 ** (-i / half), dtype=x.dtype)
-        out[i] = x[i] * angle.cos() - x[i + half] * angle.sin()
-        out[i + half] = x[i + half] * angle.cos() + x[i] * angle.sin()
-    return out
-
-
 @torch.inference_mode()
 def first_layer(model: PreTrainedModel, chunk: int, layer_wide: bool) -> list[tuple[int, ...]]:
     """What each KV head of layer 0, whose input no eviction changes, keeps: the paper's steps, vector by vector.
