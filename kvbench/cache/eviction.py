@@ -111,7 +111,7 @@ class Evictions:
                 evict([job])
             elif group.policy.pre_pass is not None and now.phase != "decode":
                 layer.unsettled = True
-                without = replace(step.observation, queries=step.queries[:, :, :0].clone())
+                without = replace(step.observation, queries=step.queries[:, :, :0].clone(), known={})
                 self._pre_pass.append(replace(job, step=replace(step, observe=lambda _: without)))
             else:
                 _evict_or_rank(job)
