@@ -1,8 +1,8 @@
 """The cache: in every layer it appends new tokens, computes attention, and evicts by the policies of its sequences.
 
 One token in one layer: `update` returns a `LayerCall`, which the attention function of transformers calls
-(`kvbench.cache.hook`). `KVCache.attend` passes it to the group of each policy (`kvbench.cache.group`), which appends
-the key and value to the layer's store, attends (`kvbench.cache.attention`) and evicts (`kvbench.cache.eviction`).
+(`kvbench.cache.hook`). For each group of sequences, `KVCache.attend` appends the key and value to the layer's store
+(`kvbench.cache.group`), attends (`kvbench.cache.attention`) and evicts (`kvbench.cache.eviction`).
 
 Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots, D head dim.
 """
@@ -20,12 +20,13 @@ from transformers.cache_utils import Cache
 
 from kvbench.cache import NAME
 from kvbench.cache.arena import can_join
-from kvbench.cache.attention import QKV, LayerStep, attend
+from kvbench.cache.attention import QKV
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
 from kvbench.cache.caller import Caller, check_heads, check_policy
 from kvbench.cache.device_batch import DeviceBatch
 from kvbench.cache.eviction import Evictions
-from kvbench.cache.group import PolicyGroup, in_order, no_attention
+from kvbench.cache.group import PolicyGroup, in_order
+from kvbench.cache.group_attention import GroupAttention
 from kvbench.cache.hook import LayerCall, SharedCall, expect
 from kvbench.cache.interface import check_interface, uncompiled
 from kvbench.cache.layer import EmptyLayer, KVLayer, stacked
@@ -35,10 +36,9 @@ from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, check_padd
 from kvbench.cache.saving import load, save
 from kvbench.cache.shared import SharedReads
 from kvbench.policies.latents import check_latents
-from kvbench.policies.observation import AttentionParams, StepCache
+from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_next_prompt
-from kvbench.policies.stores.slots import owned
 
 __all__ = ["BudgetError", "KVCache", "ScoreError"]
 
@@ -99,6 +99,7 @@ class KVCache(Cache):
         self._evictions = Evictions()
         self._caller = Caller(self.config)
         self._shared = SharedReads(self._layout)
+        self._attention = GroupAttention(self._evictions, self._shared)
         self._places = self._layout.places
         layers: list[Any] = [self._new_layer(index) for index in range(self._layout.layers)]
         self.attention_layers: list[KVLayer] = [layers[index] for index in self._layout.attention]
@@ -162,7 +163,10 @@ class KVCache(Cache):
         self._begin(index, new, mask)
         if not self.groups[0].layers[index].opened:
             check_heads(self.groups, index, new.keys)
-        out = (self._attend_once if self.one_prompt else self._attend_groups)(index, new, params)
+        if self.one_prompt:
+            out = self._attention.once(self.groups, index, new, params)
+        else:
+            out = self._attend_groups(index, new, params)
         self._end(index)
         return out
 
@@ -177,34 +181,9 @@ class KVCache(Cache):
             found = dict(zip(batch.groups, batch.attend(index, inside, params).split(1), strict=True))
         for group, here in self._rows():
             if group not in found:
-                found[group] = group.attend(index, new.rows(here), params, self._evictions, self._shared)
+                found[group] = self._attention.attend(group, index, new.rows(here), params)
         outs = [found[group] for group in self.groups]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-    def _attend_once(self, index: int, new: QKV, params: AttentionParams) -> Tensor:
-        """Attention of several policies that process one prompt: it and their observations are computed once."""
-        new = QKV(new.queries, owned(new.keys), owned(new.values))  # copied once if they are views
-        known: dict[str, StepCache] = {}
-        steps: dict[PolicyGroup, LayerStep] = {}
-        for group in self.groups:
-            if group.error is None:
-                try:
-                    kept, shared = group.layers[index].prepare(new), known.setdefault(group.policy.granularity, {})
-                    steps[group] = group.append(index, kept, None, params, True, shared)
-                except Exception as error:
-                    group.fail(error)
-        if not steps:
-            return no_attention(new, params)
-        first = min(steps, key=_cost)
-        out = attend(steps[first], first.policy.needs)
-        self._shared.add(first, first.layers[index], steps[first], new.values)
-        for group, step in steps.items():
-            try:
-                layer = group.layers[index]
-                self._evictions.add(group, layer, step, self._shared.delays(layer, step))
-            except Exception as error:
-                group.fail(error)
-        return out
 
     def _begin(self, layer: int, new: QKV, mask: Tensor | None) -> None:
         """Begin a call in its first layer: split it into steps."""
@@ -402,8 +381,3 @@ class KVCache(Cache):
         self._evictions.end_call()
         for group in self.groups:
             audit(group)
-
-
-def _cost(group: PolicyGroup) -> tuple[bool, bool]:
-    """The group with the lowest cost computes the attention for all: with KV heads as they are, and with sums."""
-    return group.policy.granularity == "query_head", group.policy.needs.sums is None

@@ -1,4 +1,4 @@
-"""The sequences of a cache that share one policy: their progress and budgets, and the attention of their layers.
+"""The sequences of a cache that share one policy: their progress, budgets and layers.
 
 Shapes: B batch, H_q query heads, H_kv KV heads, M new tokens of a call, m tokens of a step, D head dim.
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from kvbench.cache.attention import QKV, LayerStep, attend, attend_to_survivors
+from kvbench.cache.attention import QKV, LayerStep
 from kvbench.cache.budgets import Budgets
 from kvbench.cache.layout import layout_of
 from kvbench.cache.rotary import uniform_length
@@ -32,10 +31,6 @@ from kvbench.policies.observation import (
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
-
-if TYPE_CHECKING:
-    from kvbench.cache.eviction import Evictions
-    from kvbench.cache.shared import SharedReads
 
 _RULES: dict[object, object] = {}
 
@@ -119,6 +114,11 @@ class PolicyGroup:
             raise error
         self.error = error
 
+    @property
+    def steps(self) -> list[BatchStep]:
+        """The steps of the running call."""
+        return self._steps
+
     # --- one call of the model -------------------------------------------------------------------------------------
     def begin_call(self, queries: Tensor, mask: Tensor | None, generating: bool = False) -> None:
         """Split a call of queries [B,H_q,M,D] into the steps of the schedule; mask [B,M] bool marks real tokens.
@@ -147,64 +147,20 @@ class PolicyGroup:
                 )
             self.shared["ratings"], self._ratings = self._ratings, None
 
-    def attend(
-        self, index: int, new: QKV, params: AttentionParams, evictions: Evictions, shared: SharedReads
-    ) -> Tensor:
-        """Append, attend and evict in one layer, step by step: the attention output [B,H_q,M,D].
-
-        After an error the output is 0.
-        """
-        if self.error is None:
-            try:
-                new, steps = self.layers[index].prepare(new), [step.to(new.queries.device) for step in self._steps]
-                if len(steps) == 1 and steps[0].positions.shape[1] == new.queries.shape[2]:
-                    return self._attend_step(index, new, steps[0], params, True, evictions, shared)
-                out = no_attention(new, params)
-                for now in steps:
-                    some, alone = new.columns(now.columns), len(steps) == 1
-                    out[:, :, now.columns] += self._attend_step(index, some, now, params, alone, evictions, shared)
-                return out
-            except Exception as error:
-                self.fail(error)
-        return no_attention(new, params)
-
-    def _attend_step(
+    def append(
         self,
         index: int,
         new: QKV,
         now: BatchStep,
         params: AttentionParams,
         alone: bool,
-        evictions: Evictions,
-        shared: SharedReads,
-    ) -> Tensor:
-        step = self.append(index, new, now, params, alone)
-        if self.policy.schedule.order == "attend_then_evict":
-            out = attend(step, self.policy.needs)
-            shared.add(self, self.layers[index], step, new.values)
-            evictions.add(self, self.layers[index], step, shared.delays(self.layers[index], step))
-            return out
-        evictions.add(self, self.layers[index], step)
-        shared.add(self, self.layers[index], step, new.values)
-        own = new.values if params.latents is None else params.latents.expand(new.keys, new.values)[1]
-        return attend_to_survivors(step, own)
-
-    def append(
-        self,
-        index: int,
-        new: QKV,
-        now: BatchStep | None,
-        params: AttentionParams,
-        alone: bool,
         known: StepCache | None = None,
     ) -> LayerStep:
-        """Append keys and values [B,H_kv,m,D] of a step to a layer. now: the step; None: the only one of the call.
+        """Append keys and values [B,H_kv,m,D] of a step to a layer.
 
         known: values that were computed for another policy in the same step.
         """
         policy, layer = self.policy, self.layers[index]
-        if now is None:
-            (now,) = (step.to(new.queries.device) for step in self._steps)
         held, fresh, before = layer.store, not any(layer.counts), layer.counts
         held.append(new.keys, new.values, now.places, absent=not now.aligned)
         layer.counts = [n + more for n, more in zip(before, now.counts, strict=True)]
@@ -330,12 +286,6 @@ def keeps_window(policy: Policy, budgets: Sequence[int]) -> bool:
     assert policy.scorer is not None
     window = policy.needs.window
     return not policy.needs.question and all(policy.scorer.protects(budget).newest >= window for budget in budgets)
-
-
-def no_attention(new: QKV, params: AttentionParams) -> Tensor:
-    """The attention output of queries that see no token: 0."""
-    dim = new.values.shape[-1] if params.latents is None else params.latents.value_dim
-    return new.values.new_zeros(*new.queries.shape[:3], dim)
 
 
 def in_order(groups: Sequence[PolicyGroup]) -> Iterator[tuple[PolicyGroup, slice]]:
