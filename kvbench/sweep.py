@@ -44,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "wait":
         from kvbench.sweeps.launch import wait  # torch, which `status` does not need
 
-        return _exit_code(wait(out, read_definition(out).cells))
-    found = statuses(out, read_definition(out).cells)
+        return _exit_code(wait(out, read_definition(out).runs))
+    found = statuses(out, read_definition(out).runs)
     if options.command == "status":
         print_statuses(found)
     else:
@@ -60,10 +60,10 @@ def _exit_code(found: Sequence[Status]) -> int:
 def resume(out: Path, fields: Sequence[str]) -> list[Status]:
     """Compute or submit again the runs that are neither finished nor queued nor running, and failed examples.
 
-    fields: of the launcher, in place of those of the last command.
+    fields: of the launcher; they replace fields of the last command.
     """
     definition = read_definition(out)
-    found = statuses(out, definition.cells)
+    found = statuses(out, definition.runs)
     left = [one.entry for one in found if one.state in (FAILED, LEFT) and one.entry.run_id]
     if not left:
         sys.stdout.write("nothing is left to do\n")
@@ -95,12 +95,19 @@ def cancel(found: Sequence[Status]) -> None:
     """Cancel the jobs of a sweep; finished examples are kept."""
     jobs = {one.job.job_id: one.job for one in found if one.job is not None and one.state in ACTIVE}
     for job in jobs.values():
-        if job.state == NO_PROCESS:  # a process that another command started on this machine
-            with suppress(ProcessLookupError):
-                os.kill(int(job.job_id), signal.SIGINT)
+        if job.state == NO_PROCESS:  # processes that another command started on this machine
+            _kill(job.job_id)
         else:
             job.cancel()
     sys.stdout.write(f"cancelled {len(jobs)} jobs; finished examples are kept\n")
+
+
+def _kill(pid: str) -> None:
+    """Kill a local job: its controller, then the process that computes. Both may ignore SIGINT, and bypass SIGTERM."""
+    with suppress(ProcessLookupError, FileNotFoundError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for process in (pid, *children):
+            os.kill(int(process), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvbench.errors import UsageError
 
 FOLDERS = ("policies", "kernels", "tasks", "cache", "engine", "inference", "models")
-"""The folders of the package whose code computes and scores."""
+"""The folders of the package with code that computes and scores."""
 
 
 def code_digest(described: object) -> str:

@@ -155,7 +155,7 @@ def _recent(policy: Policy, shape: CacheShape, dim: int, length: int, batch: int
         queries = torch.empty(batch, shape.query_heads, length, dim, dtype=shape.dtype, device="meta")
         recent.add(queries, torch.empty(batch, length, dtype=torch.long, device="meta"), aligned=True)
         recent.limit(policy.needs.queries_decoding)
-        recent.keep_copy()
+        recent.copy()
     return recent.nbytes
 
 
