@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 		$$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$name && break; done); \
 	if [ -z "$$python" ]; then echo "kvbench needs Python 3.11, 3.12 or 3.13, and none was found" >&2; exit 1; fi; \
 	$$python -m venv $(VENV)
-	@echo "Installing into $(VENV): about 3 GB of packages are downloaded, most of it PyTorch. Once; then no network is needed."
+	@echo "Installing into $(VENV): downloads about 3 GB of packages, mostly PyTorch. No network is needed afterwards."
 	$(BIN)/python -m pip install --disable-pip-version-check torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps kvpress cachetools fire termcolor
@@ -28,8 +28,8 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)  ## policies at a tight budget on the pocket model: table and page
-	@echo "A number is hidden in 2,048 tokens of text. full keeps every token; the others choose 128 before they know the"
-	@echo "question. Who still finds it? 20 prompts, about a minute on two cores."
+	@echo "A number is hidden in 2,048 tokens of text. full keeps every token; the others select 128 before they see the"
+	@echo "question. Which policies still find it? 20 prompts, about a minute on two cores."
 	$(BIN)/python -m kvbench experiment=demo out=results/demo
 	$(BIN)/python -m kvbench.report results/demo -o report.html
 
@@ -49,7 +49,7 @@ tables: $(READY)  ## a table of each paper on the pocket model, with shorter pro
 test: $(READY)  ## the fast tests: CPU, offline, a few minutes on two cores
 	$(BIN)/python -m pytest -n auto -m "not slow and not gpu"
 
-test-all: $(READY)  ## every test; those that need a GPU are skipped without one
+test-all: $(READY)  ## all tests; GPU tests are skipped without a GPU
 	$(BIN)/python -m pytest
 
 lint: $(READY)  ## check style and types; changes nothing

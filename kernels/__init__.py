@@ -1,1 +1,1 @@
-"""The hot loops: per file a plain PyTorch reference, a Triton kernel and its launcher."""
+"""Attention kernels: PyTorch references, Triton kernels and their launchers."""

@@ -1,4 +1,4 @@
-# ruff: noqa: N803 - in kernels, sizes have the names they have in shapes
+# ruff: noqa: N803 - in kernels, sizes have their names in shapes
 """Attention of the newest queries over the stored slots, and the statistics that evictions need, in one pass.
 
 The slots of every KV head are split over programs (flash-decoding, Dao et al. 2023); a second launch joins the parts.
@@ -134,7 +134,7 @@ def _join(
     lse_ptr: tl.tensor, H_kv: tl.tensor, M: tl.tensor, T: tl.tensor, each: tl.tensor, parts: tl.tensor,
     D_V: tl.constexpr, BLOCK_V: tl.constexpr, AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: one query row of one KV head, joined from as many parts as the head's length has."""
+    """One program: one query row of one KV head, joined from the parts of the head."""
     kv_row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     row = tl.program_id(1)
     count = T
@@ -202,8 +202,8 @@ def _weigh(
 def tiles(rows: int, dim: int, value_dim: int, dtype: torch.dtype, placed: bool) -> dict[str, Any]:
     """Tile sizes and launch options for `rows` query rows per KV head: no spills, at most 99 KiB of shared memory.
 
-    16-bit keys and values: 16 KiB of each at a time, two tiles on their way (four of half the width). Positions
-    (`placed`) are read before the keys, which takes twice the stages. float32 is summed by ordinary cores.
+    16-bit keys and values: 16 KiB of each at a time, two tiles in flight (four of half the width). Positions
+    (`placed`) are read before the keys, which needs twice the stages. float32 does not use tensor cores.
     """
     whole, wide = max(16, next_power_of_two(dim)), max(16, next_power_of_two(value_dim))
     warps = 4 if max(whole, wide) <= 128 else 8
@@ -224,8 +224,8 @@ def join(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [B,H_q,M,D_v] and natural log-sum-exp [B,H_q,M] from parts [R,S,G*M,D_v] and their log-sum-exp [R,S,G*M].
 
-    like [B,H_q,M,D]: the queries. Part s of a KV head has its slots s * each to (s + 1) * each, of counts [B,H_kv] or,
-    without counts, of `slots`; parts beyond the end are not read. sinks [H_q] take part in the sum.
+    like [B,H_q,M,D]: the queries. Part s of a KV head has its slots s * each to (s + 1) * each. The number of slots is
+    counts [B,H_kv] or, without counts, `slots`; parts beyond it are not read. sinks [H_q] are included in the sum.
     """
     (batch, query_heads, new), value_dim = like.shape[:3], part_out.shape[-1]
     out = like.new_empty(batch, query_heads, new, value_dim)
@@ -322,15 +322,15 @@ def decode_attention(
     bias: Tensor | None = None,
     programs: int | None = None,
 ) -> Attention:
-    """Attention of a few queries over the stored slots, and the statistics an eviction reads of it.
+    """Attention of a few queries over the stored slots, and the statistics that evictions use.
 
     queries [B,H_q,M,D], M small, over keys [B,H_kv,T,D] and values [B,H_kv,T,D_v]; query_positions [B,M] and
-    key_positions [B,H_kv,T] are original positions, which causality compares, -1 = padding, empty slot. packed: every
-    query sees every slot; positions and sliding_window are not read. sinks [H_q]: a logit per query head that takes its
-    share of the softmax and adds nothing to the output. weights: return them. sums [B,H_kv,T,G or 1] float32: the
-    attention each slot got is added there in place, per query head or as the mean over a group. bias [B,H_kv,T]
-    float32: added to the logits of a slot, after the soft cap. programs: about how many share the slots (default: as
-    many as the device runs at once). CUDA: Triton, any strides, ValueError without it. CPU, float64: the reference.
+    key_positions [B,H_kv,T] are original positions for the causal mask, -1 = padding, empty slot. packed: every
+    query sees every slot; positions and sliding_window are not read. sinks [H_q]: a logit per query head that is
+    part of the softmax but not of the output. weights: return them. sums [B,H_kv,T,G or 1] float32: the attention to
+    each slot is added here in place, per query head or as the mean over a group. bias [B,H_kv,T]
+    float32: added to the logits of a slot, after the soft cap. programs: approximate number of programs (default:
+    the number that the device runs at once). CUDA: Triton, any strides, ValueError without it. CPU, float64: PyTorch.
     """
     if not use_triton(queries):
         return decode_attention_ref(

@@ -1,8 +1,8 @@
-"""Attention of a prompt: with its log-sum-exp, which statistics over all queries start from, and under any mask.
+"""Attention of a prompt, with its log-sum-exp, from which statistics over all queries are computed, and any mask.
 
-GPU: the library's fused kernels for plain causal attention in half precision, of whole prompts and of blocks behind
-older tokens, and PyTorch's flex_attention for soft caps, sliding windows, padding and slots in any order. CPU, or with
-gradients: PyTorch, some queries at a time, so that no mask of all queries by all slots exists.
+GPU: PyTorch's fused kernels for plain causal attention in 16 bits, for whole prompts and for blocks after older tokens;
+flex_attention for soft caps, sliding windows, padding and slots in any order. CPU, or with gradients: PyTorch, some
+queries at a time, so that no mask of all queries by all slots is built.
 
 Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, m of a block, T slots, D head dim, D' value
 dim.
@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from kvbench.kernels.references import Attention, attention_logits, beside_sinks, visible, widen
+from kvbench.kernels.references import Attention, attention_logits, sink_factor, visible, widen
 
 PAIRS_AT_ONCE = 2**22  # of query and slot, over all query heads: 16 MiB of float32 logits, 4 MiB of mask
-ROWS_OF_A_WINDOW = 256  # queries of a block that looks through a sliding window: it reads window + 256 slots
+ROWS_OF_A_WINDOW = 256  # queries of a block with a sliding window: it reads window + 256 slots
 LOGITS_AT_ONCE = 2**22  # of `prompt_attention` in PyTorch
-FLASH, CUDNN = 1, 3  # torch.nn.attention.SDPBackend: the two that return their log-sum-exp and take grouped heads
+FLASH, CUDNN = 1, 3  # torch.nn.attention.SDPBackend: the two that return their log-sum-exp and support grouped heads
 BLOCK = 128  # queries and slots of a block that flex_attention computes or skips
 LATE = 2**30  # a position later than every query
 
@@ -40,11 +40,11 @@ def masked_attention(
     columns: bool = False,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention output [B,H_q,M,D']; a query that sees nothing gives 0. Memory: linear in M and in T.
+    """Attention output [B,H_q,M,D'], 0 for a query that sees nothing. Memory is linear in M and in T.
 
     queries [B,H_q,M,D], keys [B,H_kv,T,D], values [B,H_kv,T,D'], query_positions [B,M], key_positions [B,H_kv or 1,T];
-    -1 = padding, empty slot. sinks [1,H_q]: see `beside_sinks`. columns: slot i holds the token of query i, in every
-    head, so that a sliding window leaves most slots out of reach. bias [B,H_kv,T]: see `attention_logits`.
+    -1 = padding, empty slot. sinks [1,H_q]: see `sink_factor`. columns: slot i has the token of query i, in every
+    head, so that a sliding window excludes most slots. bias [B,H_kv,T]: see `attention_logits`.
     """
     batch, query_heads, new, _ = queries.shape
     slots = keys.shape[2]
@@ -65,9 +65,9 @@ def masked_attention(
 
 
 def attention_behind(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """`masked_attention` where the last M of T slots are the queries' own tokens, in order, after all older ones.
+    """`masked_attention` if the last M of T slots have the tokens of the queries, in order, after all older ones.
 
-    Positions are not read, and one small mask serves all heads: [B,H_q,M,D] -> [B,H_q,M,D'].
+    Positions are not read, and one small mask is used for all heads: [B,H_q,M,D] -> [B,H_q,M,D'].
     """
     batch, query_heads, new, _ = queries.shape
     older = keys.shape[2] - new
@@ -87,7 +87,7 @@ def _block(
 ) -> Tensor:  # fmt: skip
     """Attention under the mask seen [B,H_kv or 1,m,S]."""
     nothing = ~seen.any(-1)  # [B,H_kv or 1,m]
-    readable = seen | nothing[..., None]  # a softmax over nothing is no number: such rows are computed and emptied
+    readable = seen | nothing[..., None]  # a softmax over nothing is NaN: such rows are computed and set to 0
     if softcap is None and sinks is None and bias is None:
         out = grouped_attention(queries, keys, values, readable, scaling)
     else:
@@ -95,7 +95,7 @@ def _block(
         logits = logits.masked_fill(~readable[:, :, None], -torch.inf)
         rows = logits.softmax(-1)
         if sinks is not None:
-            rows = rows * beside_sinks(logits.logsumexp(-1), sinks.view(1, *logits.shape[1:3], 1))[..., None]
+            rows = rows * sink_factor(logits.logsumexp(-1), sinks.view(1, *logits.shape[1:3], 1))[..., None]
         out = (rows.to(values.dtype) @ values[:, :, None]).flatten(1, 2)
     groups = queries.shape[1] // nothing.shape[1]
     return out.masked_fill(nothing.repeat_interleave(groups, dim=1)[..., None], 0.0)
@@ -104,7 +104,7 @@ def _block(
 def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scaling: float) -> Tensor:
     """SDPA with a group's query heads as rows of their KV head, so that keys and values are never repeated.
 
-    seen [B,H_kv or 1,M,T]: None, where every query sees every slot.
+    seen [B,H_kv or 1,M,T]: None if every query sees every slot.
     """
     batch, query_heads, new, dim = queries.shape
     heads = keys.shape[1]
@@ -115,7 +115,7 @@ def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, seen: Tenso
 
 
 def one_for_all(sinks: Tensor | None) -> Tensor | None:
-    """Sinks [1,H_q] as [H_q], which is how the kernel takes them: one layer, the same in every sequence."""
+    """Sinks [1,H_q] as [H_q], the shape of the kernel's argument: one layer, equal in all sequences."""
     if sinks is None:
         return None
     assert len(sinks) == 1, "the kernel attends one layer at a time"
@@ -244,7 +244,7 @@ def flex_prompt_attention(
     blind = log_sum_exp == -torch.inf
     if sinks is not None:
         padding = (query_positions < 0)[:, None]
-        out = out * beside_sinks(log_sum_exp, sinks[:, None])[..., None].to(out.dtype)
+        out = out * sink_factor(log_sum_exp, sinks[:, None])[..., None].to(out.dtype)
         log_sum_exp = torch.logaddexp(log_sum_exp, sinks.to(log_sum_exp.dtype)[:, None])
         log_sum_exp = log_sum_exp.masked_fill(padding, -torch.inf)
     out = out.masked_fill(blind[..., None], 0.0)
@@ -267,10 +267,11 @@ def prompt_attention(
     """Attention output and log-sum-exp of the queries of a call, without a gradient.
 
     queries [B,H_q,M,D], keys [B,H_kv,T,D], values [B,H_kv,T,D'], query_positions [B,M], key_positions [B,H_kv,T]; -1 =
-    padding, empty slot. sinks [H_q]: logits that take probability and add nothing. aligned: every slot is occupied, in
-    order of position in every sequence, the queries are the tokens of the last M slots, and a sliding window counts
-    slots; positions are then not read. A query that sees nothing, not even a sink, has output 0 and log-sum-exp +inf,
-    with which all its weights are 0. CUDA: a fused kernel of the library, else flex_attention. CPU, float64: PyTorch.
+    padding, empty slot. sinks [H_q]: logits that are part of the softmax but not of the output. aligned: every slot is
+    occupied, in order of position in every sequence, the queries are the tokens of the last M slots, and a sliding
+    window counts slots; positions are then not read. A query that sees nothing, not even a sink, has output 0 and
+    log-sum-exp +inf, so that its weights are 0. CUDA: a fused kernel of PyTorch, otherwise flex_attention. CPU,
+    float64: PyTorch.
     """
     call = scaling, softcap, sliding_window, sinks
     if not queries.is_cuda or queries.dtype == torch.float64:

@@ -1,4 +1,4 @@
-# ruff: noqa: N803, N806 - in kernels, sizes have the names they have in shapes
+# ruff: noqa: N803, N806 - in kernels, sizes have their names in shapes
 """Attention of one new query per sequence on packed codes of 2, 4 or 8 bits, a tail in full precision and outliers.
 
 The kernel reads the tokens with quantized key and value: it unpacks a tile of them in registers and computes
@@ -51,7 +51,7 @@ class Packed:
 
     Per channel: groups of `unit` tokens, words [B,H,N/U,D,W], scale and minimum [B,H,N/U,D]. Per token (`per_token`):
     groups of `unit` channels, words [B,H,N,D/U,W], scale and minimum [B,H,N,D/U]. counts [B,H]: the tokens of each
-    head, where they differ.
+    head, if they differ.
     """
 
     words: Tensor
@@ -64,7 +64,7 @@ class Packed:
 
     @property
     def tokens(self) -> int:
-        """The most any KV head holds."""
+        """The maximum number of tokens of a KV head."""
         return self.words.shape[2] * (1 if self.per_token else self.unit)
 
     def at(self, tokens: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Side:
-    """Keys or values of a layer: codes, then a tail [B,H,R,D] in full precision, counts [B,H] where heads differ."""
+    """Keys or values of a layer: codes, then a tail [B,H,R,D] in full precision; counts [B,H] if heads differ."""
 
     packed: Packed
     tail: Tensor
@@ -90,19 +90,19 @@ class Side:
 
     @property
     def even(self) -> bool:
-        """Whether all KV heads hold equally many tokens, equally many of them as codes."""
+        """Whether all KV heads have equal numbers of tokens and of quantized tokens."""
         return self.counts is None and self.packed.counts is None
 
     def coded(self) -> Tensor:
-        """[B,H] tokens of each head in codes."""
+        """The number of quantized tokens of each head, [B,H]."""
         return self._full(self.packed.tokens) if self.packed.counts is None else self.packed.counts
 
     def lengths(self) -> Tensor:
-        """[B,H] tokens of each head."""
+        """The number of tokens of each head, [B,H]."""
         return self.coded() + (self._full(self.tail.shape[2]) if self.counts is None else self.counts)
 
     def at(self, tokens: Tensor) -> Tensor:
-        """The tokens [B,H,n] of each head, from codes or the tail, [B,H,n,D] float32; anything for those beyond."""
+        """The tokens [B,H,n] of each head, from codes or the tail, [B,H,n,D] float32; undefined beyond its end."""
         coded = self.coded()[..., None]
         found = self.tail.new_zeros(*tokens.shape, self.tail.shape[3], dtype=torch.float32)
         if self.tail.shape[2]:
@@ -126,8 +126,8 @@ class Outliers(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """Codes as the kernel takes them: words, scale and minimum [B,H,N',..], N' tokens or groups of tokens. Scale and
-    minimum have the same strides."""
+    """Codes as arguments of the kernel: words, scale and minimum [B,H,N',..], N' tokens or groups of tokens. Scale
+    and minimum have the same strides."""
 
     words: View
     scale: View
@@ -135,9 +135,9 @@ class Codes(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """How codes lie in words: BITS each, groups of U numbers in W of WIDTH words, one token's (PER_TOKEN) or channel's.
+    """Layout of codes in words: BITS each, groups of U numbers in W of WIDTH words of a token (PER_TOKEN) or a channel.
 
-    WORDS: of a token, PER_TOKEN, or of a channel that are read at once. D channels, BLOCK_D filled up.
+    WORDS: number of words of a token (PER_TOKEN) or a channel that are read at once. D channels, padded to BLOCK_D.
     """
 
     PER_TOKEN: bool
@@ -152,7 +152,7 @@ class Groups(NamedTuple):
 
 @jit
 def places(first: tl.tensor, WORDS: tl.constexpr, HOW: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Which numbers WORDS words from `first` on unpack to, and whether they are: a group fills WIDTH words."""
+    """Indices of the numbers in WORDS words from `first` on, and whether they exist: a group fills WIDTH words."""
     PER_WORD: tl.constexpr = 32 // HOW.BITS
     column = tl.arange(0, WORDS * PER_WORD)
     word, code = first + column // PER_WORD, column % PER_WORD
@@ -164,7 +164,7 @@ def places(first: tl.tensor, WORDS: tl.constexpr, HOW: tl.constexpr) -> tuple[tl
 
 @jit
 def channels(HOW: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Which channels a tile's numbers are, and whether they are."""
+    """The channels of a tile's numbers, and whether they exist."""
     if HOW.PER_TOKEN:
         dims, there = places(0, HOW.WORDS, HOW)
     else:
@@ -192,7 +192,7 @@ def coded(
     side: Codes, first: tl.tensor, tokens: tl.tensor, coded: tl.tensor, HOW: tl.constexpr, TILE: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A tile of one KV head, 0 beyond the `coded` tokens: [tokens,channels] PER_TOKEN, else [channels,tokens].
+    """A tile of one KV head, 0 beyond the `coded` tokens: [tokens,channels] if PER_TOKEN, otherwise transposed.
 
     TILE: words of a channel.
     """
@@ -240,7 +240,7 @@ def _attend_codes(
     each: tl.tensor, rule: Rule, KEY: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr, G: tl.constexpr,
     ROWS: tl.constexpr, PRODUCTS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: `each` words' worth of one KV head's tokens in codes, TOKENS.WORDS at a time, but the absent ones.
+    """One program: the quantized tokens of `each` words of one KV head, TOKENS.WORDS at a time, without absent ones.
 
     Tokens are in the order of TOKENS, the groups of a side per channel.
     """
@@ -278,7 +278,7 @@ def _attend_codes(
             v = tl.trans(v)
         logits = capped(tl.dot(numbers, k, input_precision="ieee"), rule.cap)
         top, total, out = attend(tl.where(seen[None, :], logits, float("-inf")), v, top, total, out)
-    dims = tl.where(there, dims, VALUE.D)  # what fills a group up is stored nowhere
+    dims = tl.where(there, dims, VALUE.D)  # the padding of a group is not stored
     store_part(out_ptr, lse_ptr, (row * parts + part) * G + heads, heads < G, top, total, out, dims, VALUE.D)
 
 
@@ -303,9 +303,9 @@ def quantised_attention(
 ) -> Attention:
     """Attention of one query per sequence over all tokens of codes, tail and outliers.
 
-    queries [B,H_q,1,D], query_positions [B,1] (-1: padding). Every token held is visible to the query. Products are
+    queries [B,H_q,1,D], query_positions [B,1] (-1: padding). Every stored token is visible to the query. Products are
     float32 for float32 queries, otherwise of float16 numbers, summed in float32. If both sides are per channel, their
-    groups have one size. A query at -1 has out 0 and log_sum_exp -inf. Raises ValueError without Triton.
+    groups must have the same size. A query at -1 has output 0 and log-sum-exp -inf. Raises ValueError without Triton.
     """
     require_triton("quantised_attention", queries.device)
     fit_heads("quantised_attention", queries.shape[3], values.tail.shape[3])
@@ -373,9 +373,9 @@ def _attend_to_codes(
 
 
 def _layout(keys: Packed, values: Packed, dims: tuple[int, int], tokens: int) -> tuple[Groups, Groups, Groups]:
-    """How keys, values and tokens lie in words; a tile has `tokens` of these."""
+    """Layouts of keys, values and tokens in words; a tile has `tokens` tokens."""
     sides = []
-    order = Groups(False, 32, tokens, tokens, tokens)  # two sides per token are read in order
+    order = Groups(False, 32, tokens, tokens, tokens)  # if both sides are per token, they are read in order
     for packed, dim in zip((keys, values), dims, strict=True):
         words = packed.words.shape[-1]
         own = Groups(packed.per_token, packed.bits, packed.unit, words, next_power_of_two(words))
@@ -390,7 +390,7 @@ def _layout(keys: Packed, values: Packed, dims: tuple[int, int], tokens: int) ->
 
 
 def _codes(packed: Packed) -> Codes:
-    """The words of an entry side by side, scale and minimum of the same strides."""
+    """Codes with contiguous words per entry, and equal strides of scale and minimum."""
     words, scale, minimum = packed.words, packed.scale, packed.minimum
     if words.stride()[3:] != (words.shape[4], 1):
         words = words.contiguous()

@@ -1,9 +1,9 @@
-# ruff: noqa: N803 - in kernels, sizes have the names they have in shapes
-"""Statistics of the attention that each slot gets from many queries, in O(T) memory.
+# ruff: noqa: N803 - in kernels, sizes have their names in shapes
+"""Statistics of the attention of many queries to each slot, in O(T) memory.
 
 Column sums over all queries of a call (H2O), first and second moments of the group's mean attention (RoCo), and sum,
 variance and entropy over an observation window (SnapKV, CAKE). The Triton kernels start from the log-sum-exp of the
-queries' logits, which attention returns: weight = exp(logit - lse), so that each of them reads the keys once.
+queries' logits, which attention returns: weight = exp(logit - lse). Each kernel therefore reads the keys once.
 
 Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, W queries of a window, T slots, D head dim.
 """
@@ -42,7 +42,7 @@ from kvbench.kernels.tiles import (
 )
 
 EPS = 1e-10  # inside the logarithm of the entropy, as in the released code of CAKE
-MOST_QUERIES = 128  # of a window in the kernel, which holds all of them in registers
+MOST_QUERIES = 128  # maximum of a window in the kernel, which keeps all queries in registers
 ROWS_AT_ONCE = 2**26  # numbers of attention rows in memory at a time: 256 MiB of float32
 
 
@@ -66,7 +66,7 @@ def variance(rows: Tensor) -> Tensor:
     """Unbiased variance of each column over the window: [...,W,T] -> [...,T]."""
     if rows.element_size() < 4:
         return rows.var(-2)  # one rounding at the end
-    # Two passes: on a CPU a tenth of the time of `var`, which walks this dimension token by token.
+    # Two passes take a tenth of the time of `var` on a CPU, which iterates over this dimension token by token.
     spread = rows - rows.mean(-2, keepdim=True)
     return spread.square_().sum(-2) / max(1, rows.shape[-2] - 1)
 
@@ -84,8 +84,8 @@ def _over_queries(
 ) -> None:  # fmt: skip
     """One program: BLOCK_T slots of one query head (of one KV head: MOMENTS), their weights summed over all M queries.
 
-    Tiles are [slots, queries]: the keys, as the left factor, stay in shared memory for the whole loop, which goes over
-    blocks of queries and, within each, over the heads of the group.
+    Tiles are [slots, queries]: the keys, as the left factor, stay in shared memory for the whole loop over blocks of
+    queries and the heads of the group.
     """
     blocks_of_slots = tl.cdiv(T, BLOCK_T)
     start = tl.program_id(0) % blocks_of_slots * BLOCK_T
@@ -105,7 +105,7 @@ def _over_queries(
     sums = tl.zeros([BLOCK_T], tl.float32)
     squares = tl.zeros([BLOCK_T], tl.float32)
     group = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)  # weights of the heads so far
-    for part in tl.static_range(2):  # the queries that see some of these slots, then those that see all of them
+    for part in tl.static_range(2):  # first the queries that see some of these slots, then the queries that see all
         first, steps = (0, masked) if part == 0 else (masked, blocks - masked)
         for step in range(steps * heads):  # Triton 3.9 overlaps loads with sums only in loops that start at 0
             queries = begin + (first + step // heads) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -136,7 +136,7 @@ def _over_window(
     rule: Rule, eps: tl.tensor, SPREAD: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, DIMS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: BLOCK_T slots of one KV head, its query heads in turn. The window's weights are in registers, so
-    that the variance is that of two passes: deviations from the mean, squared."""
+    that the variance is computed in two passes, from squared deviations from the mean."""
     blocks_of_slots = tl.cdiv(T, BLOCK_T)
     row = (tl.program_id(0) // blocks_of_slots).to(tl.int64)  # of B * H_kv
     slots = tl.program_id(0) % blocks_of_slots * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -165,8 +165,8 @@ def _over_window(
 def sum_tiles(dim: int, dtype: torch.dtype, moments: bool, shared: int = LITTLE) -> dict[str, Any]:
     """Tile sizes and launch options of `_over_queries`: no register spills, and no more shared memory than available.
 
-    Three stages: with two, Triton loads the next tile only after this one is multiplied. Moments use half as many
-    queries at a time, because the weights of a group are in registers too.
+    Three stages: with two, Triton loads the next tile only after the multiplication of the current one. Moments use
+    half as many queries at a time, because the weights of a group are also in registers.
     """
     dims = dims_of(dim, dtype)
     if dtype == torch.float32:
@@ -244,13 +244,13 @@ def column_sums(
     bias: Tensor | None = None,
     attended: Attended | None = None,
 ) -> Tensor:
-    """Attention each slot got, summed over the queries: [B,H_kv,G,T] float32 (float64 for float64), in O(T) memory.
+    """Attention to each slot, summed over the queries: [B,H_kv,G,T] float32 (float64 for float64), in O(T) memory.
 
     queries [B,H_q,M,D], keys [B,H_kv,T,D], query_positions [B,M], key_positions [B,H_kv,T]; -1 = padding, empty slot.
-    log_sum_exp [B,H_q,M] and aligned: as `prompt_attention` returns and takes them; they save the kernel a pass over
-    the keys and the reading of positions. sinks [B or 1,H_q]: see `beside_sinks`. bias [B,H_kv,T]: see
-    `attention_logits`. attended: the attention output is computed from the same rows and written there, in PyTorch.
-    CUDA: Triton, ValueError without it. A few queries: their rows, on any device; with a bias in PyTorch everywhere.
+    log_sum_exp [B,H_q,M]: the result of `prompt_attention`, which saves a pass over the keys; aligned: see there, saves
+    reading positions. sinks [B or 1,H_q]: see `sink_factor`. bias [B,H_kv,T]: see
+    `attention_logits`. attended: the attention output is computed from the same rows and written here, in PyTorch.
+    CUDA: Triton, ValueError without it. A few queries, or a bias: PyTorch on any device.
     """
     call = queries, keys, query_positions, key_positions, scaling, softcap, sliding_window
     if log_sum_exp is None and attended is None and queries.shape[2] <= FEW_QUERIES:
@@ -279,7 +279,7 @@ def attention_moments(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Moments:
-    """Moments of the attention each slot got from the queries of a call. Arguments and devices as in `column_sums`."""
+    """Moments of the attention of the queries of a call to each slot. Arguments and devices as in `column_sums`."""
     call = queries, keys, query_positions, key_positions, scaling, softcap, sliding_window
     if queries.shape[2] <= FEW_QUERIES and attended is None and log_sum_exp is None:
         mean = attention_rows(*call, sinks, bias).mean(2)  # [B,H_kv,M,T]
@@ -310,12 +310,12 @@ def window_statistics(
     spread: bool = True,
     log_sum_exp: Tensor | None = None,
 ) -> WindowStatistics:
-    """Sum, variance and entropy of the attention each slot gets from the queries of a window.
+    """Sum, variance and entropy of the attention of a window's queries to each slot.
 
     queries [B,H_q,W,D], keys [B,H_kv,T,D], query_positions [B,W], key_positions [B,H_kv,T]; -1 = padding, empty slot. A
-    query that is padding, or sees nothing, counts as a row of zeros. sinks [B or 1,H_q]: see `beside_sinks`.
-    spread=False: without variances and entropies (empty). log_sum_exp [B,H_q,W]: that of the window's logits, if known.
-    CUDA: Triton, windows of at most 128 queries, the rows never in memory; ValueError without Triton. CPU: the rows.
+    query that is padding, or sees nothing, counts as a row of zeros. sinks [B or 1,H_q]: see `sink_factor`.
+    spread=False: without variances and entropies (empty). log_sum_exp [B,H_q,W]: of the window's logits, if known.
+    CUDA: Triton, windows of at most 128 queries, no rows in memory; ValueError without Triton. CPU: softmax rows.
     """
     rule = scaling, softcap, sliding_window
     if not (use_triton(queries) and use_triton(keys)):
@@ -353,7 +353,7 @@ def window_largest(
 ) -> Tensor:
     """The largest KV head's mean attention at each slot, summed over the window: [B,T] float32 (K-VEC's importance).
 
-    Arguments as in `window_statistics`; all heads hold the same tokens in the same slots. bias [B,H_kv,T]: see
+    Arguments as in `window_statistics`; all heads have the same tokens in the same slots. bias [B,H_kv,T]: see
     `attention_logits`. In PyTorch on every device, some queries at a time.
     """
     at_once = max(1, ROWS_AT_ONCE // (queries.shape[0] * queries.shape[1] * keys.shape[2]))

@@ -1,9 +1,9 @@
-"""Attention in PyTorch: the definitions the kernels are tested against, and what a CPU computes.
+"""Attention in PyTorch: the definitions that kernels are tested against, and the code for CPUs.
 
 Rows of a few queries, softmax rows of a prompt in blocks of O(T) memory, one decoding step over slots or segments.
 
-Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries of a call, R of a block, T slots, S of them
-in reach of a block, N flat slots of all segments, D head dim of queries and keys, D_v of values.
+Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries of a call, R of a block, T slots, S slots
+that a block sees, N flat slots of all segments, D head dim of queries and keys, D_v of values.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 from torch import Tensor
 
 LOG2E = math.log2(math.e)
-FAR = 2.0**100  # so much below the others that its exponential is exactly 0, even one token away
-NEVER = 2**24  # an empty slot's position: beyond all that float32 tells from their neighbours
+FAR = 2.0**100  # so far below other logits that its exponential is exactly 0, even for a distance of one token
+NEVER = 2**24  # an empty slot's position: the first whole number that float32 cannot distinguish from the next
 NOWHERE = 2**30  # a position later than every query
-FEW_QUERIES = 8  # up to here the rows themselves are small and cost less than the bookkeeping of blocks
-LOGITS_AT_ONCE = 2**22  # CPU: 16 MiB of float32; smaller blocks wake the threads too often, larger ones leave the cache
-QUERIES_AT_ONCE = 128  # CPU: a block reaches as far as its last query, so that large ones compute what nobody sees
-NO_SHIFT = 100.0  # logits (base 2) that are smaller on either side need no row maximum: float32 holds their powers' sum
-LOGITS_AT_ONCE_GPU = 2**26  # 256 MiB, so that a launch has something to do; not measured
+FEW_QUERIES = 8  # up to this size, rows cost less than the administration of blocks
+LOGITS_AT_ONCE = 2**22  # CPU: 16 MiB of float32; smaller blocks start threads too often, larger ones exceed the cache
+QUERIES_AT_ONCE = 128  # CPU: a block extends to its last query, so that large blocks compute masked logits
+NO_SHIFT = 100.0  # smaller logits (base 2, absolute) need no row maximum: float32 can represent the sum of their powers
+LOGITS_AT_ONCE_GPU = 2**26  # 256 MiB, enough work for one launch; not measured
 
 
 class Attention(NamedTuple):
-    """out [B,H_q,M,D_v] as the values are; log_sum_exp [B,H_q,M] float32; weights [B,H_kv,G,M,T] float32 or None.
+    """out [B,H_q,M,D_v] in the dtype of the values; log_sum_exp [B,H_q,M] float32; weights [B,H_kv,G,M,T] or None.
 
-    log_sum_exp is the natural logarithm of the sum that divides the weights, the sink's share included. A query that
-    sees nothing gets out 0 and weights 0; its log_sum_exp is that of its sink alone, -inf without one.
+    log_sum_exp is the natural logarithm of the sum that divides the weights, including the sink. A query that sees
+    nothing has output 0 and weights 0; its log_sum_exp is the logit of its sink, or -inf without one.
     """
 
     out: Tensor
@@ -40,8 +40,8 @@ class Attention(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """Tokens that flat storage takes in before it is attended to: keys, values [B,H_kv,1,...] into slots [B,H_kv],
-    int64 and contiguous, counted from where their segments start, each inside its segment."""
+    """Tokens that are appended to flat storage before attention: keys, values [B,H_kv,1,...] into slots [B,H_kv],
+    int64 and contiguous, relative to the starts of their segments, each inside its segment."""
 
     keys: Tensor
     values: Tensor
@@ -49,12 +49,12 @@ class NewTokens(NamedTuple):
 
 
 def widen(x: Tensor) -> Tensor:
-    """Statistics are kept in float32, or in float64 for a float64 model."""
+    """x in float32, or in float64 for a float64 model: the dtypes of statistics."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, sliding_window: int | None = None) -> Tensor:
-    """Which slot each query may read: a stored token, not later than the query, inside the model's sliding window.
+    """The slots that each query may read: stored tokens, not later than the query, inside the model's sliding window.
 
     query_positions [B,M] and key_positions [B,H,T] are original positions, -1 = padding or empty slot.
     Returns bool [B,H,M,T]. Causality compares original positions, never slots.
@@ -71,7 +71,7 @@ def attention_logits(
 ) -> Tensor:
     """Scaled, soft-capped logits in float32, before any mask: [B,H_q,M,D] x [B,H_kv,T,D] -> [B,H_kv,G,M,T].
 
-    bias [B,H_kv,T] is added to every query's logit of a slot, behind the soft cap.
+    bias [B,H_kv,T] is added to every query's logit of a slot, after the soft cap.
     """
     batch, query_heads, new, dim = queries.shape
     heads, slots = keys.shape[1:3]
@@ -84,10 +84,10 @@ def attention_logits(
     return logits if bias is None else logits + bias[:, :, None, None].to(logits.dtype)
 
 
-def beside_sinks(log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
+def sink_factor(log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
     """The share of probability that attention sinks leave to rows with this (natural) log-sum-exp.
 
-    sinks: logits of the sinks, of a shape that broadcasts. The weights and the output of a row are multiplied by
+    sinks: logits of the sinks, broadcastable. Multiply weights and output of a row by the result,
     exp(lse) / (exp(lse) + exp(sink)). Source: Xiao et al. 2023, arXiv 2309.17453, section 3.3; learnt in gpt-oss.
     """
     return torch.sigmoid(log_sum_exp - sinks.to(log_sum_exp.dtype))
@@ -102,18 +102,18 @@ def rows_and_sight(
 
     Arguments as in `attention_rows`; the row of a query that attends to no slot is undefined. packed: no slot is empty.
     sighted: every query attends to a slot; None is then returned instead of ones. sinks [B or 1,H_q]: see
-    `beside_sinks`; a sink has no slot. bias [B,H_kv,T]: see `attention_logits`.
+    `sink_factor`; a sink has no slot. bias [B,H_kv,T]: see `attention_logits`.
     """
     logits = attention_logits(queries, keys, scaling, softcap, bias).detach()  # scores of evictions have no gradient
     stored = key_positions if packed else key_positions.masked_fill(key_positions < 0, NEVER)
     age = query_positions.to(logits.dtype)[:, None, :, None] - stored.to(logits.dtype)[:, :, None]  # [B,H_kv,M,T]
-    # How far a slot is out of sight, 0 or less, and no mask: a fill under a mask costs more than the softmax (CPU).
+    # A penalty for invisible slots instead of a mask: filling under a mask costs more than the softmax on a CPU.
     if sliding_window is None:
         hidden = age.clamp_(max=0.0)
     else:
         hidden = (sliding_window - 1 - age).clamp_(max=0.0) + age.clamp(max=0.0)
     logits.add_(hidden[:, :, None], alpha=FAR)
-    left = None if sinks is None else beside_sinks(logits.logsumexp(-1), sinks.view(len(sinks), *logits.shape[1:3], 1))
+    left = None if sinks is None else sink_factor(logits.logsumexp(-1), sinks.view(len(sinks), *logits.shape[1:3], 1))
     rows = torch.softmax(logits, -1, out=logits)  # in place: half the memory
     if left is not None:
         rows.mul_(left[..., None])
@@ -131,7 +131,7 @@ def attention_rows(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Softmax rows over the stored keys, [B,H_kv,G,M,T] float32; meant for small M, since it really builds them.
+    """Softmax rows over the stored keys, [B,H_kv,G,M,T] float32; for small M, because all rows are built.
 
     queries [B,H_q,M,D], keys [B,H_kv,T,D], positions as in `visible`. A query at position -1 (padding), or one that
     sees nothing, gives a row of zeros; empty slots get weight 0. sinks [B or 1,H_q]: rows then sum to less than 1.
@@ -149,10 +149,10 @@ def _extent(flags: Tensor) -> slice:
 
 
 def _reach(positions: Tensor, lowest: Tensor, highest: Tensor, window: int | None) -> tuple[slice, slice]:
-    """The slots some query may see, and among those the ones that not every query of every head sees.
+    """The range of slots that some query may see, and within it the range that not every query of every head sees.
 
-    positions [B,R] of the queries; lowest, highest [B,T] over the KV heads of a slot's positions. Right for any order
-    of slots; short when they ascend.
+    positions [B,R] of the queries; lowest, highest [B,T] over the KV heads of a slot's positions. Correct for any
+    order of slots; the ranges are short if positions ascend.
     """
     last = positions.amax(-1, keepdim=True)
     first = positions.masked_fill(positions < 0, NOWHERE).amin(-1, keepdim=True)
@@ -172,24 +172,24 @@ _kept = _Kept()
 
 
 def _workspace(like: Tensor, size: int) -> Tensor:
-    """An uninitialised tensor [size] of the dtype and device of `like`, on a CPU the same one again and again.
+    """An uninitialised tensor [size] of the dtype and device of `like`; on a CPU, a buffer that is used again.
 
-    A CPU's allocator may give memory back to the system after every layer, and page faults then cost as much as the
-    sums. What is kept is LOGITS_AT_ONCE numbers per thread at most.
+    A CPU's allocator may return memory to the system after every layer, and page faults then cost as much as the
+    sums. A buffer has at most LOGITS_AT_ONCE numbers per thread.
     """
     if like.device.type != "cpu" or size > LOGITS_AT_ONCE:
         return like.new_empty(size)
     if _kept.buffer is None or _kept.buffer.dtype != like.dtype or len(_kept.buffer) < size:
-        with torch.inference_mode(False):  # else it could not be written to outside of inference mode
+        with torch.inference_mode(False):  # otherwise it could not be written outside of inference mode
             _kept.buffer = torch.empty(size, dtype=like.dtype)
     return _kept.buffer
 
 
 class Sight(NamedTuple):
-    """What the queries of a block may see: slots `reached` by some; among these, `partial` are not seen by all of them.
+    """The slots of a block of queries: `reached` by some of them; `partial` is the part that some do not see.
 
-    hidden: which of the partial slots a query does not see, broadcast over [B,H_kv,G,R,P]. padding [B,R]: queries that
-    are none, or see nothing perhaps; None where every query sees something.
+    hidden: the partial slots that a query does not see, broadcastable to [B,H_kv,G,R,P]. padding [B,R]: queries that
+    are padding or may see nothing; None if every query sees a slot.
     """
 
     reached: slice
@@ -201,7 +201,7 @@ class Sight(NamedTuple):
 def _sights(
     query_positions: Tensor, key_positions: Tensor, at_once: int, window: int | None
 ) -> Iterator[tuple[slice, Sight]]:
-    """Rows [start, end) of `at_once` queries each and what they may see; blocks that see nothing are left out."""
+    """Rows [start, end) of `at_once` queries each and their slots; blocks without slots are left out."""
     new, slots = query_positions.shape[1], key_positions.shape[2]
     before = slots - new
     if window is None and before >= 0 and _in_order(query_positions, before) and _in_order(key_positions, 0):
@@ -231,17 +231,17 @@ def _in_order(positions: Tensor, first: int) -> bool:
 
 
 def _all_small(queries: Tensor, transposed: Tensor, scale: float, softcap: float | None, sinks: Tensor | None) -> bool:
-    """Whether no logit (base 2) can be beyond NO_SHIFT on either side, by the lengths of the vectors."""
+    """Whether the norms of the vectors bound all logits (base 2) by NO_SHIFT in absolute value."""
     if sinks is not None and not bool(sinks.abs().amax() * LOG2E <= NO_SHIFT):
         return False
     if softcap is not None:
         return softcap * LOG2E <= NO_SHIFT
     longest = torch.linalg.vector_norm(widen(queries), dim=-1).amax() * transposed.norm(dim=-2).amax()
-    return bool(longest * abs(scale) <= NO_SHIFT)  # not so if there is no number among them
+    return bool(longest * abs(scale) <= NO_SHIFT)  # false if a norm is NaN
 
 
 class Attended(NamedTuple):
-    """Values [B,H_kv,T,D'] and the attention output over them, [B,H_q,M,D']: filled in while the rows are at hand."""
+    """Values [B,H_kv,T,D'] and the attention output [B,H_q,M,D'], which is computed from the same rows."""
 
     values: Tensor
     out: Tensor
@@ -260,8 +260,8 @@ def softmax_blocks(
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:  # fmt: skip
     """Softmax rows of some queries at a time; arguments as in `column_sums`, float64 where an input is float64.
 
-    Yields the slots S that these R queries may see, weights [B,H_kv,G,R,S], and what each row is still to be multiplied
-    by, [B,H_kv,G,R] (0 for padding). The weights lie in one buffer of O(T), which the next block overwrites.
+    Yields the slots S that these R queries may see, weights [B,H_kv,G,R,S], and a factor for each row, [B,H_kv,G,R]
+    (0 for padding), which is not yet applied. The weights are in a buffer of O(T) that the next block overwrites.
     """
     batch, query_heads, new, dim = queries.shape
     heads, slots = keys.shape[1:3]
@@ -327,7 +327,7 @@ def decode_attention_ref(
         assert key_positions is not None
         seen = visible(query_positions, key_positions, sliding_window)  # [B,H_kv,M,T]
         logits = logits.masked_fill(~seen[:, :, None], -torch.inf)
-        values = values.masked_fill((key_positions < 0)[..., None], 0.0)  # whatever an empty slot holds: weight 0
+        values = values.masked_fill((key_positions < 0)[..., None], 0.0)  # an empty slot has weight 0
     all_logits = logits
     if sinks is not None:
         sink = sinks.to(logits.dtype).view(1, logits.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)

@@ -1,8 +1,8 @@
-# ruff: noqa: N803, N806 - in kernels, sizes have the names they have in shapes
-"""What the Triton kernels share: the import of Triton, views of tensors, tiles of logits, masks and running softmaxes.
+# ruff: noqa: N803, N806 - in kernels, sizes have their names in shapes
+"""Shared code of the Triton kernels: the import of Triton, views of tensors, tiles of logits, masks, running softmaxes.
 
-Triton has wheels for Linux only. This module is the only one that imports it, so that the others can be imported
-everywhere. Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, T slots, D head dim. Logits are
+Triton has wheels for Linux only. Only this module imports it, so that the others can be imported everywhere.
+ Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, T slots, D head dim. Logits are
 in base 2, softmax(x) = exp2(x log2(e) - lse log2(e)), because GPUs have exp2 in hardware.
 """
 
@@ -24,14 +24,14 @@ try:
 except ImportError:
     triton = tl = None
 
-__all__ = ["tl", "triton"]  # re-exported, beside what is defined here
+__all__ = ["tl", "triton"]  # re-exported
 
 LARGEST_HEAD = 256
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class View(NamedTuple):
-    """A tensor [B,H,T,D] as kernels take it, and its strides; 0 for dimensions that it has not."""
+    """A tensor [B,H,T,D] as an argument of a kernel, and its strides; 0 for missing dimensions."""
 
     ptr: Tensor
     batch: int
@@ -41,7 +41,7 @@ class View(NamedTuple):
 
 
 def view(x: Tensor) -> View:
-    """x, whose first dimensions are B, H, T and D."""
+    """x as a `View`; its first dimensions are B, H, T and D."""
     return View(x, *x.stride())
 
 
@@ -51,7 +51,7 @@ def rows(x: Tensor) -> View:
 
 
 def use_triton(x: Tensor) -> bool:
-    """Whether Triton computes: for CUDA tensors, and for all tensors if it is interpreted, except float64."""
+    """Whether Triton is used: for CUDA tensors, and for all tensors if it is interpreted, except float64."""
     return (x.is_cuda or INTERPRETED) and x.dtype != torch.float64
 
 
@@ -64,31 +64,31 @@ def jit(function: Callable[..., Any], varying: Sequence[str] = ()) -> Any:  # no
 
 
 def require_triton(kernel: str, device: object) -> None:
-    """ValueError where Triton is missing."""
+    """Raise ValueError if Triton is missing."""
     if triton is None:
         raise ValueError(f"{kernel} on device {device} needs Triton, which is not installed here; use device=cpu")
 
 
 def fit_heads(kernel: str, *dims: int) -> None:
-    """ValueError for heads of more numbers than a program's tiles hold."""
+    """Raise ValueError for heads with more numbers than a program's tiles can have."""
     if max(dims) > LARGEST_HEAD:
         raise ValueError(f"{kernel} takes a head_dim of at most {LARGEST_HEAD}, got {max(dims)}; use device=cpu")
 
 
 def next_power_of_two(n: int) -> int:
-    """The smallest power of two >= n, for n >= 1: tiles have no other sizes."""
+    """The smallest power of two >= n, for n >= 1: the possible sizes of tiles."""
     return 1 << (n - 1).bit_length()
 
 
 @jit
 def at_head(x: tl.tensor, row: tl.tensor, heads: tl.tensor) -> tl.tensor:
-    """Where KV head `row` of B * heads begins in a `View`."""
+    """The offset of KV head `row` of B * heads in a `View`."""
     return x.ptr + row // heads * x.batch + row % heads * x.head
 
 
 @jit
 def of_head(x: View | None, row: tl.tensor, heads: tl.tensor, first: tl.tensor) -> View | None:
-    """What KV head `row` has of x, from slot `first` on; None of None."""
+    """The part of x of KV head `row`, from slot `first` on; None for None."""
     own = None
     if x is not None:
         own = View(at_head(x, row, heads) + first * x.row, 0, 0, x.row, x.dim)
@@ -99,7 +99,7 @@ def of_head(x: View | None, row: tl.tensor, heads: tl.tensor, first: tl.tensor) 
 def span(
     positions_ptr: tl.tensor, length: tl.tensor, low: tl.tensor, high: tl.tensor, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Where the positions low..high lie, in any order: the first such entry, and how many blocks reach the last one."""
+    """The first entry with a position in low..high (in any order), and the number of blocks up to the last one."""
     first = tl.full([1024], 2**30, tl.int32)
     last = tl.zeros([1024], tl.int32)
     for start in range(0, length, 1024):
@@ -117,12 +117,12 @@ def query_blocks(
     q_pos_ptr: tl.tensor, k_place: tl.tensor, start: tl.tensor, M: tl.tensor, T: tl.tensor, window: tl.tensor,
     ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """The queries that see one of the slots start..start+BLOCK_T: the first one, how many blocks, how many need a mask.
+    """The queries that see one of the slots start..start+BLOCK_T: first query, number of blocks, blocks with a mask.
 
-    The blocks that need one come first.
+    The blocks with a mask come first.
     """
     if ALIGNED:
-        before = T - M  # slots that are older than the first query
+        before = T - M  # slots older than the first query
         begin = tl.maximum(0, start - before)
         end = M
         if window is not None:
@@ -142,7 +142,7 @@ def query_blocks(
 
 @jit
 def query_places(ptr: tl.tensor, queries: tl.tensor, M: tl.tensor, T: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:
-    """The places of queries: their positions, or their slots if queries are the newest slots."""
+    """The places of queries: their positions, or their slots if they are the newest slots."""
     if ALIGNED:  # noqa: SIM108 - a constant of the compilation: only one side exists
         places = queries + (T - M)
     else:
@@ -152,7 +152,7 @@ def query_places(ptr: tl.tensor, queries: tl.tensor, M: tl.tensor, T: tl.tensor,
 
 @jit
 def slot_places(ptr: tl.tensor, slots: tl.tensor, T: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:
-    """The same of slots; empty ones and those beyond T lie later than every query."""
+    """The places of slots; empty slots and slots beyond T get a place after every query."""
     if ALIGNED:
         places = tl.where(slots < T, slots, 2**30)
     else:
@@ -172,7 +172,7 @@ def segment(starts: tl.tensor, counts: tl.tensor, kv_row: tl.tensor, T: tl.tenso
 
 
 class Rule(NamedTuple):
-    """What makes logits in base 2 of inner products, and who sees whom: a factor, a soft cap, a sliding window."""
+    """The conversion of inner products to logits in base 2, and the mask: a factor, a soft cap, a sliding window."""
 
     scale: float
     cap: float | None
@@ -180,14 +180,14 @@ class Rule(NamedTuple):
 
 
 def rule_of(scaling: float, softcap: float | None, sliding_window: int | None = None) -> Rule:
-    """A model's scaling, soft cap and sliding window as the kernels' base 2 wants them."""
+    """A model's scaling, soft cap and sliding window, converted to base 2."""
     if softcap is None:
         return Rule(LOG2E * scaling, None, sliding_window)
     return Rule(2 * LOG2E * scaling / softcap, LOG2E * softcap, sliding_window)
 
 
 class Vectors(NamedTuple):
-    """Vectors [n] to be loaded: pointers to their first numbers, which are there, and how far numbers lie apart."""
+    """Vectors [n] to load: pointers to their first numbers, whether they exist, and the stride of their numbers."""
 
     rows: tl.tensor
     there: tl.tensor
@@ -206,9 +206,9 @@ def tile(x: Vectors, start: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 
 @jit
 def logits_of(held: tl.tensor, a: Vectors, b: Vectors, rule: Rule, DIMS: tl.constexpr) -> tl.tensor:
-    """Logits of vectors a and b, [a,b]. held: the first numbers of a, DIMS.BLOCK of them."""
+    """Logits of vectors a and b, [a,b]. held: the first DIMS.BLOCK numbers of a, already loaded."""
     products = tl.dot(held, tl.trans(tile(b, 0, DIMS.D, DIMS.BLOCK)), input_precision="ieee")
-    WHOLE: tl.constexpr = DIMS.WHOLE  # Triton 3.6 takes no field here
+    WHOLE: tl.constexpr = DIMS.WHOLE  # Triton 3.6 does not accept a field here
     BLOCK: tl.constexpr = DIMS.BLOCK
     for start in tl.static_range(BLOCK, WHOLE, BLOCK):
         part = tl.trans(tile(b, start, DIMS.D, BLOCK))
@@ -218,7 +218,7 @@ def logits_of(held: tl.tensor, a: Vectors, b: Vectors, rule: Rule, DIMS: tl.cons
 
 @jit
 def capped(logits: tl.tensor, cap: tl.tensor) -> tl.tensor:
-    """cap * tanh(logit / cap), scaled as `rule_of` says: tanh(y) = 1 - 2 / (exp(2y) + 1), 2y in base 2."""
+    """cap * tanh(logit / cap), with the scaling of `rule_of`: tanh(y) = 1 - 2 / (exp(2y) + 1), 2y in base 2."""
     if cap is not None:
         logits = cap * (1 - 2 / (tl.exp2(logits) + 1))
     return logits
@@ -226,7 +226,7 @@ def capped(logits: tl.tensor, cap: tl.tensor) -> tl.tensor:
 
 @jit
 def hidden(logits: tl.tensor, q_place: tl.tensor, k_place: tl.tensor, window: tl.tensor) -> tl.tensor:
-    """The logits, -inf where a query may not read a slot; places broadcast against them."""
+    """The logits, -inf for slots that a query may not read; places are broadcastable."""
     seen = k_place <= q_place
     if window is not None:
         seen = seen & (k_place > q_place - window)
@@ -235,7 +235,7 @@ def hidden(logits: tl.tensor, q_place: tl.tensor, k_place: tl.tensor, window: tl
 
 @jit
 def weighed(logits: tl.tensor, top: tl.tensor, total: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Weights of the next logits [R,T] of a softmax in base 2; its maximum and sum [R]; what older sums fade to."""
+    """Weights of the next logits [R,T] of a softmax in base 2; its maximum and sum [R]; the factor of older sums."""
     new_top = tl.maximum(top, tl.max(logits, 1))
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights, fading = tl.exp2(logits - shift[:, None]), tl.exp2(top - shift)
@@ -253,7 +253,7 @@ def attend(
 
 @jit
 def log_sum(top: tl.tensor, total: tl.tensor, nothing: tl.constexpr) -> tl.tensor:
-    """Base-2 log-sum-exp of rows by their maximum and sum; `nothing` where they saw nothing."""
+    """Base-2 log-sum-exp of rows from their maximum and sum; `nothing` for rows without a visible slot."""
     some = total > 0
     return tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), nothing)
 
@@ -263,7 +263,7 @@ def store_part(
     out_ptr: tl.tensor, lse_ptr: tl.tensor, places: tl.tensor, there: tl.tensor, top: tl.tensor, total: tl.tensor,
     out: tl.tensor, dims: tl.tensor, D_V: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store output and natural log-sum-exp of query rows over some of their slots, for `join`; -inf of no slots."""
+    """Store output and natural log-sum-exp of query rows over some of their slots, for `join`; -inf without slots."""
     tl.store(lse_ptr + places, log_sum(top, total, float("-inf")) * 0.6931471805599453, mask=there)
     at = out_ptr + places[:, None] * D_V + dims[None, :]
     out /= tl.where(total > 0, total, 1.0)[:, None]
@@ -272,18 +272,18 @@ def store_part(
 
 @lru_cache(maxsize=64)
 def programs_at_once(device: torch.device) -> int:
-    """Programs a device runs at once: two per SM, by the shared memory they take; the interpreter gets a few."""
+    """The number of programs that a device runs at once: two per SM, given their shared memory; few if interpreted."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def slots_of_a_part(heads: int, slots: int, block: int, programs: int, most: int | None = None) -> int:
-    """Slots a program reads, a multiple of `block`, so that about `programs` of them share `heads` of `slots` each."""
+    """Slots of one program, a multiple of `block`, so that about `programs` programs cover `heads` of `slots` each."""
     even = -(-heads * slots // (programs * block)) * block
     return max(block, even if most is None else min(even, most))
 
 
 def same_dtype(kernel: str, queries: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype they are multiplied in. ValueError for float64 and where Triton is missing."""
+    """The tensors in the dtype of the multiplication. ValueError for float64, or if Triton is missing."""
     require_triton(kernel, queries.device)
     fit_heads(kernel, *(x.shape[-1] for x in (queries, *others)))
     dtype = queries.dtype
@@ -297,7 +297,7 @@ def same_dtype(kernel: str, queries: Tensor, *others: Tensor) -> tuple[Tensor, .
 
 
 class Dims(NamedTuple):
-    """Numbers of a head, filled up to a power of two, and how many of them are multiplied at a time."""
+    """Numbers of a head, padded to a power of two, and the number that is multiplied at a time."""
 
     D: int
     WHOLE: int
@@ -305,10 +305,10 @@ class Dims(NamedTuple):
 
 
 def dims_of(dim: int, dtype: torch.dtype) -> Dims:
-    """A head's size in a tile, and how much of it is multiplied at a time.
+    """A head's size in a tile, and the part that is multiplied at a time.
 
-    16-bit tiles go to the tensor cores whole. float32 in full precision is summed by ordinary cores, 32 dimensions at
-    a time: whole heads would spill (seen: 8 KiB a thread at D = 256, sm_90).
+    Tensor cores multiply whole 16-bit tiles. float32 is multiplied without tensor cores, 32 dimensions at a time: whole
+    heads would spill registers (8 KiB per thread at D = 256 on sm_90).
     """
     whole = max(16, next_power_of_two(dim))
     if dtype == torch.float32:

@@ -1,15 +1,11 @@
-"""lm-eval's command line with the model `kvbench`: `python -m kvbench.lm_eval --model kvbench ...`.
-
-The model is registered before lm-eval's command line runs, because lm-eval only finds models of its own package.
-"""
+"""lm-eval's command line with the model `kvbench`: `python -m kvbench.lm_eval --model kvbench ...`."""
 
 import sys
 from collections.abc import Sequence
 
 from kvbench.errors import UsageError
-from kvbench.terminal.command import command, our_version
+from kvbench.terminal.command import command
 
-__all__ = ["main"]
 HELP = """\
 The command line of lm-eval with the additional model `kvbench`:
 
@@ -24,9 +20,6 @@ The help of lm-eval follows.
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Register the model and run lm-eval's command line, which reads `sys.argv`; returns the exit code."""
-    if sys.argv[1:] == ["--version"]:
-        sys.stdout.write(f"{our_version()}\n")
-        return 0
     if sys.argv[1:] in (["-h"], ["--help"]):
         sys.stdout.write(HELP)
     try:
@@ -34,17 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from lm_eval.api.registry import model_registry
     except ModuleNotFoundError as error:
         raise UsageError("lm-eval is not installed: pip install 'lm-eval>=0.4.13'") from error
-    from kvbench.tasks.lm_eval import squad
+    from kvbench.tasks.lm_eval.load import provide_squad_metrics
 
     if "kvbench" not in model_registry:
         model_registry.register("kvbench", target="kvbench.tools.harness_model:KVBenchLM")
-    squad.provide()
-    try:
-        cli_evaluate()
-    except ValueError as error:
-        if str(error).startswith("Tasks not found"):
-            raise UsageError(f"--tasks: {error} (`python -m kvbench.lm_eval ls tasks` lists all)") from error
-        raise
+    provide_squad_metrics()
+    cli_evaluate()
     return 0
 
 

@@ -12,7 +12,7 @@ def on_device(numbers: tuple[int, ...] | tuple[bool, ...], device: torch.device)
     return _constant(numbers, torch.bool if flags else torch.int64, device)
 
 
-def at_hand(x: Tensor) -> bool:
+def on_host(x: Tensor) -> bool:
     """Whether x is in host memory, so that reading its elements needs no synchronisation."""
     return x.device.type == "cpu"
 

@@ -44,7 +44,7 @@ class Rotation:
         return Rotation(cos / square, -sin / square, self.interleaved)
 
     def mean(self, dim: int) -> Tensor:
-        """The mean of the rotations over the positions, as matrices [B,H,D,D] of D = `dim`: R q is the mean of q's."""
+        """The mean of the rotations over the positions, as matrices [B,H,D,D] with D = `dim`."""
         cos, sin = (widen(x).mean(-2, keepdim=True) for x in (self.cos, self.sin))
         mean = Rotation(cos, sin, self.interleaved)
         identity = torch.eye(dim, dtype=mean.cos.dtype, device=mean.cos.device)

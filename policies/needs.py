@@ -10,14 +10,15 @@ class Needs:
 
     Inputs:
     window: length of the observation window, in newest queries.
-    window_decoding: number of window queries used while decoding, besides the newest; None: all.
+    window_decoding: number of window queries used while decoding, in addition to the newest; None: all.
     statistics: running statistics that a scorer updates per slot (`observe`) and an allocator or a merger reads.
     sums: sums over the attention of all queries of a prompt that a scorer reads.
     keys: a scorer reads the keys or values of each head; if all heads share one latent, the mean of their scores is
     used.
     newest_row: a scorer reads the attention of the newest query while decoding.
-    model: the part uses the model layer's rotation or output projection (`Observation.model`).
+    model: the part uses the layer's rotation or its output projection (`Observation.rotation`).
     memory: a scorer stores data per sequence and layer instead of per slot (`Observation.memory`).
+    evictable: a scorer uses which tokens may be evicted (`Observation.evictable`).
     question: the part uses the start of the prompt's question (`Observation.questions`); the window contains the
     question.
     layer: the part uses the layer index, so layers cannot be scored together.
@@ -29,6 +30,7 @@ class Needs:
     whole_prompt: scores are defined only at the end of the prompt, so block schedules are rejected.
     by_position: scores are positions, so value-aware wrappers are rejected.
     never_negative: no score is below 0.
+    infinite: tokens that are always kept have an infinite score, so value-aware wrappers are rejected.
     ties: equal tokens have equal scores up to rounding; scores are then rounded to half the bits, so that they tie.
     kv_heads_only: an `AttentionScorer` has no separate scores for the query heads of a group.
     """
@@ -41,6 +43,7 @@ class Needs:
     newest_row: bool = False
     model: bool = False
     memory: bool = False
+    evictable: bool = False
     question: bool = False
     layer: bool = False
     kept: bool = False
@@ -49,6 +52,7 @@ class Needs:
     whole_prompt: bool = False
     by_position: bool = False
     never_negative: bool = False
+    infinite: bool = False
     ties: bool = False
     kv_heads_only: bool = False
 

@@ -14,7 +14,6 @@ from kvbench.policies.observation import MOVED, Observation, State
 from kvbench.policies.policy_checks import (
     check_budget,
     check_merger,
-    check_pre_pass,
     check_protected,
     check_reader,
     check_schedule,
@@ -64,7 +63,7 @@ class Policy:
         check_choices(self)
         check_value(self.name, self.value, self.scorer, self._values_query_heads)
         if self.reader is not None:
-            check_reader(self.name, self.scorer, self.store, self.granularity)
+            check_reader(self.name, self.reader, self.scorer, self.store, self.schedule, self.granularity)
         if self.scorer is None:
             if self.reader is not None and self.reader.mass is not None:
                 object.__setattr__(self, "budget", None)  # it reads until the mass is reached
@@ -72,7 +71,8 @@ class Policy:
                 check_budget(self.budget, self.name)
             return
         if self.scorer.pre_pass is not None:
-            check_pre_pass(self.name, self.pre_pass, self.scorer.pre_pass)
+            if self.pre_pass not in (None, self.scorer.pre_pass):
+                raise ValueError(f"{self.name}'s scorer already has a pre-pass, so pre_pass must not be set")
             needless = isinstance(self.scorer.pre_pass, BlockPasses) and isinstance(self.schedule, Prompt)
             object.__setattr__(self, "pre_pass", None if needless else self.scorer.pre_pass)
         self.allocator.check_policy(self.name, self.scorer.needs.window)
@@ -84,7 +84,7 @@ class Policy:
             object.__setattr__(self, "budget", None)
         else:
             check_budget(self.budget, self.name)
-        if isinstance(self.budget, int):
+        if isinstance(self.budget, int) and self.reader is None:
             check_protected(self.name, self.scorer, self.allocator, self.budget)
 
     @property
@@ -133,13 +133,15 @@ class Policy:
         stays = observation.protected(first, newest)
         spared = self.scorer.spares(observation, state, stays)
         stays = stays if spared is None else stays | spared
+        if self.needs.evictable:
+            observation.evictable = observation.occupied & ~stays
         scores = observation.scores(self.scorer.score, state, self.scorer.needs.keys)
         if self.needs.ties:
             scores = half_the_bits(scores)
         layer_wide = self.granularity == "layer"
         if layer_wide:
             scores = scores.mean(1, keepdim=True).expand_as(scores)
-        known = observation.packed, observation.ascending
+        known = observation.packed, observation.slots.ascending
         if self.value is None:
             return Ranking(scores, None, observation.positions, stays, observation.seen, spared, *known)
         valued = self.value.score(self.scorer, scores, observation, state, stays, layer_wide)

@@ -4,6 +4,7 @@ from kvbench.policies.allocators.allocator import Allocator, JointAllocator, Sta
 from kvbench.policies.checks import LARGEST, whole_number
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PrePass
+from kvbench.policies.readers.reader import Reader
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import AttentionScorer, Scorer
 from kvbench.policies.stores.dense import Dense
@@ -25,13 +26,18 @@ def check_budget(budget: object, name: str = "") -> None:
 
 
 def check_value(name: str, value: ValueAware | None, scorer: Scorer | None, query_heads: bool) -> None:
-    """Raise ValueError unless a value-aware wrapper supports these scores; query_heads: it needs one per query head."""
+    """Raise ValueError unless a value-aware wrapper supports the scores. query_heads: it needs one per query head."""
     if value is None:
         return
     if scorer is None:
         raise ValueError(f"{name} keeps every token, so there are no scores for a value-aware wrapper")
     if scorer.needs.by_position:
         raise ValueError(f"{name} ranks tokens by position, so there are no scores for a value-aware wrapper")
+    if scorer.needs.infinite:
+        raise ValueError(
+            f"{name} gives the tokens that it always keeps an infinite score, which a value-aware wrapper cannot "
+            "weigh: use scorer.preserve=literal"
+        )
     if query_heads and (not isinstance(scorer, AttentionScorer) or scorer.needs.kv_heads_only):
         raise ValueError(
             f"{name} scores KV heads, not query heads, so gqa=group_l2, gqa=score_mean and granularity=layer "
@@ -42,40 +48,33 @@ def check_value(name: str, value: ValueAware | None, scorer: Scorer | None, quer
 def check_schedule(name: str, schedule: Schedule, scorer: Scorer, allocator: Allocator) -> None:
     """Raise ValueError unless scorer and allocator have the required statistics when the schedule evicts."""
     needs, measures = scorer.needs, isinstance(allocator, StatisticAllocator)
-    waits = measures or isinstance(allocator, JointAllocator)
+    all_layers_first = measures or isinstance(allocator, JointAllocator)
     whole, attends_first = isinstance(schedule, Prompt), schedule.order == "attend_then_evict"
     by_block = isinstance(scorer.pre_pass, BlockPasses)
-    late = scorer.pre_pass is not None and not (by_block and whole)
-    if (needs.whole_prompt or (late and not by_block)) and not whole:
-        raise ValueError(f"{name} is defined on the whole prompt only, so schedule=blocks cannot drive it")
+    after_prefill = scorer.pre_pass is not None and not (by_block and whole)
+    if (needs.whole_prompt or (after_prefill and not by_block)) and not whole:
+        raise ValueError(f"{name} needs the whole prompt and does not support schedule=blocks: use schedule=prompt")
     if needs.question and schedule.late:
-        raise ValueError(f"{name} evicts by the question, before a token was decoded, so late=true cannot drive it")
-    if late and (measures or not attends_first or schedule.late):
+        raise ValueError(f"{name} evicts before the first token is decoded and does not support late=true")
+    if after_prefill and (measures or not attends_first or schedule.late):
         raise ValueError(
-            f"{name} scores a prompt when all layers are done with it, so order=evict_then_attend, late=true "
-            "and allocators that read each layer's statistics cannot go with it"
+            f"{name} scores a prompt after all layers have processed it, so it does not support "
+            "order=evict_then_attend, late=true and allocators that read each layer's statistics"
         )
-    if waits and not (whole and attends_first):
+    if all_layers_first and not (whole and attends_first):
         raise ValueError(
-            f"the allocator of {name} needs statistics of all layers, so only schedule=prompt with "
-            "order=attend_then_evict can drive it"
+            f"the allocator of {name} needs statistics of all layers: use schedule=prompt and order=attend_then_evict"
         )
-    if waits and schedule.rerotate:
+    if all_layers_first and schedule.rerotate:
         raise ValueError(
             f"rerotate=true rotates keys as soon as a layer is evicted, but the allocator of {name} evicts no layer "
             "before all layers are measured: use an allocator without statistics, such as uniform or pyramid"
         )
-    if waits and needs.kept:
+    if all_layers_first and needs.kept:
         raise ValueError(
             f"{name} scores a layer by the tokens that earlier layers kept, but its allocator evicts no layer before "
             "all layers are scored: use an allocator without statistics, such as uniform or pyramid"
         )
-
-
-def check_pre_pass(name: str, given: PrePass | None, own: PrePass) -> None:
-    """Raise ValueError if a policy has another pre-pass than its scorer."""
-    if given not in (None, own):
-        raise ValueError(f"{name}'s scorer already has a pre-pass, so pre_pass must not be set")
 
 
 def check_statistics(name: str, scorer: Scorer, allocator: Allocator, merger: Merger) -> None:
@@ -85,7 +84,7 @@ def check_statistics(name: str, scorer: Scorer, allocator: Allocator, merger: Me
         if missing:
             raise ValueError(
                 f"the {what} of {name} reads {' and '.join(missing)}, which its scorer "
-                f"{type(scorer).__name__} does not keep; use one that does, such as h2o"
+                f"{type(scorer).__name__} does not keep: use another scorer, such as h2o"
             )
 
 
@@ -123,12 +122,12 @@ def check_protected(name: str, scorer: Scorer, allocator: Allocator, budget: int
 
 
 def check_prompt_fits(name: str, scorer: Scorer, prompt: int, budget: int) -> None:
-    """Raise ValueError if a prompt that is always kept and the newest tokens exceed a layer's budget."""
+    """Raise ValueError if a prompt that is always kept and the newest tokens (at least one) exceed a layer's budget."""
     newest = scorer.protects(budget).newest
-    if prompt + newest > budget:
-        beside = f" and the newest {newest} tokens" if newest else ""
+    if prompt + max(newest, 1) > budget:
+        also = f" and the newest {newest} tokens" if newest else " and at least one generated token"
         raise ValueError(
-            f"protect=prompt keeps all {prompt} tokens of the prompt{beside}, but {name} has {budget} tokens per KV "
+            f"protect=prompt keeps all {prompt} tokens of the prompt{also}, but {name} has {budget} tokens per KV "
             "head: use a larger budget, shorter prompts or protect=none"
         )
 
@@ -142,12 +141,19 @@ def check_question_fits(name: str, question: int, budget: int) -> None:
         )
 
 
-def check_reader(name: str, scorer: Scorer | None, store: Store, granularity: str) -> None:
-    """Raise ValueError unless the policy keeps every token unchanged, as sparse attention requires."""
-    if scorer is not None or type(store) is not Dense or granularity != "kv_head":
+def check_reader(
+    name: str, reader: Reader, scorer: Scorer | None, store: Store, schedule: Schedule, granularity: str
+) -> None:
+    """Raise ValueError unless tokens are stored unchanged, as sparse attention requires, and evicted as it plans."""
+    if type(store) is not Dense or granularity != "kv_head" or (scorer is not None and not reader.evicts):
         raise ValueError(
             f"{name} uses sparse attention and keeps every token: it must be combined with no scorer, the "
             "dense store and granularity=kv_head"
+        )
+    if reader.evicts and (scorer is None or schedule.decode != "grow" or schedule.late):
+        raise ValueError(
+            f"{name} evicts prompt tokens before sparse attention reads the rest: it must be combined with a scorer, "
+            "decode=grow and late=false"
         )
 
 

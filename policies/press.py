@@ -39,7 +39,8 @@ class KVPress(Policy):
     Bytes and tokens are measured on its cache tensors: a press that masks keys (AdaKVPress) holds all of them. A budget
     is converted to the press's `compression_ratio` for each prompt, so that exactly `budget` tokens are kept. If a
     ratio is given, it is used instead, and the budget is the share of the prompt that is kept. A press without a ratio
-    has no budget.
+    has no budget. A press that compresses while decoding (DecodingPress) gets the budget as its `target_size`, which it
+    may exceed by its `compression_interval`.
 
     press: the name of a press class (`SnapKVPress`), or a press object. attention: the attention implementation, by its
     name in transformers; ObservedAttentionPress needs eager. version: version of kvpress, part of a run's identity.
@@ -57,8 +58,10 @@ class KVPress(Policy):
         self._check_parts()
         if getattr(self.press, "threshold", 0.0) is None:
             raise ConfigError("press.threshold", None, f"a score below which {self.kind} evicts a token")
-        ratio = _ratio(self.press)
-        if ratio or ratio is None:
+        ratio, decoder = _ratio(self.press), decoding_part(self.press)
+        if decoder is not None:
+            self._check_decoding(decoder)
+        elif ratio or ratio is None:
             object.__setattr__(self, "budget", 1 - ratio if ratio else None)
         else:
             check_budget(self.budget, self.name)
@@ -74,14 +77,42 @@ class KVPress(Policy):
         if (self.scorer, self.value, self.store) != (None, None, Dense()):
             raise ValueError("policy=kvpress cannot be combined with a scorer, value or store: the press replaces them")
 
+    def _check_decoding(self, decoder: Any) -> None:  # noqa: ANN401 - a package without types
+        """Set or check the budget of a press that compresses while decoding. Raises ConfigError."""
+        base = type(decoder.base_press).__name__
+        if not isinstance(decoder.base_press, presses().ScorerPress):
+            raise ConfigError(
+                "press.base_press",
+                base,
+                why=f"masks keys, and {type(decoder).__name__} shows keys again that were masked before: use a press "
+                "that frees tokens, such as SnapKVPress",
+            )
+        if not has_target_size(decoder):
+            object.__setattr__(self, "budget", None)
+            return
+        if self.budget is None:
+            object.__setattr__(self, "budget", decoder.target_size)
+        check_budget(self.budget, self.name)
+
     @property
     def kind(self) -> str:
         """The name of the press's class."""
         return type(self.press).__name__
 
 
+def decoding_part(press: object) -> Any:  # noqa: ANN401 - a package without types
+    """The part of a press that compresses while decoding: a `DecodingPress`, or None."""
+    part = getattr(press, "decoding_press", None) if isinstance(press, presses().PrefillDecodingPress) else press
+    return part if isinstance(part, presses().DecodingPress) else None
+
+
+def has_target_size(decoder: object) -> bool:
+    """Whether a `DecodingPress` returns to a number of tokens; otherwise to a share of the tokens seen."""
+    return not isinstance(decoder, getattr(presses(), "CompressionRatioDecodingPress", ()))
+
+
 def _ratio(press: object) -> float | None:
-    """A press's `compression_ratio`; None if it has none, or only once it has run (DMSPress)."""
+    """A press's `compression_ratio`; None if it has none, or only after it has run (DMSPress)."""
     try:
         return getattr(press, "compression_ratio", None)
     except AssertionError:
@@ -89,7 +120,7 @@ def _ratio(press: object) -> float | None:
 
 
 def presses() -> Any:  # noqa: ANN401 - a package without types
-    """The package kvpress, whose import patches transformers' attention. ValueError if it cannot be imported."""
+    """The package kvpress; importing it patches transformers' attention. ValueError if it cannot be imported."""
     installed = installed_version()
     try:
         return importlib.import_module("kvpress")
@@ -116,7 +147,7 @@ def _made(press: object) -> object:
         module, _, name = press_class(press).rpartition(".")
         try:
             return getattr(importlib.import_module(module), name)()
-        except (TypeError, AssertionError) as error:  # it wraps another press
+        except (TypeError, AssertionError) as error:  # the press wraps another press
             raise ConfigError("press", press, why=f"cannot be created without its settings: {error}") from error
     if not isinstance(press, presses().BasePress):
         raise ConfigError("press", press, why="must name a press of kvpress, such as policy=kvpress/SnapKVPress")

@@ -1,4 +1,4 @@
-"""Schedules: evict after the whole prompt or after every block of it; evict, now and then, or grow while decoding."""
+"""Schedules: when a policy evicts during the prompt, and whether it evicts or grows while decoding."""
 
 import math
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ from kvbench.policies.observation import Phase
 class Step(NamedTuple):
     """Tokens [start, end) of one sequence, appended and attended together.
 
-    opens: they begin a block (the prompt, a decoded token); evicts: they end it, and eviction follows.
+    opens: they begin a block (of the prompt, or a decoded token). evicts: they end a block, and eviction follows.
     """
 
     start: int
@@ -25,14 +25,15 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule(ABC):
-    """decode: `evict` returns to the budget while decoding, `grow` keeps all generated tokens in addition to it.
+    """decode: `evict` returns to the budget while decoding; `grow` keeps all generated tokens in addition to it.
 
-    every: decoding evicts once so many tokens are held beyond the budget, all of them at once; 1: one for each new one.
-    protect: `prompt` keeps all tokens of the prompt, inside the budget: a prompt that does not fit is refused.
-    order: `attend_then_evict` computes a step's attention before its eviction; `evict_then_attend` after it, from the
-    survivors (CAOTE, eq. 5-7). late: the prompt is evicted after the first decoded token has attended to all of it.
-    rerotate: keys that stay when several tokens go are rotated to follow each other without gaps, and the next token
-    follows them (FINCH, arXiv 2408.00167); a token that goes alone leaves a gap.
+    every: decoding evicts `every` tokens at once, as soon as the cache exceeds the budget by this number.
+    protect: `prompt` keeps all tokens of the prompt, inside the budget; a prompt that does not fit is refused.
+    order: `attend_then_evict` computes a step's attention before its eviction; `evict_then_attend` evicts first, and
+    attention uses the kept tokens (CAOTE, eq. 5-7). late: the prompt is evicted after the first decoded token has
+    attended to all of it.
+    rerotate: after an eviction of several tokens, the kept keys are rotated to consecutive positions, and the next
+    token follows them (FINCH, arXiv 2408.00167); a single evicted token leaves a gap.
     """
 
     decode: Literal["evict", "grow"] = "evict"
@@ -46,24 +47,24 @@ class Schedule(ABC):
         check_choices(self)
         whole_number("every", self.every, 1)
         if self.decode == "grow" and (self.every, self.protect) != (1, "none"):
-            raise ValueError("every= and protect= say what decode=evict does: with decode=grow they have no meaning")
+            raise ValueError("every= and protect= need decode=evict: they have no effect with decode=grow")
         if self.rerotate and self.order == "evict_then_attend":
-            raise ValueError("rerotate=true moves keys behind queries that still attend: it needs attend_then_evict")
+            raise ValueError("rerotate=true needs order=attend_then_evict")
         if self.late and (self.decode, self.order) != ("evict", "attend_then_evict"):
-            raise ValueError("late=true evicts with the first decoded token: it needs decode=evict, attend_then_evict")
+            raise ValueError("late=true evicts after the first decoded token: it needs decode=evict, attend_then_evict")
 
     @property
     def spare(self) -> int:
-        """Tokens per KV head that decoding takes in beyond the budget before it evicts."""
+        """Tokens per KV head by which decoding exceeds the budget before it evicts."""
         return self.every if self.decode == "evict" else 0
 
     @property
     def one_each(self) -> bool:
-        """Whether each decoded token attends and then evicts one, so that a step is like every other."""
+        """Whether each decoded token attends and then one token is evicted, so that all steps are alike."""
         return (self.decode, self.order, self.every) == ("evict", "attend_then_evict", 1)
 
-    def share(self, budget: int, read: int, prompt: int) -> int:
-        """The part of a layer's budget that may be held once `read` of a prompt's tokens were read."""
+    def share(self, budget: int, processed: int, prompt: int) -> int:
+        """The slots of a layer's budget that may be used after `processed` of a prompt's tokens."""
         return budget
 
     def call_size(self, prompt: int) -> int:
@@ -72,17 +73,17 @@ class Schedule(ABC):
 
     @abstractmethod
     def settled(self, tokens: int) -> int:
-        """How many of a prompt's first `tokens` tokens came before its last eviction so far; 0: none was evicted."""
+        """The number of prompt tokens up to the last eviction among the first `tokens` tokens; 0 without eviction."""
 
     @abstractmethod
     def prompt_steps(self, first: int, last: int, prompt: int) -> Iterator[Step]:
-        """Steps for prompt tokens [first, last) of a call, none of them beyond `prompt`."""
+        """Steps for prompt tokens [first, last) of a call, with last <= prompt."""
 
     def steps(self, first: int, count: int, prompt: int) -> list[Step]:
         """The steps in which one sequence's next `count` tokens, the first at position `first`, are appended.
 
-        prompt: its prompt length in tokens. Decoded tokens are appended one by one where decoding evicts.
-        ValueError if a call ends inside a block whose eviction comes before its attention.
+        prompt: its prompt length in tokens. With decode=evict, decoded tokens are appended one by one.
+        ValueError if a call ends inside a block with order=evict_then_attend.
         """
         last = first + count
         boundary = min(last, prompt)
@@ -119,8 +120,8 @@ class Prompt(Schedule):
 class Blocks(Schedule):
     """Evict after every block of `size` prompt tokens (CAOTE, section 2); the last block may be shorter.
 
-    size: tokens, or infinity for the whole prompt as one block. fill: the cache fills up to its budget `first`, or
-    `evenly`: after each block it holds the share of its budget that was read of the prompt (FINCH).
+    size: tokens, or infinity for the whole prompt as one block. fill: the cache is filled up to its budget `first`, or
+    `evenly`: in proportion to the processed part of the prompt (FINCH).
     """
 
     size: float = 128
@@ -131,13 +132,13 @@ class Blocks(Schedule):
         if not (self.size == math.inf or (1 <= self.size <= LARGEST and self.size == int(self.size))):
             raise ValueError(f"block must be a number of tokens >= 1 or inf, got {self.size}")
         if self.late:
-            raise ValueError("late=true keeps the whole prompt until a token was decoded, so it needs schedule=prompt")
+            raise ValueError("late=true keeps the whole prompt until a token is decoded, so it needs schedule=prompt")
 
     def __str__(self) -> str:
         return "one block" if self.size == math.inf else f"blocks of {self.size:g}"
 
-    def share(self, budget: int, read: int, prompt: int) -> int:
-        return budget if self.fill == "first" else budget * min(read, prompt) // prompt
+    def share(self, budget: int, processed: int, prompt: int) -> int:
+        return budget if self.fill == "first" else budget * min(processed, prompt) // prompt
 
     def settled(self, tokens: int) -> int:
         return 0 if self.size == math.inf else tokens // int(self.size) * int(self.size)

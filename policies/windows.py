@@ -28,16 +28,16 @@ def window_mean(observation: Observation, window: int, stats_dtype: StatsDtype) 
 
 
 def question_rows(observation: Observation) -> tuple[Tensor, Tensor]:
-    """Rows of the question's queries read so far, [B,H_kv,G,W,T] as of a window, and which rows are, bool [B,W].
+    """Attention of the question's queries processed so far, [B,H_kv,G,W,T], and the valid rows, bool [B,W].
 
-    Where a question has fewer tokens than another, or some are still to come, rows are left over, which are 0.
+    W is the longest question of the batch; rows of other queries are 0.
     """
     longest = max(end - begin for begin, end in zip(observation.questions, observation.prompts, strict=True))
     rows = observation.window_attention(longest)
-    assert observation.recent_positions is not None, "a scorer that asks for the question has its queries"
-    places = observation.recent_positions[:, -rows.shape[3] :]
-    asked = places >= on_device(observation.questions, places.device)[:, None]
-    return rows.masked_fill(~asked[:, None, None, :, None], 0), asked
+    assert observation.recent_positions is not None, "stored for policies with needs.question"
+    positions = observation.recent_positions[:, -rows.shape[3] :]
+    valid = positions >= on_device(observation.questions, positions.device)[:, None]
+    return rows.masked_fill(~valid[:, None, None, :, None], 0), valid
 
 
 def window_variance(observation: Observation, window: int, stats_dtype: StatsDtype) -> Tensor:

@@ -32,9 +32,9 @@ PROGRAM = """import functools, runpy, sys, torch
 torch.cuda.graph = functools.partial(torch.cuda.graph, check_input_liveness=True)
 sys.argv[0] = "kvbench"
 runpy.run_module("kvbench", run_name="__main__", alter_sys=True)"""
-"""`python -m kvbench`, whose CUDA graphs fail if memory that they read was freed."""
+"""`python -m kvbench` with CUDA graphs that fail if their input memory was freed."""
 Found = Sequence[tuple[str, float, str, float]]
-"""What was measured: a name, its value, `<=` or `>=`, and the bound."""
+"""A measured value: its name, the value, `<=` or `>=`, and the bound."""
 
 
 class Check:
@@ -91,15 +91,15 @@ class Check:
 
 def kernels(check: Check) -> Found:
     """Kernel tests in bfloat16 against the references."""
-    said = check.run("-m", "pytest", "tests/kernels", "-m", "gpu", "-p", "no:cacheprovider")
+    printed = check.run("-m", "pytest", "tests/kernels", "-m", "gpu", "-p", "no:cacheprovider")
     word = "skipped" if check.dry else "passed"
-    count = next((line.split(f" {word}")[0].split()[-1] for line in said.splitlines() if f" {word}" in line), "0")
+    count = next((line.split(f" {word}")[0].split()[-1] for line in printed.splitlines() if f" {word}" in line), "0")
     return [(f"kernel tests {word}", float(count), ">=", 1)]
 
 
 @torch.inference_mode()
 def logits(check: Check) -> Found:
-    """`full` against transformers' own cache, both given the same tokens."""
+    """`full` against transformers' own cache, with the same tokens."""
     model, ids = check.loaded, check.prompt(check.sized(1024, 64))
     found = []
     caches = {"sdpa": DynamicCache(config=model.config), "kvbench": KVCache(model.config, make_policy("full"))}
@@ -125,21 +125,21 @@ def kept(check: Check) -> Found:
             sets.append([layer.positions.sort(-1).values.cpu() for layer in done.cache.layers])
         pairs = [(set(a.tolist()), set(b.tolist())) for x, y in zip(*sets, strict=True)
                  for a, b in zip(x.flatten(0, 1), y.flatten(0, 1), strict=True)]  # fmt: skip
-        alike, all_kept = sum(len(a & b) for a, b in pairs), sum(len(b) for _, b in pairs)
-        found.append((f"kept alike, {slug}", alike / all_kept, ">=", 0.99))
+        equal, all_kept = sum(len(a & b) for a, b in pairs), sum(len(b) for _, b in pairs)
+        found.append((f"equal kept tokens, {slug}", equal / all_kept, ">=", 0.99))
     return found
 
 
 def graphs(check: Check) -> Found:
     """Recorded steps against eager ones; at the larger budget every sequence stays below its budget."""
-    asked = "-m", "policy=h2o", "budget=64,100000", "task=niah", "task.lengths=[512]", f"limit={check.sized(8, 1)}"
-    eager, recorded = (check.outputs(*asked, f"engine.cuda_graph={how}") for how in ("false", "auto"))
+    arguments = "-m", "policy=h2o", "budget=64,100000", "task=niah", "task.lengths=[512]", f"limit={check.sized(8, 1)}"
+    eager, recorded = (check.outputs(*arguments, f"engine.cuda_graph={how}") for how in ("false", "auto"))
     same = [a["output"] == b["output"] for a, b in zip(eager, recorded, strict=True)]
     return [("same answers", sum(same) / len(same), ">=", 1)]
 
 
 def step(check: Check) -> Found:
-    """A decoding step behind a prompt of 8k tokens at budget 1,024, against transformers with flash attention."""
+    """A decoding step after a prompt of 8k tokens at budget 1,024, against transformers with flash attention."""
     found = []
     for batch in (1, check.sized(32, 2)):
         length, budget = check.sized(8192, 256), check.sized(1024, 64)
@@ -197,7 +197,7 @@ def codes(check: Check) -> Found:
 
 
 def sweep(check: Check) -> Found:
-    """36 variants of one prompt as one batch, against one after the other."""
+    """36 variants of one prompt as one batch, against single runs."""
     smaller = ("policies=snapkv,h2o", "budgets=32,64") if check.dry else ()
     rows = check.bench("sweep", f"lengths={check.sized(4096, 128)}", *smaller)
     shared = next(row for row in rows if row["runs"] == "shared")
@@ -233,7 +233,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{number}. {(measure.__doc__ or '').splitlines()[0]}", flush=True)
         try:
             found = measure(check)
-        except Exception:  # the others are measured all the same
+        except Exception:  # continue with the other measurements
             lost += 1
             traceback.print_exc()
             continue

@@ -26,9 +26,9 @@ def shown() -> list[tuple[str, str]]:
 
 
 def printed(command: str, folder: Path) -> str:
-    """What a command prints on stdout when it is run in `folder`."""
+    """The output of a command that runs in `folder`."""
     python, *arguments = shlex.split(command)
-    assert python == "python", f"the README shows the output of `{command}`, which is no command of ours"
+    assert python == "python", f"the README shows the output of `{command}`, which is not a Python command"
     return subprocess.run(
         [sys.executable, *arguments], cwd=folder, stdout=subprocess.PIPE, text=True, encoding="utf-8", check=True
     ).stdout

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# A SLURM of one node on this machine, to try sweeps and for the slow tests: scripts/slurm_local.sh start|stop
+# SLURM with one node on this machine, for trials and slow tests: scripts/slurm_local.sh start|stop
 #
-# As root, without systemd (a container will do); Debian's packages: apt-get install slurm-wlm slurmdbd munge mariadb-server
-# `start` prints the line that lets a shell's commands find it: eval "$(scripts/slurm_local.sh start)"
-# Two partitions: `low` (default) and `high`, whose jobs send those of `low` back to the queue. KVBENCH_SLURM_GPUS=1 claims
-# a GPU that is not there. Exit code 3 where packages are missing.
+# Run it as root, without systemd (for example in a container). Debian packages: apt-get install slurm-wlm slurmdbd munge mariadb-server
+# `start` prints the setting for other commands of a shell: eval "$(scripts/slurm_local.sh start)"
+# Two partitions: `low` (default) and `high`. Jobs of `high` send jobs of `low` back to the queue. KVBENCH_SLURM_GPUS=1 claims
+# a GPU that does not exist. Exit code 3 if packages are missing.
 set -euo pipefail
 
 here=${KVBENCH_SLURM_DIR:-/tmp/kvbench-slurm}
 gpus=${KVBENCH_SLURM_GPUS:-0}
 export SLURM_CONF=$here/slurm.conf
 
-say() { echo "slurm_local: $*" >&2; }
+message() { echo "slurm_local: $*" >&2; }
 
 needed() {
     local program missing=()
@@ -19,11 +19,11 @@ needed() {
         command -v "$program" >/dev/null || missing+=("$program")
     done
     if ((${#missing[@]})); then
-        say "missing ${missing[*]}: apt-get install slurm-wlm slurmdbd munge mariadb-server"
+        message "missing ${missing[*]}: apt-get install slurm-wlm slurmdbd munge mariadb-server"
         exit 3
     fi
     if [[ $EUID -ne 0 ]]; then
-        say "has to be started as root"
+        message "must be started as root"
         exit 3
     fi
 }
@@ -32,7 +32,7 @@ until_true() { # seconds, command: wait until it succeeds
     local left=$(($1 * 5))
     shift
     until "$@" >/dev/null 2>&1; do
-        ((left-- > 0)) || { say "gave up waiting for: $*; see $here/*.log"; exit 1; }
+        ((left-- > 0)) || { message "gave up waiting for: $*; see $here/*.log"; exit 1; }
         sleep 0.2
     done
 }
@@ -105,7 +105,7 @@ start() {
 
     dd if=/dev/urandom of="$here/munge.key" bs=1024 count=1 status=none
     chmod 400 "$here/munge.key"
-    mkdir -p /run/munge # sacctmgr asks there, whatever AuthInfo says
+    mkdir -p /run/munge # sacctmgr uses this socket and ignores AuthInfo
     chmod 755 /run/munge
     munged --force --key-file="$here/munge.key" --socket=/run/munge/munge.socket.2 --pid-file="$here/munge.pid" \
         --log-file="$here/munge.log" --seed-file="$here/munge.seed" >>"$here/munge.log" 2>&1
@@ -126,7 +126,7 @@ start() {
     slurmctld -f "$here/slurm.conf" >>"$here/slurmctld.log" 2>&1
     slurmd -f "$here/slurm.conf" >>"$here/slurmd.log" 2>&1
     until_true 60 bash -c "sinfo -h -o %T | grep -q idle"
-    say "$(sinfo --version) is up in $here"
+    message "$(sinfo --version) is up in $here"
     echo "export SLURM_CONF=$here/slurm.conf"
 }
 
@@ -153,5 +153,5 @@ stop() {
 case ${1:-} in
     start) start ;;
     stop) stop ;;
-    *) say "usage: scripts/slurm_local.sh start|stop"; exit 2 ;;
+    *) message "usage: scripts/slurm_local.sh start|stop"; exit 2 ;;
 esac

@@ -20,13 +20,13 @@ ONCE = ("schedule=prompt", "decode=grow")
 
 @dataclass(frozen=True)
 class Table:
-    """A sweep: its policies and budgets, its task and further fields, and to how many examples it is computed."""
+    """A sweep: policies, budgets, task and further fields, and the number of examples."""
 
     policies: str
     budgets: str
     fields: tuple[str, ...]
     limit: int
-    folder: str | None = None  # where the runs of another table lie, which these join
+    folder: str | None = None  # the folder of another table, to which these runs are added
 
     def command(self, folder: Path, limit: int | None, data: Path) -> list[str]:
         """The command line that computes it."""
@@ -140,7 +140,7 @@ def passages(book: Path, file: Path, count: int = 10, characters: int = 9000) ->
 
 
 def main() -> int:
-    """Run the tables one after the other; stops at the first that fails."""
+    """Run the tables one after the other; stop at the first failure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("tables", nargs="*", default=list(TABLES))

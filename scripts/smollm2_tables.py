@@ -91,7 +91,7 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def to_base(found: pd.DataFrame) -> pd.DataFrame:
-    """Each value-aware or per-head combination less its base, on the same examples.
+    """The difference of each value-aware or per-head policy to its base, on the same examples.
 
     Budget `all`: each example's mean over the budgets.
     """
@@ -204,7 +204,7 @@ def main() -> None:
     for name, title in (("stores", "Needles: quantized stores"), ("perplexity", "Moby Dick, blocks of 128 tokens")):
         if name in tables:
             file = given.output / f"{name}.svg"
-            score_figure(summary(tables[name]), "cache_mib", file, title, "cache held, MiB (positions included)")
+            score_figure(summary(tables[name]), "cache_mib", file, title, "cache size, MiB (with positions)")
 
 
 if __name__ == "__main__":

@@ -104,10 +104,10 @@ def facts(rng: Generator, length: int, count: int, gap: int, value: int, paired:
     for index in rng.permutation(count):
         tail += [line, *statements[index]]
         known += [False] * (1 + len(keys[index]) + len(link)) + [True] * (len(values[index]) + 1)
-    room = length - 1 - len(tail) - sum(map(len, statements))
-    assert room >= 0, f"{count} facts do not fit into {length} tokens"
-    filler = rng.choice(pool.filler, room).tolist()
-    for place in sorted(rng.integers(0, room + 1, count).tolist(), reverse=True):
+    free = length - 1 - len(tail) - sum(map(len, statements))
+    assert free >= 0, f"{count} facts do not fit into {length} tokens"
+    filler = rng.choice(pool.filler, free).tolist()
+    for place in sorted(rng.integers(0, free + 1, count).tolist(), reverse=True):
         filler[place:place] = statements.pop()
     return [_bos(), *filler, *tail], [False] * (1 + len(filler)) + known
 
@@ -179,15 +179,15 @@ def needles(rng: Generator, length: int) -> Exercise:
     line = len(encode(texts.needle.format(key="able-acorn", value="5285656") + "\n"))
     asking = len(encode(texts.question + texts.prefix)) + together * (10 + values * 6)
     asked = max(1, int(rng.integers(1, max(2, length // (3 * asking)))))
-    room = length - len(encode(texts.head)) - asked * asking - 1
-    most = max(asked * together, room // (line * values + 1))
+    free = length - len(encode(texts.head)) - asked * asking - 1
+    most = max(asked * together, free // (line * values + 1))
     few = max(asked * together, int(rng.integers(1, max(2, length // 64))) // values)
     count = most if haystack == "needle" else min(few, most)
     keys = _keys(rng, count)
     numbers = {key: [str(rng.integers(10**6, 10**7)) for _ in range(values)] for key in keys}
     lines = [texts.needle.format(key=key, value=number) for key in keys for number in numbers[key]]
     lines = [lines[index] for index in rng.permutation(len(lines))]
-    context = _hidden(rng, lines, haystack, room - len(lines) * line)
+    context = _hidden(rng, lines, haystack, free - len(lines) * line)
     ids, known = [_bos(), *encode(texts.head + context)], []
     known = [False] * len(ids)
     for start in range(0, asked * together, together):
@@ -221,14 +221,14 @@ def _keys(rng: Generator, count: int) -> list[str]:
     return [list(chosen)[index] for index in rng.permutation(count)]
 
 
-def _hidden(rng: Generator, lines: list[str], haystack: str, room: int) -> str:
-    """The lines at random places of as much filler as fits into `room` tokens."""
+def _hidden(rng: Generator, lines: list[str], haystack: str, free: int) -> str:
+    """The lines at random places in filler of at most `free` tokens."""
     if haystack == "needle":
         return "\n".join(lines)
     stream, filler = written_sentences(random.Random(int(rng.integers(2**31)))), list[str]()
-    while room > 0:
+    while free > 0:
         filler.append(noise_line() if haystack == "noise" else next(stream).rstrip())
-        room -= len(encode(" " + filler[-1]))
+        free -= len(encode(" " + filler[-1]))
     filler = filler[:-1]
     for place in sorted(rng.integers(0, len(filler) + 1, len(lines)).tolist(), reverse=True):
         filler.insert(place, lines.pop())
@@ -274,7 +274,7 @@ def make_batch(level: int, seed: int, step: int, tokens: int) -> tuple[Tensor, T
 # --- training ---
 @dataclass(frozen=True)
 class Config:
-    """What decides the weights, apart from the code. decay: last steps, in which the learning rate falls to zero."""
+    """Everything that determines the weights, except the code. decay: final steps, in which the rate falls to 0."""
 
     seed: int = 20
     steps: int = 4300
@@ -291,7 +291,7 @@ class Config:
 
 @dataclass
 class Progress:
-    """Where the training is. accuracy: running share of right tokens in the exercises of the level."""
+    """The progress of the training. accuracy: running share of right tokens in the exercises of the level."""
 
     step: int = 0
     level: int = 0
@@ -300,7 +300,7 @@ class Progress:
 
 
 class Trainer:
-    """Model, optimizer and progress: what a checkpoint holds."""
+    """Model, optimizer and progress: the contents of a checkpoint."""
 
     def __init__(self, config: Config) -> None:
         torch.manual_seed(config.seed)

@@ -1,1 +1,1 @@
-"""What to ask, and how to score one answer: `task.py` is the contract, every other file holds one kind of task."""
+"""Benchmarks: examples, prompts and scores of single answers. `task.py` has the interface."""

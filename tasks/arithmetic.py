@@ -56,11 +56,11 @@ class Arithmetic(NeedleGrid):
         if operation == "difference" and counts[0] < counts[1]:
             counts[0], counts[1] = counts[1], counts[0]
         result = counts[0] + counts[1] if operation == "sum" else counts[0] - counts[1]
-        asked = {"first": keys[0], "sign": OPERATIONS[operation], "second": keys[1]}
+        values = {"first": keys[0], "sign": OPERATIONS[operation], "second": keys[1]}
         return Planted(
             needles=tuple(self.needle.format(key=key, value=count) for key, count in zip(keys, counts, strict=True)),
-            question=self.question.format(**asked),
-            answer_prefix=self.answer_prefix.format(**asked),
+            question=self.question.format(**values),
+            answer_prefix=self.answer_prefix.format(**values),
             references=(str(result),),
         )
 

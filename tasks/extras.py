@@ -16,5 +16,5 @@ def from_extra(extra: str, purpose: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
-        sentence = f"{purpose} needs {package}, which is not installed: pip install 'kvbench[{extra}]'"
-        raise ValueError(sentence) from error
+        message = f"{purpose} needs {package}, which is not installed: pip install 'kvbench[{extra}]'"
+        raise ValueError(message) from error

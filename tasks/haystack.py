@@ -84,10 +84,10 @@ def hide(needles: tuple[str, ...], depths: tuple[float, ...], sentences: list[st
     for needle, depth in zip(needles, depths, strict=True):
         hidden.setdefault(_nearest(ends, depth * ends[-1]), []).append(needle)
     pieces = []
-    for place in range(len(ends)):
-        pieces += [sentences[place - 1]] if place else []
+    for index in range(len(ends)):
+        pieces += [sentences[index - 1]] if index else []
         before = "" if not pieces or pieces[-1][-1].isspace() else " "
-        pieces += [before + " ".join(hidden[place]) + " "] if place in hidden else []
+        pieces += [before + " ".join(hidden[index]) + " "] if index in hidden else []
     return "".join(pieces).rstrip()
 
 
@@ -97,18 +97,18 @@ def _nearest(ends: list[int], target: float) -> int:
     return after - 1 if after and target - ends[after - 1] <= ends[after] - target else after
 
 
-def largest_fitting(tokens: Callable[[int], int], room: int) -> int:
-    """Most sentences with tokens(size) <= room, for tokens that grow with size; -1 if tokens(0) is more than room.
+def largest_fitting(tokens: Callable[[int], int], limit: int) -> int:
+    """The largest size with tokens(size) <= limit, for a function that grows with size; -1 if tokens(0) exceeds it.
 
     Each guess uses the mean number of tokens per sentence so far, so a prompt is encoded only a few times.
     """
     start = tokens(0)
-    if start > room:
+    if start > limit:
         return -1
     low, high, guess = 0, None, 16
     while high is None or high - low > 1:
         guess = max(guess, low + 1) if high is None else min(max(guess, low + 1), high - 1)
         used = tokens(guess)
-        low, high = (guess, high) if used <= room else (low, guess)
-        guess = guess * (room - start) // max(used - start, 1)
+        low, high = (guess, high) if used <= limit else (low, guess)
+        guess = guess * (limit - start) // max(used - start, 1)
     return low

@@ -41,11 +41,11 @@ class HubFile:
         return f"https://huggingface.co/datasets/{self.repo}/resolve/{self.revision}/{self.path}"
 
     def fetch(self, instead: str) -> Path:
-        """Path of the file in the local cache of the hub, downloaded if it is not there.
+        """Path of the file in the local cache of the hub, downloaded if it is missing.
 
         Raises ValueError, ending with `instead`, if it cannot be downloaded or its checksum differs.
         """
-        from huggingface_hub import hf_hub_download, try_to_load_from_cache  # here: only those without a copy wait
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache  # here: slow to import
 
         wanted: dict[str, Any] = {"revision": self.revision, "repo_type": "dataset"}
         found = try_to_load_from_cache(self.repo, self.path, **wanted)
@@ -53,7 +53,7 @@ class HubFile:
             try:
                 with _silent():
                     found = hf_hub_download(self.repo, self.path, **wanted)
-            except (OSError, ValueError) as error:  # no network, no such commit, no space: the hub's are OSErrors
+            except (OSError, ValueError) as error:  # no network, no such commit, no disk space
                 raise ValueError(f"{self.url} cannot be downloaded ({_cause(error)}): {instead}") from error
         path = Path(found)
         if self.sha256 is not None and (found_hash := _sha256(path)) != self.sha256:
@@ -66,23 +66,23 @@ class HubFile:
 
 def hub_rows(hub: str, subset: str | None, split: str, revision: str | None, named: str = "hub") -> Iterable[Any]:
     """The rows of a data set on the Hub. Raises ConfigError for the field `named` if it cannot be loaded."""
-    import datasets  # here: a second that only these rows have to wait for
+    import datasets  # here: takes a second to import
 
     try:
         found: Iterable[Any] = datasets.load_dataset(hub, subset, split=split, revision=revision)
     except (OSError, ValueError, KeyError) as error:  # no network, no such name, no such subset or split
-        said = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         raise ConfigError(
             named,
             hub,
-            why=f"cannot be read ({type(error).__name__}: {said:.120}): check hub, subset and split, or "
+            why=f"cannot be read ({type(error).__name__}: {message:.120}): check hub, subset and split, or "
             "download it elsewhere and give data_dir=<its files>",
         ) from error
     return found
 
 
 def data_file(data_dir: str | None, names: Sequence[str], source: HubFile | None, url: str = "") -> Path:
-    """The file that `data_dir` has under one of its names ("": itself), or else the hub's.
+    """The file in `data_dir` with one of these names ("": `data_dir` itself), or else the file on the Hub.
 
     url: where it is published, if not on the Hub. Raises ValueError with the next step if neither exists.
     """

@@ -34,7 +34,7 @@ class LongSet(Task):
     file: ClassVar[str]
     """Path of the authors' data on the Hub, with the slot {subset}."""
     texts: ClassVar[tuple[str, ...]]
-    """Fields of the data that contain texts."""
+    """Fields of the data with texts."""
     summed_by: ClassVar[str | None] = None
     """The package of `kvbench.tasks` with the official aggregates."""
 
@@ -58,7 +58,7 @@ class LongSet(Task):
             object.__setattr__(self, "chat", True)
 
     @abstractmethod
-    def asked(self, row: Row) -> Iterator[Example]:
+    def row_examples(self, row: Row) -> Iterator[Example]:
         """The examples of one row of the authors' data. ValueError or LookupError if the row has another format."""
 
     def of_columns(self, row: columns.Row) -> Mapping[str, Any]:
@@ -98,10 +98,10 @@ class LongSet(Task):
         path = data_file(self.data_dir, ("", *names), source)
         for number, row in enumerate(rows(path, path.name, self.texts), start=1):
             try:
-                yield from self.asked(row)
+                yield from self.row_examples(row)
             except (LookupError, SyntaxError, TypeError, ValueError) as error:
                 raise ValueError(
-                    f"{path.name}, row {number}: unexpected format, expected that of {self.hub} ({error})"
+                    f"{path.name}, row {number}: unexpected format, expected the format of {self.hub} ({error})"
                 ) from error
 
     def _of_kvpress(self) -> Iterator[Example]:

@@ -18,7 +18,7 @@ from kvbench.tasks.task import Example, Task, Tokenizer, counts, question_part, 
 from kvbench.tasks.words import own_words
 
 HAYSTACKS = ("sentences", "noise")
-MOST_DIGITS = 18  # what a 64-bit number holds in every table
+MOST_DIGITS = 18  # fits into a 64-bit number, also in tables
 FRAME = "Read this text and remember what it says.\n\n{context}\n\nQuestion: {question}\nAnswer:"
 
 
@@ -47,7 +47,7 @@ class NeedleGrid(Task):
     lengths: tokens of prompt, answer prefix and answer together; a prompt falls short by less than a sentence.
     depths: 0 (before the text) to 1 (after it), by characters, moved to the nearest end of a sentence.
     haystack: "sentences" (written by us, new for every prompt) or "noise" (RULER's five, repeated).
-    data_dir: a folder whose .txt files, ordered by name, replace the haystack; short ones are repeated.
+    data_dir: a folder of .txt files that replace the haystack, in the order of their names; a short text is repeated.
     frame: the prompt, with slots context and question. metric: "contains", "needle_words" or "rouge1_recall".
     template_tokens: tokens to leave free for the model's chat template. dictate_after: the number of prompt tokens (in
     whole words) before the rest, including the question, is dictated as the beginning of the model's own answer, so
@@ -91,17 +91,17 @@ class NeedleGrid(Task):
         return depth, *(rng.random() for _ in planted.needles[1:])
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
-        """See `Task.examples`. Any limit covers the lengths and depths; all come once before any comes again."""
+        """See `Task.examples`. Any limit covers lengths and depths; each cell is used once before any is repeated."""
         grid = ((repeat, *cell) for repeat in range(self.repeats) for cell in interleaved(self.lengths, self.depths))
-        # A stream of its own for every text: none depends on what was drawn before it.
+        # Every text has a separate random stream, so that it does not depend on earlier draws.
         hidden = (
             self._hidden(length, depth, random.Random(f"{seed} {length} {depth} {repeat}"), tokenizer)
             for repeat, length, depth in grid
         )
-        found = (asked for example, planted in hidden for asked in self._asked(example, planted))
+        found = (one for example, planted in hidden for one in self._questions(example, planted))
         return (replace(example, index=index) for index, example in enumerate(islice(found, limit)))
 
-    def _asked(self, example: Example, planted: Planted) -> Iterator[Example]:
+    def _questions(self, example: Example, planted: Planted) -> Iterator[Example]:
         """The questions about one text, here a single one."""
         yield example
 
@@ -160,7 +160,7 @@ def _dictating(example: Example, tokens: int, tokenizer: Tokenizer) -> Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Niah(NeedleGrid):
-    """Random numbers, which no model can know: `keys` keys with `values` numbers each; questions about `queries`.
+    """Random numbers: `keys` keys with `values` numbers each, and a question about `queries` of the keys.
 
     The first number of the first requested key is at the example's depth, all others are anywhere.
     digits: of a number. needle: a sentence with slots key and value. question, answer_prefix: with slots keys,
@@ -207,17 +207,17 @@ class Niah(NeedleGrid):
     def _question(self, keys: list[str], numbers: list[str]) -> Planted:
         """The question for the numbers of some keys."""
         single = len(numbers) == 1
-        asked = {
+        filled = {
             "keys": _listed(keys),
             "number": "number" if single else "numbers",
             "is_are": "is" if single else "are",
         }
-        return Planted((), self.question.format(**asked), self.answer_prefix.format(**asked), tuple(numbers))
+        return Planted((), self.question.format(**filled), self.answer_prefix.format(**filled), tuple(numbers))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextNiah(NeedleGrid):
-    """One fixed sentence as the needle. A model may know it from its training data.
+    """One fixed sentence as the needle. It may be part of a model's training data.
 
     The default is the sentence of Kamradt's test, used by later papers, scored by the share of its words.
     """
@@ -243,7 +243,7 @@ class TextNiah(NeedleGrid):
 
 
 def interleaved(lengths: Sequence[int], depths: Sequence[float]) -> Iterator[tuple[int, float]]:
-    """Every pair of a length and a depth once, in an order of which any beginning covers the range of both.
+    """Every pair of a length and a depth once, ordered so that any prefix covers the range of both.
 
     Lengths alternate. Depths begin with the smallest and the largest; each next one is the farthest from those before.
     """

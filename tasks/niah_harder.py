@@ -1,4 +1,4 @@
-"""Needles that no matching of words finds: paraphrased ones, and several that look alike."""
+"""Needles that cannot be found by matching words: paraphrased needles, and several similar ones."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def content_words(text: str) -> set[str]:
 class NiahParaphrased(NeedleGrid):
     """People who live next to landmarks; the question names a landmark's city or country, so it shares no content word.
 
-    The needle is "Marta lives next to the Atomium.", the question "Whose home is in Brussels?": the model has to know
-    where the landmark is, and no policy can find the needle by its words. `people` live in the text, each in another
-    country; the one who is asked for is at the example's depth, the others are anywhere.
+    A needle is "Marta lives next to the Atomium." and its question "Whose home is in Brussels?". The answer needs the
+    location of the landmark, and no policy can find the needle by its words. The text names `people` people in
+    different countries; the needle of the question is at the example's depth, the others are anywhere.
 
-    people: needles in a text. hops: 1, the question names the city; 2, the country. stated: the text also contains
-    where the landmarks are ("The Atomium lies in Brussels."), anywhere, so that no knowledge is needed. strict: the
-    first of the people's names in the output has to be the right one, else the right name anywhere.
+    people: needles in a text. hops: 1, the question names the city; 2, the country. stated: the text also states where
+    the landmarks are ("The Atomium lies in Brussels."), anywhere, so that no knowledge is needed. strict: the first
+    name in the output must be the right one; otherwise the right name may occur anywhere.
     Source: the idea of NoLiMa (Modarressi et al. 2025, arXiv 2502.05167); the table and all sentences are ours.
     """
 
@@ -94,10 +94,10 @@ class NiahParaphrased(NeedleGrid):
 
 @dataclass(frozen=True, kw_only=True)
 class NiahMulti(NeedleGrid):
-    """`needles` random numbers in sentences that look alike; the question asks for the i-th, i drawn uniformly.
+    """`needles` random numbers in equal sentences; the question is about the i-th, with i drawn uniformly.
 
-    Only the order tells the needles apart. The i-th is at the example's depth, those before it between the start and
-    that depth, those after it between that depth and the end.
+    The needles differ only in their order. The i-th is at the example's depth, earlier ones are between the start and
+    that depth, later ones between that depth and the end.
 
     needles: 2 to 10. digits: of a number.
     Source: ours, after the i-th of identical requests in OpenAI's MRCR.
@@ -126,15 +126,15 @@ class NiahMulti(NeedleGrid):
             value = str(rng.randrange(10 ** (self.digits - 1), 10**self.digits))
             if value not in values and value not in text:
                 values.append(value)
-        asked = rng.randrange(self.needles)
-        names = {"ordinal": ORDINALS[asked]}
+        chosen = rng.randrange(self.needles)
+        names = {"ordinal": ORDINALS[chosen]}
         needles = tuple(self.needle.format(value=value) for value in values)
         question, prefix = self.question.format(**names), self.answer_prefix.format(**names)
-        return Planted(needles, question, prefix, (values[asked],))
+        return Planted(needles, question, prefix, (values[chosen],))
 
     def places(self, rng: random.Random, planted: Planted, depth: float) -> tuple[float, ...]:
         """See `NeedleGrid.places`: rising depths."""
-        asked = planted.needles.index(self.needle.format(value=planted.references[0]))
-        before = sorted(rng.uniform(0, depth) for _ in range(asked))
-        after = sorted(rng.uniform(depth, 1) for _ in planted.needles[asked + 1 :])
+        chosen = planted.needles.index(self.needle.format(value=planted.references[0]))
+        before = sorted(rng.uniform(0, depth) for _ in range(chosen))
+        after = sorted(rng.uniform(depth, 1) for _ in planted.needles[chosen + 1 :])
         return *before, depth, *after

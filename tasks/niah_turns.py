@@ -26,7 +26,7 @@ class NiahTurns(SharedContext, Niah):
         if self.queries > 1:
             raise ConfigError("queries", self.queries, why="is not allowed, each turn requests the numbers of one key")
 
-    def _asked(self, example: Example, planted: Planted) -> Iterator[Example]:
+    def _questions(self, example: Example, planted: Planted) -> Iterator[Example]:
         assert self.max_new_tokens is not None, "a needle task has a default"
         about = {"task": self.name, "length": example.metadata["length"]}
         questions = [

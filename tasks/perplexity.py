@@ -9,7 +9,7 @@ from itertools import islice
 from kvbench.errors import ConfigError, whole_number
 from kvbench.tasks.hub import HubFile, HubFolder, data_file
 from kvbench.tasks.task import Example, Reading, Task, Tokenizer, are_texts, counts, slots
-from kvbench.tasks.text_files import Text, rows, texts
+from kvbench.tasks.text_files import rows, texts
 
 FILES = ("*.txt", "*.jsonl", "*.parquet")
 
@@ -71,15 +71,14 @@ class Perplexity(ReadingTask):
             raise ConfigError("files", self.files, why="is not allowed, it must be a list of patterns such as *.txt")
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
-        """See `Task.examples`; the seed draws nothing."""
+        """See `Task.examples`; the seed has no effect."""
         reading = Reading(tokens=self.length, prompt_tokens=self.prompt_tokens, block=self.block)
-        chosen = (text for text in texts(self._path(), self.files, self.field) if self._fits(text, tokenizer))
+        least = self.min_tokens or 0
+        found = texts(self._path(), self.files, self.field)
+        chosen = (text for text in found if not least or len(tokenizer.encode(text.text)) >= least)
         for index, text in enumerate(islice(chosen, self._most(limit))):
             where = {"task": self.name, "text": text.name}
             yield Example(index, text.text, references=(), max_new_tokens=0, reading=reading, metadata=where)
-
-    def _fits(self, text: Text, tokenizer: Tokenizer) -> bool:
-        return self.min_tokens is None or len(tokenizer.encode(text.text)) >= self.min_tokens
 
     def _path(self) -> str:
         if self.data_dir is not None:
@@ -113,7 +112,7 @@ class Summaries(ReadingTask):
         slots("frame", self.frame, ("chapter",))
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
-        """See `Task.examples`; the seed draws nothing."""
+        """See `Task.examples`; the seed has no effect."""
         wanted = f"{self.split}.csv"
         source = None if self.source is None else self.source.file(wanted)
         path = data_file(self.data_dir, (wanted, ""), source, f"BookSum's {wanted}")

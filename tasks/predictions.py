@@ -1,12 +1,12 @@
-"""Predictions made elsewhere, a JSON object a line, and the checks of their fields.
+"""Predictions of other tools, one JSON object per line, and checks of their fields.
 
-A module that scores predictions has
+A module that scores predictions defines:
 
-    FIELDS: str                        what a line must have, for --help
-    FLAGS: Mapping[str, str]           options that are on or off, with their help; may be left out
-    JUDGES: Sequence[str]              whose rules `protocol` may name, the default first; may be left out
-    score_predictions(line, **flags)   `score`, and what else is added to a line; ValueError, naming the field, where
-                                       the line is of another form
+    FIELDS: str                        the fields of a line, for --help
+    FLAGS: Mapping[str, str]           boolean options with their help; optional
+    JUDGES: Sequence[str]              the values of `protocol`, the default first; optional
+    score_predictions(line, **flags)   the fields to add to a line, with `score`. Raises ValueError, naming the field,
+                                       if the line has another format
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Line = dict[str, Any]
 """One prediction, or the predictions of a whole task: a JSON object."""
 
 JUDGES = ("authors", "kvpress")
-"""The scorers: those of the benchmark's authors, or kvpress's, which exist for some benchmarks."""
+"""The scorers of the benchmark's authors, or of kvpress, which has some of the benchmarks."""
 
 RAISED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors that official scorers raise on unusual outputs."""

@@ -54,7 +54,7 @@ def needle_words(output: str, references: tuple[str, ...]) -> float:
 
 def rouge1_recall(output: str, references: tuple[str, ...]) -> float:
     """ROUGE-1 recall of the references, stemmed, by package rouge_score. D2O reports it times 100."""
-    from rouge_score.rouge_scorer import RougeScorer  # here: it imports nltk, which only this score has to wait for
+    from rouge_score.rouge_scorer import RougeScorer  # here: imports nltk, which is slow
 
     recall: float = RougeScorer(["rouge1"], use_stemmer=True).score(" ".join(references), output)["rouge1"].recall
     return recall

@@ -1,4 +1,4 @@
-"""Base class of tasks with several questions about one context, asked separately or as turns of a conversation."""
+"""Base class of tasks with several questions about one context, separately or as turns of a conversation."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class SharedContext(Task, ABC):
         spare: see `Shared`.
         """
         follow_ups = tuple(map(self._follow_up, questions, questions[1:]))
-        for turn, asked in enumerate(questions):
-            begin = asked if self.mode == "scdq" else questions[0]
+        for turn, current in enumerate(questions):
+            begin = current if self.mode == "scdq" else questions[0]
             question = begin.text if self.mode == "scdq" else first + begin.text
             shared = Shared(spare)
             if self.mode == "multi_turn":
@@ -73,17 +73,17 @@ class SharedContext(Task, ABC):
             yield Example(
                 index=0,
                 prompt=context + question,
-                references=asked.references,
-                max_new_tokens=asked.most,
+                references=current.references,
+                max_new_tokens=current.most,
                 answer_prefix=begin.prefix,
                 question=begin.text,
                 shared=shared,
-                metadata={**asked.metadata, "turn": turn + 1, "groups": ["turn"]},
+                metadata={**current.metadata, "turn": turn + 1, "groups": ["turn"]},
             )
 
-    def _follow_up(self, before: Question, asked: Question) -> FollowUp:
-        begins = asked.prefix if asked.begins is None else asked.begins
+    def _follow_up(self, before: Question, current: Question) -> FollowUp:
+        begins = current.prefix if current.begins is None else current.begins
         if self.history == "own":
-            return FollowUp("", asked.text, asked.text + asked.prefix, before.most, begins)
-        plain = before.answer + BETWEEN + (asked.later or asked.text) + asked.prefix
-        return FollowUp(before.answer, asked.text, plain, before.most, begins)
+            return FollowUp("", current.text, current.text + current.prefix, before.most, begins)
+        plain = before.answer + BETWEEN + (current.later or current.text) + current.prefix
+        return FollowUp(before.answer, current.text, plain, before.most, begins)

@@ -24,15 +24,15 @@ def in_turn(running: dict[str, Iterator[Example]], limit: int | None) -> Iterato
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSuite(Task):
-    """The examples of several tasks in turn, each scored by its own task; metadata["task"] says which.
+    """The examples of several tasks in turn, each scored by its own task, which metadata["task"] names.
 
-    tasks: the tasks by name. The fields of a task (chat, stop, truncation, ...) apply to its own examples (`asking`);
-    those of the suite are not used. Tasks alternate, so that any limit covers them evenly, and the mean over examples
-    is the mean over tasks if the limit is a multiple of their number.
+    tasks: the tasks by name. The fields of a task (chat, stop, truncation, ...) apply to its own examples (`task_of`);
+    the suite's own values are not used. Tasks alternate, so that any limit covers them evenly, and the mean over
+    examples is the mean over tasks if the limit is a multiple of their number.
     """
 
     shared: ClassVar[tuple[str, ...]] = ()
-    """Fields of the suite that override those of every task; a data_dir of None does not."""
+    """Fields of the suite that override the same field of every task; a data_dir of None does not."""
 
     tasks: Mapping[str, Task]
 
@@ -53,18 +53,18 @@ class TaskSuite(Task):
 
     def score(self, output: str, example: Example) -> float:
         """The score by the example's task."""
-        return self.asking(example).score(output, example)
+        return self.task_of(example).score(output, example)
 
-    def asking(self, example: Example) -> Task:
-        """See `Task.asking`."""
+    def task_of(self, example: Example) -> Task:
+        """See `Task.task_of`."""
         return self.tasks[example.metadata["task"]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RulerSuite(TaskSuite):
-    """RULER tasks of one length. All fields but `name` and `tasks` override those of every task.
+    """RULER tasks of one length. All fields but `name` and `tasks` override the same field of every task.
 
-    data_dir: a folder with the data of all tasks that need some; None keeps the tasks' own folders.
+    data_dir: a folder with the data files of the tasks; None keeps the tasks' own folders.
     """
 
     length_field: ClassVar[str | None] = "length"

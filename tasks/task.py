@@ -144,7 +144,7 @@ class Task(ABC):
     name: name in tables. chat: wrap prompts in the model's chat template, if it has one. chat_template_args: further
     arguments of the template, such as {enable_thinking: false}. think_end: the text that ends thinking, such as
     </think>; only the text after the last one is scored, and an answer without it is scored whole. stop: strings that
-    end an answer; they are not part of it. end_texts: texts whose last token ends an answer as EOS does.
+    end an answer; they are not part of it. end_texts: the last token of each of them ends an answer, as EOS does.
     min_new_tokens: number of tokens before EOS or such a token may be generated. truncation: how a prompt longer than
     the model's context is handled: "refuse" is an error, "middle" keeps its first and last halves, "left" its end.
     max_new_tokens: the longest answer; None uses the benchmark's value, which may differ between examples.
@@ -157,7 +157,7 @@ class Task(ABC):
     """The field with the prompt length in tokens, for tasks that generate prompts of a given length."""
 
     decoding: ClassVar[str] = "greedy"
-    """How answers are decoded unless the run sets it."""
+    """How answers are decoded, unless the run sets it."""
 
     name: str
     chat: bool = False
@@ -198,7 +198,7 @@ class Task(ABC):
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """Yield the first `limit` examples, or all for None.
 
-        Example i depends on the fields, the tokenizer and the seed alone, never on limit: a run can be continued.
+        Example i depends only on the fields, the tokenizer and the seed, not on limit, so a run can be continued.
         """
 
     @abstractmethod
@@ -217,8 +217,8 @@ class Task(ABC):
         """
         return self.score(output, example), {}
 
-    def asking(self, example: Example) -> Task:
-        """The task whose fields apply to an example: this task, or for a suite the task that the example belongs to."""
+    def task_of(self, example: Example) -> Task:
+        """The task with the fields that apply to an example: this task, or a task of the suite."""
         return self
 
 
@@ -257,6 +257,7 @@ def slots(name: str, text: str, allowed: tuple[str, ...], required: tuple[str, .
             text.format(**dict.fromkeys(allowed, ""))
     except ValueError as error:
         raise ConfigError(name, text, why=f"is not a template: {error}") from error
-    if not found <= set(allowed) or not set(allowed if required is None else required) <= found:
-        names = ", ".join(f"{{{slot}}}" for slot in allowed)
-        raise ConfigError(name, text, why=f"does not have the slots it may have: {names}")
+    needed = allowed if required is None else required
+    if not set(needed) <= found <= set(allowed):
+        must, may = (", ".join(f"{{{slot}}}" for slot in names) or "none" for names in (needed, allowed))
+        raise ConfigError(name, text, why=f"is not allowed: it must have the slots {must}, and may have {may}")

@@ -82,9 +82,9 @@ def rows(
 ) -> Iterator[Row]:
     """The rows of a file, with a string in each of `fields` and a list of strings in each of `lists`.
 
-    .csv and .parquet are tables, .json is a list or has a row a line, as any other file has; .txt is a single row.
-    `.gz` behind the suffix is unpacked; of a .zip file the rows are those of `member`. Raises ValueError, naming file
-    and row, if a row does not have a field, the file is damaged, or there is no row.
+    .csv and .parquet are tables; .txt is a single row; .json is a list, or has one row per line like all other files.
+    `.gz` after the suffix is unpacked; a .zip file is read at `member`. Raises ValueError, naming file and row, if a
+    row does not have a field, the file is damaged, or it has no row.
     """
     number = 0
     for number, row in enumerate(_read(path, name, member), start=1):
@@ -102,8 +102,8 @@ def _read(path: Path, name: str, member: str) -> Iterator[Any]:
             number += 1
             yield row
     except (ValueError, OSError, EOFError, LookupError, RecursionError, csv.Error, zipfile.BadZipFile, zlib.error) as e:
-        said = (str(e).splitlines() or [type(e).__name__])[0]
-        raise ValueError(f"{name}, row {number + 1}: the file is damaged or truncated ({said})") from e
+        message = (str(e).splitlines() or [type(e).__name__])[0]
+        raise ValueError(f"{name}, row {number + 1}: the file is damaged or truncated ({message})") from e
 
 
 def check_row(row: Any, fields: Sequence[str], lists: Sequence[str], where: str) -> None:  # noqa: ANN401 - it is checked
@@ -127,7 +127,7 @@ def _text(path: Path, member: str, newline: str | None = None) -> io.TextIOWrapp
 
 
 def _opened(path: Path, member: str) -> Any:  # noqa: ANN401 - a stream of bytes
-    """A file as bytes; of a .zip file the first member whose path ends in `member`."""
+    """A file as bytes; for a .zip file, the first entry with a path that ends in `member`."""
     if path.suffix == ".gz":
         return gzip.open(path)
     if path.suffix != ".zip":
@@ -154,13 +154,13 @@ def _json(path: Path, member: str) -> Iterator[Any]:
 
 
 def _csv(path: Path, member: str) -> Iterator[Row]:
-    csv.field_size_limit(sys.maxsize)  # a chapter is longer than what csv takes for a field
+    csv.field_size_limit(sys.maxsize)  # a chapter exceeds the default limit of csv
     with _text(path, member, newline="") as stream:
         yield from csv.DictReader(stream, strict=True)
 
 
 def _parquet(path: Path, _: str) -> Iterator[Row]:
-    import pyarrow.parquet  # here: half a second that only these files have to wait for
+    import pyarrow.parquet  # here: takes half a second to import
 
     with pyarrow.parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=8):

@@ -11,7 +11,7 @@ from kvbench.policies.readers.reader import Reader, Reading
 
 @dataclass(frozen=True)
 class Centroid(Reader):
-    """Read the pages whose mean key has the largest product with the query, averaged over the group.
+    """Read the pages with the largest product of mean key and query, averaged over the group.
 
         s_P = 1 / G sum_(h in "group") q_h * mean_(j in P) k_j
 

@@ -62,13 +62,13 @@ class IntoNewest(Merger):
 
     def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:
         newest = eviction.positions.masked_fill(~eviction.kept, -1).argmax(-1, keepdim=True)  # [B,H_kv,1]
-        place = newest[..., None].expand(-1, -1, -1, eviction.values.shape[-1])
-        going = eviction.evicted[..., None]  # [B,H_kv,T,1]
-        number = going.sum(2, keepdim=True)
-        mean = (eviction.values * going).sum(2, keepdim=True) / number.clamp(min=1)
-        value = eviction.values.gather(2, place)
+        slot = newest[..., None].expand(-1, -1, -1, eviction.values.shape[-1])
+        evicted = eviction.evicted[..., None]  # [B,H_kv,T,1]
+        number = evicted.sum(2, keepdim=True)
+        mean = (eviction.values * evicted).sum(2, keepdim=True) / number.clamp(min=1)
+        value = eviction.values.gather(2, slot)
         value = torch.where(number > 0, (1 - self.share) * value + self.share * mean, value)
-        return Merged(newest, eviction.keys.gather(2, place), value)
+        return Merged(newest, eviction.keys.gather(2, slot), value)
 
 
 class HalfStore(SlotStore):

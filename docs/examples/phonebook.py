@@ -31,15 +31,15 @@ class PhoneBook(Task):
             draw, words = random.Random(f"{seed} {index}"), own_words()
             numbers = draw.sample(range(1_000_000, 10_000_000), self.entries)
             names = [f"{draw.choice(words.adjectives)}-{noun}" for noun in draw.sample(words.nouns, self.entries)]
-            asked = draw.randrange(self.entries)
+            wanted = draw.randrange(self.entries)
             lines = [f"The secret number of {name} is {number}." for name, number in zip(names, numbers, strict=True)]
             yield Example(
                 index=index,
-                prompt=" ".join(lines) + f" What is the secret number of {names[asked]}?",
-                references=(str(numbers[asked]),),
+                prompt=" ".join(lines) + f" What is the secret number of {names[wanted]}?",
+                references=(str(numbers[wanted]),),
                 max_new_tokens=12,
-                answer_prefix=f" The secret number of {names[asked]} is",
-                metadata={"task": self.name, "depth": round(asked / self.entries, 1)},
+                answer_prefix=f" The secret number of {names[wanted]} is",
+                metadata={"task": self.name, "depth": round(wanted / self.entries, 1)},
             )
 
     def score(self, output: str, example: Example) -> float:

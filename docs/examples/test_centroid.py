@@ -6,7 +6,7 @@ from centroid import Centroid
 from kvbench.policies.readers.reader import Reading
 
 
-def test_the_page_whose_mean_key_is_nearest_scores_highest() -> None:
+def test_a_score_is_the_product_of_mean_key_and_mean_query() -> None:
     keys = torch.tensor([[[[1.0, 0.0], [3.0, 0.0], [0.0, 2.0], [0.0, 0.0]]]])  # the last slot is empty
     present = torch.tensor([[[[True, True], [True, False]]]])
     reader = Centroid(page=2)

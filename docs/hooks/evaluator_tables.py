@@ -1,14 +1,14 @@
-"""The protocols of benchmarks as tables, made from the code that follows them."""
+"""Tables of the protocols of benchmarks, made from their code."""
 
 from __future__ import annotations
 
-from md import table
+from ledger_pages import table
 
 from kvbench.tasks.longbench.subsets import PAPER_SETS, SUBSETS
 from kvbench.tasks.ruler.predictions import PROTOCOLS
 from kvbench.tasks.scores import contains_any
 
-ASKS = {
+CONTENTS = {
     "niah_single_1": "one number in five repeated sentences",
     "niah_single_2": "one number in essays",
     "niah_single_3": "one UUID in essays",
@@ -26,7 +26,7 @@ ASKS = {
 
 
 def longbench() -> str:
-    """Every subset: how it is asked and scored."""
+    """Every subset: its prompt and its metric."""
     columns = ("subset", "kind", "examples:", "new tokens:", "metric", "chat", "first line only", "in the 16")
     rows = []
     for one in SUBSETS.values():
@@ -37,9 +37,9 @@ def longbench() -> str:
 
 
 def ruler() -> str:
-    """Every task: what it asks for, and how it is scored."""
-    rows = (
-        (f"`{name}`", ASKS[name], one.max_new_tokens, "any" if one.match is contains_any else "all")
+    """Every task: its content and its score."""
+    rows = [
+        (f"`{name}`", CONTENTS[name], one.max_new_tokens, "any" if one.match is contains_any else "all")
         for name, one in PROTOCOLS.items()
-    )
-    return table(("task", "asks for", "new tokens:", "score"), rows)
+    ]
+    return table(("task", "content", "new tokens:", "score"), rows)

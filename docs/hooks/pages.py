@@ -1,4 +1,4 @@
-"""What MkDocs calls: pages of policies and of the ledger, made at build time of YAML and docstrings."""
+"""MkDocs hooks: pages of policies and of the ledger, made at build time from YAML and docstrings."""
 
 from __future__ import annotations
 
@@ -10,34 +10,27 @@ from typing import Any
 import evaluator_tables
 import ledger_pages
 import policy_pages
-from equations import asciimath, mathjax_files
+from equations import equations, mathjax_files
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
-MADE = {
+TABLES = {
     "<!-- table: longbench -->": evaluator_tables.longbench,
     "<!-- table: ruler -->": evaluator_tables.ruler,
     "<!-- table: parts -->": policy_pages.parts_table,
 }
-FIGURES = Path(__file__).parents[2] / "results/smollm2"
-FETCHED = "https://unpkg.com/iframe-worker/shim"
-_LOADED = re.compile(
-    r"""(?:\ssrc(?:set)?=|<link(?=[^>]*(?:stylesheet|preload|preconnect|icon|dns-prefetch))[^>]*\shref=|url\(|@import\s+)"""
-    r"""["']?((?:https?:)?//[^"')\s>]+)"""
-)
-_PICTURE = re.compile(r"^<!-- picture: ([\w/.]+) -->$", re.MULTILINE)
+DOCS = Path(__file__).parents[1]
+FIGURES = DOCS.parent / "results/smollm2"
+SEARCH = "https://unpkg.com/iframe-worker/shim"  # the theme's script for searching without a server
+OWN_SEARCH = "javascripts/local-search.js"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Take the generated pages into the navigation, where mkdocs.yml has their titles."""
-    policies = {
-        group: {name: f"policies/{name}.md" for name in members}
-        for group, members in policy_pages.groups().items()
-        if members
-    }
+    """Add the generated pages to the navigation, below the titles in mkdocs.yml."""
+    groups = {group: members for group, members in policy_pages.groups().items() if members}
+    policies = {group: {name: f"policies/{name}.md" for name in members} for group, members in groups.items()}
     ledger = {chapter["title"]: f"ledger/{slug}.md" for slug, chapter in ledger_pages.chapters().items()}
     made: dict[str, Mapping[str, Any]] = {"Policies": policies, "Ledger": ledger}
     assert config.nav is not None
@@ -48,7 +41,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def _listed(pages: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Titles and what stands below them, as MkDocs has them."""
+    """Titles and the pages below them, in the format of MkDocs."""
     return [{title: _listed(own) if isinstance(own, Mapping) else own} for title, own in pages.items()]
 
 
@@ -56,9 +49,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages, figures of results, and MathJax."""
     for path, text in generated():
         files.append(File.generated(config, path, content=text))
-    for figure in sorted(FIGURES.glob("*.svg")):
-        files.append(File.generated(config, f"smollm2/{figure.name}", abs_src_path=str(figure)))
-    for path, source in mathjax_files().items():
+    copies = {f"smollm2/{figure.name}": figure for figure in sorted(FIGURES.glob("*.svg"))} | mathjax_files()
+    for path, source in copies.items():
         files.append(File.generated(config, path, abs_src_path=str(source)))
     return files
 
@@ -73,42 +65,25 @@ def generated() -> Iterator[tuple[str, str]]:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put tables and pictures in their places, and mark `eq` blocks for MathJax."""
+    """Insert tables and pictures, and mark `eq` blocks for MathJax."""
     markdown = markdown.replace("](../results/smollm2/", "](smollm2/")  # a link that GitHub follows, to a copied figure
-    markdown = _PICTURE.sub(lambda match: _picture(match.group(1)), markdown)
-    for mark, text in MADE.items():
+    markdown = re.sub(r"^<!-- picture: ([\w/.]+) -->$", lambda m: _picture(m.group(1)), markdown, flags=re.MULTILINE)
+    for mark, text in TABLES.items():
         if mark in markdown:
             markdown = markdown.replace(mark, text())
-    return re.sub(r"^```eq\n(.*?)^```$", lambda m: _equations(m.group(1)), markdown, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^```eq\n(.*?)^```$", lambda m: equations(m.group(1)), markdown, flags=re.MULTILINE | re.DOTALL)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Search from a folder by our own script, where the theme would fetch one from elsewhere."""
-    return output.replace(FETCHED, get_relative_url("javascripts/local-search.js", page.url))
+    """Replace the theme's search script, which would be loaded from another host."""
+    return output.replace(SEARCH, get_relative_url(OWN_SEARCH, page.url))
 
 
 def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
-    """The same for pages that are no Markdown, such as 404.html."""
-    return output_content.replace(FETCHED, "javascripts/local-search.js")
-
-
-def on_post_build(config: MkDocsConfig) -> None:
-    """Refuse a site that would load something from elsewhere."""
-    for file in sorted(Path(config.site_dir).rglob("*")):
-        if file.suffix in (".html", ".css") and (found := fetched(file.read_text(encoding="utf-8"))):
-            raise PluginError(f"{file.relative_to(config.site_dir)} would be fetched from elsewhere: {found[0]}")
-
-
-def fetched(text: str) -> list[str]:
-    """What a browser would load from another host because of a page or a style sheet; links are no such thing."""
-    return [match.group(1) for match in _LOADED.finditer(text)]
+    """The same for pages that are not Markdown, such as 404.html."""
+    return output_content.replace(SEARCH, OWN_SEARCH)
 
 
 def _picture(name: str) -> str:
-    """An SVG inside the page, so that it takes its text colour from there."""
-    svg = Path(__file__).parents[1] / name
-    return f'<figure class="picture">{svg.read_text(encoding="utf-8")}</figure>'
-
-
-def _equations(text: str) -> str:
-    return "\n\n".join(f"\\[\n{asciimath(line)}\n\\]" for line in text.splitlines() if line.strip())
+    """An SVG inside the page, so that it takes its text colour from the page."""
+    return f'<figure class="picture">{(DOCS / name).read_text(encoding="utf-8")}</figure>'

@@ -1,35 +1,34 @@
-"""A page for every policy, made of its YAML and the docstrings of its parts."""
+"""A page for every policy, made from its YAML and the docstrings of its parts."""
 
 from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
 
-import ledger_pages
-from md import table
+from ledger_pages import section, table
 
 from kvbench.config.tree import CONF, Config, names, part_class, read
 
 DECISIONS = {
-    "pre_pass": "What is read at all",
-    "scorer": "Which tokens matter",
-    "value": "Does the value count",
-    "selection": "What stays together",
-    "allocator": "Who gets how much",
-    "merger": "What becomes of the evicted",
-    "store": "How the kept are stored",
-    "reader": "What a decoded token reads",
+    "pre_pass": "Extra forward pass before eviction",
+    "scorer": "Which tokens stay",
+    "value": "Use of the values",
+    "selection": "Which tokens stay together",
+    "allocator": "Budgets of layers and heads",
+    "merger": "Merging of evicted tokens",
+    "store": "Storage of kept tokens",
+    "reader": "Sparse attention",
 }
-USUAL = {"Uniform", "Drop", "Dense"}  # parts that say nothing of a policy
+USUAL = {"Uniform", "Drop", "Dense"}  # the default parts have no section
 GROUPS = (
-    ("Which tokens matter", lambda config: True),
-    ("The value counts", lambda config: bool(config.get("value"))),
-    ("Layers and heads share", lambda config: part_name(config, "allocator") != "Uniform"),
-    ("The evicted are merged", lambda config: part_name(config, "merger") != "Drop"),
-    ("Quantised", lambda config: part_name(config, "store") not in ("Dense", "Ragged")),
-    ("The prompt is rewritten", lambda config: bool(config.get("pre_pass"))),
-    ("All is held, some is read", lambda config: bool(config.get("reader"))),
-    ("Everything is kept", lambda config: config == read("policy", "full")),
+    ("Token scores", lambda config: True),
+    ("Scores that use the values", lambda config: bool(config.get("value"))),
+    ("Budgets of layers and heads", lambda config: part_name(config, "allocator") != "Uniform"),
+    ("Merged tokens", lambda config: part_name(config, "merger") != "Drop"),
+    ("Quantized", lambda config: part_name(config, "store") not in ("Dense", "Ragged")),
+    ("Prompt rewritten", lambda config: bool(config.get("pre_pass"))),
+    ("Sparse attention", lambda config: bool(config.get("reader"))),
+    ("No compression", lambda config: config == read("policy", "full")),
 )
 
 
@@ -40,35 +39,28 @@ def part_name(config: Config, decision: str) -> str:
 
 @cache
 def pages() -> dict[str, tuple[str, ...]]:
-    """Every policy that has a page, and its variants: names that begin with its own."""
-    known = sorted(names("policy"), key=len)
+    """Every policy that has a page, and its variants: names that begin with its name."""
     found: dict[str, list[str]] = {}
-    for name in known:
+    for name in sorted(names("policy"), key=len):
         base = max((page for page in found if name.startswith(f"{page}_")), key=len, default=None)
-        if base is None:
-            found[name] = []
-        else:
-            found[base].append(name)
-    twin = {"headkv_r2": "headkv_r"}  # a second file of scores for the same policy
-    for name, page in twin.items():
-        found[page] += [name, *found.pop(name)]
+        base = "headkv_r" if name == "headkv_r2" else base  # the same policy with another file of scores
+        found.setdefault(base or name, []).extend([name] if base else [])
     return {name: tuple(sorted(found[name])) for name in sorted(found)}
 
 
 def page_of() -> dict[str, str]:
-    """The page on which each policy's name is found."""
+    """The page of each policy."""
     return {name: page for page, variants in pages().items() for name in (page, *variants)}
 
 
 def about(name: str) -> str:
     """The comment at the top of a policy's file."""
     lines = (CONF / "policy" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-    comment = [line.removeprefix("#").strip() for line in lines if line.startswith("#")]
-    return " ".join(comment)
+    return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
 
 
 def groups() -> dict[str, list[str]]:
-    """The pages by what is special about them; a policy stands in the last group that it fits."""
+    """The pages by kind; a policy is in the last group that it fits."""
     found: dict[str, list[str]] = {name: [] for name, _ in GROUPS}
     for page in pages():
         config = read("policy", page)
@@ -77,18 +69,18 @@ def groups() -> dict[str, list[str]]:
 
 
 def index_page() -> str:
-    """All policies and what each is, by group."""
+    """All policies with one sentence each, by group."""
     blocks = ["# Policies", _INTRODUCTION]
     for group, members in groups().items():
-        rows = ((f"[`{page}`]({page}.md)", _first_sentence(about(page))) for page in members)
-        blocks += [f"## {group}", table(("policy", "what it is"), rows)]
+        rows = [(f"[`{page}`]({page}.md)", about(page).split(". ")[0].rstrip(".") + ".") for page in members]
+        blocks += [f"## {group}", table(("policy", "description"), rows)]
     return "\n\n".join(blocks) + "\n"
 
 
 _INTRODUCTION = """A policy is five decisions and a schedule ([how they fit together](../concepts/policy.md)).
-Every name below is a file of `conf/policy/`; its page is made from that file and from the docstrings of its parts, so
-it says what runs. Names that have no file follow from others: a wrapper before a policy that scores (`caote_knorm`,
-`critical_snapkv`, `ada_keydiff`), a store and its settings behind one that evicts (`snapkv_kivi_g32_r128`)."""
+Every name below is a file of `conf/policy/`. Its page is generated from that file and from the docstrings of its parts.
+Further names need no file: a wrapper before a policy with a scorer (`caote_knorm`, `critical_snapkv`, `ada_keydiff`),
+and a store with its settings after a policy that evicts (`snapkv_kivi_g32_r128`)."""
 
 
 def parts_table() -> str:
@@ -101,10 +93,6 @@ def parts_table() -> str:
                 found[decision].add(doc.splitlines()[0].rstrip("."))
     rows = [(question, text) for decision, question in DECISIONS.items() for text in sorted(found[decision])]
     return table(("decision", "part"), rows)
-
-
-def _first_sentence(text: str) -> str:
-    return text.split(". ")[0].rstrip(".") + "."
 
 
 @cache
@@ -121,16 +109,16 @@ def page(name: str) -> str:
         *_decisions(config),
         *(_schedule(config) if _chooses(config) else []),
     ]
-    if differences := ledger_pages.section((name, *pages()[name])):
-        blocks += ["## Where paper, code and numbers differ", *differences]
+    if differences := section((name, *pages()[name])):
+        blocks += ["## Differences between paper, code and numbers", *differences]
     if variants := pages()[name]:
-        blocks += ["## Variants", table(("name", "what it is"), ((f"`{one}`", about(one)) for one in variants))]
+        blocks += ["## Variants", table(("name", "description"), [(f"`{one}`", about(one)) for one in variants])]
     blocks += ["## The file", f"`conf/policy/{name}.yaml`:", f"```yaml\n{file}\n```"]
     return "\n\n".join(blocks) + "\n"
 
 
 def _needed(config: Config) -> str:
-    """What a policy cannot do without on the command line: files, and the layer at which GemFilter filters."""
+    """Required fields of a policy on the command line: files, and the layer at which GemFilter filters."""
     parts = {part: given for part, given in config.items() if isinstance(given, dict)}
     files = [(part, name) for part, given in parts.items() for name, value in given.items() if value == ""]
     layer = " policy.pre_pass.layer=1" * ("layer" in parts.get("pre_pass", {}))
@@ -138,12 +126,12 @@ def _needed(config: Config) -> str:
 
 
 def _chooses(config: Config) -> bool:
-    """Whether a policy chooses what it keeps."""
+    """Whether a policy selects the tokens it keeps."""
     return bool(config.get("scorer") or config.get("pre_pass"))
 
 
 def _decisions(config: Config) -> list[str]:
-    """A section for each part: its docstring and fields, by mkdocstrings; the values that the policy sets are below."""
+    """A section for each part: its docstring and fields, by mkdocstrings."""
     blocks = []
     for decision, question in DECISIONS.items():
         given = config.get(decision)
@@ -152,7 +140,7 @@ def _decisions(config: Config) -> list[str]:
         blocks += [f"## {question}", _documented(given)]
         blocks += [_documented(value) for value in given.values() if isinstance(value, dict) and "_target_" in value]
     if not (_chooses(config) or config.get("reader")) and part_name(config, "store") == "Dense":
-        blocks += ["Nothing is evicted, merged or rounded: the model's own cache, the baseline of every comparison."]
+        blocks += ["Nothing is evicted, merged or quantized: the full cache, the baseline of every comparison."]
     return blocks
 
 
@@ -168,11 +156,11 @@ def _schedule(config: Config) -> list[str]:
     if part_name(config, "schedule") == "Blocks":
         when = f"after every block of {schedule.get('size', 128)} prompt tokens (`block=`)"
     rule = schedule.get("decode", "evict")
-    decode = {"evict": "gives up one token for each new one", "grow": "keeps every new token beside the budget"}[rule]
+    decode = {"evict": "evicts one token for each new one", "grow": "keeps every new token above the budget"}[rule]
     if (every := schedule.get("every", 1)) > 1:
-        decode = f"gives up {every} tokens at once when {every} are held beyond the budget"
+        decode = f"evicts {every} tokens at once when the budget is exceeded by {every}"
     if schedule.get("protect") == "prompt":
-        decode += ", none of them the prompt's"
-    late = "; the prompt stays whole until the first token was decoded" if schedule.get("late") else ""
-    set_by = "`schedule=`, `block=` and `decode=` set it otherwise: [schedules](../concepts/policy.md#schedules)."
-    return ["## When", f"It evicts {when}{late}; decoding {decode} (`decode={rule}`).\n{set_by}"]
+        decode += ", none of them from the prompt"
+    late = "; the whole prompt is kept until the first token is decoded" if schedule.get("late") else ""
+    set_by = "`schedule=`, `block=` and `decode=` change this: [schedules](../concepts/policy.md#schedules)."
+    return ["## Schedule", f"It evicts {when}{late}; decoding {decode} (`decode={rule}`).\n{set_by}"]

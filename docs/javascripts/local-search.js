@@ -1,5 +1,5 @@
-/* Search when the site is read from a folder: browsers refuse a Worker there, so its script runs in a hidden frame instead.
-   The theme knows this stand-in by the name IFrameWorker. */
+/* Search for a site that is opened from a folder. Browsers refuse a Worker there, so the script runs in a hidden frame.
+   The theme uses this class by the name IFrameWorker. */
 (() => {
   if (location.protocol !== "file:") return
   class IFrameWorker extends EventTarget {

@@ -13,14 +13,14 @@ from typing import Any, TypeAlias
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.api.results import Results
-from kvbench.engine.compute import run_cells
+from kvbench.engine.compute import compute_runs
 from kvbench.errors import ConfigError, UsageError
 from kvbench.models.given import borrowed, given_model, given_name
 from kvbench.models.loading import GivenModel
 from kvbench.policies.policy import Policy
 from kvbench.results.load import read_result
-from kvbench.run.code_digest import check_files
-from kvbench.run.run import build_cell
+from kvbench.run.digests import check_files
+from kvbench.run.run import build_run
 from kvbench.run.run_config import run_config
 from kvbench.tasks.task import Task
 
@@ -46,17 +46,17 @@ def evaluate(
     device: str = "auto",
     out: str | Path | None = None,
     config_dir: str | Path | None = None,
-    **fields: Any,  # noqa: ANN401 - whatever a part of a run has
+    **fields: Any,  # noqa: ANN401 - fields of any part
 ) -> Results:
     """Run every task with every policy at every budget, as the command line does: each example is audited.
 
     model: an object with its `tokenizer`, or a name: of conf/model, of a folder, of the Hub. policies, tasks: names, or
     objects, which have their own budget, schedule and other fields. budgets: tokens per KV head per layer on average,
-    or below 1 a share of the prompt. batch: most sequences decoded together (`engine.rows`); None: as memory allows,
-    1: one by one, timed. out: the folder that keeps the runs, and from which they are continued; None:
-    nothing is kept but what is returned. fields: any other field of the command line: `**{"policy.scorer.window": 16}`.
-    Raises ValueError for a wrong value, before anything is computed if it can be known then; the first error of a run
-    is raised after all other runs have ended.
+    or below 1 a share of the prompt. batch: maximum number of sequences in a batch (`engine.rows`); None: as memory
+    allows, 1: unbatched, with timings. out: the folder of the runs, which are continued there; None: a temporary
+    folder, removed with the results. fields: any other field of the command line: `**{"policy.scorer.window": 16}`.
+    Raises ValueError for a wrong value, if possible before anything is computed. The first error of a run is raised
+    after all other runs have ended.
     """
     given = _given(model, tokenizer, dtype, device)
     temporary = TemporaryDirectory(prefix="kvbench-") if out is None else None
@@ -79,20 +79,20 @@ def evaluate(
     lists = [_listed("tasks", tasks, Task), _listed("policies", policies, Policy), _listed("budgets", budgets, Real)]
     folders = [] if config_dir is None else [Path(config_dir).expanduser()]
     called: str | Path = given_name(model) if isinstance(model, PreTrainedModel) else model
-    runs = [
+    configs = [
         run_config(called, policy, task, folders, given, **{**settings, "budget": budget})
         for task, policy, budget in product(*lists)
     ]
-    cells = [build_cell(run) for run in runs]
-    for cell in cells if temporary is None else ():
-        check_files([cell.identity["policy"], cell.identity["task"]])
+    runs = [build_run(config) for config in configs]
+    for run in runs if temporary is None else ():
+        check_files([run.identity["policy"], run.identity["task"]])
     with nullcontext() if given is None else borrowed(given.model):
-        endings = run_cells(cells)
+        endings = compute_runs(runs)
     for ending in endings:
         if ending.error is not None:
             raise ending.error
-    rows = [read_result(cell.folder, cell.limit) for cell in cells]
-    return Results(rows, cells[0].out, in_order=False, held=temporary)
+    rows = [read_result(run.folder, run.limit) for run in runs]
+    return Results(rows, runs[0].out, in_order=False, owned=temporary)
 
 
 def _given(model: Model, tokenizer: PreTrainedTokenizerBase | None, dtype: str, device: str) -> GivenModel | None:

@@ -1,4 +1,4 @@
-"""Results in Python: what `evaluate` returns, or what lies in a folder, as rows, a DataFrame, a table and a page."""
+"""Results of `evaluate` or of a folder in Python: rows, a DataFrame, a table and a report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from kvbench.report.frames import html, text
-from kvbench.report.html.command import write_page
+from kvbench.report.html.report import write_report
 from kvbench.report.table import pivot, results_table
 from kvbench.results import load
 from kvbench.results.result import Result
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 class Results(load.Results):
-    """Results as rows: `results[0].score`, `results[:3]`, `len(results)`; printed, they are the command line's table.
+    """Results as rows: `results[0].score`, `results[:3]`, `len(results)`. Printing them shows the table.
 
     `to_pandas()` has all numbers; `table()` and `pivot()` have the text of tables. All three are DataFrames, which
     pandas exports: `to_csv`, `to_parquet`, `to_latex`, `to_markdown`.
     """
 
     def __init__(
-        self, rows: Iterable[Result], folder: Path, in_order: bool = True, held: TemporaryDirectory[str] | None = None
+        self, rows: Iterable[Result], folder: Path, in_order: bool = True, owned: TemporaryDirectory[str] | None = None
     ) -> None:
-        """folder: where the runs are. held: removes `folder` once nobody has the results."""
+        """folder: the folder of the runs. owned: a temporary directory, removed together with the results."""
         super().__init__(rows, in_order)
         self.folder = folder
-        self._held = held
+        self._owned = owned
 
     def table(self) -> pd.DataFrame:
         """The printed table: columns that differ between the rows, scores with their intervals, as text."""
@@ -41,8 +41,8 @@ class Results(load.Results):
         return pivot(self, across).frame
 
     def report(self, path: str | Path) -> Path:
-        """Write the page of `python -m kvbench.report`, one file that any browser opens; returns its path."""
-        write_page(self, self.folder, Path(path))
+        """Write the HTML report of `python -m kvbench.report` and return its path."""
+        write_report(self, self.folder, Path(path))
         return Path(path)
 
     def __repr__(self) -> str:

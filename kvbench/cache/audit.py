@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.cache.group import PolicyGroup
 from kvbench.policies.allocators.allocator import JointAllocator
-from kvbench.policies.layer_budgets import read_budget
+from kvbench.policies.layer_budgets import read_plan
 from kvbench.policies.readers.reader import Reader
 
 
@@ -44,6 +44,15 @@ def audit(group: PolicyGroup) -> None:
     The promise: the layer's budget for every KV head, or for their mean where heads may get different shares; beside
     it, where decoding grows, the decoded tokens.
     """
+    if group.nan_flags:
+        layers, flags = list(group.nan_flags), torch.stack(list(group.nan_flags.values())).tolist()
+        group.nan_flags = {}
+        for layer, rows in zip(layers, flags, strict=True):
+            for row, broken in enumerate(rows):
+                if broken:
+                    group.not_numbers.setdefault(row, layer)
+    if group.not_numbers:
+        raise _score_error(group)
     if group.policy.reader is not None:
         _check_reads(group, group.policy.reader)
     if not group.policy.evicts or not group.progress.seen:
@@ -64,7 +73,7 @@ def _check_reads(group: PolicyGroup, reader: Reader) -> None:
         if layer.pages is None or layer.pages.most is None or reader.reads_all(layer.index):
             continue
         for row, most in enumerate(layer.pages.most.amax(-1).tolist()):
-            promised = read_budget(group.policy, group.progress.prompt[row])
+            promised = read_plan(group.policy, group.progress.prompt[row]).tokens
             if most > promised:
                 raise BudgetError(
                     f"a decoded query read {most} tokens per KV head of sequence {row} in layer "

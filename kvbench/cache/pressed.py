@@ -23,17 +23,23 @@ def kept_by_layer(cache: KVCache | PressedCache) -> list[Tensor]:
 
 
 class PressedCache(DynamicCache):
-    """What tables tell of a cache, tokens per KV head and bytes, counted from its tensors."""
+    """A transformers cache whose tokens per KV head and bytes are counted from its tensors.
+
+    buffer_nbytes: bytes of hidden states or scores that a press keeps while decoding. masked: [L][H_kv] held tokens
+    whose keys the press masks; None if it masks none.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen = 0
         self.peak_nbytes = 0
+        self.buffer_nbytes = 0
+        self.masked: list[list[int]] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its keys and values."""
-        return sum(x.nbytes for layer in self.read for x in (layer.keys, layer.values))
+        """Bytes of keys and values, and of the press's buffer."""
+        return self.buffer_nbytes + sum(x.nbytes for layer in self.read for x in (layer.keys, layer.values))
 
     @property
     def held_nbytes(self) -> int:
@@ -54,7 +60,7 @@ class PressedCache(DynamicCache):
         """[L,B,H_kv] tokens held, masked ones too. ValueError where layers differ in their number of KV heads."""
         return stacked(kept_by_layer(self))
 
-    def note_bytes(self, *_: object) -> None:
+    def note_bytes(self) -> None:
         """Keep the peak true."""
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
 

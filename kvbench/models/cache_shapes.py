@@ -29,7 +29,7 @@ class CacheShape:
     Layers that read the cache of another layer are not counted. Layers with latents have one KV head, which stores
     kv_lora_rank and qk_rope_head_dim numbers per token; head_dim is then that of queries. state_bytes: of the states of
     recurrent layers, per sequence. These three fields are 0 for other models. own: if layers differ, the number of KV
-    heads and the sizes of key and value of each layer; kv_heads and head_dim are then those of the first layer.
+    heads and the sizes of key and value of each layer; kv_heads and head_dim are then the values of the first layer.
     """
 
     layers: int

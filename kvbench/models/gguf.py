@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from kvbench.terminal.errors import UsageError
+from kvbench.errors import UsageError
 
 log = logging.getLogger(__name__)
 
@@ -124,14 +124,14 @@ def _check_packages(file: Path) -> None:
 def _convert(file: Path, into: Path, source: str) -> None:
     from transformers import GgufConfig
 
-    beside = file.parent
-    config = AutoConfig.from_pretrained(beside, local_files_only=True) if (beside / "config.json").is_file() else None
-    own_tokenizer = (beside / "tokenizer.json").is_file()
+    folder = file.parent
+    config = AutoConfig.from_pretrained(folder, local_files_only=True) if (folder / "config.json").is_file() else None
+    own_tokenizer = (folder / "tokenizer.json").is_file()
     metadata, tensors = _contents(file)
     check_metadata(file.name, metadata, tensors, config is not None, own_tokenizer)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            beside,
+            folder,
             gguf_file=file.name,
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
@@ -139,15 +139,15 @@ def _convert(file: Path, into: Path, source: str) -> None:
             **({} if config is None else {"config": config}),
         )
         given = {} if own_tokenizer else {"gguf_file": file.name}
-        tokenizer: Any = AutoTokenizer.from_pretrained(beside, local_files_only=True, **given)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, **given)
     except (OSError, ValueError, RuntimeError, NotImplementedError, KeyError) as error:
         raise UsageError(f"{file} cannot be loaded: {str(error).strip() or type(error).__name__}") from error
     if config is None:
         _check_window(file.name, metadata, model.config)
     model.save_pretrained(into, max_shard_size="1000GB")
     tokenizer.save_pretrained(into)
-    if (beside / "generation_config.json").is_file():
-        shutil.copy(beside / "generation_config.json", into)
+    if (folder / "generation_config.json").is_file():
+        shutil.copy(folder / "generation_config.json", into)
     packages = {name: version(name) for name in ("gguf", "transformers")}
     manifest = {"file": file.name, "source": source, "weights": file_sha256(into / _WEIGHTS), "packages": packages}
     (into / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")

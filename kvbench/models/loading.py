@@ -28,9 +28,9 @@ from transformers import (
 )
 
 from kvbench.cache.hook import prepare
+from kvbench.errors import UsageError, refusing
 from kvbench.models.gguf import dequantized, gguf_source, installed_folder, source_digest
 from kvbench.models.trial import layer_shapes, state_bytes, try_out
-from kvbench.terminal.errors import UsageError, refusing
 
 DEVICE_MAPS = (None, "auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -80,21 +80,26 @@ class Checkpoint:
     given: GivenModel | None = field(default=None, compare=False, repr=False)  # a model object
 
     @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of the weights in the checkpoint."""
+        return self.config.dtype or torch.float32
+
+    @property
     def max_positions(self) -> int | None:
         """The maximum context length in tokens; None if the configuration has none."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
     def full_cache_bytes(self, tokens: int) -> int:
-        """Bytes that transformers' own cache holds after `tokens` tokens, in the model's dtype: keys and values.
+        """Bytes of keys and values in transformers' own cache after `tokens` tokens, in the model's dtype.
 
-        Layers with latents store latents. A layer with a sliding window of w tokens holds the newest w - 1 tokens: all
-        that the next token attends to.
+        Layers with latents store latents. A layer with a sliding window of w tokens stores the newest w - 1 tokens,
+        because the next token attends to no others.
         """
-        return self.dtype.itemsize * sum(heads * numbers * held for heads, numbers, held in self._full(tokens))
+        return self.dtype.itemsize * sum(heads * numbers * stored for heads, numbers, stored in self._full(tokens))
 
     def full_position_bytes(self, tokens: int) -> int:
         """Bytes of the positions of these tokens: 4 for each token of each KV head, as every policy stores them."""
-        return 4 * sum(heads * held for heads, _, held in self._full(tokens))
+        return 4 * sum(heads * stored for heads, _, stored in self._full(tokens))
 
     @cached_property
     def state_bytes(self) -> int:
@@ -102,7 +107,7 @@ class Checkpoint:
         return state_bytes(self.config, self.dtype)
 
     def _full(self, tokens: int) -> list[tuple[int, int, int]]:
-        """(KV heads, numbers per head and token, tokens held) of every layer of transformers' own cache."""
+        """(KV heads, numbers per head and token, stored tokens) of every layer of transformers' own cache."""
         return [
             (heads, numbers, tokens if window is None else min(tokens, window - 1))
             for heads, numbers, window in self._layers
@@ -149,8 +154,8 @@ class GivenModel(LoadedModel):
 def locate(spec: ModelSpec, dtype: str = "auto") -> Checkpoint:
     """Find the files of a model, or download them once, without loading weights.
 
-    dtype: "auto" is the dtype of the spec, then that of the checkpoint. Raises UsageError if the model is not available
-    or not supported.
+    dtype: "auto" is the dtype of the spec or, if that is also "auto", of the checkpoint. Raises UsageError if the model
+    is not available or not supported.
     """
     if dtype not in DTYPES or spec.dtype not in DTYPES:
         wrong = dtype if dtype not in DTYPES else spec.dtype
@@ -166,7 +171,7 @@ def locate(spec: ModelSpec, dtype: str = "auto") -> Checkpoint:
 def load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
     """Load the weights (safetensors only) onto `device`, with kvbench's attention. The last model is cached.
 
-    A `device_map` decides the devices of the layers, and `device` is that of the prompts. Raises UsageError for an
+    A `device_map` assigns devices to the layers; prompts are then on `device`. Raises UsageError for an
     unsupported model or invalid weights.
     """
     if checkpoint.given is not None:
@@ -280,7 +285,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def _folder(spec: ModelSpec, wanted: tuple[str, ...]) -> Path:
-    """The folder with the model's files; for a hub model at least those that match `wanted`."""
+    """The folder with the model's files; for a hub model, at least the files that match `wanted`."""
     file = _gguf_file(spec)
     if file is not None:
         return dequantized(file)

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from kvbench.errors import UsageError, refusing
 from kvbench.models.shared import shared_texts
 from kvbench.models.tokens import Pair, encode, encode_pair, special_ends
 from kvbench.tasks.task import Example, Shared, Task
-from kvbench.terminal.errors import UsageError, refusing
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +108,8 @@ class PromptMaker:
     """Builds prompts for one task and one tokenizer.
 
     max_prompt_tokens: the length to which tasks with truncation="middle" cut. max_positions: the model's limit for
-    prompt and answer. compress: "context" separates the tokens before the question. asks: a policy needs the position
-    of the question in a prompt that is compressed as a whole.
+    prompt and answer. compress: "context" separates the tokens before the question. needs_question: a policy needs the
+    position of the question in a prompt that is compressed as a whole.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -117,7 +117,7 @@ class PromptMaker:
     max_positions: int | None
     max_prompt_tokens: int | None = None
     compress: str = "prompt"
-    asks: bool = False
+    needs_question: bool = False
 
     def make(self, example: Example) -> Prompt:
         """The prompt of an example.
@@ -139,7 +139,7 @@ class PromptMaker:
         context, question = None, None
         if self.compress == "context":
             context = self._context(prompt, text, whole, ids, example)
-        elif self.asks and example.question.strip() and example.target is None and example.reading is None:
+        elif self.needs_question and example.question.strip() and example.target is None and example.reading is None:
             with suppress(UsageError):
                 question = self._context(prompt, text, whole, ids, example)
         dictated = tuple(self.tokenizer.encode(example.dictated, add_special_tokens=False, verbose=False))
@@ -179,7 +179,7 @@ class PromptMaker:
 
         If the first text is too long, its middle is removed, as in SCBench's code: the same for all questions.
         """
-        chat = bool(self.task.asking(example).chat and self.tokenizer.chat_template)
+        chat = bool(self.task.task_of(example).chat and self.tokenizer.chat_template)
         texts = shared_texts(self.tokenizer, example, shared, chat)
         first, *later = (encode(self.tokenizer, text, special=not n) for n, text in enumerate(texts))
         spare = shared.spare if self.max_positions is None else min(shared.spare, self.max_positions // 2)
@@ -207,7 +207,7 @@ class PromptMaker:
         most = self.max_prompt_tokens
         if most is None and self.max_positions is not None:
             most = self.max_positions - spare
-        if most is None or len(ids) <= most or self.task.asking(example).truncation != "middle":
+        if most is None or len(ids) <= most or self.task.task_of(example).truncation != "middle":
             return ids
         half = most // 2
         if half < 1:
@@ -230,7 +230,7 @@ class PromptMaker:
             )
 
     def _context(self, prompt: str, text: str, whole: list[int], ids: list[int], example: Example) -> int:
-        """The number of context tokens: those that the context alone begins with too.
+        """The number of context tokens: the common prefix with the tokens of the context alone.
 
         A token with text of both belongs to the question. prompt: the prompt after cutting; text: the same with chat
         template and answer prefix; whole: its tokens; ids: the tokens that remain after cutting on the left.
@@ -266,7 +266,7 @@ class PromptMaker:
         most = self.max_prompt_tokens
         if self.max_positions is not None:
             most = min(self.max_positions - example.max_new_tokens, most or self.max_positions)
-        if most is None or len(ids) <= most or self.task.asking(example).truncation != "left":
+        if most is None or len(ids) <= most or self.task.task_of(example).truncation != "left":
             return ids
         if most < 1:
             raise UsageError(
@@ -298,11 +298,11 @@ class PromptMaker:
         return torch.tensor(ids, dtype=torch.int32)
 
     def _wrap(self, prompt: str, example: Example) -> str:
-        """`prompt` as one user turn of the model's chat template, where the task wants chat and the model has one."""
-        if not self.task.asking(example).chat or not self.tokenizer.chat_template:
+        """`prompt` as one user turn of the model's chat template, if the task uses it and the model has one."""
+        if not self.task.task_of(example).chat or not self.tokenizer.chat_template:
             return prompt
         turn = [{"role": "user", "content": prompt}]
-        given = dict(self.task.asking(example).chat_template_args or {})
+        given = dict(self.task.task_of(example).chat_template_args or {})
         return str(self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **given))
 
     def _fit(self, example: Example) -> str:
@@ -310,7 +310,7 @@ class PromptMaker:
 
         First and last half are decoded separately and joined as strings, as in LongBench's code.
         """
-        limit = self._limit(example) if self.task.asking(example).truncation == "middle" else None
+        limit = self._limit(example) if self.task.task_of(example).truncation == "middle" else None
         if limit is None:
             return example.prompt
         ids = self._encode(example.prompt)
@@ -353,10 +353,10 @@ def end_tokens(
     end_texts: Sequence[str] = (),
     stops: Sequence[str] = (),
 ) -> list[int]:
-    """Ids that end an answer: the tokenizer's EOS, those of the generation config, and those of the task.
+    """Ids that end an answer: EOS of the tokenizer and of the generation config, and the end texts of the task.
 
-    For an end text it is the last token, because SentencePiece tokenizers add a space before an encoded newline. Stop
-    strings have an id if they are special tokens.
+    An end text is represented by its last token, because SentencePiece tokenizers add a space before an encoded
+    newline. Stop strings have an id if they are special tokens.
     """
     generation = config.eos_token_id if config is not None else None
     listed = generation if isinstance(generation, list) else [generation]

@@ -32,7 +32,8 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, context: str, continuation: 
     token, or else EOS. Raises ValueError if the continuation has no token or does not fit.
     """
     if not context:
-        first, second = _after_prefix(prefix_token(tokenizer), _encode(tokenizer, continuation, special=False))
+        prefix, second = prefix_token(tokenizer), _encode(tokenizer, continuation, special=False)
+        first, second = [prefix], second[1:] if second[:1] == [prefix] else second  # the prefix is not repeated
     else:
         stripped = context.rstrip()
         first = encode(tokenizer, stripped)
@@ -46,11 +47,6 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, context: str, continuation: 
     if len(first) + len(second) > most + 1:
         log.warning("a context is cut on the left from %d tokens to %d", len(first), most + 1 - len(second))
     return Pair((first + second)[-(most + 1) :][: -len(second)], second)
-
-
-def _after_prefix(prefix: int, ids: list[int]) -> tuple[list[int], list[int]]:
-    """The prefix token and a text without context; a prefix in the text is not repeated."""
-    return (ids[:1], ids[1:]) if ids[:1] == [prefix] else ([prefix], ids)
 
 
 def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -43,7 +43,7 @@ def try_out(config: PreTrainedConfig) -> None:
 
 
 def _check_places(model: PreTrainedModel) -> None:
-    """Raise InterfaceError for models whose positions start after the padding index (RoBERTa) instead of at 0."""
+    """Raise InterfaceError for models with positions that start after the padding index (RoBERTa) instead of at 0."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None and "position" in name:
             raise InterfaceError(
@@ -55,8 +55,8 @@ def _check_places(model: PreTrainedModel) -> None:
 def layer_shapes(config: PreTrainedConfig) -> dict[int, tuple[int, int, int]]:
     """KV heads, key size and value size of every attention layer.
 
-    They are those of a call of the model, because some configurations do not contain the differences between layers.
-    For layers that the call does not reach, and for remote code, they are those of the configuration.
+    They are measured in a call of the model, because some configurations do not contain the differences between layers.
+    For layers that the call does not reach, and for remote code, they are read from the configuration.
     """
     text = config.get_text_config(decoder=True)
     layout = layout_of(text)

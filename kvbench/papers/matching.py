@@ -15,7 +15,7 @@ from kvbench.results.result import Result
 from kvbench.results.statistics import stratified_interval
 from kvbench.tasks.summary import summary
 
-IGNORED = ("task.data_dir", "task.path")  # local paths
+IGNORED = ("task.data_dir", "task.path", "dtype")  # local paths, and the precision
 SCHEDULE_FIELDS = {"size": "block", "class": "schedule"}  # names of the identity -> fields of the command line
 SUITES = {"longbench": "longbench_", "longbench_e": "longbench_", "ruler": "ruler_", "ruler_13": "ruler_"}
 """Tasks that consist of several tasks, and the name prefix of a single one."""
@@ -48,7 +48,7 @@ class Runs:
                 self._add(part, f"{prefix}{part.subset.partition('=')[2]}")
 
     def _add(self, run: Result, task: str) -> None:
-        self._by_key.setdefault((_plain(run.naming.model), run.slug, run.budget, task), []).append(run)
+        self._by_key.setdefault((_plain(run.naming.model), run.policy, run.budget, task), []).append(run)
 
     def find(self, plan: Plan) -> tuple[Result | None, str]:
         """The run of a plan with the most examples, or None and a remark about runs with different settings."""

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from kvbench.report.html.command import main
+from kvbench.report.html.report import main
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a report uses only local tokenizers and task data
 

@@ -1,4 +1,7 @@
-"""`python -m kvbench.results`: tables of finished runs, and figures of their NLL curves."""
+"""Tables of finished runs: `python -m kvbench.results collect FOLDER`.
+
+`python -m kvbench.results check FOLDER` checks that the numbers of runs agree with their samples.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,21 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from kvbench.report.frames import FORMATS, Table, text, write
+from kvbench.errors import UsageError
+from kvbench.report.frames import FORMATS, text, write
 from kvbench.report.table import chosen, pivot, results_table
 from kvbench.results.columns import COLUMNS, frame
 from kvbench.results.files import atomic_write
 from kvbench.results.load import load_results
-from kvbench.results.result import Result
 from kvbench.terminal.command import Parser, command
-from kvbench.terminal.errors import UsageError
-from kvbench.terminal.folding import terminal_width
+from kvbench.terminal.console import terminal_width
 from kvbench.terminal.outputs import check_output
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 TIDY = (".csv", ".parquet")
+_COLLECT = """Writes one table of all runs below a folder. .csv and .parquet files are tidy: one row per run, all
+columns. The other formats are for people: they have the columns that differ between rows, and a title with the
+values that all rows share. Without -o such a table is printed."""
 
 
 @command
@@ -31,47 +32,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line of `python -m kvbench.results`; returns the exit code."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
-    sys.stdout.write({"collect": collect_table, "curve": draw_curves}[options.command](options))
+    sys.stdout.write(collect_table(options))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("python -m kvbench.results", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
-    _add_collect(commands)
-    curve = commands.add_parser("curve", help="draw NLL against context length, for runs that scored given texts")
-    curve.add_argument("folder", type=Path, help="folder of runs, such as results/runs")
-    curve.add_argument("-o", "--output", type=Path, required=True, help="file to write: .svg, .png, .pdf")
-    return parser
-
-
-def _add_collect(commands: Any) -> None:  # noqa: ANN401 - argparse's class of it has no public name
-    collecting = commands.add_parser(
-        "collect",
-        help="write one table of all runs below a folder",
-        usage="%(prog)s folder [-o OUTPUT] [--by KEY ...]\n  [--columns A,B,C | --wide | --pivot budget|task]",
-        description="Writes one table of all runs below a folder. .csv and .parquet files are tidy: one row per run, "
-        "all columns. The other formats are for people: they have the columns that differ between rows, and a title "
-        "with the values that all rows share. Without -o such a table is printed.",
-        epilog="columns:\n" + "\n".join(f"  {column.name:20}  {column.meaning}" for column in COLUMNS),
-    )
-    collecting.add_argument("folder", type=Path, help="folder of runs, such as results/runs")
-    collecting.add_argument("-o", "--output", type=Path, help=f"file to write: {', '.join((*TIDY, *FORMATS))}")
-    collecting.add_argument(
-        "--by",
-        nargs="+",
-        default=[],
-        metavar="KEY",
-        help="add one row for each value of a metadata key of the examples: task, length, depth, ...",
-    )
-    kinds = collecting.add_mutually_exclusive_group()
+    columns = "columns:\n" + "\n".join(f"  {column.name:20}  {column.meaning}" for column in COLUMNS)
+    usage = "%(prog)s folder [-o OUTPUT] [--by KEY ...]\n  [--columns A,B,C | --pivot budget|task]"
+    one_table = "write one table of all runs below a folder"
+    collect = commands.add_parser("collect", help=one_table, usage=usage, description=_COLLECT, epilog=columns)
+    collect.add_argument("folder", type=Path, help="folder of runs, such as results/runs")
+    collect.add_argument("-o", "--output", type=Path, help=f"file to write: {', '.join((*TIDY, *FORMATS))}")
+    rows = "add one row for each value of a metadata key of the examples: task, length, depth, ..."
+    collect.add_argument("--by", nargs="+", default=[], metavar="KEY", help=rows)
+    kinds = collect.add_mutually_exclusive_group()
     kinds.add_argument("--columns", type=_names, default=[], metavar="A,B,C", help="select columns, in this order")
-    kinds.add_argument("--wide", action="store_true", help="all columns that have a value, except JSON columns")
-    kinds.add_argument(
-        "--pivot",
-        choices=["budget", "task"],
-        help="one row per policy, one column per budget (scores with intervals) or per task (scores x 100, average)",
-    )
+    across = "one row per policy, one column per budget (scores with intervals) or per task (scores x 100, average)"
+    kinds.add_argument("--pivot", choices=["budget", "task"], help=across)
+    return parser
 
 
 def _names(words: str) -> list[str]:
@@ -83,49 +63,27 @@ def _names(words: str) -> list[str]:
 
 def collect_table(options: argparse.Namespace) -> str:
     """Write the table and return a message, or return the table if there is no output file. Raises UsageError."""
-    output = options.output
+    output, tidy = options.output, options.output is not None and options.output.suffix in TIDY
     if output is not None:
         check_output(output, (*TIDY, *FORMATS))
-        if options.pivot and output.suffix in TIDY:
-            raise UsageError(
-                f"--pivot {options.pivot} is for {', '.join(FORMATS)}; {output.suffix} has one row per run"
-            )
+    if options.pivot and tidy:
+        raise UsageError(f"--pivot {options.pivot} is for {', '.join(FORMATS)}; {output.suffix} has one row per run")
     rows = load_results(options.folder).by(options.by)
     known = dict.fromkeys([*(column.name for column in COLUMNS), *(key for row in rows for key in row.differs)])
     for name in options.columns:
         if name not in known:
             raise UsageError(f"--columns {name} is not a column (allowed: {', '.join(known)})")
-    if output is not None and output.suffix in TIDY:
-        _write_tidy(frame(rows, options.columns), output)
+    if tidy:
+        table = frame(rows, options.columns)
+        try:
+            with atomic_write(output) as temporary:
+                (table.to_csv if output.suffix == ".csv" else table.to_parquet)(temporary, index=False)
+        except OSError as error:
+            raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
     else:
-        table = _for_people(rows, options)
+        wide = chosen(rows, options.columns) if options.columns else results_table(rows)
+        shown = pivot(rows, options.pivot) if options.pivot else wide
         if output is None:
-            return text(table, terminal_width())
-        write(table, output)
+            return text(shown, terminal_width())
+        write(shown, output)
     return f"{len(rows)} rows -> {output}\n"
-
-
-def _for_people(rows: Sequence[Result], options: argparse.Namespace) -> Table:
-    if options.pivot:
-        return pivot(rows, options.pivot)
-    return chosen(rows, options.columns) if options.columns or options.wide else results_table(rows)
-
-
-def _write_tidy(table: pd.DataFrame, output: Path) -> None:
-    try:
-        with atomic_write(output) as temporary:
-            if output.suffix == ".csv":
-                table.to_csv(temporary, index=False)
-            else:
-                table.to_parquet(temporary, index=False)
-    except OSError as error:
-        raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
-
-
-def draw_curves(options: argparse.Namespace) -> str:
-    """Draw the NLL curves of all runs below `options.folder`. Raises UsageError."""
-    from kvbench.report.figures import pictures  # imported here: matplotlib takes a second
-
-    check_output(options.output, (".svg", ".png", ".pdf"))
-    (path,) = pictures.draw("nll", load_results(options.folder), options.output)
-    return f"{path}\n"

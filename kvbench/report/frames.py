@@ -1,4 +1,4 @@
-"""A DataFrame with title and notes as text (rich), Markdown, LaTeX, HTML or CSV."""
+"""A DataFrame with title and notes as text (rich), Markdown, LaTeX or HTML."""
 
 from __future__ import annotations
 
@@ -15,21 +15,15 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from kvbench.errors import UsageError
 from kvbench.results.files import write_atomically
-from kvbench.terminal.errors import UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
 
 NOTE_WIDTH = 100  # characters of a line of notes below a narrow table
-_LATEX = str.maketrans(
-    {
-        **{c: f"\\{c}" for c in "&%$#_{}"},
-        "\\": "\\textbackslash{}",
-        "~": "\\textasciitilde{}",
-        "^": "\\textasciicircum{}",
-    }
-)
+_SIGNS = {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}"}
+_LATEX = str.maketrans({**{c: f"\\{c}" for c in "&%$#_{}"}, **_SIGNS})
 _BOX = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
@@ -65,21 +59,15 @@ def text(table: Table, width: int | None = None) -> str:
     shown = RichTable(box=_BOX, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
     for name in frame.columns:
         longest = max((len(line) for cell in frame[name] for line in cell.split("\n")), default=0)
-        heading = Text(str(name)).wrap(Console(), max([longest, *map(len, str(name).split())]))
-        left = name in table.left
-        shown.add_column(
-            Text("\n").join(line for line in heading), justify="left" if left else "right", vertical="bottom"
-        )
-    keys = [tuple(row) for row in frame[list(table.groups)].itertuples(index=False)] if table.groups else []
-    for place, row in enumerate(frame.itertuples(index=False)):
-        last = bool(keys) and place + 1 < len(keys) and keys[place] != keys[place + 1]
-        shown.add_row(*map(Text, row), end_section=last)
-    wide = width or 10_000
+        heading = _folded(str(name), max([longest, *map(len, str(name).split())]))
+        shown.add_column(heading, justify="left" if name in table.left else "right", vertical="bottom")
+    keys = [tuple(row) for row in frame[list(table.groups)].to_numpy()]
+    for row, key, following in zip(frame.itertuples(index=False), keys, [*keys[1:], *keys[-1:]], strict=True):
+        shown.add_row(*map(Text, row), end_section=key != following)
     stream = io.StringIO()
-    console = Console(file=stream, width=wide, color_system=None, legacy_windows=False)
-    console.print(shown)
+    Console(file=stream, width=width or 10_000, color_system=None, legacy_windows=False).print(shown)
     body = [line.rstrip() for line in stream.getvalue().splitlines()]
-    notes_width = min(wide, max([NOTE_WIDTH, *map(len, body)]))
+    notes_width = min(width or 10_000, max([NOTE_WIDTH, *map(len, body)]))
     title, *notes = (_folded(words, notes_width) for words in (table.title, *table.notes))
     return "\n\n".join(filter(None, [title, "\n".join(body), "\n".join(notes)])) + "\n"
 
@@ -128,7 +116,7 @@ def html(table: Table) -> str:
     return title + body + "".join(f"\n<p>{escape(note)}</p>" for note in table.notes) + "\n"
 
 
-FORMATS: dict[str, Callable[[Table], str]] = {".txt": text, ".md": markdown, ".tex": latex, ".html": html}
+FORMATS: dict[str, Callable[[Table], str]] = {".txt": text, ".md": markdown, ".tex": latex}
 
 
 def write(table: Table, path: Path) -> None:

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvbench.errors import UsageError
 from kvbench.report.frames import Table, frame_of, text
-from kvbench.results.columns import COLUMNS
 from kvbench.results.columns import frame as tidy
 from kvbench.results.labels import budget_order, in_words, text_of
 from kvbench.results.load import Results
 from kvbench.results.result import FINISHED, Result
 from kvbench.results.statistics import FEWEST
-from kvbench.terminal.errors import UsageError
-from kvbench.terminal.folding import terminal_width
+from kvbench.terminal.console import terminal_width
 
 if TYPE_CHECKING:
-    pass
+    import pandas as pd
 
 NONE = "-"
 LONG_ANSWER = 256  # from this mean number of generated tokens on, the length of answers is a column
 MIB = 2**-20
-Value = Callable[[Result], str | None]
+RIGHT = ("budget", "n")
+GROUPS = ("model", "task", "schedule", "decode")
 
 
 def measure(row: Result) -> str:
@@ -41,11 +40,8 @@ def _against(row: Result) -> str | None:
     difference, digits = row.difference, 4 if row.reads else 3
     if difference is None:
         return f"{row.gap.nll:+.4f} " if row.gap else None
-    star, ends = (
-        "*" if difference.claims else " ",
-        f"{difference.low:+.{digits - 1}f}..{difference.high:+.{digits - 1}f}",
-    )
-    return f"{difference.mean:+.{digits}f} ({ends}){star}"
+    ends = f"{difference.low:+.{digits - 1}f}..{difference.high:+.{digits - 1}f}"
+    return f"{difference.mean:+.{digits}f} ({ends}){'*' if difference.claims else ' '}"
 
 
 def _share(row: Result) -> str | None:
@@ -53,69 +49,76 @@ def _share(row: Result) -> str | None:
     return None if share is None else f"{100 * share:.{0 if share > 0.9995 else 1}f}%"
 
 
-def _number(field: str, how: str, scale: float = 1, unit: str = "", instead: str = "") -> Value:
-    """Formats a field of a result. instead: the field that is shown if the first has no value."""
+class _Column(NamedTuple):
+    """A column of numbers, shown if some row has a value and `shown(row)` is true.
 
-    def value(row: Result) -> str | None:
-        number = getattr(row, field)
-        if number is None and instead:
-            number = getattr(row, instead)
-        return None if number is None else f"{number * scale:{how}}{unit}"
-
-    return value
-
-
-def _seconds(field: str, how: str) -> Value:
-    return lambda row: "shared" if row.n_shared else _number(field, how)(row)
-
-
-@dataclass(frozen=True)
-class _Column:
-    """A column of numbers, shown if some row has a value and `shown(row)` is true. legend: its text in the footer."""
+    value: a field of a result, with its format, factor and unit, or a function that returns text. instead: the field
+    that is used if the first has no value. legend: the column's text in the footer.
+    """
 
     title: str
-    value: Value
+    value: str | Callable[[Result], str | None]
+    how: str = ""
+    scale: float = 1
+    unit: str = ""
+    instead: str = ""
     legend: str = ""
     shown: Callable[[Result], bool] = lambda _: True
+
+    def text(self, row: Result) -> str | None:
+        """The text of a row; None without a value."""
+        if not isinstance(self.value, str):
+            return self.value(row)
+        if row.n_shared and ("seconds" in self.value or "_ms_" in self.value):
+            return "shared"
+        number = getattr(row, self.value)
+        number = getattr(row, self.instead) if number is None and self.instead else number
+        return None if number is None else f"{number * self.scale:{self.how}}{self.unit}"
 
 
 def _is_long(row: Result) -> bool:
     return (row.generated_tokens or 0) >= LONG_ANSWER
 
 
-def _chooses(row: Result) -> bool:
+def _reads_part(row: Result) -> bool:
     return row.read_tokens is not None
 
 
-_PAIRED = "vs full: on the same examples, *: the 95% interval excludes 0"
-_READS = "read: by the last decoded token; the budget limits the tokens it reads"
 _COLUMNS = (
-    _Column("scored tokens", _number("scored_tokens", "d")),
-    _Column("score (95% CI)", measure, "score: mean, 1 is best", lambda row: not row.reads),
-    _Column("NLL (95% CI)", measure, "NLL: nats per token, lower is better", lambda row: row.reads),
-    _Column("vs full (95% CI)", _against, _PAIRED, lambda row: row.difference is not None or row.gap is not None),
-    _Column("PPL", _number("perplexity", ".4g")),
+    _Column("scored tokens", "scored_tokens", "d"),
+    _Column("score (95% CI)", measure, legend="score: mean, 1 is best", shown=lambda row: not row.reads),
+    _Column("NLL (95% CI)", measure, legend="NLL: nats per token, lower is better", shown=lambda row: row.reads),
+    _Column(
+        "vs full (95% CI)", _against, legend="vs full: on the same examples, *: the 95% interval excludes 0",
+        shown=lambda row: row.difference is not None or row.gap is not None,
+    ),
+    _Column("PPL", "perplexity", ".4g"),
     _Column("PPL vs full", lambda row: None if row.gap is None else f"{row.gap.perplexity:+.4g}"),
-    _Column("pass@k", _number("pass_at_k", ".3f"), "pass@k: share of prompts with a right answer among k"),
-    _Column("tokens", _number("generated_tokens", ".0f"), "tokens: mean generated tokens", _is_long),
-    _Column("cut off", _number("cut_share", ".1f", 100, "%"), "cut off: answers that reached max_new_tokens", _is_long),
-    _Column("score/1k held", _number("score_per_1000_held", ".3f"), "", _is_long),
-    _Column("kept/KV head", _number("kept_tokens", ".1f"), "kept, cache: held after the last token"),
-    _Column("read/KV head", _number("read_tokens", ".1f", instead="kept_tokens"), _READS, _chooses),
+    _Column("pass@k", "pass_at_k", ".3f", legend="pass@k: share of prompts with a right answer among k"),
+    _Column("tokens", "generated_tokens", ".0f", legend="tokens: mean generated tokens", shown=_is_long),
+    _Column(
+        "cut off", "cut_share", ".1f", 100, "%", legend="cut off: answers that reached max_new_tokens", shown=_is_long
+    ),
+    _Column("kept/KV head", "kept_tokens", ".1f", legend="kept, cache: held after the last token"),
+    _Column(
+        "read/KV head", "read_tokens", ".1f", instead="kept_tokens", shown=_reads_part,
+        legend="read: by the last decoded token; the budget limits the tokens it reads",
+    ),
+    _Column("if freed", "unmasked_tokens", ".1f", legend="if freed: kept without masked tokens, which are held"),
     _Column("most kept", lambda row: str(max(map(max, row.max_kept_tokens))) if row.max_kept_tokens else None),
-    _Column("cache MiB", _number("cache_bytes", ".3f", MIB)),
-    _Column("MiB read/token", _number("read_bytes", ".3f", MIB, instead="cache_bytes"), "", _chooses),
+    _Column("cache MiB", "cache_bytes", ".3f", MIB),
+    _Column("MiB read/token", "read_bytes", ".3f", MIB, instead="cache_bytes", shown=_reads_part),
     _Column("of full", _share),
-    _Column("spare MiB", _number("spare_bytes", ".3f", MIB), "spare: reserved but unused"),
-    _Column("peak MiB", _number("peak_bytes", ".3f", MIB)),
-    _Column("state MiB", _number("state_bytes", ".3f", MIB), "state: states of recurrent layers"),
-    _Column("device peak MiB", _number("device_peak_bytes", ".0f", MIB)),
-    _Column("pre-pass tokens", _number("pre_pass_tokens", ".1f")),
-    _Column("bits/number", _number("bits_per_number", ".2f")),
-    _Column("16-bit/this", _number("ratio_to_16_bit", ".2f", unit="x"), "16-bit/this: full 16-bit cache / this cache"),
-    _Column("prefill s", _seconds("prefill_seconds", ".3f"), "", lambda row: row.prefill_seconds is not None),
-    _Column("decode s", _seconds("decode_seconds", ".3f"), "", lambda row: row.decode_seconds is not None),
-    _Column("ms/token", _seconds("decode_ms_per_token", ".2f"), "", lambda row: row.decode_ms_per_token is not None),
+    _Column("spare MiB", "spare_bytes", ".3f", MIB, legend="spare: reserved but unused"),
+    _Column("peak MiB", "peak_bytes", ".3f", MIB),
+    _Column("state MiB", "state_bytes", ".3f", MIB, legend="state: states of recurrent layers"),
+    _Column("device peak MiB", "device_peak_bytes", ".0f", MIB),
+    _Column("pre-pass tokens", "pre_pass_tokens", ".1f"),
+    _Column("bits/number", "bits_per_number", ".2f"),
+    _Column("16-bit/this", "ratio_to_16_bit", ".2f", 1, "x", legend="16-bit/this: full 16-bit cache / this cache"),
+    _Column("prefill s", "prefill_seconds", ".3f", shown=lambda row: row.prefill_seconds is not None),
+    _Column("decode s", "decode_seconds", ".3f", shown=lambda row: row.decode_seconds is not None),
+    _Column("ms/token", "decode_ms_per_token", ".2f", shown=lambda row: row.decode_ms_per_token is not None),
 )  # fmt: skip
 
 
@@ -135,41 +138,37 @@ def results_table(rows: Sequence[Result]) -> Table:
     rows = _grouped(rows)
     words = _words(rows)
     named = _named_columns(words, always=("policy", "budget") if len(rows) == 1 else ("policy",))
-    shown = [one for one in _COLUMNS if any(one.shown(row) and one.value(row) is not None for row in rows)]
-    numbers = [[one.value(row) or NONE for row in rows] for one in shown]
+    shown = [one for one in _COLUMNS if any(one.shown(row) and one.text(row) is not None for row in rows)]
+    numbers = [[one.text(row) or NONE for row in rows] for one in shown]
     legend = [one.legend for one in shown if one.legend]
     if any(row.budget is not None for row in rows):
         legend.append("budget: tokens per KV head (below 1: share of the prompt)")
-    return Table(
-        frame_of([*named, *(one.title for one in shown)], [*(words[name] for name in named), *numbers]),
-        title=_shared(words, named),
-        notes=["; ".join(legend), *_when(rows), *notes(rows)],
-        left=[name for name in named if name not in _RIGHT],
-        groups=[name for name in _GROUPS if name in named],
-    )
+    frame = frame_of([*named, *(one.title for one in shown)], [*(words[name] for name in named), *numbers])
+    return _table(frame, _shared(words, named), legend, rows, named)
 
 
-_RIGHT = ("budget", "n")
-_GROUPS = ("model", "task", "schedule", "decode")
+def _table(frame: pd.DataFrame, title: str, legend: Sequence[str], rows: Sequence[Result], named: list[str]) -> Table:
+    whens = {row.when for row in rows} - {""}
+    when = [f"when: {'; '.join(map(in_words, whens.pop().split(', ')))}"] if len(whens) == 1 else []
+    left, groups = [name for name in named if name not in RIGHT], [name for name in GROUPS if name in named]
+    return Table(frame, title, ["; ".join(legend), *when, *notes(rows)], left, groups)
 
 
 def _grouped(rows: Sequence[Result]) -> list[Result]:
     """The rows grouped by model, task and schedule in order of appearance, rows without eviction first."""
     places = [*dict.fromkeys((row.model_label, row.task_label) for row in rows)]
     whens = ["", *dict.fromkeys(row.when for row in rows)]
-    if len({*whens}) < 3:  # all rows have the same schedule
-        return sorted(rows, key=lambda row: places.index((row.model_label, row.task_label)))
-    return sorted(rows, key=lambda row: (places.index((row.model_label, row.task_label)), whens.index(row.when)))
+    several = len({*whens}) > 2  # otherwise all rows have the same schedule
+    return sorted(
+        rows, key=lambda row: (places.index((row.model_label, row.task_label)), several and whens.index(row.when))
+    )
 
 
 def _words(rows: Sequence[Result]) -> dict[str, list[str]]:
     """The text columns: names, fields that differ, schedule and decoding rule."""
     keys = dict.fromkeys(key for row in rows for key in row.differs if key != "compress")  # the schedule contains it
     return {
-        "model": [row.model for row in rows],
-        "task": [row.task for row in rows],
-        "policy": [row.policy for row in rows],
-        "subset": [row.subset for row in rows],
+        **{name: [getattr(row, name) for row in rows] for name in ("model", "task", "policy", "subset")},
         **{key: [text_of(row.differs[key]) if key in row.differs else NONE for row in rows] for key in keys},
         "schedule": [row.moments[0] or NONE for row in rows],
         "decode": [row.moments[1] or NONE for row in rows],
@@ -181,11 +180,8 @@ def _words(rows: Sequence[Result]) -> dict[str, list[str]]:
 
 def _named_columns(words: dict[str, list[str]], always: Sequence[str]) -> list[str]:
     """The columns in which rows differ; schedules of rows without eviction are ignored."""
-
-    def differ(name: str) -> bool:
-        return len(set(words[name]) - ({NONE} if name in ("schedule", "decode") else set())) > 1
-
-    return [name for name in words if name in always or differ(name)]
+    ignored = {"schedule": {NONE}, "decode": {NONE}}
+    return [name for name in words if name in always or len(set(words[name]) - ignored.get(name, set())) > 1]
 
 
 def _shared(words: dict[str, list[str]], shown: Sequence[str]) -> str:
@@ -203,90 +199,67 @@ def _shared(words: dict[str, list[str]], shown: Sequence[str]) -> str:
     return ", ".join([*parts, *([] if "n" in shown else [f"{n} example{'s' * (n != '1')}"])])
 
 
-def _when(rows: Sequence[Result]) -> list[str]:
-    """A note with the schedule and decoding rule, if all rows with eviction share them."""
-    whens = {row.when for row in rows} - {""}
-    return [f"when: {'; '.join(map(in_words, whens.pop().split(', ')))}"] if len(whens) == 1 else []
-
-
 def pivot(rows: Sequence[Result], across: str) -> Table:
     """One row per policy, one column per budget or task, as in the tables of papers.
 
     across="budget": scores (or NLL) with 95% intervals; runs without a budget have a separate column.
     across="task": scores times 100, one row per policy and budget, with the mean if every task has a score.
     """
-    if across == "task":
-        rows = [row for row in rows if not row.reads]
-        if not rows:
-            raise UsageError("--pivot task needs scores, but all runs scored given texts")
-    rows = _grouped(rows)
+    by_task = across == "task"
+    rows = _grouped([row for row in rows if not (by_task and row.reads)])
+    if not rows:
+        raise UsageError("--pivot task needs scores, but all runs scored given texts")
     words = _words(rows)
-    if across == "task":  # tasks with one name but different fields are separate columns
-        tasks = {(row.task, row.task_label) for row in rows}
-        several = len({task for task, _ in tasks}) < len(tasks)
+    if by_task:  # tasks with one name but different fields are separate columns
+        several = len({row.task for row in rows}) < len({row.task_label for row in rows})
         words["task"] = [row.task_label if several else row.task for row in rows]
-        for key in [key for key in words if key.startswith("task.")]:
-            del words[key]
+        words = {key: values for key, values in words.items() if not key.startswith("task.")}
     named = [name for name in _named_columns(words, ("policy",)) if name not in ("n", "state", across)]
     columns = list(dict.fromkeys(words[across]))
-    if across == "budget":
+    if not by_task:
         columns.sort(key=lambda budget: budget_order(None if budget == NONE else float(budget)))
     cells: dict[tuple[str, ...], dict[str, list[Result]]] = {}
     for place, row in enumerate(rows):
         label = tuple(words[name][place] for name in named)
         cells.setdefault(label, {}).setdefault(words[across][place], []).append(row)
-    cell = _percent if across == "task" else _with_interval
-    body = [[*label, *(cell(found.get(name, [])) for name in columns)] for label, found in cells.items()]
+    cell = _percent if by_task else _with_interval
+    body = [
+        [*label, *("; ".join(map(cell, found.get(name, []))) or NONE for name in columns)]
+        for label, found in cells.items()
+    ]
     titles = ["no budget" if name == NONE else name for name in columns]
-    if across == "task" and len(columns) > 1:
+    if by_task and len(columns) > 1:
         titles.append("average")
         for line, found in zip(body, cells.values(), strict=True):
-            line.append(_average([found.get(name, []) for name in columns]))
+            scores = [of[0].score for of in found.values() if len(of) == 1 and of[0].score is not None]
+            line.append(f"{100 * fmean(scores):.1f}" if len(scores) == len(columns) else NONE)
     kinds = dict.fromkeys("NLL in nats per token, lower is better" if row.reads else "score" for row in rows)
-    what = "score x 100" if across == "task" else f"{' or '.join(kinds)} (95% CI)"
+    what = "score x 100" if by_task else f"{' or '.join(kinds)} (95% CI)"
     legend = ["budget: tokens per KV head (below 1: share of the prompt)"]
-    if any(row.difference and row.difference.claims for row in rows) and across == "budget":
+    if not by_task and any(row.difference and row.difference.claims for row in rows):
         legend.append("*: the 95% interval of the difference from full on the same examples excludes 0")
-    return Table(
-        frame_of([*named, *titles], list(zip(*body, strict=True))),
-        title=f"{what} by {across}: {_shared(words, [*named, across])}",
-        notes=["; ".join(legend), *_when(rows), *notes(rows)],
-        left=[name for name in named if name not in _RIGHT],
-        groups=[name for name in _GROUPS if name in named],
-    )
+    frame = frame_of([*named, *titles], list(zip(*body, strict=True)))
+    return _table(frame, f"{what} by {across}: {_shared(words, [*named, across])}", legend, rows, named)
 
 
-def _with_interval(found: Sequence[Result]) -> str:
-    return "; ".join(measure(row) + _mark(row) for row in found) or NONE
+def _unfinished(row: Result) -> str:
+    return "" if row.finished else f" [unfinished, n={row.n}]"
 
 
-def _mark(row: Result) -> str:
-    star = "*" if row.difference and row.difference.claims else ""
-    return star if row.finished else f"{star} [unfinished, n={row.n}]"
+def _with_interval(row: Result) -> str:
+    return measure(row) + ("*" if row.difference and row.difference.claims else "") + _unfinished(row)
 
 
-def _percent(found: Sequence[Result]) -> str:
-    texts = ["failed" if row.score is None else f"{100 * row.score:.1f}" for row in found]
-    marks = ["" if row.finished else f" [unfinished, n={row.n}]" for row in found]
-    return "; ".join(text + mark for text, mark in zip(texts, marks, strict=True)) or NONE
+def _percent(row: Result) -> str:
+    return ("failed" if row.score is None else f"{100 * row.score:.1f}") + _unfinished(row)
 
 
-def _average(tasks: Sequence[Sequence[Result]]) -> str:
-    scores = [found[0].score for found in tasks if len(found) == 1 and found[0].score is not None]
-    return f"{100 * fmean(scores):.1f}" if len(scores) == len(tasks) else NONE
-
-
-def chosen(rows: Sequence[Result], names: Sequence[str] = ()) -> Table:
-    """Columns of the tidy table by name; without names, all columns with a value except JSON columns."""
-    frame, json = tidy(rows, names), {column.name for column in COLUMNS if column.kind == "json"}
-    if not names:
-        frame = frame[[name for name in frame if frame[name].notna().any() and name not in json]]
+def chosen(rows: Sequence[Result], names: Sequence[str]) -> Table:
+    """Columns of the tidy table by name."""
+    frame = tidy(rows, names)
     left = [str(name) for name in frame if frame[name].dtype.kind not in "iuf"]
-    return Table(frame.astype(object).where(frame.notna(), "").map(_cell), left=left)
-
-
-def _cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    cells = frame.astype(object).where(frame.notna(), "")
+    return Table(cells.map(lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)), left=left)
 
 
 def notes(rows: Sequence[Result]) -> list[str]:
@@ -299,33 +272,22 @@ def notes(rows: Sequence[Result]) -> list[str]:
         found.append(f"vs full needs at least {FEWEST} shared examples")
     if any(row.n_shared for row in rows):
         found.append("Times are not shown for batched runs. Use engine.rows=1 to time each run alone.")
-    return found + unlike(rows)
-
-
-def unlike(all_rows: Sequence[Result]) -> list[str]:
-    """Warnings about rows with different schedules, decoding rules or compressed parts: they are not comparable."""
-    rows = [row for row in all_rows if row.evicts and row.naming.reads is None]
-    found = []
-    modes = sorted({row.compress for row in rows})
-    if len(modes) > 1:
-        found.append(
-            f"compress differs ({', '.join(modes)}): a context is compressed before the question is known, a prompt "
-            "afterwards; compare rows with the same compress="
-        )
-    schedules = {row.schedule for row in rows if row.schedule}
-    if len(schedules) > 1:
-        prompts = "eviction after the prompt uses the question, eviction in blocks does not"
-        contexts = "eviction in blocks does not use the rest of the context"
-        found.append(
-            f"schedules differ ({', '.join(sorted(schedules))}): {contexts if modes == ['context'] else prompts}; "
-            "compare rows with the same schedule="
-        )
-    decodes = {row.decode for row in rows if row.decode}
-    if len(decodes) > 1:
-        grows = "with grow, new tokens are kept in addition to the budget"
-        often = "with evict every k, up to k tokens are held above the budget"
-        found.append(
-            f"decoding differs ({', '.join(sorted(decodes))}): {grows if 'grow' in decodes else often}; compare rows "
-            "with the same decode="
-        )
+    evicting = [row for row in rows if row.evicts and row.naming.reads is None]
+    modes, schedules, decodes = (
+        sorted({value for row in evicting if (value := getattr(row, name))})
+        for name in ("compress", "schedule", "decode")
+    )
+    context = "a context is compressed before the question is known, a prompt afterwards"
+    blocks = "eviction after the prompt uses the question, eviction in blocks does not"
+    if modes == ["context"]:
+        blocks = "eviction in blocks does not use the rest of the context"
+    every = "with evict every k, up to k tokens are held above the budget"
+    grow = "with grow, new tokens are kept in addition to the budget" if "grow" in decodes else every
+    for title, values, why, field in (
+        ("compress differs", modes, context, "compress"),
+        ("schedules differ", schedules, blocks, "schedule"),
+        ("decoding differs", decodes, grow, "decode"),
+    ):
+        if len(values) > 1:
+            found.append(f"{title} ({', '.join(values)}): {why}; compare rows with the same {field}=")
     return found

@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvbench.results.labels import DENSE, NAMED, Naming, parted
+from kvbench.errors import UsageError
+from kvbench.results.labels import NAMED, Naming
 from kvbench.results.metrics import Numbers, metrics
 from kvbench.results.result import Result, numbers
-from kvbench.terminal.errors import UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,17 +40,8 @@ class Column:
         return json.dumps(value) if self.kind == "json" and value is not None else value
 
 
-_LAST = (
-    "evicted_share",
-    "read_tokens",
-    "read_bytes",
-    "pre_pass_tokens",
-    "recomputed_tokens",
-    "prefill_seconds",
-    "decode_seconds",
-    "decode_ms_per_token",
-)  # columns after those computed from bytes
 _MEASURED = tuple(Column(one.name, one.metadata["meaning"]) for one in fields(Numbers))
+_BYTES = next(place for place, column in enumerate(_MEASURED) if column.name == "cache_share") + 1
 COLUMNS = (
     Column("run_id", "folder of the run", "words"),
     Column("model", "name of the model", "words"),
@@ -89,22 +80,18 @@ COLUMNS = (
     Column("perplexity_gap", "perplexity minus that of full on the same texts", at="gap.perplexity"),
     Column("scored_tokens", "number of scored tokens of all texts", "integer"),
     Column("block", "m: tokens scored between two evictions", "integer"),
-    Column(
-        "max_kept_tokens",
-        "[layer][KV head] most tokens held during scoring, including the current block, as JSON",
-        "json",
-    ),
+    Column("max_kept_tokens", "[layer][KV head] most tokens held during scoring, as JSON", "json"),
     Column("nll_curve", "cumulative mean NLL by context length, as JSON", "json", at="curve"),
     Column("official", "aggregates of the benchmark's own scripts, as JSON", "json"),
     Column("official_intervals", "95% intervals of the aggregates over subsets, as JSON", "json"),
-    *_MEASURED[: -len(_LAST)],
+    *_MEASURED[:_BYTES],
     Column("bits_per_number", "quantized stores: bits used for each number of the full cache"),
     Column("ratio_to_16_bit", "quantized stores: full cache in 16 bits / bytes used"),
-    *_MEASURED[-len(_LAST) :],
+    *_MEASURED[_BYTES:],
     Column("code", "digest of the code", "words", at="identity.code"),
     Column("device", "GPU or processor", "words"),
     Column("kvbench_revision", "git commit, if known", "words", at="environment.kvbench_revision"),
-    Column("mixed", "versions that differ within the run (allow_mixed=true)", "words"),
+    Column("mixed", "versions that differ within the run (allow_version_mismatch=true)", "words"),
     Column("state", "finished, or unfinished (n examples so far)", "words"),
 )
 
@@ -128,7 +115,7 @@ def frame(rows: Sequence[Result], names: Sequence[str] = ()) -> pd.DataFrame:
 
 
 def read_table(path: Path) -> list[Result]:
-    """The runs of a tidy table of this or an older version, without samples. Raises UsageError for other files."""
+    """The runs of a tidy table, without samples. Raises UsageError for other files."""
     import pandas as pd
 
     try:
@@ -136,9 +123,8 @@ def read_table(path: Path) -> list[Result]:
         rows = table[table["subset"] == "all"].to_dict("records")
         return [_result({str(k): None if pd.isna(v) else v for k, v in row.items()}) for row in rows]
     except (KeyError, ValueError, TypeError, OSError) as error:
-        raise UsageError(
-            f"{path} is not a table that `python -m kvbench.results collect` wrote ({type(error).__name__}: {error})"
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{path} is not a table written by `python -m kvbench.results collect` ({reason})") from error
 
 
 def _result(row: dict[str, Any]) -> Result:
@@ -147,20 +133,19 @@ def _result(row: dict[str, Any]) -> Result:
     same: dict[str, Any] = {name: row[name] for name in ("dtype", "seed", "compress", "code") if name in row}
     identity: dict[str, Any] = {"model": {"weights": row["weights"]}, "budget": budget, **same}
     identity |= {"policy": tree["policy_fields"], "task": tree["task_fields"]}
-    if (store := identity["policy"].get("store")) and store["class"] == "Dense":  # in older versions
-        store["class"] = DENSE
+    block, reads = row.get("block"), row.get("scored_tokens") is not None
+    changed = tuple(key for key, value in row.items() if key.startswith(("policy.", "task.")) and value is not None)
+    scored = None if not reads else "" if block is None else f"m={block:g}"
+    names = {name: row[name].partition("(")[0].strip() for name in NAMED}  # old tables have "snapkv (grow)"
+    naming = Naming(**names, changed=changed, reads=scored)
     known = {field.name for field in fields(Result)}
     values = {k: v for k, v in {**numbers(metrics(())), **row, **tree}.items() if k in known}
     values |= {"n": int(row["n"]), "n_failed": int(row["n_failed"]), "mixed": row.get("mixed") or ""}
-    block, reads = row.get("block"), row.get("scored_tokens") is not None
-    named = {name: parted(row[name])[0] for name in NAMED}  # labels in tables of old versions
-    changed = tuple(key for key, value in row.items() if key.startswith(("policy.", "task.")) and value is not None)
-    naming = Naming(**named, changed=changed, reads=None if not reads else "" if block is None else f"m={block:g}")
-    return Result(
-        **{**values, **named, "reads": reads, "curve": tree.get("nll_curve")},
-        folder=Path(str(row["run_id"])),
-        identity=identity,
-        environment={},
-        samples=(),
-        naming=naming,
-    )
+    values |= {
+        **names,
+        "reads": reads,
+        "curve": tree.get("nll_curve"),
+        "folder": Path(str(row["run_id"])),
+        "samples": (),
+    }
+    return Result(**values, identity=identity, environment={}, naming=naming)

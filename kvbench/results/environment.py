@@ -1,4 +1,4 @@
-"""Where and with what a run was computed: versions, revision, hardware. Recorded, but never part of run_id."""
+"""Where a run was computed: versions, revision, hardware. Recorded, but not part of run_id."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,13 @@ PACKAGES = ("kvbench", "torch", "transformers", "tokenizers", "safetensors", "hy
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What `environment.json` says about this process and the device it computes on."""
-    import torch  # here: seconds, which the help of a command that reads results need not wait for
+    """The content of `environment.json`: this process and its device."""
+    import torch  # imported here: it takes seconds, and commands that only read results do not need it
 
+    cuda = device.type == "cuda"
+    memory = None
+    with suppress(ValueError, OSError):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         **versions(),
         "hardware": {
@@ -27,40 +32,40 @@ def environment(device: torch.device) -> dict[str, Any]:
             "processor": _processor(),
             "cpus": os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
-            "memory_bytes": _memory_bytes(),
+            "memory_bytes": memory,
             "device": str(device),
-            "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-            "cuda": torch.version.cuda if device.type == "cuda" else None,  # a package's version need not tell it
+            "device_name": torch.cuda.get_device_name(device) if cuda else None,
+            "cuda": torch.version.cuda if cuda else None,
         },
     }
 
 
 def versions() -> dict[str, Any]:
-    """With what software this process computes."""
-    return {
-        "packages": {name: _version(name) for name in PACKAGES},
-        "python": platform.python_version(),
-        "kvbench_revision": git_revision(Path(__file__).resolve().parent),
-    }
+    """Versions of Python, packages and kvbench's code."""
+    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    revision = git_revision(Path(__file__).resolve().parent)
+    return {"packages": found, "python": platform.python_version(), "kvbench_revision": revision}
 
 
 def other_versions(before: Sequence[Mapping[str, Any]], now: Mapping[str, Any]) -> str:
-    """Which versions differ between environments, as `torch 2.11 then, 2.13 now`; empty where none does.
+    """The versions that differ between environments, as `torch 2.11 then, 2.13 now`; empty if none does.
 
-    The code of kvbench that computes is part of a run's identity, so that its revision need not be compared.
+    The revision of kvbench is not compared, because the code that computes is part of a run's identity.
     """
-    said = {}
+    found = {}
     for earlier in before:
-        pairs = {**earlier["packages"], "python": earlier["python"]}, {**now["packages"], "python": now["python"]}
-        for name in sorted(pairs[0].keys() | pairs[1].keys()):
-            then, here = pairs[0].get(name), pairs[1].get(name)
-            if then != here:
-                said[name] = f"{name} {then} then, {here} now"
-    return "; ".join(said.values())
+        then, here = ({**one["packages"], "python": one["python"]} for one in (earlier, now))
+        for name in sorted(then.keys() | here.keys()):
+            if then.get(name) != here.get(name):
+                found[name] = f"{name} {then.get(name)} then, {here.get(name)} now"
+    return "; ".join(found.values())
 
 
 def machine(environment: Mapping[str, Any], threads: bool = True) -> str:
-    """What computed: a GPU, or a processor. threads: with how many of its threads, on which seconds depend."""
+    """The GPU or processor. threads: with the number of threads, on which times depend."""
     found = environment["hardware"]
     if found["device_name"]:
         return str(found["device_name"])
@@ -69,9 +74,9 @@ def machine(environment: Mapping[str, Any], threads: bool = True) -> str:
 
 
 def git_revision(folder: Path) -> str | None:
-    """Commit of the checkout that `folder` belongs to, with "+dirty" where tracked files differ; None outside of one.
+    """The commit of the checkout that tracks `folder`, with "+dirty" if tracked files differ; None without one.
 
-    An installed package inside somebody else's checkout (a virtual environment there) is not part of it: None.
+    None for a package installed inside another checkout, such as a virtual environment there.
     """
     if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
@@ -85,31 +90,15 @@ def _git(folder: Path, *arguments: str) -> str | None:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
         )
-    except (OSError, subprocess.TimeoutExpired):  # no git here: the revision is unknown, and recorded as such
+    except (OSError, subprocess.TimeoutExpired):  # git is not installed: the revision is unknown
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _processor() -> str:
-    """The processor's name; Linux tells it only in /proc."""
-    try:
+    """The name of the processor."""
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None

@@ -24,22 +24,22 @@ def atomic_write(path: Path) -> Iterator[Path]:
     Readers see the old file or the new one, never a part of it, even if the process is killed. Raises OSError (full
     disk, no permission) and keeps the old file.
     """
-    beside = path.with_name(f".{path.stem}.{socket.gethostname()}.{os.getpid()}.{get_ident()}{path.suffix}")
+    temporary = path.with_name(f".{path.stem}.{socket.gethostname()}.{os.getpid()}.{get_ident()}{path.suffix}")
     try:
-        yield beside
-        with beside.open("rb+") as stream:
+        yield temporary
+        with temporary.open("rb+") as stream:
             os.fsync(stream.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` with `atomic_write`. Does nothing if the file already has this content."""
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return
-    with atomic_write(path) as beside:
-        beside.write_text(text, encoding="utf-8")
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def remove_torn(folder: Path) -> None:

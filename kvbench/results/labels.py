@@ -1,6 +1,6 @@
-"""Names of runs: model, policy and task are the presets' names; fields that differ are told apart from them.
+"""Names of runs: model, policy and task are the names of presets; fields that differ have separate columns.
 
-Tables have a column for every field that differs. Titles and legends, which have no columns, combine name and fields.
+Titles and legends, which have no columns, combine name and fields.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-DENSE = "kvbench.policies.stores.dense.Dense"
 NAMED = ("model", "policy", "task")
-HOMES = {"policy": "policy", "task": "task", "model": "model", "generation": "model"}
-"""Which label combines a field of the identity with the name; other fields follow the policy's label."""
-WHEN = ("policy.schedule", "policy.schedule.size", "policy.schedule.decode", "policy.schedule.every")
-_SILENT = (*WHEN, "budget", "code", "task.name")  # have a column of their own, or are the name
-_LONGEST = 40  # characters of a value; of a longer one the end is shown, which tells paths apart
+_LABELS = {"policy": "policy", "task": "task", "model": "model", "generation": "model"}
+"""The label that contains a field of the identity; other fields follow the policy's label."""
+_SCHEDULE = ("policy.schedule", "policy.schedule.size", "policy.schedule.decode", "policy.schedule.every")
+_SILENT = (*_SCHEDULE, "budget", "code", "task.name")  # have a separate column, or are the name
+_LONGEST = 40  # characters of a value; of a longer value, the end is shown, where paths differ
 
 
 @dataclass(frozen=True)
 class Naming:
     """The names of a run's presets.
 
-    changed: fields that differ from the presets, such as "policy.scorer.window". reads: what stands for the schedule
-    where given texts are scored ("m=4"), "" where nothing is evicted then, None where answers are generated.
+    changed: fields that differ from the presets, such as "policy.scorer.window". reads: for given texts, the text in
+    place of the schedule ("m=4", or "" without eviction); None if answers are generated.
     """
 
     policy: str
@@ -40,12 +39,12 @@ class Naming:
 def names(naming: Naming, identity: Mapping[str, Any], also: Collection[str] = ()) -> dict[str, str]:
     """The labels of a run for titles and legends: "snapkv(scorer.window=16)", "pocket", "niah(lengths=[512])".
 
-    also: fields to show although they are the preset's.
+    also: further fields to show.
     """
     fields = flat(identity)
     labels = {}
     for name in NAMED:
-        shown = [k for k in fields if k in {*naming.changed, *also} and HOMES.get(_root(k)) == name]
+        shown = [k for k in fields if k in {*naming.changed, *also} and _LABELS.get(_root(k)) == name]
         text = ", ".join(f"{k.partition('.')[2]}={text_of(fields[k])}" for k in shown if k not in _SILENT)
         labels[name] = getattr(naming, name) + (f"({text})" if text else "")
     if keeps_all(identity) and naming.policy != "full":
@@ -56,7 +55,7 @@ def names(naming: Naming, identity: Mapping[str, Any], also: Collection[str] = (
 
 
 def reads_by_oracle(identity: Mapping[str, Any]) -> bool:
-    """Whether a policy chooses what to read by the attention itself: an upper bound, no method."""
+    """Whether sparse attention selects tokens by their true attention: an upper bound, not a method."""
     reader = identity["policy"].get("reader") or {}
     return str(reader.get("class", "")).rpartition(".")[2].startswith("Oracle")
 
@@ -65,20 +64,19 @@ def evicts(identity: Mapping[str, Any]) -> bool:
     """Whether the policy keeps fewer tokens than it has seen."""
     policy = identity["policy"]
     scored = identity["budget"] is not None or policy.get("scorer") is not None
-    return scored and policy.get("reader") is None
+    return scored and (policy.get("reader") is None or policy.get("scorer") is not None)
 
 
 def keeps_all(identity: Mapping[str, Any]) -> bool:
-    """Whether the run is one of the full cache, whatever its name: nothing is evicted, tokens are stored as made."""
+    """Whether the run is one of the full cache, whatever its name: nothing is evicted or quantized."""
     policy = identity["policy"]
-    read = policy.get("pre_pass") or policy.get("filter") or policy.get("reader")  # filter: in results of old versions
-    whole = policy.get("scorer", "?") is None and read is None and policy.get("press") is None
-    return whole and policy["store"]["class"] == DENSE
+    others = any(policy.get(part) is not None for part in ("pre_pass", "reader", "press"))
+    return policy.get("scorer", "") is None and not others and policy["store"]["class"].split(".")[-1] == "Dense"
 
 
 def compressed(identity: Mapping[str, Any]) -> str:
-    """What the policy compressed: the prompt, or the context before its question."""
-    return str(identity.get("compress", "prompt"))  # absent in results of old versions
+    """What the policy compressed: the "prompt", or the "context" before its question."""
+    return str(identity.get("compress", "prompt"))
 
 
 def schedule(identity: Mapping[str, Any]) -> str:
@@ -98,19 +96,13 @@ def briefly(identity: Mapping[str, Any]) -> str:
 def moments(identity: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """When a policy evicts from the prompt ("prompt", "blocks of 128") and while decoding ("evict every 128", "grow").
 
-    None where nothing is evicted, or where the run does not record it.
+    None if nothing is evicted, or if the run does not record it.
     """
     part = identity["policy"].get("schedule")
     if part is None or not evicts(identity):
         return None, None
-    every = part.get("every", 1)  # absent in results of old versions
+    every = part.get("every", 1)
     return schedule(identity), str(part["decode"]) if every == 1 else f"{part['decode']} every {every}"
-
-
-def parted(name: str) -> tuple[str, str]:
-    """Name and schedule of a policy from a label of an old version: "snapkv(kernel=5) (blocks of 128, evict)"."""
-    found = re.search(r" \(([^()]*)\)(?= = full$|$)", name)
-    return name.partition("(")[0].strip(), "" if found is None else found[1]
 
 
 def usual(seen: Sequence[tuple[str, str]]) -> tuple[str, str]:
@@ -120,20 +112,20 @@ def usual(seen: Sequence[tuple[str, str]]) -> tuple[str, str]:
 
 
 def in_words(moment: str) -> str:
-    """A schedule or a decoding rule, as `moments` or `briefly` writes it, as a phrase."""
+    """A schedule or a decoding rule, as written by `moments` or `briefly`, as a phrase."""
     what, at = ("context", moment.removeprefix("context in ")) if "context" in moment else ("prompt", moment)
     known = {
-        "prompt": "evicted once the whole prompt is in",
-        f"whole {what}": f"evicted once the whole {what} is in",
-        "one block": f"evicted once the whole {what} is in, as one block",
+        "prompt": "evicted after the whole prompt",
+        f"whole {what}": f"evicted after the whole {what}",
+        "one block": f"evicted after the whole {what}, as one block",
         "evict": "one token evicted for each decoded one",
-        "grow": "decoded tokens all kept",
+        "grow": "all decoded tokens kept",
     }
     if at.startswith("m="):
         return f"evicted after every {at.removeprefix('m=')} scored tokens"
     if at.startswith("evict every "):
         many = at.removeprefix("evict every ")
-        return f"{many} tokens evicted once {many} are held beyond the budget"
+        return f"{many} tokens evicted when the budget is exceeded by {many}"
     words = known.get(at, f"evicted after {at.replace('blocks', 'every block')} tokens of the {what}")
     return f"{words}, before its question" if what == "context" else words
 
@@ -149,24 +141,24 @@ def budget_order(budget: float | None) -> tuple[bool, float]:
 
 
 def differing(rows: Sequence[tuple[Naming, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """For each run, the fields (dotted names) that set it apart: from its presets, or from another run of these.
+    """For each run, the fields (dotted names) that differ from its presets, or between these runs.
 
     Fields of policy, task and model are compared between runs of the same policy, task or model. Schedule, budget and
-    names are left out; "code" is included only where two runs differ in nothing else.
+    names are left out; "code" is included only if two runs differ in nothing else.
     """
     fields = [flat(identity) for _, identity in rows]
     shown: list[set[str]] = [set(naming.changed) for naming, _ in rows]
-    for home in (*NAMED, ""):
-        own = [{k: _key(v) for k, v in f.items() if HOMES.get(_root(k), "") == home} for f in fields]
-        for members in _alike([getattr(naming, home, "") for naming, _ in rows]):
-            values: defaultdict[str, set[str]] = defaultdict(set)
-            for key, value in (pair for row in members for pair in own[row].items()):
-                values[key].add(value)
-            for row in members:
-                shown[row] |= {key for key in own[row] if len(values[key]) > 1}
+    for label in (*NAMED, ""):
+        own = [{k: _key(v) for k, v in f.items() if _LABELS.get(_root(k), "") == label} for f in fields]
+        for members in _equal([getattr(naming, label, "") for naming, _ in rows]):
+            for key in {key for row in members for key in own[row]}:
+                having = [row for row in members if key in own[row]]
+                if len({own[row][key] for row in having}) > 1:
+                    for row in having:
+                        shown[row].add(key)
     shown = [keys.difference(_SILENT) for keys in shown]
     presets = [[getattr(naming, name) for name in NAMED] for naming, _ in rows]
-    for members in _alike([_key({**f, "code": None, "presets": p}) for f, p in zip(fields, presets, strict=True)]):
+    for members in _equal([_key({**f, "code": None, "presets": p}) for f, p in zip(fields, presets, strict=True)]):
         if len({_key(fields[row].get("code")) for row in members}) > 1:
             for row in members:
                 shown[row].add("code")
@@ -174,12 +166,13 @@ def differing(rows: Sequence[tuple[Naming, Mapping[str, Any]]]) -> list[dict[str
 
 
 def flat(described: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """A described part as fields with dotted names; a part of its own stands there by its class, which is shortened."""
+    """A nested description as fields with dotted names; the value of a part is the short name of its class."""
     found: dict[str, Any] = {}
     for key, value in described.items():
         name = f"{above}.{key}" if above else key
         if isinstance(value, Mapping) and "class" in value:
-            found[name] = _class(str(value["class"]))
+            of = str(value["class"])
+            found[name] = of.rpartition(".")[2] if of.startswith(("kvbench.", "kvpress.")) else of
             found |= flat({k: v for k, v in value.items() if k != "class"}, name)
         elif isinstance(value, Mapping) and value:
             found |= flat(value, name)
@@ -194,10 +187,6 @@ def text_of(value: object) -> str:
     return text if len(text) <= _LONGEST else f"...{text[-_LONGEST:]}"
 
 
-def _class(name: str) -> str:
-    return name.rpartition(".")[2] if name.startswith(("kvbench.", "kvpress.")) else name
-
-
 def _key(value: object) -> str:
     return json.dumps(value, sort_keys=True)
 
@@ -206,8 +195,8 @@ def _root(key: str) -> str:
     return key.partition(".")[0]
 
 
-def _alike(keys: Sequence[str]) -> list[list[int]]:
-    """The rows with equal keys, together."""
+def _equal(keys: Sequence[str]) -> list[list[int]]:
+    """Groups of the indices of equal keys."""
     members: defaultdict[str, list[int]] = defaultdict(list)
     for row, key in enumerate(keys):
         members[key].append(row)

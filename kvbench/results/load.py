@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from kvbench.errors import UsageError
 from kvbench.results.columns import frame
 from kvbench.results.environment import other_versions
 from kvbench.results.files import read_yaml
-from kvbench.results.labels import NAMED, Naming, budget_order, differing, names, natural, parted, text_of, usual
+from kvbench.results.labels import NAMED, Naming, budget_order, differing, names, natural, text_of, usual
 from kvbench.results.metrics_file import FILE_NAME as METRICS
 from kvbench.results.metrics_file import read_metrics
 from kvbench.results.pairs import shared
 from kvbench.results.result import FINISHED, UNFINISHED, Result, numbers
 from kvbench.results.sample import Sample
 from kvbench.results.samples import FILE_NAME, read_samples
-from kvbench.terminal.errors import UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -103,35 +103,24 @@ def load_results(folder: Path) -> Results:
 
 def read_result(folder: Path, limit: int | None = None) -> Result:
     """Read a run, or its first `limit` examples. Raises UsageError if `folder` is not a readable run."""
+    file = FILE_NAME
     try:
         samples = tuple(read_samples(folder / FILE_NAME)[:limit])
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    except OSError as error:
-        raise UsageError(f"{folder} is not a readable run ({FILE_NAME}: {error.strerror})") from error
-    if not samples:
-        raise UsageError(f"{folder} is not a readable run ({FILE_NAME} is missing or has no example)")
-    try:
-        config = read_yaml(folder / "config.yaml")
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"{folder} is not a readable run (config.yaml: {' '.join(str(error).split())})") from error
-    try:
+        if not samples:
+            raise ValueError("is missing or has no example")
+        file = "config.yaml"
+        config = read_yaml(folder / file)
+        file = "config.yaml or environment.json"
         return _result(folder, samples, config)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{folder} is not a readable run (environment.json: {error})") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise UsageError(f"{folder} is not a readable run (config.yaml or environment.json: {reason})") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise UsageError(f"{folder} is not a readable run ({file}: {reason})") from error
 
 
 def _result(folder: Path, samples: tuple[Sample, ...], config: Mapping[str, Any]) -> Result:
     environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-    stored, resumed = config.get("naming"), environment.get("resumed", [])
-    if stored is None:  # written by an old version
-        policy, model, task = (parted(config["names"][name])[0] for name in ("policy", "model", "task"))
-        naming = Naming(policy, model, task)
-    else:
-        naming = Naming(**{**stored, "changed": tuple(stored["changed"])})
+    stored, resumed = config["naming"], environment.get("resumed", [])
+    naming = Naming(**{**stored, "changed": tuple(stored["changed"])})
     found = Result(
         folder=folder,
         run_id=config["run_id"],

@@ -36,6 +36,14 @@ def mean_kept(sample: Sample) -> float | None:
     return fmean(n for layer in sample.kept_tokens for n in layer) if sample.kept_tokens else None
 
 
+def mean_unmasked(sample: Sample) -> float | None:
+    """Tokens held at the end whose keys are not masked, mean over layers and KV heads, if a press masks any."""
+    if not sample.masked_tokens or not sample.kept_tokens:
+        return None
+    masked = fmean(n for layer in sample.masked_tokens for n in layer)
+    return fmean(n for layer in sample.kept_tokens for n in layer) - masked
+
+
 def mean_read(sample: Sample) -> float | None:
     """Tokens that the last decoded token attended to, mean over layers and KV heads, with sparse attention."""
     return fmean(n for layer in sample.read_tokens for n in layer) if sample.read_tokens else None
@@ -65,12 +73,6 @@ def _cut(sample: Sample) -> float | None:
     return float(sample.generated_tokens >= sample.max_new_tokens)
 
 
-def _per_1000_held(samples: Sequence[Sample]) -> float | None:
-    """The mean score per thousand tokens held; None if an example failed."""
-    held, score = _mean_of(mean_kept)(samples), _score(samples)["score"]
-    return 1000 * score / held if held and score is not None else None
-
-
 def _pass_at_k(samples: Sequence[Sample]) -> float | None:
     """Share of prompts with a right answer among their k answers; None unless answers are right or wrong."""
     if not any(s.sample for s in samples) or any(s.score not in (0, 1) for s in samples):
@@ -86,7 +88,6 @@ class Numbers:
     prompt_tokens: float | None = number("mean per example", over="all")
     generated_tokens: float | None = number("mean per example")
     cut_share: float | None = number("share of answers that reached max_new_tokens", _mean_of(_cut))
-    score_per_1000_held: float | None = number("score per thousand kept_tokens", _per_1000_held, over="all")
     pass_at_k: float | None = number(
         "share of prompts with a right answer among several sampled ones", _pass_at_k, over="all"
     )
@@ -113,6 +114,10 @@ class Numbers:
         _mean_of(mean_read),
     )
     read_bytes: float | None = number("sparse attention: keys, values, positions, summaries it read; mean per example")
+    unmasked_tokens: float | None = number(
+        "presses of kvpress that mask keys: tokens that would be held if masked tokens were freed; they are not",
+        _mean_of(mean_unmasked),
+    )
     pre_pass_tokens: float | None = number("tokens of extra forward passes (pre-passes); mean per example")
     recomputed_tokens: float | None = number(
         "prompt tokens of a shared context that were computed again for a later question; mean per example"

@@ -22,7 +22,7 @@ FINISHED, UNFINISHED = "finished", "unfinished"
 class Result(Numbers):
     """The result of a run, or of its examples with one value of a metadata key (`parts`).
 
-    Numbers are computed by `analysis.metrics`; from `nll` on they are for given texts. A number is None if it was not
+    Numbers are computed by `results.metrics`; from `nll` on they are for given texts. A number is None if it was not
     measured or an example failed. model, policy, task: names of presets. differs: the fields that differ from the
     presets or between the rows of a table, by dotted name. labels: model, policy and task with these fields.
     name: a label of the policy with all differing fields except the schedule; line: the same with the schedule if it is
@@ -99,11 +99,6 @@ class Result(Numbers):
         """The GPU or processor that computed it."""
         hardware = self.environment.get("hardware")
         return None if hardware is None else str(hardware["device_name"] or hardware["processor"])
-
-    @property
-    def slug(self) -> str:
-        """The same as `policy`."""
-        return self.policy
 
     @property
     def model_label(self) -> str:

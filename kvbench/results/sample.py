@@ -36,7 +36,7 @@ class Sample:
     part of the line only if they have a value.
 
     kept_tokens: [L][H_kv] tokens held.
-    kept_heads*: by how many KV heads of all layers each token of the prompt is held (see `records.kept_heads`).
+    kept_heads*: by how many KV heads of all layers each token of the prompt is held (see `results.kept_heads`).
     cache_bytes: keys, values, positions, statistics and states, without spare bytes.
     spare_bytes: reserved but unused bytes.
     peak_bytes: the maximum of held plus spare bytes.
@@ -53,6 +53,8 @@ class Sample:
     pre_pass_tokens*: tokens of extra forward passes before eviction. A pass through the first layers counts all tokens.
     read_tokens*: [L][H_kv] tokens that the last decoded token attended to, with sparse attention. read_bytes*: their
     keys, values and positions, and the summaries that were read, over all layers.
+    masked_tokens*: [L][H_kv] tokens held whose keys a press of kvpress masks, so that they take memory but no part in
+    attention.
     sample*: number of the answer among several answers to one prompt, from 0; `index` then counts answers.
     shared_prefill*, rows_in_flight*: number of sequences that shared the prefill, and the most that were decoded as one
     batch. If either is above 1, seconds and device_peak_bytes are null. Bytes and tokens do not depend on the batch.
@@ -92,6 +94,7 @@ class Sample:
     read_tokens: list[list[int]] | None = None
     read_bytes: int | None = None
     state_bytes: int | None = None
+    masked_tokens: list[list[int]] | None = None
     sample: int | None = None
     recomputed_tokens: int | None = None
 

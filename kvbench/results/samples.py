@@ -23,7 +23,7 @@ FILE_NAME = "samples.jsonl"
 _OPTIONAL = (
     *("likelihood", "measures", "context_tokens", "kept_heads"),
     *("shared_prefill", "rows_in_flight", "max_new_tokens", "pre_pass_tokens", "read_tokens", "read_bytes"),
-    *("sample", "state_bytes", "recomputed_tokens"),
+    *("sample", "state_bytes", "masked_tokens", "recomputed_tokens"),
 )
 
 log = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""What a user reads while it runs: sentences for errors, bars, the console."""
+"""Argument parsing, error messages, progress bars, signals."""

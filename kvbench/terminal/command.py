@@ -1,133 +1,135 @@
-"""What every command does alike: one sentence on stderr for whatever goes wrong, an exit code, --version."""
+"""The frame of every command: error messages, exit codes, signals, --version, and `key=value` arguments."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeAlias
+from types import FrameType
+from typing import Any, NoReturn
 
-from kvbench.terminal.console import write_what_can_be
-from kvbench.terminal.errors import UsageError
-from kvbench.terminal.folding import fold, help_width
-from kvbench.terminal.signals import exit_code, sigterm_as_interrupt
+from kvbench.errors import UsageError
+from kvbench.terminal.console import replace_unencodable
 
 FAILED, WRONG, BROKEN_PIPE = 1, 2, 141
 DEBUG = "KVBENCH_DEBUG"
 
 
-class Main(Protocol):
-    """What a command's module has."""
-
-    def __call__(self, arguments: Sequence[str] | None = None) -> int:
-        """Run the command line and return its exit code."""
-        ...
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, handled like Ctrl-C except for the exit code."""
 
 
-Explain: TypeAlias = Callable[[BaseException], tuple[int, str]]
-"""The exit code and the one sentence for an error."""
-
-
-def explain(error: BaseException, shows: str = f"{DEBUG}=1") -> tuple[int, str]:
-    """The exit code and the one sentence for an error. shows: what shows where one came from that is not the user's."""
-    if isinstance(error, KeyboardInterrupt):
-        return exit_code(error), "interrupted"
-    if isinstance(error, UsageError):
-        return WRONG, str(error)
-    first = (str(error).strip().splitlines() or ["no message"])[0]
-    return FAILED, f"{type(error).__name__}: {first} ({shows} shows where)"
-
-
-def say(sentence: str, error: BaseException | None = None) -> None:
-    """One sentence on stderr, after the traceback of `error` where one is asked for."""
+def write_message(message: str, error: BaseException | None = None) -> None:
+    """Write a message to stderr, after the traceback of `error` if it is given."""
     if error is not None:
         traceback.print_exception(error, file=sys.stderr)
-    sys.stderr.write(f"kvbench: {sentence}\n")
+    sys.stderr.write(f"kvbench: {message}\n")
 
 
-def command(main: Main, explains: Explain = explain) -> Main:
-    """A command's `main`, whose errors become one sentence and an exit code: 1 failed, 2 a wrong value, 130, 143."""
+def command(main: Callable[..., int]) -> Callable[..., int]:
+    """Wrap a command's `main(arguments)`: errors become one message and an exit code (1, 2, 130, 143)."""
 
     @wraps(main)
-    def answering(arguments: Sequence[str] | None = None) -> int:
-        write_what_can_be()
+    def wrapped(arguments: Sequence[str] | None = None) -> int:
+        replace_unencodable()
         try:
             with sigterm_as_interrupt():
                 code = main(arguments)
                 sys.stdout.flush()
                 return code
-        except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return BROKEN_PIPE
         except (Exception, KeyboardInterrupt) as error:
-            code, sentence = explains(error)
-            say(sentence, error if _debugs() else None)
+            code, message = _explained(error)
+            write_message(message, error if os.environ.get(DEBUG) else None)
             return code
 
-    return answering
+    return wrapped
 
 
-def _debugs() -> bool:
-    return bool(os.environ.get(DEBUG))
+def _explained(error: BaseException) -> tuple[int, str]:
+    """The exit code (for a signal 128 plus its number, as in shells) and the message for an error."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT), "interrupted"
+    if isinstance(error, UsageError):
+        return WRONG, str(error)
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    return FAILED, f"{type(error).__name__}: {first} ({DEBUG}=1 shows where)"
 
 
-class _Help(argparse.HelpFormatter):
-    """Help in the width of the terminal, whose paragraphs and columns are those of the text."""
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """SIGINT and SIGTERM raise KeyboardInterrupt inside this context, so that finished work is kept and reported.
 
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, width=help_width())
+    KeyboardInterrupt is raised even if a library turned it into another error, as transformers does during imports.
+    Handlers of others are kept, and so is SIGINT where it is ignored, as in background jobs of a shell.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[KeyboardInterrupt] = []
 
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return fold(text, width)
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+        raise received[-1]
 
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return fold(text, width).splitlines()
+    default = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL)
+    signals = [signal.SIGTERM, *[signal.SIGINT] * default]
+    before = {number: signal.signal(number, interrupt) for number in signals}
+    try:
+        yield
+    except Exception as error:
+        if received:
+            raise received[0] from error
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Parser(argparse.ArgumentParser):
-    """A command's flags: a wrong one raises UsageError, and --version is there."""
+    """Parses a command's flags, with --version; a wrong flag raises UsageError."""
 
-    def __init__(self, prog: str, **fields: Any) -> None:  # noqa: ANN401 - as argparse has them
-        super().__init__(prog, **{"formatter_class": _Help, **fields})
+    def __init__(self, prog: str, **fields: Any) -> None:  # noqa: ANN401 - arguments of argparse
+        super().__init__(prog, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **fields})
         self.register("type", Path, _path)
         if self.add_help:
             self.add_argument("--version", action="version", version=our_version(), help=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
-        raise UsageError(f"{message} ({self.prog} --help says what is allowed)")
+        raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def _path(text: str) -> Path:
-    """No text would name the folder one works in."""
+    """A path; an empty text, which would be the working directory, is refused."""
     if not text.strip():
-        raise argparse.ArgumentTypeError(f"{text!r} is no path")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a path")
     return Path(text)
 
 
 def our_version() -> str:
-    """What --version says."""
+    """The output of --version."""
     return f"kvbench {version('kvbench')}"
 
 
 def pairs(arguments: Sequence[str], example: str) -> dict[str, str]:
-    """The fields that `key=value` arguments give. UsageError for another form, and for a field with two values."""
+    """The fields of `key=value` arguments. UsageError for another format, and for a field with two values."""
     found: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals or not key:
             raise UsageError(f"{argument} cannot be read: write key=value, such as {example}")
-        once(found, key, argument)
+        if key in found:
+            raise UsageError(f"{argument}: {key} is given twice, give it one value")
         found[key] = value
     return found
-
-
-def once(given: dict[str, Any], key: str, argument: str) -> None:
-    """Raise UsageError where a field has a value already: the last of two would win in silence."""
-    if key in given:
-        raise UsageError(f"{argument}: {key} is given twice, give it one value")

@@ -1,32 +1,32 @@
-"""Files that a command is told to write: refused before anything is read or computed for them."""
+"""Checks of output files, before anything is read or computed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.terminal.errors import UsageError
+from kvbench.errors import UsageError
 
 
 def check_output(path: Path, suffixes: Sequence[str] = (), makes_folder: bool = False) -> None:
-    """Raise UsageError where `-o path` cannot be a file with one of `suffixes` (none: any).
+    """Raise UsageError if `-o path` cannot be a file with one of `suffixes` (empty: any).
 
-    makes_folder: the folder it is in is made when it is written.
+    makes_folder: the command creates the folder of the file.
     """
     if path.name in suffixes:
         raise UsageError(f"-o {path} needs a name before {path.name}")
     if suffixes and path.suffix not in suffixes:
         raise UsageError(f"-o {path} must end in {'one of ' * (len(suffixes) > 1)}{', '.join(suffixes)}")
     if path.exists() and not path.is_file():
-        raise UsageError(f"-o {path} cannot be written: it is no file")
+        raise UsageError(f"-o {path} cannot be written: it is not a file")
     check_folder(path.parent, makes_folder, f"-o {path}")
 
 
 def check_folder(folder: Path, is_made: bool, what: str) -> None:
-    """Raise UsageError where `folder`, or what there is of the way to it where it is made, is no folder."""
+    """Raise UsageError unless `folder` is a folder or, if it will be created, its nearest existing parent is one."""
     there = folder
     while is_made and not there.exists() and there != there.parent:
         there = there.parent
     if not there.is_dir():
-        why = "is no folder" if there.exists() else "does not exist"
+        why = "is not a folder" if there.exists() else "does not exist"
         raise UsageError(f"{what} cannot be written: {there} {why}")

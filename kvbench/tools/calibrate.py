@@ -1,16 +1,19 @@
 """Calibrates a policy for a model: `python -m kvbench.calibrate NAME model=... task=... limit=20 -o FILE`.
 
-The fields are those of `python -m kvbench`. The texts are the prompts of the task; use a task with long texts
+Fields have the same names as in `python -m kvbench`. The texts are the prompts of the task; use a task with long texts
 (task=pg19, task=perplexity task.data_dir=texts). Calibrations:
 
-  qfilters    mean query directions of each head, for policy=qfilters policy.scorer.filters=FILE
+  qfilters      main query direction of each KV head, for policy=qfilters policy.scorer.filters=FILE (.safetensors)
+  triattention  mean query and mean query size of each head, for policy=triattention policy.scorer.stats=FILE (.pt, the
+                format of the authors)
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -18,13 +21,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine.generate import generate_tokens
+from kvbench.errors import UsageError
 from kvbench.models.trial import layer_shapes
 from kvbench.policies.policy import Policy
+from kvbench.policies.pre_passes.pre_pass import ExtraPasses
+from kvbench.policies.pre_passes.query_centres import QueryCentres
 from kvbench.policies.pre_passes.query_moments import QueryMoments
 from kvbench.policies.scorers.qfilters import FILTERS
+from kvbench.policies.scorers.triattention import NAMES, head_name
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.console import quiet, share_cores
-from kvbench.terminal.errors import UsageError
 from kvbench.terminal.outputs import check_output
 
 
@@ -32,33 +38,41 @@ from kvbench.terminal.outputs import check_output
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compute one calibration, write its file and return the exit code; 2 for wrong values."""
     parser = Parser("python -m kvbench.calibrate", description=__doc__)
-    parser.add_argument("name", choices=["qfilters"], metavar="NAME")
+    parser.add_argument("name", choices=[*CALIBRATIONS], metavar="NAME")
     parser.add_argument("field", nargs="*", default=[], help="model=... task=... limit=20 ...")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="file to write (.safetensors)")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="file to write (.safetensors or .pt)")
     parser.add_argument("-cd", "--config-dir", help="folder with your own tasks and models")
     given = parser.parse_intermixed_args(arguments)
-    check_output(given.output, [".safetensors"])
+    calibration = CALIBRATIONS[given.name]
+    check_output(given.output, [calibration.suffix])
     share_cores()
     quiet()
-    count = calibrate(given.field, given.output, given.config_dir)
+    count = calibrate(calibration, given.field, given.output, given.config_dir)
     sys.stdout.write(f"{count} texts -> {given.output}\n")
     return 0
 
 
-def calibrate(fields: Sequence[str], output: Path, config_dir: str | None = None) -> int:
-    """Write the filters of a model from the prompts of a task; returns the number of texts. Raises UsageError."""
+class Calibration(NamedTuple):
+    """write: compute a calibration of a model over texts [T] of token ids and save it with metadata."""
+
+    suffix: str
+    write: Callable[[PreTrainedModel, Iterable[Tensor], Path, dict[str, str]], None]
+
+
+def calibrate(calibration: Calibration, fields: Sequence[str], output: Path, config_dir: str | None = None) -> int:
+    """Write the calibration of a model from the prompts of a task; returns the number of texts. Raises UsageError."""
     from kvbench.engine.prompts import make_prompts
     from kvbench.models.loading import load
     from kvbench.terminal.bars import progress
-    from kvbench.tools.diagnose import cells_of
+    from kvbench.tools.diagnose import runs_of
 
     if any(field.startswith("policy=") for field in fields):
         raise UsageError("policy= has no effect here: a calibration belongs to a model")
-    (cell,) = cells_of(["policy=full", *fields], config_dir)
+    (cell,) = runs_of(["policy=full", *fields], config_dir)
     texts = [prompt.ids.long() for prompt in make_prompts(cell)]
     model = load(cell.checkpoint, cell.device).model
-    filters = q_filters(model, progress(texts, "texts", len(texts)))
-    save_file({FILTERS: filters}, output, {"model": cell.checkpoint.spec.name, "task": cell.task.name})
+    metadata = {"model": cell.checkpoint.spec.name, "task": cell.task.name}
+    calibration.write(model, progress(texts, "texts", len(texts)), output, metadata)
     return len(texts)
 
 
@@ -68,15 +82,59 @@ def q_filters(model: PreTrainedModel, texts: Iterable[Tensor]) -> Tensor:
     Raises ValueError for a text of one token, and for a model with layers of different shapes.
     """
     found = QueryMoments(())
-    for text in texts:
-        if len(text) < 2:
-            raise ValueError("a text of one token has no query after its first: calibrate on longer texts")
-        one = QueryMoments(tuple(text[1:].tolist()), found.sums, found.squares)
-        policy = Policy(pre_pass=one, budget=1, name="calibration")
-        generate_tokens(model, text[None, :1].to(model.device), policy, max_new_tokens=1)
+    _read_texts(model, texts, lambda text: QueryMoments(text, found.sums, found.squares))
     shapes = set(layer_shapes(model.config).values())
     if len(shapes) > 1:
-        raise ValueError("qfilters takes a model whose layers have the same number of KV heads, of one size")
+        raise ValueError("qfilters needs a model with the same number of KV heads, of the same size, in every layer")
     ((heads, *_),) = shapes
     filters: Tensor = -found.directions().unflatten(1, (heads, -1)).mean(2)
     return filters.to(torch.float32)
+
+
+def query_centres(model: PreTrainedModel, texts: Iterable[Tensor]) -> dict[str, Any]:
+    """E q and E|q| of every query head before rotation, in the format of TriAttention's authors.
+
+    Raises ValueError for a text of one token, and for a model that rotates only a part of a head.
+    """
+    found = QueryCentres(())
+    own = found.sums, found.sizes, found.counts, found.interleaved
+    _read_texts(model, texts, lambda text: QueryCentres(text, *own))
+    stats = {}
+    for layer, count in sorted(found.counts.items()):
+        means, sizes = found.sums[layer].cpu() / count, found.sizes[layer].cpu() / count
+        for head, (mean, size) in enumerate(zip(means, sizes, strict=True)):
+            values = mean.real.float().clone(), mean.imag.float().clone(), size.float().clone()
+            stats[head_name(layer, head)] = dict(zip(NAMES, values, strict=True))
+    heads = [[layer, head] for layer in sorted(found.counts) for head in range(len(found.sums[layer]))]
+    metadata = {
+        "head_dim": 2 * found.sums[0].shape[-1],
+        "rope_style": "interleaved" if found.interleaved[0] else "half",
+        "sampled_heads": heads,
+        "num_tokens": found.counts[0],
+    }
+    return {"metadata": metadata, "stats": stats}
+
+
+def _read_texts(model: PreTrainedModel, texts: Iterable[Tensor], one: Callable[[tuple[int, ...]], ExtraPasses]) -> None:
+    """Run a pre-pass over every text but its first token; one: the pre-pass for the tokens after it."""
+    for text in texts:
+        if len(text) < 2:
+            raise ValueError("a text of one token has no query after its first: calibrate on longer texts")
+        policy = Policy(pre_pass=one(tuple(text[1:].tolist())), budget=1, name="calibration")
+        generate_tokens(model, text[None, :1].to(model.device), policy, max_new_tokens=1)
+
+
+def _write_filters(model: PreTrainedModel, texts: Iterable[Tensor], output: Path, metadata: dict[str, str]) -> None:
+    save_file({FILTERS: q_filters(model, texts)}, output, metadata)
+
+
+def _write_centres(model: PreTrainedModel, texts: Iterable[Tensor], output: Path, metadata: dict[str, str]) -> None:
+    found = query_centres(model, texts)
+    found["metadata"] |= metadata
+    torch.save(found, output)
+
+
+CALIBRATIONS = {
+    "qfilters": Calibration(".safetensors", _write_filters),
+    "triattention": Calibration(".pt", _write_centres),
+}

@@ -20,27 +20,27 @@ def even_shares(total: int, layers: int) -> list[int]:
     return [base + (layer < more) for layer in range(layers)]
 
 
-def known(length: int | None, who: str) -> int:
+def required_length(length: int | None, who: str) -> int:
     """Return the prompt's length. Raises ValueError, naming the component `who`, if it is unknown."""
     if length is None:
         raise ValueError(f"{who} needs the prompt's length before its end: pass KVCache(..., prompt_length=...)")
     return length
 
 
-def check_alike(heads: Sequence[int]) -> None:
+def check_equal_heads(heads: Sequence[int]) -> None:
     """Raise ValueError unless all layers have the same number of KV heads."""
     if len(set(heads)) > 1:
         raise ValueError(
-            "slots that are dealt out among the KV heads of all layers ask for as many heads in each, and this model's "
-            f"layers have {' and '.join(map(str, sorted(set(heads))))}: use an allocator that looks at one layer's "
-            "heads at a time, such as uniform or ada"
+            "an allocator that divides slots among the KV heads of all layers needs the same number of heads in each "
+            f"layer, but the layers of this model have {' and '.join(map(str, sorted(set(heads))))}: use an allocator "
+            "that works layer by layer, such as uniform or ada"
         )
 
 
 class Allocator(ABC):
     """Divides a total of slots among the layers, and a layer's slots among its KV heads.
 
-    Subclasses are frozen dataclasses whose fields are their parameters. Budgets are slots per KV head and include
+    Subclasses are frozen dataclasses of parameters. Budgets are slots per KV head and include
     protected tokens. An unset field with `metadata={"inherits": True}` takes the value of the scorer's field of the
     same name.
     """
@@ -64,7 +64,7 @@ class Allocator(ABC):
     def check_policy(self, name: str, queries: int) -> None:  # noqa: B027 - most work with any scorer
         """Raise ValueError if the scorer of policy `name`, with a window of `queries` queries, is incompatible."""
 
-    def check_next_prompt(self, name: str) -> None:  # noqa: B027 - most can
+    def check_next_prompt(self, name: str) -> None:  # noqa: B027 - most support them
         """Raise ValueError if later prompts, when heads hold different tokens, are not supported."""
 
     def check_heads(self, heads: Sequence[int]) -> None:  # noqa: B027 - most divide slots layer by layer
@@ -126,7 +126,7 @@ class JointAllocator(Allocator):
         return even_shares(total, layers)
 
     def check_heads(self, heads: Sequence[int]) -> None:
-        check_alike(heads)
+        check_equal_heads(heads)
 
     @abstractmethod
     def heads_of_all(self, rankings: Sequence[Ranking], budgets: Sequence[Sequence[int]]) -> list[Tensor]:

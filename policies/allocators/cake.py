@@ -1,4 +1,4 @@
-"""CAKE's preference-prioritised allocation: layers whose attention is dispersed and shifts over time get more slots.
+"""CAKE's preference-prioritised allocation: layers with dispersed attention that shifts over time get more slots.
 
 Shapes: B batch, H_kv KV heads, G query heads per KV head, W queries of the window, T tokens, L layers.
 """
@@ -22,7 +22,7 @@ from kvbench.policies.windows import StatsDtype, window_entropy, window_variance
 
 @dataclass(frozen=True)
 class P2A(StatisticAllocator):
-    """Slots in proportion to a layer's preference P: how dispersed its attention is, and how much it shifts over time.
+    """Slots in proportion to a layer's preference P, the product of the dispersion and the shift of its attention.
 
         P_l = H_l^(1 / tau1) * V_l^(1 / tau2), b_l = w + P_l / (sum_k P_k) * (B - w) * L
         H_l = -sum_(h,q,j) A_(h,q,j) log A_(h,q,j), V_l = sum_(h,j) var_q A_(h,q,j)

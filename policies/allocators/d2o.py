@@ -1,4 +1,4 @@
-"""D2O: layers whose attention is spread evenly get more slots than layers that attend to few tokens.
+"""D2O: layers with evenly spread attention get more slots than layers that attend to few tokens.
 
 Shapes: B batch, L layers, H_kv KV heads, G query heads per KV head, T prompt tokens.
 """

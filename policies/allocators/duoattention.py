@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import ConfigError
-from kvbench.policies.allocators.allocator import Allocator, known
+from kvbench.policies.allocators.allocator import Allocator, required_length
 from kvbench.policies.allocators.headkv import read_importance
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.describe import FILE
@@ -68,7 +68,7 @@ class DuoAttention(Allocator):
             raise ConfigError(
                 "importance", self.importance, why=f"has {len(self._streams)} layers, the model has {layers}"
             )
-        length, width = known(length, "duoattention"), self._streams.shape[1]
+        length, width = required_length(length, "duoattention"), self._streams.shape[1]
         few = min(self.sinks + self.recent, length)
         return [(n * few + (width - n) * length) // width for n in self._streams.sum(-1).tolist()]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import ConfigError
-from kvbench.policies.allocators.allocator import Allocator, check_alike, known
+from kvbench.policies.allocators.allocator import Allocator, check_equal_heads, required_length
 from kvbench.policies.allocators.rounding import largest_remainders
 from kvbench.policies.checks import number
 from kvbench.policies.describe import FILE
@@ -90,14 +90,14 @@ class HeadKV(Allocator):
         return scores / scores.sum()
 
     def check_heads(self, heads: Sequence[int]) -> None:
-        check_alike(heads)
+        check_equal_heads(heads)
 
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
         if layers != self._shares.shape[0]:
             raise ConfigError(
                 "importance", self.importance, why=f"has {len(self._shares)} layers, the model has {layers}"
             )
-        length = known(length, "headkv")
+        length = required_length(length, "headkv")
         base = total / layers - floor
         pool = base // self.beta
         targets = self._shares.sum(-1) * pool * layers + (base - pool)

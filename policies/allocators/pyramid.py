@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from kvbench.policies.allocators.allocator import Allocator, even_shares, known
+from kvbench.policies.allocators.allocator import Allocator, even_shares, required_length
 from kvbench.policies.allocators.webster import webster
 from kvbench.policies.checks import check_choices, number
 
 
 @dataclass(frozen=True)
 class Pyramid(Allocator):
-    """Slots besides protected tokens fall linearly from 2m - m/beta in the first layer to m/beta in the last.
+    """Slots without protected tokens fall linearly from 2m - m/beta in the first layer to m/beta in the last.
 
         b_l = b_0 - l * (b_0 - b_(L-1)) / (L - 1)
         b_0 = 2 m - m / beta, b_(L-1) = m / beta
@@ -37,7 +37,7 @@ class Pyramid(Allocator):
         return self.rounding == "webster"
 
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
-        length = known(length, "a pyramid over the layers")
+        length = required_length(length, "a pyramid over the layers")
         if length * layers <= total:
             return even_shares(total, layers)
         if self.rounding == "webster":

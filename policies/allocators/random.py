@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from random import Random as Generator
 
-from kvbench.policies.allocators.allocator import Allocator, even_shares, known
+from kvbench.policies.allocators.allocator import Allocator, even_shares, required_length
 from kvbench.policies.allocators.webster import webster
 from kvbench.policies.checks import whole_number
 
 
 @dataclass(frozen=True)
 class Random(Allocator):
-    """Slots besides protected tokens in proportion to one uniform draw per layer, the same for all prompts.
+    """Slots without protected tokens, in proportion to one uniform draw per layer, the same for all prompts.
 
         b_l = u_l / (sum_k u_k) * B * L, 0 <= u_l < 1
 
@@ -26,7 +26,7 @@ class Random(Allocator):
         whole_number("seed", self.seed, 0)
 
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
-        length = known(length, "a random allocation")
+        length = required_length(length, "a random allocation")
         if length * layers <= total:
             return even_shares(total, layers)
         draws = Generator(self.seed)

@@ -57,8 +57,8 @@ def _dealt(weights: list[float], total: int, caps: list[int]) -> list[int]:
 def _certain(weights: list[float], total: int, caps: list[int]) -> list[int]:
     """A lower bound of the slots per layer that the rule assigns out of at least `total` + 2L.
 
-    With real shares s of `total` (none above its cap, the excess in proportion), exactly the slots whose quotient
-    reaches total / (2 * sum of s / weight) are rounded in, at most total + L/2 of them. They come first in the order
+    With real shares s of `total` (none above its cap, the excess in proportion), the slots with a quotient of at least
+    total / (2 * sum of s / weight) are rounded in, at most total + L/2 of them. They come first in the order
     of quotients, and the 1.5 L slots between are margin for the arithmetic of floats.
     """
     budgets, below = [0] * len(weights), set(range(len(weights)))

@@ -1,1 +1,1 @@
-"""Pre-passes: what the model computes of a prompt for a policy before anything of it is evicted."""
+"""Pre-passes: extra forward passes over a prompt, or ratings of its tokens, before eviction."""

@@ -14,7 +14,7 @@ from kvbench.policies.scorers.pooling import check_kernel
 
 @dataclass(frozen=True)
 class GemFilter(PromptChoice):
-    """Keep the input tokens whose keys in one early layer have the largest products with the last query.
+    """Keep the input tokens with the largest products of key and last query in one early layer.
 
         s_j = sum_h q_(h,T) * k_(h,j)
 

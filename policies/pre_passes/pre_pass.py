@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvbench.kernels.references import attention_logits, beside_sinks
+from kvbench.kernels.references import attention_logits, sink_factor
 from kvbench.policies.observation import AttentionParams, Observation, State
 
 ROWS = 256  # queries of a pass with attention weights in memory at once
@@ -67,8 +67,8 @@ class TokenRating(PrePass):
         columns = (entered + column[..., None]).clamp(0, ratings.shape[-1] - 1).long()
         found = ratings[:, None].expand(-1, columns.shape[1], -1).gather(-1, columns)
         new = observation.occupied & (entered >= 0) & real.any(-1)[:, None, None]
-        (held,) = (state[name] for name in self.statistics)
-        held.copy_(torch.where(new[..., None], found[..., None], held))
+        (ratings_of_slots,) = (state[name] for name in self.statistics)
+        ratings_of_slots.copy_(torch.where(new[..., None], found[..., None], ratings_of_slots))
 
 
 class TextEncoder(Protocol):
@@ -110,19 +110,19 @@ class PassStep:
     params: AttentionParams
     hidden: Tensor | None = None
 
-    def rows(self, looked_at: Tensor) -> Iterator[Tensor]:
+    def rows(self, slots: Tensor) -> Iterator[Tensor]:
         """Attention [1,H_kv,G,r,slots + n] of some of the pass's queries, over slots [1,H_kv,slots] and the pass."""
-        held = self.keys.gather(2, looked_at[..., None].expand(-1, -1, -1, self.keys.shape[-1]))
-        keys, params = torch.cat([held, self.own_keys], dim=2), self.params
-        own = self.query_positions[:, None].expand(-1, looked_at.shape[1], -1)
-        places = torch.cat([self.positions.gather(2, looked_at), own], dim=2)[:, :, None, None]  # [1,H_kv,1,1,·]
+        stored = self.keys.gather(2, slots[..., None].expand(-1, -1, -1, self.keys.shape[-1]))
+        keys, params = torch.cat([stored, self.own_keys], dim=2), self.params
+        own = self.query_positions[:, None].expand(-1, slots.shape[1], -1)
+        places = torch.cat([self.positions.gather(2, slots), own], dim=2)[:, :, None, None]  # [1,H_kv,1,1,·]
         for queries, at in zip(self.queries.split(ROWS, 2), self.query_positions.split(ROWS, 1), strict=True):
             logits = attention_logits(queries, keys, params.scaling, params.softcap)
-            sight = (places >= 0) & (places <= at[:, None, None, :, None])
+            visible = (places >= 0) & (places <= at[:, None, None, :, None])
             if params.sliding_window is not None:
-                sight &= places > at[:, None, None, :, None] - params.sliding_window
-            logits = logits.masked_fill(~sight, -torch.inf)
-            yield logits.softmax(-1) if params.sinks is None else _beside(params.sinks, logits)
+                visible &= places > at[:, None, None, :, None] - params.sliding_window
+            logits = logits.masked_fill(~visible, -torch.inf)
+            yield logits.softmax(-1) if params.sinks is None else _with_sinks(params.sinks, logits)
 
     def slots(self, about: range) -> Tensor:
         """Slots [1,H_kv,m] of the tokens at these positions, in order; all of them must be stored."""
@@ -131,14 +131,14 @@ class PassStep:
         return order[..., : len(about)]
 
 
-def _beside(sinks: Tensor, logits: Tensor) -> Tensor:
+def _with_sinks(sinks: Tensor, logits: Tensor) -> Tensor:
     """Attention weights [1,H_kv,G,r,T] with attention sinks, which are logits [1,H_q] without a token."""
-    left = beside_sinks(logits.logsumexp(-1), sinks.view(1, logits.shape[1], -1, 1))
+    left = sink_factor(logits.logsumexp(-1), sinks.view(1, logits.shape[1], -1, 1))
     return logits.softmax(-1) * left[..., None]
 
 
 class ExtraPasses(PrePass):
-    """Forward passes after prefill whose tokens attend to the whole prompt and are not stored."""
+    """Forward passes after prefill. Their tokens attend to the whole prompt and are not stored."""
 
     reads_layer: ClassVar[bool] = False
     """Whether the pre-pass uses hidden states or the layer of the model (`PassStep.hidden`)."""
@@ -163,5 +163,5 @@ class BlockPasses(ExtraPasses):
         return []
 
     @abstractmethod
-    def passes_after(self, prompt: Sequence[int], read: int, question: int) -> list[Pass]:
-        """The passes after the first `read` tokens of a prompt [T] with a question that begins at `question`."""
+    def passes_after(self, prompt: Sequence[int], processed: int, question: int) -> list[Pass]:
+        """The passes after the first `processed` tokens of a prompt [T] with a question that begins at `question`."""

@@ -25,23 +25,23 @@ class Question(BlockPasses):
     official: c_q counts only the tokens before q, without q.
     """
 
-    statistics = ("asked",)
+    statistics = ("question_attention",)
 
     official: bool = False
 
-    def passes_after(self, prompt: Sequence[int], read: int, question: int) -> list[Pass]:
-        return [Pass(list(prompt[max(read, question) :]), range(read))]
+    def passes_after(self, prompt: Sequence[int], processed: int, question: int) -> list[Pass]:
+        return [Pass(list(prompt[max(processed, question) :]), range(processed))]
 
     def observe(self, one: Pass, step: PassStep, state: State) -> None:
         slots = torch.arange(step.keys.shape[2], device=step.keys.device).expand(step.positions.shape)
-        held = (step.positions >= 0).sum(-1)[:, :, None]  # [1,H_kv,1]
-        counts = held + torch.arange(len(one.tokens), device=held.device) + (0 if self.official else 1)  # [1,H_kv,n]
+        stored = (step.positions >= 0).sum(-1)[:, :, None]  # [1,H_kv,1]
+        counts = stored + torch.arange(len(one.tokens), device=stored.device) + int(not self.official)  # [1,H_kv,n]
         drawn, begin = widen(step.values.new_zeros(())), 0
         for weights in step.rows(slots):
             seen = counts[:, :, begin : begin + weights.shape[3]].to(weights.dtype)
             drawn = drawn + torch.einsum("bhgnt,bhn->bhgt", weights[..., : slots.shape[-1]], seen)
             begin += weights.shape[3]
-        put(state["asked"], drawn)
+        put(state["question_attention"], drawn)
 
 
 def put(statistic: Tensor, drawn: Tensor) -> None:

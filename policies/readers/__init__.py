@@ -1,1 +1,1 @@
-"""Readers: of all that is held, what a decoded token reads."""
+"""Readers: sparse attention, in which a decoded query reads some of the stored tokens."""

@@ -1,4 +1,4 @@
-"""Oracles: the tokens that a query attends to most, chosen by its own attention. Upper bounds, no methods."""
+"""Oracles: the tokens that a query attends to most, selected by its own attention. Upper bounds, not methods."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,7 +14,7 @@ from kvbench.policies.readers.reader import Reader, Reading
 
 @dataclass(frozen=True)
 class Oracle(Reader):
-    """Tokens by the probability that the query gives them, averaged over the query heads of a KV head."""
+    """Scores tokens by the query's attention weights, averaged over the query heads of a KV head."""
 
     reads_keys: ClassVar[bool] = True
 
@@ -35,29 +35,29 @@ class Oracle(Reader):
 
 @dataclass(frozen=True)
 class OracleTopK(Oracle):
-    """Read the tokens with the largest attention probability: an upper bound for readers with a budget, no method.
+    """Read the tokens with the largest attention weights: an upper bound for readers with a budget, not a method.
 
         s_j = mean_(h in "group") softmax_j(q_h k_j)
 
-    To choose, it reads every key, and the bytes read count them all. Of equal tokens the older is read. It bounds the
-    attention mass that the budget can hold, not the score of a task. The budget is all that is read: no sinks and no
-    window are added, and grouped query heads share one set.
-    Source: the oracle of skylight-org/sparse-attention-hub (maskers/fixed), which chooses per query head.
+    The selection reads every key, and the bytes read include all keys. Ties go to the older token. The oracle maximises
+    the attention mass of the budget, not the score of a task. Sinks and windows are not added, and grouped query heads
+    share one set.
+    Source: the oracle of skylight-org/sparse-attention-hub (maskers/fixed), which selects per query head.
     """
 
 
 @dataclass(frozen=True)
 class OracleTopP(Oracle):
-    """Read the fewest tokens whose attention probabilities add up to `mass`: an upper bound, no method.
+    """Read the fewest tokens with a total attention weight of `mass`: an upper bound, not a method.
 
         min |S| : sum_(j in S) s_j >= p, s_j = mean_(h in "group") softmax_j(q_h k_j)
 
-    It has no budget; tables show how many tokens were read. To choose, it reads every key, and the bytes read count
-    them all. Of equal tokens the older is read. Grouped query heads share one set.
+    The policy has no budget; tables show the number of tokens read. The selection reads every key, and the bytes read
+    include all keys. Ties go to the older token. Grouped query heads share one set.
 
     mass: p, above 0, at most 1.
-    Source: the oracle of skylight-org/sparse-attention-hub (maskers/fixed), where p is a share of what sinks and window
-    leave.
+    Source: the oracle of skylight-org/sparse-attention-hub (maskers/fixed), where p is a share of the attention outside
+    of sinks and window.
     """
 
     mass: float = 0.95

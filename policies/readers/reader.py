@@ -1,11 +1,12 @@
-"""The interface of sparse attention: every token is stored, and a decoded query reads some of them.
+"""The interface of sparse attention: a decoded query reads some of the tokens that are stored.
 
-Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, T tokens held, P pages, p tokens of a page, D head dim.
+Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, T stored tokens, P pages, p tokens per page, D head
+dim.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -18,7 +19,8 @@ class Reading:
 
     queries [B,H_q,1,D]; keys [B,H_kv,T,D] in order of position, positions [B,H_kv,T] (-1 = empty slot, at the end);
     summaries: the reader's summaries of each page, [B,H_kv,P,...] by name. visible: bool [B,H_kv,T], the tokens that
-    are visible to the query. scaling, softcap: parameters of the attention logits.
+    are visible to the query. scaling, softcap: parameters of the attention logits. budgets, prompts: the budget and the
+    prompt of each sequence, in tokens.
     """
 
     layer: int
@@ -29,10 +31,26 @@ class Reading:
     visible: Tensor
     scaling: float
     softcap: float | None
+    budgets: tuple[int, ...] = ()
+    prompts: tuple[int, ...] = ()
 
     @property
     def group(self) -> int:
         return self.queries.shape[1] // self.keys.shape[1]
+
+
+class ReadPlan(NamedTuple):
+    """How a reader uses the budget of one sequence.
+
+    page: tokens per page. tokens: the most tokens that a query attends to. cuts: whether a page may be read in part,
+    its older tokens first; otherwise pages are read whole. kept: tokens of the prompt per KV head that the policy's
+    scorer keeps, if the reader `evicts`.
+    """
+
+    page: int
+    tokens: int
+    cuts: bool = False
+    kept: int = 0
 
 
 class Reader(ABC):
@@ -40,26 +58,37 @@ class Reader(ABC):
 
     The policy's budget limits the tokens that a decoded query reads: tokens per KV head, or a share of the prompt. If
     more tokens are stored, only the floor(budget / page) pages with the highest scores take part in attention; ties go
-    to the older page. Queries of a prompt read all tokens. page: tokens per page, 1 to choose single tokens.
+    to the older page. Queries of a prompt read all tokens. page: tokens per page, 1 to select single tokens.
     """
 
     page: int
 
     mass: float | None = None
-    """Read as few pages as reach this share of the sum of all scores, without a budget; None: the budget's pages."""
+    """Read the fewest pages that reach this share of the sum of all scores, without a budget; None: use the budget."""
+
+    evicts: ClassVar[bool] = False
+    """Whether the policy has a scorer, which keeps `ReadPlan.kept` tokens of a prompt; otherwise all are kept."""
 
     reads_keys: ClassVar[bool] = False
-    """Whether all keys are read to choose the tokens: they are then counted as read."""
+    """Whether the selection reads all keys, which are then counted as read."""
 
     def reads_all(self, layer: int) -> bool:
         """Whether the queries of a layer read all tokens, regardless of the budget."""
         return False
 
+    def plan(self, budget: int, prompt: int) -> ReadPlan:
+        """The plan for a sequence with this budget and this prompt, in tokens; every page has `page` tokens."""
+        return ReadPlan(self.page, budget)
+
+    def nbytes_scanned(self, reading: Reading) -> int:
+        """Bytes that are read to choose pages, of all sequences: every summary, unless a reader reads less of them."""
+        return sum(x.nbytes for x in reading.summaries.values())
+
     @abstractmethod
     def summarise(self, keys: Tensor, present: Tensor) -> State:
         """Compute page summaries by name: keys [B,H_kv,P,p,D], present [B,H_kv,P,p] bool -> [B,H_kv,P,...] each.
 
-        Called when tokens are appended to a page. The bytes count as held and as read with every query.
+        Called when tokens are appended to a page. The bytes are part of the cache; by default every query reads them.
         """
 
     @abstractmethod

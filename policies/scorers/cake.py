@@ -1,4 +1,4 @@
-"""CAKE: keep tokens whose attention from the observation window has a large mean or variance.
+"""CAKE: keep tokens with a large mean or variance of the attention from the observation window.
 
 Shapes: B batch, H_kv KV heads, G query heads per KV head, T slots.
 """
@@ -23,7 +23,7 @@ SUMS, ORDER = "attention_sum", "slot_order"
 
 @dataclass(frozen=True)
 class Cake(AttentionScorer):
-    """Keep the keys whose attention from the newest `window` queries has a large mean + gamma * variance.
+    """Keep the keys with a large mean + gamma * variance of the attention from the newest `window` queries.
 
         I_(h,j) = mean_q A_(h,q,j) + gamma * var_q A_(h,q,j), q in "window"
         s_j = 1 / kernel sum_(|i - j| <= floor(kernel / 2)) 1 / G sum_(h in "group") I_(h,i)

@@ -49,7 +49,7 @@ class Finch(AttentionScorer):
     def needs(self) -> Needs:
         if isinstance(self.window, int):
             return Needs(window=self.window, never_negative=True)
-        return Needs(question=True, statistics=("asked",), never_negative=True)
+        return Needs(question=True, statistics=("question_attention",), never_negative=True)
 
     @property
     def pre_pass(self) -> PrePass | None:
@@ -59,20 +59,20 @@ class Finch(AttentionScorer):
         return Protected(newest=self.window) if isinstance(self.window, int) else Protected()
 
     def spares(self, observation: Observation, state: State, protected: Tensor) -> Tensor | None:
-        told = self.window == "question" and observation.phase != "decode"
-        return _asking(observation) if told else None
+        spares = self.window == "question" and observation.phase != "decode"
+        return _question_tokens(observation) if spares else None
 
     def observe(self, observation: Observation, state: State) -> None:
         """Add the attention of the question's prefilled queries to the attention of the queries in a pass, if any."""
         if self.window != "question" or observation.phase == "decode":
             return
-        if observation.last is not None and observation.last < min(observation.questions):
+        if observation.sequences.last is not None and observation.sequences.last < min(observation.questions):
             return  # no query was prefilled: the pass computed all of the attention
-        rows, asked = question_rows(observation)
-        put(own := torch.zeros_like(state["asked"]), self._weighed(observation, rows, asked))
+        rows, valid = question_rows(observation)
+        put(own := torch.zeros_like(state["question_attention"]), self._weighed(observation, rows, valid))
         device = own.device
-        coming = observation.seen.to(device) < on_device(observation.prompts, device)
-        state["asked"].mul_(coming[:, None, None, None]).add_(own)
+        unfinished = observation.seen.to(device) < on_device(observation.prompts, device)
+        state["question_attention"].mul_(unfinished[:, None, None, None]).add_(own)
 
     def raw(self, observation: Observation, state: State) -> Tensor:
         if isinstance(self.window, int):
@@ -80,21 +80,22 @@ class Finch(AttentionScorer):
             every = torch.ones(rows.shape[0], rows.shape[3], dtype=torch.bool, device=rows.device)
             return self._weighed(observation, rows, every) / self.window
         words = [end - begin for begin, end in zip(observation.questions, observation.prompts, strict=True)]
-        drawn = state["asked"].mT / on_device(tuple(words), state["asked"].device)[:, None, None, None]
+        sums = state["question_attention"].mT
+        drawn = sums / on_device(tuple(words), sums.device)[:, None, None, None]
         if observation.phase != "decode":
             return drawn
-        return torch.where(_asking(observation)[:, :, None], drawn.amax(-1, keepdim=True), drawn)
+        return torch.where(_question_tokens(observation)[:, :, None], drawn.amax(-1, keepdim=True), drawn)
 
-    def _weighed(self, observation: Observation, rows: Tensor, asked: Tensor) -> Tensor:
+    def _weighed(self, observation: Observation, rows: Tensor, valid: Tensor) -> Tensor:
         """Rows [B,H_kv,G,w,T] summed over the question's queries, bool [B,w], times the number of visible tokens."""
         places = observation.recent_positions
         assert places is not None, "the scorer declares a window"
         places = places[:, None, -rows.shape[3] :, None]
         seen = observation.occupied[:, :, None] & (observation.positions[:, :, None] <= places)
-        counts = (seen.sum(-1) - int(self.official)) * asked[:, None]
+        counts = (seen.sum(-1) - int(self.official)) * valid[:, None]
         return torch.einsum("bhgwt,bhw->bhgt", rows, counts.to(rows.dtype))
 
 
-def _asking(observation: Observation) -> Tensor:
+def _question_tokens(observation: Observation) -> Tensor:
     """Tokens of the question and all tokens after it, bool [B,H_kv,T]."""
     return observation.positions >= on_device(observation.questions, observation.positions.device)[:, None, None]

@@ -1,4 +1,4 @@
-"""Key norm: keep the tokens whose keys have a small norm."""
+"""Key norm: keep the tokens with small key norms."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from kvbench.policies.scorers.scorer import Scorer
 
 @dataclass(frozen=True)
 class KNorm(Scorer):
-    """Keep the keys of small norm, because later queries tend to attend to them.
+    """Keep keys with a small norm, because later queries tend to attend to them.
 
         s_j = -||k_j||_2
 

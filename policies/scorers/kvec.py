@@ -24,7 +24,7 @@ COVERED = "kvec_covered"
 
 def _in_place(observation: Observation) -> bool:
     """Whether slot i holds token i in all heads and layers: a first prompt before its eviction."""
-    return observation.whole and observation.phase != "decode"
+    return observation.slots.whole and observation.phase != "decode"
 
 
 def _any_head(kept: Tensor, observation: Observation) -> Tensor:
@@ -44,10 +44,11 @@ class KVec(Scorer):
         I_j = mean_q max_h A_(h,q,j)
         s_(h,j) = P_(h,j) + lambda * I_j * (1 - n_j / (l + 1)), n_j = "layers below l that kept j"
 
-    Across heads: the `delta` heads whose scores differ least (the least focused) are scored again through the wider
-    window `extended`. Across layers: a token's bonus is its importance I times the share of the layers up to this one
-    that did not keep it. Each head's best floor(beta * budget) candidates by score without the bonus are always kept.
-    With decode=evict, and in a later prompt, stored tokens are scored in the same way and matched by position (ours).
+    Across heads: the `delta` least focused heads (with the smallest differences of scores) are scored again with the
+    wider window `extended`. Across layers: a token's bonus is its importance I times the share of the layers up to this
+    one that did not keep it. Each head's best floor(beta * budget) candidates by score without the bonus are always
+    kept. With decode=evict, and in a later prompt, stored tokens are scored in the same way and matched by position
+    (ours).
 
     window: number of newest queries that score; these tokens are always kept. extended: number of queries that score
     the least focused heads. delta: number of least focused heads, at most all KV heads. lam: weight of the bonus. beta:
@@ -78,7 +79,8 @@ class KVec(Scorer):
 
     @property
     def needs(self) -> Needs:
-        return Needs(window=self.extended, layer=True, kept=True, whole_prompt=True)
+        forces = self.preserve == "forced" and self.beta > 0
+        return Needs(window=self.extended, layer=True, kept=True, whole_prompt=True, infinite=forces)
 
     def protects(self, budget: int) -> Protected:
         return Protected(newest=self.window)

@@ -19,7 +19,7 @@ class Random(Scorer):
         s_j = u("seed", "layer", "head", j), 0 <= u < 1
 
     The draw is a hash, not a generator's next number: it depends neither on the batch nor on how the prompt was split.
-    A benchmark run uses different draws for every example and sampled answer (`drawing_anew`).
+    A benchmark run uses different draws for every example and sampled answer (`with_example_seed`).
 
     seed: seed of the draws.
     """
@@ -35,7 +35,7 @@ class Random(Scorer):
         return uniform_draws(self.seed, observation.layer, observation.positions)
 
 
-def drawing_anew(policy: Policy, run_seed: int, example: int) -> Policy:
+def with_example_seed(policy: Policy, run_seed: int, example: int) -> Policy:
     """The policy for one example of a run: a `Random` scorer's seed is combined with the run's seed and the example."""
     scorer = policy.scorer
     if not isinstance(scorer, Random):

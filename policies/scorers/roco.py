@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.checks import number, whole_number
-from kvbench.policies.constants import at_hand, on_device
+from kvbench.policies.constants import on_device, on_host
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.ranking import select
@@ -24,7 +24,7 @@ def mean_and_deviation(sums: Tensor, squares: Tensor, count: Tensor) -> tuple[Te
 
 def largest(values: Tensor, positions: Tensor, counts: Sequence[int]) -> Tensor:
     """The counts[b] largest of the values >= 0 at positions >= 0, all [B,H_kv,T]: bool; ties: the lower position."""
-    if at_hand(values) and len(set(counts)) == 1 and 0 < counts[0] <= values.shape[-1]:
+    if on_host(values) and len(set(counts)) == 1 and 0 < counts[0] <= values.shape[-1]:
         among = values.masked_fill(positions < 0, -1.0)
         chosen = among >= among.topk(counts[0], dim=-1).values[..., -1:].clamp(min=0)
         if bool((chosen.sum(-1) == counts[0]).all()):  # no tie at the edge: no need to sort by position

@@ -69,7 +69,7 @@ def protected_counts(scorer: Scorer, budgets: Sequence[int]) -> tuple[list[int],
 
 
 class AttentionScorer(Scorer):
-    """A scorer whose raw score exists per query head and is averaged over the group, then finished per KV head."""
+    """A scorer with raw scores per query head, which are averaged over the group, then finished per KV head."""
 
     @abstractmethod
     def raw(self, observation: Observation, state: State) -> Tensor:

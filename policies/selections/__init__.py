@@ -1,1 +1,1 @@
-"""How the ranking of a layer's tokens becomes the set that is kept, where that is not simply token by token."""
+"""Selections: units of tokens, such as chunks, that are kept or evicted together."""

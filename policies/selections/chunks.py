@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.checks import check_choices, whole_number
-from kvbench.policies.ranking import LATE, Ranking
+from kvbench.policies.ranking import LAST, Ranking
 from kvbench.policies.selections.selection import Selection
 
 
@@ -51,7 +51,7 @@ class Chunks(Selection):
         """The score of each token's chunk, [B,H,T]; float64 makes rounding independent of the order of additions."""
         rows = scores.shape[:1] if self.heads == "layer" else scores.shape[:2]
         flat, there, place = (x.reshape(*rows, -1) for x in (scores.double(), occupied, positions.long()))  # [...,N]
-        chunks = (place // self.length).masked_fill(~there, LATE)
+        chunks = (place // self.length).masked_fill(~there, LAST)
         order = chunks.argsort(dim=-1, stable=True)
         sorted_chunks = chunks.gather(-1, order)
         begins = torch.nn.functional.pad(sorted_chunks[..., 1:] != sorted_chunks[..., :-1], (1, 0))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvbench.policies.checks import whole_number
-from kvbench.policies.ranking import LATE, Ranking
+from kvbench.policies.ranking import LAST, Ranking
 from kvbench.policies.selections.selection import Selection
 
 
@@ -32,7 +32,7 @@ class Shares(Selection):
 
     def rank(self, ranking: Ranking) -> Ranking:
         told = ranking.scores.double().masked_fill(ranking.protected, torch.inf)
-        chunks = (ranking.positions.long() // self.length).masked_fill(~ranking.occupied, LATE)
+        chunks = (ranking.positions.long() // self.length).masked_fill(~ranking.occupied, LAST)
         best = told.argsort(dim=-1, descending=True, stable=True)
         order = best.gather(-1, chunks.gather(-1, best).argsort(dim=-1, stable=True))  # by chunk, then by score
         of = chunks.gather(-1, order).contiguous()

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, number, whole_number
-from kvbench.policies.stores.codes import ChannelCodes, Exact, Run, TokenCodes
+from kvbench.policies.stores.codes import ChannelCodes, Chunk, Exact, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
 from kvbench.policies.stores.slot_store import SlotStore
@@ -23,7 +23,7 @@ from kvbench.policies.stores.slot_store import SlotStore
 class Sparse(NamedTuple):
     """Entries set aside along the second last dimension of [...,n,D]: their places, and the error of their codes."""
 
-    places: Tensor  # int16, or int32 where n needs it
+    places: Tensor  # int16, or int32 for large n
     excess: Tensor  # in the model's dtype
 
     def restored(self, x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def low_rank(error: Tensor, rank: int, loops: int, seed: int) -> tuple[Tensor, T
     return left, right
 
 
-class Block(Run):
+class Block(Chunk):
     """Tokens compressed together: codes of the first ones, the others exact, entries set aside, low-rank factors."""
 
     def __init__(self, x: Tensor, codes: ChannelCodes | TokenCodes, coded: int, each: int, gear: "Gear") -> None:
@@ -93,9 +93,6 @@ class Block(Run):
     def tokens(self) -> int:
         return self._coded + self._exact.tokens
 
-    def lengths(self) -> Tensor:
-        return self._exact.lengths() + self._coded
-
     def dequantised(self) -> Tensor:
         if not self._coded:
             return self._exact.dequantised()
@@ -104,35 +101,8 @@ class Block(Run):
             x = self._tokens(self._sparse.restored(self._columns(x)), x.shape[1])
         if self._factors is not None:
             left, right = (widen(f) for f in self._factors)
-            x[:, :, : self._coded] += left @ right.transpose(-1, -2)
+            x[:, :, : self._coded] += left @ right.mT
         return x
-
-    def logits(self, queries: Tensor) -> Tensor:
-        if self._factors is None:
-            return super().logits(queries)
-        left, right = (widen(f) for f in self._factors)
-        rows = self._codes.logits(queries) + (queries @ right) @ left.transpose(-1, -2)
-        if self._exact.tokens:
-            rows = torch.cat([rows, self._exact.logits(queries)], dim=-1)
-        if self._sparse is not None:
-            more = (queries[:, :, :, None] * widen(self._sparse.excess)[:, :, None]).flatten(-2)
-            places = self._sparse.places.long().flatten(-2)[:, :, None].expand_as(more)
-            rows.scatter_add_(-1, places, more)
-        return rows
-
-    def mix(self, weights: Tensor) -> Tensor:
-        if self._factors is None:
-            return super().mix(weights)
-        left, right = (widen(f) for f in self._factors)
-        out = self._codes.mix(weights) + (weights @ left) @ right.transpose(-1, -2)
-        if self._sparse is not None:
-            _, heads, rows, dim = out.shape
-            places = self._sparse.places.long()[0].expand(rows, -1, -1, -1)  # [r,1,2*each,T]
-            own = weights[0].transpose(0, 1).gather(1, (places // dim)[:, 0])  # each entry's weight in its own head
-            more = (own * widen(self._sparse.excess)[0]).flatten(1)
-            flat = more.new_zeros(rows, heads * dim).scatter_add_(1, places.flatten(1), more)
-            out += flat.view(rows, heads, dim).transpose(0, 1)
-        return out
 
     def sizes(self) -> dict[str, int]:
         sizes = Counter(self._codes.sizes())
@@ -154,30 +124,29 @@ class GearLayerStore(QuantisedLayerStore):
 
     def flush(self, prompt: bool) -> None:
         gear, column = self.store, self._columns[0]
-        assert column.even, "sequences apart, all KV heads alike"
         before, self._length = self._length, column.tokens
         if gear.gear_prompt == "gap":
             for gaps in range(before // gear.gap + 1, 0 if prompt else column.tokens // gear.gap + 1):
                 self._compress_all(gaps * gear.gap)
         elif not prompt:
-            while column.tail.most >= gear.gap:
+            while column.tail.count >= gear.gap:
                 self._compress(gear.gap)
-        elif gear.gear_prompt == "prefill" and column.tail.most >= gear.group:
-            self._compress(column.tail.most)
+        elif gear.gear_prompt == "prefill" and column.tail.count >= gear.group:
+            self._compress(column.tail.count)
         else:
             for side in self._columns:
-                side.replace_runs([Exact(side.tail.view("x"))], side.tail.most)
+                side.replace_chunks([Exact(side.tail.view("x"))], side.tail.count)
 
     def _compress(self, count: int) -> None:
         """A new block of the tails' first `count` tokens."""
-        for side, x in enumerate(column.oldest(count) for column in self._columns):
+        for side, x in enumerate(column.tail.oldest("x", count) for column in self._columns):
             column = self._columns[side]
-            column.replace_runs([*column.runs, self._block(x, side)], count)
+            column.replace_chunks([*column.chunks, self._block(x, side)], count)
 
     def _compress_all(self, count: int) -> None:
         """One block of the first `count` tokens, compressed ones again."""
         for side, column in enumerate(self._columns):
-            column.replace_runs([self._block(column.view()[:, :, :count], side)], count - column.coded)
+            column.replace_chunks([self._block(column.view()[:, :, :count], side)], count - column.coded)
 
     def _block(self, x: Tensor, side: int) -> Block:
         gear, tokens = self.store, x.shape[2]
@@ -200,10 +169,10 @@ class Gear(QuantisedStore):
 
     group: tokens (keys) or channels (values) that share a scale. rank: of the copy of the error. loops: power
     iterations that find it. outlier_ratio: share of the entries set aside, half of them the largest, half the smallest.
-    gap: new tokens that stay exact until so many are there. gear_prompt: `prefill` compresses the prompt at its end,
-    `never` keeps it exact, `gap` compresses the whole cache, compressed tokens again, whenever its length is a multiple
-    of `gap`. official_counts: keys' entries set aside are counted as the values' are, whatever the block's length, as
-    in GEAR's code. seed: of the start of the power iteration.
+    gap: the number of new tokens that stay exact until they are compressed together. gear_prompt: `prefill` compresses
+    the prompt at its end, `never` keeps it exact, `gap` compresses the whole cache again whenever its length is a
+    multiple of `gap`. official_counts: set aside as many entries of keys as of values, for blocks of any length, as
+    GEAR's code does. seed: of the start of the power iteration.
     Source: Kang et al. 2024, arXiv 2403.05527, and its code (opengear-project/GEAR).
     """
 

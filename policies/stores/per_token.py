@@ -1,9 +1,8 @@
-"""Stores of serving engines: every key and value coded by itself, in 8 or 4 bits, as vLLM and TensorRT-LLM do.
+"""Stores of serving engines (vLLM, TensorRT-LLM, SGLang): every key and value has its own codes of 8 or 4 bits.
 
-Shapes: B batch, H KV heads, r query rows per KV head, N tokens, D head dim.
+Shapes: B batch, H KV heads, n tokens, D head dim.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,12 +14,9 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import choice, number, whole_number
-from kvbench.policies.constants import at_hand
-from kvbench.policies.stores.codes import Codes
-from kvbench.policies.stores.column import Column
-from kvbench.policies.stores.quantised import ColumnStore, QuantisedLayerStore, value_group
-from kvbench.policies.stores.slot_store import SlotStore
-from kvbench.policies.stores.slots import GROWTH
+from kvbench.policies.stores.packing import from_bytes, to_bytes
+from kvbench.policies.stores.quantised import value_group
+from kvbench.policies.stores.token_codes import TokenCodeStore
 
 FP8_MAX = 448.0  # the largest number of e4m3
 E2M1_MAX = 6.0
@@ -53,21 +49,11 @@ def from_e2m1(codes: Tensor) -> Tensor:
 @lru_cache
 def _e2m1_tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """The bounds between magnitudes, and the 16 numbers. A tie above an odd code belongs to the next, even one."""
-    with torch.inference_mode(False):  # else they could not be used outside of inference mode
+    with torch.inference_mode(False):  # an inference tensor could not be used outside of inference mode
         magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, E2M1_MAX])
         bounds = (magnitudes[1:] + magnitudes[:-1]) / 2
         bounds[1::2] = torch.nextafter(bounds[1::2], torch.tensor(0.0))
         return bounds.to(device), torch.cat([magnitudes, -magnitudes]).to(device)
-
-
-def nibbles(codes: Tensor) -> Tensor:
-    """Codes [...,D] below 16 as bytes [...,D/2], the even channel in the low four bits."""
-    return codes[..., ::2] | (codes[..., 1::2] << 4)
-
-
-def from_nibbles(packed: Tensor) -> Tensor:
-    """The codes of `nibbles`: bytes [...,D/2] -> uint8 [...,D]."""
-    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
 @lru_cache(maxsize=64)
@@ -89,106 +75,8 @@ def half_away(x: Tensor) -> Tensor:
     return whole + ((x - whole).abs() >= 0.5) * x.sign()
 
 
-class PerTokenStore(ColumnStore, ABC):
-    """A store of codes per token and KV head; a prompt is exact until it is in and evicted, a later token for one step.
-
-    vLLM writes tokens before it attends, so that even a prompt's own queries read codes; here they read the model's.
-    Codes are dequantised to float32 before attention: no kernel's 8-bit arithmetic is emulated.
-    """
-
-    @abstractmethod
-    def encode(self, x: Tensor, scale: float) -> dict[str, Tensor]:
-        """Vectors x [B,H,n,D] float32 as tensors [B,H,n,...] by name; `codes` are the codes, all others scales."""
-
-    @abstractmethod
-    def decode(self, held: dict[str, Tensor], scale: float) -> Tensor:
-        """The vectors of `encode`: float32 [B,H,n,D]."""
-
-    def scales(self) -> tuple[float, float] | None:
-        """The scales of a layer's keys and values, 4 bytes each; None where there are none."""
-        return None
-
-    def rotation(self, like: Tensor) -> Tensor | None:
-        """The orthonormal matrix [D,D] that vectors are multiplied by before they are coded."""
-        return None
-
-    def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
-        scales = self.scales()
-        runs = (TokenRun(self, None if scales is None else scales[side], values.device) for side in range(2))
-        return PerTokenLayerStore(self, dense, *map(Column, runs))
-
-
-class PerTokenLayerStore(QuantisedLayerStore):
-    """A layer whose tokens are coded once the step that brought them is over."""
-
-    def flush(self, prompt: bool) -> None:
-        for column in self._columns:
-            column.quantise(column.tail.counts_held)
-
-
-class TokenRun(Codes):
-    """Vectors in the codes of a store, which holds them in the queue by name; scale [1] float32, if it has one."""
-
-    def __init__(self, store: PerTokenStore, scale: float | None, device: torch.device) -> None:
-        super().__init__(GROWTH)
-        self.store, self.factor = store, 1.0 if scale is None else scale
-        self.scale = None if scale is None else torch.full((1,), scale, device=device, dtype=torch.float32)
-        self._names: tuple[str, ...] = ()
-
-    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
-        check_finite(x)
-        x = x.float()
-        rotation = self.store.rotation(x)
-        new = self.store.encode(x if rotation is None else x @ rotation, self.factor)
-        self._names = tuple(new)
-        self.queue.append({name: part.contiguous() for name, part in new.items()}, counts)
-
-    def sizes(self) -> dict[str, int]:
-        own = 0 if self.scale is None else self.scale.nbytes
-        scales = sum(self.queue.nbytes(name) for name in self._names if name != "codes")
-        codes, lengths = self.queue.nbytes("codes"), self.queue.lengths_nbytes
-        return {"codes": codes, "scales and minima": scales + own, "positions": lengths}
-
-    @property
-    def nbytes(self) -> int:
-        return self.queue.nbytes() + (0 if self.scale is None else self.scale.nbytes)
-
-    def _vectors(self, first: int, last: int) -> Tensor:
-        """Tokens as they were coded, after the rotation: [B,H,n,D] float32."""
-        held = {name: self.queue.view(name)[:, :, first:last] for name in self._names}
-        return self.store.decode(held, self.factor)
-
-    def dequantised(self) -> Tensor:
-        x = self._vectors(0, self.queue.most)
-        rotation = self.store.rotation(x)
-        return x if rotation is None else x @ rotation.T
-
-    def logits(self, queries: Tensor) -> Tensor:
-        rotation = self.store.rotation(queries)
-        rotated = queries if rotation is None else queries @ rotation
-        parts = [rotated @ self._vectors(*block).to(rotated.dtype).mT for block in self._pieces()]
-        return torch.cat(parts, dim=-1)
-
-    def mix(self, weights: Tensor) -> Tensor:
-        parts = [weights[..., slice(*block)] @ self._vectors(*block).to(weights.dtype) for block in self._pieces()]
-        out = torch.stack(parts).sum(0)
-        rotation = self.store.rotation(out)
-        return out if rotation is None else out @ rotation.T
-
-    def _pieces(self) -> list[tuple[int, int]]:
-        codes = self.queue.view("codes")
-        return list(self._blocks(codes.shape[0] * codes.shape[1] * codes.shape[3] * 2))
-
-
-def check_finite(x: Tensor) -> None:
-    """ValueError for NaN and infinity; not on a GPU while decoding, which would synchronise for every token."""
-    if x.is_meta or (x.shape[2] == 1 and not at_hand(x)) or bool(x.isfinite().all()):
-        return
-    raise ValueError("keys or values contain NaN or infinity")
-
-
 @dataclass(frozen=True)
-class LayerScaled(PerTokenStore):
+class LayerScaled(TokenCodeStore):
     """key_scales, value_scales: one number for each layer, as calibrated for a model; none: 1."""
 
     key_scales: Sequence[float] = ()
@@ -209,8 +97,8 @@ class LayerScaled(PerTokenStore):
         own = (tuple(given[index : index + 1]) for given in (self.key_scales, self.value_scales))
         return replace(self, **dict(zip(("key_scales", "value_scales"), own, strict=True)))
 
-    def scales(self) -> tuple[float, float]:
-        return (*self.key_scales, 1.0)[0], (*self.value_scales, 1.0)[0]
+    def scale(self, side: int) -> float:
+        return (*(self.value_scales if side else self.key_scales), 1.0)[0]
 
 
 @dataclass(frozen=True)
@@ -220,18 +108,19 @@ class Fp8(LayerScaled):
         hat(x) = s e4m3(x / s), to the nearest, ties to even, saturating at 448
 
     key_scales, value_scales: s of each layer, the largest number over some texts / 448; none: 1, vLLM's default.
-    Source: vLLM's kv_cache_dtype=fp8 (vllm/config/cache.py), TensorRT-LLM's KvCacheConfig(dtype="fp8").
+    Source: vLLM's kv_cache_dtype=fp8 (vllm/config/cache.py), TensorRT-LLM's KvCacheConfig(dtype="fp8"), SGLang's
+    --kv-cache-dtype fp8_e4m3.
     """
 
-    def encode(self, x: Tensor, scale: float) -> dict[str, Tensor]:
-        return {"codes": to_e4m3(x / scale)}
+    def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
+        return {"codes": to_e4m3(x.float() / self.scale(side))}
 
-    def decode(self, held: dict[str, Tensor], scale: float) -> Tensor:
-        return from_e4m3(held["codes"]) * scale
+    def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
+        return from_e4m3(held["codes"]) * self.scale(side)
 
 
 @dataclass(frozen=True)
-class Fp8PerTokenHead(PerTokenStore):
+class Fp8PerTokenHead(TokenCodeStore):
     """Every number in 8 bits, e4m3, with a float32 scale for each key and value: 2D + 8 bytes per token and KV head.
 
         hat(x) = s e4m3(x / s), s = max(max |x| / 448, 1e-6)
@@ -239,16 +128,17 @@ class Fp8PerTokenHead(PerTokenStore):
     Source: vLLM's kv_cache_dtype=fp8_per_token_head (triton_quant_kv).
     """
 
-    def encode(self, x: Tensor, scale: float) -> dict[str, Tensor]:
+    def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
+        x = x.float()
         own = (x.abs().amax(-1, keepdim=True) / FP8_MAX).clamp(min=SMALLEST_SCALE)
         return {"codes": to_e4m3(x * (1 / own)), "scale": own}
 
-    def decode(self, held: dict[str, Tensor], scale: float) -> Tensor:
+    def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
         return from_e4m3(held["codes"]) * held["scale"]
 
 
 @dataclass(frozen=True)
-class Int8(PerTokenStore):
+class Int8(TokenCodeStore):
     """Every number in 8 bits with a float32 scale for each key and value: 2D + 8 bytes per token and KV head.
 
         hat(x) = s "round"(x / s), s = max(max |x| / 127, 1e-6), codes from -128 to 127
@@ -262,23 +152,24 @@ class Int8(PerTokenStore):
     def __post_init__(self) -> None:
         choice("official", self.official, True, False)
 
-    def encode(self, x: Tensor, scale: float) -> dict[str, Tensor]:
+    def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
+        x = x.float()
         own = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=SMALLEST_SCALE)
         codes = (x * (1 / own)).clamp(-128, 127)
         return {"codes": (codes.trunc() if self.official else codes.round()).to(torch.int8), "scale": own}
 
-    def decode(self, held: dict[str, Tensor], scale: float) -> Tensor:
+    def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
         return held["codes"].float() * held["scale"]
 
 
 @dataclass(frozen=True)
-class Int4(PerTokenStore):
+class Int4(TokenCodeStore):
     """Every number in 4 bits with one scale and zero point for each key and value: D + 8 bytes per token and KV head.
 
         hat(x) = s (c - z), c = "round"(x / s + z), s = max((max x - min x) / 15, 1e-6), z = "round"(- min x / s)
 
     c and z are from 0 to 15 and rounded to the nearest, halves away from zero. z replaces the four lowest bits of the
-    float32 scale. A vector whose numbers are all positive, or all negative, saturates.
+    float32 scale. A vector of only positive, or only negative, numbers saturates.
 
     rotate: multiply keys, values and queries by random signs and a Hadamard matrix first, so D is a power of two; the
     output is rotated back. The signs are a constant and not counted.
@@ -298,18 +189,20 @@ class Int4(PerTokenStore):
     def rotation(self, like: Tensor) -> Tensor | None:
         return hadamard(like.shape[-1], widen(like.new_empty(0)).dtype, like.device) if self.rotate else None
 
-    def encode(self, x: Tensor, scale: float) -> dict[str, Tensor]:
+    def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
+        x = x.float()
+        x = x @ hadamard(x.shape[-1], x.dtype, x.device) if self.rotate else x
         low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
         own = ((high - low) / 15).clamp(min=SMALLEST_SCALE)
         zero = half_away(-low / own).clamp(0, 15)
         codes = half_away(x * (1 / own) + zero).clamp(0, 15).to(torch.uint8)
         held = (own.contiguous().view(torch.int32) & ~ZERO_BITS) | zero.int()
-        return {"codes": nibbles(codes), "scale": held.view(torch.float32)}
+        return {"codes": to_bytes(codes, 4), "scale": held.view(torch.float32)}
 
-    def decode(self, held: dict[str, Tensor], scale: float) -> Tensor:
+    def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
         bits = held["scale"].contiguous().view(torch.int32)
         own, zero = (bits & ~ZERO_BITS).view(torch.float32), bits & ZERO_BITS
-        return (from_nibbles(held["codes"]).float() - zero) * own
+        return (from_bytes(held["codes"], 4, dim).float() - zero) * own
 
 
 @dataclass(frozen=True)
@@ -318,11 +211,11 @@ class Nvfp4(LayerScaled):
 
         hat(x) = e2m1(x / (f s)) f s, f = e4m3(max |x in block| / (6 s))
 
-    e2m1 holds 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign; to the nearest, ties to the even code, saturating. Where f is
-    0, so is the block. A GPU's approximate reciprocals may turn ties.
+    e2m1 holds 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign; to the nearest, ties to the even code, saturating. If f is 0, so
+    is the block. A GPU's approximate reciprocals may turn ties.
 
     group: channels that share a scale, min(group, D) of them. four_over_six: scale each block by its largest number / 4
-    where that has the smaller squared error (vLLM's nvfp4_4over6). key_scales, value_scales: s of each layer, the
+    if that has the smaller squared error (vLLM's nvfp4_4over6). key_scales, value_scales: s of each layer, the
     largest number over some texts / 2688; none: 1.
     Source: vLLM's kv_cache_dtype=nvfp4 (nvfp4_utils.cuh), TensorRT-LLM's KvCacheConfig(dtype="nvfp4").
     """
@@ -339,7 +232,8 @@ class Nvfp4(LayerScaled):
         if value_group(self.group, dim) % 2:
             raise ConfigError("group", self.group, why="is odd, and two codes share a byte")
 
-    def encode(self, x: Tensor, scale: float) -> dict[str, Tensor]:
+    def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
+        scale, x = self.scale(side), x.float()
         blocks = x.unflatten(-1, (-1, value_group(self.group, x.shape[-1])))
         most = blocks.abs().amax(-1)
         factors, codes = self._coded(blocks, most, E2M1_MAX, scale)
@@ -348,7 +242,7 @@ class Nvfp4(LayerScaled):
             errors = (self._errors(blocks, f, c, scale) for f, c in ((others, other_codes), (factors, codes)))
             better = torch.lt(*errors)
             factors, codes = torch.where(better, others, factors), torch.where(better[..., None], other_codes, codes)
-        return {"codes": nibbles(codes.flatten(-2)), "factors": factors}
+        return {"codes": to_bytes(codes.flatten(-2), 4), "factors": factors}
 
     def _coded(self, blocks: Tensor, most: Tensor, largest: float, scale: float) -> tuple[Tensor, Tensor]:
         """Factors [B,H,n,D/16] as bytes of e4m3 and codes [B,H,n,D/16,16]; `largest`: of a block, coded."""
@@ -360,8 +254,8 @@ class Nvfp4(LayerScaled):
         """The squared error of each block, [B,H,n,D/16]."""
         return (from_e2m1(codes) * (from_e4m3(factors) * scale)[..., None] - blocks).square().sum(-1)
 
-    def decode(self, held: dict[str, Tensor], scale: float) -> Tensor:
-        steps = (from_e4m3(held["factors"].contiguous()) * scale)[..., None]
-        x = from_e2m1(from_nibbles(held["codes"]))
+    def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
+        steps = (from_e4m3(held["factors"].contiguous()) * self.scale(side))[..., None]
+        x = from_e2m1(from_bytes(held["codes"], 4, dim))
         decoded: Tensor = (x.unflatten(-1, (held["factors"].shape[-1], -1)) * steps).flatten(-2)
         return decoded

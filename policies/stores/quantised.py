@@ -1,4 +1,4 @@
-"""What quantised stores share: dense tokens until the prompt is complete and evicted, then codes and an exact residual.
+"""Stores of quantised groups: dense tokens until the prompt is complete and evicted, then codes and an exact residual.
 
 Shapes: B batch, H KV heads, r = G * M query rows per KV head, C tokens of the longest head, D head dim.
 """
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from kvbench.errors import ConfigError
 from kvbench.kernels.quantized import Outliers, Packed, Side, quantised_attention
-from kvbench.kernels.references import beside_sinks, visible, widen
+from kvbench.kernels.references import sink_factor
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.observation import AttentionParams, State
+from kvbench.policies.stores.code_attention import attend_in_float32
 from kvbench.policies.stores.codes import ChannelCodes, Codes, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.packing import words_for
@@ -25,183 +26,191 @@ from kvbench.policies.stores.queue import Queue
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import GROWTH, take
 from kvbench.policies.stores.store import LayerStore, Store
-from kvbench.policies.stores.store_list import open_per_sequence
+from kvbench.policies.stores.store_list import HeadList, StoreList
 
 
 class QuantisedLayerStore(LayerStore):
-    """Keys and values as two columns: slot i of a KV head holds its i-th token.
+    """Keys and values of one sequence as two columns: slot i of every KV head holds its i-th token.
 
-    Positions are stored only where tokens were evicted, else the i-th token is at position i. Subclasses say in
+    Until the first `settle`, and if KV heads then hold different numbers of tokens, another store holds the tokens.
+    Positions are stored only if tokens were evicted, else the i-th token is at position i. Subclasses define in
     `flush` which tokens are quantised when.
     """
 
     def __init__(self, store: "ColumnStore", dense: SlotStore, keys: Column, values: Column) -> None:
         self.store = store
-        self._dense: SlotStore | None = dense  # until the first `settle`
+        self._held: LayerStore | None = dense  # the dense prompt, or a store for each KV head
         self._columns = (keys, values)
-        self._places = Queue(GROWTH)  # of positions, empty where nothing was evicted
+        self._places = Queue(GROWTH)  # of positions, empty if nothing was evicted
 
-    # --- views -----------------------------------------------------------------------------------------------------
+    @property
+    def in_prompt(self) -> bool:
+        """Whether the prompt is still dense."""
+        return isinstance(self._held, SlotStore)
+
+    # --- contents --------------------------------------------------------------------------------------------------
     @property
     def keys(self) -> Tensor:
-        return self._columns[0].view() if self._dense is None else self._dense.keys
+        return self._view(0) if self._held is None else self._held.keys
 
     @property
     def values(self) -> Tensor:
-        return self._columns[1].view() if self._dense is None else self._dense.values
+        return self._view(1) if self._held is None else self._held.values
+
+    def _view(self, side: int) -> Tensor:
+        """The keys (side 0) or values (1) in the model's dtype."""
+        return self.dequantised(side).to(self._columns[side].tail.view("x").dtype)
+
+    def dequantised(self, side: int) -> Tensor:
+        """The keys (side 0) or values (1), [B,H,C,D] float32, or float64 for a float64 model."""
+        return self._columns[side].view()
 
     @property
     def positions(self) -> Tensor:
-        if self._dense is not None:
-            return self._dense.positions
-        keys = self._columns[0]
-        lengths = keys.lengths()
-        steps = torch.arange(keys.tokens, dtype=torch.int32, device=lengths.device).expand(*lengths.shape, -1)
-        places = self._places.view("positions") if self.evicted else steps
-        return places if keys.even else places.masked_fill(steps >= lengths[..., None], -1)
+        if self._held is not None:
+            return self._held.positions
+        if self.evicted:
+            return self._places.view("positions")
+        tail = self._columns[0].tail.view("x")
+        return torch.arange(self._columns[0].tokens, dtype=torch.int32, device=tail.device).expand(*tail.shape[:2], -1)
 
     @property
     def state(self) -> State:
-        return {} if self._dense is None else self._dense.state
+        return {} if self._held is None else self._held.state
 
+    @property
+    def packed(self) -> bool:
+        return self._held is None or self._held.packed
+
+    @property
+    def ascending(self) -> bool:
+        return self._held is None or self._held.ascending
+
+    # --- bytes -----------------------------------------------------------------------------------------------------
     def parts(self) -> dict[str, int]:
-        if self._dense is not None:
-            return {"full precision": self._dense.nbytes}
-        sizes = Counter({"codes": 0, "scales and minima": 0, "full precision": 0, "positions": 0})
+        if self._held is not None:
+            return {"full precision": self._held.nbytes} if self.in_prompt else self._held.parts()
+        sizes = Counter({"codes": 0, "scales and minima": 0, "full precision": 0, "positions": self._places.nbytes()})
         for column in self._columns:
-            sizes["full precision"] += column.tail.nbytes("x")
-            sizes["positions"] += column.tail.lengths_nbytes
-            for run in column.runs:
-                sizes.update(run.sizes())
-        sizes["positions"] += self._places.nbytes()
+            sizes["full precision"] += column.tail.nbytes()
+            for chunk in column.chunks:
+                sizes.update(chunk.sizes())
         return dict(sizes)
 
     @property
     def nbytes(self) -> int:
-        if self._dense is not None:
-            return self._dense.nbytes
+        if self._held is not None:
+            return self._held.nbytes
         return sum(column.nbytes for column in self._columns) + self._places.nbytes()
 
     @property
     def spare_nbytes(self) -> int:
-        if self._dense is not None:
-            return self._dense.spare_nbytes
+        if self._held is not None:
+            return self._held.spare_nbytes
         return sum(queue.spare_nbytes for queue in self._queues())
 
     def expect(self, tokens: int) -> None:
-        if self._dense is not None:
-            self._dense.expect(tokens)
+        if self._held is not None:
+            self._held.expect(tokens)
         for queue in self._queues():
             queue.expect(tokens)
 
     def _queues(self) -> Iterator[Queue]:
-        """Everything that grows while decoding."""
+        """All queues that grow while decoding."""
         yield self._places
         for column in self._columns:
             yield column.tail
-            yield from (run.queue for run in column.runs if isinstance(run, Codes))
+            yield from (chunk.queue for chunk in column.chunks if isinstance(chunk, Codes))
 
-    @property
-    def packed(self) -> bool:
-        return self._columns[0].even if self._dense is None else self._dense.packed
-
-    @property
-    def ascending(self) -> bool:
-        return self._dense is None or self._dense.ascending
-
-    # --- append and evict ------------------------------------------------------------------------------------------
+    # --- a step ----------------------------------------------------------------------------------------------------
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
-        if self._dense is not None:
-            self._dense.append(keys, values, positions, absent)
+        if self._held is not None:
+            self._held.append(keys, values, positions, absent)
             return
-        places = positions[:, None].to(torch.int32).expand(-1, keys.shape[1], -1)
-        counts = None
         if absent:
-            order = (places < 0).to(torch.uint8).argsort(dim=-1, stable=True)
-            keys, values, places = take(keys, order), take(values, order), places.gather(-1, order)
-            counts = (places >= 0).sum(-1)
+            real = (positions[0] >= 0).nonzero()[:, 0]
+            keys, values, positions = keys[:, :, real], values[:, :, real], positions[:, real]
+        self._append(keys, values, positions[:, None].to(torch.int32).expand(-1, keys.shape[1], -1))
+
+    def _append(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
+        """Append tokens at places [B,H,n] to the tails."""
         for column, x in zip(self._columns, (keys, values), strict=True):
-            column.append(x, counts)
+            column.tail.append({"x": x})
         if self.evicted:
-            self._places.append({"positions": places}, counts)
+            self._places.append({"positions": places})
 
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
         self.evicted = True
-        return self._unquantised().keep(mask, spare, counts)
+        return self._dense().keep(mask, spare, counts)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
         assert bias is None, "only exact stores hold a bias"
-        self._unquantised().write(slots, keys, values)
+        self._dense().write(slots, keys, values)
 
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
-        self._unquantised().release(slots, rows)
+        self._dense().release(slots, rows)
 
-    def _unquantised(self) -> SlotStore:
-        assert self._dense is not None, "tokens in quantised groups cannot be evicted or changed one by one"
-        return self._dense
+    def _dense(self) -> SlotStore:
+        assert isinstance(self._held, SlotStore), "tokens in quantised groups cannot be evicted or changed one by one"
+        return self._held
 
-    # --- the end of a step -----------------------------------------------------------------------------------------
     def settle(self) -> None:
-        first = self._dense is not None
+        first = self.in_prompt
         if first:
             self._to_columns()
+        if self._held is not None:
+            self._held.settle()
+            return
         self.flush(first)
         if first:
-            for column in self._columns:
-                column.tail.compact()  # the tail was a view of the whole prompt
+            for queue in (*(column.tail for column in self._columns), self._places):
+                queue.compact()  # the tail was a view of the whole prompt
 
     @abstractmethod
     def flush(self, prompt: bool) -> None:
         """Quantise the tokens that are due; `prompt`: the first call, when the tails hold the whole prompt."""
 
     def _to_columns(self) -> None:
-        """Move the dense tokens into the columns' tails, each head's in order of position."""
-        dense = self._unquantised()
-        keys, values, positions, counts = dense.keys, dense.values, dense.positions, None
-        if not (dense.packed and dense.ascending):
-            late = torch.iinfo(torch.int64).max
-            order = positions.long().masked_fill(positions < 0, late).argsort(dim=-1, stable=True)
-            keys, values, positions = take(keys, order), take(values, order), positions.gather(-1, order)
-            counts = (positions >= 0).sum(-1)
-        for column, x in zip(self._columns, (keys, values), strict=True):
-            column.append(x, counts)
-        if self.evicted:
-            self._places.append({"positions": positions}, counts)
-            self._places.compact()
-        self._dense = None
+        """Move the dense tokens into the tails in order of position, or each head's into its own store."""
+        dense = self._dense()
+        contents = {"keys": dense.keys, "values": dense.values, "positions": dense.positions}
+        counts = (dense.positions >= 0).sum(-1).flatten() if not (dense.packed and dense.ascending) else ()
+        if len(counts):
+            late = torch.iinfo(torch.int32).max
+            places = contents["positions"].masked_fill(dense.positions < 0, late).argsort(dim=-1, stable=True)
+            contents = {name: take(x, places[..., : int(counts.max())]) for name, x in contents.items()}
+        if len(counts) and int(counts.min()) < int(counts.max()):
+            heads = enumerate(counts.tolist())
+            self._held = HeadList([self._of_head(contents, head, count) for head, count in heads])
+        else:
+            self._held = None
+            self._append(*contents.values())
+
+    def _of_head(self, contents: dict[str, Tensor], head: int, count: int) -> "QuantisedLayerStore":
+        """A store of the first tokens of one KV head."""
+        own = {name: x[:, head : head + 1, :count] for name, x in contents.items()}
+        found = self.store.empty(SlotStore.of(own, (), ascending=True, packed=True), own["values"])
+        found.evicted = self.evicted
+        return found
 
     # --- attention -------------------------------------------------------------------------------------------------
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
-        if self._dense is not None or not any(column.coded for column in self._columns):
+        if self._held is not None:
+            return self._held.attend(queries, positions, how)
+        if not any(column.coded for column in self._columns):
             return None  # all in full precision: the views are the stored tensors
-        own = self._attend_packed(queries, positions, how)
-        if own is not None:
-            return own
-        batch, query_heads, new, dim = queries.shape
-        heads = self._columns[0].tail.view("x").shape[1]
-        rows = (widen(queries) * how.scaling).reshape(batch, heads, query_heads // heads * new, dim)
-        newest = new == 1 and self.packed and how.sliding_window is None  # it sees every slot
-        ordered = not (newest and self.alike)
-        logits = self.logits(rows, ordered)
-        if how.softcap is not None:
-            logits = how.softcap * torch.tanh(logits / how.softcap)
-        if newest:
-            weights = logits.softmax(-1)
-        else:
-            seen = visible(positions, self.positions, how.sliding_window).repeat(1, 1, query_heads // heads, 1)
-            nothing = ~seen.any(-1, keepdim=True)
-            weights = logits.masked_fill_(~(seen | nothing), -torch.inf).softmax(-1).masked_fill_(nothing, 0.0)
-        if how.sinks is not None:
-            sinks = how.sinks.view(1, heads, -1).repeat_interleave(new, dim=-1)  # a group's rows are [G,M]
-            weights *= beside_sinks(logits.logsumexp(-1), sinks)[..., None]
-        self.attended(weights, positions)
-        return self.mix(weights, ordered).view(batch, query_heads, new, -1).to(queries.dtype)
+        out = self._attend_packed(queries, positions, how)
+        if out is None:
+            stored = self.dequantised(0), self.dequantised(1), self.positions
+            out, weights = attend_in_float32(queries, positions, how, *stored)
+            self.attended(weights, positions)
+        return out.to(queries.dtype)
 
     def _attend_packed(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
-        """Attention by the kernel on packed codes; None where PyTorch has to attend, on GPUs too.
+        """Attention by the kernel on packed codes; None if it does not apply and PyTorch computes attention.
 
-        The kernel decodes (one query each, no sliding window) over one run of plain codes per side: KIVI, OTT, KCVC in
-        groups. GEAR's blocks add low-rank factors; ZipCache's kinds have an order of their own and need the weights.
+        The kernel decodes (one query each, no sliding window) over one chunk of plain codes per side: KIVI, OTT, and
+        KCVC in groups. GEAR's blocks add low-rank factors; ZipCache reorders its tokens and needs the weights.
         """
         if not use_triton(queries) or queries.shape[2] != 1 or how.sliding_window is not None:
             return None
@@ -212,7 +221,7 @@ class QuantisedLayerStore(LayerStore):
         out, log_sum_exp, _ = quantised_attention(*call)
         if how.sinks is None:
             return out
-        return out * beside_sinks(log_sum_exp, how.sinks[..., None])[..., None].to(out.dtype)
+        return out * sink_factor(log_sum_exp, how.sinks[..., None])[..., None].to(out.dtype)
 
     @property
     def outliers(self) -> Outliers | None:
@@ -220,45 +229,30 @@ class QuantisedLayerStore(LayerStore):
         return None
 
     def attended(self, weights: Tensor, positions: Tensor) -> None:
-        """Observe the attention weights [B,H,G*M,C] of queries at positions [B,M]; the tail's tokens are last."""
-
-    @property
-    def alike(self) -> bool:
-        """Whether a token has the same place among the keys' runs as among the values'."""
-        return False
-
-    def logits(self, rows: Tensor, ordered: bool = True) -> Tensor:
-        """Scaled queries [B,H,r,D] times the keys: [B,H,r,C]; unless `ordered`, in the order of their runs."""
-        return self._columns[0].logits(rows, ordered)
-
-    def mix(self, weights: Tensor, ordered: bool = True) -> Tensor:
-        """Weights [B,H,r,C] times the values: [B,H,r,D]; unless `ordered`, in the order of their runs."""
-        return self._columns[1].mix(weights, ordered)
+        """Observe the attention weights [B,H,r,C] of queries at positions [B,M]."""
 
 
 class ColumnStore(Store):
-    """A store whose prompt is dense until it is in and evicted, and then two columns."""
+    """A store with a dense prompt until it is complete and evicted, and then two columns."""
 
     reopens: ClassVar[bool] = False
     statistics: ClassVar[tuple[str, ...]] = ()
-    """Statistics that the store itself keeps of the prompt's tokens."""
+    """Statistics of the prompt's tokens that the store itself keeps."""
 
     @property
     def apart(self) -> str:
-        """Why each sequence needs a store of its own, in which all KV heads hold equally many; "" if it needs none."""
+        """Why all KV heads must hold equally many tokens; "" if they need not."""
         return ""
 
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        if self.apart:
-            return open_per_sequence(self._open, keys, values, statistics, width)
-        return self._open(keys, values, statistics, width)
-
-    def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        return self.empty(SlotStore(keys, values, (*statistics, *self.statistics), width), values)
+        names = (*statistics, *self.statistics)
+        pairs = zip(keys.split(1), values.split(1), strict=True)
+        rows = [self.empty(SlotStore(*pair, names, width), pair[1]) for pair in pairs]
+        return rows[0] if len(rows) == 1 else StoreList(rows)
 
     @abstractmethod
     def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
-        """A layer that starts with the dense store of a prompt; values [B,H,*,D] show their shape."""
+        """An empty layer around the dense store of a prompt; values [B,H,*,D] give its shape."""
 
     def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
         if evicts_in_decode:
@@ -267,7 +261,7 @@ class ColumnStore(Store):
                 "from which no single token can be evicted: use decode=grow"
             )
         if per_head and self.apart:
-            raise ValueError(f"{name} gives KV heads budgets of their own, {self.apart}")
+            raise ValueError(f"{name} gives each KV head its own budget, {self.apart}")
 
 
 @dataclass(frozen=True)
@@ -289,21 +283,19 @@ class QuantisedStore(ColumnStore):
 
 
 def side(column: Column) -> Side | None:
-    """A column as `quantised_attention` reads it; None in another form (several runs, joined heads)."""
-    codes, tail = column.runs[0] if len(column.runs) == 1 else None, column.tail
+    """A column as `quantised_attention` reads it; None in another form (several chunks, joined heads)."""
+    codes, tail = column.chunks[0] if len(column.chunks) == 1 else None, column.tail
     if not isinstance(codes, ChannelCodes | TokenCodes) or (isinstance(codes, TokenCodes) and codes.heads is not None):
         return None
-    return Side(_packed(codes, tail.view("x")), tail.view("x"), tail.counts)
+    return Side(_packed(codes, tail.view("x")), tail.view("x"))
 
 
 def _packed(codes: ChannelCodes | TokenCodes, tail: Tensor) -> Packed:
     per_token = isinstance(codes, TokenCodes)
     unit = codes.group if isinstance(codes, TokenCodes) else codes.unit
     bits, queue = codes.quantiser.bits, codes.queue
-    if queue.most:
-        words, scale, minimum = map(queue.view, Group._fields)
-        counts = None if queue.counts is None else queue.counts * codes.unit
-        return Packed(words, scale, minimum, bits, unit, per_token, counts)
+    if queue.count:
+        return Packed(*map(queue.view, Group._fields), bits, unit, per_token)
     batch, heads, _, dim = tail.shape
     entry = (batch, heads, 0, dim // unit if per_token else dim)
     words = tail.new_empty(*entry, words_for(unit, bits), dtype=torch.int32)
@@ -312,12 +304,9 @@ def _packed(codes: ChannelCodes | TokenCodes, tail: Tensor) -> Packed:
 
 
 def value_group(group: int, dim: int) -> int:
-    """Channels of a value that share a scale: min(group, D). ValueError if that does not divide the head dimension."""
+    """Channels of a value that share a scale: min(group, D). ConfigError if that does not divide the head dimension."""
     channels = min(group, dim)
     if dim % channels:
-        raise ConfigError(
-            "group",
-            group,
-            why=f"does not divide the head dimension {dim} of the values; choose a divisor or {dim} and more",
-        )
+        why = f"does not divide the head dimension {dim} of the values; choose a divisor or {dim} and more"
+        raise ConfigError("group", group, why=why)
     return channels

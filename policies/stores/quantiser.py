@@ -1,6 +1,6 @@
-"""The group quantiser of every store: asymmetric min-max, codes packed, scale and minimum kept beside them.
+"""The group quantiser of all stores: asymmetric min-max, with a scale and a minimum for each group.
 
-Shapes: n numbers of a group, W int32 words that hold their codes (see packing).
+Shapes: n numbers of a group, W int32 words of their codes (see `packing`).
 """
 
 import math
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, choice
-from kvbench.policies.stores.packing import from_planes, pack, planes
+from kvbench.policies.stores.packing import pack, unpack
 
 BITS = (2, 4, 8)
 NOT_FINITE = "keys or values to be quantised contain NaN or infinity"
@@ -31,10 +31,10 @@ class Group(NamedTuple):
 class Quantiser:
     """x = code * scale + minimum with scale = (max - min) / (2**bits - 1), per group along the last dimension.
 
-    Scale and minimum are computed in float32 and rounded to the dtype they are held in; codes follow from the rounded
-    ones, so that half a step is the largest error (up to the rounding of the metadata). Halves round to even. In a
-    constant group, or where the scale underflows, codes are 0. metadata: dtype of scale and minimum; `auto` is float16
-    for 16-bit tensors, else the tensor's own. fp16_arith: compute in the tensor's own dtype instead, as KIVI's code.
+    Scale and minimum are computed in float32 and rounded to their stored dtype; codes follow from the rounded ones, so
+    that the error is at most half a step (and the rounding of the metadata). Halves round to even. In a constant
+    group, or where the scale underflows, codes are 0. metadata: dtype of scale and minimum; `auto` is float16 for
+    16-bit tensors, else the tensor's dtype. fp16_arith: compute in the tensor's dtype instead, as KIVI's code does.
     """
 
     bits: int = 2
@@ -52,7 +52,7 @@ class Quantiser:
         return torch.float16 if self.metadata == "float16" else torch.float32
 
     def quantise(self, x: Tensor, dtype: torch.dtype | None = None) -> Group:
-        """Quantise groups [..., n]; `dtype` is the model's, where x was computed in a wider one.
+        """Quantise groups [..., n]; `dtype` is the model's, if x was computed in a wider one.
 
         Raises ValueError for numbers that are not finite or do not fit the metadata.
         """
@@ -61,27 +61,21 @@ class Quantiser:
         low, high = x.amin(-1), x.amax(-1)
         levels = 2**self.bits - 1
         scale, minimum = ((high - low) / levels).to(held_in), low.to(held_in)
-        check_finite(low, high, scale, minimum)
+        check_range(low, high, scale, minimum)
         step = scale.to(x.dtype)
         # A step of zero divides by infinity: code 0 everywhere.
         codes = (x - minimum.to(x.dtype)[..., None]).div_(step.masked_fill(step == 0, torch.inf)[..., None])
         return Group(pack(codes.round_().clamp_(0, levels).to(torch.uint8), self.bits), scale, minimum)
 
-    def quantise_tokens(self, x: Tensor, unit: int, per_token: bool, dtype: torch.dtype) -> Group:
-        """`quantise` tokens x [B,H,T,D] in groups of `unit` channels of a token or, per channel, of `unit` tokens."""
-        return self.quantise(
-            x.unflatten(3, (-1, unit)) if per_token else x.unflatten(2, (-1, unit)).transpose(-1, -2), dtype
-        )
-
     def dequantise(self, group: Group, count: int) -> Tensor:
-        """The numbers [..., count] that codes stand for, in float32 (float16 under fp16_arith; float64 stays)."""
+        """The dequantised numbers [..., count], in float32 (float16 under fp16_arith; float64 stays)."""
         scale = group.scale if self.fp16_arith else widen(group.scale)
-        codes = from_planes(planes(group.words[..., None, :], self.bits).to(scale.dtype), self.bits, count)[..., 0, :]
-        return codes.mul(scale[..., None]).add_(group.minimum.to(scale.dtype)[..., None])
+        numbers = unpack(group.words, self.bits, count).to(scale.dtype)
+        return numbers.mul_(scale[..., None]).add_(group.minimum.to(scale.dtype)[..., None])
 
 
-def check_finite(low: Tensor, high: Tensor, scale: Tensor, minimum: Tensor) -> None:
-    """ValueError where the smallest and largest numbers of a group, or its metadata, are not finite."""
+def check_range(low: Tensor, high: Tensor, scale: Tensor, minimum: Tensor) -> None:
+    """ValueError if the smallest and largest numbers of a group, or its metadata, are not finite."""
     if low.is_meta or math.isfinite(float(scale.sum(dtype=torch.float64) + minimum.sum(dtype=torch.float64))):
         return
     if not bool((low.isfinite() & high.isfinite()).all()):

@@ -15,7 +15,7 @@ from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.stores.codes import ChannelCodes, Run, TokenCodes
+from kvbench.policies.stores.codes import ChannelCodes, Chunk, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.packing import pack, unpack
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
@@ -28,7 +28,7 @@ PROBES = 0.05  # share of the prompt's newest positions that probe it, and of po
 
 
 def probes(length: int, seed: int) -> Tensor:
-    """Positions whose queries probe a prompt of `length` tokens: the newest, then as many drawn with replacement."""
+    """Positions of queries that probe a prompt of `length` tokens: the newest, then as many drawn with replacement."""
     first = int(length - PROBES * length)
     drawn = int(PROBES * length)
     generator = torch.Generator().manual_seed(seed)
@@ -36,7 +36,7 @@ def probes(length: int, seed: int) -> Tensor:
 
 
 def probe_columns(query_positions: Tensor, wanted: Tensor) -> Tensor:
-    """Columns of a step, at positions [M] (-1: padding, the others consecutive), whose positions are wanted."""
+    """Columns of a step, at positions [M] (-1: padding, the others consecutive), at the wanted positions."""
     real = (query_positions >= 0).nonzero()[:, 0]
     offsets = wanted.to(real.device) - query_positions[real[0]]
     return real[offsets[(offsets >= 0) & (offsets < len(real))]]
@@ -71,8 +71,8 @@ def channel_scales(parts: tuple[Tensor, Tensor]) -> Tensor:
     return scales.masked_fill(scales == 0, 1)
 
 
-class Mixed(Run):
-    """Tokens of two kinds, each in codes of its own width; tokens of more bits are first."""
+class Mixed(Chunk):
+    """Tokens of two kinds, each with its number of bits; tokens of more bits are first."""
 
     def __init__(
         self, parts: tuple[Tensor, Tensor], kinds: Kinds, quantisers: tuple[Quantiser, Quantiser], per_channel: bool
@@ -107,7 +107,8 @@ class Mixed(Run):
     def kinds(self) -> Kinds:
         return Kinds(unpack(self._words, 1, self._count).bool(), self._size)
 
-    def places(self) -> Tensor:
+    def _places(self) -> Tensor:
+        """[1,H,N] place of each head's i-th token in the order of more bits, then fewer bits."""
         low = unpack(self._words, 1, self._count)
         before = low.cumsum(-1, dtype=torch.int32)
         steps = torch.arange(self._count, dtype=torch.int32, device=low.device)
@@ -117,30 +118,14 @@ class Mixed(Run):
     def tokens(self) -> int:
         return self._count
 
-    def lengths(self) -> Tensor:
-        return torch.full((1, self._heads), self._count, device=self._words.device)
-
-    def _held(self) -> list[ChannelCodes | TokenCodes]:
-        """The kinds that have tokens."""
-        return [codes for codes in self._codes if codes.tokens]
-
     def _parts(self) -> list[Tensor | None]:
-        """Dequantised tokens of either kind, None where there are none."""
+        """Dequantised tokens of each kind, None for a kind without tokens."""
         parts = (codes.dequantised() if codes.tokens else None for codes in self._codes)
         return [x if x is None or self._scales is None else x.mul_(self._scales) for x in parts]
 
     def dequantised(self) -> Tensor:
-        return take(torch.cat([x for x in self._parts() if x is not None], dim=2), self.places())
-
-    def logits(self, queries: Tensor) -> Tensor:
-        queries = queries if self._scales is None else queries * self._scales
-        return torch.cat([codes.logits(queries) for codes in self._held()], dim=-1)
-
-    def mix(self, weights: Tensor) -> Tensor:
-        held = self._held()
-        parts = weights.split([codes.tokens for codes in held], dim=-1)
-        out = torch.stack([codes.mix(part) for codes, part in zip(held, parts, strict=True)]).sum(0)
-        return out if self._scales is None else out * self._scales
+        x = torch.cat([x for x in self._parts() if x is not None], dim=2)
+        return take(x, self._places())
 
     def sizes(self) -> dict[str, int]:
         sizes = Counter({"token kinds": self._words.nbytes})
@@ -175,15 +160,11 @@ class ZipCacheLayerStore(QuantisedLayerStore):
         return {**super().parts(), **probing}  # probes are held during the prompt, which has no other kinds
 
     @property
-    def alike(self) -> bool:
-        return self.store.k == self.store.v  # the same tokens are salient for both
-
-    @property
     def watching(self) -> bool:  # type: ignore[override]
-        return self._dense is not None
+        return self.in_prompt
 
     def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
-        dense = self._unquantised()
+        dense = self._dense()
         if self._probes is None:
             if prompts[0] is None:
                 raise ValueError("zipcache probes a prompt of known length: pass KVCache(..., prompt_length=...)")
@@ -195,22 +176,23 @@ class ZipCacheLayerStore(QuantisedLayerStore):
                 observation,
                 queries=observation.queries[:, :, columns],
                 query_positions=observation.query_positions[:, columns],
+                known={},
             )
             dense.state[SALIENCY][..., 0] += chosen.column_sums().sum(2)
 
     def attended(self, weights: Tensor, positions: Tensor) -> None:
-        tail, gap = self._columns[0].tail.most, self.store.gap
+        tail, gap = self._columns[0].tail.count, self.store.gap
         if tail < gap:
             return
         newest, paid = positions[0].max(), weights.unflatten(2, (-1, positions.shape[1]))[..., -tail:].sum(2)
-        for end in range(gap, tail + 1, gap):  # the query that filled each gap says what matters of its tokens
+        for end in range(gap, tail + 1, gap):  # the last query of each gap ranks its tokens
             query = (positions[0] == newest - (tail - end)).nonzero()[:, 0]
             if len(query):  # else it was part of an earlier call of an incomplete prompt
                 self._saliency.append(paid[:, :, query[0], end - gap : end])
 
     def _to_columns(self) -> None:
-        dense = self._unquantised()
-        assert dense.packed, "sequences apart, all KV heads alike"
+        dense = self._dense()
+        assert dense.packed, "all KV heads hold equally many tokens"
         assert dense.ascending
         self._saliency = [self._of_prompt(dense.state[SALIENCY][..., 0], dense.positions.long())]
         self._probes = None
@@ -238,14 +220,14 @@ class ZipCacheLayerStore(QuantisedLayerStore):
     def _requantise(self, side: int, kinds: Kinds) -> None:
         """Quantise the tail's first tokens by their kinds, and the tokens quantised before once more."""
         column, count = self._columns[side], kinds.low.shape[-1]
-        new = split(column.oldest(count), kinds)
-        if column.runs:
-            before = column.runs[0]
+        new = split(column.tail.oldest("x", count), kinds)
+        if column.chunks:
+            before = column.chunks[0]
             assert isinstance(before, Mixed)
             mixed = before.extended(new, kinds)
         else:
             mixed = Mixed(new, kinds, self.store.quantisers, per_channel=side == 0)
-        column.replace_runs([mixed], count)
+        column.replace_chunks([mixed], count)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from kvbench.policies.scorers.scorer import Scorer
 
 
 class ValueAware(ABC):
-    """Wraps a scorer. Subclasses are frozen dataclasses whose fields are their parameters."""
+    """Wraps a scorer. Subclasses are frozen dataclasses of parameters."""
 
     @abstractmethod
     def score(

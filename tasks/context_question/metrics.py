@@ -1,4 +1,4 @@
-"""Metrics of one output by name, 0 to 1: those of the public long-context sets."""
+"""Metrics of one output by name, 0 to 1, as used by the public long-context sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Metric = Callable[[str, tuple[str, ...]], float]
 
 
 def exact_match(output: str, references: tuple[str, ...]) -> float:
-    """1.0 if the output is one of the references, white space around both and case left out."""
+    """1.0 if the output equals one of the references, ignoring case and surrounding white space."""
     return float(output.strip().lower() in {reference.strip().lower() for reference in references})
 
 
@@ -38,11 +38,8 @@ def last_letter(output: str, references: tuple[str, ...]) -> float:
 def first_number(output: str, references: tuple[str, ...]) -> float:
     """1.0 if the first number, without its sign, is one of the references in value (InfiniteBench's passkeys)."""
     found = NUMBER.search(output)
-    return float(found is not None and any(_equal(found[0], reference) for reference in references))
-
-
-def _equal(number: str, reference: str) -> bool:
-    return NUMBER.fullmatch(reference.strip()) is not None and float(number) == float(reference)
+    values = [float(reference) for reference in references if NUMBER.fullmatch(reference.strip())]
+    return float(found is not None and float(found[0]) in values)
 
 
 METRICS: dict[str, Metric] = {

@@ -11,7 +11,7 @@ from kvbench.tasks import text_files
 from kvbench.tasks.hub import hub_rows
 from kvbench.tasks.task import Example, question_part
 
-ASKED = ("context", "question")
+TEXTS = ("context", "question")
 ANSWERS = ("answers", "answer")
 
 
@@ -25,14 +25,14 @@ class Row:
 
     def example(self, frame: str, max_new_tokens: int | None, **metadata: Any) -> Example:  # noqa: ANN401
         """The question in a frame with slots context and question; max_new_tokens: None for the row's own."""
-        asked = {name: self.values[name] for name in ASKED}
+        texts = {name: self.values[name] for name in TEXTS}
         return Example(
             index=0,
-            prompt=frame.format(**asked),
+            prompt=frame.format(**texts),
             references=self.answers,
             max_new_tokens=self._new_tokens(max_new_tokens),
             answer_prefix=self.values.get("answer_prefix") or "",
-            question=question_part(frame, "{question}").format(**asked),
+            question=question_part(frame, "{question}").format(**texts),
             metadata=metadata,
         )
 
@@ -50,10 +50,10 @@ class Row:
 def from_files(data_dir: str, files: Sequence[str]) -> Iterator[Row]:
     """The rows of a file, or of the files of a folder that match one of the patterns, in order of their paths.
 
-    Raises ValueError with one sentence where there is none, naming file and row where one cannot be used.
+    Raises ValueError if no file matches, and, naming file and row, if a row cannot be used.
     """
     for path, name in text_files.found(data_dir, files, text_files.TABLES):
-        yield from _read(text_files.rows(path, name, ASKED), name)
+        yield from _read(text_files.rows(path, name, TEXTS), name)
 
 
 def from_hub(hub: str, subset: str | None, split: str, revision: str | None, named: str = "hub") -> Iterator[Row]:
@@ -66,12 +66,12 @@ def _read(found: Iterable[Mapping[str, Any]], name: str) -> Iterator[Row]:
     for number, values in enumerate(found, start=1):
         where = f"{name}, row {number}"
         more = [field for field in ("answer_prefix", "task") if values.get(field) is not None]
-        text_files.check_row(values, [*ASKED, *more], (), where)
+        text_files.check_row(values, [*TEXTS, *more], (), where)
         yield Row(values, where, _answers(values, where))
 
 
 def _answers(values: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """A text, or a list of them: as such, or as JSON, where a file holds texts only (.csv)."""
+    """A text or a list of texts; a file with texts only (.csv) has the list as JSON."""
     name = next((name for name in ANSWERS if values.get(name) is not None), None)
     if name is None:
         raise ValueError(f"{where}: neither answers nor answer, its fields are {', '.join(map(str, values))}")

@@ -19,10 +19,11 @@ FILES = ("*.parquet", "*.jsonl", "*.csv")
 class ContextQuestion(Task):
     """Rows with the columns context, question, answers (or answer), and perhaps answer_prefix, max_new_tokens, task.
 
-    data_dir: a .parquet, .jsonl or .csv file, or a folder, of which `files` are read in the order of their paths. hub:
-    a data set there, read instead, with its subset, split and revision (None: the newest). frame: the prompt, with
-    slots context and question; the sets have the instructions in their columns. metrics: by name (`metrics.METRICS`);
-    the first one is the score, and the means of several are printed as aggregates. max_new_tokens: None for the column.
+    data_dir: a .parquet, .jsonl or .csv file, or a folder with `files`, read in the order of their paths. hub: a data
+    set on the Hub instead, with its subset, split and revision (None: the newest). frame: the prompt, with slots
+    context and question; the public sets have the instructions in their columns. metrics: names in `metrics.METRICS`;
+    the first one is the score, and the means of several are printed as aggregates. max_new_tokens: None uses the
+    column.
     """
 
     name: str = "context_question"
@@ -56,8 +57,8 @@ class ContextQuestion(Task):
         """See `Task.examples`: examples follow the rows; the seed has no effect."""
         for index, row in enumerate(islice(self._rows(), limit)):
             task = row.values.get("task") or self.name
-            asked = row.example(self.frame, self.max_new_tokens, task=task, benchmark="context_question")
-            yield replace(asked, index=index)
+            example = row.example(self.frame, self.max_new_tokens, task=task, benchmark="context_question")
+            yield replace(example, index=index)
 
     def score(self, output: str, example: Example) -> float:
         """Score by the first of the metrics."""
@@ -76,6 +77,6 @@ class ContextQuestion(Task):
         raise ConfigError(
             "data_dir",
             None,
-            why="is not allowed without hub, questions must come from somewhere: give "
+            why="is not allowed without hub: give "
             "task.data_dir=<a .parquet, .jsonl or .csv file> or task.hub=<a data set's name>",
         )

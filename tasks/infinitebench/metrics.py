@@ -14,7 +14,7 @@ from kvbench.tasks.longbench.metrics import character_f1, qa_f1
 from kvbench.tasks.scores import NUMBER, best, rouge_lsum
 
 Rule = Callable[[str, Any], float]
-"""The score of a prediction against the references as the benchmark has them: a list, or a text or number."""
+"""The score of a prediction and its references in the benchmark's format: a list, a text or a number."""
 
 _SIGNED = re.compile(r"-?\d+(?:\.\d+)?")
 _LETTERS = {"code_debug": "A-J", "longbook_choice_eng": "A-D"}
@@ -24,12 +24,12 @@ _CHOICE_PREFIXES = ("answer is:", "answer:", "answer is", "option is")
 
 
 def first(references: Any) -> Any:  # noqa: ANN401 - texts or numbers
-    """The first of a list, or what is no list."""
+    """The first item of a list, or the value itself."""
     return references[0] if isinstance(references, list) else references
 
 
 def listed(references: Any) -> list[Any]:  # noqa: ANN401 - texts or numbers
-    """A list as it is, anything else as a list of one."""
+    """A list unchanged, any other value as a list of one item."""
     return references if isinstance(references, list) else [references]
 
 
@@ -40,12 +40,12 @@ def first_digits(output: str, references: Any) -> float:  # noqa: ANN401
 
 
 def is_a_word(output: str, references: Any) -> float:  # noqa: ANN401
-    """1 if the value is a word once quotes, braces and marks of sentences are blanks. A list never is."""
+    """1 if the value is a word after quotes, braces and punctuation are replaced by spaces. 0 for a list."""
     return float(references in _blanked(output, _RETRIEVED).split())
 
 
 def last_word_as_int(output: str, references: Any) -> float:  # noqa: ANN401
-    """1 if Python reads the last word as the reference, an integer."""
+    """1 if the last word, as an integer, equals the reference."""
     words = _blanked(output, "\n.`'\":").split()
     try:
         return float(bool(words) and int(words[-1]) == first(references))
@@ -54,7 +54,7 @@ def last_word_as_int(output: str, references: Any) -> float:  # noqa: ANN401
 
 
 def first_number(output: str, references: Any) -> float:  # noqa: ANN401
-    """1 if the first number, without its sign, is the reference. ValueError for a decimal where it is an integer."""
+    """1 if the first number, without its sign, is the reference. ValueError for a decimal if that is an integer."""
     wanted = first(references)
     if isinstance(wanted, bool) or not isinstance(wanted, int | float):
         raise TypeError(f"Expected int or float, got {type(wanted)}")
@@ -63,7 +63,7 @@ def first_number(output: str, references: Any) -> float:  # noqa: ANN401
 
 
 def right_prefix(output: str, references: Any, pattern: str = "[0-9]+") -> float:  # noqa: ANN401
-    """Share of the references that the numbers of the output begin with. Without `pattern` numbers have no sign."""
+    """Share of the references that the output's numbers begin with. The default `pattern` ignores signs."""
     wanted = references[0] if isinstance(references[0], list) else references
     numbers = [int(number) for number in re.findall(pattern, output)]
     right = [number == value for number, value in zip(numbers, wanted, strict=False)]
@@ -88,7 +88,7 @@ def debug_kvpress(output: str, references: Sequence[str]) -> float:
 
 
 def choice_authors(output: str, references: Sequence[str]) -> float:
-    """1 if the first character from A to D is right, or the whole, or what follows a prefix, or the first such word."""
+    """1 if the first character (A to D), the whole output, the text after a prefix or the first such word is right."""
     output = output.strip()
     if not output:
         return 0.0
@@ -105,17 +105,17 @@ def choice_authors(output: str, references: Sequence[str]) -> float:
 
 
 def choice_kvpress(output: str, references: Sequence[str]) -> float:
-    """1 if the last letter from A to D of the first line with one is right; else as the authors."""
+    """1 if the last letter from A to D of the first line with one is right; otherwise as the authors."""
     return float(_last_letter(output.strip(), "A-D") in references) or choice_authors(output, references)
 
 
 def dialogue_authors(output: str, references: Any) -> float:  # noqa: ANN401
-    """1 if the first reference, as it is written, is a word of the upper-cased output."""
+    """1 if the first reference, unchanged, is a word of the upper-cased output."""
     return float(references[0] in _blanked(output, _RETRIEVED).upper().split())
 
 
 def any_inside(output: str, references: Any) -> float:  # noqa: ANN401
-    """1 if any reference is part of the output, in any case. Of a text each character is a reference."""
+    """1 if any reference is part of the output, ignoring case. For a string, each character is a reference."""
     return float(any(reference.upper() in output.strip().upper() for reference in references))
 
 
@@ -140,11 +140,11 @@ KVPRESS: dict[str, Rule] = {
     "longbook_choice_eng": choice_kvpress,
     "longdialogue_qa_eng": any_inside,
 }
-"""By task. A sum is the authors': kvpress refuses it."""
+"""By task. kvpress does not score summaries, so the authors' rule is used."""
 
 
 def last_choice(task: str, output: str, references: Sequence[str]) -> float:
-    """1 if the last letter that is a word by itself is right; without one, if the output names the option."""
+    """1 if the last letter that is a word by itself is right; without such a letter, if the output has the option."""
     letter = (re.findall(rf"\b[{_LETTERS[task]}]\b", output) or [None])[-1]
     if letter is not None:
         return float(letter in references)
@@ -182,7 +182,7 @@ def _last_letter(text: str, letters: str) -> str | None:
 
 
 def _after_a_prefix(text: str, prefixes: Sequence[str], wanted: Sequence[str]) -> bool | None:
-    """Whether one of `wanted` follows the first prefix that occurs, one character later; None where none occurs."""
+    """Whether one of `wanted` follows the first prefix that occurs, one character later; None without a prefix."""
     for prefix in prefixes:
         if prefix in text:
             return text[text.index(prefix) + len(prefix) + 1 :].startswith(tuple(wanted))

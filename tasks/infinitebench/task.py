@@ -1,4 +1,4 @@
-"""InfiniteBench as a task: one of its 12."""
+"""The 12 tasks of InfiniteBench."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _OPTIONS = re.compile(r"\nA\. (.*)\nB\. (.*)\nC\. (.*)\nD\. (.*)\Z")
 class InfiniteBench(LongSet):
     """One task of InfiniteBench.
 
-    chat: the authors' prompts for an open model are its plain text. metadata has `answers` as the scorer
-    takes them: numbers, or [option, letter]. An answer on which the official scorer raises counts 0; where an official
-    rule is broken, the mean of a sound one is printed beside it as `score_sound`.
+    chat: the authors use the plain prompt for open models. metadata has `answers` in the format of the scorer: numbers,
+    or [option, letter]. If the official scorer raises an error, the score is 0. For broken official rules, the
+    aggregates also have `score_sound`, the mean of a corrected rule.
     Source: OpenBMB/InfiniteBench at 88b3daa, src/prompt.py, src/eval_utils.py and src/eval_yarn_mistral.py.
     """
 
@@ -38,8 +38,8 @@ class InfiniteBench(LongSet):
 
     name: str = "infinitebench"
 
-    def asked(self, row: Row) -> Iterator[Example]:
-        """See `LongSet.asked`."""
+    def row_examples(self, row: Row) -> Iterator[Example]:
+        """See `LongSet.row_examples`."""
         given, answers = self._given(row), self._answers(row["answer"], row.get("options") or [])
         slot = "{func_call}" if self.subset == "code_run" else "{A}" if self.subset == "code_debug" else "{input}"
         question = question_part(self.template, slot).format(**given)
@@ -47,7 +47,7 @@ class InfiniteBench(LongSet):
         yield self.example(self.template.format(**given), question, references, answers=answers)
 
     def of_columns(self, row: columns.Row) -> Mapping[str, Any]:
-        """The answers of a row, which are texts there, as the scorer takes them."""
+        """The answers of a row, converted from texts to the format of the scorer."""
         answers: list[Any] = list(row.answers)
         if self.subset in NUMBERS:
             answers = [_number(answer) for answer in answers]
@@ -90,10 +90,10 @@ class InfiniteBench(LongSet):
 def _found(pattern: re.Pattern[str], text: str) -> re.Match[str]:
     found = pattern.search(text)
     if found is None:
-        raise ValueError(f"input={text!r:.60} does not say what is asked for")
+        raise ValueError(f"input={text!r:.60} has no question in the expected format")
     return found
 
 
 def _number(text: str) -> int | float:
-    """A number as the scorer takes it: whole where it is written so."""
+    """A number: an integer if it is written as one."""
     return int(text) if re.fullmatch(r"-?\d+", text.strip()) else float(text)

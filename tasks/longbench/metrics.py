@@ -1,6 +1,7 @@
-"""LongBench's metrics: one prediction against one answer, 0 to 1, as the official scripts count.
+"""LongBench's metrics: one prediction against one answer, 0 to 1, as in the official scripts.
 
-Their quirks are kept, because the papers' numbers have them. Source: THUDM/LongBench at 2e00731, LongBench/metrics.py.
+Quirks of the scripts are kept, because published numbers contain them.
+Source: THUDM/LongBench at 2e00731, LongBench/metrics.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvbench.tasks.longbench.rouge import OFFICIAL_STEPS, OFFICIAL_STEPS_ZH, rou
 from kvbench.tasks.longbench.subsets import Subset
 from kvbench.tasks.scores import bag_f1
 
-# The marks that qa_f1_zh deletes, beside those of ASCII. Neither U+300A nor the space is among them.
+# qa_f1_zh deletes these marks and ASCII punctuation, but neither U+300A nor the space.
 _CHINESE_MARKS = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』"
     "【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
@@ -37,8 +38,8 @@ def score(
 ) -> float:
     """Best score of a prediction over its answers, 0 to 1, unrounded.
 
-    all_classes: the labels of the row, for trec and lsht. official: ROUGE is 0 where the official code overflows
-    Python's stack. Raises ValueError where an answer is not of its subset's form or the labels are missing.
+    all_classes: the labels of the row, for trec and lsht. official: ROUGE is 0 if the official code overflows Python's
+    stack. Raises ValueError if an answer does not have the format of its subset, or if the labels are missing.
     """
     if subset.first_line:
         prediction = prediction.lstrip("\n").split("\n")[0]
@@ -60,7 +61,7 @@ def qa_f1(prediction: str, answer: str) -> float:
 
 
 def qa_f1_zh(prediction: str, answer: str) -> float:
-    """F1 of the bags of jieba's words; case and punctuation go after the cutting, which sees them."""
+    """F1 of the bags of jieba's words; case and punctuation are removed after segmentation."""
     return bag_f1(_words_zh(prediction), _words_zh(answer))
 
 
@@ -77,8 +78,8 @@ def rouge_zh(prediction: str, answer: str, most_steps: int | None = None) -> flo
 def classification(prediction: str, answer: str, all_classes: Sequence[str]) -> float:
     """1 / (classes named in the prediction) if the answer is among them.
 
-    Classes that are part of the answer's name do not count, except that each one left out shields its successor in the
-    list: the official code removes from a list while it walks along it.
+    Classes that are part of the answer's name do not count. The official code removes them from a list while it
+    iterates over it, which skips the next class; this is kept.
     """
     named = [label for label in all_classes if label in prediction]
     place = 0
@@ -91,7 +92,7 @@ def classification(prediction: str, answer: str, all_classes: Sequence[str]) -> 
 
 
 def count(prediction: str, answer: str) -> float:
-    """Share of the numbers in the prediction that are written like the answer."""
+    """Share of the numbers in the prediction that equal the answer as text."""
     numbers = _DIGITS.findall(prediction)
     return numbers.count(answer) / len(numbers) if numbers else 0.0
 
@@ -107,10 +108,10 @@ def retrieval_zh(prediction: str, answer: str) -> float:
 
 
 def code_sim(prediction: str, answer: str) -> float:
-    """Likeness of the first line that is neither comment nor markup to the answer, in whole percents.
+    """Similarity of the first line that is neither comment nor markup to the answer, in whole percent.
 
-    difflib's ratio is not symmetric, and from 200 characters on it ignores frequent ones. fuzzywuzzy, which the
-    official code calls, gives other values where python-Levenshtein is installed: its requirements do not list that.
+    difflib's ratio is not symmetric, and from 200 characters on it ignores frequent ones. The official code calls
+    fuzzywuzzy, which gives other values if python-Levenshtein is installed; its requirements do not list that package.
     """
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
@@ -131,12 +132,12 @@ METRICS: dict[str, Callable[..., float]] = {
     "rouge": rouge_l,
     "rouge_zh": rouge_zh,
 }
-"""Of a prediction and an answer; those of ROUGE also of the most steps, see `rouge_l`."""
+"""Functions of a prediction and an answer; ROUGE also takes the maximum of steps, see `rouge_l`."""
 _OFFICIAL_STEPS = {"rouge": OFFICIAL_STEPS, "rouge_zh": OFFICIAL_STEPS_ZH}
 
 
 def plain(text: str) -> str:
-    """Lower case, without ASCII punctuation, a blank for each article."""
+    """Lower case, without ASCII punctuation, and with a space for each article."""
     return _ARTICLES.sub(" ", text.lower().translate(_NO_ASCII_MARKS))
 
 
@@ -148,7 +149,7 @@ def _words_zh(text: str) -> list[str]:
 def _cut(text: str) -> list[str]:
     """jieba's words in its default mode."""
     with from_extra("longbench", "scoring Chinese"):
-        import jieba  # here: it loads a dictionary, which only Chinese subsets have to wait for
+        import jieba  # here: loads a large dictionary
 
     jieba.setLogLevel(logging.WARNING)
     words: list[str] = jieba.lcut(text)

@@ -11,17 +11,17 @@ from kvbench.tasks.predictions import Line, nested, numbers, text, texts
 
 FIELDS = (
     "dataset, prediction and answers; or dataset, predictions, answers of each and, for LongBench-E (mode "
-    "e, or a dataset ending in _e), lengths; with all_classes where the class is scored"
+    "e, or a dataset ending in _e), lengths; and all_classes for classification"
 )
-FLAGS = {"true_rouge": "ROUGE also where the official code overflows Python's stack and scores 0"}
+FLAGS = {"true_rouge": "the true ROUGE even if the official code overflows Python's stack and scores 0"}
 
 
 def score_predictions(line: Line, true_rouge: bool = False) -> Line:
     """`score` in percent, rounded to two decimals; LongBench-E (mode "e", or a name ending in _e) has one per bin.
 
     One prediction: dataset, prediction, answers. A subset: dataset, predictions, answers of each, and for mode "e"
-    lengths. all_classes is needed where the class is scored. true_rouge: ROUGE also where the official code overflows
-    Python's stack and scores 0. Raises ValueError, naming the field, where the line is of another form.
+    lengths. Classification needs all_classes. true_rouge: the true ROUGE even if the official code overflows Python's
+    stack and scores 0. Raises ValueError, naming the field, if the line has another format.
     """
     dataset, mode = _dataset(line)
     subset = SUBSETS[dataset]

@@ -1,6 +1,6 @@
-"""ROUGE-L as LongBench prints it: summary level, over sets of words. Package `rouge_score` counts otherwise.
+"""ROUGE-L as in LongBench: summary level, over sets of words. The package `rouge_score` computes it differently.
 
-x: words of a sentence of the answer, n of them; y: words of a sentence of the prediction, m of them.
+x: the n words of a sentence of the answer; y: the m words of a sentence of the prediction.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-# Package rouge 1.0.1 walks a longest common subsequence by recursion. Under Python's default limit of 1000 frames it
-# gets through this many steps when called as LongBench's eval.py does (seen on Python 3.11); the error of a longer walk
-# is swallowed there, and the whole score becomes 0. For Chinese one more frame lies below.
+# Package rouge 1.0.1 traces a longest common subsequence recursively. With Python's default limit of 1000 frames it
+# completes this many steps when LongBench's eval.py calls it (measured on Python 3.11). A longer trace raises an error
+# that eval.py ignores, and the whole score becomes 0. The call stack for Chinese has one frame more.
 OFFICIAL_STEPS = 990
 OFFICIAL_STEPS_ZH = 989
 
@@ -18,8 +18,8 @@ OFFICIAL_STEPS_ZH = 989
 def rouge_l(prediction: str, answer: str, most_steps: int | None = None) -> float:
     """F of summary-level ROUGE-L, 0 to 0.999999995: distinct words in common sentence by sentence, in order.
 
-    most_steps: 0.0 where a sentence pair needs a longer walk through the table, as in the official code; None: the true
-    value. An empty side scores 0.0.
+    most_steps: the result is 0.0 if a sentence pair needs more steps through the table, as in the official code; None:
+    the true value. An empty side scores 0.0.
     Source: package rouge 1.0.1, rouge-l with its defaults; methods of Lin (2004), section 3.2, on sets.
     """
     predicted, expected = _sentences(prediction), _sentences(answer)
@@ -34,7 +34,7 @@ def rouge_l(prediction: str, answer: str, most_steps: int | None = None) -> floa
 def rouge_recalls(prediction: str, answer: str) -> dict[str, float] | None:
     """Recall of rouge-1, rouge-2 and rouge-l, over distinct words and pairs of the answer; None for an empty side.
 
-    LooGLE's. Source: package rouge 1.0.1, whose rouge-1 and rouge-2 do not see where sentences end.
+    Used by LooGLE. Source: package rouge 1.0.1, in which rouge-1 and rouge-2 ignore the ends of sentences.
     """
     predicted, expected = _sentences(prediction), _sentences(answer)
     if not predicted or not expected:
@@ -53,7 +53,7 @@ def rouge_recalls(prediction: str, answer: str) -> dict[str, float] | None:
 def _common_words(
     predicted: Sequence[Sequence[str]], expected: Sequence[Sequence[str]], most_steps: int | None
 ) -> set[str] | None:
-    """Distinct words in common sentence by sentence, in order; None where a pair needs more steps than allowed."""
+    """Distinct words in common sentence by sentence, in order; None if a pair needs more steps than allowed."""
     common: set[str] = set()
     for x in expected:
         for y in predicted:
@@ -72,7 +72,7 @@ def _sentences(text: str) -> list[list[str]]:
 def _common_subsequence(x: Sequence[str], y: Sequence[str], count_steps: bool) -> tuple[set[str], int]:
     """Words of one longest common subsequence, and the steps back through its table (0 if they are not wanted).
 
-    Where several are equally long, the one that leaves out the last word of y is taken.
+    Among equally long ones, the one without the last word of y is used.
     """
     if not count_steps and set(x).isdisjoint(y):
         return set(), 0

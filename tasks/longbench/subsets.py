@@ -31,8 +31,8 @@ class Subset:
 
 SUBSETS = {row["name"]: Subset(**row) for row in shipped("longbench_subsets.json")["subsets"]}
 
-# The sets whose plain mean the papers on KV caches print: all but the Chinese ones.
+# Papers on KV caches print the mean of these subsets: all but the Chinese ones.
 PAPER_SETS = tuple(name for name, subset in SUBSETS.items() if subset.language != "zh")
 
-# LongBench-E has other rows of these, spread evenly over three bins of length.
+# LongBench-E has other rows of these subsets, spread evenly over three bins of length.
 EXTENDED = tuple(name for name in PAPER_SETS if name not in ("narrativeqa", "musique", "qmsum"))

@@ -1,4 +1,4 @@
-"""The numbers LongBench prints: percent, rounded to two decimals, per subset, bin of length, category and in all."""
+"""LongBench's aggregates: percent, rounded to two decimals, per subset, length bin and category, and overall."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def by_bin(scores: Iterable[float], lengths: Iterable[int]) -> dict[str, float |
 
 
 def averages(subsets: Iterable[str]) -> dict[str, list[str]]:
-    """The subsets of every category, and of "average" all.
+    """The subsets of every category, and all of them for "average".
 
-    That is the average which papers on KV caches print where the subsets are their 16 (`PAPER_SETS`), and LongBench-E's
-    where they are its 13; "average 16" is added where more than those ran.
+    With the 16 subsets of `PAPER_SETS` this is the average in papers on KV caches, with the 13 subsets of LongBench-E
+    its own. "average 16" is added if further subsets ran.
     """
     found: dict[str, list[str]] = {}
     for name in subsets:
@@ -40,7 +40,7 @@ def averages(subsets: Iterable[str]) -> dict[str, list[str]]:
 
 
 def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
-    """All of these for scored answers of any subsets; LongBench-E's bins where the rows are its own."""
+    """Aggregates of scored answers of any subsets; with bins of length for rows of LongBench-E."""
     members = by_subset(answers, SUBSETS_BY)
     whole = {name: percent(scores_of(group)) for name, group in members.items()}
     found: dict[str, float | None] = {}

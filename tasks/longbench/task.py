@@ -1,4 +1,4 @@
-"""LongBench as a task: one subset, or a suite of them."""
+"""The tasks of LongBench: one subset, or a suite of them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvbench.tasks.text_files import Row, rows
 class LongBench(Task):
     """One subset of LongBench v1, in file order: official prompts, generation lengths, stop rules and metrics.
 
-    subset: one of 21. extended: LongBench-E's rows of it, which 13 subsets have. max_new_tokens: None for the official
-    number. chat: wrap prompts in the model's chat template, except for the six subsets that never are. truncation:
-    the official one cuts the middle out of the unwrapped prompt; the model's max_prompt_tokens says where.
-    official: ROUGE is 0 where the official code overflows Python's stack. data_dir: a folder with the .jsonl files or
-    with data.zip, read instead of archive, the file data.zip on the hub. bundled: the folder of kvbench's data
-    (tasks/data) that is read instead of both.
+    subset: one of 21. extended: use the rows of LongBench-E, which has 13 subsets. max_new_tokens: None uses the
+    official number. chat: wrap prompts in the model's chat template, except for six subsets. truncation: the official
+    rule removes the middle of a prompt that is longer than the model's max_prompt_tokens, before it is wrapped.
+    official: ROUGE is 0 if the official code overflows Python's stack. data_dir: a folder with the .jsonl files or
+    data.zip, which replaces `archive`, the file data.zip on the Hub. bundled: a folder in tasks/data, which replaces
+    both.
     Source: THUDM/LongBench at 2e00731.
     """
 
@@ -64,7 +64,7 @@ class LongBench(Task):
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`; the seed has no effect."""
         text = self.protocol.prompt
-        asked = question_part(text, "{input}")
+        question = question_part(text, "{input}")
         for index, row in enumerate(islice(self._rows(), limit)):
             metadata = {
                 "task": self.name,
@@ -82,7 +82,7 @@ class LongBench(Task):
                 prompt=text.format(context=row["context"], input=row["input"]),
                 references=tuple(row["answers"]),
                 max_new_tokens=self._new_tokens,
-                question=asked.format(input=row["input"]),
+                question=question.format(input=row["input"]),
                 metadata=metadata,
             )
 
@@ -96,7 +96,7 @@ class LongBench(Task):
         path = data_file(folder, (file, f"data/{file}", "data.zip"), self.archive, "LongBench's data.zip")
         for row in rows(path, path.name, ("context", "input"), ("answers",), member=f"data/{file}"):
             if not isinstance(row.get("length"), int):
-                raise ValueError(f"{path}: length is {row.get('length')!r}, LongBench has a number of words there")
+                raise ValueError(f"{path}: length is {row.get('length')!r}, it must be a number of words")
             yield row
 
     @property
@@ -107,9 +107,9 @@ class LongBench(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class LongBenchSuite(TaskSuite):
-    """Several subsets in turn. All fields but `name` and `tasks` override those of every subset.
+    """Several subsets in turn. All fields but `name` and `tasks` override the same field of every subset.
 
-    The mean over the examples is not the benchmark's average, since subsets differ in size: `tasks.summary` has that.
+    The mean over examples is not the benchmark's average, because subsets differ in size; see `tasks.summary`.
     """
 
     shared = ("chat", "truncation", "extended", "official", "data_dir")

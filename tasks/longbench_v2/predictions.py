@@ -12,10 +12,10 @@ FIELDS = "prediction and references (the letter); or lists of predictions, refer
 
 
 def score_predictions(line: Line, protocol: str = "authors") -> Line:
-    """`score` from 0 to 1; of lists the mean, and `scores` by difficulty and length: percent, kvpress's from 0 to 1.
+    """`score` from 0 to 1. For lists: the mean, and `scores` by difficulty and length (in percent; kvpress: 0 to 1).
 
-    The authors leave empty outputs out of every mean. Raises ValueError, naming the field, where the line is of another
-    form.
+    The authors leave empty outputs out of every mean. Raises ValueError, naming the field, if the line has another
+    format.
     """
     rule = RULES[protocol]
     if not isinstance(line.get("prediction"), list):

@@ -1,4 +1,4 @@
-"""LongBench v2's score of one output, and the percentages its authors print.
+"""LongBench v2's score of one output, and its official percentages.
 
 Sources: THUDM/LongBench at 2e00731, pred.py and result.py; NVIDIA/kvpress at 8bb29b9,
 evaluation/benchmarks/longbenchv2/calculate_metrics.py.
@@ -22,7 +22,7 @@ def anywhere(output: str, references: tuple[str, ...]) -> float:
 
 
 RULES = {"authors": correct_choice, "kvpress": anywhere}
-"""By protocol. The authors take the first such sentence, the form with parentheses before the other."""
+"""By protocol. The authors use the first such sentence, and prefer the form with parentheses."""
 
 
 def by_group(scores: Sequence[float], difficulty: Sequence[str], length: Sequence[str]) -> dict[str, float]:

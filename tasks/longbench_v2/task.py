@@ -17,7 +17,7 @@ CHOICES = ("choice_A", "choice_B", "choice_C", "choice_D")
 
 @dataclass(frozen=True, kw_only=True)
 class LongBenchV2(LongSet):
-    """503 questions with four choices about texts of 8,000 to 2,000,000 words, asked without reasoning (0shot).
+    """503 questions with four choices about texts of 8,000 to 2,000,000 words, answered without reasoning (0shot).
 
     The authors sample at temperature 0.1; here decoding is greedy.
     Source: THUDM/LongBench at 2e00731, prompts/0shot.txt and pred.py.
@@ -32,14 +32,14 @@ class LongBenchV2(LongSet):
     chat: bool = True
     subset: str = field(init=False, default="0shot")
 
-    def asked(self, row: Row) -> Iterator[Example]:
-        """See `LongSet.asked`."""
+    def row_examples(self, row: Row) -> Iterator[Example]:
+        """See `LongSet.row_examples`."""
         given = {name: row[name].strip() for name in ("context", "question", *CHOICES)}
         question = question_part(self.template, "{question}").format(**given)
         yield self.example(self.template.format(**given), question, (row["answer"],), **_groups(row))
 
     def of_columns(self, row: columns.Row) -> Mapping[str, Any]:
-        """Difficulty and length, where the rows have them."""
+        """Difficulty and length, if the rows have them."""
         return _groups(row.values)
 
     def judge(self, output: str, example: Example) -> tuple[float, Mapping[str, Any]]:

@@ -24,32 +24,32 @@ UNREADABLE = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)
 
 
 def metric(task: str) -> str:
-    """The metric that is the score of a task."""
+    """The metric that is used as the score of a task."""
     return "exact_match" if task == CLOZE else "rouge-l"
 
 
 def similarities(output: str, reference: str, protocol: str = "authors") -> dict[str, float]:
-    """BLEU, recall of ROUGE, METEOR. The authors read an empty output as "None", and raise for one of full stops."""
+    """BLEU, recall of ROUGE, METEOR. The authors replace an empty output by "None"; full stops alone raise an error."""
     if protocol == "authors" and not output:
         output = "None"
     return {**bleu(output, reference), **_rouge(output, reference, protocol), **meteor(output, reference)}
 
 
 def bleu(output: str, reference: str) -> dict[str, float]:
-    """BLEU of single words, and of 4-grams alone: with none in common a number as good as 0."""
-    from nltk.translate.bleu_score import sentence_bleu  # here: a second that only some scores have to wait for
+    """BLEU of single words, and of 4-grams only; without a common n-gram the value is close to 0."""
+    from nltk.translate.bleu_score import sentence_bleu  # here: takes a second to import
 
     weights = {"bleu1": (1, 0, 0, 0), "bleu4": (0, 0, 0, 1)}
     with catch_warnings():
-        simplefilter("ignore")  # that there are no 4-grams in common
+        simplefilter("ignore")  # nltk warns about texts without common 4-grams
         return {name: float(sentence_bleu([reference.split()], output.split(), each)) for name, each in weights.items()}
 
 
 def meteor(output: str, reference: str) -> dict[str, float]:
-    """METEOR of distinct words without WordNet's synonyms: the mean over `ORDERS` rankings, and in the text's order.
+    """METEOR of distinct words without WordNet's synonyms: the mean over `ORDERS` orders, and in the text's order.
 
-    The official code takes the words as sets, whose order, and so the number of chunks, hangs on PYTHONHASHSEED: one
-    ranking of all words for both sides.
+    The official code converts the words to sets. Their order, and therefore the number of chunks, depends on
+    PYTHONHASHSEED. Each random order ranks the words of both sides.
     """
     from nltk.translate.meteor_score import single_meteor_score  # here: see `bleu`
 
@@ -66,8 +66,8 @@ def meteor(output: str, reference: str) -> dict[str, float]:
 def cloze(output: str, reference: str, protocol: str = "authors") -> dict[str, Counts | None]:
     """(hits, blanks) of exact_match, equal values, and partial_match, a word in common.
 
-    kvpress counts an output that is no dict as a single blank of exact_match, so that it costs less. A value that is no
-    text makes kvpress's partial_match 0, and the authors' raise: None.
+    An output that is not a dict counts as one blank of exact_match in kvpress, as all blanks in the authors' code. With
+    a value that is not a text, partial_match is 0 in kvpress and None here, because the authors' code raises an error.
     """
     wanted = blanks(reference)
     filled = read_dict(output)
@@ -80,7 +80,7 @@ def cloze(output: str, reference: str, protocol: str = "authors") -> dict[str, C
 
 
 def sound_cloze(output: str, reference: str) -> dict[str, Counts | None]:
-    """The same for the first {...} of an output, at any place, as JSON or Python; every blank counts."""
+    """`cloze` for the first {...} anywhere in an output, as JSON or Python; every blank counts."""
     wanted = blanks(reference)
     found = re.search(r"\{.*?\}", output, re.DOTALL)
     filled = {mask: str(value) for mask, value in ((read_dict(found[0]) if found else None) or {}).items()}
@@ -89,15 +89,15 @@ def sound_cloze(output: str, reference: str) -> dict[str, Counts | None]:
 
 
 def blanks(reference: str) -> dict[str, str]:
-    """The reference of a cloze: what belongs in which blank. ValueError if it has another format."""
+    """The reference of a cloze: the text of each blank. ValueError if it has another format."""
     wanted = json.loads(reference)
     if not isinstance(wanted, dict) or not wanted or not all(isinstance(value, str) for value in wanted.values()):
-        raise ValueError(f"references must hold a JSON object of texts for a cloze, it is {reference!r:.60}")
+        raise ValueError(f"references must be a JSON object of texts for a cloze, got {reference!r:.60}")
     return wanted
 
 
 def read_dict(output: str) -> Mapping[object, object] | None:
-    """The dict that an output writes, as literal or call of dict; None for anything else. Nothing is evaluated."""
+    """The dict in an output, as a literal or a call of dict; None for anything else. No code is executed."""
     try:
         node = ast.parse(output.lstrip(" \t"), mode="eval").body
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict" and not node.args:

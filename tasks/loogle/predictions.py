@@ -8,22 +8,22 @@ from kvbench.tasks.loogle.metrics import CLOZE, TASKS, Counts, blanks, cloze, me
 from kvbench.tasks.predictions import JUDGES as JUDGES
 from kvbench.tasks.predictions import RAISED, Line, nested, one_of, raised, text, texts
 
-FIELDS = "task, prediction and references (one text, for clozes a JSON object); or for clozes lists of both"
-NO_PARTIAL = raised(AttributeError("a value of the output is no text, so partial_match has no value"))
+FIELDS = "task, prediction and references (one text, or a JSON object for clozes); or, for clozes, lists of both"
+NO_PARTIAL = raised(AttributeError("a value of the output is not a text, so partial_match has no value"))
 
 
 def score_predictions(line: Line, protocol: str = "authors") -> Line:
-    """`score`, of QA and summaries the recall of ROUGE-L, of clozes the share of exact matches, and all `scores`.
+    """`score` and all metrics as `scores`. The score is the recall of ROUGE-L (clozes: the share of exact matches).
 
-    Clozes have score_sound and scores_sound beside them, which find the object in the output's other text. Of a list of
-    clozes `score` and `scores` are sums of hits over sums of blanks, 4 decimals, as kvpress counts them: of no others
-    is an official number known. The sums of the authors' counts stand beside them as score_authors and scores_authors.
-    Raises ValueError, naming the field, where the line is of another form.
+    Clozes also have score_sound and scores_sound, which find the object inside other text. For a list of clozes,
+    `score` and `scores` are sums of hits over sums of blanks (4 decimals) as in kvpress, the only known official number
+    for lists; score_authors and scores_authors are the same sums of the authors' counts.
+    Raises ValueError, naming the field, if the line has another format.
     """
     task = one_of(line, "task", TASKS)
     if isinstance(line.get("prediction"), list):
         if task != CLOZE:
-            raise ValueError(f"prediction must be a text for {task}, only lists of {CLOZE} have a score of their own")
+            raise ValueError(f"prediction must be a text for {task}; only {CLOZE} has a score for lists")
         outputs = texts(line, "prediction")
         wanted = nested(line, "references", len(outputs))
         return _clozes([(output, answers[0]) for output, answers in zip(outputs, wanted, strict=True)], protocol)
@@ -61,10 +61,10 @@ def _clozes(pairs: Sequence[tuple[str, str]], protocol: str) -> Line:
 
 
 def _shares(counts: Sequence[dict[str, Counts | None]]) -> dict[str, float | None]:
-    """Hits over blanks of each metric; None for what an output has no count of."""
+    """Hits over blanks of each metric; None if an output has no count."""
     found: dict[str, float | None] = {}
     for name in counts[0]:
         pairs = [pair for one in counts if (pair := one[name]) is not None]
-        share = sum(hits for hits, _ in pairs) / sum(asked for _, asked in pairs) if pairs else 0.0
+        share = sum(hits for hits, _ in pairs) / sum(total for _, total in pairs) if pairs else 0.0
         found[name] = share if len(pairs) == len(counts) else None
     return found

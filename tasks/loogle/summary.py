@@ -1,4 +1,4 @@
-"""LooGLE's aggregates, 0 to 100: means, and of clozes the hits of all answers over the blanks of all."""
+"""LooGLE's aggregates, 0 to 100: means, or for clozes the hits of all answers over all blanks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvbench.tasks.task import Scored
 
 
 def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
-    """Every metric by its name, 0 to 100; shares of clozes are rounded to two decimals of percent, as there."""
+    """Every metric by its name, 0 to 100; clozes are rounded to two decimals, as in the official code."""
     counted: list[Mapping[str, Sequence[int]]] = [getattr(answer, "measures", None) or {} for answer in answers]
     if not counted or "exact_match" not in counted[0]:
         return mean_measures(answers)

@@ -1,4 +1,4 @@
-"""LooGLE as a task: one of its four."""
+"""The four tasks of LooGLE."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvbench.tasks.text_files import Row
 class LooGLE(LongSet):
     """One task of LooGLE.
 
-    chat: the authors give the plain prompt. They decode with a repetition penalty of 2, which is not
-    done here. An answer on which the authors' scorer raises counts as kvpress counts it.
+    chat: the authors use the plain prompt. They decode with a repetition penalty of 2, which kvbench does not apply. If
+    the authors' scorer raises an error, kvpress's score is used.
     Source: bigai-nlco/LooGLE at 6734382, config/ and Prediction/pred_opensource_models.py.
     """
 
@@ -31,8 +31,8 @@ class LooGLE(LongSet):
 
     name: str = "loogle"
 
-    def asked(self, row: Row) -> Iterator[Example]:
-        """See `LongSet.asked`: all questions about a document."""
+    def row_examples(self, row: Row) -> Iterator[Example]:
+        """See `LongSet.row_examples`: all questions about a document."""
         part = question_part(self.template, "{Q}", "{input}")
         for question, answer in _pairs(row):
             reference = json.dumps(answer, ensure_ascii=False) if isinstance(answer, dict) else answer
@@ -40,7 +40,7 @@ class LooGLE(LongSet):
             yield self.example(prompt, part.format(Q=question), (reference,))
 
     def judge(self, output: str, example: Example) -> tuple[float, Mapping[str, Any]]:
-        """The score, and by name every metric; of clozes (hits, blanks)."""
+        """The score, and every metric by name; (hits, blanks) for clozes."""
         pair = output, example.references[0]
         if self.subset != CLOZE:
             try:
@@ -49,14 +49,14 @@ class LooGLE(LongSet):
                 found = similarities(*pair, "kvpress")
             return found[metric(self.subset)], found
         kept = {name: count for name, count in cloze(*pair, self.protocol).items() if count is not None}
-        counts = {**cloze(*pair, "kvpress"), **kept}  # where the authors have no count, kvpress's
+        counts = {**cloze(*pair, "kvpress"), **kept}  # kvpress's count if the authors have none
         sound = {f"{name}_sound": count for name, count in sound_cloze(*pair).items()}
         hits, blanks = kept["exact_match"]
         return hits / blanks, {**counts, **sound}
 
 
 def _pairs(row: Row) -> Sequence[tuple[str, Any]]:
-    """Questions and answers of a row, whose list is written as Python in a text; a paper has its summary alone."""
+    """Questions and answers of a row, a list as Python code in a text; a row with a paper has only its summary."""
     pairs = row["qa_pairs"]
     if pairs == "none":
         return [("", row["output"])]

@@ -20,10 +20,10 @@ FIELDS = "task, prediction and references (one answer); or a list of predictions
 
 
 def score_predictions(line: Line, protocol: str = "authors") -> Line:
-    """`score`, 0 or 1, what was read as the answer, and `score_sound` by value; of lists the means.
+    """`score` (0 or 1), the extracted answer, and `score_sound`, which compares values; means for lists.
 
-    protocol: both are one, the benchmarks' authors published no scorer of such outputs.
-    Raises ValueError, naming the field, where the line is of another form.
+    protocol: has no effect, because the benchmarks' authors published no scorer of such outputs.
+    Raises ValueError, naming the field, if the line has another format.
     """
     task = one_of(line, "task", TASKS)
     if not isinstance(line.get("prediction"), list):
@@ -43,9 +43,9 @@ def score_predictions(line: Line, protocol: str = "authors") -> Line:
 
 
 def boxed(task: str, output: str) -> str | None:
-    """The text of the last box, for MATH-500 of the first, up to the next brace that closes.
+    """The text of the last box (MATH-500: the first box) up to the next closing brace.
 
-    Without a box: for AIME the output up to such a brace, for MATH-500 None.
+    Without a box: the output up to the next closing brace for AIME, None for MATH-500.
     """
     pieces = output.split(BOX)
     if task == "math500":
@@ -54,7 +54,7 @@ def boxed(task: str, output: str) -> str | None:
 
 
 def answered(output: str) -> bool:
-    """Whether there is a box."""
+    """Whether the output has a box."""
     return BOX in output
 
 
@@ -64,7 +64,7 @@ def score(task: str, output: str, answer: str) -> float:
 
 
 def sound(output: str, answer: str) -> float:
-    r"""1 if the last box, read to the brace that closes it, equals the answer in value, by `math-verify`.
+    r"""1 if the last box, read to its closing brace, has the value of the answer, as compared by `math-verify`.
 
     `\dfrac{1}{2}`, `0.5` and `\frac12` are equal, and so are `\text{Evelyn}` and `Evelyn`, `\$36` and `36`.
     """
@@ -79,12 +79,10 @@ def sound(output: str, answer: str) -> float:
 
 def equal_values(found: str, wanted: str) -> bool:
     """Whether two LaTeX expressions have the same value."""
-    from math_verify import LatexExtractionConfig, parse, verify  # here: a second, which other tasks need not wait for
+    from math_verify import LatexExtractionConfig, parse, verify  # here: takes a second to import
 
-    main = (
-        threading.current_thread() is threading.main_thread()
-    )  # its time limits are signals, for the main thread only
-    seconds = 5 if main else None
+    # The time limits of math-verify are signals, which work only in the main thread.
+    seconds = 5 if threading.current_thread() is threading.main_thread() else None
     parsed = [
         parse(rf"\boxed{{{text}}}", [LatexExtractionConfig()], parsing_timeout=seconds) for text in (wanted, found)
     ]

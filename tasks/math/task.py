@@ -1,4 +1,4 @@
-"""Mathematical problems whose answer is in a box at the end of a long text."""
+"""Mathematical problems; the answer is in a box at the end of a long text."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvbench.tasks.text_files import rows
 class BoxedMath(Task):
     """The rows of a file with the columns problem and answer, such as MATH-500's, in their order.
 
-    prompt: with slot problem. protocol: "sound" compares the value in the last box by math-verify, "kvpress" the
-    characters of the first one up to the next brace, by which a nested answer is always wrong; both are measures.
-    hub, revision, file: where the rows are; data_dir: a copy instead, a file or a folder that has it.
+    prompt: with slot problem. protocol: "sound" compares the value in the last box by math-verify; "kvpress" compares
+    the characters of the first box up to the next brace, so a nested answer is always wrong. Both are recorded.
+    hub, revision, file: the data set; data_dir: a local copy instead, a file or a folder with it.
     """
 
     name: str = "math500"
@@ -50,7 +50,7 @@ class BoxedMath(Task):
             yield Example(index, prompt, (row["answer"],), self.max_new_tokens, metadata=metadata)
 
     def judge(self, output: str, example: Example) -> tuple[float, Mapping[str, Any]]:
-        """The score by the protocol's rule, both rules', and whether there is a box."""
+        """The score by the protocol's rule, the scores by both rules, and whether the output has a box."""
         (answer,) = example.references
         found = {"sound": sound(output, answer), "kvpress": score("math500", output, answer)}
         return found[self.protocol], {**found, "answered": answered(output)}

@@ -1,6 +1,6 @@
 """NeedleBench's prompts: haystack lines in the order of a repeat, needles at token positions.
 
-Token lists are of the tokenizer that lengths are counted in. c: number of the repeat, which seeds every draw.
+Token lists use the tokenizer in which lengths are counted. c: number of the repeat, which seeds every draw.
 Source: open-compass/opencompass at a5acc4b, opencompass/datasets/needlebench/{origin,parallel,multi}.py; v2 likewise.
 """
 
@@ -15,24 +15,24 @@ from kvbench.tasks.task import Tokenizer
 from kvbench.tasks.text_files import shipped
 
 T = TypeVar("T")
-JOIN = "、"  # between questions, in English prompts too
+JOIN = "、"  # between questions, also in English prompts
 _MARKS = {"en": "Please answer in the format", "zh": "请按照"}
 _ENDS = {"en": ("?", "."), "zh": ("？", "。")}
-_GUIDED = {"en": " ", "zh": ""}  # what stands between the guiding sentence and the format request
+_GUIDED = {"en": " ", "zh": ""}  # between the guiding sentence and the format request
 
 
 def texts(v2: bool, language: str) -> dict[str, Any]:
-    """Prompt templates by sub-task (slots context, question; v2's reasoning also last_person), and more.
+    """Prompt templates by sub-task (slots context, question; v2's reasoning also last_person), and further texts.
 
-    v1: guide, the sentence before the format request. v2: ancestor_question, relations and relatives, from which family
-    chains are told. `tasks/data/needlebench_templates.json` names source and licence.
+    v1: guide, the sentence before the format request. v2: ancestor_question, relations and relatives for family chains.
+    `tasks/data/needlebench_templates.json` names source and licence.
     """
     found: dict[str, Any] = shipped("needlebench_templates.json")["v2" if v2 else "v1"][language]
     return found
 
 
 class Haystack:
-    """The lines of one file, encoded once. Every repeat shuffles the order that the repeat before it left behind."""
+    """The lines of one file, encoded once. Every repeat shuffles the order of the previous repeat."""
 
     def __init__(self, lines: Sequence[str], tokenizer: Tokenizer) -> None:
         self._lines = lines
@@ -41,7 +41,7 @@ class Haystack:
         self._orders: list[list[int]] = []
 
     def first(self, c: int, size: int) -> list[int]:
-        """The first `size` tokens in repeat c; fewer where the file has no more."""
+        """The first `size` tokens in repeat c; fewer if the file has fewer."""
         taken: list[int] = []
         for line in self._order(c):
             if line not in self._encoded:
@@ -74,9 +74,9 @@ def shuffled(items: Sequence[T], c: int) -> list[T]:
 def needle_set(
     needles: Sequence[Mapping[str, str]], count: int, language: str, rng: random.Random
 ) -> list[Mapping[str, str]]:
-    """`count` needles of a language with different arg1 and different arg2: the first in a random order of all.
+    """The first `count` needles of a language, in a random order of all, with different arg1 and different arg2.
 
-    needles: both languages, because the official code shuffles before it looks at the language. Raises ValueError where
+    needles: both languages, because the official code shuffles before it selects the language. Raises ValueError if
     there are too few.
     """
     order = list(needles)
@@ -91,7 +91,7 @@ def needle_set(
 
 
 def place_at_depths(haystack: list[int], needles: Sequence[list[int]], depths: Sequence[int]) -> list[int]:
-    """Needle i at depths[i], which rise."""
+    """The haystack with needle i at depths[i]; depths are ascending."""
     places = [int(len(haystack) * (depth / 100)) for depth in depths]
     before = accumulate((len(needle) for needle in needles), initial=0)
     whole = haystack
@@ -102,9 +102,9 @@ def place_at_depths(haystack: list[int], needles: Sequence[list[int]], depths: S
 
 
 def place_spaced(haystack: list[int], needles: Sequence[list[int]], depth: int, spacing: int) -> list[int]:
-    """The first needle at `depth` percent, every next one `spacing` percent further.
+    """The haystack with the first needle at `depth` percent, and each next one `spacing` percent further.
 
-    The official code counts the needles before a place twice, and so does this.
+    As in the official code, the needles before a position are counted twice.
     """
     size = len(haystack)
     places: list[int] = []
@@ -119,7 +119,7 @@ def place_spaced(haystack: list[int], needles: Sequence[list[int]], depth: int, 
 
 
 def guided(question: str, language: str) -> str:
-    """v1: the question with a sentence that asks to think first, before its request for a format."""
+    """v1: the question with a sentence that requests thinking first, before the request for a format."""
     mark = _MARKS[language]
     parts = question.split(mark)
     guide: str = texts(False, language)["guide"]
@@ -127,22 +127,24 @@ def guided(question: str, language: str) -> str:
 
 
 def joined_question(questions: Sequence[str], language: str) -> str:
-    """One question out of several, with one request for a format."""
-    asks, ends = _ENDS[language]
-    asked = JOIN.join(question.split(asks)[0] + asks for question in questions)
+    """Several questions joined into one, with one request for a format."""
+    mark, ends = _ENDS[language]
+    joined = JOIN.join(question.split(mark)[0] + mark for question in questions)
     form = JOIN.join(question.split("'")[1].split(ends)[0] for question in questions)
     return (
-        f"{asked}Please answer in the format of '{form}'" if language == "en" else f"{asked}请按照'{form}'的格式回答。"
+        f"{joined}Please answer in the format of '{form}'"
+        if language == "en"
+        else f"{joined}请按照'{form}'的格式回答。"
     )
 
 
 def family(names: Sequence[str], count: int, c: int, language: str) -> tuple[list[str], str, str]:
-    """v2: (needles that tell a chain of `count` relations, its eldest, its youngest), drawn for repeat c."""
-    rng, told = random.Random(c), texts(True, language)
+    """v2: (needles of a chain of `count` relations, its eldest, its youngest), drawn for repeat c."""
+    rng, phrases = random.Random(c), texts(True, language)
     chain = rng.sample(names, count + 1)
     needles = []
     for elder, younger in pairwise(chain):
-        relation, relative = rng.choice(told["relations"]), rng.choice(told["relatives"])
+        relation, relative = rng.choice(phrases["relations"]), rng.choice(phrases["relatives"])
         needles.append(relation.format(A=elder, B=younger, relationship=relative))
     rng.shuffle(needles)
     return needles, chain[0], chain[-1]

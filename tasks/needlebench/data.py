@@ -1,4 +1,4 @@
-"""NeedleBench's files, from a local copy or from the hub, and the encoding in which its lengths are counted."""
+"""NeedleBench's files, from a local copy or the Hub, and the encoding in which its lengths are counted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HAYSTACKS = {"en": "PaulGrahamEssays.jsonl", "zh": "zh_finance.jsonl"}
 NEEDLES = "needles.jsonl"
 REASONING = {"en": "multi_needle_reasoning_en.json", "zh": "multi_needle_reasoning_zh.json"}
 NAMES = "names.json"
-NAMED = {"en": "English", "zh": "Chinese"}  # what the files call a language
+NAMED = {"en": "English", "zh": "Chinese"}  # names of the languages in the files
 
 ENCODING = "cl100k_base.tiktoken"
 ENCODING_URL = f"https://openaipublic.blob.core.windows.net/encodings/{ENCODING}"
@@ -30,10 +30,9 @@ ENCODING_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b
 
 @dataclass(frozen=True)
 class Files:
-    """NeedleBench's files as they are requested. data_dir: read instead of the folder on the hub.
+    """NeedleBench's files, read on request. data_dir: a local folder, which replaces the folder on the Hub.
 
-    Every method raises ValueError with one sentence where a file cannot be had, or naming file and line or entry where
-    it is damaged.
+    Every method raises ValueError if a file is not available or, naming file and row, if it is damaged.
     """
 
     data_dir: str | None
@@ -49,7 +48,7 @@ class Files:
         return list(self._rows(NEEDLES, ("needle", "retrieval_question", "arg1", "arg2", "language")))
 
     def reasoning(self, language: str, needles: int) -> list[Row]:
-        """The entries of multi reasoning with so many needles: derivations, question, answer."""
+        """The entries of multi reasoning with this number of needles: derivations, question, answer."""
         name = REASONING[language]
         found = self._rows(name, ("question", "answer"), ("derivations",))
         chosen = [row for row in found if row.get("derivation_count") == needles]
@@ -64,18 +63,18 @@ class Files:
 
     def _rows(self, name: str, fields: Sequence[str], lists: Sequence[str] = ()) -> Iterator[Row]:
         source = None if self.source is None else self.source.file(name)
-        path = data_file(self.data_dir, (name,), source, "NeedleBench's data set from the hub")
+        path = data_file(self.data_dir, (name,), source, "NeedleBench's data set from the Hub")
         return rows(path, name, fields, lists)
 
 
 def gpt4_encoding(folder: str | None) -> Any:  # noqa: ANN401 - a tiktoken.Encoding
     """The encoding cl100k_base, in which the lengths of NeedleBench are counted.
 
-    folder: holds its file, cl100k_base.tiktoken; None: tiktoken's own cache, or a download.
-    Raises ValueError with one sentence where neither is there, or the file is not the published one.
+    folder: the folder with its file, cl100k_base.tiktoken; None: tiktoken's own cache, or a download.
+    Raises ValueError if neither is available, or if the file differs from the published one.
     """
     with from_extra("needlebench", "counting lengths in GPT-4's tokens"):
-        import tiktoken  # here: only tasks that count in its tokens need it
+        import tiktoken  # here: optional
 
     try:
         if folder is None:
@@ -84,11 +83,11 @@ def gpt4_encoding(folder: str | None) -> Any:  # noqa: ANN401 - a tiktoken.Encod
         if hashlib.sha256(path.read_bytes()).hexdigest() != ENCODING_SHA256:
             raise ValueError(f"{path} is damaged or another file: download {ENCODING_URL} again")
         with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, {"TIKTOKEN_CACHE_DIR": cache}):
-            # the name under which tiktoken looks for the file in its cache
+            # tiktoken looks for this name in its cache
             Path(cache, hashlib.sha1(ENCODING_URL.encode()).hexdigest()).write_bytes(path.read_bytes())
             return tiktoken.get_encoding("cl100k_base")
     except OSError as error:
         raise ValueError(
-            f"lengths are counted in GPT-4's tokens, whose encoding cannot be read ({type(error).__name__}): download "
-            f"{ENCODING_URL} and give encoding_dir=<its folder>, or count otherwise with counted_in=model"
+            f"the encoding of GPT-4's tokens, in which lengths are counted, cannot be read ({type(error).__name__}): "
+            f"download {ENCODING_URL} and give encoding_dir=<its folder>, or set counted_in=model"
         ) from error

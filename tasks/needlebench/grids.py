@@ -1,4 +1,4 @@
-"""The released configurations: which lengths and depths, and how many tokens stay free."""
+"""The released configurations: lengths, depths, and the number of tokens left free."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Grid:
     english: tuple[int, int, int]
 
     def buffer(self, kind: str, language: str) -> int:
-        """Tokens of `length` that haystack and needles leave free."""
+        """Tokens of `length` that are not filled by haystack and needles."""
         return self.english[KINDS.index(kind)] if language == "en" else _CHINESE
 
 
@@ -43,9 +43,9 @@ SIZES = tuple(V1)
 
 
 def spread(count: int, lengths: tuple[int, ...], depths: tuple[int, ...]) -> list[tuple[int, int]]:
-    """`count` cells (length, depth) evenly spaced over the grid read length by length; its first and its last are in.
+    """`count` cells (length, depth), evenly spaced over the grid in order of length, including the first and the last.
 
-    Steps that are no multiple of the number of depths move on through the depths from length to length.
+    If the step is not a multiple of the number of depths, the depths vary from length to length.
     """
     cells = [(length, depth) for length in lengths for depth in depths]
     if count >= len(cells):

@@ -1,4 +1,4 @@
-"""The official scores of recorded predictions on NeedleBench, and OpenCompass's averages of its own table."""
+"""The official scores of recorded predictions on NeedleBench, and OpenCompass's averages of its results table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvbench.tasks.predictions import Line, one_of, texts
 
 FIELDS = (
     "task, predictions and references (the official gold strings); or results, OpenCompass's table of "
-    "cells, whose averages come out beside the overall score"
+    "cells, which also gives the averages of the three tasks"
 )
 FLAGS = {"v2": "score as the version of June 2025: no points for wording, boxed answers, equal weights"}
 
@@ -21,8 +21,8 @@ FLAGS = {"v2": "score as the version of June 2025: no points for wording, boxed 
 def score_predictions(line: Line, v2: bool = False) -> Line:
     """`score` from 0 to 100, unrounded: of task, predictions and references, or the overall score of `results`.
 
-    results: OpenCompass's table of cells; the averages of the three tasks come out beside the score.
-    Raises ValueError, naming the field, where the line is of another form.
+    results: OpenCompass's table of cells; the averages of the three tasks are returned as well.
+    Raises ValueError, naming the field, if the line has another format.
     """
     if "results" in line:
         return _overall(line["results"], v2)

@@ -14,30 +14,30 @@ from kvbench.tasks.scores import up_to_brace
 
 
 def single_retrieval(prediction: str, gold: str, v2: bool = False) -> float:
-    """100 if the keyword stands in the prediction; else, in v1, up to 20 for wording like the needle's.
+    """100 if the prediction contains the keyword; otherwise, in v1, up to 20 for similarity to the needle.
 
-    gold: needle, "*", keyword. Likeness: share of the longer text's characters that need no edit, without white space.
-    Raises ValueError if gold has no "*"; one in the needle shifts the keyword, as officially.
+    gold: needle, "*", keyword. Similarity: share of the longer text's characters that need no edit, without white
+    space. Raises ValueError if gold has no "*". As in the official code, a "*" in the needle shifts the keyword.
     """
     needle, keyword = _parted(gold, "*", "needle*keyword")[:2]
     if keyword in prediction:
         return 100.0
     if v2:
         return 0.0
-    said, wanted = _no_space(prediction), _no_space(needle)
-    longer = max(len(said), len(wanted))
-    return 0.2 * (100 * (1 - edit_distance(said, wanted) / longer) if longer else 100)
+    output, wanted = _no_space(prediction), _no_space(needle)
+    longer = max(len(output), len(wanted))
+    return 0.2 * (100 * (1 - edit_distance(output, wanted) / longer) if longer else 100)
 
 
 def multi_retrieval(predictions: Sequence[str], golds: Sequence[str]) -> dict[int, float]:
     """Percent of the predictions that have the keyword of each depth.
 
-    golds: keywords joined by "*", "#", depths joined by "*"; the depths of the first hold for all. Depths named twice
-    collect the points of both keywords, as officially.
+    golds: keywords joined by "*", "#", depths joined by "*"; the depths of the first are used for all. As in the
+    official code, a depth that occurs twice collects the points of both keywords.
     """
     written = _parted(golds[0], "#", "keywords#depths")[1].split("*")
     if not all(depth.isdecimal() for depth in written):
-        raise ValueError(f"reference {golds[0]!r} has depths that are no whole numbers")
+        raise ValueError(f"reference {golds[0]!r} has depths that are not whole numbers")
     depths = [int(depth) for depth in written]
     found = dict.fromkeys(depths, 0.0)
     for prediction, gold in zip(predictions, golds, strict=True):
@@ -48,7 +48,7 @@ def multi_retrieval(predictions: Sequence[str], golds: Sequence[str]) -> dict[in
 
 
 def multi_reasoning(prediction: str, gold: str) -> float:
-    """Percent of the words of the answer that stand in the prediction, ignoring case. gold: answer, "*", answer.
+    """Percent of the words of the answer that occur in the prediction, ignoring case. gold: answer, "*", answer.
 
     A Chinese answer is one word. An answer without words scores 0.
     """
@@ -57,12 +57,12 @@ def multi_reasoning(prediction: str, gold: str) -> float:
 
 
 def boxed_answer(prediction: str, gold: str) -> float:
-    """v2's multi reasoning: 100 if the last \\boxed{} of the prediction holds the name, cleaned of LaTeX and quotes."""
+    """v2's multi reasoning: 100 if the last \\boxed{} has the name, without LaTeX and quotes."""
     return 100.0 if _boxed(prediction) == gold.strip() else 0.0
 
 
 def mean_over_depths(found: dict[int, float]) -> float:
-    """Score of multi retrieval in all."""
+    """The overall score of multi retrieval."""
     return fmean(found.values())
 
 
@@ -84,19 +84,19 @@ def _no_space(text: str) -> str:
 def _parted(gold: str, mark: str, form: str) -> list[str]:
     parts = gold.split(mark)
     if len(parts) < 2:
-        raise ValueError(f"reference {gold!r} is not of the form {form}")
+        raise ValueError(f"reference {gold!r} does not have the format {form}")
     return parts
 
 
 def _boxed(prediction: str) -> str | None:
-    """What the last \\boxed{...} holds, braces balanced; None without one."""
+    """The content of the last \\boxed{...}, with balanced braces; None without one."""
     _, box, rest = prediction.rpartition("\\boxed{")
     inside = up_to_brace(rest) if box else None
     return None if inside is None else _clean(inside)
 
 
 def _clean(text: str) -> str:
-    """The name in a box: outer braces, \\text{}, backslashes, quotes and extra blanks go."""
+    """The name in a box, without outer braces, \\text{}, backslashes, quotes and extra spaces."""
     while text.startswith("{") and text.endswith("}"):
         text = text[1:-1]
     text = re.sub(r"\\text\{([^}]+)\}", r"\1", text).replace("\\[", "").replace("\\]", "").replace("\\", "")

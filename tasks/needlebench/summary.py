@@ -32,14 +32,14 @@ _ROW = re.compile(r"Length(\d+)_parallel_(en|zh)_\w+")
 def overall(cells: Cells, columns: Iterable[Column] = ALL_COLUMNS) -> dict[str, float | None]:
     """Score of every kind, and "overall" with v1's weights 0.4, 0.3, 0.3 and with equal ones.
 
-    columns: those expected. A cell that one of them lacks counts for none, as officially: a missing sub-task removes
-    its cells. None where no cell is left.
+    columns: the expected ones. As in the official code, a cell that is missing in one column is ignored in all, so a
+    missing sub-task removes its cells. None if no cell is left.
     """
-    asked = list(columns)
-    found = {kind: grid_mean(_weighted(cells, [one for one in asked if one[0] == kind], WEIGHTS)) for kind in KINDS}
-    asked_all = {kind for kind, *_ in asked} == set(KINDS)
+    expected = list(columns)
+    found = {kind: grid_mean(_weighted(cells, [one for one in expected if one[0] == kind], WEIGHTS)) for kind in KINDS}
+    all_kinds = {kind for kind, *_ in expected} == set(KINDS)
     for name, weights in (("overall", WEIGHTS), ("overall_equal_weights", dict.fromkeys(KINDS, 1 / 3))):
-        found[name] = grid_mean(_weighted(cells, asked, weights)) if asked_all else None
+        found[name] = grid_mean(_weighted(cells, expected, weights)) if all_kinds else None
     return found
 
 
@@ -52,9 +52,9 @@ def grid_mean(cells: Mapping[Run, float]) -> float | None:
 
 
 def cells_of_results(results: Mapping[str, Mapping[str, float | None]]) -> Cells:
-    """Cells out of OpenCompass's own result table: `Length1000Depth5_origin_en_4k`, `Length1000_parallel_en_4k`, ...
+    """Cells of OpenCompass's results table: `Length1000Depth5_origin_en_4k`, `Length1000_parallel_en_4k`, ...
 
-    Raises ValueError, naming the entry, where it is not of that form. Missing values and NaN are no cells.
+    Raises ValueError, naming the entry, for another format. Missing values and NaN are skipped.
     """
     cells: dict[Column, dict[Run, float]] = {}
     for name, values in results.items():
@@ -68,7 +68,7 @@ def cells_of_results(results: Mapping[str, Mapping[str, float | None]]) -> Cells
             depths = {key: value for key, value in values.items() if key.startswith("Depth")}
             points = {int(key.removeprefix("Depth")): value for key, value in depths.items()}
         else:
-            raise ValueError(f"result {name!r} is not of a form like Length1000Depth5_origin_en_4k")
+            raise ValueError(f"result {name!r} does not have a format such as Length1000Depth5_origin_en_4k")
         for at, score in points.items():
             if isinstance(score, int | float) and not isnan(score):
                 cells.setdefault(column, {})[(int(length), at)] = float(score)
@@ -76,7 +76,7 @@ def cells_of_results(results: Mapping[str, Mapping[str, float | None]]) -> Cells
 
 
 def cells_of_answers(answers: Sequence[Scored]) -> Cells:
-    """Cells out of the scored answers of a run. Multi retrieval is read anew from outputs, to have its depths apart."""
+    """Cells of the scored answers of a run. Multi retrieval is scored again from the outputs, for each depth."""
     rows: dict[tuple[str, int], list[Scored]] = {}
     points: dict[Column, dict[Run, list[float]]] = {}
     for answer in answers:
@@ -95,9 +95,9 @@ def cells_of_answers(answers: Sequence[Scored]) -> Cells:
 
 
 def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
-    """Percent of every kind that was asked, and the overall score, by v2's equal weights where v2 was asked.
+    """Percent of every kind in the answers, and the overall score, with v2's equal weights for v2.
 
-    Single retrieval and multi reasoning say which cells ran; multi retrieval counts at these cells.
+    Only the cells of single retrieval and multi reasoning count, also for multi retrieval.
     """
     cells = cells_of_answers(answers)
     found = overall(cells, tuple(cells))
@@ -108,13 +108,13 @@ def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
 
 
 def heat_map(answers: Sequence[Scored]) -> dict[Run, float]:
-    """One score for every complete cell, the kinds with v1's weights."""
+    """One score for every complete cell, with v1's weights of the kinds."""
     cells = cells_of_answers(answers)
     return _weighted(cells, list(cells), WEIGHTS)
 
 
 def _weighted(cells: Cells, columns: Sequence[Column], weights: Mapping[str, float]) -> dict[Run, float]:
-    """The mean over the columns of each kind, and over the kinds by their weights, for every cell that all have."""
+    """The mean over the columns of each kind and the weighted mean over kinds, for cells that all columns have."""
     groups = {name: group for name in KINDS if (group := [column for column in columns if column[0] == name])}
     share = sum(weights[name] for name in groups)
     complete = sorted(set.intersection(*(set(cells.get(column, ())) for column in columns))) if columns else []

@@ -1,4 +1,4 @@
-"""NeedleBench as a task: three kinds of questions over a grid of lengths and depths."""
+"""NeedleBench: three kinds of questions over a grid of lengths and depths."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ COUNTED_IN = ("gpt-4", "model")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One prompt to be: which kind, where, and which repeat. depth: None for multi retrieval, which uses all depths."""
+class Point:
+    """What defines one prompt. depth: None for multi retrieval, which uses all depths."""
 
     kind: str
     language: str
@@ -44,15 +44,15 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleBench(Task):
-    """NeedleBench 4k, 8k or 32k: the prompts and scores of autumn 2024 (v1), or those of v2.
+    """NeedleBench 4k, 8k or 32k: the prompts and scores of autumn 2024 (v1), or of v2.
 
-    kinds, languages: what to ask. cells: a sub-sample of so many cells (length, depth), evenly spread over the grid;
-    multi retrieval still hides a needle at every depth, once per length among them. repeats: at most so many prompts
-    per cell and kind, the first of the official 10 (multi retrieval 25).
-    needle_seed: draws the needles of multi retrieval, which the official code leaves to chance.
-    counted_in: "gpt-4" counts lengths in tokens of cl100k_base, as officially, whatever the model; encoding_dir is a
-    folder with its file. "model" counts in the model's own. data_dir: a folder with NeedleBench's files, read instead
-    of source, the data set on the hub.
+    kinds, languages: the kinds of questions and their languages. cells: the number of cells (length, depth), evenly
+    spread over the grid (None: all); multi retrieval hides a needle at every depth, once per selected length.
+    repeats: the maximum number of prompts per cell and kind, the first of the official 10 (multi retrieval 25).
+    needle_seed: seed for the needles of multi retrieval; the official code does not set one.
+    counted_in: "gpt-4" counts lengths in tokens of cl100k_base for every model, as in the official code; encoding_dir
+    is a folder with its file. "model" uses the model's tokenizer. data_dir: a folder with NeedleBench's files, which
+    replaces `source`, the data set on the Hub.
     v2: other prompts and depths, 0 or 100 for single retrieval, family chains for multi reasoning, equal weights.
     Source: open-compass/opencompass at a5acc4b.
     """
@@ -90,8 +90,8 @@ class NeedleBench(Task):
         """Lengths, depths and buffers of the released configuration."""
         return (V2 if self.v2 else V1)[self.size]
 
-    def asked(self) -> Iterator[Asked]:
-        """Every prompt there is to be, all cells once before any comes again."""
+    def points(self) -> Iterator[Point]:
+        """All prompts; every cell is used once before any is repeated."""
         cells = spread(self.cells or 10**9, self.grid.lengths, self.grid.depths)
         for repeat in range(self.repeats or max(REPEATS.values())):
             kinds = [kind for kind in self.kinds if repeat < REPEATS[kind]]
@@ -100,29 +100,29 @@ class NeedleBench(Task):
                 for kind, language in product(kinds, self.languages):
                     if kind != "multi_retrieval":
                         counts_of = NEEDLES if kind == "multi_reasoning" else (1,)
-                        yield from (Asked(kind, language, length, depth, repeat, needles) for needles in counts_of)
+                        yield from (Point(kind, language, length, depth, repeat, needles) for needles in counts_of)
                     elif length not in seen:
-                        yield Asked(kind, language, length, None, repeat, len(self.grid.depths))
+                        yield Point(kind, language, length, None, repeat, len(self.grid.depths))
                 seen.add(length)
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
-        """See `Task.examples`; the official draws are seeded by the number of the repeat, `seed` changes nothing."""
+        """See `Task.examples`; the official draws are seeded by the number of the repeat, so `seed` has no effect."""
         counted = _Gpt4(gpt4_encoding(self.encoding_dir)) if self.counted_in == "gpt-4" else tokenizer
         writer = _Writer(self, Files(self.data_dir, self.source), counted)
-        for index, asked in enumerate(islice(self.asked(), limit)):
-            prompt, question, gold = writer.write(asked)
+        for index, point in enumerate(islice(self.points(), limit)):
+            prompt, question, gold = writer.write(point)
             metadata = {
-                "task": asked.kind,
+                "task": point.kind,
                 "benchmark": "needlebench",
                 "v2": self.v2,
-                "language": asked.language,
-                "length": asked.length,
-                "repeat": asked.repeat,
-                "needles": asked.needles,
+                "language": point.language,
+                "length": point.length,
+                "repeat": point.repeat,
+                "needles": point.needles,
                 "groups": ["language"],
             }
-            if asked.depth is not None:
-                metadata["depth"] = asked.depth
+            if point.depth is not None:
+                metadata["depth"] = point.depth
             yield Example(
                 index=index,
                 prompt=prompt,
@@ -144,7 +144,7 @@ class NeedleBench(Task):
 
 @dataclass(frozen=True)
 class _Gpt4:
-    """tiktoken's encoding seen as a `Tokenizer`."""
+    """tiktoken's encoding as a `Tokenizer`."""
 
     encoding: Any  # a tiktoken.Encoding
 
@@ -168,54 +168,54 @@ class _Writer:
         self._reasoning = cache(files.reasoning)
         self._names = cache(files.names)
 
-    def write(self, asked: Asked) -> tuple[str, str, str]:
-        """(prompt, its end that is the question, gold string)."""
-        write: Callable[[Asked], tuple[str, str, str]] = getattr(self, f"_{asked.kind}")
-        return write(asked)
+    def write(self, point: Point) -> tuple[str, str, str]:
+        """(prompt, the question at its end, gold string)."""
+        write: Callable[[Point], tuple[str, str, str]] = getattr(self, f"_{point.kind}")
+        return write(point)
 
-    def _single_retrieval(self, asked: Asked) -> tuple[str, str, str]:
-        ours = [needle for needle in self._files.needles if needle["language"] == NAMED[asked.language]]
-        needle = build.drawn(ours, asked.repeat)
+    def _single_retrieval(self, point: Point) -> tuple[str, str, str]:
+        ours = [needle for needle in self._files.needles if needle["language"] == NAMED[point.language]]
+        needle = build.drawn(ours, point.repeat)
         text = f"\n{needle['needle']}\n"
-        context = self._context(asked, [text])
-        return *self._prompt(asked, context, needle["retrieval_question"]), f"{text}*{needle['arg2']}"
+        context = self._context(point, [text])
+        return *self._prompt(point, context, needle["retrieval_question"]), f"{text}*{needle['arg2']}"
 
-    def _multi_retrieval(self, asked: Asked) -> tuple[str, str, str]:
-        rng = random.Random(self._task.needle_seed + asked.length)
-        taken = build.needle_set(self._files.needles, asked.needles, NAMED[asked.language], rng)
-        taken = build.shuffled(taken, asked.repeat)
-        context = self._context(asked, [f"\n{needle['needle']}\n" for needle in taken])
-        question = build.joined_question([needle["retrieval_question"] for needle in taken], asked.language)
+    def _multi_retrieval(self, point: Point) -> tuple[str, str, str]:
+        rng = random.Random(self._task.needle_seed + point.length)
+        taken = build.needle_set(self._files.needles, point.needles, NAMED[point.language], rng)
+        taken = build.shuffled(taken, point.repeat)
+        context = self._context(point, [f"\n{needle['needle']}\n" for needle in taken])
+        question = build.joined_question([needle["retrieval_question"] for needle in taken], point.language)
         keywords, depths = "*".join(n["arg2"] for n in taken), "*".join(map(str, self._task.grid.depths))
-        return *self._prompt(asked, context, question), f"{keywords}#{depths}"
+        return *self._prompt(point, context, question), f"{keywords}#{depths}"
 
-    def _multi_reasoning(self, asked: Asked) -> tuple[str, str, str]:
+    def _multi_reasoning(self, point: Point) -> tuple[str, str, str]:
         if self._task.v2:
-            told = build.family(self._names(asked.language), asked.needles, asked.repeat, asked.language)
-            needles, answer, last = told
-            question = build.texts(True, asked.language)["ancestor_question"].format(last_person=last)
+            names = self._names(point.language)
+            needles, answer, last = build.family(names, point.needles, point.repeat, point.language)
+            question = build.texts(True, point.language)["ancestor_question"].format(last_person=last)
         else:
-            entry = build.drawn(self._reasoning(asked.language, asked.needles), asked.repeat)
+            entry = build.drawn(self._reasoning(point.language, point.needles), point.repeat)
             needles, answer, last, question = entry["derivations"], entry["answer"], "", entry["question"]
-        context = self._context(asked, [f"\n{needle}\n" for needle in needles])
-        return *self._prompt(asked, context, question, last), answer if self._task.v2 else f"{answer}*{answer}"
+        context = self._context(point, [f"\n{needle}\n" for needle in needles])
+        return *self._prompt(point, context, question, last), answer if self._task.v2 else f"{answer}*{answer}"
 
-    def _context(self, asked: Asked, needles: Sequence[str]) -> str:
-        """Haystack with its needles, length - buffer tokens in all."""
+    def _context(self, point: Point, needles: Sequence[str]) -> str:
+        """The haystack with its needles, length - buffer tokens in total."""
         encoded = [self._tokenizer.encode(needle) for needle in needles]
-        room = asked.length - self._task.grid.buffer(asked.kind, asked.language) - sum(map(len, encoded))
-        haystack = self._haystack(asked.language).first(asked.repeat, room)
-        if asked.depth is None:
+        free = point.length - self._task.grid.buffer(point.kind, point.language) - sum(map(len, encoded))
+        haystack = self._haystack(point.language).first(point.repeat, free)
+        if point.depth is None:
             whole = build.place_at_depths(haystack, encoded, self._task.grid.depths)
         else:
-            whole = build.place_spaced(haystack, encoded, asked.depth, SPACING)
+            whole = build.place_spaced(haystack, encoded, point.depth, SPACING)
         return self._tokenizer.decode(whole)
 
-    def _prompt(self, asked: Asked, context: str, question: str, last_person: str = "") -> tuple[str, str]:
+    def _prompt(self, point: Point, context: str, question: str, last_person: str = "") -> tuple[str, str]:
         if not self._task.v2:
-            retrieval = asked.kind != "multi_reasoning"
-            guide = build.texts(False, asked.language)["guide"]
-            question = build.guided(question, asked.language) if retrieval else question + guide
-        template: str = build.texts(self._task.v2, asked.language)[asked.kind]
+            retrieval = point.kind != "multi_reasoning"
+            guide = build.texts(False, point.language)["guide"]
+            question = build.guided(question, point.language) if retrieval else question + guide
+        template: str = build.texts(self._task.v2, point.language)[point.kind]
         filled = {"question": question, "last_person": last_person}
         return template.format(context=context, **filled), question_part(template, "{question}").format(**filled)

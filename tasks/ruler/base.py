@@ -1,7 +1,7 @@
-"""What all RULER tasks share: seeded draws, the search for the largest prompt that fits, and the scorer.
+"""Base of all RULER tasks: seeded draws, the search for the largest prompt that fits, and the scorer.
 
-The order of the draws is the official one, so that the same seed, tokenizer and word lists give the official prompts:
-the size search consumes random numbers, hence the first prompt depends on the tokenizer and on the search.
+Random numbers are drawn in the official order, so that the same seed, tokenizer and word lists give the official
+prompts. The size search consumes random numbers, so the first prompt depends on the tokenizer and on the search.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvbench.tasks.task import Example, Task, Tokenizer, counts
 from kvbench.tasks.words import Words, official_words, own_words
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
-_RETRIES = 20  # draws of the smallest size before giving up; the official loop has no end
+_RETRIES = 20  # draws of the smallest size before an error; the official loop is endless
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Draws:
 
     @classmethod
     def seeded(cls, seed: int) -> Draws:
-        """Streams that yield what the global ones would after `random.seed(seed)` and `numpy.random.seed(seed)`."""
+        """Streams equal to the global ones after `random.seed(seed)` and `numpy.random.seed(seed)`."""
         return cls(seed=seed, stream=random.Random(seed), numpy_stream=np.random.RandomState(seed))
 
     def shuffle(self, items: list[str]) -> None:
-        """Shuffle in place by a fresh stream: RULER permutes every sample of a task alike."""
+        """Shuffle in place with a new stream: RULER uses the same permutation for every sample of a task."""
         random.Random(self.seed).shuffle(items)
 
 
@@ -55,12 +55,12 @@ def clean_up(output: str) -> str:
 class RulerTask(Task):
     """A generator of prompts that fill `length` tokens: prompt, answer prefix and the tokens to generate together.
 
-    length: tokens of prompt, answer prefix and answer. samples: examples in all (500 in the released configuration,
+    length: tokens of prompt, answer prefix and answer. samples: number of examples (500 in the released configuration,
     with seed 42). official: draw from the word lists of wonderwords 3.0.1 instead of ours; with the same seed and
-    tokenizer the prompts are then the official ones, byte for byte. data_dir: folder with RULER's own data files, for
-    the tasks that read one. template_tokens: what the model's chat template adds, to be left free. max_new_tokens: so
-    many for the answer.
-    Raises ValueError if even the smallest prompt exceeds `length`; the official scripts never end there.
+    tokenizer the prompts are then the official ones, byte for byte. data_dir: folder with RULER's data files, for
+    tasks that read one. template_tokens: tokens to leave free for the model's chat template. max_new_tokens: tokens of
+    the answer.
+    Raises ValueError if even the smallest prompt exceeds `length`; the official scripts do not terminate in this case.
     Source: NVIDIA/RULER at c3f5e3b, scripts/synthetic.yaml and scripts/data/synthetic.
     """
 
@@ -77,15 +77,15 @@ class RulerTask(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         counts(self, 1, "length", "samples")
-        counts(self, 0, "template_tokens", "max_new_tokens")  # 0: a worked example is only read
+        counts(self, 0, "template_tokens", "max_new_tokens")  # 0: a worked example generates nothing
 
     @abstractmethod
     def drafts(self, tokenizer: Tokenizer, draws: Draws) -> Iterator[Draft]:
-        """Drafts without end, each of at most `room` tokens."""
+        """An endless stream of drafts, each of at most `prompt_limit` tokens."""
 
     @property
-    def room(self) -> int:
-        """Tokens that prompt and answer prefix may take."""
+    def prompt_limit(self) -> int:
+        """The maximum number of tokens of prompt and answer prefix."""
         return self.length - self.template_tokens - self.max_new_tokens
 
     @property
@@ -113,7 +113,7 @@ class RulerTask(Task):
         return contains(clean_up(output), example.references)
 
     def too_small(self, needed: int) -> ValueError:
-        """The error for a length that no prompt of this task fits."""
+        """The error for a length that is too small for any prompt of this task."""
         return ValueError(
             f"length={self.length} is too small for {self.name}: its smallest prompt takes {needed} tokens and "
             f"{self.max_new_tokens + self.template_tokens} more are kept for the answer and the chat template"
@@ -122,46 +122,46 @@ class RulerTask(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class SizedTask(RulerTask):
-    """A RULER task whose prompt grows with a number of lines or words, found by a binary search."""
+    """A RULER task with prompts of a number of lines or words, which a binary search finds."""
 
     @property
     @abstractmethod
     def step(self) -> int:
-        """Smallest size, and what a prompt that came out too long gives up at a time."""
+        """The smallest size, and the reduction of a prompt that is too long."""
 
     @abstractmethod
     def draft(self, size: int, draws: Draws) -> Draft:
         """Draw one prompt of `size` lines or words."""
 
     def upper_bound(self, tokenizer: Tokenizer, draws: Draws) -> int:
-        """Size at which the search starts from above: three times an estimate from one smallest prompt."""
+        """The largest size of the search: three times an estimate from one smallest prompt."""
         tokens_per_unit = self.draft(self.step, draws).tokens(tokenizer) / self.step
         return int((self.length - self.template_tokens) / tokens_per_unit * 3)
 
     def drafts(self, tokenizer: Tokenizer, draws: Draws) -> Iterator[Draft]:
         """See `RulerTask.drafts`."""
-        size = self.search(tokenizer, draws, self.room)
+        size = self.search(tokenizer, draws, self.prompt_limit)
         while True:
             yield self.fitting(size, lambda size: self.draft(size, draws), tokenizer)
 
-    def search(self, tokenizer: Tokenizer, draws: Draws, room: int) -> int:
-        """Largest size of which one draw fitted into `room` tokens."""
+    def search(self, tokenizer: Tokenizer, draws: Draws, limit: int) -> int:
+        """The largest size with a draw of at most `limit` tokens."""
         low, high, best = self.step, max(self.upper_bound(tokenizer, draws), 2 * self.step), self.step
         while low <= high:
             middle = (low + high) // 2
-            if self.draft(middle, draws).tokens(tokenizer) <= room:
+            if self.draft(middle, draws).tokens(tokenizer) <= limit:
                 best, low = middle, middle + 1
             else:
                 high = middle - 1
         return best
 
     def fitting(self, size: int, draft: Callable[[int], Draft], tokenizer: Tokenizer) -> Draft:
-        """A draw of `size` or less that fits: each failure gives up one step."""
+        """A draw of `size` or less that fits; each failure reduces the size by one step."""
         tries = 0
         while tries < _RETRIES:
             drawn = draft(size)
             tokens = drawn.tokens(tokenizer)
-            if tokens <= self.room:
+            if tokens <= self.prompt_limit:
                 return drawn
             size, tries = (size - self.step, 0) if size > self.step else (size, tries + 1)
         raise self.too_small(tokens)

@@ -1,4 +1,4 @@
-"""RULER's common words: which ten words of a long numbered list appear most often?"""
+"""RULER's common words: the ten most frequent words of a long numbered list."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from kvbench.tasks.ruler.templates import Draft, template
 from kvbench.tasks.task import Tokenizer, counts
 from kvbench.tasks.words import official_second_list
 
-_ESTIMATE = 4096  # words in the prompt from which the size search estimates
+_ESTIMATE = 4096  # words of the prompt from which the size search starts
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonWords(SizedTask):
     """A numbered list in which `common` words occur `common_repeats` times and all others `other_repeats` times.
 
-    A worked example precedes it. Below 4096 tokens the counts are 6 and 1, as in the official generator. The list is
-    shuffled by the seed alone, so the common words are at the same places in every sample.
+    A worked example precedes the list. Below 4096 tokens the counts are 6 and 1, as in the official generator. The
+    shuffle depends only on the seed, so the common words have the same positions in every sample.
     Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/common_words_extraction.py.
     """
 
@@ -49,12 +49,12 @@ class CommonWords(SizedTask):
         """One worked example and one list of `size` distinct words."""
         if self.length < 4096:
             worked, answer = self._list(20, 3, 1, draws)
-            asked, references = self._list(size, 6, 1, draws)
+            listed, references = self._list(size, 6, 1, draws)
         else:
             worked, answer = self._list(40, 10, 3, draws)
-            asked, references = self._list(size, self.common_repeats, self.other_repeats, draws)
+            listed, references = self._list(size, self.common_repeats, self.other_repeats, draws)
         texts = template("common_words")
-        shown, draft = texts.fill(context=worked), texts.fill(tuple(references), context=asked)
+        shown, draft = texts.fill(context=worked), texts.fill(tuple(references), context=listed)
         worked_out = f"{shown.prompt}{shown.answer_prefix} {_numbered(answer)}\n"
         return replace(draft, prompt=worked_out + draft.prompt)
 
@@ -62,12 +62,12 @@ class CommonWords(SizedTask):
         """(numbered list, its common words)."""
         drawn = draws.stream.sample(self._vocabulary(size, draws), size)
         common, others = drawn[: self.common], drawn[self.common :]
-        listed = common * common_repeats + others * other_repeats
-        draws.shuffle(listed)
-        return _numbered(listed), common
+        repeated = common * common_repeats + others * other_repeats
+        draws.shuffle(repeated)
+        return _numbered(repeated), common
 
     def _vocabulary(self, size: int, draws: Draws) -> list[str]:
-        """The words to draw from: the second list where the first has not enough."""
+        """The words to draw from: the second list if the first is too short."""
         words = list(self.word_lists.words)
         if size > len(words):
             return official_second_list(self.data_dir) if self.official else self.word_lists.compounds

@@ -1,4 +1,4 @@
-"""RULER's needle tasks: magic numbers or uuids for keys, hidden among noise, other needles or essays."""
+"""RULER's needle tasks: magic numbers or UUIDs of keys, hidden in noise, other needles or essays."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ DEPTHS = [round(100 * step / 39) for step in range(40)]  # percent of an essay's
 class RulerNiah(SizedTask):
     """`keys` needles of `values` values each in a haystack; `queries` of the keys are requested.
 
-    haystack: "noise" repeats five short sentences per line, "needle" fills every line with a needle of another key,
-    "essay" takes the first words of the texts in data_dir, again from the start where they are too few, with needles
-    between sentences: of RULER's PaulGrahamEssays.json, or else of the .txt files in the order of their names.
+    haystack: "noise" repeats five short sentences per line; "needle" fills every line with a needle of another key;
+    "essay" uses the first words of the texts in data_dir, repeated if they are too few, with needles between sentences.
+    The texts are RULER's PaulGrahamEssays.json, or the .txt files in the order of their names.
     key, value: "words" (adjective-noun), "numbers" (7 digits) or "uuids" (version 4).
     Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/niah.py.
     """
@@ -58,13 +58,13 @@ class RulerNiah(SizedTask):
 
     @property
     def step(self) -> int:
-        """Words of an essay, or lines; finer below 4096 tokens."""
+        """Words of an essay, or lines; smaller below 4096 tokens."""
         if self.haystack == "essay":
             return 500
         return 5 if self.length < 4096 else 25
 
     def sentences(self, text: str) -> list[str]:
-        """Sentences of an essay: officially nltk's, otherwise by a rule that needs no download."""
+        """Sentences of an essay: by nltk if official, otherwise by a rule that needs no download."""
         return punkt_sentences(text) if self.official else [sentence.strip() for sentence in sentences_of(text)]
 
     def draft(self, size: int, draws: Draws) -> Draft:
@@ -77,10 +77,10 @@ class RulerNiah(SizedTask):
         needles = [self._needle(key, value) for key, group in zip(keys, values, strict=True) for value in group]
         draws.shuffle(needles)
         context = (self._essay if self.haystack == "essay" else self._lines)(size, needles, draws)
-        asked = stream.sample(range(len(keys)), self.queries)
+        chosen = stream.sample(range(len(keys)), self.queries)
         texts, kind = self._question(), self.value.removesuffix("s") if self._singular else self.value
-        references = tuple(value for i in asked for value in values[i])
-        return texts.fill(references, context=context, query=_listed([keys[i] for i in asked]), type_needle_v=kind)
+        references = tuple(value for i in chosen for value in values[i])
+        return texts.fill(references, context=context, query=_listed([keys[i] for i in chosen]), type_needle_v=kind)
 
     @property
     def _singular(self) -> bool:
@@ -118,7 +118,7 @@ class RulerNiah(SizedTask):
         return self._needle(self._draw(self.key, draws), self._draw(self.value, draws))
 
     def _question(self) -> Template:
-        """The template, in the singular for a single requested value."""
+        """The template; in the singular if one value is requested."""
         plural = template("niah")
         if not self._singular:
             return plural
@@ -126,9 +126,9 @@ class RulerNiah(SizedTask):
 
 
 def punkt_sentences(text: str) -> list[str]:
-    """Sentences as nltk's punkt finds them. ValueError where its data is not installed."""
+    """Sentences according to nltk's punkt. ValueError if its data is not installed."""
     with from_extra("ruler", "official=True"):
-        from nltk.tokenize import sent_tokenize  # here: only official essays are cut by it
+        from nltk.tokenize import sent_tokenize  # here: optional
 
     try:
         sentences: list[str] = sent_tokenize(text)
@@ -137,13 +137,13 @@ def punkt_sentences(text: str) -> list[str]:
         raise ConfigError(
             "official",
             True,
-            why="cuts essays by nltk's punkt_tab, which is not installed: python -m nltk.downloader punkt_tab",
+            why="splits essays with nltk's punkt_tab, which is not installed: python -m nltk.downloader punkt_tab",
         ) from error
 
 
 @cache
 def essay_words(data_dir: str | None) -> list[str]:
-    """All words of the folder; a text that starts or ends with white space has an empty one there, as officially."""
+    """All words of the folder. As in the official code, white space at an end of a text adds an empty word."""
     if data_dir is None:
         raise ConfigError(
             "data_dir",
@@ -157,9 +157,9 @@ def essay_words(data_dir: str | None) -> list[str]:
     try:
         text = json.loads(path.read_text(encoding="utf-8"))["text"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged or of another form ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{path} is damaged or has another format ({type(error).__name__}: {error})") from error
     if not text.strip():
-        raise ValueError(f"{path} holds no text")
+        raise ValueError(f"{path} contains no text")
     return re.sub(r"\s+", " ", text).split(" ")
 
 

@@ -1,4 +1,4 @@
-"""RULER's 13 tasks as one table, and the official scores of recorded predictions on them.
+"""The protocols of RULER's 13 tasks, and the official scores of recorded predictions.
 
 Source: NVIDIA/RULER at c3f5e3b, scripts/synthetic.yaml, scripts/eval/synthetic/constants.py.
 """
@@ -43,7 +43,7 @@ PROTOCOLS: dict[str, Protocol] = {
 def score_predictions(line: Line) -> Line:
     """`score` in percent, rounded to two decimals, from task, predictions and the references of each.
 
-    Raises ValueError, naming the field, where the line is of another form.
+    Raises ValueError, naming the field, if the line has another format.
     """
     protocol = PROTOCOLS[one_of(line, "task", tuple(PROTOCOLS))]
     predictions = texts(line, "predictions")

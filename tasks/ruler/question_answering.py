@@ -1,4 +1,4 @@
-"""RULER's question answering: the documents that hold the answer among others of the same data set."""
+"""RULER's question answering: documents with the answer among other documents of the same data set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvbench.tasks.ruler.templates import Draft, document_line, template
 from kvbench.tasks.scores import contains_any
 from kvbench.tasks.task import Example, Tokenizer
 
-# data set: names its file goes by, and where it is published
+# data set: possible names of its file, and its address
 FILES = {
     "squad": (("dev-v2.0.json", "squad.json"), "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json"),
     "hotpotqa": (
@@ -47,11 +47,11 @@ class Corpus:
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionAnswering(SizedTask):
-    """Question i of a data set, its gold documents and so many others that the prompt is full, in a random order.
+    """Question i of a data set, its gold documents and enough others to fill the prompt, in a random order.
 
-    dataset: "squad" (answerable questions of dev-v2.0, others from the same article first) or "hotpotqa" (dev,
-    distractor setting). data_dir: the folder with its file, in the published format; None reads source, a file on the
-    hub. The score is 1 if any answer occurs in the output.
+    dataset: "squad" (answerable questions of dev-v2.0; documents of the same article are added first) or "hotpotqa"
+    (dev, distractor setting). data_dir: the folder with its file, in the published format; None reads `source`, a file
+    on the Hub. The score is 1 if any answer occurs in the output.
     Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/qa.py.
     """
 
@@ -76,12 +76,12 @@ class QuestionAnswering(SizedTask):
         return _read(self.dataset, data_file(self.data_dir, names, self.source, url))
 
     def draft(self, size: int, draws: Draws) -> Draft:
-        """The first question, among `size` documents: what the size search draws."""
+        """The first question with `size` documents, for the size search."""
         return self._draft(0, draws, size)
 
     def drafts(self, tokenizer: Tokenizer, draws: Draws) -> Iterator[Draft]:
         """See `RulerTask.drafts`. Raises ValueError after the last question."""
-        size = self.search(tokenizer, draws, self.room)
+        size = self.search(tokenizer, draws, self.prompt_limit)
         for index in count():
             yield self.fitting(size, partial(self._draft, index, draws), tokenizer)
 
@@ -103,7 +103,7 @@ class QuestionAnswering(SizedTask):
 
 
 def _chosen(question: Question, size: int, documents: int, draws: Draws) -> list[int]:
-    """`size` documents, the gold ones first; all there are if size is no less."""
+    """The indices of `size` documents, the gold ones first; all documents if there are fewer."""
     gold, near = list(question.gold), list(question.near)
     if size >= documents:
         return list(range(documents))
@@ -118,8 +118,8 @@ def _chosen(question: Question, size: int, documents: int, draws: Draws) -> list
 def _read(dataset: str, path: Path) -> Corpus:
     try:
         corpus = _READERS[dataset](json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError) as error:  # not UTF-8, not JSON, or of another form
-        raise ValueError(f"{path} is damaged or of another form ({type(error).__name__}: {error})") from error
+    except (ValueError, KeyError, TypeError) as error:  # not UTF-8, not JSON, or another format
+        raise ValueError(f"{path} is damaged or has another format ({type(error).__name__}: {error})") from error
     if not corpus.questions or not all(question.answers for question in corpus.questions):
         raise ValueError(f"{path} has no questions, or some without answers")
     return corpus
@@ -135,20 +135,20 @@ def _squad(data: Any) -> Corpus:  # noqa: ANN401 - a file's content
         for paragraph in article["paragraphs"]:
             gold = places[paragraph["context"]]
             near = tuple(i for i in all_of_it if i != gold)
-            for asked in paragraph["qas"]:
-                if not asked["is_impossible"]:
-                    answers = tuple(answer["text"] for answer in asked["answers"])
-                    questions.append(Question(asked["question"], answers, (gold,), near))
+            for entry in paragraph["qas"]:
+                if not entry["is_impossible"]:
+                    answers = tuple(answer["text"] for answer in entry["answers"])
+                    questions.append(Question(entry["question"], answers, (gold,), near))
     return Corpus(tuple(documents), tuple(questions))
 
 
 def _hotpotqa(data: Any) -> Corpus:  # noqa: ANN401 - a file's content
-    told = [[f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]] for entry in data]
-    documents = sorted({document for entry in told for document in entry})
+    contexts = [[f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]] for entry in data]
+    documents = sorted({document for context in contexts for document in context})
     places = {document: i for i, document in enumerate(documents)}
     questions = [
         Question(entry["question"], (entry["answer"],), tuple(places[document] for document in documents_of_it))
-        for entry, documents_of_it in zip(data, told, strict=True)
+        for entry, documents_of_it in zip(data, contexts, strict=True)
     ]
     return Corpus(tuple(documents), tuple(questions))
 

@@ -20,11 +20,11 @@ _MARK = 10  # characters by which the official script finds the answer prefix
 
 @dataclass(frozen=True, kw_only=True)
 class RulerFile(Task):
-    """The lines of a file that RULER's own scripts wrote: input, outputs and, since 2025, answer_prefix.
+    """The lines of a file that RULER's scripts wrote: input, outputs and, since 2025, answer_prefix.
 
-    task: which of the 13 they are, which says how they are scored. path: the file. max_new_tokens: None for the
-    official number. In files made before 2025 the answer prefix is the end of input; it is cut off there by the way it
-    begins, so that it follows the chat template, as officially.
+    task: one of the 13 tasks, which defines the score. path: the file. max_new_tokens: None uses the official number.
+    In files from before 2025 the answer prefix is the end of input; it is split off at its first characters, so that it
+    follows the chat template, as in the official code.
     """
 
     name: str = "ruler_file"
@@ -40,11 +40,11 @@ class RulerFile(Task):
 
     @property
     def protocol(self) -> Protocol:
-        """How the task is scored."""
+        """The protocol of the task."""
         return PROTOCOLS[self.task]
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
-        """See `Task.examples`; nothing is drawn. Raises ValueError, naming file and line, where the file is damaged."""
+        """See `Task.examples`; the seed has no effect. Raises ValueError, naming file and row, for a damaged file."""
         for index, (text, prefix, references) in enumerate(islice(self._lines(), limit)):
             yield Example(
                 index=index,
@@ -61,9 +61,9 @@ class RulerFile(Task):
         return self.protocol.score(output, example.references)
 
     def _question(self, text: str) -> str:
-        """The end of a recorded prompt from where its template's question begins; "" where it does not have that."""
+        """The end of a recorded prompt, from the beginning of its template's question; "" if it does not occur."""
         plural = template(self.protocol.template).question
-        start = max(text.rfind(asked.partition("{")[0]) for asked in (plural, singular(plural)))
+        start = max(text.rfind(question.partition("{")[0]) for question in (plural, singular(plural)))
         return text[start:] if start >= 0 else ""
 
     def _lines(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
@@ -77,8 +77,8 @@ class RulerFile(Task):
                 start = text.rfind(template(self.protocol.template).answer_prefix[:_MARK])
                 if start < 0:
                     raise ValueError(
-                        f"{path}, row {number}: neither answer_prefix nor an input that ends in it, is it a line of "
-                        f"{self.task}?"
+                        f"{path}, row {number}: no answer_prefix, and the input does not end with it: check that "
+                        f"the file is of task={self.task}"
                     )
                 text, prefix = text[:start], text[start:]
             yield text, prefix, tuple(row["outputs"])

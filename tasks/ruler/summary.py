@@ -1,4 +1,4 @@
-"""RULER's table: percent of every task, rounded to two decimals, and the mean of these.
+"""RULER's aggregates: percent of every task, rounded to two decimals, and their mean.
 
 Source: NVIDIA/RULER at c3f5e3b, scripts/eval/evaluate.py.
 """
@@ -19,6 +19,6 @@ def averages(tasks: Iterable[str]) -> dict[str, list[str]]:
 
 
 def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
-    """Percent of every task and, where several ran, their average."""
+    """Percent of every task and, if several ran, their average."""
     found = {name: percent(scores_of(group)) for name, group in by_subset(answers, SUBSETS_BY).items()}
     return {**{f"task={name}": value for name, value in found.items()}, **means(found, averages(found))}

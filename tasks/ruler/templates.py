@@ -10,7 +10,7 @@ from kvbench.tasks.text_files import shipped
 
 @dataclass(frozen=True)
 class Draft:
-    """One prompt before its size is known to fit. question: its end that is the question."""
+    """One prompt that may be too long. question: the question at the end of the prompt."""
 
     prompt: str
     answer_prefix: str
@@ -24,18 +24,18 @@ class Draft:
 
 @dataclass(frozen=True)
 class Template:
-    """Text with slots, and the start of the answer that follows it after the chat wrap."""
+    """Text with slots, and the start of the answer, which follows the chat template."""
 
     text: str
     answer_prefix: str
 
     @property
     def question(self) -> str:
-        """The end of the text that is the question, with its slots."""
+        """The question at the end of the text, with its slots."""
         return question_part(self.text, "{query}")
 
     def fill(self, references: tuple[str, ...] = (), **slots: object) -> Draft:
-        """A prompt whose slots are filled."""
+        """A prompt with filled slots."""
         filled = (part.format(**slots) for part in (self.text, self.answer_prefix, self.question))
         prompt, answer_prefix, question = filled
         return Draft(prompt, answer_prefix, references, question)

@@ -15,7 +15,7 @@ from kvbench.tasks.ruler.templates import Draft, noise_line, template
 from kvbench.tasks.task import Tokenizer
 
 _WORKED_LENGTH = 500  # tokens of the worked example, at most
-_WORKED_VALUE = "12345"  # stands in the worked example until it is drawn anew
+_WORKED_VALUE = "12345"  # a placeholder in the worked example
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class _Chains(SizedTask):
 
     @abstractmethod
     def value(self, draws: Draws) -> str:
-        """What the first name of a chain is set to."""
+        """The value of the first name of a chain."""
 
     def draft(self, size: int, draws: Draws) -> Draft:
         """One text of `size` noise lines with its chains, and the question for the first of them."""
@@ -51,8 +51,8 @@ class _Chains(SizedTask):
             for shift, (place, line) in enumerate(zip(places, chain_lines, strict=True)):
                 lines.insert(place + shift, line)
         context = "\n".join(lines).replace(". \n", ".\n")
-        asked = {"query": values[0], "num_v": self.hops + 1}
-        return template("variable_tracking").fill(tuple(names[0]), context=context, **asked)
+        slots = {"query": values[0], "num_v": self.hops + 1}
+        return template("variable_tracking").fill(tuple(names[0]), context=context, **slots)
 
     def _names(self, draws: Draws) -> list[list[str]]:
         """Distinct names, hops + 1 for each chain."""
@@ -66,7 +66,7 @@ class _Chains(SizedTask):
 
 @dataclass(frozen=True, kw_only=True)
 class _Worked(_Chains):
-    """The worked example: short names, a value that is replaced later, nothing to generate."""
+    """The worked example: short names, a placeholder as its value, no answer."""
 
     name: str = "vt's worked example"
     length: int = _WORKED_LENGTH
@@ -79,7 +79,7 @@ class _Worked(_Chains):
         return 5
 
     def value(self, draws: Draws) -> str:
-        """A mark, drawn anew for every sample."""
+        """A placeholder, replaced in every sample."""
         return _WORKED_VALUE
 
 
@@ -87,7 +87,7 @@ class _Worked(_Chains):
 class VariableTracking(_Chains):
     """`chains` chains of `hops` assignments among noise lines; all hops + 1 names of the first chain are requested.
 
-    A worked example precedes the text; its names and its value are drawn anew for every sample.
+    A worked example precedes the text; its names and its value are drawn for every sample.
     Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/variable_tracking.py.
     """
 
@@ -97,7 +97,7 @@ class VariableTracking(_Chains):
 
     @property
     def step(self) -> int:
-        """Noise lines; finer below 4096 tokens."""
+        """Noise lines; smaller below 4096 tokens."""
         return 5 if self.length < 4096 else 10
 
     def value(self, draws: Draws) -> str:
@@ -109,11 +109,11 @@ class VariableTracking(_Chains):
         example = _Worked(chains=self.chains, hops=self.hops, template_tokens=self.template_tokens)
         worked = next(example.drafts(tokenizer, draws))
         shown = f"{worked.prompt}{worked.answer_prefix} {' '.join(worked.references)}\n"
-        size = self.search(tokenizer, draws, self.room - len(tokenizer.encode(shown)))
+        size = self.search(tokenizer, draws, self.prompt_limit - len(tokenizer.encode(shown)))
 
         def with_example(size: int) -> Draft:
-            asked = self.draft(size, draws)
-            return replace(asked, prompt=f"{_drawn_anew(shown, worked.references, draws)}\n{asked.prompt}")
+            draft = self.draft(size, draws)
+            return replace(draft, prompt=f"{_redrawn(shown, worked.references, draws)}\n{draft.prompt}")
 
         while True:
             yield self.fitting(size, with_example, tokenizer)
@@ -123,7 +123,7 @@ def _name(letters: int, draws: Draws) -> str:
     return "".join(draws.stream.choices(string.ascii_uppercase, k=letters))
 
 
-def _drawn_anew(shown: str, names: tuple[str, ...], draws: Draws) -> str:
+def _redrawn(shown: str, names: tuple[str, ...], draws: Draws) -> str:
     """The worked example with new names and a new value."""
     for name in names:
         shown = shown.replace(name, _name(len(name), draws))

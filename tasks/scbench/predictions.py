@@ -1,6 +1,6 @@
 """The official scores of recorded predictions on SCBench: of one answer, or of a file of answers in turns.
 
-Sound ones stand beside those that take a text for a list of its characters.
+Corrected scores are added for official rules that treat a text as a list of its characters.
 Source: microsoft/MInference at fb56c91, scbench/compute_scores.py.
 """
 
@@ -22,30 +22,25 @@ MIXED = {
     "scbench_summary_with_needles": ("scbench_summary", "scbench_passkey"),
     "scbench_repoqa_and_kv": ("scbench_repoqa", "scbench_kv"),
 }
-"""Tasks whose turns are of two kinds, each with a score of its own."""
+"""Tasks with two kinds of turns, which have separate scores."""
 REPOQA = "scbench_repoqa"
 
 
-def inside(output: str, references: Any) -> float:  # noqa: ANN401 - as the data has them
-    """1 if the answer is part of the output as it is written."""
+def inside(output: str, references: Any) -> float:  # noqa: ANN401 - JSON
+    """1 if the answer is part of the output, including case."""
     return float(references in output)
 
 
 def names(output: str, references: Any) -> float:  # noqa: ANN401
-    """Share of the names in the output, in any case, to two decimals."""
+    """Share of the names in the output, ignoring case, to two decimals."""
     return round(contains(output, references), 2)
 
 
 def number_cut(output: str, references: Any) -> float:  # noqa: ANN401
-    """1 if the first number, without sign and cut to an integer where the answer is one, is the answer."""
-    wanted = infinitebench.first(references)
-    return infinitebench.first_number(_cut_first(output) if isinstance(wanted, int) else output, wanted)
-
-
-def _cut_first(output: str) -> str:
-    """The output with its first number cut to an integer."""
-    found = NUMBER.search(output)
-    return output if found is None else str(int(float(found[0])))
+    """1 if the first number, without its sign and truncated if the answer is an integer, is the answer."""
+    wanted, found = infinitebench.first(references), NUMBER.search(output)
+    truncated = str(int(float(found[0]))) if isinstance(wanted, int) and found is not None else output
+    return infinitebench.first_number(truncated, wanted)
 
 
 RULES: dict[str, Rule] = {
@@ -60,7 +55,7 @@ RULES: dict[str, Rule] = {
     "scbench_summary": lambda output, references: best(rouge_lsum)(output, listed(references)),
     "scbench_passkey": infinitebench.first_digits,
 }
-"""By task, RepoQA apart (`repoqa`)."""
+"""By task; RepoQA is scored by `repoqa`."""
 SOUND: dict[str, Rule] = {
     "scbench_qa_eng": lambda output, references: any_inside(output, listed(references)),
     "scbench_qa_chn": lambda output, references: best(character_f1)(output, listed(references)),
@@ -80,10 +75,10 @@ Row = Mapping[str, Any]
 
 
 def score_predictions(line: Line, protocol: str = "authors") -> Line:
-    """`score` from 0 to 1, and `score_sound` beside broken rules; of rows percent, 3 decimals, for each of `columns`.
+    """`score` from 0 to 1, and `score_sound` for broken rules; for rows, percent (3 decimals) of each of `columns`.
 
-    protocol: both are one, kvpress has no SCBench. mode: "multi_turn" has a column for each turn, "scdq" one for all.
-    Raises ValueError, naming the field, where the line is of another form.
+    protocol: has no effect, because kvpress has no SCBench. mode: "multi_turn" has a column per turn, "scdq" one.
+    Raises ValueError, naming the field, if the line has another format.
     """
     task = one_of(line, "task", TASKS)
     if "rows" in line:
@@ -98,11 +93,11 @@ def score_predictions(line: Line, protocol: str = "authors") -> Line:
     return {**found, "score_sound": _sound(name, *pair)} if name in SOUND else found
 
 
-def _sound(name: str, output: str, wanted: Any) -> float:  # noqa: ANN401 - as the data has them
+def _sound(name: str, output: str, wanted: Any) -> float:  # noqa: ANN401 - JSON
     try:
         return SOUND[name](output, wanted)
     except RAISED as error:
-        raise ValueError(f"references={wanted!r:.60} is not of the form that {name} has ({error})") from error
+        raise ValueError(f"references={wanted!r:.60} does not have the format of {name} ({error})") from error
 
 
 def _file(line: Line, task: str, mode: str) -> Line:
@@ -141,7 +136,7 @@ def _turns(rows: Sequence[Row]) -> list[Any]:
 
 
 def _percent(members: Sequence[Row], rows: Sequence[Row], rules: Mapping[str, Rule]) -> float:
-    """Mean of some rows, 0 without any; RepoQA's functions are those of all rows of the repo."""
+    """Mean of the members, 0 without any; the functions for RepoQA come from all rows of the repository."""
     scores = [_row_score(row, rows, rules) for row in members]
     return round(100 * fmean(scores), 3) if scores else 0.0
 
@@ -149,6 +144,6 @@ def _percent(members: Sequence[Row], rows: Sequence[Row], rules: Mapping[str, Ru
 def _row_score(row: Row, rows: Sequence[Row], rules: Mapping[str, Rule]) -> float:
     if row["task"] != REPOQA:
         return rules[row["task"]](row["prediction"], row["ground_truth"])
-    asked = [one for one in rows if one["task"] == REPOQA and one["repo"] == row["repo"]]
-    needles = [{"needle": one["ground_truth"], "name": one["func_name"]} for one in asked]
+    same_repo = [one for one in rows if one["task"] == REPOQA and one["repo"] == row["repo"]]
+    needles = [{"needle": one["ground_truth"], "name": one["func_name"]} for one in same_repo]
     return repoqa(row["prediction"], row["lang"], row["func_name"], needles)

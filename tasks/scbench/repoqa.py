@@ -1,4 +1,4 @@
-"""RepoQA's score: is the function that an output writes the one asked for, by BLEU among all functions asked of a repo?
+"""RepoQA's score: whether the function in an output is the requested one, by BLEU among the functions of a repository.
 
 Source: microsoft/MInference at fb56c91, scbench/repo_qa_utils.py, which finds functions with tree-sitter. Here they are
 found by their first line, and by indentation or braces.
@@ -24,26 +24,26 @@ LANGUAGES = tuple(_BEGINS)
 
 
 def repoqa(output: str, lang: str, name: str, needles: Sequence[Mapping[str, str]]) -> float:
-    """1 if of all functions asked of the repo the one asked for is most like the output, by BLEU of 0.8 or more.
+    """1 if the requested function is the most similar to the output among `needles`, with a BLEU of at least 0.8.
 
-    needles: `needle`, its code, and `name` of each.
+    needles: all requested functions of the repository, with `needle` (the code) and `name`.
     """
-    best, likeness = most_alike(output, lang, needles)
-    return float(best == name and likeness >= THRESHOLD)
+    best, similarity = most_similar(output, lang, needles)
+    return float(best == name and similarity >= THRESHOLD)
 
 
-def most_alike(output: str, lang: str, needles: Sequence[Mapping[str, str]]) -> tuple[str | None, float]:
-    """Name of the function most like the output, and its BLEU; (None, 0) where none has anything in common."""
-    written, best, likeness = function_of(output, lang), None, 0.0
+def most_similar(output: str, lang: str, needles: Sequence[Mapping[str, str]]) -> tuple[str | None, float]:
+    """The name of the function most similar to the output, and its BLEU; (None, 0) if no BLEU is positive."""
+    written, best, similarity = function_of(output, lang), None, 0.0
     for needle in needles:
         found = _bleu(written, needle["needle"])
-        if found > likeness:
-            best, likeness = needle["name"], found
-    return best, likeness
+        if found > similarity:
+            best, similarity = needle["name"], found
+    return best, similarity
 
 
 def function_of(output: str, lang: str) -> str:
-    """The first function of the blocks between fences that begin a line; else the first block; else the output."""
+    """The first function in the fenced blocks, or the first block, or the output."""
     output = output.strip()
     blocks: list[str] = _FENCED.findall(output)
     functions = (_first_function(block, lang) for block in blocks)
@@ -59,7 +59,7 @@ def _first_function(code: str, lang: str) -> str | None:
 
 
 def _indented_end(code: str, begin: re.Match[str]) -> int:
-    """Where the first line that is neither blank nor indented deeper begins, after the signature."""
+    """The start of the first line after the signature that is neither blank nor indented deeper."""
     place, depth = begin.end(), 1
     while place < len(code) and depth:
         depth += (code[place] in "([{") - (code[place] in ")]}")
@@ -70,7 +70,7 @@ def _indented_end(code: str, begin: re.Match[str]) -> int:
 
 
 def _closing_brace(code: str, place: int) -> int:
-    """Where the brace is closed that was opened before `place`; braces in quotes do not count."""
+    """The position after the brace that closes the one opened before `place`; braces in quotes do not count."""
     depth = 1
     for mark in _BRACES.finditer(code, place):
         depth += {"{": 1, "}": -1}.get(mark[0], 0)
@@ -80,7 +80,7 @@ def _closing_brace(code: str, place: int) -> int:
 
 
 def _bleu(written: str, needle: str) -> float:
-    from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu  # here: a second only this has to wait for
+    from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu  # here: slow to import
 
     words = [re.split(r"\s+", text.strip()) for text in (needle, written)]
     return float(sentence_bleu([words[0]], words[1], smoothing_function=SmoothingFunction().method4))

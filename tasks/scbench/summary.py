@@ -1,4 +1,4 @@
-"""SCBench's aggregates: percent, three decimals, of each turn or of all; mixed tasks have two. `score_sound` beside."""
+"""SCBench's aggregates: percent (three decimals) of each turn or of all, two for mixed tasks, and `score_sound`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvbench.tasks.task import Scored
 
 
 def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
-    """What the official code prints for a file of these answers; turns count from 1."""
+    """The numbers that the official code prints for a file of these answers; turns count from 1."""
     kinds = {answer.metadata["task"] for answer in answers}
     task = next((name for name, members in MIXED.items() if len(kinds) > 1 and kinds <= {*members}), min(kinds))
     found = score_predictions({"task": task, "mode": answers[0].metadata["mode"], "rows": list(map(_row, answers))})
@@ -21,5 +21,5 @@ def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
 
 def _row(answer: Scored) -> dict[str, object]:
     about = answer.metadata
-    told = {name: about[name] for name in ("task", "lang", "repo", "func_name") if name in about}
-    return {**told, "turn_idx": about["turn"], "prediction": answer.output, "ground_truth": about["answers"]}
+    known = {name: about[name] for name in ("task", "lang", "repo", "func_name") if name in about}
+    return {**known, "turn_idx": about["turn"], "prediction": answer.output, "ground_truth": about["answers"]}

@@ -1,4 +1,4 @@
-"""SCBench as a task: one of its 12."""
+"""The 12 tasks of SCBench."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from kvbench.tasks.task import Example, Tokenizer, counts
 from kvbench.tasks.text_files import TABLES, Row, found, rows
 
 _TARGET = re.compile(r"The .+ is")
-SCDQ_SPARE = 1000  # positions that the official code keeps free for a question after its context
+SCDQ_SPARE = 1000  # positions that the official code reserves for a question after its context
 
 
 @dataclass(frozen=True, kw_only=True)
 class SCBench(SharedContext):
     """One task of SCBench: each turn of each context is an example, scored by the official rule.
 
-    metadata has `answers` as the scorer takes them. An answer on which the official scorer raises counts 0; where an
-    official rule is broken, the mean of a sound one is printed beside it as `score_sound`. A first prompt that is too
-    long loses its middle.
+    metadata has `answers` in the format of the scorer. If the official scorer raises an error, the score is 0. For
+    broken official rules, the aggregates also have `score_sound`, the mean of a corrected rule. A first prompt that is
+    too long loses its middle.
 
-    subset: which task. turns_asked: the first so many of every context. max_new_tokens: None for the authors'.
-    data_dir: a copy of the rows, a file or a folder of them, in place of those at the hub. hub: the data set there.
-    revision: a commit of it, or a branch, which may move.
+    subset: the task. turns_asked: the number of turns used of every context. max_new_tokens: None uses the authors'
+    number. data_dir: a local file or folder of rows, which replaces the data set `hub` on the Hub. revision: a commit
+    of it, or a branch, which may change.
     Source: microsoft/MInference at fb56c91, scbench/eval_utils.py and scbench/run_scbench.py.
     """
 
@@ -54,8 +54,8 @@ class SCBench(SharedContext):
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`: examples follow the rows; the seed has no effect."""
-        asked = (example for row, where in self._rows() for example in self._of_row(row, where))
-        return (replace(example, index=index) for index, example in enumerate(islice(asked, limit)))
+        found = (example for row, where in self._rows() for example in self._of_row(row, where))
+        return (replace(example, index=index) for index, example in enumerate(islice(found, limit)))
 
     def score(self, output: str, example: Example) -> float:
         """The official score of one answer."""
@@ -92,22 +92,22 @@ class SCBench(SharedContext):
         try:
             turns = row["multi_turns"][: self.turns_asked]
             text = row["context"] if "context" in row else row["input"]
-            told = turns[0]["input"] if self.mode == "scdq" else self._told(turns[0])
-            context = self._prompts["context"].format(context=text, told=told)
+            request = turns[0]["input"] if self.mode == "scdq" else self._request(turns[0])
+            context = self._prompts["context"].format(context=text, request=request)
             questions = [self._question(row, turn, first=not number) for number, turn in enumerate(turns)]
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{where}: unexpected format, expected that of {self.hub} ({type(error).__name__}: {error})"
+                f"{where}: unexpected format, expected the format of {self.hub} ({type(error).__name__}: {error})"
             ) from error
         return list(self.turns(context, "\n\n", questions, self._spare(len(turns))))
 
     def _question(self, row: Row, turn: Row, first: bool) -> Question:
-        """One turn. first: of a conversation whose context has been told already what is asked."""
+        """One turn. first: the first turn, which for `mf` is already part of the context."""
         kind = turn.get("task") or f"scbench_{self.subset}"
         options = dict(zip("ABCD", turn.get("options") or (), strict=False))
-        given = {"input": turn["input"], "told": self._told(turn), **options}
-        told_before = first and self.subset == "mf" and self.mode == "multi_turn"
-        template = "{input}" if told_before else self._prompts["question"]
+        given = {"input": turn["input"], "request": self._request(turn), **options}
+        in_context = first and self.subset == "mf" and self.mode == "multi_turn"
+        template = "{input}" if in_context else self._prompts["question"]
         most = self._prompts["max_new_tokens"]
         answers = self._answers(kind, turn)
         code = {name: row[name] for name in ("lang", "repo")} | {"func_name": turn["name"]} if kind == REPOQA else {}
@@ -121,28 +121,28 @@ class SCBench(SharedContext):
             metadata={"task": kind, "benchmark": "scbench", "mode": self.mode, "answers": answers, **code},
         )
 
-    def _told(self, turn: Row) -> str:
-        """Of statistics, the sentence that says what is requested. LookupError where a turn does not say."""
+    def _request(self, turn: Row) -> str:
+        """For `mf`, the sentence that names the requested statistic. LookupError if a turn names none."""
         return f"What is {_TARGET.findall(turn['input'])[0].lower()[:-3]}?" if self.subset == "mf" else ""
 
-    def _answers(self, kind: str, turn: Row) -> Any:  # noqa: ANN401 - as the scorer takes them
+    def _answers(self, kind: str, turn: Row) -> Any:  # noqa: ANN401 - JSON
         answer = turn["answer"]
         if kind == "scbench_choice_eng":
             return [answer, "ABCD"[list(turn["options"]).index(answer)]]
         return [answer] if kind == "scbench_qa_eng" else answer
 
     def _spare(self, turns: int) -> int:
-        """Positions that the official code keeps free when it cuts a first prompt."""
+        """Positions that the official code reserves when it truncates a first prompt."""
         most = self._prompts["max_new_tokens"]
         answers = sum(most.values()) * turns // 2 if isinstance(most, dict) else most * turns
         return answers + (SCDQ_SPARE if self.mode == "scdq" else 0)
 
     @cached_property
     def _functions(self) -> Mapping[str, list[dict[str, str]]]:
-        """All functions asked of each repository."""
-        asked: dict[str, list[dict[str, str]]] = {}
+        """All requested functions of each repository."""
+        requested: dict[str, list[dict[str, str]]] = {}
         for row, _ in self._rows():
             for turn in row["multi_turns"][: self.turns_asked]:
                 if (turn.get("task") or REPOQA) == REPOQA:
-                    asked.setdefault(row["repo"], []).append({"needle": turn["answer"], "name": turn["name"]})
-        return asked
+                    requested.setdefault(row["repo"], []).append({"needle": turn["answer"], "name": turn["name"]})
+        return requested

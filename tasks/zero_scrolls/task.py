@@ -1,4 +1,4 @@
-"""ZeroSCROLLS as a task: one of its ten, without scores, because the answers are not public."""
+"""The ten tasks of ZeroSCROLLS, without scores, because the answers are not public."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvbench.tasks.text_files import Row
 class ZeroScrolls(LongSet):
     """One task of ZeroSCROLLS. Its outputs are scored on the benchmark's website; a run has no score.
 
-    metadata contains the row's `id`, which the website needs. chat: where the model has a template.
-    Source: tau-nlp/zero_scrolls; the limits are those of its API runs, which kvpress has in its data set.
+    metadata contains the row's `id`, which the website needs. chat: if the model has a template.
+    Source: tau-nlp/zero_scrolls; the limits of its API runs are used, as in kvpress's data set.
     """
 
     benchmark = "zero_scrolls"
@@ -27,13 +27,13 @@ class ZeroScrolls(LongSet):
     name: str = "zero_scrolls"
     chat: bool = True
 
-    def asked(self, row: Row) -> Iterator[Example]:
-        """See `LongSet.asked`: the whole input, whose question is what follows the document."""
+    def row_examples(self, row: Row) -> Iterator[Example]:
+        """See `LongSet.row_examples`: the whole input; its question is the text after the document."""
         prompt = row["input"]
         yield self.example(prompt, prompt[row["document_end_index"] :].lstrip(), (), id=row["id"])
 
     def of_columns(self, row: columns.Row) -> Mapping[str, Any]:
-        """The row's id, where it has one."""
+        """The row's id, if it has one."""
         return {"id": row.values.get("id")}
 
     def judge(self, output: str, example: Example) -> tuple[None, Mapping[str, Any]]:

@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import ledger_pages
-import pages
 import policy_pages
 import pytest
 from command_lines import composed, first_of
@@ -87,20 +86,9 @@ def test_the_ledger_speaks_of_policies_and_fields_that_exist() -> None:
         assert set(entry) <= {"topic", "policies", *ledger_pages.WHO}, entry["topic"]
         assert set(entry.get("policies", ())) <= set(names("policy")), entry["topic"]
         assert slug == "evaluators" or entry["policies"], entry["topic"]
-        said = ledger_pages.said(entry)
+        said = ledger_pages.items(entry)
         assert said, entry["topic"]
         assert set(FIELD.findall(said)) <= known, entry["topic"]
-
-
-def test_what_a_page_would_fetch_from_elsewhere_is_found_and_links_are_not() -> None:
-    elsewhere = [
-        '<script src="https://x.org/a.js">',
-        '<link rel="stylesheet" href="//x.org/a.css">',
-        "url(https://x.org/f)",
-    ]
-    assert [len(pages.fetched(text)) for text in elsewhere] == [1, 1, 1]
-    at_home = ['<a href="https://arxiv.org/abs/1">', '<link rel="canonical" href="https://x.org">', '<img src="a.svg">']
-    assert [pages.fetched(text) for text in at_home] == [[], [], []]
 
 
 def asked() -> list[str]:

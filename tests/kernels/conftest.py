@@ -4,12 +4,6 @@ import pytest
 from column_cases import CASES
 
 
-@pytest.fixture(params=list(CASES))
-def name(request: pytest.FixtureRequest) -> str:
-    """Every case in turn."""
-    return str(request.param)
-
-
 @pytest.fixture(scope="session")
 def cases() -> dict[str, dict[str, object]]:
     """The arguments of every case, by its name."""

@@ -25,7 +25,6 @@ CHOSEN = (
     "everything-float16",
     "one-slot-one-query-float32",
 )
-ORDERED = ("grouped-float32", "softcap-float16", "sliding-window-float32", "one-query-head-per-kv-head-float16")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of the output, in the dtype of values
 
 
@@ -38,26 +37,13 @@ def with_values(call: dict[str, Any], sinks: bool, extra: int = 5) -> dict[str, 
     return {**call, "values": values, "sinks": logits}
 
 
-def in_order(call: dict[str, Any]) -> dict[str, Any]:
-    """The call with slots at positions 0.. and the queries at the last of them."""
-    batch, heads, slots = call["key_positions"].shape
-    new = call["queries"].shape[2]
-    positions = torch.arange(slots - new, slots).repeat(batch, 1), torch.arange(slots).repeat(batch, heads, 1)
-    return {**call, "query_positions": positions[0], "key_positions": positions[1]}
-
-
 @pytest.fixture(scope="module")
 def calls(cases: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Every chosen case without and with sinks, and some in order."""
+    """Every chosen case, without and with sinks."""
     drawn = {name: with_values(cases[name], sinks=False) for name in CHOSEN}
     drawn["sinks"] = with_values(cases["everything-float16"], sinks=True)
     drawn["sinks-padding"] = with_values(cases["empty-slots-and-padding-float32"], sinks=True)
     return drawn
-
-
-@pytest.fixture(scope="module")
-def ordered(cases: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {name: in_order(with_values(cases[name], sinks=False)) for name in ORDERED}
 
 
 def assert_close(got: Attention, expected: Attention) -> None:

@@ -252,8 +252,8 @@ def test_a_cache_that_grows_is_recorded_anew_when_it_has_more_slots(replays: lis
     ("slug", "device", "sentence"),
     [
         ("h2o", "cpu", "engine.cuda_graph=true needs a CUDA device, got device=cpu"),
-        ("kivi", "cuda", "that attend, then evict, and need nothing but the token; kivi has no such steps"),
-        ("sirllm", "cuda", "and need nothing but the token; sirllm has no such steps"),
+        ("kivi", "cuda", "that attend, then evict one token; kivi does not support it"),
+        ("sirllm", "cuda", "then evict one token; sirllm does not support it"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(slug: str, device: str, sentence: str) -> None:
@@ -261,7 +261,7 @@ def test_what_cannot_be_recorded_is_refused(slug: str, device: str, sentence: st
         check_graph(make_policy(slug, BUDGET), torch.device(device))
 
 
-@pytest.mark.parametrize(("family", "layers"), [("gemma3n", "read what others store")])
+@pytest.mark.parametrize(("family", "layers"), [("gemma3n", "use the keys and values of other layers")])
 def test_layers_that_do_not_read_what_they_store_are_refused(family: str, layers: str) -> None:
     with pytest.raises(ValueError, match=f"has layers that {layers}.*: use engine.cuda_graph=false$"):
-        can_replay(tiny(family).config, asked=True)
+        can_replay(tiny(family).config, required=True)

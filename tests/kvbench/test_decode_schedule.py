@@ -60,6 +60,15 @@ def test_the_cache_grows_by_k_tokens_and_returns_to_the_budget_at_once(slug: str
         assert batch.tokens[row] == alone.tokens[0]
 
 
+@pytest.mark.parametrize("length", [56, 40, 33])
+def test_the_audit_promises_exactly_these_lengths(length: int) -> None:
+    model = prepare(tiny())
+    cache = KVCache(model.config, policy("knorm"), prompt_length=length)
+    model(torch.tensor([prompt(length)]), past_key_values=cache)
+    budgets = cache.group.budgets
+    assert [budgets.promise(0, length + call) for call in range(NEW)] == [[n] * 2 for n in by_hand(length, NEW)]
+
+
 def test_what_goes_are_the_k_lowest_scores_of_all_that_is_held() -> None:
     _, keys, values = drawn(30, 2, 2)
     norms = keys[0].norm(dim=-1).tolist()
@@ -147,9 +156,9 @@ def test_all_tokens_of_a_protected_prompt_stay(every: int) -> None:
 
 
 def test_wrong_schedules_are_refused_in_a_sentence() -> None:
-    with pytest.raises(ValueError, match="with decode=grow they have no meaning"):
+    with pytest.raises(ValueError, match="they have no effect with decode=grow"):
         Prompt(decode="grow", every=8)
-    with pytest.raises(ValueError, match="with decode=grow they have no meaning"):
+    with pytest.raises(ValueError, match="they have no effect with decode=grow"):
         make_policy("snapkv", 64, protect="prompt")  # whose own rule is to grow
     with pytest.raises(ValueError, match="every must be a whole number of at least 1, got 0"):
         Prompt(every=0)

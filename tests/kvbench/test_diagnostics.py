@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvbench import make_policy
 from kvbench.cache.hook import prepare
-from kvbench.tools.diagnostics import allocation, coverage, output_error
+from kvbench.tools.diagnostics import coverage, output_error
 from kvbench.tools.diagnostics.probe import Probe
 
 
@@ -46,7 +46,7 @@ def test_output_error_is_nothing_where_nothing_is_evicted_and_local_in_layer_0_e
     assert all(float(str(row["local"])) > 1e-4 for row in rows)
 
 
-@pytest.mark.parametrize("module", [coverage, allocation, output_error])
+@pytest.mark.parametrize("module", [coverage, output_error])
 def test_every_diagnostic_draws(model: PreTrainedModel, module: object) -> None:
     table = pd.DataFrame(module.measure(probe(model, "snapkv", 40)))  # type: ignore[attr-defined]
     figure = Figure()

@@ -150,9 +150,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "tokenizer": ({"tokenizer": "mine"}, "tokenizer= is for a model object"),
     "two schedules": (
         {"policies": [kvbench.make_policy("snapkv", 40)], "schedule": "blocks"},
-        "schedule, block, decode, every and protect are not allowed beside a Policy",
+        "schedule, block, decode, every and protect are not allowed with a Policy",
     ),
-    "two tasks": ({"tasks": Niah(), "max_new_tokens": 3}, "fields of the task are not allowed beside an object"),
+    "two tasks": ({"tasks": Niah(), "max_new_tokens": 3}, "fields of the task are not allowed with an object"),
 }
 
 
@@ -194,7 +194,7 @@ def test_generate_writes_what_transformers_writes_over_the_same_cache(objects: O
 
 def test_results_are_rows_a_frame_a_table_and_a_page(tiny_model: Path, tmp_path: Path) -> None:
     results = kvbench.evaluate(tiny_model, policies="tova,full", budgets=40, **SMALL)
-    assert [row.slug for row in results] == ["tova", "full"]  # as asked
+    assert [row.policy for row in results] == ["tova", "full"]  # as asked
     assert results[0].baseline.run_id == results[1].run_id
     assert [*results.to_pandas()["n"]] == [2, 2]
     assert shown_rows(repr(results))[0][0] == "tova"

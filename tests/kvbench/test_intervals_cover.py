@@ -55,7 +55,7 @@ def clustered(rng: np.random.Generator, n: int) -> Interval:
 
 
 def stratified(rng: np.random.Generator, n: int) -> Interval:
-    return stratified_interval([scores.tolist() for scores in suite(rng, n)], seed=int(rng.integers(2**31)))
+    return stratified_interval([scores.tolist() for scores in suite(rng, n)])
 
 
 CASES: dict[str, tuple[Draw, float]] = {
@@ -76,13 +76,6 @@ def coverage(name: str, n: int, times: int) -> float:
 @pytest.mark.parametrize(("name", "n"), [("graded", 50), *((name, 20) for name in CASES)])
 def test_intervals_cover_roughly_19_in_20(name: str, n: int) -> None:
     assert LOW - 0.025 <= coverage(name, n, 250) <= HIGH + 0.025  # the spread of 250 draws is 1.4%
-
-
-@pytest.mark.slow("draws 2,000 samples")
-@pytest.mark.parametrize("n", [20, 50, 200])
-@pytest.mark.parametrize("name", list(CASES))
-def test_intervals_cover_93_to_97_percent(name: str, n: int) -> None:
-    assert LOW - 0.005 <= coverage(name, n, 2_000) <= HIGH + 0.005  # the spread of 2,000 draws is .5%
 
 
 def test_pooling_the_sets_would_not_be_the_interval_of_their_mean() -> None:

@@ -2,8 +2,8 @@
 
 import copy
 import json
-import math
 import sys
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from kv_models import prompt, tiny
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvbench import KVCache, make_policy
+from kvbench import BudgetError, KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.cli import main
 from kvbench.engine.generate import generate_tokens
@@ -51,8 +51,13 @@ def model() -> PreTrainedModel:
     return prepare(tiny(kv_heads=2))
 
 
-def by_hand(model: PreTrainedModel, ids: Tensor, press: Any, question: int) -> list[int]:
-    """The tokens of kvpress's own pipeline: the press while the context is read, then question and answer after it."""
+def by_hand(
+    model: PreTrainedModel, ids: Tensor, press: Any, question: int, new: int = NEW, decoding: bool = False
+) -> list[int]:
+    """The tokens of kvpress's own pipeline: the press while the context is read, then question and answer after it.
+
+    decoding: the press is active afterwards instead, and the question comes in one call.
+    """
     model = copy.deepcopy(model)
     model.set_attn_implementation("sdpa")
     cache, tokens = DynamicCache(), ids.shape[1] - question
@@ -63,14 +68,16 @@ def by_hand(model: PreTrainedModel, ids: Tensor, press: Any, question: int) -> l
         return out.logits[:, -1].argmax(-1)[None]
 
     with torch.inference_mode():
-        with press(model):
+        with nullcontext() if decoding and isinstance(press, kvpress.DecodingPress) else press(model):
             token = after(ids[:, :tokens], 0)
-        for place in range(tokens, ids.shape[1]):
-            token = after(ids[:, place, None], place)
-        found = [int(token)]
-        for place in range(ids.shape[1], ids.shape[1] + NEW - 1):
-            token = after(token, place)
-            found.append(int(token))
+        with press(model) if decoding else nullcontext():
+            place = tokens
+            for part in (ids[:, tokens:],) if decoding and question else ids[0, tokens:, None, None]:
+                token, place = after(part, place), place + part.shape[1]
+            found = [int(token)]
+            for place in range(ids.shape[1], ids.shape[1] + new - 1):
+                token = after(token, place)
+                found.append(int(token))
     return found
 
 
@@ -98,15 +105,81 @@ def test_a_budget_in_tokens_is_kept_to_the_token_beside_what_was_generated(
     assert got.cache.peak_nbytes > got.cache.held_nbytes
 
 
-def test_a_press_with_a_threshold_has_no_budget(model: PreTrainedModel) -> None:
-    press = kvpress.DMSPress(press=kvpress.KnormPress(), threshold=math.inf, sliding_window_size=20)
+def test_a_press_with_a_threshold_has_no_budget_and_counts_what_it_masks(model: PreTrainedModel) -> None:
+    press = kvpress.DMSPress(press=kvpress.KnormPress(), threshold=-3.0, sliding_window_size=20)
     ours = make_policy("kvpress", 20, press=press)
     assert ours.budget is None
     got = generate_tokens(model, ids_of(61), ours, max_new_tokens=NEW)
     assert got.cache.kept_tokens().unique().tolist() == [61 + NEW - 1], "masked tokens are held"
     assert got.tokens[0] == by_hand(model, ids_of(61), press, 0)
+    masked = [round(share * 2 * 61) for share in press.compression_ratios.values()]  # as kvpress counts them
+    assert min(masked) > 0
+    assert [sum(heads) for heads in got.cache.masked] == masked
     with pytest.raises(ConfigError, match=r"press.threshold must be a score below which DMSPress evicts a token"):
         make_policy("kvpress", 20, press=kvpress.DMSPress(press=kvpress.KnormPress()))
+
+
+DECODING = {"compression_interval": 8, "hidden_states_buffer_size": 4}
+
+
+def test_a_press_that_compresses_while_decoding_returns_to_the_budget_as_in_kvpress_s_pipeline(
+    model: PreTrainedModel,
+) -> None:
+    """A question of 12 tokens is one call: 64 + 12 tokens are held after it, and 48 after every 8th call."""
+    ids, how = ids_of(76), {"max_new_tokens": 20, "context_tokens": 64}
+    ours = make_policy("kvpress", 48, press=kvpress.DecodingPress(kvpress.KnormPress(), **DECODING))
+    first = generate_tokens(model, ids, ours, max_new_tokens=1, context_tokens=64)
+    assert first.cache.kept_tokens().unique().tolist() == [76]
+    got = generate_tokens(model, ids, ours, **how)
+    theirs = kvpress.DecodingPress(kvpress.KnormPress(), target_size=48, **DECODING)
+    assert got.tokens[0] == by_hand(model, ids, theirs, 12, new=20, decoding=True)
+    assert got.cache.kept_tokens().unique().tolist() == [48 + 4], "20 calls"
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in got.cache.layers)
+    assert got.cache.held_nbytes - kept == 2 * 4 * 32 * 8, "the hidden states of four tokens, in two layers"
+    # Call 5 begins with the hidden states of 4 calls, the question among them; layer 0 has its new token, layer 1 not.
+    assert got.cache.peak_nbytes == (80 + 79) * 2 * 2 * 8 * 8 + 2 * (12 + 3) * 32 * 8
+    share = make_policy("kvpress", 0.5, press=kvpress.DecodingPress(kvpress.KnormPress(), **DECODING))
+    assert generate_tokens(model, ids, share, **how).cache.kept_tokens().unique().tolist() == [32 + 4]
+
+
+def test_a_press_for_prefill_and_decoding_keeps_the_budget_in_both(model: PreTrainedModel) -> None:
+    def made(target: int = 2048) -> Any:
+        decoder = kvpress.DecodingPress(kvpress.KnormPress(), target_size=target, **DECODING)
+        return kvpress.PrefillDecodingPress(kvpress.KnormPress(), decoder)
+
+    got = [
+        generate_tokens(model, ids_of(60), make_policy("kvpress", 30, press=made()), max_new_tokens=new)
+        for new in (1, 18)
+    ]
+    assert [run.cache.kept_tokens().unique().tolist() for run in got] == [[30], [30 + 1]]  # 17 calls
+    theirs = made(30)
+    theirs.prefilling_press.compression_ratio = 1 - 30.5 / 60
+    assert got[1].tokens[0] == by_hand(model, ids_of(60), theirs, 0, new=18, decoding=True)
+
+
+def test_decoding_presses_that_keep_no_promise_are_refused(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masking = kvpress.DecodingPress(kvpress.AdaKVPress(kvpress.KnormPress()))
+    with pytest.raises(
+        ConfigError, match=r"press.base_press=AdaKVPress masks keys, and DecodingPress shows keys again"
+    ):
+        make_policy("kvpress", 48, press=masking)
+    assert make_policy("kvpress", press=kvpress.DecodingPress(kvpress.KnormPress(), target_size=33)).budget == 33
+    broken = kvpress.DecodingPress(kvpress.KnormPress(), **DECODING)
+    monkeypatch.setattr(
+        kvpress.KnormPress, "compress", lambda press, module, hidden, keys, values, *rest: (keys, values)
+    )
+    with pytest.raises(BudgetError, match="DecodingPress holds 79 tokens per KV head, but its target size is 48"):
+        generate_tokens(model, ids_of(64), make_policy("kvpress", 48, press=broken), max_new_tokens=16)
+
+
+def test_a_press_whose_weights_cannot_be_loaded_is_one_message(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UsageError, match=r"KVzapPress of kvpress needs files that cannot be loaded: .*KVzap"):
+        generate_tokens(model, ids_of(40), policy("KVzapPress", 20), max_new_tokens=1)
 
 
 def test_a_kvpress_that_cannot_be_imported_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,3 +242,16 @@ def test_a_sweep_over_presses_has_samples_and_names_of_its_own(
             # The question and the answer but for its last token stand beside the budget.
             assert {n for layer in sample["kept_tokens"] for n in layer} != {sample["prompt_tokens"]}
             assert sample["cache_bytes"] < sample["full_cache_bytes"]
+
+
+def test_a_table_shows_what_would_be_held_if_masked_tokens_were_freed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["policy=kvpress/AdaKVPress", "policy.press.press._target_=kvpress.KnormPress", "budget=64", "task=niah"]
+    main([*line, "task.lengths=[256]", "limit=1", f"out={tmp_path}"])
+    assert "if freed" in capsys.readouterr().out
+    (samples,) = tmp_path.glob("*/samples.jsonl")
+    sample = json.loads(samples.read_text())
+    for kept, masked in zip(sample["kept_tokens"], sample["masked_tokens"], strict=True):
+        assert sum(masked) == len(masked) * (sample["prompt_tokens"] - 64)
+        assert min(kept) == max(kept) >= sample["prompt_tokens"]

@@ -90,10 +90,9 @@ def test_a_label_combines_the_name_with_the_fields_that_are_not_the_presets(
     assert names(named, identity) == dict(zip(("policy", "model", "task"), expected, strict=True))
 
 
-def test_what_rewrites_its_prompt_keeps_not_all_of_it_under_the_fields_older_name_too() -> None:
-    gemfilter = {"class": "GemFilter"}
-    assert not keeps_all(ran(policy__scorer=None, policy__pre_pass=gemfilter))
-    assert not keeps_all(ran(policy__scorer=None, policy__filter=gemfilter))
+def test_a_policy_with_a_pre_pass_is_not_the_full_cache() -> None:
+    assert keeps_all(ran(policy__scorer=None))
+    assert not keeps_all(ran(policy__scorer=None, policy__pre_pass={"class": "GemFilter"}))
 
 
 def test_rows_that_differ_in_a_field_all_show_it_the_presets_value_too() -> None:

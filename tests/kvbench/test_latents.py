@@ -7,6 +7,7 @@ Letters: H query heads, m queries of a step, n held tokens, V numbers of a value
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from kv_crafted import drawn, observed
 from kv_models import VOCABULARY, prompt
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,6 +28,7 @@ from kvbench.engine.sequence import Request
 from kvbench.models.cache_shapes import from_config
 from kvbench.models.loading import Checkpoint, ModelSpec
 from kvbench.models.replay import can_replay
+from kvbench.policies.latents import LatentObservation
 from kvbench.policies.policy import Policy
 from kvbench.run.run import check_shapes
 from kvbench.tools.cache_bytes import predict
@@ -172,8 +175,8 @@ def reference(
     return torch.stack(logits), [layer.held for layer in layers]
 
 
-def policy_of(slug: str, **fields: Any) -> Policy:
-    return make_policy(slug, BUDGET, **({"window": WINDOW} if slug == "snapkv" else {}), **fields)
+def policy_of(slug: str, **more: Any) -> Policy:
+    return make_policy(slug, BUDGET, **({"window": WINDOW} if slug == "snapkv" else {}), **more)
 
 
 def positions(found: KVCache) -> list[list[int]]:
@@ -239,9 +242,10 @@ def test_a_context_is_compressed_before_its_question(slug: str) -> None:
     assert done.tokens == [expected.argmax(-1).tolist()]
 
 
-POLICIES = [make_policy("full"), *(policy_of(slug, decode=how) for slug in RULES for how in ("evict", "grow"))]
 EVERY = [
-    *POLICIES,
+    make_policy("full"),
+    *(policy_of(slug, decode="evict") for slug in RULES),
+    policy_of("tova", decode="grow"),
     make_policy("snapkv", 30, window=WINDOW, schedule="blocks", block=16),
     make_policy("caote_h2o", BUDGET, **{"value.gqa": "group_l2"}),
     make_policy("tova", BUDGET, granularity="layer"),
@@ -267,6 +271,16 @@ def test_rows_of_several_policies_share_a_prefill_and_decode_as_when_alone() -> 
         assert positions(sequence.cache) == positions(alone.cache), sequence.policy.name
 
 
+def test_the_largest_head_of_a_layer_with_one_token_set_is_the_mean_of_all() -> None:
+    """K-VEC reads it where a kernel sums the window up."""
+    queries, keys, _ = drawn(20, HEADS, HEADS)
+    recent = {"recent_queries": queries[:, :, -WINDOW:], "recent_positions": torch.arange(20 - WINDOW, 20)[None]}
+    seen = observed(keys, queries, positions=torch.arange(20).expand(1, 1, -1), **recent)
+    latent = LatentObservation(**{field.name: getattr(seen, field.name) for field in fields(seen) if field.init})
+    rows = (queries @ keys.mT).masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf).softmax(-1)
+    torch.testing.assert_close(latent.window_largest(WINDOW), rows[:, :, -WINDOW:].mean(1).sum(1))
+
+
 @pytest.mark.parametrize("slug", ["full", "snapkv", "h2o", "caote_tova"])
 def test_predicted_bytes_are_the_measured_ones(slug: str) -> None:
     policy, model = policy_of(slug, decode="evict"), tiny(dtype=torch.float32)
@@ -279,7 +293,7 @@ def test_predicted_bytes_are_the_measured_ones(slug: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slug", "fields", "why"),
+    ("slug", "how", "why"),
     [
         ("kivi", {}, "compresses stored keys and values"),
         ("d2o_no_layer", {}, "merges keys and values"),
@@ -292,9 +306,9 @@ def test_predicted_bytes_are_the_measured_ones(slug: str) -> None:
     ],
 )
 def test_what_latents_cannot_be_held_by_is_refused_before_a_token_came(
-    slug: str, fields: dict[str, Any], why: str
+    slug: str, how: dict[str, Any], why: str
 ) -> None:
-    policy = make_policy(slug, 64, **fields)
+    policy = make_policy(slug, 64, **how)
     with pytest.raises(ValueError, match=f"^{slug} {why}.*, but this model's cache stores latents"):
         KVCache(tiny().config, policy)
     with pytest.raises(ValueError, match=why):
@@ -304,7 +318,7 @@ def test_what_latents_cannot_be_held_by_is_refused_before_a_token_came(
 def test_a_recording_that_is_asked_for_is_refused_and_else_not_made() -> None:
     with pytest.raises(
         ValueError,
-        match=r"DeepseekV3ForCausalLM has layers of latents, expanded in every step: use engine.cuda_graph=false$",
+        match=r"not supported for DeepseekV3ForCausalLM, which has latent attention: use engine.cuda_graph=false$",
     ):
-        can_replay(tiny().config, asked=True)
-    assert not can_replay(tiny().config, asked=False)
+        can_replay(tiny().config, required=True)
+    assert not can_replay(tiny().config, required=False)

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache
-from kvbench.cache.join import fork, join, pick, together
-from kvbench.engine.prompt_pass import next_logits, prefill
+from kvbench.cache.join import fork, pick, together
+from kvbench.engine.logits import next_logits
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
@@ -53,7 +53,8 @@ def model() -> PreTrainedModel:
 def filled(model: PreTrainedModel, prompts: Sequence[Sequence[int]], policy: Policy = POLICY) -> KVCache:
     cache = KVCache(model.config, policy, prompt_length=[len(p) for p in prompts])
     ids, mask = left_padded(prompts)
-    prefill(model, ids, mask.bool(), cache)
+    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
     return cache
 
 
@@ -63,9 +64,7 @@ def decoded(model: PreTrainedModel, cache: KVCache, tokens: Sequence[int]) -> Te
     for token in tokens:
         seen = [n for group in cache.groups for n in group.progress.seen]
         ids, places = torch.tensor([[token]] * len(seen)), torch.tensor(seen)[:, None]
-        if len(cache.groups) == 1:  # as the engine drives sequences that stand apart
-            cache.group.progress.clock = places if len(set(seen)) > 1 else None
-        out.append(next_logits(model, ids, None, places, cache))
+        out.append(next_logits(model, ids, places, cache))
     return torch.stack(out, 1)
 
 
@@ -97,9 +96,7 @@ def test_a_file_a_copy_and_a_batch_hold_it(model: PreTrainedModel, tmp_path: Pat
             assert torch.equal(decoded(model, again, [5, 6, 7, 8]), plain[row])
         assert counts(cache) == [[len(ids)]] * 2, "a copy shares nothing"
     batch = together([filled(model, [ids]) for ids in PROMPTS])
-    assert join(batch) == [0, 1]
-    assert len(batch.groups) == 1
-    assert counts(batch) == [[*LENGTHS]] * 2
+    assert counts(batch) == [[length] for length in LENGTHS for _ in range(2)]
     torch.testing.assert_close(decoded(model, batch, [5, 6]), torch.cat(plain)[:, :2])
-    assert counts(batch) == [[length + 2 for length in LENGTHS]] * 2
+    assert counts(batch) == [[length + 2] for length in LENGTHS for _ in range(2)]
     torch.testing.assert_close(decoded(model, pick(batch, [1]), [7, 8]), plain[1][:, 2:])

@@ -88,15 +88,6 @@ def test_a_small_budget_bites_and_says_so(tiny_model: Path, full: KVBenchLM) -> 
     assert info["policy"]["scorer"]["window"] == 8
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "sentence"),
-    [
-        ({"do_sample": True, "temperature": 0.0}, r"do_sample=true needs a temperature above 0, got 0.0"),
-        ({"do_sample": True, "min_p": 0.1}, "gen_kwargs min_p cannot be honoured"),
-        ({"num_beams": 4}, "gen_kwargs num_beams cannot be honoured"),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused(full: KVBenchLM, kwargs: dict[str, Any], sentence: str) -> None:
-    request = [Instance("generate_until", {}, (TEXT, {"until": ["\n"], **kwargs}), 0)]
-    with pytest.raises(ValueError, match=sentence):
-        full.generate_until(request, disable_tqdm=True)
+def test_sampling_is_refused(full: KVBenchLM) -> None:
+    with pytest.raises(ValueError, match="decodes greedily"):
+        full.generate_until(generation(TEXT, do_sample=True, temperature=1.0), disable_tqdm=True)

@@ -14,9 +14,7 @@ from lm_eval import simple_evaluate
 
 from kvbench.cli import main
 from kvbench.results.load import read_result
-from kvbench.tasks.lm_eval import squad
-from kvbench.tasks.lm_eval.data import rows_from
-from kvbench.tasks.lm_eval.find import manager
+from kvbench.tasks.lm_eval.load import manager, provide_squad_metrics, rows_from
 
 
 class Bench:
@@ -65,7 +63,7 @@ def bench(
 def theirs(model: Path, task: str, data_dir: Path, limit: int, **options: Any) -> dict[str, Any]:
     """What lm-eval itself makes of its task with its own model `hf`; only the rows come from our files."""
     known = manager(task)
-    squad.provide()
+    provide_squad_metrics()
     with rows_from(str(data_dir)):
         return simple_evaluate(
             model="hf",
@@ -140,7 +138,7 @@ def test_a_task_that_samples_is_sampled_as_it_says(bench: Bench) -> None:
 
     sampled = "task.gen_kwargs={do_sample: true, temperature: 1.5, top_k: 40, max_gen_toks: 8}"
     own = outputs(sampled)
-    assert read_result(bench.folder).identity["generation"]["decoding"] == "as lm-eval's task says"
+    assert read_result(bench.folder).identity["generation"]["decoding"] == "as in lm-eval's task"
     greedy = outputs("task.gen_kwargs={max_gen_toks: 8}")
     assert own != greedy
     assert own == outputs(
@@ -201,8 +199,8 @@ def test_data_that_is_nowhere_is_one_sentence_that_says_what_to_download(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["task.num_fewshot=2"], "num_fewshot=2 of gsm8k needs as many examples to draw from, and 0 are there: add the "
-         "split train to data_dir, set a smaller num_fewshot, or draw from what is asked (task.fewshot_split=test)"),
+        (["task.num_fewshot=2"], "num_fewshot=2 of gsm8k needs 2 examples, but the split train has 0: add it to "
+         "data_dir, or set a smaller num_fewshot"),
         (["task.num_fewshot=-1"], "num_fewshot must be a whole number of at least 0, got -1"),
         (["task.gen_kwargs=8"], "gen_kwargs=8 is not allowed, write gen_kwargs={max_gen_toks: 512}"),
         (["task.gen_kwargs={do_sample: true}"], "gsm8k: do_sample=true needs a temperature above 0, got 0.0"),
@@ -226,7 +224,7 @@ def test_what_cannot_be_done_with_a_test_file_alone_is_refused(
         (
             "test.jsonl",
             '{"input": "a", "target": "b"}\n',
-            "its rows are not those gsm8k reads (UndefinedError: 'question'",
+            "its rows must have the fields of the data set on the Hub (UndefinedError: 'question'",
         ),
     ],
 )

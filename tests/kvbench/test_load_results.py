@@ -33,7 +33,7 @@ def test_a_folder_is_read_as_rows_in_order_each_with_its_baseline(tmp_path: Path
     assert len(found) == 25
     assert (found[0].policy, found[0].budget, found[0].is_full) == ("full", None, True)
     assert [row.budget for row in found[1:]] == [64] * 12 + [128] * 12
-    (streaming,) = [row for row in found if row.slug == "streamingllm" and row.budget == 64]
+    (streaming,) = [row for row in found if row.policy == "streamingllm" and row.budget == 64]
     assert streaming.vs_full is not None
     assert streaming.vs_full.mean == pytest.approx(streaming.score - 1.0)
     assert (streaming.evicts, streaming.decode, streaming.state) == (True, "evict", "finished")

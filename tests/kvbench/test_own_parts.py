@@ -7,17 +7,16 @@ import pytest
 
 from kvbench import make_policy
 from kvbench.cli import main
-from kvbench.sweeps.status import main as sweep
+from kvbench.sweep import main as sweep
 
 PARTS = '''
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.stores.dense import Dense
 from kvbench.policies.values.caote import Caote
-from kvbench.tasks.task import Example, Task
 
 
 @dataclass(frozen=True)
@@ -42,25 +41,6 @@ class Shelf(Dense):
 @dataclass(frozen=True)
 class Half(Caote):
     pass
-
-
-@dataclass(frozen=True, kw_only=True)
-class Echo(Task):
-    """Say a word again."""
-
-    named_by: ClassVar[str | None] = "word"
-
-    word: str = "hello"
-    times: int = 3
-
-    def examples(self, tokenizer, seed, limit=None) -> Iterator[Example]:
-        for index in range(self.times if limit is None else min(limit, self.times)):
-            about = {"task": self.name, "parity": index % 2, "groups": ["parity"]}
-            prompt = " ".join([self.word] * (20 + index))
-            yield Example(index, prompt, references=(self.word,), max_new_tokens=2, metadata=about)
-
-    def score(self, output, example) -> float:
-        return float(example.references[0] in output)
 '''
 FILES = {
     "policy/oldest.yaml": """
@@ -76,10 +56,6 @@ FILES = {
         store: {_target_: own_parts.Shelf}
         """,
     "wrapper/half.yaml": "value: {_target_: own_parts.Half}",
-    "task/echo.yaml": """
-        _target_: own_parts.Echo
-        name: echo
-        """,
 }
 
 

@@ -11,9 +11,9 @@ from tokenizers import decoders, processors
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from kvbench.errors import UsageError
 from kvbench.models.prompts import Prompt, PromptMaker, answer, end_tokens, stop_test
 from kvbench.tasks.task import Example, Reading, Task, Tokenizer
-from kvbench.terminal.errors import UsageError
 
 TEMPLATE = "<s>[{% for m in messages %}{{ m.content }}{% endfor %}]{% if add_generation_prompt %}>{% endif %}"
 
@@ -100,7 +100,7 @@ def test_an_end_text_stops_by_its_last_token(tokenizer: PreTrainedTokenizerBase)
 def test_in_a_suite_the_task_that_asks_decides(tokenizer: PreTrainedTokenizerBase) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Mixed(Given):
-        def asking(self, example: Example) -> Task:
+        def task_of(self, example: Example) -> Task:
             return Given(chat=bool(example.metadata["chat"]))
 
     tokenizer.chat_template = TEMPLATE
@@ -129,7 +129,9 @@ def apart(tokenizer: PreTrainedTokenizerBase, context: str, question: str) -> tu
     assert made.ids.tolist() == PromptMaker(tokenizer, task, 300).make(given).ids.tolist()  # no token is another one
     ids, n = made.ids.tolist(), made.context_tokens
     assert n is not None
-    told = PromptMaker(tokenizer, task, 300, asks=True).make(given)  # the question's place in a prompt compressed whole
+    told = PromptMaker(tokenizer, task, 300, needs_question=True).make(
+        given
+    )  # the question's place in a prompt compressed whole
     assert (told.question, told.context_tokens, told.length) == (n, None, len(ids))
     return made, [str(tokenizer.decode(part)) for part in (ids[:n], ids[n:])]
 
@@ -182,4 +184,4 @@ def test_what_has_no_question_apart_is_refused(
     with pytest.raises(UsageError) as caught:
         PromptMaker(tokenizer, Given(), 300, compress="context").make(asked)
     assert said in str(caught.value)
-    assert PromptMaker(tokenizer, Given(), 300, asks=True).make(asked).question is None
+    assert PromptMaker(tokenizer, Given(), 300, needs_question=True).make(asked).question is None

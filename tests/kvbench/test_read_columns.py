@@ -19,7 +19,7 @@ def test_a_table_says_what_is_read_beside_what_is_held(
     rows = shown_rows(printed)[:2]
     assert "read/KV" in printed
     assert [row[-1] for row in rows] != []
-    found = {row.slug: row for row in load_results(tmp_path)}
+    found = {row.policy: row for row in load_results(tmp_path)}
     full, own = found["full"], found["quest"]
     assert own.kept_tokens == full.kept_tokens
     assert own.read_tokens is not None

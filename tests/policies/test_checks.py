@@ -1,4 +1,4 @@
-"""The sentences with which a part refuses a value of one of its fields, and a policy parts that have no meaning."""
+"""Error messages of parts with a wrong field, and of policies whose parts contradict each other."""
 
 import math
 from collections.abc import Iterator
@@ -29,22 +29,22 @@ def test_a_choice_names_all_that_a_field_may_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [(0, "0"), (-1, "-1"), (1.0, "1.0"), (True, "true"), ("1", "'1'"), (None, "null")]
+    ("value", "shown"), [(0, "0"), (-1, "-1"), (1.0, "1.0"), (True, "true"), ("1", "'1'"), (None, "null")]
 )
-def test_a_whole_number_is_neither_smaller_nor_a_float_nor_true(value: object, said: str) -> None:
+def test_a_whole_number_is_neither_smaller_nor_a_float_nor_true(value: object, shown: str) -> None:
     whole_number("m", 1, 1)
-    with pytest.raises(ValueError, match=f"^m must be a whole number of at least 1, got {said}$"):
+    with pytest.raises(ValueError, match=f"^m must be a whole number of at least 1, got {shown}$"):
         whole_number("m", value, 1)
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "shown"),
     [(-0.1, "-0.1"), (1.1, "1.1"), (math.nan, "nan"), (True, "true"), ("0.5", "'0.5'"), (None, "null")],
 )
-def test_a_number_lies_between_its_ends(value: object, said: str) -> None:
+def test_a_number_lies_between_its_ends(value: object, shown: str) -> None:
     number("beta", 0, 0, 1)
     number("beta", 1.0, 0, 1)
-    with pytest.raises(ValueError, match=f"^beta must be a number from 0 to 1, got {said}$"):
+    with pytest.raises(ValueError, match=f"^beta must be a number from 0 to 1, got {shown}$"):
         number("beta", value, 0, 1)
 
 
@@ -97,50 +97,30 @@ CAM = {"_target_": "kvbench.policies.mergers.cam.CaM"}
     ("slug", "fields", "sentence"),
     [
         # values of fields
-        ("cam", {"m": 0}, "m must be a whole number of at least 1, got 0"),
         ("cam", {"sinks": -1}, "sinks must be 'half' or a number of tokens >= 0, got -1"),
-        ("cake", {"scorer.window": 1}, "window must be at least 2 queries"),
         ("cake", {"allocator.window": 1}, "window must be at least 2 queries"),
-        ("cake", {"gamma": -1.0}, "gamma must be a number of at least 0"),
         ("cake", {"kernel": 4}, "kernel must be an odd number"),
         ("cake", {"decode_rule": "none"}, "decode=grow"),
         ("cake", {"stats_dtype": "model"}, "exists in scorer and allocator"),
         ("cake", {"tau1": 0.0}, "tau1 must be a temperature above 0, got 0.0"),
-        ("cake", {"tau2": math.nan}, "tau2 must be a temperature above 0, got nan"),
-        ("d2o", {"beta": 1.5}, "beta must be a number from 0 to 1, got 1.5"),
-        ("d2o", {"m": 0}, "m must be a whole number of at least 1, got 0"),
-        ("d2o", {"n": 1.5}, "n must be a whole number, got 1.5"),
         ("d2o", {"recent": "half"}, "recent must be 'share' or a number of tokens >= 1, got 'half'"),
         ("gear", {"outlier_ratio": 1.0}, "outlier_ratio must be a number of at least 0 and below 1, got 1.0"),
-        ("gear", {"rank": 0}, "rank must be a whole number of at least 1, got 0"),
         ("h2o", {"recent": True}, "recent must be 'half' or a number of tokens >= 0, got true"),
-        ("h2o", {"recent": 1.5}, "recent must be 'half' or a number of tokens >= 0, got 1.5"),
         ("headkv_r", {}, "importance= must be the path of a JSON file"),
-        ("kcvc", {"group": None, "residual": 0}, "residual must be a whole number of at least 1, got 0"),
-        ("kivi", {"bits": 1}, "bits must be 2, 4 or 8, got 1"),
-        ("kivi", {"group": 0}, "group must be a whole number of at least 1, got 0"),
         ("kivi", {"group": 32, "residual": 100}, "residual=100 must be 0 or a multiple of group=32"),
-        ("kivi", {"residual": -128}, "residual must be a whole number of at least 0, got -128"),
-        ("kvec", {"beta": 1.5}, "beta must be a number from 0 to 1, got 1.5"),
-        ("kvec", {"delta": -1}, "delta must be a whole number of at least 0, got -1"),
         ("kvec", {"extended": 8}, "extended must be a whole number of at least 16, got 8"),
-        ("kvec", {"window": 0}, "window must be a whole number of at least 1, got 0"),
-        ("ott", {"outliers": -1}, "outliers must be a whole number of at least 0, got -1"),
+        ("leverage", {"epsilon": 0}, "epsilon must be a number of at least 1e-12, got 0"),
+        ("oracle_topp", {"mass": 1.5}, "mass"),
         ("ott", {"skip_layers": [0, "1"]}, "skip_layers must be a whole number of at least 0, got '1'"),
         ("pyramidkv", {"beta": 0.5}, "beta must be a number of at least 1, got 0.5"),
-        ("pyramidkv", {"beta": math.inf}, "beta must be a number of at least 1, got inf"),
         ("roco", {"block_share": 1.5}, "block_share must be a number of at least 0 and below 1, got 1.5"),
         ("zipcache", {"bits": 8}, "bits must be 2 or 4 for zipcache"),
-        ("zipcache", {"gap": 0}, "gap must be a whole number of at least 1, got 0"),
-        ("zipcache", {"k": 1.2}, "k must be a number from 0 to 1, got 1.2"),
         # fields and parts that exclude each other
         ("ada_snapkv_gear", {}, "gear's value groups span all KV heads"),
         ("ada_snapkv_kcvc", {"group": None}, "kcvc with group=null cannot hold: set a group"),
-        ("ada_snapkv_zipcache", {}, "zipcache's value scales span all KV heads"),
         ("caote_cam", {}, "ranks tokens by position"),
         ("caote_full", {}, "keeps every token"),
         ("caote_knorm", {"gqa": "group_l2"}, "scores KV heads, not query heads"),
-        ("caote_knorm", {"granularity": "layer"}, "scores KV heads, not query heads"),
         ("d2o", {"merge": "average", "weight": "sim_mean"}, "cannot be combined with weight=sim_mean"),
         ("d2o", {"norm": "head_minmax", "allocation": "reciprocal"}, "norm=head_minmax compares heads"),
         ("p2a_tova", {"window": None}, r"allocator\.window=32"),
@@ -149,17 +129,18 @@ CAM = {"_target_": "kvbench.policies.mergers.cam.CaM"}
         ("snapkv_kivi", {"decode": "evict"}, "no single token can be evicted: use decode=grow"),
         ("snapkv_ott", {"pool_scope": "layer"}, "heads cannot share traced ones: use pool_scope=head"),
         # schedules
-        ("cake", {"schedule": "blocks"}, "only schedule=prompt"),
+        ("cake", {"schedule": "blocks"}, "use schedule=prompt and order=attend_then_evict"),
+        ("compactor", {"schedule": "blocks"}, "compactor needs the whole prompt and does not support schedule=blocks"),
         ("d2o", {"block": 32}, "needs statistics of all layers"),
         ("h2o", {"late": True, "block": 16}, "so it needs schedule=prompt"),
-        ("h2o", {"late": True, "decode": "grow"}, "late=true evicts with the first decoded token"),
-        ("kvec", {"schedule": "blocks"}, "whole prompt only"),
-        ("sirllm", {"block": 16}, "defined on the whole prompt only"),
-        ("sirllm", {"late": True}, "late=true and allocators that read each layer's statistics cannot go with it"),
-        ("sirllm", {"order": "evict_then_attend"}, "scores a prompt when all layers are done with it"),
+        ("h2o", {"late": True, "decode": "grow"}, "late=true evicts after the first decoded token"),
+        ("kvec", {"schedule": "blocks"}, "needs the whole prompt"),
+        ("sirllm", {"block": 16}, "needs the whole prompt"),
+        ("sirllm", {"late": True}, "late=true and allocators that read each layer's statistics"),
+        ("sirllm", {"order": "evict_then_attend"}, "scores a prompt after all layers have processed it"),
     ],
 )  # fmt: skip
-def test_what_has_no_meaning_is_refused_when_the_policy_is_built(
+def test_a_policy_without_a_meaning_is_refused_when_it_is_built(
     slug: str, fields: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):

@@ -32,7 +32,7 @@ def members(contract: type) -> set[str]:
         (Merger, 4),
         (ValueAware, 2),
         (Selection, 1),
-        (Reader, 6),
+        (Reader, 9),
         (Store, 9),
         (PromptChoice, 4),
         (TokenRating, 4),

@@ -15,10 +15,10 @@ MAINS = {
     "diagnose": "kvbench.tools.diagnose",
     "memory": "kvbench.memory",
     "plot": "kvbench.plot",
-    "report": "kvbench.report.html.command",
+    "report": "kvbench.report.html.report",
     "results": "kvbench.report.command",
     "score": "kvbench.tools.score",
-    "sweep": "kvbench.sweeps.status",
+    "sweep": "kvbench.sweep",
     "tables": "kvbench.papers.cli",
 }
 

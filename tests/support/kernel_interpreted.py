@@ -15,9 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 NUMPY_AND_OLD_TRITON = "only 0-dimensional arrays can be converted to Python scalars"
 SECONDS = 600  # that a call may take
@@ -82,26 +79,3 @@ def _poison() -> None:
 def _answer(call: bytes) -> bytes:
     function, arguments = torch.load(io.BytesIO(call), weights_only=False)
     return _packed(function(**arguments))
-
-
-class _Largest(TorchDispatchMode):
-    """Remembers the bytes of the largest memory that an operation made."""
-
-    def __init__(self, given: set[int]) -> None:
-        super().__init__()
-        self.given, self.nbytes = given, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self.given:
-                self.nbytes = max(self.nbytes, x.untyped_storage().nbytes())
-        return out
-
-
-def largest(function: Callable[..., Any], arguments: dict[str, Any]) -> int:
-    """Bytes of the largest memory that a call asks for on its way."""
-    given = {x.untyped_storage().data_ptr() for x in tree_leaves(arguments) if isinstance(x, Tensor)}
-    with _Largest(given) as seen:
-        function(**arguments)
-    return seen.nbytes

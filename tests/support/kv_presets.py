@@ -27,18 +27,18 @@ def evicting() -> list[str]:
     """Presets that evict tokens from a cache to a budget.
 
     GemFilter rewrites the prompt instead; the released D2O never compresses three layers; what protects the prompt
-    takes none beyond the budget; two set their budget by themselves; FINCH in chunks takes no padding; what reads a
-    file, HeadKV aside, is given none here. They have tests
-    of their own.
+    takes none beyond the budget; what also reads less than it holds has a budget of its own for what it holds; two set
+    their budget by themselves; FINCH in chunks takes no padding; what reads a file, HeadKV aside, is given none here.
+    They have tests of their own.
     """
-    out = {"d2o_released", "duoattention", "finch_chunks", "simlayerkv", *protecting()}
+    out = {"d2o_released", "duoattention", "finch_chunks", "simlayerkv", *protecting(), *reading()}
     out |= {slug for slug in INCOMPLETE if not slug.startswith("headkv")}
     return [slug for slug in preset_names() if policy_config(slug).get("scorer") and slug not in out]
 
 
 @cache
 def reading() -> list[str]:
-    """Presets that hold every token and read some of them."""
+    """Presets that read some of the tokens that they hold."""
     return [slug for slug in preset_names() if policy_config(slug).get("reader")]
 
 

@@ -106,11 +106,6 @@ def humaneval(count: int = 2) -> Rows:
     ]
 
 
-def bbh(count: int) -> Rows:
-    """SaylorTwift/bbh: input, target."""
-    return [{"input": f"not ( True ) and ( True ) and {n} is", "target": "False"} for n in range(count)]
-
-
 def write_jsonl(path: Path, rows: Rows) -> Path:
     """A file with a row a line; `.gz` is compressed."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,11 +10,22 @@ from typing import Any
 
 import longbench_rows
 import needlebench_files
+import pytest
 import ruler_files
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
 CONF = Path(__file__).parents[2] / "conf"
+GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
+"""Results of official code, recorded outside this repository."""
+
+
+def recorded(name: str) -> list[dict[str, Any]]:
+    """The recorded official results of a file; the test is skipped where they are not at hand."""
+    path = GOLDEN / name
+    if not path.is_file():
+        pytest.skip(f"the recorded official results are not at {path}")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def write(folder: Path) -> Path:

@@ -55,20 +55,6 @@ def test_a_folder_is_read_file_by_file_and_fields_stand_before_columns(pieces: T
     assert len(asked(pieces, 2, data_dir=str(tmp_path), max_new_tokens=7)) == 2
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"answer": None}, "row 2: neither answers nor answer, its fields are context, question"),
-        ({"max_new_tokens": 0}, "row 2: max_new_tokens is 0, it must be an integer of at least 1"),
-        ({"max_new_tokens": None}, "row 2: no max_new_tokens, set task.max_new_tokens"),
-    ],
-)
-def test_a_row_that_cannot_be_asked_is_named(row: dict[str, Any], said: str, pieces: Tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the sentence is looked at below
-        asked(pieces, data_dir=jsonl(tmp_path / "rows.jsonl", ROW, {**ROW, **row}))
-    assert said in str(caught.value)
-
-
 def test_a_data_set_of_the_hub_is_read_by_name_subset_and_split(
     pieces: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

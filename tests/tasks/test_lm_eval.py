@@ -6,12 +6,11 @@ import datasets
 import lm_eval_data as made
 import pytest
 
-from kvbench.tasks.lm_eval import find
-from kvbench.tasks.lm_eval.data import rows_from
+from kvbench.tasks.lm_eval.load import manager, rows_from
 
 
 def test_a_group_is_found_with_all_its_tasks() -> None:
-    known = find.manager("bbh_fewshot")
+    known = manager("bbh_fewshot")
     assert len(known.task_index["bbh_fewshot"].cfg["task"]) == 27
     assert set(known.task_index["bbh_fewshot"].cfg["task"]) <= set(known.task_index)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -102,20 +101,13 @@ def test_an_answer_on_which_the_official_scorer_raises_counts_0_beside_the_sound
     assert task.score("...", example) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("rows", "sentence"),
-    [
-        ("", r"data_dir=.* has no shortdep_qa.jsonl or .*: download https://huggingface.co/datasets/bigai-nlco/LooGLE"),
-        (json.dumps([{"input": "a", "qa_pairs": "{"}]), "row 1: unexpected format, expected that of bigai-nlco/LooGLE"),
-    ],
-)
-def test_data_that_is_missing_or_of_another_form_is_one_sentence(
-    rows: str, sentence: str, pieces: Tokenizer, tmp_path: Path
-) -> None:
-    if rows:
-        (tmp_path / "shortdep_qa.json").write_text(rows, encoding="utf-8")
-    with pytest.raises(ValueError, match=sentence):
-        asked(pieces, "loogle/shortdep_qa", tmp_path)
+@pytest.mark.parametrize("name", ["gov_report", "qasper", "quality"])
+def test_zero_scrolls_are_read_from_files_and_archives(name: str, pieces: Tokenizer, authors: Path) -> None:
+    task, example = asked(pieces, f"zero_scrolls/{name}", authors)
+    assert task.name == f"zero_scrolls_{name}"
+    assert example.prompt.startswith("Read.\n\nStory:\nIt rained.")
+    assert example.prompt.endswith(example.question)
+    assert "It rained" not in example.question
 
 
 def test_kvpress_s_rows_come_from_its_data_set_at_the_revision_named(

@@ -1,6 +1,11 @@
-"""A field of a task that has no meaning is refused with its name, its value and what is allowed."""
+"""A wrong field of a task and a wrong file of its data: one message with the name and what is expected."""
+
+import re
+from pathlib import Path
 
 import pytest
+import task_data
+from char_tokenizer import CharTokenizer
 from hydra.errors import InstantiationException
 from task_data import build
 
@@ -30,3 +35,56 @@ def test_a_wrong_field_is_refused_with_its_name_and_value(name: str, field: str,
     with pytest.raises(InstantiationException) as raised:
         build(name, f"++task.{field}")
     assert message in str(raised.value.__cause__)
+
+
+ASKED = '{"context": "c", "question": "q", "answers": ["a"], "max_new_tokens": 1}\n'
+FILES: list[tuple[str, str, str | None, str]] = [  # content None: the file is missing
+    ("longbench/qasper", "qasper.jsonl", '{"context": "a"}', "qasper.jsonl, row 1: no text in its field 'input'"),
+    (
+        *("longbench/qasper", "qasper.jsonl", '{"context": "a", "input": "", "answers": "b", "length": 1}'),
+        "answers is 'b'",
+    ),
+    ("needlebench/4k", "needles.jsonl", '{"needle": "a"}', "row 1: no text in its field 'retrieval_question'"),
+    (
+        *("needlebench/4k", "multi_needle_reasoning_en.json", '[{"question": "", "answer": "", "derivations": ["a"]}]'),
+        "has no entry with derivation_count 2",
+    ),
+    ("ruler/qa_1", "dev-v2.0.json", "[", "dev-v2.0.json is damaged or has another format (JSONDecodeError"),
+    ("ruler/qa_1", "dev-v2.0.json", "{}", "is damaged or has another format (KeyError: 'data')"),
+    ("ruler/qa_1", "dev-v2.0.json", '{"data": []}', "has no questions"),
+    ("ruler/qa_2", "hotpot_dev_distractor_v1.json", None, "has no hotpot_dev_distractor_v1.json"),
+    ("scbench/kv", "scbench_kv.jsonl", None, "it must have files such as scbench_kv.jsonl"),
+    (
+        "scbench/kv",
+        "scbench_kv.jsonl",
+        '{"context": "a"}',
+        "microsoft/SCBench",
+    ),
+    ("loogle/shortdep_qa", "shortdep_qa.json", None, "has no shortdep_qa.jsonl"),
+    (
+        *("loogle/shortdep_qa", "shortdep_qa.json", '[{"input": "a", "qa_pairs": "{"}]'),
+        "bigai-nlco/LooGLE",
+    ),
+    ("context_question", "rows.jsonl", ASKED + ASKED.replace('["a"]', "null"), "row 2: neither answers nor answer"),
+    ("context_question", "rows.jsonl", ASKED.replace(": 1}", ": 0}"), "max_new_tokens is 0, it must be an integer"),
+    ("context_question", "rows.jsonl", ASKED.replace(": 1}", ": null}"), "no max_new_tokens, set task.max_new_tokens"),
+]
+
+
+@pytest.mark.parametrize(("name", "file", "content", "message"), FILES)
+def test_a_wrong_file_is_refused_with_its_name(
+    name: str, file: str, content: str | None, message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path
+    if name.startswith(("ruler", "needlebench")):
+        task_data.write(tmp_path)
+    if content is None:
+        (tmp_path / file).unlink(missing_ok=True)
+    else:
+        (tmp_path / file).write_text(content, encoding="utf-8")
+    if name == "context_question":
+        folder = tmp_path / file
+    small = ["counted_in=model", "languages=[en]", "cells=1", "repeats=1"] if name.startswith("needlebench") else []
+    task = build(name, f"task.data_dir={folder}", *(f"task.{one}" for one in small))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        list(task.examples(CharTokenizer(), 0))

@@ -14,35 +14,35 @@ from kvbench.results.result import Result
 from kvbench.results.sample import Sample
 
 
-def held(samples: Sequence[Sample]) -> list[float] | None:
-    """Tokens per KV head that each layer holds at the end, mean over its heads and the examples; None if unknown."""
+def held(samples: Sequence[Sample]) -> list[float]:
+    """Tokens per KV head that each layer holds at the end, mean over its heads and the examples; [] if unknown."""
     known = [sample.kept_tokens for sample in samples if sample.kept_tokens]
     if not known or len({len(layers) for layers in known}) > 1:
-        return None
-    per_layer = np.array([[sum(heads) / max(1, len(heads)) for heads in layers] for layers in known])
-    return [float(value) for value in per_layer.mean(axis=0)]
+        return []
+    per_layer = [[sum(heads) / max(1, len(heads)) for heads in layers] for layers in known]
+    return [float(value) for value in np.mean(per_layer, axis=0)]
 
 
 def layer_budgets(
-    cells: Sequence[Result], looks: Mapping[str, Look], paper: Paper | None = None
+    rows: Sequence[Result], looks: Mapping[str, Look], paper: Paper | None = None
 ) -> list[tuple[str, Figure]]:
     """One figure with one panel for each task, model and budget in which layers hold different numbers of tokens."""
-    paper, panels = paper or Paper(), []
-    for panel in panels_of(cell for cell in cells if cell.evicts and cell.budget is not None):
-        for budget in sorted({cell.budget for cell in panel.cells if cell.budget is not None}):
-            own = {cell: layers for cell in panel.cells if cell.budget == budget and (layers := held(cell.samples))}
-            if any(max(layers) > 1.01 * min(layers) for layers in own.values()):
-                panels.append((f"{panel.task}, {panel.model}, budget {budget:g}", own))
-    if not panels:
+    panels: dict[str, dict[Result, list[float]]] = {}
+    for panel in panels_of(row for row in rows if row.evicts and row.budget is not None):
+        for row in sorted(panel.rows, key=lambda row: row.budget or 0):
+            if layers := held(row.samples):
+                panels.setdefault(f"{panel.task}, {panel.model}, budget {row.budget:g}", {})[row] = layers
+    unequal = {k: v for k, v in panels.items() if any(max(one) > 1.01 * min(one) for one in v.values())}
+    if not unequal:
         return []
-    sheet = Sheet(len(panels), 2, *((6.0, 4.0) if len(panels) == 1 else (4.2, 3.0)), paper)
-    for index, ((title, own), axes) in enumerate(zip(panels, sheet.axes, strict=True)):
-        for cell, layers in own.items():
-            axes.plot(layers, label=cell.line, **looks[cell.line].plot)
+    sheet = Sheet(len(unequal), 2, *((6.0, 4.0) if len(unequal) == 1 else (4.2, 3.0)), paper or Paper())
+    for index, ((title, own), axes) in enumerate(zip(unequal.items(), sheet.axes, strict=True)):
+        for row, layers in own.items():
+            axes.plot(layers, label=row.line, **looks[row.line].plot)
         by_layer(axes)
         axes.set_ylim(bottom=0)
         sheet.set_title(axes, title)
         if sheet.is_left(index):
             axes.set_ylabel("tokens held per KV head")
-    shown = [cell for _, own in panels for cell in own]
+    shown = [row for own in unequal.values() for row in own]
     return [("layers", sheet.finish("Tokens held by each layer", notes(shown, "At the end of an example.")))]

@@ -13,26 +13,19 @@ from kvbench.results.labels import in_words
 from kvbench.results.load import Results, load_results
 from kvbench.results.result import Result
 
-TABLES = (".csv", ".parquet")
-
 
 @dataclass(frozen=True)
 class Panel:
-    """The results of one model and task: lines in the order of the legend, results of a line by budget."""
+    """The results of one model and task, in the order of the legend: by family, name and budget."""
 
     model: str
     task: str
-    lines: Mapping[str, tuple[Result, ...]]
-
-    @property
-    def cells(self) -> list[Result]:
-        """All results of the panel."""
-        return [cell for line in self.lines.values() for cell in line]
+    rows: tuple[Result, ...]
 
 
 def read(place: Path) -> list[Result]:
     """The runs below a folder, or in a table of `results collect`. Raises UsageError."""
-    if place.suffix in TABLES and place.is_file():
+    if place.suffix in (".csv", ".parquet") and place.is_file():
         return once(Results(read_table(place)))
     return once(load_results(place))
 
@@ -53,12 +46,12 @@ def choose(rows: Sequence[Result], **wanted: Sequence[str]) -> list[Result]:
     """
     chosen = list(rows)
     for field, values in wanted.items():
-        known = {name for row in rows for name in _names(row, field)}
+        names = {row: _names(row, field) for row in rows}
+        known = set().union(*names.values())
         for value in values:
             if value not in known:
                 raise UsageError(f"--{field} {value} is not a value of any run (allowed: {', '.join(sorted(known))})")
-        if values:
-            chosen = [row for row in chosen if _always(row, field) or _names(row, field) & set(values)]
+        chosen = [row for row in chosen if not values or _always(row, field) or names[row] & set(values)]
     return [*Results(chosen)]
 
 
@@ -74,16 +67,12 @@ def _always(row: Result, field: str) -> bool:
 
 
 def panels_of(rows: Iterable[Result]) -> list[Panel]:
-    """The rows by model and task, in the order of their first appearance; lines by family, then by name."""
+    """The rows by model and task, in the order of their first appearance."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for row in rows:
         groups.setdefault((row.model_label, row.task_label), []).append(row)
-    return [Panel(model, task, _lines(members)) for (model, task), members in groups.items()]
-
-
-def _lines(rows: Sequence[Result]) -> dict[str, tuple[Result, ...]]:
-    order = sorted(rows, key=lambda row: (*rank(row), row.budget or 0))
-    return {name: tuple(row for row in order if row.line == name) for name in dict.fromkeys(row.line for row in order)}
+    ordered = {key: sorted(of, key=lambda row: (*rank(row), row.budget or 0)) for key, of in groups.items()}
+    return [Panel(model, task, tuple(members)) for (model, task), members in ordered.items()]
 
 
 def rank(row: Result) -> tuple[bool, str, bool, int, str]:
@@ -92,29 +81,32 @@ def rank(row: Result) -> tuple[bool, str, bool, int, str]:
     return not row.is_full, name, not row.line.startswith(name), len(row.line), row.line
 
 
-def looks(rows: Iterable[Result]) -> dict[str, Look]:
+def looks(rows: Iterable[Result]) -> Mapping[str, Look]:
     """The look of every line."""
     return palette({row.line: family(row.identity["policy"]) for row in rows})
 
 
-def notes(cells: Sequence[Result], first: str = "") -> list[str]:
+def notes(rows: Sequence[Result], first: str = "") -> list[str]:
     """The notes below a figure: model, number of examples, schedules, and caveats."""
-    sizes = sorted({cell.n for cell in cells if cell.value is not None}) or [0]
+    sizes = sorted({row.n for row in rows if row.value is not None}) or [0]
     many = f"n = {sizes[0]}" if len(sizes) == 1 else f"n = {sizes[0]} to {sizes[-1]}, different between runs"
-    found = [f"Model: {', '.join(sorted({cell.model for cell in cells}))}. {many}. {first}".rstrip()]
-    moments = sorted({cell.moments for cell in cells if cell.when and not cell.reads})
+    moments = sorted({row.moments for row in rows if row.when and not row.reads})
     words = ["; ".join(map(in_words, filter(None, own))) for own in moments]
-    if len(words) > 1:
-        found.append(f"Different schedules, which are not comparable: {' | '.join(words)}.")
-    elif words:
-        found.append(f"Schedule: {words[0]}.")
     prompts: dict[tuple[str, str], set[tuple[str, ...]]] = {}
-    for cell in cells:
-        if cell.samples:
-            prompts.setdefault((cell.task, cell.model), set()).add(tuple(one.prompt_hash for one in cell.samples))
+    for row in rows:
+        if row.samples:
+            prompts.setdefault((row.task, row.model), set()).add(tuple(one.prompt_hash for one in row.samples))
     several = sorted(task for (task, _), examples in prompts.items() if len(examples) > 1)
-    found += [f"Different examples: {', '.join(several)}."] if several else []
-    mixed = sorted({f"{cell.line} on {cell.task} ({cell.mixed})" for cell in cells if cell.mixed})
-    found += [f"Versions mixed within a run: {'; '.join(mixed)}."] if mixed else []
-    failed = [f"{c.line} {c.budget or ''} on {c.task} ({c.n_failed} of {c.n})" for c in cells if c.n_failed]
-    return [*found, *([f"Not drawn, because examples failed: {', '.join(failed)}."] if failed else [])]
+    mixed = sorted({f"{row.line} on {row.task} ({row.mixed})" for row in rows if row.mixed})
+    failed = [f"{c.line} {c.budget or ''} on {c.task} ({c.n_failed} of {c.n})" for c in rows if c.n_failed]
+    found = [f"Model: {', '.join(sorted({row.model for row in rows}))}. {many}. {first}".rstrip()]
+    for title, values in (
+        ("Schedule: ", words if len(words) == 1 else []),
+        ("Different schedules, which are not comparable: ", [" | ".join(words)] if len(words) > 1 else []),
+        ("Different examples: ", several),
+        ("Versions mixed within a run: ", mixed),
+        ("Not drawn, because examples failed: ", failed),
+    ):
+        if values:
+            found.append(f"{title}{'; '.join(values)}.")
+    return found

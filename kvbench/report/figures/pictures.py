@@ -1,4 +1,4 @@
-"""The kinds of figures, and functions that draw and write them."""
+"""Draws and writes the figures of finished runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvbench.errors import UsageError
 from kvbench.report.figures import heatmap, layers, nll, score
 from kvbench.report.figures.panels import looks
 from kvbench.report.figures.sheet import Paper
-from kvbench.report.figures.style import FORMATS, Look, house_style, save
+from kvbench.report.figures.style import Look, house_style, save
 from kvbench.results.result import Result
 
 Figures = list[tuple[str, Figure]]  # names of files and figures
@@ -29,13 +29,13 @@ _DRAW: Mapping[str, tuple[Callable[[Sequence[Result], Mapping[str, Look], Paper]
 ALL = "all"
 
 
-def figures(kind: str, cells: Sequence[Result], paper: Paper) -> Figures:
+def figures(kind: str, rows: Sequence[Result], paper: Paper) -> Figures:
     """The figures of one kind, or of all kinds with data; at least one, or UsageError. Call it inside `house_style`."""
     found: Figures = []
-    palette = looks(cells)
+    palette = looks(rows)
     for name in _DRAW if kind == ALL else (kind,):
         make, needs = _DRAW[name]
-        drawn = make(cells, palette, paper)
+        drawn = make(rows, palette, paper)
         found += drawn
         if not drawn and kind != ALL:
             raise UsageError(f"--kind {kind} has nothing to draw: {needs}")
@@ -47,7 +47,7 @@ def figures(kind: str, cells: Sequence[Result], paper: Paper) -> Figures:
 
 
 def draw(
-    kind: str, cells: Sequence[Result], output: Path, suffix: str = ".svg", paper: Paper | None = None
+    kind: str, rows: Sequence[Result], output: Path, suffix: str = ".svg", paper: Paper | None = None
 ) -> list[Path]:
     """Write the figures of one kind, or all that have data, and return their paths.
 
@@ -56,30 +56,18 @@ def draw(
     """
     paper = paper or Paper()
     with house_style(paper.font, paper.font_size):
-        return write(figures(kind, cells, paper), output, suffix)
-
-
-def write(found: Figures, output: Path, suffix: str) -> list[Path]:
-    """Write figures into one file or a folder. Call it inside `house_style`. Raises UsageError."""
-    if output.suffix:
-        if output.suffix not in FORMATS:
-            raise UsageError(f"-o {output} must be a folder or end in one of {', '.join(FORMATS)}")
-        if len(found) > 1:
-            names = ", ".join(name for name, _ in found)
+        found = figures(kind, rows, paper)
+        names = ["".join(c if c.isalnum() or c in "._-=," else "_" for c in name) for name, _ in found]
+        if output.suffix and len(found) > 1:
             raise UsageError(
-                f"-o {output} is one file, but there are {len(found)} figures ({names}): name a folder, or choose "
-                "with --task, --model, --budget"
+                f"-o {output} is one file, but there are {len(found)} figures ({', '.join(names)}): name a folder, or "
+                "choose with --task, --model, --budget"
             )
-    try:
-        paths = [output] if output.suffix else [_inside(output, name, suffix) for name, _ in found]
-        for path, (_, figure) in zip(paths, found, strict=True):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save(figure, path)
-    except OSError as error:
-        raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
+        paths = [output] if output.suffix else [output / f"{name}{suffix}" for name in names]
+        try:
+            for path, (_, figure) in zip(paths, found, strict=True):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                save(figure, path)
+        except OSError as error:
+            raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
     return paths
-
-
-def _inside(folder: Path, name: str, suffix: str) -> Path:
-    safe = "".join(c if c.isalnum() or c in "._-=," else "_" for c in name)
-    return folder / f"{safe}{suffix}"

@@ -28,7 +28,7 @@ class Paper:
 
     width: of the whole figure in inches (None: automatic). caption: draw title and notes, otherwise log them. font,
     font_size: see `style.house_style`. names: new names for the legend, by label. free_y: fit the y axis to the scores
-    instead of 0 to 1. ylim: the limits of the y axis.
+    instead of 0 to 1.
     """
 
     width: float | None = None
@@ -37,7 +37,6 @@ class Paper:
     font_size: float | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     free_y: bool = False
-    ylim: tuple[float, float] | None = None
 
     def name(self, label: str) -> str:
         """The renamed label: `names` may have the whole label, or the policy before the first space."""

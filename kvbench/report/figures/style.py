@@ -25,7 +25,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from kvbench.config.presets import policy_config
 from kvbench.results.files import atomic_write
 
-FORMATS = (".svg", ".png", ".pdf")
 HUES = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#7A0019", "#3B2E8C")
 """Six hues of Okabe and Ito (2008), and two dark ones for more families."""
 FIRST = 6
@@ -74,26 +73,20 @@ def palette(families: Mapping[str, str]) -> dict[str, Look]:
     The hue of a family is chosen by its name; if it is taken, by the next free hue. Within a family the plain method
     has the pure hue, and the others have darker and lighter shades.
     """
-    hues = _hues(sorted(set(families.values()) - {BASELINE}))
+    hues: dict[str, str] = {}
+    for index, family in enumerate(sorted(set(families.values()) - {BASELINE})):
+        first = crc32(family.encode()) % FIRST
+        order = [*HUES[first:FIRST], *HUES[:first], *HUES[FIRST:]]
+        taken = list(hues.values())[index // len(HUES) * len(HUES) :]
+        hues[family] = next(hue for hue in order if hue not in taken)
     ordered = sorted((f, not p.startswith(f), len(p), p) for p, f in families.items() if f != BASELINE)
     looks = {policy: FULL for policy, family in families.items() if family == BASELINE}
     members: dict[str, int] = {}
     for index, (family, _, _, policy) in enumerate(ordered):
-        hue = hues[family]
-        place = members[hue] = members.get(hue, -1) + 1
+        place = members[hues[family]] = members.get(hues[family], -1) + 1
         marker, line = MARKERS[index % len(MARKERS)], LINES[place % len(LINES)]
-        looks[policy] = Look(_shade(hue, place), marker, line, hollow=index // len(MARKERS) % 2 == 1)
+        looks[policy] = Look(_shade(hues[family], place), marker, line, hollow=index // len(MARKERS) % 2 == 1)
     return looks
-
-
-def _hues(families: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for index, family in enumerate(families):
-        wanted = crc32(family.encode()) % FIRST
-        order = [*HUES[wanted:FIRST], *HUES[:wanted], *HUES[FIRST:]]
-        taken = list(found.values())[index // len(HUES) * len(HUES) :]
-        found[family] = next(hue for hue in order if hue not in taken)
-    return found
 
 
 def _shade(hue: str, place: int) -> str:
@@ -111,7 +104,7 @@ def family(policy: Mapping[str, Any]) -> str:
 
     policy: its parts, each with "class" (in results) or "_target_" (in presets).
     """
-    for part in ("scorer", "reader", "press", "pre_pass", "filter", "store"):  # older results have "filter"
+    for part in ("scorer", "reader", "press", "pre_pass", "store"):
         described = policy.get(part) or {}
         name = str(described.get("class", described.get("_target_", ""))).rpartition(".")[2].lower()
         if name and not (part == "store" and name == "dense"):
@@ -119,17 +112,15 @@ def family(policy: Mapping[str, Any]) -> str:
     return "kvpress" if "press" in policy else BASELINE
 
 
-def family_of(slug: str) -> str:
-    """The family of a preset; for an unknown name, the part before its first underscore."""
-    try:
-        return family(policy_config(slug))
-    except ValueError:
-        return slug.partition("_")[0]
-
-
 def looks_of(slugs: Sequence[str]) -> dict[str, Look]:
-    """The looks of presets."""
-    return palette({slug: family_of(slug) for slug in slugs})
+    """The looks of presets; the family of an unknown name is the part before its first underscore."""
+    families = {}
+    for slug in slugs:
+        try:
+            families[slug] = family(policy_config(slug))
+        except ValueError:
+            families[slug] = slug.partition("_")[0]
+    return palette(families)
 
 
 def by_layer(axes: Axes) -> None:
@@ -138,15 +129,14 @@ def by_layer(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def by_factors(axes: Axes, which: str, ends: Sequence[float]) -> None:
-    """Make an axis ("x" or "y") logarithmic, with plain numbers. ends: the smallest and largest value."""
+def by_factors(axes: Axes, ends: Sequence[float]) -> None:
+    """Make the x axis logarithmic, with plain numbers. ends: the smallest and largest value."""
     low, high = ends
-    axes.set(**{f"{which}scale": "log"})
-    axis = axes.xaxis if which == "x" else axes.yaxis
+    axes.set_xscale("log")
     steps = (1, 2, 5) if high < 200 * low else (1,)
-    axis.set_major_locator(MaxNLocator(4) if high < 4 * low else LogLocator(10, subs=steps))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.xaxis.set_major_locator(MaxNLocator(4) if high < 4 * low else LogLocator(10, subs=steps))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
@@ -179,7 +169,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def encoded(figure: Figure, suffix: str) -> bytes:
-    """The bytes of a figure in one of `FORMATS`. Call it inside `house_style`."""
+    """The bytes of a figure in the format of `suffix`. Call it inside `house_style`."""
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {"Software": None}}
     buffer = BytesIO()
     figure.savefig(buffer, format=suffix[1:], metadata=metadata[suffix])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from kvbench.report.html.tables import Group, budget_text
 from kvbench.results.environment import machine
@@ -11,10 +11,10 @@ from kvbench.results.result import Result
 from kvbench.results.statistics import FEWEST
 
 MEMORY = 1.1  # two policies with the same budget cause a note if their bytes differ by more than this ratio
+Where = Iterable[str]
 
 
-@dataclass(frozen=True)
-class Caveat:
+class Caveat(NamedTuple):
     """A warning and the runs it concerns. level: `broken` (a number is missing), `care`, or `note`."""
 
     level: str
@@ -35,66 +35,36 @@ def _about(row: Result) -> str:
 
 def caveats(rows: Sequence[Result], groups: Sequence[Group]) -> list[Caveat]:
     """Every warning about these runs."""
-    found = [
-        Caveat("broken", "Failed examples", "A run with a failed example has no score.", tuple(_failed(rows))),
-        Caveat(
-            "broken",
-            "Unfinished runs",
-            "Their numbers include only the finished examples. Run the same command again to continue them.",
-            tuple(f"{called(row)}: {row.n} examples" for row in rows if not row.finished),
+    few = f"Fewer than {FEWEST} examples"
+    unfinished = "Their numbers include only the finished examples. Run the same command again to continue them."
+    other = "These runs are in separate comparison groups, because they are different experiments."
+    examples = "Differences use only the examples that both runs have; scores use all examples of a run."
+    nothing = "The budget is larger than every prompt, so these runs are the same as the full cache."
+    memory = "A budget counts tokens. Statistics, positions and tokens added while decoding also use memory."
+    full = "Run policy=full on the same examples to see how compression changes the score."
+    machines = "The code may differ between these runs, and their times are not comparable."
+    whens = _several(rows, lambda row: row.when if row.evicts else "")
+    machines_used = _several(rows, lambda row: f"{row.environment['kvbench_revision']}, {machine(row.environment)}")
+    all_kept = (called(row) for row in rows if row.evicts and row.evicted_share == 0)
+    found: list[tuple[str, str, str, Where]] = [
+        ("broken", "Failed examples", "A run with a failed example has no score.", _failed(rows)),
+        ("broken", "Unfinished runs", unfinished, (f"{called(r)}: {r.n} examples" for r in rows if not r.finished)),
+        (
+            *("care", "Versions mixed within a run", "Such a run is a measurement of neither version."),
+            (f"{called(row)}: {row.mixed}" for row in rows if row.mixed),
         ),
-        Caveat(
-            "care",
-            "Versions mixed within a run",
-            "Such a run is a measurement of neither version.",
-            tuple(f"{called(row)}: {row.mixed}" for row in rows if row.mixed),
+        ("care", "Different schedules or decoding rules", other, whens),
+        ("care", "Different examples", examples, _examples(rows)),
+        ("care", few, "Too few to compare policies.", (called(row) for row in rows if row.n < FEWEST)),
+        ("care", "Nothing was evicted", nothing, all_kept),
+        ("note", "The same budget is not the same memory", memory, _memory(groups)),
+        (
+            *("note", "The full cache was not run", full),
+            dict.fromkeys(_about(row) for row in rows if not row.is_full and row.baseline is None),
         ),
-        Caveat(
-            "care",
-            "Different schedules or decoding rules",
-            "These runs are in separate comparison groups, because they are different experiments.",
-            _several(rows, lambda row: row.when if row.evicts else ""),
-        ),
-        Caveat(
-            "care",
-            "Different examples",
-            "Differences use only the examples that both runs have; scores use all examples of a run.",
-            tuple(_examples(rows)),
-        ),
-        Caveat(
-            "care",
-            f"Fewer than {FEWEST} examples",
-            "Too few to compare policies.",
-            tuple(called(row) for row in rows if row.n < FEWEST),
-        ),
-        Caveat(
-            "care",
-            "Nothing was evicted",
-            "The budget is larger than every prompt, so these runs are the same as the full cache.",
-            tuple(called(row) for row in rows if row.evicts and row.evicted_share == 0),
-        ),
-        Caveat(
-            "note",
-            "The same budget is not the same memory",
-            "A budget counts tokens. Statistics, positions and tokens added while decoding also use memory.",
-            tuple(_memory(groups)),
-        ),
-        Caveat(
-            "note",
-            "The full cache was not run",
-            "Run policy=full on the same examples to see how compression changes the score.",
-            tuple(
-                dict.fromkeys(f"{r.task_label} ({r.model_label})" for r in rows if not r.is_full and r.baseline is None)
-            ),
-        ),
-        Caveat(
-            "note",
-            "Several revisions or machines",
-            "The code may differ between these runs, and their times are not comparable.",
-            _several(rows, lambda row: f"{row.environment['kvbench_revision']}, {machine(row.environment)}"),
-        ),
+        ("note", "Several revisions or machines", machines, machines_used),
     ]
-    return [caveat for caveat in found if caveat.where]
+    return [Caveat(level, title, text, places) for level, title, text, of in found if (places := tuple(of))]
 
 
 def _failed(rows: Sequence[Result]) -> Iterator[str]:
@@ -124,8 +94,8 @@ def _memory(groups: Sequence[Group]) -> Iterator[str]:
             yield f"{group.title}: {most.name} holds {held[most] / held[least]:.2f}x the bytes of {least.name}"
 
 
-def _several(rows: Sequence[Result], value: Callable[[Result], str]) -> tuple[str, ...]:
+def _several(rows: Sequence[Result], value: Callable[[Result], str]) -> Iterator[str]:
     """Each value with its number of runs; nothing if all runs have the same value."""
     values = [text for row in rows if (text := value(row))]
-    counts = {one: values.count(one) for one in dict.fromkeys(values)}
-    return tuple(f"{one}: {many} run{'s' * (many > 1)}" for one, many in counts.items()) if len(counts) > 1 else ()
+    for one in dict.fromkeys(values) if len({*values}) > 1 else ():
+        yield f"{one}: {values.count(one)} run{'s' * (values.count(one) > 1)}"

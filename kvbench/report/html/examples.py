@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 from kvbench.report.html.prompts import Passage, prompts_of
 from kvbench.results.kept_heads import counts
@@ -13,15 +13,14 @@ from kvbench.results.result import Result
 from kvbench.results.sample import Sample
 
 SHOWN = 25  # examples of a task
-MOST_BYTES = 10_000_000  # approximate limit of all examples of a page
+MOST_BYTES = 10_000_000  # approximate limit of all examples of a report
 LONGEST = 1_500  # characters of an answer or a reference
 LEVELS = 4  # shades of a kept token, from one head to all heads
 
 Span = tuple[int, str]  # shade from 0 (no head keeps it) to LEVELS (all heads do), and text
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """The answer of a run. kept: mean tokens held per KV head. spans: shaded text of each passage, if recorded."""
 
     row: Result
@@ -31,8 +30,7 @@ class Answer:
     spans: tuple[tuple[Span, ...], ...] = ()
 
 
-@dataclass(frozen=True)
-class Shown:
+class Shown(NamedTuple):
     """One example. passages: parts of its prompt; empty if the prompt cannot be built again."""
 
     sample: Sample
@@ -42,13 +40,12 @@ class Shown:
     answers: tuple[Answer, ...]
 
 
-@dataclass(frozen=True)
-class Examples:
+class Examples(NamedTuple):
     """The first examples of a model and task. notes: omitted examples, and the reason for missing prompts."""
 
     title: str
-    shown: tuple[Shown, ...]
-    notes: tuple[str, ...]
+    shown: list[Shown]
+    notes: list[str]
 
 
 def examples(rows: Sequence[Result]) -> list[Examples]:
@@ -73,36 +70,33 @@ def _examples(rows: Sequence[Result], many: int) -> Examples:
         known = {k: v for k, v in sample.metadata.items() if isinstance(v, str | int | float) and len(str(v)) <= 60}
         about = ", ".join(f"{key} {value}" for key, value in known.items())
         shown.append(Shown(sample, about, tuple(map(_short, sample.references)), passages, tuple(answers)))
-    left_out = len(longest.samples) - len(shown)
-    notes = [f"The first {len(shown)} of {len(longest.samples)} examples; samples.jsonl has all."] * bool(left_out)
-    return Examples(
-        f"{longest.task_label} ({longest.model_label})", tuple(shown), (*notes, *filter(None, [prompts.reason]))
-    )
+    n, of = len(shown), len(longest.samples)
+    notes = [f"The first {n} of {of} examples; samples.jsonl has all."] if n < of else []
+    notes += [prompts.reason] if prompts.reason else []
+    return Examples(f"{longest.task_label} ({longest.model_label})", shown, notes)
 
 
 def _answer(row: Result, sample: Sample, passages: Sequence[Passage]) -> Answer:
+    text = sample.output or ""
     if sample.error is not None:
         text = f"failed: {sample.error}"
     elif sample.likelihood is not None:
         text = f"NLL {sample.likelihood.nll:.5f}"
-    else:
-        text = sample.output or ""
     spans: tuple[tuple[Span, ...], ...] = ()
     if sample.kept_heads and sample.kept_tokens:
         kept, heads = counts(sample.kept_heads), sum(map(len, sample.kept_tokens))
-        spans = tuple(_spans(p.tokens, kept[p.start : p.start + len(p.tokens)], heads) for p in passages)
+        levels = [0 if not count else max(1, round(LEVELS * count / heads)) for count in kept]
+        spans = tuple(_spans(one, levels[one.start : one.start + len(one.tokens)]) for one in passages)
     return Answer(row, sample, _short(text), mean_kept(sample), spans)
 
 
-def _spans(tokens: Iterable[str], kept: Sequence[int], heads: int) -> tuple[Span, ...]:
+def _spans(passage: Passage, levels: Sequence[int]) -> tuple[Span, ...]:
     """Joins neighbouring tokens of the same shade."""
-    levels = [0 if not count else max(1, round(LEVELS * count / heads)) for count in kept]
-    joined = groupby(zip(levels, tokens, strict=True), key=lambda pair: pair[0])
+    joined = groupby(zip(levels, passage.tokens, strict=True), key=lambda pair: pair[0])
     return tuple((level, "".join(token for _, token in group)) for level, group in joined)
 
 
 def _short(text: str) -> str:
     """At most `LONGEST` characters, with the number of the others."""
-    if len(text) <= LONGEST:
-        return text
-    return f"{text[:LONGEST]} … [{len(text) - LONGEST:,} more characters]"
+    more = len(text) - LONGEST
+    return text if more <= 0 else f"{text[:LONGEST]} … [{more:,} more characters]"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import fmean
+from typing import NamedTuple
 
 from kvbench.report.figures.panels import rank
 from kvbench.report.figures.style import byte_unit
@@ -27,7 +28,7 @@ class Group:
 
 
 def in_order(rows: Iterable[Result]) -> list[Result]:
-    """Sorted by model, task, budget and score."""
+    """Sorted by model, task, budget and policy."""
     return sorted(
         rows, key=lambda row: (natural(row.model_label), natural(row.task_label), budget_order(row.budget), *rank(row))
     )
@@ -39,19 +40,19 @@ def groups(rows: Sequence[Result]) -> list[Group]:
     for row in in_order(rows):
         key = (*row.setting, row.task_label, row.budget, row.when, row.reads)
         found.setdefault(key, []).append(row)
-    return [Group(_title(group[0], rows), tuple(sorted(group, key=_badness))) for group in found.values()]
-
-
-def _title(row: Result, rows: Sequence[Result]) -> str:
-    model = [row.model_label] if len({one.model_label for one in rows}) > 1 else []
-    budget = [] if row.budget is None else [f"budget {budget_text(row.budget)}"]
-    return ", ".join([*model, row.task_label, *budget, row.when or "nothing evicted"])
+    several = len({row.model_label for row in rows}) > 1
+    ranked = []
+    for group in found.values():
+        first = group[0]
+        budget = [] if first.budget is None else [f"budget {budget_text(first.budget)}"]
+        model = [first.model_label] * several
+        title = ", ".join([*model, first.task_label, *budget, first.when or "nothing evicted"])
+        ranked.append(Group(title, tuple(sorted(group, key=_badness))))
+    return ranked
 
 
 def _badness(row: Result) -> float:
-    if row.value is None:
-        return float("inf")
-    return row.value if row.reads else -row.value
+    return float("inf") if row.value is None else row.value if row.reads else -row.value
 
 
 def marks(group: Group) -> dict[Result, str]:
@@ -69,10 +70,8 @@ def marks(group: Group) -> dict[Result, str]:
         return found
     found[own[0]] = BEST
     for (row, _), p in zip(compared, holm([pair.difference.p for _, pair in compared]), strict=True):
-        if row.value == own[0].value:
-            found[row] = BEST
-        elif p >= ALPHA:
-            found[row] = TIED
+        if row.value == own[0].value or p >= ALPHA:
+            found[row] = BEST if row.value == own[0].value else TIED
     return found
 
 
@@ -81,21 +80,20 @@ def by_task(rows: Iterable[Result]) -> list[Result]:
     found = []
     for row in rows:
         key = next((key for key in ("task", "turn") if len(by_value(row.samples, key)) > 1), None)
-        parts = [] if key is None else row.parts(key)
-        values = [part.subset.partition("=")[2] for part in parts]
-        words = [f"turn {value}" if key == "turn" else value for value in values]
-        labels = [{**row.labels, "task": f"{row.task_label}: {word}"} for word in words]
-        found += [replace(part, labels=own) for part, own in zip(parts, labels, strict=True)] or [row]
+        for part in [] if key is None else row.parts(key):
+            word = part.subset.partition("=")[2]
+            task = f"{row.task_label}: {'turn ' * (key == 'turn')}{word}"
+            found.append(replace(part, labels={**row.labels, "task": task}))
+        found += [row] if key is None else []
     return found
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """Scores of one model: one row for each policy and budget, one column for each task, and their mean."""
 
     model: str
     tasks: tuple[str, ...]
-    rows: tuple[tuple[Result, tuple[Result | None, ...], float | None], ...]
+    rows: list[tuple[Result, list[Result | None], float | None]]
 
 
 def matrices(rows: Sequence[Result]) -> list[Matrix]:
@@ -108,47 +106,33 @@ def matrices(rows: Sequence[Result]) -> list[Matrix]:
         lines: dict[tuple[str, object], dict[str, Result]] = {}
         for row in own:
             lines.setdefault((row.line, row.budget), {}).setdefault(row.task_label, row)
-        ordered = sorted(lines.values(), key=lambda line: budget_order(next(iter(line.values())).budget))
+        body: list[tuple[Result, list[Result | None], float | None]] = []
+        for line in sorted(lines.values(), key=lambda line: budget_order(next(iter(line.values())).budget)):
+            values = [cell.value for cell in line.values() if cell.value is not None]
+            mean = fmean(values) if len(values) == len(tasks) else None
+            body.append((next(iter(line.values())), [line.get(task) for task in tasks], mean))
         if len(tasks) > 1:
-            found.append(Matrix(model, tasks, tuple(_matrix_row(line, tasks) for line in ordered)))
+            found.append(Matrix(model, tasks, body))
     return found
 
 
-def _matrix_row(
-    line: Mapping[str, Result], tasks: Sequence[str]
-) -> tuple[Result, tuple[Result | None, ...], float | None]:
-    cells = tuple(line.get(task) for task in tasks)
-    values = [cell.value for cell in cells if cell is not None and cell.value is not None]
-    return next(iter(line.values())), cells, fmean(values) if len(values) == len(tasks) else None
-
-
-@dataclass(frozen=True)
-class Cost:
-    """A column of the table of costs: a measured number."""
-
-    name: str
-    meaning: str
-
-    @property
-    def title(self) -> str:
-        """The column's heading with the unit."""
-        return self.name.replace("_bytes", " MiB").replace("_seconds", " s").replace("_", " ")
-
-    def text(self, row: Result) -> str:
-        """The value of a run, or a dash if it was not measured."""
-        value = getattr(row, self.name)
-        if value is None:
-            return NOTHING
-        if self.name.endswith("_bytes"):
-            return f"{value / 2**20:,.3f}"
-        return f"{value:,.1f}" if self.name.endswith("_tokens") else f"{value:.3f}"
-
-
-def costs(rows: Sequence[Result]) -> list[Cost]:
-    """The measurements that any run has, without shares and sizes of the full cache."""
+def costs(rows: Sequence[Result]) -> list[tuple[str, str, str]]:
+    """Name, title and meaning of the measurements that any run has, without shares and sizes of the full cache."""
     found = [one for one in fields(Numbers) if not one.name.startswith("full_") and not one.name.endswith("_share")]
+    units = (("_bytes", " MiB"), ("_seconds", " s"), ("_", " "))
+    titles = {one.name: one.name for one in found}
+    for old, new in units:
+        titles = {name: title.replace(old, new) for name, title in titles.items()}
     given = [one for one in found if any(getattr(row, one.name) is not None for row in rows)]
-    return [Cost(one.name, one.metadata["meaning"]) for one in given]
+    return [(one.name, titles[one.name], one.metadata["meaning"]) for one in given]
+
+
+def cost_text(row: Result, name: str) -> str:
+    """A measurement of a run, or a dash."""
+    value = getattr(row, name)
+    if value is not None and name.endswith("_bytes"):
+        return f"{value / 2**20:,.3f}"
+    return number(value, ",.1f" if name.endswith("_tokens") else ".3f")
 
 
 def budget_text(budget: int | float | None) -> str:

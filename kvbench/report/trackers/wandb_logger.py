@@ -7,13 +7,13 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import ConfigError, UsageError
-from kvbench.report.trackers.watching import InThread, Quiet, SweepCallback
+from kvbench.errors import ConfigError, UsageError, choice, number
+from kvbench.report.trackers.watching import Guarded, NoLogger, SweepCallback
 from kvbench.results.columns import COLUMNS
 from kvbench.results.labels import compressed, flat, moments, names
 from kvbench.results.load import Results, read_result
@@ -25,7 +25,6 @@ from kvbench.run.run import Run
 if TYPE_CHECKING:
     import wandb
 
-MODES = ("offline", "online", "disabled")
 _INTERVALS = 32  # number of running intervals of a run: each is a bootstrap, too slow for every example
 _MEASURED = (
     *("score", "prompt_tokens", "generated_tokens", "cache_bytes", "peak_bytes", "spare_bytes", "device_peak_bytes"),
@@ -48,20 +47,18 @@ class WandbLogger:
     mode: str = "offline"
     tags: Sequence[str] = ()
     folder: str = "."
-    patience: float = 600
+    patience: float = 60
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ConfigError("mode", self.mode, why=f"is not allowed, choose one of {', '.join(MODES)}")
+        choice("mode", self.mode, "offline", "online", "disabled")
+        number("patience", self.patience, 0)
         if not isinstance(self.tags, list | tuple) or not all(isinstance(tag, str) for tag in self.tags):
             raise ConfigError("tags", self.tags, why="must be a list of texts: tags=[first,second]")
-        if not self.patience > 0:
-            raise ConfigError("patience", self.patience, why="must be a number of seconds above 0")
 
     def watch(self, sweep: str | None) -> SweepCallback:
-        """A callback that logs to W&B in a thread. Raises ConfigError for settings that W&B refuses."""
+        """A callback that logs to W&B. Raises ConfigError for settings that W&B refuses."""
         if self.mode == "disabled":
-            return Quiet()
+            return NoLogger()
         import wandb  # imported here: it takes two seconds
 
         try:
@@ -73,19 +70,7 @@ class WandbLogger:
             raise ConfigError("project", self.project, why=f"is refused by W&B: {error}") from error
         if self.mode == "online" and not wandb.login(verify=False, prompt=False):
             raise ConfigError("mode", "online", why="needs `wandb login`, or WANDB_API_KEY; or choose mode=offline")
-        return InThread(WandbWatch(self, sweep), "wandb", self.patience)
-
-
-@dataclass
-class _Open:
-    """An open W&B run and its examples."""
-
-    run: wandb.Run
-    samples: list[Sample] = field(default_factory=list)
-
-    def add(self, sample: Sample) -> None:
-        self.samples.append(sample)
-        self.run.log(history_row(self.samples), step=len(self.samples) - 1)
+        return Guarded(WandbWatch(self, sweep), "wandb")
 
 
 class WandbWatch:
@@ -96,29 +81,40 @@ class WandbWatch:
 
     def __init__(self, settings: WandbLogger, sweep: str | None) -> None:
         self._settings, self._sweep = settings, sweep
-        self._open: dict[str, _Open] = {}  # by run_id
+        self._open: dict[str, tuple[wandb.Run, list[Sample]]] = {}  # by run_id: W&B's run, and the logged examples
         self._complete: list[Result] = []
 
     def started(self, cell: Run, done: Sequence[Sample], total: int) -> None:
         """Start a W&B run, or continue an interrupted one."""
-        opened = _Open(self._init(cell.run_id, _title(cell), cell.naming.task, _config(cell)))
-        opened.run.define_metric("*", summary="none")  # otherwise the running score stays after a failed example
-        logged = opened.run.starting_step if opened.run.resumed else 0  # offline, all examples are logged again
-        opened.samples += done[:logged]
+        labels, evicts_decodes = names(cell.naming, cell.identity), moments(cell.identity)
+        budget = [] if cell.identity["budget"] is None else [str(cell.identity["budget"])]
+        config = {
+            **flat({key: value for key, value in cell.identity.items() if key != "version"}),
+            "run_id": cell.run_id,
+            "compress": compressed(cell.identity),
+            **{name: getattr(cell.naming, name) for name in ("model", "policy", "task")},
+            **dict(zip(("schedule", "decode"), evicts_decodes, strict=True)),
+        }
+        title = " ".join([labels["model"], labels["policy"], *budget, labels["task"]])
+        run = self._init(cell.run_id, title, cell.naming.task, config)
+        run.define_metric("*", summary="none")  # otherwise the running score stays after a failed example
+        logged = run.starting_step if run.resumed else 0  # offline, all examples are logged again
+        self._open[cell.run_id] = run, list(done[:logged])
         for sample in done[logged:]:
-            opened.add(sample)
-        self._open[cell.run_id] = opened
+            self.finished(cell, sample)
 
     def finished(self, cell: Run, sample: Sample) -> None:
         """Log an example."""
-        self._open[cell.run_id].add(sample)
+        run, samples = self._open[cell.run_id]
+        samples.append(sample)
+        run.log(history_row(samples), step=len(samples) - 1)
 
     def ended(self, cell: Run, error: Exception | None) -> None:
         """Log the summary of a complete run, or an error. A run without new examples is not logged."""
         if cell.run_id not in self._open:
             return
         if error is not None:
-            run = self._open.pop(cell.run_id).run
+            run, _ = self._open.pop(cell.run_id)
             run.summary["error"] = f"{type(error).__name__}: {error}"
             run.finish(exit_code=1)
             return
@@ -131,78 +127,47 @@ class WandbWatch:
         """Finish all W&B runs. records: all runs of the sweep, to log their table and figures."""
         for result in Results([*records, *self._complete]):
             self._finish(result)
-        for opened in self._open.values():  # interrupted
-            opened.run.finish(exit_code=130)
+        for run, _ in self._open.values():  # interrupted
+            run.finish(exit_code=130)
         self._open.clear()
         if records and self._sweep is not None:
-            self._send_sweep(Results(records))
+            name, results = f"sweep-{self._sweep}", Results(records)
+            run = self._init(name, name, "sweep", {"runs": len(results)})
+            table = _table([c.name for c in COLUMNS], [[c.value(row) for c in COLUMNS] for row in results])
+            with tempfile.TemporaryDirectory() as folder:
+                run.log({"table": table, **_figures(results, Path(folder))})
+            run.finish()
 
     def _init(self, run_id: str, title: str, kind: str, config: dict[str, Any]) -> wandb.Run:
         import wandb
 
-        known, env = self._settings, os.environ
+        settings, env = self._settings, os.environ
+        plain = re.sub(r"[^A-Za-z0-9._=-]", "_", run_id)
+        given: dict[str, Any] = dict.fromkeys(("init_timeout", "finish_timeout"), settings.patience)
+        given |= {"silent": True, "console": "off", "disable_git": True, "save_code": False, "x_disable_stats": True}
         return wandb.init(
-            project=known.project,
-            entity=known.entity,
-            mode="online" if known.mode == "online" else "offline",
-            dir=known.folder,
-            id=_short(run_id),
+            project=settings.project,
+            entity=settings.entity,
+            mode="online" if settings.mode == "online" else "offline",
+            dir=settings.folder,
+            id=plain if len(plain) <= 64 else f"{plain[:53]}-{plain[-10:]}",  # W&B's limit; the end is a unique hash
             name=title,
             group=env.get("WANDB_RUN_GROUP") or self._sweep,
             job_type=kind,
-            tags=[*dict.fromkeys((*filter(None, env.get("WANDB_TAGS", "").split(",")), *known.tags))],
+            tags=[*dict.fromkeys((*filter(None, env.get("WANDB_TAGS", "").split(",")), *settings.tags))],
             config=config,
-            resume="allow" if known.mode == "online" else None,
+            resume="allow" if settings.mode == "online" else None,
             reinit="create_new",
-            settings=wandb.Settings(
-                silent=True,
-                console="off",
-                disable_git=True,
-                save_code=False,
-                x_disable_stats=True,
-                init_timeout=known.patience,
-                finish_timeout=known.patience,
-            ),
+            settings=wandb.Settings(**given),
         )
 
     def _finish(self, result: Result) -> None:
         """Log the summary and the table of examples of a complete run and finish it, once."""
-        opened = self._open.pop(result.run_id, None)
-        if opened is None:
-            return
-        opened.run.summary.update(_known({column.name: column.value(result) for column in COLUMNS}))
-        opened.run.summary["examples"] = _table(*example_table(result.samples))
-        opened.run.finish(exit_code=1 if result.n_failed else 0)
-
-    def _send_sweep(self, results: Sequence[Result]) -> None:
-        """A run `sweep-NAME` with the tidy table of all runs and the figures of `kvbench.plot`."""
-        name = f"sweep-{self._sweep}"
-        run = self._init(name, name, "sweep", {"runs": len(results)})
-        table = _table([c.name for c in COLUMNS], [[c.value(row) for c in COLUMNS] for row in results])
-        with tempfile.TemporaryDirectory() as folder:
-            run.log({"table": table, **_figures(results, Path(folder))})
-        run.finish()
-
-
-def _title(cell: Run) -> str:
-    labels = names(cell.naming, cell.identity)
-    budget = [] if cell.identity["budget"] is None else [str(cell.identity["budget"])]
-    return " ".join([labels["model"], labels["policy"], *budget, labels["task"]])
-
-
-def _config(cell: Run) -> dict[str, Any]:
-    """Every field that affects the result, with flat names: `policy.scorer.window`, `task.lengths`."""
-    evicts, decodes = moments(cell.identity)
-    return {
-        **flat({key: value for key, value in cell.identity.items() if key != "version"}),
-        "run_id": cell.run_id,
-        "model": cell.naming.model,
-        "policy": cell.naming.policy,
-        "schedule": evicts,
-        "decode": decodes,
-        "task": cell.naming.task,
-        "compress": compressed(cell.identity),
-    }
+        if result.run_id in self._open:
+            run, _ = self._open.pop(result.run_id)
+            run.summary.update(_known({column.name: column.value(result) for column in COLUMNS}))
+            run.summary["examples"] = _table(*example_table(result.samples))
+            run.finish(exit_code=1 if result.n_failed else 0)
 
 
 def history_row(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -220,17 +185,13 @@ def history_row(samples: Sequence[Sample]) -> dict[str, Any]:
 def example_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
     """Columns and rows of the table of examples; `sample` numbers several answers to one prompt."""
     columns = [name for name in _EXAMPLE if name != "sample" or any(one.sample is not None for one in samples)]
-    rows = (
-        {
-            **vars(sample),
-            **{name: sample.metadata.get(name) for name in ("depth", "length")},
-            "references": " | ".join(sample.references),
-            "nll": sample.likelihood and sample.likelihood.nll,
-            "kept_tokens": mean_kept(sample),
-        }
-        for sample in samples
-    )
-    return columns, [[values[name] for name in columns] for values in rows]
+    rows = []
+    for sample in samples:
+        values = {**vars(sample), **{name: sample.metadata.get(name) for name in ("depth", "length")}}
+        values |= {"references": " | ".join(sample.references), "kept_tokens": mean_kept(sample)}
+        values["nll"] = sample.likelihood and sample.likelihood.nll
+        rows.append([values[name] for name in columns])
+    return columns, rows
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,9 +217,3 @@ def _figures(results: Sequence[Result], folder: Path) -> dict[str, wandb.Image]:
         log.info("no figure for W&B: %s", error)
         return {}
     return {path.stem: wandb.Image(str(path)) for path in paths}
-
-
-def _short(name: str) -> str:
-    """A run id of at most 64 characters, the limit of W&B. It keeps the end, which is the unique hash."""
-    plain = re.sub(r"[^A-Za-z0-9._=-]", "_", name)
-    return plain if len(plain) <= 64 else f"{plain[:53]}-{plain[-10:]}"

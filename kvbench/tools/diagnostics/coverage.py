@@ -12,11 +12,11 @@ from kvbench.tools.diagnostics.probe import Probe
 
 TITLE = "tokens of the prompt kept at least once over layers and heads, %"
 RATES = (0.25, 0.5, 0.75, 0.9)
-ASKED: dict[str, Any] = {"markersize": 10, "markerfacecolor": "none", "markeredgewidth": 1.5}
+GIVEN: dict[str, Any] = {"markersize": 10, "markerfacecolor": "none", "markeredgewidth": 1.5}
 
 
 def check(policy: Policy, name: str) -> None:
-    """ValueError for a policy that evicts nothing."""
+    """Raise ValueError for a policy that evicts nothing."""
     if not policy.evicts:
         raise ValueError(f"coverage needs a policy that evicts: policy={name} keeps every token")
 
@@ -26,7 +26,6 @@ def measure(probe: Probe) -> list[dict[str, object]]:
 
     Percent of distinct prompt tokens held anywhere at the end of the prompt, window included.
     """
-    check(probe.policy, probe.name)
     rows = [_row(probe, None, probe.policy.budget)]
     if probe.policy.scorer is not None:
         for rate in RATES:
@@ -43,21 +42,16 @@ def _row(probe: Probe, rate: float | None, budget: float | None) -> dict[str, ob
 
 
 def draw(table: pd.DataFrame, figure: Figure) -> None:
+    """One line for each policy over the eviction rates, and a ring at the given budget."""
     axes = figure.subplots()
     looks = looks_of([str(policy) for policy in table["policy"].unique()])
     for policy, rows in table.groupby("policy", sort=False):
-        rated, look = rows.dropna(subset="rate").groupby("rate")["coverage"].mean(), looks[str(policy)]
-        axes.plot(rated.index, rated.to_numpy(), label=str(policy), **look.plot)
-        asked = rows[rows["rate"].isna()]
-        axes.plot(
-            _evicted(asked).mean(), asked["coverage"].mean(), gid="asked", **{**look.plot, "linestyle": "none", **ASKED}
-        )
-    axes.plot([], [], label="the given budget", color=INK, **ASKED, marker="o", linestyle="none")
+        rates, look = rows.dropna(subset="rate").groupby("rate")["coverage"].mean(), looks[str(policy)]
+        axes.plot(rates.index, rates.to_numpy(), label=str(policy), **look.plot)
+        given = rows[rows["rate"].isna()]
+        kept = given["budget"].where(given["budget"] < 1, given["budget"] / given["tokens"])
+        ring = {**look.plot, "linestyle": "none", **GIVEN}
+        axes.plot(1 - kept.clip(upper=1).mean(), given["coverage"].mean(), **ring)
+    axes.plot([], [], label="the given budget", color=INK, **GIVEN, marker="o", linestyle="none")
     axes.set(xlabel="eviction rate (share of the prompt evicted per head)", ylabel="coverage, %", ylim=(0, 102))
     legend_below(figure, axes)
-
-
-def _evicted(rows: pd.DataFrame) -> pd.Series:
-    """The share of the prompt that a budget evicts; it may itself be a share, of what stays."""
-    kept = rows["budget"].where(rows["budget"] < 1, rows["budget"] / rows["tokens"])
-    return 1 - kept.clip(upper=1)

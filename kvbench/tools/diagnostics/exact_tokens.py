@@ -25,7 +25,7 @@ TITLE = "attention-output error against the number of exact tokens"
 Trace = Literal["smallest", "random", "largest"]
 TRACES: tuple[Trace, ...] = get_args(Trace)
 COUNTS = (0, 1, 2, 4, 8, 16, 32)
-QUERIES = 64  # number of last queries of the prompt whose attention is compared
+QUERIES = 64  # number of last queries of the prompt for which attention is compared
 
 
 class _RecordingStore(SlotStore):
@@ -54,24 +54,22 @@ class _Recording(Store):
 
 
 def check(policy: Policy, name: str) -> None:
-    """ValueError for a policy without OTT's store, or one that evicts."""
+    """Raise ValueError for a policy without OTT's store, or one that evicts."""
     if not isinstance(policy.store, Ott):
         raise ValueError(f"policy={name} has no exact tokens: use an ott policy, such as ott_g32_r0")
     if policy.evicts or policy.pre_pass is not None:
-        raise ValueError(
-            f"policy={name} drops tokens, but exact_tokens compares stores with all tokens: use ott_g32_r0"
-        )
+        why = "drops tokens, but exact_tokens compares stores with all tokens: use ott_g32_r0"
+        raise ValueError(f"policy={name} {why}")
 
 
 def measure(probe: Probe) -> list[dict[str, object]]:
     """One row per layer, choice and number of tokens: errors with this number of exact tokens per KV head.
 
-    The tokens are chosen once from the whole prompt, by the norm of their keys or at random. Bits, group and residual
-    are those of the probe's policy. Raises ValueError for other policies than OTT.
+    The tokens are selected once from the whole prompt, by the norm of their keys or at random. Bits, group and residual
+    are fields of the probe's policy.
     """
-    check(probe.policy, probe.name)
     store = probe.policy.store
-    assert isinstance(store, Ott), "checked"
+    assert isinstance(store, Ott), "see check"
     layers = record(probe)
     return [
         {"layer": layer.layer, "kept": trace, "tokens": count, **errors(layer, _keeping(store, trace, count))}
@@ -106,16 +104,10 @@ def errors(layer: Observation, store: Store) -> dict[str, float]:
 
 def _attention(layer: Observation, keys: Tensor, values: Tensor) -> Tensor:
     """Outputs of the layer's last queries over keys and values [1,H_kv,C,D]: [1,H_kv,G,QUERIES,D]."""
-    rows = attention_rows(
-        layer.queries[:, :, -QUERIES:],
-        keys,
-        layer.query_positions[:, -QUERIES:],
-        layer.positions,
-        layer.scaling,
-        layer.softcap,
-        layer.sliding_window,
-        layer.sinks,
-    )
+    queries, positions = layer.queries[:, :, -QUERIES:], layer.query_positions[:, -QUERIES:]
+    how = layer.params
+    params = how.scaling, how.softcap, how.sliding_window, how.sinks
+    rows = attention_rows(queries, keys, positions, layer.positions, *params)
     return rows @ values[:, :, None].to(rows.dtype)
 
 
@@ -125,6 +117,7 @@ def _keeping(store: Ott, trace: Trace, count: int) -> Ott:
 
 
 def draw(table: pd.DataFrame, figure: Figure) -> None:
+    """One panel for each policy, with a line for each choice: the mean over layers and prompts."""
     policies = table.groupby("policy", sort=False)
     for axes, (policy, rows) in zip(figure.subplots(1, len(policies), squeeze=False)[0], policies, strict=True):
         for trace, hue, marker, line in zip(TRACES, HUES, MARKERS, LINES, strict=False):

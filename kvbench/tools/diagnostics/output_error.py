@@ -12,37 +12,34 @@ from torch import Tensor
 
 from kvbench.cache.attention import QKV
 from kvbench.cache.cache import KVCache
+from kvbench.config.presets import make_policy
 from kvbench.policies.layer_budgets import total_slots
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
-from kvbench.tools.diagnostics.by_layer import draw_by_layer
-from kvbench.tools.diagnostics.probe import Probe, full
+from kvbench.report.figures.style import by_layer, legend_below, looks_of
+from kvbench.tools.diagnostics.probe import Probe
 
 TITLE = "normalised attention-output error, by layer"
 KINDS = {"free": "free: two separate runs, drift included", "local": "local: the same hidden states"}
 
 
 class _Recorder(KVCache):
-    """Records the attention output of every layer, [1,H_q,M,D] per call."""
+    """Records the attention output of every layer, [1,H_q,M,D] per call.
+
+    shadow: a cache that gets the same queries, keys and values.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of a cache
         super().__init__(*args, **kwargs)
         self.outputs: list[list[Tensor]] = [[] for _ in self.attention_layers]
+        self.shadow: KVCache | None = None
 
     def attend(self, index: int, new: QKV, mask: Tensor | None, how: AttentionParams) -> Tensor:
+        if self.shadow is not None:
+            self.shadow.attend(index, new, mask, how)
         out = super().attend(index, new, mask, how)
         self.outputs[index].append(out)
         return out
-
-
-class _Shadowed(_Recorder):
-    """Also passes the same queries, keys and values to a full cache."""
-
-    shadow: _Recorder
-
-    def attend(self, index: int, new: QKV, mask: Tensor | None, how: AttentionParams) -> Tensor:
-        self.shadow.attend(index, new, mask, how)
-        return super().attend(index, new, mask, how)
 
 
 def _outputs(cache: _Recorder) -> list[Tensor]:
@@ -63,24 +60,29 @@ def measure(probe: Probe) -> list[dict[str, object]]:
     `free` compares two separate runs, drift of the hidden states included; `local` compares with dense attention over
     the same hidden states, which isolates the layer.
     """
-    dense = probe.cache_of(_Recorder, full())
+    full = make_policy("full")
+    dense, shadow, evicted = (probe.cache_of(_Recorder, policy) for policy in (full, full, None))
     tokens = probe.follow(dense, None)
-    shadow = probe.cache_of(_Recorder, full())
-    evicted = probe.cache_of(_Shadowed)
     evicted.shadow = shadow
     probe.follow(evicted, tokens)
     budget = total_slots(probe.policy, 1, probe.length)
     rows: list[dict[str, object]] = []
     for index, (free, local, got) in enumerate(zip(*map(_outputs, (dense, shadow, evicted)), strict=True)):
-        references = {"free": free, "local": local}
-        errors = {name: _error(one[budget:], got[budget:]) for name, one in references.items()}
+        pairs = {"free": free[budget:], "local": local[budget:]}
+        errors = {k: float((v - got[budget:]).square().sum() / v.square().sum()) for k, v in pairs.items()}
         rows.append({"layer": index, **errors})
     return rows
 
 
-def _error(reference: Tensor, got: Tensor) -> float:
-    return float((reference - got).square().sum() / reference.square().sum())
-
-
 def draw(table: pd.DataFrame, figure: Figure) -> None:
-    draw_by_layer(table, figure, KINDS, "squared error / squared norm", log=True)
+    """One panel for each kind of error, with a line for each policy: the mean over prompts."""
+    looks = looks_of([str(policy) for policy in table["policy"].unique()])
+    panels = figure.subplots(1, len(KINDS), sharey=True)
+    for axes, (column, title) in zip(panels, KINDS.items(), strict=True):
+        for policy, rows in table.groupby("policy", sort=False):
+            mean = rows.groupby("layer")[column].mean()
+            axes.plot(mean.index, mean.to_numpy(), label=str(policy), **looks[str(policy)].plot)
+        axes.set(title=title, yscale="log")
+        by_layer(axes)
+    panels[0].set_ylabel("squared error / squared norm")
+    legend_below(figure, panels[0])

@@ -5,13 +5,9 @@ import math
 import pytest
 import torch
 from kv_crafted import Crafted, drawn
-from kv_models import prompt, tiny
-from kv_runs import run_greedy
 
 from kvbench import make_policy
-from kvbench.cache.hook import prepare
 from kvbench.cache.read_counts import nbytes_read, tokens_read
-from kvbench.engine.generate import generate_tokens
 from kvbench.results.labels import reads_by_oracle
 
 LENGTH, NEW = 21, 6
@@ -67,28 +63,6 @@ def test_all_keys_and_the_chosen_values_are_counted_as_read() -> None:
     assert nbytes_read(made.cache.group) == 2 * ((LENGTH + 1) * 68 + 5 * 64)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("name", ["oracle_topk", "oracle_topp"])
-def test_rows_of_a_batch_read_what_they_read_alone(family: str, name: str) -> None:
-    model, prompts = prepare(tiny(family)), [prompt(41), prompt(30, seed=1)]
-    policy = make_policy(name, 12 if name == "oracle_topk" else None)
-    batch = run_greedy(model, prompts, policy, 9)
-    for row, ids in enumerate(prompts):
-        alone = generate_tokens(model, torch.tensor([ids]), policy, max_new_tokens=9)
-        assert batch.tokens[row] == alone.tokens[0]
-    full = [
-        run_greedy(model, prompts, p, 9).tokens for p in (make_policy("oracle_topp", mass=1.0), make_policy("full"))
-    ]
-    assert full[0] == full[1]
-
-
 def test_labels_call_oracles_an_upper_bound() -> None:
     for reader, expected in ((("a.Quest"), False), ("kvbench.policies.readers.oracle.OracleTopK", True), (None, False)):
         assert reads_by_oracle({"policy": {"reader": reader and {"class": reader}}}) == expected
-
-
-def test_a_mass_beyond_1_is_refused() -> None:
-    with pytest.raises(ValueError, match="mass"):
-        make_policy("oracle_topp", mass=1.5)
-    with pytest.raises(ValueError, match="oracle_topk needs a budget"):
-        make_policy("oracle_topk")

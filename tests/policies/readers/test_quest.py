@@ -14,7 +14,6 @@ from torch import Tensor
 from kvbench import BudgetError, KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.cache.read_counts import nbytes_read, tokens_read
-from kvbench.cache.reading import PageReads
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
@@ -126,7 +125,7 @@ def test_saved_forced_and_asked_about_a_context_it_goes_on_as_it_would(tmp_path:
 
 
 def test_what_reads_more_than_its_budget_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PageReads, "_chosen", lambda self, reader, layer, budgets, step, seen: seen)
+    monkeypatch.setattr("kvbench.cache.reading.chosen_slots", lambda reader, reading, plans: reading.visible)
     with pytest.raises(
         BudgetError, match=r"read 24 tokens per KV head of sequence 0 in layer 1, quest promised at most 16"
     ):

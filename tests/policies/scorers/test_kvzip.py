@@ -1,4 +1,4 @@
-"""KVzip: scores from one plain forward pass over the prompt and its repetition, and kvpress's own."""
+"""KVzip: the passes it asks for, and the sets that kvpress keeps."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +7,6 @@ import pytest
 import torch
 from kv_models import CodePoints, prompt, tiny
 from kvpress_kept import kvzip_press_keeps
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
@@ -16,7 +15,6 @@ from kvbench.policies.pre_passes.repetition import Repetition
 from kvbench.policies.scorers.kvzip import KVzip
 
 LENGTH, BUDGET, CHUNK, SINKS = 50, 20, 24, 4
-KV_HEADS, GROUP = 2, 2
 IDS = prompt(LENGTH)
 WORDS = CodePoints()
 
@@ -29,54 +27,14 @@ def pass_tokens(start: int) -> list[int]:
     return [*request, *IDS[start - 8 : start], *WORDS.encode("\n"), *IDS[start : start + CHUNK]]
 
 
-def scores(model: PreTrainedModel) -> Tensor:
-    """[L,H_kv,T]: attention of the prompt and a repetition read as one text, over what the equation's softmax reads."""
-    model.set_attn_implementation("eager")
-    found = torch.zeros(model.config.num_hidden_layers, KV_HEADS, LENGTH, dtype=torch.float64)
-    for start in range(0, LENGTH, CHUNK):
-        more = pass_tokens(start)
-        attentions = model(torch.tensor([[*IDS, *more]]), output_attentions=True).attentions
-        chunk = list(range(start, min(start + CHUNK, LENGTH)))
-        sinks = list(range(min(SINKS, start)))
-        read = torch.tensor([*sinks, *chunk, *range(LENGTH, LENGTH + len(more))])
-        for layer, weights in enumerate(attentions):
-            part = weights[0, :, LENGTH:, read]  # [H_q,n,...]: a softmax over fewer is the same, divided by their sum
-            part = part / part.sum(-1, keepdim=True)
-            for head in range(KV_HEADS):
-                most = part[head * GROUP : (head + 1) * GROUP].amax((0, 1))
-                found[layer, head, chunk] = most[len(sinks) : len(sinks) + len(chunk)]
-    return found
-
-
 def kept(cache: KVCache) -> list[list[list[int]]]:
     return [[sorted(p for p in head if p >= 0) for head in x.positions[0].tolist()] for x in cache.layers]
-
-
-def best(values: Tensor, slots: int) -> list[list[list[int]]]:
-    """The sinks of every head and the largest of all heads of [L,H_kv,T] together, `slots` in all."""
-    ranked = sorted(
-        ((layer, head, j) for layer in range(len(values)) for head in range(KV_HEADS) for j in range(SINKS, LENGTH)),
-        key=lambda place: -float(values[place]),
-    )[: slots - len(values) * KV_HEADS * SINKS]
-    chosen = {*ranked, *((x, h, j) for x in range(len(values)) for h in range(KV_HEADS) for j in range(SINKS))}
-    return [[[j for j in range(LENGTH) if (x, h, j) in chosen] for h in range(KV_HEADS)] for x in range(len(values))]
 
 
 def compressed(model: PreTrainedModel, slug: str, ids: list[int] = IDS, **fields: Any) -> KVCache:
     model.set_attn_implementation("kvbench")
     policy = make_policy(slug, BUDGET, chunk=CHUNK, **fields)
     return generate_tokens(model, torch.tensor([ids]), policy, max_new_tokens=1, encoder=WORDS).cache
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_what_the_repetition_looks_at_most_is_kept(family: str) -> None:
-    model = tiny(family)
-    values = scores(model)
-    layers = len(values)
-    assert kept(compressed(model, "kvzip")) == best(values, layers * KV_HEADS * BUDGET)
-    each = [best(values[x : x + 1], KV_HEADS * BUDGET)[0] for x in range(layers)]
-    assert kept(compressed(model, "kvzip_layerwise")) == each
 
 
 def test_a_pass_asks_for_a_chunk_behind_the_tokens_before_it() -> None:

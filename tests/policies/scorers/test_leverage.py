@@ -1,6 +1,5 @@
 """Leverage: the diagonal of the matrix that projects on what a head's keys span."""
 
-import pytest
 import torch
 from kv_crafted import drawn, observed, rankings
 from kv_models import prompt
@@ -59,8 +58,3 @@ def test_kvpress_ranks_alike() -> None:
             policy_keeps(model, ids, make_policy("leverage", 45))
         for mine, press in zip(seen, theirs, strict=True):
             assert rank_correlation(mine.ranking.scores[0], press) > 0.99
-
-
-def test_a_ridge_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="epsilon must be a number of at least 1e-12, got 0"):
-        make_policy("leverage", 20, epsilon=0)

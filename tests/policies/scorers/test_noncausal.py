@@ -61,11 +61,6 @@ def test_a_decoded_token_draws_what_a_token_draws_on_average() -> None:
     assert float(seen[0].state["attention"][0, 0, :, 0][seen[0].ranking.positions[0, 0] == 11]) == 0
 
 
-def test_blocks_are_refused() -> None:
-    with pytest.raises(ValueError, match="noncausal is defined on the whole prompt only, so schedule=blocks cannot"):
-        make_policy("noncausal", 20, schedule="blocks")
-
-
 @pytest.mark.parametrize(("length", "chunk"), [(90, 16), (96, 16), (60, 256)])
 def test_kvpress_keeps_the_same_as_its_code_does_it(length: int, chunk: int) -> None:
     kvpress = presses()

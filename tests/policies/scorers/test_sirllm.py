@@ -1,11 +1,12 @@
 """SirLLM: a token's score is its surprisal under the model, computed from a plain forward pass."""
 
-import pytest
 import torch
-from kv_models import prompt, tiny
-from kv_runs import run_generate, run_greedy
+from kv_models import CodePoints, prompt, tiny
+from kv_runs import kept_now, run_greedy
 
-from kvbench import make_policy
+from kvbench import KVCache, make_policy
+from kvbench.engine.pre_pass import rate_next
+from kvbench.engine.prefill import next_logits, prefill
 
 LENGTH, BUDGET, SINKS = 47, 16, 4
 
@@ -25,6 +26,14 @@ def test_the_most_surprising_tokens_and_the_sinks_stay() -> None:
         expected = [*expected, LENGTH]
 
 
-def test_generate_of_transformers_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"look at a prompt again .* which model\.generate does not: use"):
-        run_generate(tiny(), [prompt(LENGTH)], make_policy("sirllm", BUDGET), 2)
+@torch.inference_mode()
+def test_a_decoded_token_stays_if_the_model_found_it_unlikely() -> None:
+    model, policy = tiny(), make_policy("sirllm", BUDGET)
+    model.set_attn_implementation("kvbench")
+    for unlikely in (True, False):
+        cache = KVCache(model.config, policy, prompt_length=LENGTH)
+        logits = prefill(model, torch.tensor([prompt(LENGTH)]), cache, CodePoints())
+        token = logits.argmin(-1, keepdim=True) if unlikely else logits.argmax(-1, keepdim=True)
+        rate_next(cache, logits, token)
+        next_logits(model, token, torch.tensor([[LENGTH]]), cache)
+        assert [[LENGTH in head for head in layer] for layer in kept_now(cache)[0]] == [[unlikely] * 2] * 2

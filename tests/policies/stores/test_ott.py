@@ -19,9 +19,9 @@ SPLITS = [[1] * 9, [9], [4, 5], [6, 1, 1, 1]]
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 def test_the_worked_example_comes_out_to_the_last_digit(splits: list[int]) -> None:
     held = feed(TINY, KEYS, VALUES, splits)
-    coded = held._columns[0].runs[0].dequantised()[0, 0].tolist()
+    coded = held._columns[0].chunks[0].dequantised()[0, 0].tolist()
     assert coded == [[27, 0], [35, 0], [35, 2], [39, -4], [32, 1], [27, 1], [37, 7], [42, -2]]
-    values = held._columns[1].runs[0].dequantised()[0, 0].tolist()
+    values = held._columns[1].chunks[0].dequantised()[0, 0].tolist()
     assert values == [[1, 1], [1, 3], [2, -1], [-3, 2], [0, 6], [3, 0], [5, 1], [-1, 1]]
     assert held.pools.slots.tolist() == [[[5, 0]]]
     assert held.pools.frozen.tolist() == [[False]]
@@ -32,7 +32,7 @@ def test_the_worked_example_comes_out_to_the_last_digit(splits: list[int]) -> No
 
 def test_the_mean_of_the_inliers_can_stand_in_instead() -> None:
     held = feed(dataclasses.replace(TINY, fill="inlier_mean"), KEYS[:, :, :5], VALUES[:, :, :5])
-    codes = held._columns[0].runs[0]
+    codes = held._columns[0].chunks[0]
     torch.testing.assert_close(codes.queue.view("scale")[0, 0, 0], torch.tensor([5 / 3, 2]))
     assert codes.queue.view("minimum")[0, 0, 0].tolist() == [34, -4]
     expected = [[34 + 5 / 3, 0], [34, 0], [34 + 5 / 3, 2], [39, -4]]
@@ -63,7 +63,7 @@ def test_with_an_empty_pool_the_codes_are_kivis_on_the_same_schedule(bits: int) 
     assert torch.equal(ott.values, kivi.values)
     for a, b in zip(ott._columns, kivi._columns, strict=True):
         for name in ("words", "scale", "minimum"):
-            assert torch.equal(a.runs[0].queue.view(name), b.runs[0].queue.view(name))
+            assert torch.equal(a.chunks[0].queue.view(name), b.chunks[0].queue.view(name))
 
 
 def test_the_first_two_layers_trace_nothing() -> None:

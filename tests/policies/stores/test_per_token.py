@@ -1,12 +1,15 @@
 """The stores of serving engines: worked numbers, bytes of the formula, attention from codes, evictions before them."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from kv_models import prompt, tiny
 from kv_runs import bytes_held
 from kv_stores import attended, feed, plain_attention, stream
+from long_cache import limit_bits
+from torch import Tensor
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
@@ -18,11 +21,10 @@ from kvbench.policies.stores.per_token import (
     Int4,
     Int8,
     Nvfp4,
-    PerTokenStore,
     from_e2m1,
     to_e2m1,
 )
-from kvbench.tools.cache_bytes import limit_bits
+from kvbench.policies.stores.token_codes import TokenCodeStore
 
 STORES = [Fp8(), Fp8PerTokenHead(), Int8(), Int4(), Int4(rotate=False), Nvfp4(), Nvfp4(four_over_six=True)]
 NV_IN = [3, -1.5, 0.1, 0.125, 0.375, 0.625, 0.875, 1.25, 1.75, 2.5, 0.3, -0.2, 0, 0.6, 2.2, -2.6]
@@ -55,17 +57,17 @@ INT4_IN = [-1.25, 2.5, 0, 0.1, 0.125, -0.125, 1.3, -0.9]
     ],
     ids=str,
 )
-def test_a_vector_worked_by_hand(store: PerTokenStore, x: list[float], view: list[float], codes: str | None) -> None:
+def test_a_vector_worked_by_hand(store: TokenCodeStore, x: list[float], view: list[float], codes: str | None) -> None:
     keys = torch.tensor(x, dtype=torch.float32).view(1, 1, 1, -1)
     held = feed(store, keys, keys)
     assert held.keys.flatten().tolist() == view
     if codes is not None:
-        assert bytes(held._columns[0].runs[0].queue.view("codes").flatten().view(torch.uint8).tolist()).hex() == codes
+        assert bytes(held.memory["keys codes"].flatten().view(torch.uint8).tolist()).hex() == codes
 
 
 def test_the_zero_point_of_int4_is_hidden_in_its_scale() -> None:
     keys = torch.tensor(INT4_IN).view(1, 1, 1, -1)
-    scale = feed(Int4(rotate=False), keys, keys)._columns[0].runs[0].queue.view("scale")
+    scale = feed(Int4(rotate=False), keys, keys).memory["keys scale"]
     assert int(scale.view(torch.int32)) == 0x3E800005
 
 
@@ -104,9 +106,8 @@ def test_bytes_are_those_of_the_formula(name: str, number_bytes: int, per_layer:
 @pytest.mark.parametrize("dim", [16, 64])
 @pytest.mark.parametrize("store", STORES, ids=str)
 def test_attention_from_codes_is_attention_over_the_dequantised_view(
-    store: PerTokenStore, dim: int, monkeypatch: pytest.MonkeyPatch
+    store: TokenCodeStore, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbench.policies.stores.codes.BLOCK", 5000)
     keys, values = stream(130, dim=dim)
     held, query = feed(store, keys, values, [100] + [1] * 30), 3 * torch.randn(1, 6, 1, dim)
     expected = plain_attention(query, held.keys, held.values).float()
@@ -133,6 +134,40 @@ def test_what_an_eviction_keeps_is_what_is_stored_in_codes(slug: str) -> None:
         for head in range(2):
             own, its = (x.positions[0, head].long() for x in (dense, held))
             assert sorted(own[own >= 0].tolist()) == its[its >= 0].tolist()
+
+
+@pytest.mark.parametrize("eviction", ["snapkv", "h2o", "ada_snapkv", "streamingllm"])
+@pytest.mark.parametrize(
+    ("store", "vectors"), [("fp8", 16), ("int8", 24), ("int4", 16), ("nvfp4", 10), ("turboquant", 12)]
+)
+def test_evicting_while_decoding_frees_single_tokens_and_leaves_the_codes_of_the_others(
+    eviction: str, store: str, vectors: int
+) -> None:
+    """24 more tokens, one evicted for each. vectors: bytes of a key and a value of 8 numbers by the formula."""
+    model, ids = prepare(tiny("llama", dtype=torch.float32)), torch.tensor([prompt(84)])
+    fields: dict[str, Any] = {"window": 8} if "snapkv" in eviction else {}
+    fields |= {"store.group": 8} if store == "nvfp4" else {}
+    cache = KVCache(model.config, make_policy(f"{eviction}_{store}", 40, decode="evict", **fields), prompt_length=60)
+    known: dict[tuple[int, int, int], list[Tensor]] = {}
+    with torch.inference_mode():
+        for call in ids.split([60] + [1] * 24, dim=1):
+            model(call, past_key_values=cache)
+            for index, layer in enumerate(cache.layers):
+                held = layer.states[0].store
+                coded = [x for name, x in held.memory.items() if name.startswith(("keys ", "values "))]
+                for head, slot in (held.positions[0] >= 0).nonzero().tolist():
+                    own = [x[0, head, slot].flatten().view(torch.uint8) for x in coded]
+                    before = known.setdefault((index, head, int(held.positions[0, head, slot])), own)
+                    assert all(map(torch.equal, before, own))
+                per_slot = vectors + 4 + 4 * (eviction == "h2o")  # position, sum of attention
+                tokens = int((held.positions >= 0).sum())
+                constants = 2 * 4 * (store in ("fp8", "nvfp4")) + 2 * 8 * (held.free is not None)
+                assert held.nbytes - held.spare_nbytes == tokens * per_slot + constants
+                assert held.nbytes == sum(held.parts().values())
+                assert tokens == 40 * 2
+    cache.audit()
+    assert cache.layers[0].positions.max() == 83
+    assert len(known) == 2 * 2 * (40 + 24)
 
 
 def test_float8_of_pytorch_is_what_a_model_in_16_bits_reads() -> None:

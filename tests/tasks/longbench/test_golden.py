@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
+from task_data import recorded
 
 from kvbench.tasks.longbench.metrics import score
 from kvbench.tasks.longbench.subsets import SUBSETS
 from kvbench.tasks.longbench.summary import by_bin, percent
 
-GOLDEN = Path(__file__).parents[4] / "shared" / "golden"
 LABELS = {"0-4k", "4-8k", "8k+"}
 
 
-def rows(name: str) -> list[dict[str, Any]]:
-    path = GOLDEN / name
-    if not path.is_file():
-        pytest.skip(f"the recorded official results are not at {path}")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def test_every_single_prediction_scores_as_in_the_official_code() -> None:
-    cases = rows("longbench_scores.jsonl")
+    cases = recorded("longbench_scores.jsonl")
     assert {case["dataset"] for case in cases} == set(SUBSETS)
     for case in cases:
         got = score(SUBSETS[case["dataset"]], case["prediction"], case["answers"], case["all_classes"], official=True)
@@ -33,13 +22,13 @@ def test_every_single_prediction_scores_as_in_the_official_code() -> None:
 
 
 def test_the_true_rouge_differs_only_where_the_official_code_overflows_its_stack() -> None:
-    for case in rows("longbench_scores.jsonl"):
+    for case in recorded("longbench_scores.jsonl"):
         asked = (SUBSETS[case["dataset"]], case["prediction"], case["answers"], case["all_classes"])
         assert (score(*asked) == score(*asked, official=True)) == (case["tag"] != "rouge_recursion_limit"), case["id"]
 
 
 def test_every_corpus_scores_as_in_the_official_code() -> None:
-    cases = rows("longbench_corpus_scores.jsonl")
+    cases = recorded("longbench_corpus_scores.jsonl")
     assert {case["mode"] for case in cases} == {"main", "e"}
     for case in cases:
         pairs = zip(case["predictions"], case["answers"], strict=True)

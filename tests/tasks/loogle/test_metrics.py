@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+from task_data import recorded
 
 from kvbench.tasks.loogle.metrics import CLOZE, cloze, read_dict, similarities
 from kvbench.tasks.loogle.predictions import score_predictions
 
-GOLDEN = Path(__file__).parents[4] / "shared" / "golden" / "loogle_scores.jsonl"
 BLANKS = json.dumps({"<mask-0>": "Ada Byron", "<mask-1>": "Turin"})
 
 
@@ -20,9 +19,7 @@ def line(prediction: object, references: object = (BLANKS,), task: str = CLOZE) 
 
 
 def test_every_recorded_metric_is_the_official_one() -> None:
-    if not GOLDEN.is_file():
-        pytest.skip(f"the recorded official results are not at {GOLDEN}")
-    cases = [json.loads(one) for one in GOLDEN.read_text(encoding="utf-8").splitlines()]
+    cases = recorded("loogle_scores.jsonl")
     for case in (one for one in cases if "kind" not in one):
         pair = case["prediction"], case["references"][0]
         got: dict[str, Any] = cloze(*pair, "kvpress") if case["task"] == CLOZE else similarities(*pair, "kvpress")

@@ -62,6 +62,6 @@ def test_presets_through_lm_eval_score_what_stands_behind_the_thought(
     (example,) = task.examples(pieces, 0)
     assert ("boxed{}." in example.prompt, "2 + 2?" in example.prompt) == (name != "gsm8k", True)
     assert example.max_new_tokens == most
-    assert task.asking(example).stop == ()
+    assert task.task_of(example).stop == ()
     assert task.score(task.after_thinking(f"Question: is it 5? 5.</think>{right}"), example) == 1.0
     assert task.score(task.after_thinking(f"{right}</think>It is 17."), example) == 0.0

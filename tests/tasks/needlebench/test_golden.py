@@ -10,20 +10,12 @@ from typing import Any
 
 import pytest
 from char_tokenizer import CharTokenizer
+from task_data import GOLDEN, recorded
 
 from kvbench.tasks.needlebench import scores
 from kvbench.tasks.needlebench.grids import Grid
 from kvbench.tasks.needlebench.summary import cells_of_results, overall
-from kvbench.tasks.needlebench.task import Asked, NeedleBench
-
-GOLDEN = Path(__file__).parents[4] / "shared" / "golden"
-
-
-def rows(name: str) -> list[dict[str, Any]]:
-    path = GOLDEN / name
-    if not path.is_file():
-        pytest.skip(f"the recorded official results are not at {path}")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+from kvbench.tasks.needlebench.task import NeedleBench, Point
 
 
 @dataclass(frozen=True)
@@ -47,15 +39,15 @@ class Recorded(NeedleBench):
         given = dict(self.arguments)
         return OneBuffer((given["length"],), tuple(given.get("depths", ())), (given["length_buffer"],) * 3)
 
-    def asked(self) -> Iterator[Asked]:
+    def points(self) -> Iterator[Point]:
         given = dict(self.arguments)
         needles = given.get("num_needles", len(given.get("depths", (1,))))
         language = {"English": "en", "Chinese": "zh"}[given["language"]]
-        yield Asked(self.kind, language, given["length"], given.get("depth"), self.repeat, needles)
+        yield Point(self.kind, language, given["length"], given.get("depth"), self.repeat, needles)
 
 
 def test_official_prompts_come_out_byte_for_byte(tmp_path: Path) -> None:
-    wanted = rows("needlebench_prompts.jsonl")
+    wanted = recorded("needlebench_prompts.jsonl")
     assert len(wanted) == 76
     inputs = json.loads((GOLDEN / "needlebench_prompt_inputs.json").read_text(encoding="utf-8"))
     for name, content in inputs["files"].items():
@@ -80,7 +72,7 @@ def test_official_prompts_come_out_byte_for_byte(tmp_path: Path) -> None:
 
 
 def test_official_scores_come_out_to_1e_6() -> None:
-    cases = rows("needlebench_scores.jsonl")
+    cases = recorded("needlebench_scores.jsonl")
     assert len(cases) == 91
     for case in cases:
         pairs = list(zip(case["predictions"], case["references"], strict=True))
@@ -98,7 +90,7 @@ def test_official_scores_come_out_to_1e_6() -> None:
 
 
 def test_official_averages_come_out_to_1e_6() -> None:
-    cases = rows("needlebench_overall.jsonl")
+    cases = recorded("needlebench_overall.jsonl")
     assert len(cases) == 2
     for case in cases:
         cells = cells_of_results(case["results"])

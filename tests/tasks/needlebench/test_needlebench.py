@@ -112,7 +112,7 @@ def test_v2_asks_for_the_eldest_of_a_family_in_a_box(folder: Path) -> None:
         assert task.score(f"So it is \\boxed{{{eldest}}}.", example) == 1.0
         assert task.score(f"So it is {eldest}.", example) == 0.0
     assert (
-        {one.depth for one in task.asked() if one.depth is not None} == set(V2["4k"].depths) == set(range(0, 101, 10))
+        {one.depth for one in task.points() if one.depth is not None} == set(V2["4k"].depths) == set(range(0, 101, 10))
     )
 
 
@@ -133,24 +133,3 @@ def test_answers_of_a_run_are_averaged_as_the_official_tables_are(folder: Path) 
     assert len(heat_map(rows)) == 4 * 20
     single = [answer for answer in run if answer.metadata["task"] == "single_retrieval"]
     assert summary(single) == {"single_retrieval": 100.0}
-
-
-# --- files ---
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        ("needles.jsonl", '{"needle": "a"}', r"needles\.jsonl, row 1: no text in its field 'retrieval_question'"),
-        (
-            "multi_needle_reasoning_en.json",
-            '[{"question": "", "answer": "", "derivations": ["a"]}]',
-            "has no entry with derivation_count 2",
-        ),
-    ],
-)
-def test_a_file_of_another_form_is_refused(tmp_path: Path, name: str, content: str, sentence: str) -> None:
-    needlebench_files.write(tmp_path)
-    (tmp_path / name).write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match=sentence):
-        examples(tmp_path, cells=1, repeats=1, languages=["en"])

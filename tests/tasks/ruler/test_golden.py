@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from task_data import GOLDEN, recorded
 
 from kvbench.tasks.ruler.base import RulerTask, clean_up
 from kvbench.tasks.ruler.common_words import CommonWords
@@ -23,8 +24,6 @@ from kvbench.tasks.ruler.templates import document_line, template
 from kvbench.tasks.ruler.variable_tracking import VariableTracking
 from kvbench.tasks.scores import contains, contains_any
 from kvbench.tasks.task import Tokenizer
-
-GOLDEN = Path(__file__).parents[4] / "shared" / "golden"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +68,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def rows(name: str) -> list[dict[str, Any]]:
-    path = GOLDEN / name
-    if not path.is_file():
-        pytest.skip(f"the recorded official results are not at {path}")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def wonderwords() -> str | None:
     try:
         return version("wonderwords")
@@ -85,7 +77,7 @@ def wonderwords() -> str | None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_official_prompts_come_out_byte_for_byte(name: str, words: Tokenizer, inputs: str) -> None:
-    wanted = [row for row in rows("ruler_generated.jsonl") if row["task"] == name]
+    wanted = [row for row in recorded("ruler_generated.jsonl") if row["task"] == name]
     assert len(wanted) == 4
     if name not in NO_WORDS and wonderwords() != "3.0.1":
         pytest.skip(f"{name} needs wonderwords==3.0.1, found {wonderwords()}")
@@ -101,7 +93,7 @@ def test_official_prompts_come_out_byte_for_byte(name: str, words: Tokenizer, in
 
 def test_official_scores_come_out_to_1e_6() -> None:
     metrics = {"string_match_all": contains, "string_match_part": contains_any}
-    cases = rows("ruler_scores.jsonl")
+    cases = recorded("ruler_scores.jsonl")
     assert len(cases) == 91
     for case in cases:
         outputs = [clean_up(prediction) for prediction in case["predictions"]]

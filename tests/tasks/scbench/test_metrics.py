@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+from task_data import recorded
 
 from kvbench.tasks.scbench.predictions import score_predictions
-from kvbench.tasks.scbench.repoqa import function_of, most_alike
-
-GOLDEN = Path(__file__).parents[4] / "shared" / "golden" / "scbench_scores.jsonl"
+from kvbench.tasks.scbench.repoqa import function_of, most_similar
 
 
 def row(prediction: str, answer: str, turn: int = 0, **more: str) -> dict[str, Any]:
@@ -32,11 +29,8 @@ def test_the_values_of_repoqa_and_kv_in_scdq_are_always_0_but_in_the_sound_score
 
 
 def test_every_recorded_function_is_as_like_as_in_the_official_code() -> None:
-    if not GOLDEN.is_file():
-        pytest.skip(f"the recorded official results are not at {GOLDEN}")
-    cases = [json.loads(line) for line in GOLDEN.read_text(encoding="utf-8").splitlines()]
-    for case in (one for one in cases if "best_target" in one):
-        name, likeness = most_alike(case["prediction"], case["lang"], case["needles"])
+    for case in (one for one in recorded("scbench_scores.jsonl") if "best_target" in one):
+        name, likeness = most_similar(case["prediction"], case["lang"], case["needles"])
         assert (name, likeness) == (case["best_target"], pytest.approx(case["best_similarity"])), case["id"]
 
 

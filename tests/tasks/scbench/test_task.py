@@ -103,22 +103,3 @@ def test_the_aggregates_are_the_official_ones_of_each_turn(pieces: Tokenizer, fo
     task, turns = asked(pieces, "repoqa_and_kv", folder, "task.mode=scdq")
     answers = [answered(task, turn, turn.references[0]) for turn in turns]
     assert summary(answers) == {"all turns, scbench_repoqa": 100.0, "all turns, scbench_kv": 0.0}  # as printed there
-
-
-@pytest.mark.parametrize(
-    ("row", "sentence"),
-    [
-        (None, r"data_dir=.* contains no text, it must have files such as scbench_kv.jsonl"),
-        (
-            '{"context": "a"}',
-            r"scbench_kv.jsonl, row 1: unexpected format, expected that of microsoft/SCBench \(KeyError: 'multi_turns'",
-        ),
-    ],
-)
-def test_data_that_is_missing_or_of_another_form_is_one_sentence(
-    row: str | None, sentence: str, pieces: Tokenizer, tmp_path: Path
-) -> None:
-    if row is not None:
-        (tmp_path / "scbench_kv.jsonl").write_text(row + "\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=sentence):
-        asked(pieces, "kv", tmp_path)

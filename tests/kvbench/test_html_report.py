@@ -17,10 +17,9 @@ from plotted_runs import answered, sample, write_run
 
 from kvbench.cli import main as run
 from kvbench.report.html.caveats import caveats
-from kvbench.report.html.command import main, write_page
 from kvbench.report.html.examples import LEVELS, examples
 from kvbench.report.html.prompts import prompts_of
-from kvbench.report.html.render import page
+from kvbench.report.html.report import html_report, main, write_report
 from kvbench.report.html.tables import groups, in_order, marks, matrices
 from kvbench.results.kept_heads import counts, kept_heads
 from kvbench.results.load import load_results
@@ -166,7 +165,7 @@ def test_prompts_are_made_again_and_kept_tokens_are_marked(folder: Path) -> None
 
 
 def test_numbers_of_the_page_are_those_of_the_results_and_answers_are_text(folder: Path) -> None:
-    text = page(load_results(folder), folder)
+    text = html_report(load_results(folder), folder)
     results = text[text.index('id="results"') : text.index('id="figures"')]
     assert '<td class="cell" data-order="0.0">0.000 <small>0.000 to 0.390</small></td>' in results  # Wilson, 0 of 6
     assert re.search(r"claims\" data-order=\"-1.0\">-1.000 <small>-1.000 to -0\.\d+</small>", results)
@@ -184,7 +183,7 @@ def test_a_full_disk_leaves_the_old_report(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # a write beyond 10,000 bytes fails
     try:
         with pytest.raises(ValueError, match="cannot be written"):
-            write_page(load_results(tmp_path / "runs"), tmp_path / "runs", old)
+            write_report(load_results(tmp_path / "runs"), tmp_path / "runs", old)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert old.read_text() == "old"
@@ -205,7 +204,7 @@ def browser() -> Iterator[Any]:
 
 
 def test_in_a_browser_groups_stand_together_all_columns_fit_and_nothing_is_loaded(browser: Any, folder: Path) -> None:
-    write_page(load_results(folder), folder, folder.parent / "report.html")
+    write_report(load_results(folder), folder, folder.parent / "report.html")
     view = browser.new_page(viewport={"width": 1400, "height": 900})
     complaints: list[str] = []
     asked: list[str] = []

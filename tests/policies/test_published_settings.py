@@ -1,4 +1,4 @@
-"""CAKE's published temperatures and ablations, as they stand in conf/."""
+"""Settings that papers publish: defaults of parts, CAKE's temperatures and ablations in conf/."""
 
 import pytest
 from command_lines import grids_of
@@ -9,6 +9,10 @@ from kvbench.policies.allocators.pyramid import Pyramid
 from kvbench.policies.allocators.random import Random
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.scorers.cake import Cake
+from kvbench.policies.scorers.lagkv import LagKV
+from kvbench.policies.scorers.rkv import RKV
+from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.scorers.snapkv import SnapKV
 
 PUBLISHED = {
     ("llama31_8b_instruct", 128): (1.6, 0.6),
@@ -32,6 +36,21 @@ ABLATIONS = {
     "cake_alloc_uniform_ind_mean": ("mean", Uniform()),
     "cake_alloc_h_ind_mean": ("mean", P2A(tau2=float("inf"))),
 }
+
+
+@pytest.mark.parametrize(
+    ("slug", "part", "fields"),
+    [
+        ("snapkv", SnapKV(), {"window": 32, "kernel": 7, "pool": "max"}),
+        ("lagkv", LagKV(), {"lag": 128, "sinks": 4}),
+        ("rkv", RKV(), {"window": 8, "kernel": 7, "lam": None}),
+    ],
+)
+def test_a_part_without_arguments_has_the_published_settings(
+    slug: str, part: Scorer, fields: dict[str, object]
+) -> None:
+    assert {name: vars(part)[name] for name in fields} == fields
+    assert make_policy(slug, 64).scorer == part
 
 
 @pytest.mark.parametrize("table", ["table5", "table6", "table7", "table8", "table9"])

@@ -1,0 +1,125 @@
+"""`python -m kvbench.report DIR -o report.html`: all runs below a folder as one HTML file."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvbench.errors import UsageError
+from kvbench.terminal.command import Parser, command
+from kvbench.terminal.outputs import check_output
+
+if TYPE_CHECKING:
+    from kvbench.results.result import Result
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the report and print its path; returns the exit code."""
+    parser = Parser("python -m kvbench.report", description=__doc__)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of runs, such as results/runs")
+    written = "HTML file to write (default: %(default)s)"
+    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help=written)
+    options = parser.parse_args(arguments)
+    logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
+    check_output(options.output, (".html",))
+    from kvbench.results.load import load_results
+
+    results = load_results(options.folder)
+    nbytes = write_report(results, options.folder, options.output)
+    count = "1 run" if len(results) == 1 else f"{len(results)} runs"
+    sys.stdout.write(f"report: {options.output} ({count}, {nbytes / 1e6:.1f} MB, opens in any browser)\n")
+    return 0
+
+
+def write_report(results: Sequence[Result], folder: Path, output: Path) -> int:
+    """Write the report and return its size in bytes. If writing fails, raises UsageError and keeps the old file."""
+    check_output(output, (".html",))
+    from kvbench.results.files import atomic_write
+
+    written = html_report(results, folder).encode()
+    try:
+        with atomic_write(output) as temporary:
+            temporary.write_bytes(written)
+    except OSError as error:
+        raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
+    return len(written)
+
+
+def html_report(results: Sequence[Result], folder: Path) -> str:
+    """The report as one HTML document without external files."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # imported here: torch and matplotlib are slow
+    from markupsafe import Markup
+
+    from kvbench.report.html import tables
+    from kvbench.report.html.caveats import caveats
+    from kvbench.report.html.examples import LEVELS, examples
+    from kvbench.results.labels import flat
+
+    rows = tables.in_order(results)
+    groups = tables.groups(rows)
+    bundle = resources.files("itables") / "html"  # DataTables, from the package itables
+    loader = PackageLoader("kvbench.report.html", ".")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    filters = {"budget": tables.budget_text, "amount": tables.amount, "number": tables.number, "cost": tables.cost_text}
+    environment.filters.update(filters)
+    parts = {row.line: flat({k: v for k, v in row.identity["policy"].items() if k != "class"}) for row in rows}
+    return environment.get_template("report.html").render(
+        title=folder.resolve().name,
+        rows=rows,
+        kinds=[("score", [g for g in groups if not g.rows[0].reads]), ("NLL", [g for g in groups if g.rows[0].reads])],
+        marks={row: mark for group in groups for row, mark in tables.marks(group).items()},
+        matrices=tables.matrices(rows),
+        figures=_figures(rows),
+        costs=tables.costs(rows),
+        caveats=caveats(rows, groups),
+        tasks=examples(rows),
+        levels=range(1, LEVELS + 1),
+        facts=_facts(rows),
+        policies={n: ", ".join(f"{k}={v}" for k, v in of.items() if v is not None) for n, of in parts.items()},
+        below=folder,
+        datatables=Markup((bundle / "dt_bundle.js").read_text(encoding="utf-8").replace("<!--", "<\\!--")),
+        datatables_css=Markup((bundle / "dt_bundle.css").read_text(encoding="utf-8")),
+    )
+
+
+def _figures(rows: Sequence[Result]) -> list[tuple[str, str]]:
+    """The figures of `kvbench.plot`: names and data URLs with their SVG."""
+    from kvbench.report.figures import pictures
+    from kvbench.report.figures.panels import once
+    from kvbench.report.figures.sheet import Paper
+    from kvbench.report.figures.style import encoded, house_style
+
+    with house_style():
+        try:
+            found = pictures.figures(pictures.ALL, once(rows), Paper())
+        except UsageError:  # no run has a score
+            return []
+        images = [(name, b64encode(encoded(figure, ".svg")).decode()) for name, figure in found]
+    return [(name, f"data:image/svg+xml;base64,{image}") for name, image in images]
+
+
+def _facts(rows: Sequence[Result]) -> list[tuple[str, str]]:
+    """Versions and settings that are needed to repeat the runs; several values if the runs differ."""
+    from kvbench.results.environment import machine
+
+    places = [row.environment for row in rows]
+    packages = sorted({name for place in places for name, version in place["packages"].items() if version})
+    found: dict[str, Iterable[object]] = {
+        "model": [f"{row.model_label} ({row.weights})" for row in rows],
+        "dtype": [row.identity["dtype"] for row in rows],
+        "decoding": [row.identity["generation"]["decoding"] for row in rows],
+        "seed": [row.identity["seed"] for row in rows],
+        "kvbench revision": [place["kvbench_revision"] or "unknown" for place in places],
+        "hardware": [machine(place) for place in places],
+        "python": [place["python"] for place in places],
+        **{name: [place["packages"].get(name) for place in places] for name in packages},
+    }
+    return [(name, "; ".join(sorted({str(value) for value in values}))) for name, values in found.items()]

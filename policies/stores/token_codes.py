@@ -1,0 +1,168 @@
+"""Stores that code every key and value by itself, so that a single token can be evicted while decoding.
+
+Shapes: B batch, H KV heads, C slots, n tokens, D head dim.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.references import widen
+from kvbench.policies.constants import on_host
+from kvbench.policies.observation import AttentionParams
+from kvbench.policies.stores.code_attention import attend_in_float32
+from kvbench.policies.stores.slot_store import SlotStore
+from kvbench.policies.stores.store import LayerStore, Store
+
+SIDES = ("keys", "values")
+
+
+class TokenCodeStore(Store):
+    """A store of codes per token and KV head. Other tokens keep their codes when a token is evicted.
+
+    A prompt is exact until it is complete and evicted, a later token for the step that appends it. (vLLM writes tokens
+    before it attends, so that even a prompt's own queries read codes.) Codes are dequantised before attention: no
+    kernel's 8-bit arithmetic is emulated. Positions are stored only after an eviction or for a padded batch.
+
+    Sides: 0 for keys, 1 for values.
+    """
+
+    kinds: ClassVar[Mapping[str, str]] = {"codes": "codes"}
+    """Name of a tensor of `encode`: its kind in tables of bytes, by default "scales and minima"."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
+        """Vectors x [B,H,n,D] in the model's dtype, rotated and coded: tensors [B,H,n,...] by name."""
+
+    @abstractmethod
+    def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
+        """The vectors of `encode`, still rotated: [B,H,n,D] float32."""
+
+    def scale(self, side: int) -> float | None:
+        """A scale of all keys, or values, of the layer, stored in float32; None if there is none."""
+        return None
+
+    def rotation(self, like: Tensor) -> Tensor | None:
+        """The orthonormal matrix [D,D] by which vectors are multiplied before they are coded; None: the identity."""
+        return None
+
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
+        return TokenCodeLayerStore(self, keys, values, statistics, width)
+
+
+class TokenCodeLayerStore(SlotStore):
+    """Slots of exact tokens until the first `settle`, then slots of codes: memory["keys codes"] and so on."""
+
+    def __init__(
+        self, store: TokenCodeStore, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int
+    ) -> None:
+        super().__init__(keys, values, statistics, width)
+        self.store = store
+        self._like = (keys[:, :, :0].clone(), values[:, :, :0].clone())  # for dtype and shape
+        self._scales: list[Tensor] = []
+        self._fresh: tuple[Tensor, ...] = ()  # keys, values and positions of the step that is not over yet
+
+    @property
+    def coded(self) -> bool:
+        """Whether the slots hold codes."""
+        return "keys" not in self.memory
+
+    # --- codes -----------------------------------------------------------------------------------------------------
+    def _encoded(self, x: Tensor, side: int) -> dict[str, Tensor]:
+        check_finite(x)
+        return {f"{SIDES[side]} {name}": part.contiguous() for name, part in self.store.encode(x, side).items()}
+
+    def _vectors(self, side: int, like: Tensor) -> Tensor:
+        """All tokens, rotated, in the dtype of `like`: [B,H,C,D]; the tokens of this step are exact."""
+        dim, start = self._like[side].shape[-1], SIDES[side] + " "
+        held = {name.removeprefix(start): self._view(name) for name in self.memory if name.startswith(start)}
+        x = self.store.decode(held, side, dim).to(like.dtype)
+        if self._fresh:
+            rotation, exact, places = self.store.rotation(x), self._fresh[side].to(x.dtype), self._fresh[2]
+            own = self.positions[..., None] == places.masked_fill(places < 0, -2)[:, None, None]
+            column = own.to(torch.uint8).argmax(-1)[..., None].expand_as(x)
+            exact = exact if rotation is None else exact @ rotation
+            x = torch.where(own.any(-1, keepdim=True), exact.gather(2, column), x)
+        return x
+
+    def _dequantised(self, side: int) -> Tensor:
+        x = self._vectors(side, widen(self._like[side]))
+        rotation = self.store.rotation(x)
+        return (x if rotation is None else x @ rotation.mT).to(self._like[side].dtype)
+
+    @property
+    def keys(self) -> Tensor:
+        return self._dequantised(0) if self.coded else super().keys
+
+    @property
+    def values(self) -> Tensor:
+        return self._dequantised(1) if self.coded else super().values
+
+    # --- bytes -----------------------------------------------------------------------------------------------------
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + sum(x.nbytes for x in (*self._scales, *self._fresh))
+
+    def parts(self) -> dict[str, int]:
+        if not self.coded:
+            return {"full precision": self.nbytes}
+        sizes = {"codes": 0, "scales and minima": 0, "full precision": 0, "positions": 0}
+        for name, x in self.memory.items():
+            kind = name if name == "positions" else "statistics"
+            if name.partition(" ")[0] in SIDES:
+                kind = self.store.kinds.get(name.partition(" ")[2], "scales and minima")
+            sizes[kind] = sizes.get(kind, 0) + x.nbytes
+        sizes["scales and minima"] += sum(x.nbytes for x in self._scales)
+        sizes["full precision"] += sum(x.nbytes for x in self._fresh)
+        sizes["positions"] += 0 if self.free is None else self.free.nbytes
+        return sizes
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
+        if not self.coded:
+            super().append(keys, values, positions, absent)
+            return
+        self._fresh = (keys, values, positions)
+        self._enter(self._encoded(keys, 0) | self._encoded(values, 1), positions, absent)
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
+        assert bias is None, "only exact stores hold a bias"
+        if not self.coded:
+            super().write(slots, keys, values)
+            return
+        self._fresh = ()  # a merged token is not exact any more
+        self._put(slots, self._encoded(keys, 0) | self._encoded(values, 1), all_names=False)
+
+    def settle(self) -> None:
+        self._fresh = ()
+        if self.coded:
+            return
+        if not self.evicted and self.packed and self.ascending:
+            del self.memory["positions"]
+        for side, name in enumerate(SIDES):
+            exact = self.memory.pop(name)[:, :, : self.used + self.room]
+            self.memory |= self._encoded(exact, side)
+        scales = [scale for scale in map(self.store.scale, range(2)) if scale is not None]
+        self._scales = [torch.full((1,), scale, device=exact.device, dtype=torch.float32) for scale in scales]
+        self._views, self._bytes, self.lent = {}, None, False
+
+    # --- attention -------------------------------------------------------------------------------------------------
+    def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
+        if not self.coded:
+            return None
+        rotation = self.store.rotation(widen(queries))
+        rows = queries if rotation is None else widen(queries) @ rotation
+        keys, values = (self._vectors(side, widen(rows)) for side in range(2))
+        out, _ = attend_in_float32(rows, positions, how, keys, values, self.positions)
+        rotation = self.store.rotation(out)
+        return (out if rotation is None else out @ rotation.mT).to(queries.dtype)
+
+
+def check_finite(x: Tensor) -> None:
+    """ValueError for NaN and infinity; not on a GPU while decoding, which would synchronise for every token."""
+    if x.is_meta or (x.shape[2] == 1 and not on_host(x)) or bool(x.isfinite().all()):
+        return
+    raise ValueError("keys or values contain NaN or infinity")
