@@ -6,7 +6,7 @@ Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M new queries, 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -302,7 +302,7 @@ class Observation:
         else:
             attended, in_order = Attended(values, values.new_zeros(*queries.shape[:3], values.shape[-1])), False
             out = attended.out
-        given = {"sinks": sinks, "log_sum_exp": log_sum_exp, "attended": attended}
+        given: dict[str, Any] = {"sinks": sinks, "log_sum_exp": log_sum_exp, "attended": attended}
         if statistic == "moments":
             self.known["first", 0], self.known["second", 0] = attention_moments(*self._call, aligned=in_order, **given)
         else:

@@ -23,7 +23,7 @@ class LazyObservation(Observation):
     """
 
     def __init__(self, load: Mapping[str, Callable[[], Any]], **fields: Any) -> None:  # noqa: ANN401
-        rest = {name: {} for name in ("known", "memory", "shared") if name not in load}
+        rest: dict[str, Any] = {name: {} for name in ("known", "memory", "shared") if name not in load}
         self.__dict__.update(rest, _load=load, **fields)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401

@@ -62,7 +62,6 @@ TABLES = {
         10,
         "needles",
     ),
-    "needles_kvzip": Table("kvzip", "256,512", (*NEEDLES, *ONCE), 10, "needles"),
     "needles_context": Table(
         "full,streamingllm,random,knorm,expected_attention,h2o,tova,snapkv,pyramidkv,cake,kvec,ada_snapkv,caote_snapkv",
         "128,256,512,1024",
@@ -121,11 +120,10 @@ TABLES = {
         3,
     ),
     "perplexity_stores": Table(
-        "full,fp8,int8,nvfp4,kivi,kivi_int4,ott,gear_g64,zipcache,kcvc,turboquant,snapkv_fp8",
+        "full,fp8,int8,nvfp4,kivi,kivi_int4,ott,gear_g64,zipcache,kcvc,turboquant,snapkv,snapkv_fp8,kvzip,kvzip_fp8",
         "512",
-        MOBY,
+        ("task=perplexity", "task.data_dir={passages}", "task.length=1408", "task.prompt_tokens=1280", *ONCE),
         3,
-        "perplexity",
     ),
 }
 

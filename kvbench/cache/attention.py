@@ -184,8 +184,10 @@ def _attend(step: LayerStep) -> Tensor:
     if not step.fresh and decodes(queries):
         packed = now.aligned and covered and held.packed
         places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (now.positions, held.positions)
-        how = scale, params.softcap, None if covered else window, one_for_all(params.sinks)
-        return decode_attention(queries, held.keys, held.values, *places, *how, packed=packed, bias=held.bias).out
+        seen, sinks = None if covered else window, one_for_all(params.sinks)
+        return decode_attention(
+            queries, held.keys, held.values, *places, scale, params.softcap, seen, sinks, packed=packed, bias=held.bias
+        ).out
     if not step.fresh and plain and queries.shape[2] == 1 and held.packed:
         return grouped_attention(queries, held.keys, held.values, None, scale)
     call = queries, held.keys, held.values, now.positions, held.positions, scale, params.softcap, window

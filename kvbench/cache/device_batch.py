@@ -329,7 +329,8 @@ class DeviceBatch:
             _put(x, layers, own)
             found.append(own.flatten(0, 1))
         real = all(group.layers[0].recent.real for group in part.groups)
-        return QueryWindow(*found, see_own=real and keeps_window(part.policy, budgets))
+        window, positions = found
+        return QueryWindow(window, positions, see_own=real and keeps_window(part.policy, budgets))
 
 
 def _of(x: Tensor, layers: tuple[int, ...]) -> Tensor:

@@ -155,7 +155,7 @@ class DecodeBatch:
         device = sequences[0].request.input_ids.device
         tokens = torch.tensor([[sequence.tokens[-1]] for sequence in sequences], device=device)
         places = torch.tensor([[sequence.position] for sequence in sequences], device=device)
-        self._prepare(self.cache, tokens, places)
+        self._prepare(self.cache, tokens)
         try:
             if self._recorder is None or self._joining:
                 logits = next_logits(self._model, tokens, places, self.cache)
@@ -180,14 +180,11 @@ class DecodeBatch:
             if sequence.cache is not None and sequence.cache.group not in cache.groups:
                 sequence.cache = None
 
-    def _prepare(self, cache: KVCache, tokens: Tensor, places: Tensor) -> None:
-        """Set positions and ratings of the next tokens [S,1] at places [S,1] in their groups."""
+    def _prepare(self, cache: KVCache, tokens: Tensor) -> None:
+        """Give groups whose policies rate tokens the logits before the next tokens [S,1]."""
         for group, here in in_order(cache.groups):
-            sequences = self.sequences[here]
-            differ = len({sequence.position for sequence in sequences}) > 1
-            group.progress.clock = places[here] if differ else None
             if group.policy.rates:
-                logits = torch.cat([sequence.logits for sequence in sequences if sequence.logits is not None])
+                logits = torch.cat([one.logits for one in self.sequences[here] if one.logits is not None])
                 group.rate_next(logits, tokens[here])
 
     def _assign_errors(self, cache: KVCache) -> None:

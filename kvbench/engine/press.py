@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache as once
+from itertools import chain
 from typing import Any
 
 import torch
@@ -195,7 +196,8 @@ def _buffered(press: Any) -> int:  # noqa: ANN401 - a package without types
     decoder = decoding_part(press)
     states = {} if decoder is None else decoder.hidden_states_buffer
     scores = getattr(press, "scores_buffer", {})
-    return sum(x.nbytes for some in states.values() for x in some) + sum(x.nbytes for x in scores.values())
+    tensors: list[Tensor] = [*chain.from_iterable(states.values()), *scores.values()]
+    return sum(x.nbytes for x in tensors)
 
 
 def _masked(model: PreTrainedModel, cache: PressedCache) -> list[list[int]] | None:
@@ -205,7 +207,8 @@ def _masked(model: PreTrainedModel, cache: PressedCache) -> list[list[int]] | No
         triples = getattr(module, "masked_key_indices", None)  # batch, KV head and slot of each
         if triples is not None and len(triples[0]):
             heads = torch.stack([x.cpu() for x in triples]).unique(dim=1)[1]
-            found[module.layer_idx] = heads.bincount(minlength=len(found[module.layer_idx])).tolist()
+            layer: Any = module.layer_idx
+            found[layer] = heads.bincount(minlength=len(found[layer])).tolist()
     return found if any(map(any, found)) else None
 
 

@@ -101,7 +101,8 @@ class TriAttention(Scorer):
         scaling = torch.hypot(widen(rotation.cos[:, :, :1]), widen(rotation.sin[:, :, :1]))  # the model's, [B,1,1,F]
         sizes = _complex(keys, rotation.interleaved).abs() * scaling.to(keys)  # [B,H,T,F]
         rest = (size - mean.abs()).to(keys).unflatten(0, (heads, -1)) @ sizes.mT  # [B,H,G,T]
-        return products.amax(3) + rest
+        scores: Tensor = products.amax(3) + rest
+        return scores
 
     # --- the file --------------------------------------------------------------------------------------------------
     @cached_property

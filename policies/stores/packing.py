@@ -48,7 +48,8 @@ def _codes_of_bytes(bits: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # an inference tensor could not be used outside of inference mode
         shifts = torch.arange(0, 8, bits)
         codes = (torch.arange(256)[:, None] >> shifts) & (2**bits - 1)
-        return codes.to(torch.uint8).view(TOGETHER[bits]).flatten().to(device)
+        found: Tensor = codes.to(torch.uint8).view(TOGETHER[bits]).flatten().to(device)
+        return found
 
 
 def to_bytes(codes: Tensor, bits: int) -> Tensor:

@@ -174,12 +174,12 @@ class QuantisedLayerStore(LayerStore):
         """Move the dense tokens into the tails in order of position, or each head's into its own store."""
         dense = self._dense()
         contents = {"keys": dense.keys, "values": dense.values, "positions": dense.positions}
-        counts = (dense.positions >= 0).sum(-1).flatten() if not (dense.packed and dense.ascending) else ()
-        if len(counts):
+        counts = None if dense.packed and dense.ascending else (dense.positions >= 0).sum(-1).flatten()
+        if counts is not None:
             late = torch.iinfo(torch.int32).max
             places = contents["positions"].masked_fill(dense.positions < 0, late).argsort(dim=-1, stable=True)
             contents = {name: take(x, places[..., : int(counts.max())]) for name, x in contents.items()}
-        if len(counts) and int(counts.min()) < int(counts.max()):
+        if counts is not None and int(counts.min()) < int(counts.max()):
             heads = enumerate(counts.tolist())
             self._held = HeadList([self._of_head(contents, head, count) for head, count in heads])
         else:
@@ -295,7 +295,8 @@ def _packed(codes: ChannelCodes | TokenCodes, tail: Tensor) -> Packed:
     unit = codes.group if isinstance(codes, TokenCodes) else codes.unit
     bits, queue = codes.quantiser.bits, codes.queue
     if queue.count:
-        return Packed(*map(queue.view, Group._fields), bits, unit, per_token)
+        words, scale, minimum = map(queue.view, Group._fields)
+        return Packed(words, scale, minimum, bits, unit, per_token)
     batch, heads, _, dim = tail.shape
     entry = (batch, heads, 0, dim // unit if per_token else dim)
     words = tail.new_empty(*entry, words_for(unit, bits), dtype=torch.int32)
