@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -44,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "wait":
         from kvbench.sweeps.launch import wait  # torch, which `status` does not need
 
-        return _exit_code(wait(out, read_definition(out).cells))
-    found = statuses(out, read_definition(out).cells)
+        return _exit_code(wait(out, read_definition(out).runs))
+    found = statuses(out, read_definition(out).runs)
     if options.command == "status":
         print_statuses(found)
     else:
@@ -60,10 +61,10 @@ def _exit_code(found: Sequence[Status]) -> int:
 def resume(out: Path, fields: Sequence[str]) -> list[Status]:
     """Compute or submit again the runs that are neither finished nor queued nor running, and failed examples.
 
-    fields: of the launcher, in place of those of the last command.
+    fields: of the launcher; they replace fields of the last command.
     """
     definition = read_definition(out)
-    found = statuses(out, definition.cells)
+    found = statuses(out, definition.runs)
     left = [one.entry for one in found if one.state in (FAILED, LEFT) and one.entry.run_id]
     if not left:
         sys.stdout.write("nothing is left to do\n")
@@ -80,7 +81,7 @@ def resume(out: Path, fields: Sequence[str]) -> list[Status]:
     return launch(here, runs, definition, launcher)
 
 
-def _launcher(last: dict[str, object], fields: Sequence[str]) -> Launcher:
+def _launcher(last: dict[str, Any], fields: Sequence[str]) -> Launcher:
     """The launcher of the last command with changed fields."""
     changed = {}
     for key, value in pairs(fields, "hydra.launcher.timeout_min=600").items():
@@ -88,19 +89,26 @@ def _launcher(last: dict[str, object], fields: Sequence[str]) -> Launcher:
         if name == key or name not in Launcher.__dataclass_fields__:
             raise UsageError(f"{key}= cannot be set: only fields of the launcher, as in hydra.launcher.timeout_min=600")
         changed[name] = yaml.safe_load(value)
-    return Launcher(**{**last, **changed})  # type: ignore[arg-type]
+    return Launcher(**{**last, **changed})
 
 
 def cancel(found: Sequence[Status]) -> None:
     """Cancel the jobs of a sweep; finished examples are kept."""
     jobs = {one.job.job_id: one.job for one in found if one.job is not None and one.state in ACTIVE}
     for job in jobs.values():
-        if job.state == NO_PROCESS:  # a process that another command started on this machine
-            with suppress(ProcessLookupError):
-                os.kill(int(job.job_id), signal.SIGINT)
+        if job.state == NO_PROCESS:  # processes that another command started on this machine
+            _kill(job.job_id)
         else:
             job.cancel()
     sys.stdout.write(f"cancelled {len(jobs)} jobs; finished examples are kept\n")
+
+
+def _kill(pid: str) -> None:
+    """Kill a local job: its controller, then the process that computes. Both may ignore SIGINT, and bypass SIGTERM."""
+    with suppress(ProcessLookupError, FileNotFoundError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for process in (pid, *children):
+            os.kill(int(process), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from hydra_plugins.kvbench.source import folders
 class KvbenchLauncher(Launcher):
     """Composes all jobs of a sweep, groups them, and computes or submits the groups.
 
-    fields: those of `kvbench.sweeps.jobs.Launcher`.
+    fields: see `kvbench.sweeps.jobs.Launcher`.
     """
 
     def __init__(self, **fields: Any) -> None:  # noqa: ANN401
@@ -34,7 +34,7 @@ class KvbenchLauncher(Launcher):
         self.hydra_context, self.config = hydra_context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Compute every job; one `JobReturn` each, whose value is the score, or None if it was only submitted."""
+        """Compute every job; the value of its `JobReturn` is the score, or None if it was only submitted."""
         setup_globals()
         loader = self.hydra_context.config_loader
         configs = [loader.load_sweep_config(self.config, list(overrides)) for overrides in job_overrides]

@@ -22,7 +22,7 @@ from kvbench.errors import ConfigError, UsageError
 
 Config = dict[str, Any]
 CONF = Path(str(resources.files("kvbench.conf")))
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # written in C where there is one: 8 times as fast
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # written in C if available: 8 times as fast
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 
 
@@ -187,7 +187,7 @@ def _check_type(name: str, value: object, hint: Any) -> None:  # noqa: ANN401
 
 
 def _is_a(value: object, kind: type) -> bool:
-    """Whether a value may stand for a type: a whole number is a number, but true is not a number."""
+    """Whether a value is of a type. A whole number is a number, but true is not a number."""
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)

@@ -40,7 +40,7 @@ IDENTITY_VERSION = 3  # raise it where the same configuration comes to mean some
 
 @dataclass(frozen=True)
 class Run:
-    """One run: what it computes, where, and where its results go."""
+    """One run: its parts, its model, its device and the folder of its results."""
 
     policy: Policy
     policy_name: str
@@ -52,11 +52,11 @@ class Run:
     out: Path
     cuda_graph: bool
     allow_version_mismatch: bool
-    config: Mapping[str, Any]  # as it was given, resolved
-    compress: str = "prompt"  # or "context": what stands before the question
+    config: Mapping[str, Any]  # the resolved configuration
+    compress: str = "prompt"  # or "context": the text before the question
     rows: int | None = None  # most sequences in a batch; 1: one by one; None: as many as memory allows
     changed: tuple[str, ...] = ()  # fields of the identity that differ from the presets
-    sampling: Sampling | None = None  # None: as the task says
+    sampling: Sampling | None = None  # None: as the task defines it
     samples: int = 1  # answers to each prompt; limit and samples count answers
 
     @property
@@ -66,7 +66,7 @@ class Run:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Everything that decides the results, and nothing else.
+        """Every setting that affects results, and nothing else.
 
         The limit is not part of it: example i does not depend on it, so a larger limit continues the run. Neither are
         device and folders. Defaults of parts are spelled out, files count by their contents, and the code that computes
@@ -116,7 +116,7 @@ def digest_of(identity: Mapping[str, Any]) -> str:
 
 
 def _contents(task: Any) -> Any:  # noqa: ANN401 - a described task
-    """A described task whose `data_dir` is the digest of the files there: equal files are equal data."""
+    """A described task, in which `data_dir` is the digest of the files there: equal files are equal data."""
     if isinstance(task, list):
         return [_contents(value) for value in task]
     if not isinstance(task, Mapping):

@@ -22,7 +22,7 @@ Tree = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Generation:
-    """How tokens are drawn: see conf/config.yaml."""
+    """The settings of sampling: see conf/config.yaml."""
 
     temperature: float | None = None
     top_p: float = 1.0
@@ -32,7 +32,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Engine:
-    """How a run is computed: see conf/config.yaml."""
+    """The settings of the engine: see conf/config.yaml."""
 
     rows: int | None = None
     cuda_graph: bool | str = False
@@ -42,8 +42,8 @@ class Engine:
 class RunConfig:
     """The fields of conf/config.yaml with their types.
 
-    model, policy, task: configurations of parts; `given`, a Policy and a Task stand for objects of the caller. names:
-    what was chosen in each of these groups.
+    model, policy, task: configurations of parts; or objects of the caller. given: a model object of the caller. names:
+    the chosen names of these groups.
     """
 
     model: Tree
@@ -96,7 +96,7 @@ class RunConfig:
 def schedule_fields(config: Mapping[str, Any]) -> list[object]:
     """The fields of `SCHEDULE`, in its order; all None for a policy that evicts nothing: its results are the same."""
     policy = config["policy"]
-    parts = {"scorer": "unknown", "pre_pass": None, "press": None}  # what stands for a missing one
+    parts = {"scorer": "unknown", "pre_pass": None, "press": None}  # the values of missing ones
     evicts = not isinstance(policy, Mapping) or any(policy.get(k, other) is not None for k, other in parts.items())
     return [config[name] if evicts else None for name in SCHEDULE]
 
@@ -126,14 +126,14 @@ def run_config(
     given: GivenModel | None = None,
     **settings: Any,  # noqa: ANN401 - whatever a run has
 ) -> RunConfig:
-    """A run by its names or objects, without Hydra. settings: fields, those of parts by their path (`task.lengths`;
-    `lengths` alone is a field of the task).
+    """A run from names or objects, without Hydra. settings: fields of a run, and of parts by
+    their path (`task.lengths`; the name `lengths` alone is a field of the task).
 
     Raises ConfigError for a name or a field that does not exist and for a value of the wrong type.
     """
     config: Config = {"model": _model(model, folders) if given is None else read("model", "hub")}
     chosen = {"model": str(model)}
-    objects: dict[str, Policy | Task] = {}
+    objects: dict[str, Any] = {}
     for group, part in (("policy", policy), ("task", task)):
         if isinstance(part, str):
             config[group], chosen[group] = named_config(group, part, folders), part
@@ -144,12 +144,12 @@ def run_config(
         set_field(config, path if "." in path or path in own else f"task.{path}", value)
     for group in objects:
         if config[group]:
-            raise UsageError(f"fields of the {group} are not allowed beside an object: set them in the object")
+            raise UsageError(f"fields of the {group} are not allowed with an object: set them in the object")
     if "policy" in objects and any(config.get(name) is not None for name in SCHEDULE):
-        raise UsageError("schedule, block, decode, every and protect are not allowed beside a Policy object")
+        raise UsageError("schedule, block, decode, every and protect are not allowed with a Policy object")
     found = typed(config, chosen, folders)
     budget = policy.budget if isinstance(policy, Policy) else found.budget
-    return replace(found, **{"budget": budget, "given": given, **objects})
+    return replace(found, budget=budget, given=given, **objects)
 
 
 def _model(model: str | Path, folders: Sequence[Path]) -> Config:
@@ -179,7 +179,7 @@ def set_field(config: Config, path: str, value: object) -> None:
 
 # --- the fields that differ from the presets -----------------------------------------------------------------------
 def changed_fields(run: RunConfig) -> tuple[str, ...]:
-    """The fields of the identity ("policy.scorer.window") that differ from those of the chosen presets.
+    """The fields of the identity ("policy.scorer.window") that differ from the chosen presets.
 
     A task has the same name wherever its data is, so `data_dir` is none of them.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.config.tree import CONF
+from kvbench.config.tree import CONF, names
 from kvbench.errors import UsageError
 from kvbench.terminal.command import command, our_version
 from kvbench.terminal.console import quiet, share_cores
@@ -25,7 +26,21 @@ def _fields() -> str:
     return text.partition("\n\n")[2].partition("\nhydra:")[0].strip()
 
 
+def _groups() -> str:
+    """The names of each group, for --help: folders by their name, and no variants of a policy (`kvec_beta0.5`)."""
+    lines = []
+    for group in ("policy", "task", "model", "experiment", "logger"):
+        known = names(group)
+        shown = [
+            n for n in known if "/" not in n and (group != "policy" or not n.startswith(tuple(f"{o}_" for o in known)))
+        ]
+        inside = [f"{folder}/..." for folder in dict.fromkeys(n.partition("/")[0] for n in known if "/" in n)]
+        lines.append(textwrap.fill(f"{group}: {', '.join([*shown, *inside])}", 118, subsequent_indent="  "))
+    return "\n".join([*lines, ""])
+
+
 OmegaConf.register_new_resolver("kvbench_fields", _fields, replace=True)
+OmegaConf.register_new_resolver("kvbench_groups", _groups, replace=True)
 
 
 @hydra.main(config_path="pkg://kvbench.conf", config_name="config", version_base="1.3")

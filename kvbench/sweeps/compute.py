@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.engine.compute import run_cells
+from kvbench.engine.compute import compute_runs
 from kvbench.engine.prompts import make_prompts
 from kvbench.errors import UsageError
 from kvbench.report.trackers.watching import SweepCallback, make_watch
@@ -33,27 +33,27 @@ class Recorder:
         self.errors: list[str] = []
         self.messages = Messages()
 
-    def started(self, cell: Run, done: Sequence[Sample], total: int) -> None:
+    def started(self, run: Run, done: Sequence[Sample], total: int) -> None:
         """Examples of a run will be computed, `total` of them with those on disk, `done`."""
-        self._tracker.started(cell, done, total)
-        self._totals[cell.run_id] = total
-        self._write(cell)
+        self._tracker.started(run, done, total)
+        self._totals[run.run_id] = total
+        self._write(run)
 
-    def finished(self, cell: Run, sample: Sample) -> None:
+    def finished(self, run: Run, sample: Sample) -> None:
         """One more example of a run is on disk."""
-        self._tracker.finished(cell, sample)
+        self._tracker.finished(run, sample)
 
-    def ended(self, cell: Run, error: Exception | None) -> None:
+    def ended(self, run: Run, error: Exception | None) -> None:
         """A run is complete, or stopped because of `error`."""
-        self._tracker.ended(cell, error)
+        self._tracker.ended(run, error)
         message = None if error is None else message_of(error)
         if error is None:
-            self._totals[cell.run_id] = examples(cell.folder)[0]
-        if reported := message or failed_examples(cell.folder):
-            title = self._titles[cell.run_id]
+            self._totals[run.run_id] = examples(run.folder)[0]
+        if reported := message or failed_examples(run.folder):
+            title = self._titles[run.run_id]
             self.messages.print(title, reported, None if error is None or is_expected(error) else error)
             self.errors.append(f"{title}: {reported}")
-        self._write(cell, message)
+        self._write(run, message)
 
     def _write(self, run: Run, error: str | None = None) -> None:
         try:
@@ -75,7 +75,7 @@ def compute(runs: Sequence[Planned], out: Path, tracker: SweepCallback) -> list[
     """
     recorder = Recorder({one.entry.key: one.entry.title for one in runs}, out, tracker)
     try:
-        run_cells([one.run for one in runs if one.run is not None], recorder)
+        compute_runs([one.run for one in runs if one.run is not None], recorder)
     finally:
         recorder.messages.print_counts()
     return recorder.errors
@@ -91,7 +91,7 @@ def run_one(composed: Composed) -> float | None:
         return None
     tracker = make_watch(composed.config["logger"], None)
     try:
-        error = run_cells([run], tracker)[0].error
+        error = compute_runs([run], tracker)[0].error
     finally:
         tracker.close()
     if error is not None:

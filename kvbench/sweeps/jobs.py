@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 JOBS = "jobs"
 NO_PROCESS = "NO PROCESS AND NO RESULT"
-"""submitit's state of a local job whose process was not started by this one."""
+"""submitit's state of a local job that another process started."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Launcher:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The fields as `submitit.AutoExecutor` names them, without those that are left to the cluster."""
+        """The fields as `submitit.AutoExecutor` names them, without unset ones, which the cluster decides."""
         found = {name: getattr(self, name) for name in ("cpus_per_task", "gpus_per_node", "mem_gb", "timeout_min")}
         names = ("partition", "account", "qos", "array_parallelism", "setup", "additional_parameters")
         if self.cluster == "slurm":
@@ -85,7 +85,7 @@ class Job:
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        entries = [entry for entry in definition.cells if entry.key in self.keys]
+        entries = [entry for entry in definition.runs if entry.key in self.keys]
         tracker = make_watch(entries[0].config["logger"], definition.name)
         try:
             failed = compute([rebuilt(entry, self.out) for entry in entries], self.out, tracker)

@@ -60,7 +60,7 @@ def launch(out: Path, runs: Sequence[Planned], sweep: Definition, launcher: Laun
             print_results(out, entries)
             raise
         finally:
-            tracked = () if isinstance(tracker, NoLogger) else statuses(out, sweep.cells)
+            tracked = () if isinstance(tracker, NoLogger) else statuses(out, sweep.runs)
             tracker.close([read_result(out / one.entry.key, one.entry.limit) for one in tracked if one.complete])
         return print_results(out, entries)
     _submit(out, entries, sweep.name, launcher)

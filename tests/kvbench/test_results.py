@@ -340,3 +340,10 @@ def test_names_are_plain_whatever_stands_beside_them_and_what_differs_has_column
         assert {row.line for row in Results(read_table(tmp_path / name))} >= {
             f"snapkv(scorer.window={n}) seed=0 (grow)" for n in (16, 32)
         }
+
+
+def test_names_in_a_table_of_an_older_version_are_plain() -> None:
+    table = Path(__file__).parents[2] / "results" / "pocket" / "ruler_1024.csv"
+    found = {row.policy for row in read_table(table)}
+    assert found >= {"full", "snapkv", "caote_snapkv", "cake"}
+    assert not [name for name in found if "(" in name]

@@ -108,7 +108,6 @@ def test_bytes_are_those_of_the_formula(name: str, number_bytes: int, per_layer:
 def test_attention_from_codes_is_attention_over_the_dequantised_view(
     store: TokenCodeStore, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbench.policies.stores.codes.BLOCK", 5000)
     keys, values = stream(130, dim=dim)
     held, query = feed(store, keys, values, [100] + [1] * 30), 3 * torch.randn(1, 6, 1, dim)
     expected = plain_attention(query, held.keys, held.values).float()
