@@ -237,4 +237,6 @@ def _warn_if_masked(policy: KVPress, held: PressedCache, tokens: int) -> None:
 
 @once
 def _warn(kind: str) -> None:
-    log.warning("%s holds more tokens than its budget: keys that it masks are not freed, so they count as held", kind)
+    log.warning(
+        "%s holds more tokens than its budget: what it masks or sets to zero is not freed and counts as held", kind
+    )
