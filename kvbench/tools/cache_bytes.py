@@ -20,7 +20,7 @@ from kvbench.config.presets import make_policy
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.latents import check_latents
-from kvbench.policies.layer_budgets import layer_budgets
+from kvbench.policies.layer_budgets import layer_budgets, read_plan
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_layers
 from kvbench.policies.press import KVPress
@@ -121,7 +121,7 @@ def _layer_parts(
         "queries": _recent(
             policy, shape, shape.head_dim if shape.kv_lora_rank else shape.layer(layer)[1], length, batch
         ),
-        "page summaries": _pages(policy, layer, held),
+        "page summaries": _pages(policy, layer, length, held),
     }
     if not (policy.evicts and length > budget and policy.schedule.spare):
         return parts, 0
@@ -145,12 +145,12 @@ def _store(
     return held
 
 
-def _pages(policy: Policy, layer: int, held: LayerStore) -> int:
-    """Bytes of the page summaries of sparse attention."""
+def _pages(policy: Policy, layer: int, length: int, held: LayerStore) -> int:
+    """Bytes of the page summaries of sparse attention after a prompt of `length` tokens."""
     if policy.reader is None or policy.reader.reads_all(layer):
         return 0
     pages, batch, tokens = PageReads(), *held.positions.shape[::2]
-    pages.append(policy.reader, held, [0] * batch, [tokens] * batch)
+    pages.append(policy.reader, held, [0] * batch, [tokens] * batch, [read_plan(policy, length).page] * batch)
     return pages.nbytes
 
 
