@@ -13,8 +13,7 @@ from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
 from kvbench.report import frames
 from kvbench.results.load import load_results
 from kvbench.terminal.command import Parser, command, pairs
-from kvbench.terminal.console import log_to_stderr
-from kvbench.terminal.folding import terminal_width
+from kvbench.terminal.console import log_to_stderr, terminal_width
 from kvbench.terminal.outputs import check_output
 
 

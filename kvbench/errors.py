@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import inf
 from pathlib import PurePath
 
@@ -38,6 +40,17 @@ class ConfigError(UsageError):
     def at(self, *place: str) -> ConfigError:
         """The same error with a longer field name: `policy.scorer.window`."""
         return ConfigError(".".join((*place, self.field)), self.value, self.allowed, self.why)
+
+
+@contextmanager
+def refusing(prefix: str = "") -> Iterator[None]:
+    """Turn the ValueError of a check of the user's input into a UsageError, with `prefix` before its message."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, UsageError) and not isinstance(error, ConfigError):
+            raise
+        raise UsageError(f"{prefix}{error}") from error
 
 
 def choice(name: str, value: object, *allowed: object) -> None:

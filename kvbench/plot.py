@@ -78,9 +78,9 @@ def plot(options: argparse.Namespace) -> list[Path]:
     paper = sheet.Paper(
         options.width, options.caption == "below", options.font, options.font_size, names, options.free_y
     )
-    cells = panels.choose(panels.read(options.place), **{field: getattr(options, field) for field in ONLY})
+    rows = panels.choose(panels.read(options.place), **{field: getattr(options, field) for field in ONLY})
     kind = options.kind or ("bytes" if output.suffix else "all")
-    return pictures.draw(kind, cells, output, suffix, paper)
+    return pictures.draw(kind, rows, output, suffix, paper)
 
 
 if __name__ == "__main__":

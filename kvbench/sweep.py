@@ -1,8 +1,114 @@
-"""`python -m kvbench.sweep`: see `kvbench.sweeps.status`."""
+"""`python -m kvbench.sweep status|wait|resume|cancel FOLDER`: follow, continue or stop the sweep in a folder."""
 
+from __future__ import annotations
+
+import os
+import signal
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
-from kvbench.sweeps.status import main
+import yaml
+
+from kvbench.errors import UsageError
+from kvbench.results.definition import read_definition
+from kvbench.sweeps.jobs import NO_PROCESS, Launcher
+from kvbench.sweeps.status import ACTIVE, FAILED, LEFT, Status, print_statuses, statuses
+from kvbench.terminal.command import FAILED as EXIT_FAILED
+from kvbench.terminal.command import Parser, command, pairs
+from kvbench.terminal.console import log_to_stderr, share_cores
+
+COMMANDS = {
+    "status": "print the progress of every run",
+    "wait": "wait until nothing is queued or running, then print the table",
+    "resume": "compute or submit again the runs that are left, and failed examples",
+    "cancel": "cancel the jobs; finished examples are kept",
+}
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 1 if a run failed."""
+    parser = Parser("python -m kvbench.sweep", description=__doc__)
+    commands = parser.add_subparsers(required=True, dest="command")
+    for name, text in COMMANDS.items():
+        one = commands.add_parser(name, help=text, description=text)
+        one.add_argument("folder", type=Path, help="folder of the results, `out` of the sweep")
+    commands.choices["resume"].add_argument("fields", nargs="*", help="changed fields: hydra.launcher.timeout_min=600")
+    options = parser.parse_args(arguments)
+    log_to_stderr()
+    out: Path = options.folder
+    if options.command == "resume":
+        return _exit_code(resume(out, options.fields))
+    if options.command == "wait":
+        from kvbench.sweeps.launch import wait  # torch, which `status` does not need
+
+        return _exit_code(wait(out, read_definition(out).runs))
+    found = statuses(out, read_definition(out).runs)
+    if options.command == "status":
+        print_statuses(found)
+    else:
+        cancel(found)
+    return 0
+
+
+def _exit_code(found: Sequence[Status]) -> int:
+    return EXIT_FAILED if any(one.error is not None for one in found) else 0
+
+
+def resume(out: Path, fields: Sequence[str]) -> list[Status]:
+    """Compute or submit again the runs that are neither finished nor queued nor running, and failed examples.
+
+    fields: of the launcher; they replace fields of the last command.
+    """
+    definition = read_definition(out)
+    found = statuses(out, definition.runs)
+    left = [one.entry for one in found if one.state in (FAILED, LEFT) and one.entry.run_id]
+    if not left:
+        sys.stdout.write("nothing is left to do\n")
+        return []
+    launcher = _launcher(definition.launcher, fields)
+    here = out.resolve()
+    os.chdir(definition.folder)  # the paths in its runs are relative to it
+    sys.path.insert(0, definition.folder)  # so are the user's own modules
+    share_cores()
+    from kvbench.sweeps.launch import launch  # torch, which the other commands do not need
+    from kvbench.sweeps.plan import Planned, rebuilt
+
+    runs = [rebuilt(entry, here) if launcher.in_process else Planned(entry) for entry in left]
+    return launch(here, runs, definition, launcher)
+
+
+def _launcher(last: dict[str, object], fields: Sequence[str]) -> Launcher:
+    """The launcher of the last command with changed fields."""
+    changed = {}
+    for key, value in pairs(fields, "hydra.launcher.timeout_min=600").items():
+        name = key.removeprefix("hydra.launcher.")
+        if name == key or name not in Launcher.__dataclass_fields__:
+            raise UsageError(f"{key}= cannot be set: only fields of the launcher, as in hydra.launcher.timeout_min=600")
+        changed[name] = yaml.safe_load(value)
+    return Launcher(**{**last, **changed})  # type: ignore[arg-type]
+
+
+def cancel(found: Sequence[Status]) -> None:
+    """Cancel the jobs of a sweep; finished examples are kept."""
+    jobs = {one.job.job_id: one.job for one in found if one.job is not None and one.state in ACTIVE}
+    for job in jobs.values():
+        if job.state == NO_PROCESS:  # processes that another command started on this machine
+            _kill(job.job_id)
+        else:
+            job.cancel()
+    sys.stdout.write(f"cancelled {len(jobs)} jobs; finished examples are kept\n")
+
+
+def _kill(pid: str) -> None:
+    """Kill a local job: its controller, then the process that computes. Both may ignore SIGINT, and bypass SIGTERM."""
+    with suppress(ProcessLookupError, FileNotFoundError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for process in (pid, *children):
+            os.kill(int(process), signal.SIGKILL)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,7 +11,7 @@ here=${KVBENCH_SLURM_DIR:-/tmp/kvbench-slurm}
 gpus=${KVBENCH_SLURM_GPUS:-0}
 export SLURM_CONF=$here/slurm.conf
 
-say() { echo "slurm_local: $*" >&2; }
+message() { echo "slurm_local: $*" >&2; }
 
 needed() {
     local program missing=()
@@ -19,11 +19,11 @@ needed() {
         command -v "$program" >/dev/null || missing+=("$program")
     done
     if ((${#missing[@]})); then
-        say "missing ${missing[*]}: apt-get install slurm-wlm slurmdbd munge mariadb-server"
+        message "missing ${missing[*]}: apt-get install slurm-wlm slurmdbd munge mariadb-server"
         exit 3
     fi
     if [[ $EUID -ne 0 ]]; then
-        say "must be started as root"
+        message "must be started as root"
         exit 3
     fi
 }
@@ -32,7 +32,7 @@ until_true() { # seconds, command: wait until it succeeds
     local left=$(($1 * 5))
     shift
     until "$@" >/dev/null 2>&1; do
-        ((left-- > 0)) || { say "gave up waiting for: $*; see $here/*.log"; exit 1; }
+        ((left-- > 0)) || { message "gave up waiting for: $*; see $here/*.log"; exit 1; }
         sleep 0.2
     done
 }
@@ -126,7 +126,7 @@ start() {
     slurmctld -f "$here/slurm.conf" >>"$here/slurmctld.log" 2>&1
     slurmd -f "$here/slurm.conf" >>"$here/slurmd.log" 2>&1
     until_true 60 bash -c "sinfo -h -o %T | grep -q idle"
-    say "$(sinfo --version) is up in $here"
+    message "$(sinfo --version) is up in $here"
     echo "export SLURM_CONF=$here/slurm.conf"
 }
 
@@ -153,5 +153,5 @@ stop() {
 case ${1:-} in
     start) start ;;
     stop) stop ;;
-    *) say "usage: scripts/slurm_local.sh start|stop"; exit 2 ;;
+    *) message "usage: scripts/slurm_local.sh start|stop"; exit 2 ;;
 esac

@@ -29,162 +29,58 @@ class Mutant(NamedTuple):
     new: str
 
 
+# fmt: off
 MUTANTS = (
     Mutant("h2o: recent is half the budget", "newest=budget // 2 if", "newest=budget // 3 if"),
-    Mutant(
-        "h2o by_age: divide by age",
-        "age = observation.seen[:, None, None] - observation.positions\n        return total",
-        "age = observation.seen[:, None, None] + observation.positions\n        return total",
-    ),
-    Mutant(
-        "tova: newest query only",
-        "Needs(window=1, window_decoding=0, newest_row=True",
-        "Needs(window=2, window_decoding=1, newest_row=True",
-    ),
-    Mutant(
-        "snapkv: default window",
-        "window: int = 32\n    kernel: int = 7\n    pool: Pool",
-        "window: int = 31\n    kernel: int = 7\n    pool: Pool",
-    ),
-    Mutant(
-        "pooling: window tokens keep their scores",
-        "candidates = scores.shape[-1] - window\n",
-        "candidates = scores.shape[-1] - window - 1\n",
-    ),
-    Mutant(
-        "pooling: padding of average",
-        "wide = scores.shape[-1], F.pad(scores, (kernel // 2, kernel // 2))",
-        "wide = scores.shape[-1], F.pad(scores, (kernel // 2 + 1, kernel // 2 - 1))",
-    ),
-    Mutant(
-        "streaming: sinks",
-        "Protected(first=self.sinks)\n\n    def score(self, observation: Observation, state: State) -> Tensor:\n        return observation.positions.float()",
-        "Protected(first=self.sinks + 1)\n\n    def score(self, observation: Observation, state: State) -> Tensor:\n        return observation.positions.float()",
-    ),
+    Mutant("h2o by_age: divide by age",
+           "age = observation.seen[:, None, None] - observation.positions\n        return total",
+           "age = observation.seen[:, None, None] + observation.positions\n        return total"),
+    Mutant("tova: newest query only", "Needs(window=1, window_decoding=0, newest_row=True", "Needs(window=2, window_decoding=1, newest_row=True"),
+    Mutant("snapkv: default window", "window: int = 32\n    kernel: int = 7\n    pool: Pool", "window: int = 31\n    kernel: int = 7\n    pool: Pool"),
+    Mutant("pooling: window tokens keep their scores", "candidates = scores.shape[-1] - window\n", "candidates = scores.shape[-1] - window - 1\n"),
+    Mutant("pooling: padding of average", "wide = scores.shape[-1], F.pad(scores, (kernel // 2, kernel // 2))", "wide = scores.shape[-1], F.pad(scores, (kernel // 2 + 1, kernel // 2 - 1))"),
+    Mutant("streaming: sinks",
+           "Protected(first=self.sinks)\n\n    def score(self, observation: Observation, state: State) -> Tensor:\n        return observation.positions.float()",
+           "Protected(first=self.sinks + 1)\n\n    def score(self, observation: Observation, state: State) -> Tensor:\n        return observation.positions.float()"),
     Mutant("keydiff: sign", "return -(keys * anchor).sum(-1)", "return (keys * anchor).sum(-1)"),
-    Mutant(
-        "keydiff: empty slots stay out of the anchor",
-        "stored = keys if observation.packed else keys",
-        "stored = keys if True else keys",
-    ),
+    Mutant("keydiff: empty slots stay out of the anchor", "stored = keys if observation.packed else keys", "stored = keys if True else keys"),
     Mutant("expected attention: scale of the covariance", "/ (2 * keys.shape[-1])", "/ (1 * keys.shape[-1])"),
-    Mutant(
-        "expected attention: sinks are not averaged",
-        "counted = observation.query_positions >= self.sinks",
-        "counted = observation.query_positions > self.sinks",
-    ),
+    Mutant("expected attention: sinks are not averaged", "counted = observation.query_positions >= self.sinks", "counted = observation.query_positions > self.sinks"),
     Mutant("lagkv: default lag", "lag: int = 128\n    sinks: int = 4", "lag: int = 64\n    sinks: int = 4"),
     Mutant("lagkv: reference is the next partition", "reference = parts[:, :, 1:]", "reference = parts[:, :, :-1]"),
-    Mutant(
-        "rkv: default lambda",
-        "window: int = 8\n    kernel: int = 7\n    lam",
-        "window: int = 9\n    kernel: int = 7\n    lam",
-    ),
-    Mutant(
-        "roco: share while decoding",
-        "share = self.block_share if prompt else self.decode_share",
-        "share = self.block_share if not prompt else self.decode_share",
-    ),
-    Mutant(
-        "roco: tokens since entering",
-        "return observation.seen[:, None, None] - observation.positions\n\n    def spares",
-        "return observation.seen[:, None, None] - observation.positions + 1\n\n    def spares",
-    ),
-    Mutant(
-        "kvec: coverage counts this layer",
-        "(1 - covered / (observation.layer + 1))",
-        "(1 - covered / (observation.layer + 2))",
-    ),
-    Mutant(
-        "kvec: preserved share",
-        "int(self.beta * budget), budget - self.window",
-        "int(self.beta * budget) + 1, budget - self.window",
-    ),
-    Mutant(
-        "kvec: least focused heads",
-        "order = focus.argsort(dim=-1, stable=True)[:, : self.delta]",
-        "order = focus.argsort(dim=-1, stable=True, descending=True)[:, : self.delta]",
-    ),
-    Mutant(
-        "compactor: refused in blocks",
-        "statistics=NonCausal.needs.statistics,\n            whole_prompt=True,",
-        "statistics=NonCausal.needs.statistics,\n            whole_prompt=False,",
-    ),
-    Mutant(
-        "pre-pass: rating of a call's first token",
-        "new = observation.occupied & (entered >= 0)",
-        "new = observation.occupied & (entered > 0)",
-    ),
+    Mutant("rkv: default lambda", "window: int = 8\n    kernel: int = 7\n    lam", "window: int = 9\n    kernel: int = 7\n    lam"),
+    Mutant("roco: share while decoding", "share = self.block_share if prompt else self.decode_share", "share = self.block_share if not prompt else self.decode_share"),
+    Mutant("roco: tokens since entering",
+           "return observation.seen[:, None, None] - observation.positions\n\n    def spares",
+           "return observation.seen[:, None, None] - observation.positions + 1\n\n    def spares"),
+    Mutant("kvec: coverage counts this layer", "(1 - covered / (observation.layer + 1))", "(1 - covered / (observation.layer + 2))"),
+    Mutant("kvec: preserved share", "int(self.beta * budget), budget - self.window", "int(self.beta * budget) + 1, budget - self.window"),
+    Mutant("kvec: least focused heads", "order = focus.argsort(dim=-1, stable=True)[:, : self.delta]", "order = focus.argsort(dim=-1, stable=True, descending=True)[:, : self.delta]"),
+    Mutant("compactor: refused in blocks", "statistics=NonCausal.needs.statistics,\n            whole_prompt=True,", "statistics=NonCausal.needs.statistics,\n            whole_prompt=False,"),
+    Mutant("pre-pass: rating of a call's first token", "new = observation.occupied & (entered >= 0)", "new = observation.occupied & (entered > 0)"),
     Mutant("cake: entropy temperature", "entropy ** (1 / self.tau1)", "entropy ** (1 * self.tau1)"),
-    Mutant(
-        "cake: window outside the shares",
-        "slots, room = total - floor * layers, cap - floor",
-        "slots, room = total - floor * layers, cap",
-    ),
-    Mutant(
-        "webster: quotients",
-        "heapreplace(queue, (1.0 if full else -weights[layer] / (2 * budgets[layer] + 1), layer))",
-        "heapreplace(queue, (1.0 if full else -weights[layer] / (2 * budgets[layer] + 2), layer))",
-    ),
-    Mutant(
-        "pyramid: last layer's share", "low = mean / self.beta if self.exact", "low = mean * self.beta if self.exact"
-    ),
-    Mutant(
-        "ada: even part",
-        "targets = won * (1 - self.alpha) + self.alpha * base",
-        "targets = won * (1 - self.alpha) + self.alpha + base",
-    ),
-    Mutant(
-        "d2o allocator: unbiased variance", "(spread / (count - 1).clamp(min=1))", "(spread / (count - 0).clamp(min=1))"
-    ),
-    Mutant(
-        "d2o allocator: filling", "left = total - math.fsum(targets[layer]", "left = total + math.fsum(targets[layer]"
-    ),
-    Mutant(
-        "caote: error",
-        "distance.mul_(alpha / (1 - alpha).clamp_(min=self.eps))",
-        "distance.mul_(alpha * (1 - alpha).clamp_(min=self.eps))",
-    ),
-    Mutant(
-        "fastcaote: mean over stored tokens",
-        "counted.sum(-1, keepdim=True).clamp(min=1)\n        mean",
-        "counted.sum(-1, keepdim=True).clamp(min=2) + 1\n        mean",
-    ),
-    Mutant(
-        "caote: which rows minmax_sum takes",
-        "scores = torch.where(lowest < 0, shifted, scores)",
-        "scores = torch.where(lowest <= 0, shifted, scores)",
-    ),
-    Mutant(
-        "selection: ties go to the lower position",
-        "return positions.masked_fill(stays, -1).argmax(-1, keepdim=True)",
-        "return positions.masked_fill(stays, 2**30).argmin(-1, keepdim=True)",
-    ),
+    Mutant("cake: window outside the shares", "slots, room = total - floor * layers, cap - floor", "slots, room = total - floor * layers, cap"),
+    Mutant("webster: quotients",
+           "heapreplace(queue, (1.0 if full else -weights[layer] / (2 * budgets[layer] + 1), layer))",
+           "heapreplace(queue, (1.0 if full else -weights[layer] / (2 * budgets[layer] + 2), layer))"),
+    Mutant("pyramid: last layer's share", "low = mean / self.beta if self.exact", "low = mean * self.beta if self.exact"),
+    Mutant("ada: even part", "targets = won * (1 - self.alpha) + self.alpha * base", "targets = won * (1 - self.alpha) + self.alpha + base"),
+    Mutant("d2o allocator: unbiased variance", "(spread / (count - 1).clamp(min=1))", "(spread / (count - 0).clamp(min=1))"),
+    Mutant("d2o allocator: filling", "left = total - math.fsum(targets[layer]", "left = total + math.fsum(targets[layer]"),
+    Mutant("caote: error", "distance.mul_(alpha / (1 - alpha).clamp_(min=self.eps))", "distance.mul_(alpha * (1 - alpha).clamp_(min=self.eps))"),
+    Mutant("fastcaote: mean over stored tokens", "counted.sum(-1, keepdim=True).clamp(min=1)\n        mean", "counted.sum(-1, keepdim=True).clamp(min=2) + 1\n        mean"),
+    Mutant("caote: which rows minmax_sum takes", "scores = torch.where(lowest < 0, shifted, scores)", "scores = torch.where(lowest <= 0, shifted, scores)"),
+    Mutant("selection: ties go to the lower position", "return positions.masked_fill(stays, -1).argmax(-1, keepdim=True)", "return positions.masked_fill(stays, 2**30).argmin(-1, keepdim=True)"),
     Mutant("ranking: newest protected", "stays |= positions >= (seen -", "stays |= positions > (seen -"),
-    Mutant(
-        "latents: window rows of K-VEC",
-        "return self.window_mean(window)[:, 0]",
-        "return self.window_sums(window)[:, 0]",
-    ),
-    Mutant(
-        "audit: a layer over its promise",
-        "over = (most > promised).nonzero()",
-        "over = (most > promised + 1).nonzero()",
-    ),
+    Mutant("latents: window rows of K-VEC", "return self.window_mean(window)[:, 0]", "return self.window_sums(window)[:, 0]"),
+    Mutant("audit: a layer over its promise", "over = (most > promised).nonzero()", "over = (most > promised + 1).nonzero()"),
     Mutant("audit: positions seen", "(positions >= seen).any()", "(positions > seen).any()"),
     Mutant("budgets: growth in decoding", "if n + tokens < b + every else", "if n + tokens <= b + every else"),
     Mutant("budgets: short prompts", "max(min(budget, old + new), whole)", "max(max(budget, old + new), whole)"),
-    Mutant(
-        "eviction: excess of one",
-        "excess = pending.excess\n            if max(excess) > 0:",
-        "excess = pending.excess\n            if max(excess) > 1:",
-    ),
-    Mutant(
-        "planner: memory kept free",
-        "free = (1 - MARGIN) * device_memory.free",
-        "free = (1 + MARGIN) * device_memory.free",
-    ),
+    Mutant("eviction: excess of one", "excess = pending.excess\n            if max(excess) > 0:", "excess = pending.excess\n            if max(excess) > 1:"),
+    Mutant("planner: memory kept free", "free = (1 - MARGIN) * device_memory.free", "free = (1 + MARGIN) * device_memory.free"),
 )
+# fmt: on
 
 
 def located(mutant: Mutant) -> Path:

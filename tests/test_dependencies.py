@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("kvbench", "policies", "kernels", "tasks")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 BY_HAND = {"kvpress"}  # requires an older transformers, so `make install` installs it with --no-deps
-EXTRA_MODULES = ("accelerate", "gguf", "jieba", "tiktoken", "wonderwords")
 
 
 def distributions(requirements: list[str]) -> set[str]:
@@ -91,42 +89,3 @@ def test_a_task_without_its_extra_names_it(
         ValueError, match=rf" needs {package}, which is not installed: pip install 'kvbench\[{extra}\]'$"
     ):
         use()
-
-
-@pytest.fixture(scope="module")
-def core_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packages installed here without those that only extras bring, on one path."""
-    view = tmp_path_factory.mktemp("site")
-    for place in sys.path:
-        for entry in Path(place).iterdir() if place.endswith("site-packages") else ():
-            if not entry.name.startswith(EXTRA_MODULES) and entry.suffix != ".pth" and not (view / entry.name).exists():
-                (view / entry.name).symlink_to(entry)
-    (view / "kvbench").unlink(missing_ok=True)
-    (view / "kvbench").symlink_to(ROOT / "kvbench")
-    return view
-
-
-def run_with(view: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    start = f"import sys, runpy; sys.path.insert(0, {str(view)!r}); runpy.run_module('kvbench', run_name='__main__')"
-    command = [sys.executable, "-I", "-S", "-c", start, *arguments]
-    return subprocess.run(command, cwd=view.parent, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.slow("starts processes")
-def test_the_pocket_model_runs_with_the_core_alone(core_alone: Path, tmp_path: Path) -> None:
-    done = run_with(core_alone, "limit=1", "task.lengths=[256]", "task.depths=[0.5]", "budget=64", f"out={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    assert "niah" in done.stdout
-
-
-@pytest.mark.slow("starts processes")
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["task=ruler/niah_single_2", "task.official=true"], "pip install 'kvbench[ruler]'"),
-    ],
-)  # fmt: skip
-def test_without_its_extra_a_task_says_what_to_install(core_alone: Path, arguments: list[str], sentence: str) -> None:
-    done = run_with(core_alone, *arguments, f"out={core_alone.parent / 'out'}")
-    assert done.returncode == 1
-    assert sentence in done.stderr

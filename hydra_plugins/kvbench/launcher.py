@@ -23,60 +23,52 @@ from hydra_plugins.kvbench.source import folders
 class KvbenchLauncher(Launcher):
     """Composes all jobs of a sweep, groups them, and computes or submits the groups.
 
-    fields: those of `kvbench.sweeps.jobs.Launcher`.
+    fields: see `kvbench.sweeps.jobs.Launcher`.
     """
 
     def __init__(self, **fields: Any) -> None:  # noqa: ANN401
         self.fields = {k: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for k, v in fields.items()}
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keep what `launch` needs."""
+        """Keep the inputs of `launch`."""
         self.hydra_context, self.config = hydra_context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Compute every job; one `JobReturn` each, whose value is the score, or None if it was only submitted."""
+        """Compute every job; the value of its `JobReturn` is the score, or None if it was only submitted."""
         setup_globals()
-        common = set(job_overrides[0]).intersection(*job_overrides[1:])
-        configs = [self._composed(overrides) for overrides in job_overrides]
-        from kvbench.sweeps.app import ready, short_errors
+        loader = self.hydra_context.config_loader
+        configs = [loader.load_sweep_config(self.config, list(overrides)) for overrides in job_overrides]
+        from kvbench.sweeps.app import short_errors
+        from kvbench.terminal.console import quiet, share_cores
 
-        ready()
+        share_cores()
+        quiet()
         with short_errors():
-            from kvbench.sweeps.jobs import Launcher as Fields  # torch is imported once the configurations are right
+            from kvbench.sweeps.jobs import Launcher as Fields  # torch, which a wrong configuration does not need
             from kvbench.sweeps.launch import run_sweep
-            from kvbench.sweeps.plan import Asked
+            from kvbench.sweeps.plan import Composed
 
-            found = folders()
-            asked = [
-                Asked(_title(overrides, common, config), plain(config), dict(config.hydra.runtime.choices), found)
-                for overrides, config in zip(job_overrides, configs, strict=True)
-            ]
+            common = set(job_overrides[0]).intersection(*job_overrides[1:])
+            composed = []
+            for overrides, config in zip(job_overrides, configs, strict=True):
+                choices = dict(config.hydra.runtime.choices)
+                title = " ".join(word for word in overrides if word not in common) or f"policy={choices['policy']}"
+                composed.append(Composed(title, plain(config), choices, folders()))
             command = shlex.join(["python", "-m", "kvbench", *sys.argv[1:]])
-            outcomes = run_sweep(asked, command, Fields(**self.fields))
-        failed = sum(outcome.error is not None for outcome in outcomes)
-        error = CompactHydraException(f"{failed} of {len(outcomes)} runs failed")
+            found = run_sweep(composed, command, Fields(**self.fields))
+        failed = sum(status.error is not None for status in found)
+        error = CompactHydraException(f"{failed} of {len(found)} runs failed")
         returns = []
-        for overrides, config, outcome in zip(job_overrides, configs, outcomes, strict=True):
+        for overrides, config, status in zip(job_overrides, configs, found, strict=True):
             one = JobReturn(overrides=list(overrides), cfg=config, hydra_cfg=config, task_name="kvbench")
-            one.return_value = outcome.score if outcome.error is None else error
-            one.status = JobStatus.COMPLETED if outcome.error is None else JobStatus.FAILED
+            one.status = JobStatus.COMPLETED if status.error is None else JobStatus.FAILED
+            one.return_value = status.score if status.error is None else error
             returns.append(one)
         return returns
-
-    def _composed(self, overrides: Sequence[str]) -> DictConfig:
-        return self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
     """A composed configuration as plain values, without Hydra's own node."""
-    values = OmegaConf.to_container(
-        OmegaConf.masked_copy(config, [key for key in config if key != "hydra"]), resolve=True
-    )
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
-
-
-def _title(overrides: Sequence[str], common: set[str], config: DictConfig) -> str:
-    """The overrides that other jobs of the sweep do not have."""
-    own = [word for word in overrides if word not in common]
-    return " ".join(own) or f"policy={config.hydra.runtime.choices.policy}"
+    own = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    values: Any = OmegaConf.to_container(own, resolve=True)
+    return dict(values)

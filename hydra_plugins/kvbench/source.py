@@ -1,4 +1,4 @@
-"""Configurations of models, policies and tasks, and the names among them that have no file of their own.
+"""Configurations of models, policies and tasks, including names without a file.
 
 `policy=caote_knorm` and `policy=snapkv_kivi_g32` are composed of several files, `task=lm_eval/gsm8k` names a task of
 lm-eval, `model=/folder` is a folder. A part may leave fields to the defaults of its class, so these nodes are open:

@@ -1,4 +1,4 @@
-"""`hydra/sweeper=grids`: sweeps whose runs are not one product of values, such as those behind a paper's table."""
+"""`hydra/sweeper=grids`: sweeps that are not one product of values, such as the runs of a paper's table."""
 
 from __future__ import annotations
 

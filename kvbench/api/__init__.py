@@ -1,1 +1,1 @@
-"""What a program or a notebook calls: evaluate, generate, and the results of both this process and earlier ones."""
+"""`kvbench.evaluate`, `kvbench.generate` and `kvbench.load_results`, for programs and notebooks."""

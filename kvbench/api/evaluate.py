@@ -19,8 +19,8 @@ from kvbench.models.given import borrowed, given_model, given_name
 from kvbench.models.loading import GivenModel
 from kvbench.policies.policy import Policy
 from kvbench.results.load import read_result
-from kvbench.run.code_digest import check_files
-from kvbench.run.run import build_cell
+from kvbench.run.digests import check_files
+from kvbench.run.run import build_run
 from kvbench.run.run_config import run_config
 from kvbench.tasks.task import Task
 
@@ -79,20 +79,20 @@ def evaluate(
     lists = [_listed("tasks", tasks, Task), _listed("policies", policies, Policy), _listed("budgets", budgets, Real)]
     folders = [] if config_dir is None else [Path(config_dir).expanduser()]
     called: str | Path = given_name(model) if isinstance(model, PreTrainedModel) else model
-    runs = [
+    configs = [
         run_config(called, policy, task, folders, given, **{**settings, "budget": budget})
         for task, policy, budget in product(*lists)
     ]
-    cells = [build_cell(run) for run in runs]
-    for cell in cells if temporary is None else ():
-        check_files([cell.identity["policy"], cell.identity["task"]])
+    runs = [build_run(config) for config in configs]
+    for run in runs if temporary is None else ():
+        check_files([run.identity["policy"], run.identity["task"]])
     with nullcontext() if given is None else borrowed(given.model):
-        endings = run_cells(cells)
+        endings = run_cells(runs)
     for ending in endings:
         if ending.error is not None:
             raise ending.error
-    rows = [read_result(cell.folder, cell.limit) for cell in cells]
-    return Results(rows, cells[0].out, in_order=False, owned=temporary)
+    rows = [read_result(run.folder, run.limit) for run in runs]
+    return Results(rows, runs[0].out, in_order=False, owned=temporary)
 
 
 def _given(model: Model, tokenizer: PreTrainedTokenizerBase | None, dtype: str, device: str) -> GivenModel | None:

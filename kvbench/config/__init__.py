@@ -1,1 +1,1 @@
-"""From names and command lines to parts: presets, slugs, choices, overrides, help."""
+"""Configuration files by name, and the parts that are built from them."""

@@ -1,4 +1,4 @@
-"""Names of models, policies and tasks that have no file of their own."""
+"""Names of models, policies and tasks without a file."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def policy_config(slug: str, folders: Sequence[Path] = ()) -> Config:
     if config is None:
         wrappers = ", ".join(f"{name}_" for name in names("wrapper", folders))
         raise UsageError(
-            f"policy={slug} does not exist (allowed: {', '.join(names('policy', folders))}; {wrappers} may stand "
+            f"policy={slug} does not exist (allowed: {', '.join(names('policy', folders))}; {wrappers} can be put "
             "before a policy that scores)"
         )
     return {**config, "name": slug}
@@ -77,7 +77,7 @@ def _with_wrapper(slug: str, wrapper: str, config: Config, folders: Sequence[Pat
 
 
 def _filled(tree: Config, config: Config) -> Config:
-    """The parts of a wrapper, in which "${allocator}" stands for the policy's own allocator."""
+    """The parts of a wrapper, with the policy's allocator in place of "${allocator}"."""
     own = {f"${{{name}}}": part for name, part in config.items()}
     filled = {key: _filled(value, config) if isinstance(value, dict) else value for key, value in tree.items()}
     return {key: own.get(value, value) if isinstance(value, str) else value for key, value in filled.items()}
@@ -182,7 +182,7 @@ def make_policy(
 
     budget: tokens per KV head per layer on average (int), or a share of the prompt (float below 1). schedule: `prompt`
     or `blocks`; block: tokens per block, inf allowed (128 where a preset is switched to blocks); decode: `evict` or
-    `grow`; config_dir: a folder with policies of one's own, `policy/mine.yaml`; fields go to the part that has them
+    `grow`; config_dir: a folder with your policies, `policy/mine.yaml`; fields go to the part that has them
     (`window=16`, `**{"scorer.window": 16}` where two parts do).
     Raises ValueError for an unknown name or field and for a wrong value.
     """
@@ -227,7 +227,7 @@ def scheduled(
     if decode == "grow":  # nothing is evicted while decoding, so `every` and `protect` have no meaning
         config["schedule"] = own = {k: v for k, v in own.items() if k not in ("every", "protect")}
     if config.get("scorer", "?") is None and protect in ("prompt", "none"):
-        protect = None  # nothing is evicted: `full` beside other policies is one run, whatever they protect
+        protect = None  # nothing is evicted, so `full` is one run for all values of `protect`
     given = {"decode": decode, "every": every, "protect": protect}
     own |= {name: value for name, value in given.items() if value is not None}
     return config

@@ -7,7 +7,8 @@ Hydra's form: a `_target_` that names a class, its fields, and a `defaults` list
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module, resources
 from inspect import isabstract
@@ -21,7 +22,7 @@ from kvbench.errors import ConfigError, UsageError
 
 Config = dict[str, Any]
 CONF = Path(str(resources.files("kvbench.conf")))
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # written in C where there is one: 8 times as fast
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # written in C if available: 8 times as fast
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 
 
@@ -124,7 +125,7 @@ def build(config: Any, where: Sequence[str] = ()) -> Any:  # noqa: ANN401
     try:
         part = part_class(config)
         if dataclasses.is_dataclass(part):
-            _check_fields(part, given)
+            check_fields(part, given)
         return part(**given)
     except ConfigError as error:
         raise error.at(*where) from error
@@ -149,7 +150,8 @@ def tree_of(part: object) -> Any:  # noqa: ANN401 - whatever YAML holds
     raise UsageError(f"a {type(part).__name__} cannot be recorded: a run holds plain values and dataclasses of them")
 
 
-def _check_fields(part: Any, given: Config) -> None:  # noqa: ANN401 - a dataclass
+def check_fields(part: Any, given: Mapping[str, Any]) -> None:  # noqa: ANN401 - a dataclass
+    """Raise ConfigError for an unknown field, a missing one, or a value of another type than its field declares."""
     declared = [f for f in dataclasses.fields(part) if f.init]
     allowed = [f.name for f in declared]
     for name, value in given.items():
@@ -161,7 +163,7 @@ def _check_fields(part: Any, given: Config) -> None:  # noqa: ANN401 - a datacla
             raise ConfigError(f.name, None, why=f": {part.__name__} needs a value")
     hints = _hints(part)
     for name, value in given.items():
-        check_type(name, value, hints[name])
+        _check_type(name, value, hints[name])
 
 
 @cache
@@ -170,7 +172,7 @@ def _hints(part: type) -> dict[str, Any]:
     return get_type_hints(part)
 
 
-def check_type(name: str, value: object, hint: Any) -> None:  # noqa: ANN401
+def _check_type(name: str, value: object, hint: Any) -> None:  # noqa: ANN401
     """ConfigError for a value of another type than its field declares; other annotations are left to the part."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if all(kind in KINDS for kind in kinds):
@@ -185,7 +187,41 @@ def check_type(name: str, value: object, hint: Any) -> None:  # noqa: ANN401
 
 
 def _is_a(value: object, kind: type) -> bool:
-    """Whether a value may stand for a type: a whole number is a number, but true is not a number."""
+    """Whether a value is of a type. A whole number is a number, but true is not a number."""
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+@contextmanager
+def refusing_in(group: str, config: Mapping[str, Any], prefix: str = "") -> Iterator[None]:
+    """Turn the ValueError of a check on `config`, the configuration of `group`, into a UsageError.
+
+    The field of a ConfigError gets its path (`window` of a scorer is `policy.scorer.window`), another message `prefix`.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise _placed(group, config, error, prefix) from error
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise UsageError(f"{prefix}{(str(error).splitlines() or [type(error).__name__])[0]}") from error
+
+
+def _placed(group: str, config: Mapping[str, Any], error: ConfigError, prefix: str) -> UsageError:
+    """The error with the path of its field: in the only part that has it, or in `config` itself."""
+
+    def known(part: Mapping[str, Any]) -> set[str]:
+        with suppress(ConfigError):  # its class cannot be imported, which is then the error itself
+            return {*field_names(part), *part}
+        return {*part}
+
+    if error.field.startswith(f"{group}."):
+        return error
+    first = error.field.partition(".")[0]
+    homes = [name for name, part in config.items() if isinstance(part, Mapping) and first in known(part)]
+    if len(homes) == 1 and first not in config:
+        return error.at(group, *homes)
+    return error.at(group) if first in known(config) else UsageError(f"{prefix}{error}")

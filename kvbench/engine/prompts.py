@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvbench.cache.layout import attention_layers
-from kvbench.config.naming import refusing_in
+from kvbench.config.tree import refusing_in
 from kvbench.engine.reading import is_generated, is_read, policy_for
 from kvbench.engine.turns import check_turns
+from kvbench.errors import UsageError, refusing
 from kvbench.models.prompts import Prompt, PromptMaker
 from kvbench.policies.layer_budgets import layer_budgets, read_plan
 from kvbench.results.sample import Sample
 from kvbench.run.run import Run
 from kvbench.tasks.task import PlainTokenizer
 from kvbench.terminal.bars import progress
-from kvbench.terminal.errors import UsageError, refusing
 
 log = logging.getLogger(__name__)
 

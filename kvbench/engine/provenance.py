@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.engine.reading import label, policy_for, reads_whole
+from kvbench.errors import UsageError
 from kvbench.models.prompts import Prompt
 from kvbench.results.environment import machine, other_versions
 from kvbench.results.files import write_json, write_yaml
 from kvbench.results.labels import names
 from kvbench.run.run import Run
-from kvbench.terminal.errors import UsageError
 
 _ENVIRONMENT = "environment.json"
 
@@ -49,16 +49,16 @@ def environments(folder: Path) -> list[dict[str, Any]]:
 def record_environment(cell: Run, folder: Path, here: Mapping[str, Any]) -> None:
     """Add this process's environment to those of `folder` if it is not among them.
 
-    Raises UsageError if versions differ, which no run may mix unless `allow_mixed` is set.
+    Raises UsageError if versions differ, which no run may mix unless `allow_version_mismatch` is set.
     """
     known = environments(folder)
     if here in known:
         return
     changed = other_versions(known, here)
-    if changed and not cell.allow_mixed:
+    if changed and not cell.allow_version_mismatch:
         raise UsageError(
             f"{folder} was begun with other versions ({changed}), and a run that mixes them measures neither: "
-            "go back to those, choose another out, or set allow_mixed=true, which tables will show"
+            "go back to those, choose another out, or set allow_version_mismatch=true, which tables will show"
         )
     if told := _told(cell, known, here, changed):
         log.warning("%s: continued %s, see environment.json", cell.run_id, told)

@@ -12,6 +12,7 @@ from typing import Any
 from kvbench.engine.callbacks import RunCallback
 from kvbench.engine.prompts import blank, check_policy
 from kvbench.engine.provenance import record_environment, write_config
+from kvbench.errors import UsageError, refusing
 from kvbench.models.prompts import Prompt
 from kvbench.results.files import remove_torn
 from kvbench.results.locks import RunBusyError, held
@@ -19,7 +20,6 @@ from kvbench.results.metrics_file import write_metrics
 from kvbench.results.sample import Sample
 from kvbench.results.samples import FILE_NAME, SampleFile, open_samples, read_samples
 from kvbench.run.run import Run
-from kvbench.terminal.errors import UsageError, refusing
 
 _ASKED = {
     "prompt_hash": "answers to other prompts",

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from kvbench.terminal.errors import UsageError
+from kvbench.errors import UsageError
 
 log = logging.getLogger(__name__)
 

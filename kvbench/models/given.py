@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.cache.hook import prepare
+from kvbench.errors import refusing
 from kvbench.models.loading import Checkpoint, GivenModel, ModelSpec
 from kvbench.models.trial import try_out
-from kvbench.terminal.errors import refusing
 
 _WORDS = 2**20  # words that are summed up at once: 8 MiB
 _ELSEWHERE = ("_name_or_path", "transformers_version")

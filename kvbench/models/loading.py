@@ -28,9 +28,9 @@ from transformers import (
 )
 
 from kvbench.cache.hook import prepare
+from kvbench.errors import UsageError, refusing
 from kvbench.models.gguf import dequantized, gguf_source, installed_folder, source_digest
 from kvbench.models.trial import layer_shapes, state_bytes, try_out
-from kvbench.terminal.errors import UsageError, refusing
 
 DEVICE_MAPS = (None, "auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from kvbench.errors import UsageError, refusing
 from kvbench.models.shared import shared_texts
 from kvbench.models.tokens import Pair, encode, encode_pair, special_ends
 from kvbench.tasks.task import Example, Shared, Task
-from kvbench.terminal.errors import UsageError, refusing
 
 log = logging.getLogger(__name__)
 

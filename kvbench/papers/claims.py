@@ -14,13 +14,13 @@ from statistics import NormalDist
 from typing import Any
 
 from kvbench.config.tree import load
+from kvbench.errors import UsageError
 from kvbench.papers.matching import Runs
 from kvbench.papers.protocol import SCHEDULE, Plan
 from kvbench.papers.published import BASELINE, FOLDER
 from kvbench.results.pairs import paired
 from kvbench.results.result import Result
 from kvbench.results.statistics import ALPHA, CONFIDENCE, FEWEST, Difference, holm
-from kvbench.terminal.errors import UsageError
 
 HOLDS, FAILS, UNDECIDED, NO_DATA = "holds", "fails", "cannot be decided", "no data"
 PAPERS = ("caote", "cake", "kvec", "d2o", "ott", "today")

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pandas as pd
 
+from kvbench.errors import UsageError
 from kvbench.papers import published
 from kvbench.papers.layout import lay_out, layout, numbers, read_yaml, tables
 from kvbench.report import frames
 from kvbench.report.frames import Table
 from kvbench.terminal.command import Parser, command, pairs
-from kvbench.terminal.console import log_to_stderr
-from kvbench.terminal.errors import UsageError
-from kvbench.terminal.folding import terminal_width
+from kvbench.terminal.console import log_to_stderr, terminal_width
 from kvbench.terminal.outputs import check_output
 
 OUT = "results/runs"

@@ -13,6 +13,7 @@ import pandas as pd
 import yaml
 
 from kvbench.config.presets import make_policy
+from kvbench.errors import UsageError
 from kvbench.models.cache_shapes import cache_shape
 from kvbench.papers.layout import HOLE, Layout, budget_text, layout, numbers
 from kvbench.papers.matching import Measured, Runs, average, measured, run_task
@@ -21,11 +22,23 @@ from kvbench.papers.published import AVERAGE, Number
 from kvbench.report.frames import Table
 from kvbench.results.result import Result
 from kvbench.terminal.command import pairs
-from kvbench.terminal.errors import UsageError
 from kvbench.tools.cache_bytes import MIB, predict
 
 SWEPT = ("model", "policy", "budget", "task")
-ELSEWHERE = ("limit", "out", "device", "dtype", "seed", "allow_mixed", "debug", "launcher", "logger", "engine", "hydra")
+ELSEWHERE = (
+    "limit",
+    "out",
+    "device",
+    "dtype",
+    "seed",
+    "allow_version_mismatch",
+    "allow_mixed",
+    "debug",
+    "launcher",
+    "logger",
+    "engine",
+    "hydra",
+)
 """Fields of a run that do not affect which number it measures."""
 OURS = ("ours", "95% interval", "difference", "n", "tokens", "MiB")
 PROMPT = 8192  # tokens, for predicted bytes

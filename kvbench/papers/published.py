@@ -9,12 +9,12 @@ from __future__ import annotations
 import csv
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from kvbench.terminal.close import close_names
-from kvbench.terminal.errors import UsageError
+from kvbench.errors import UsageError
 
 COLUMNS = ("paper", "table", "model", "method", "budget", "budget_kind", "task", "metric", "value", "note")
 FOLDER = Path(str(resources.files("kvbench.papers") / "data"))
@@ -89,7 +89,7 @@ def _number(row: dict[str, str]) -> Number:
 
 
 def _meant(name: str, allowed: tuple[str, ...]) -> str:
-    close = close_names(name, allowed)
+    close = get_close_matches(name, allowed)
     return f", did you mean {' or '.join(close)}?" if close else f" (there are {', '.join(papers())})"
 
 

@@ -1,4 +1,7 @@
-"""`python -m kvbench.results collect FOLDER`: one table of all finished runs below a folder."""
+"""Tables of finished runs: `python -m kvbench.results collect FOLDER`.
+
+`python -m kvbench.results check FOLDER` checks that the numbers of runs agree with their samples.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvbench.errors import UsageError
 from kvbench.report.frames import FORMATS, text, write
 from kvbench.report.table import chosen, pivot, results_table
 from kvbench.results.columns import COLUMNS, frame
 from kvbench.results.files import atomic_write
 from kvbench.results.load import load_results
 from kvbench.terminal.command import Parser, command
-from kvbench.terminal.errors import UsageError
-from kvbench.terminal.folding import terminal_width
+from kvbench.terminal.console import terminal_width
 from kvbench.terminal.outputs import check_output
 
 TIDY = (".csv", ".parquet")

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from kvbench.errors import UsageError
 from kvbench.results.files import write_atomically
-from kvbench.terminal.errors import UsageError
 
 if TYPE_CHECKING:
     import pandas as pd

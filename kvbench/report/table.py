@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvbench.errors import UsageError
 from kvbench.report.frames import Table, frame_of, text
 from kvbench.results.columns import frame as tidy
 from kvbench.results.labels import budget_order, in_words, text_of
 from kvbench.results.load import Results
 from kvbench.results.result import FINISHED, Result
 from kvbench.results.statistics import FEWEST
-from kvbench.terminal.errors import UsageError
-from kvbench.terminal.folding import terminal_width
+from kvbench.terminal.console import terminal_width
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,60 +52,73 @@ def _share(row: Result) -> str | None:
 class _Column(NamedTuple):
     """A column of numbers, shown if some row has a value and `shown(row)` is true.
 
-    value: a function, or (field, format) with an optional factor, unit, and field to use if the first has no value.
-    legend: its text in the footer.
+    value: a field of a result, with its format, factor and unit, or a function that returns text. instead: the field
+    that is used if the first has no value. legend: the column's text in the footer.
     """
 
     title: str
-    value: Callable[[Result], str | None] | tuple[str, str] | tuple[str, str, float, str, str]
+    value: str | Callable[[Result], str | None]
+    how: str = ""
+    scale: float = 1
+    unit: str = ""
+    instead: str = ""
     legend: str = ""
     shown: Callable[[Result], bool] = lambda _: True
 
     def text(self, row: Result) -> str | None:
         """The text of a row; None without a value."""
-        if callable(self.value):
+        if not isinstance(self.value, str):
             return self.value(row)
-        field, how, scale, unit, instead = (*self.value, 1, "", "")[:5] if len(self.value) == 2 else self.value
-        if row.n_shared and ("seconds" in field or "_ms_" in field):
+        if row.n_shared and ("seconds" in self.value or "_ms_" in self.value):
             return "shared"
-        number = getattr(row, field)
-        number = getattr(row, instead) if number is None and instead else number
-        return None if number is None else f"{number * scale:{how}}{unit}"
+        number = getattr(row, self.value)
+        number = getattr(row, self.instead) if number is None and self.instead else number
+        return None if number is None else f"{number * self.scale:{self.how}}{self.unit}"
 
 
 def _is_long(row: Result) -> bool:
     return (row.generated_tokens or 0) >= LONG_ANSWER
 
 
-_PAIRED = "vs full: on the same examples, *: the 95% interval excludes 0"
-_READS = "read: by the last decoded token; the budget limits the tokens it reads"
+def _reads_part(row: Result) -> bool:
+    return row.read_tokens is not None
+
+
 _COLUMNS = (
-    _Column("scored tokens", ("scored_tokens", "d")),
-    _Column("score (95% CI)", measure, "score: mean, 1 is best", lambda row: not row.reads),
-    _Column("NLL (95% CI)", measure, "NLL: nats per token, lower is better", lambda row: row.reads),
-    _Column("vs full (95% CI)", _against, _PAIRED, lambda row: row.difference is not None or row.gap is not None),
-    _Column("PPL", ("perplexity", ".4g")),
+    _Column("scored tokens", "scored_tokens", "d"),
+    _Column("score (95% CI)", measure, legend="score: mean, 1 is best", shown=lambda row: not row.reads),
+    _Column("NLL (95% CI)", measure, legend="NLL: nats per token, lower is better", shown=lambda row: row.reads),
+    _Column(
+        "vs full (95% CI)", _against, legend="vs full: on the same examples, *: the 95% interval excludes 0",
+        shown=lambda row: row.difference is not None or row.gap is not None,
+    ),
+    _Column("PPL", "perplexity", ".4g"),
     _Column("PPL vs full", lambda row: None if row.gap is None else f"{row.gap.perplexity:+.4g}"),
-    _Column("pass@k", ("pass_at_k", ".3f"), "pass@k: share of prompts with a right answer among k"),
-    _Column("tokens", ("generated_tokens", ".0f"), "tokens: mean generated tokens", _is_long),
-    _Column("cut off", ("cut_share", ".1f", 100, "%", ""), "cut off: answers that reached max_new_tokens", _is_long),
-    _Column("kept/KV head", ("kept_tokens", ".1f"), "kept, cache: held after the last token"),
-    _Column("read/KV head", ("read_tokens", ".1f", 1, "", "kept_tokens"), _READS, lambda row: bool(row.read_tokens)),
-    _Column("if freed", ("unmasked_tokens", ".1f"), "if freed: kept without masked tokens, which are held"),
+    _Column("pass@k", "pass_at_k", ".3f", legend="pass@k: share of prompts with a right answer among k"),
+    _Column("tokens", "generated_tokens", ".0f", legend="tokens: mean generated tokens", shown=_is_long),
+    _Column(
+        "cut off", "cut_share", ".1f", 100, "%", legend="cut off: answers that reached max_new_tokens", shown=_is_long
+    ),
+    _Column("kept/KV head", "kept_tokens", ".1f", legend="kept, cache: held after the last token"),
+    _Column(
+        "read/KV head", "read_tokens", ".1f", instead="kept_tokens", shown=_reads_part,
+        legend="read: by the last decoded token; the budget limits the tokens it reads",
+    ),
+    _Column("if freed", "unmasked_tokens", ".1f", legend="if freed: kept without masked tokens, which are held"),
     _Column("most kept", lambda row: str(max(map(max, row.max_kept_tokens))) if row.max_kept_tokens else None),
-    _Column("cache MiB", ("cache_bytes", ".3f", MIB, "", "")),
-    _Column("MiB read/token", ("read_bytes", ".3f", MIB, "", "cache_bytes"), "", lambda row: bool(row.read_tokens)),
+    _Column("cache MiB", "cache_bytes", ".3f", MIB),
+    _Column("MiB read/token", "read_bytes", ".3f", MIB, instead="cache_bytes", shown=_reads_part),
     _Column("of full", _share),
-    _Column("spare MiB", ("spare_bytes", ".3f", MIB, "", ""), "spare: reserved but unused"),
-    _Column("peak MiB", ("peak_bytes", ".3f", MIB, "", "")),
-    _Column("state MiB", ("state_bytes", ".3f", MIB, "", ""), "state: states of recurrent layers"),
-    _Column("device peak MiB", ("device_peak_bytes", ".0f", MIB, "", "")),
-    _Column("pre-pass tokens", ("pre_pass_tokens", ".1f")),
-    _Column("bits/number", ("bits_per_number", ".2f")),
-    _Column("16-bit/this", ("ratio_to_16_bit", ".2f", 1, "x", ""), "16-bit/this: full 16-bit cache / this cache"),
-    _Column("prefill s", ("prefill_seconds", ".3f"), "", lambda row: row.prefill_seconds is not None),
-    _Column("decode s", ("decode_seconds", ".3f"), "", lambda row: row.decode_seconds is not None),
-    _Column("ms/token", ("decode_ms_per_token", ".2f"), "", lambda row: row.decode_ms_per_token is not None),
+    _Column("spare MiB", "spare_bytes", ".3f", MIB, legend="spare: reserved but unused"),
+    _Column("peak MiB", "peak_bytes", ".3f", MIB),
+    _Column("state MiB", "state_bytes", ".3f", MIB, legend="state: states of recurrent layers"),
+    _Column("device peak MiB", "device_peak_bytes", ".0f", MIB),
+    _Column("pre-pass tokens", "pre_pass_tokens", ".1f"),
+    _Column("bits/number", "bits_per_number", ".2f"),
+    _Column("16-bit/this", "ratio_to_16_bit", ".2f", 1, "x", legend="16-bit/this: full 16-bit cache / this cache"),
+    _Column("prefill s", "prefill_seconds", ".3f", shown=lambda row: row.prefill_seconds is not None),
+    _Column("decode s", "decode_seconds", ".3f", shown=lambda row: row.decode_seconds is not None),
+    _Column("ms/token", "decode_ms_per_token", ".2f", shown=lambda row: row.decode_ms_per_token is not None),
 )  # fmt: skip
 
 

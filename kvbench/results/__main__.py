@@ -1,4 +1,4 @@
-"""`python -m kvbench.results`: see `kvbench.report.command`, and for `check` `kvbench.tools.check_results`."""
+"""`python -m kvbench.results`: see `kvbench.report.command`; `check` is in `kvbench.tools.check_results`."""
 
 import sys
 

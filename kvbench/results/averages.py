@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from kvbench.results.sample import Sample
-from kvbench.results.statistics import stratified_intervals
+from kvbench.results.statistics import stratified_interval
 from kvbench.tasks.summary import by_subset, scores_of, subsets_by, summary_module
 
 
@@ -31,14 +31,13 @@ def average_intervals(samples: Sequence[Sample]) -> dict[str, tuple[float, float
     """
     module, groups = summary_module(samples), strata(samples)
     averages: dict[str, list[str]] = module.averages(groups) if module and groups else {}
-    chosen = {
-        name: members
-        for name, members in averages.items()
-        if len(members) > 1 and all(len(groups[member]) > 1 for member in members)
-    }
-    used = {key: scores for key, scores in groups.items() if len(scores) > 1}
-    intervals = stratified_intervals(used, chosen) if chosen else {}
-    return {name: (100 * interval.low, 100 * interval.high) for name, interval in intervals.items()}
+    found = {}
+    for name, members in averages.items():
+        scores = [groups[member] for member in members]
+        if len(scores) > 1 and min(map(len, scores)) > 1:
+            interval = stratified_interval(scores)
+            found[name] = 100 * interval.low, 100 * interval.high
+    return found
 
 
 def strata(samples: Sequence[Sample]) -> dict[str, list[float]]:

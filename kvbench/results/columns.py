@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvbench.results.labels import Naming
+from kvbench.errors import UsageError
+from kvbench.results.labels import NAMED, Naming
 from kvbench.results.metrics import Numbers, metrics
 from kvbench.results.result import Result, numbers
-from kvbench.terminal.errors import UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,7 +91,7 @@ COLUMNS = (
     Column("code", "digest of the code", "words", at="identity.code"),
     Column("device", "GPU or processor", "words"),
     Column("kvbench_revision", "git commit, if known", "words", at="environment.kvbench_revision"),
-    Column("mixed", "versions that differ within the run (allow_mixed=true)", "words"),
+    Column("mixed", "versions that differ within the run (allow_version_mismatch=true)", "words"),
     Column("state", "finished, or unfinished (n examples so far)", "words"),
 )
 
@@ -136,9 +136,16 @@ def _result(row: dict[str, Any]) -> Result:
     block, reads = row.get("block"), row.get("scored_tokens") is not None
     changed = tuple(key for key, value in row.items() if key.startswith(("policy.", "task.")) and value is not None)
     scored = None if not reads else "" if block is None else f"m={block:g}"
-    naming = Naming(row["policy"], row["model"], row["task"], changed, scored)
+    names = {name: row[name].partition("(")[0].strip() for name in NAMED}  # old tables have "snapkv (grow)"
+    naming = Naming(**names, changed=changed, reads=scored)
     known = {field.name for field in fields(Result)}
     values = {k: v for k, v in {**numbers(metrics(())), **row, **tree}.items() if k in known}
     values |= {"n": int(row["n"]), "n_failed": int(row["n_failed"]), "mixed": row.get("mixed") or ""}
-    values |= {"reads": reads, "curve": tree.get("nll_curve"), "folder": Path(str(row["run_id"])), "samples": ()}
+    values |= {
+        **names,
+        "reads": reads,
+        "curve": tree.get("nll_curve"),
+        "folder": Path(str(row["run_id"])),
+        "samples": (),
+    }
     return Result(**values, identity=identity, environment={}, naming=naming)

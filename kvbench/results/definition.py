@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
+from kvbench.errors import UsageError
 from kvbench.results.files import read_yaml, remove_torn, write_atomically, yaml_text
 from kvbench.results.locks import held
-from kvbench.terminal.errors import UsageError
 
 FILE_NAME = "sweep.yaml"
 SWEEP_FOLDER = ".sweep"
@@ -65,18 +65,18 @@ class Definition:
     folder: str = "."
     launcher: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
-    cells: tuple[Entry, ...] = ()
+    runs: tuple[Entry, ...] = ()
 
     def joined(self, later: Definition) -> Definition:
         """The union of this sweep and a later one with the same output folder.
 
         A run with the same configuration but another id, after a change of code or weights, replaces the older one.
         """
-        keys = {entry.key for entry in later.cells}
-        words = {json.dumps(entry.config, sort_keys=True) for entry in later.cells}
-        kept = (e for e in self.cells if e.key not in keys and json.dumps(e.config, sort_keys=True) not in words)
+        keys = {entry.key for entry in later.runs}
+        words = {json.dumps(entry.config, sort_keys=True) for entry in later.runs}
+        kept = (e for e in self.runs if e.key not in keys and json.dumps(e.config, sort_keys=True) not in words)
         commands = tuple(dict.fromkeys((*self.commands, *later.commands)))
-        return replace(later, commands=commands, cells=(*kept, *later.cells))
+        return replace(later, commands=commands, runs=(*kept, *later.runs))
 
 
 def write_definition(folder: Path, definition: Definition) -> Definition:
@@ -88,8 +88,8 @@ def write_definition(folder: Path, definition: Definition) -> Definition:
         if (folder / FILE_NAME).exists():
             definition = read_definition(folder).joined(definition)
         known: dict[str, Any] = {}
-        cells = [_values(entry, known) for entry in definition.cells]
-        text = yaml_text({**vars(definition), "commands": list(definition.commands), "cells": cells})
+        runs = [_values(entry, known) for entry in definition.runs]
+        text = yaml_text({**vars(definition), "commands": list(definition.commands), "runs": runs})
         write_atomically(folder / FILE_NAME, _HEAD + text)
     return definition
 
@@ -99,8 +99,8 @@ def read_definition(folder: Path) -> Definition:
     path = folder / FILE_NAME
     try:
         values = read_yaml(path)
-        cells = tuple(_entry(cell) for cell in values.pop("cells"))
-        return Definition(**{**values, "commands": tuple(values["commands"])}, cells=cells)
+        runs = tuple(map(_entry, values.pop("runs" if "runs" in values else "cells")))  # cells: of old versions
+        return Definition(**{**values, "commands": tuple(values["commands"])}, runs=runs)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{folder} holds no sweep: there is no {FILE_NAME}") from None
     except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError, ValueError) as error:
@@ -108,9 +108,9 @@ def read_definition(folder: Path) -> Definition:
         raise UsageError(f"{path} cannot be read: {reason}") from error
 
 
-def _entry(cell: dict[str, Any]) -> Entry:
+def _entry(run: dict[str, Any]) -> Entry:
     known = {f.name for f in fields(Entry)}
-    values: dict[str, Any] = {key: value for key, value in cell.items() if key in known}
+    values: dict[str, Any] = {key: value for key, value in run.items() if key in known}
     return Entry(**{**values, "changed": tuple(values["changed"])} if "changed" in values else values)
 
 

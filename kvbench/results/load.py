@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from kvbench.errors import UsageError
 from kvbench.results.columns import frame
 from kvbench.results.environment import other_versions
 from kvbench.results.files import read_yaml
@@ -23,7 +24,6 @@ from kvbench.results.pairs import shared
 from kvbench.results.result import FINISHED, UNFINISHED, Result, numbers
 from kvbench.results.sample import Sample
 from kvbench.results.samples import FILE_NAME, read_samples
-from kvbench.terminal.errors import UsageError
 
 if TYPE_CHECKING:
     import pandas as pd

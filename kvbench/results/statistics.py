@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, sqrt
+from math import sqrt
 from statistics import NormalDist
-from typing import TypeVar
 
 import numpy as np
 from scipy.optimize import brentq
 from scipy.special import bdtr, ndtr, stdtrit
-
-Key = TypeVar("Key", bound=Hashable)
 
 CONFIDENCE = 0.95
 ALPHA = 1 - CONFIDENCE
@@ -83,70 +80,30 @@ def weighted_interval(values: Sequence[float], weights: Sequence[float], seed: i
     return Interval(float(low), float(high), "bootstrap")
 
 
-def stratified_interval(groups: Sequence[Sequence[float]], seed: int = 0) -> Interval:
-    """95% interval of the mean of group means, as LongBench averages its sets: every group is resampled separately.
+def stratified_interval(groups: Sequence[Sequence[float]]) -> Interval:
+    """95% interval of the mean of group means, as LongBench averages its sets.
 
-    The groups are fixed by the benchmark, so the differences between them add no uncertainty. The deviations of group
-    k's bootstrap means are scaled by sqrt(n_k / (n_k - 1)), because the bootstrap underestimates the variance of small
-    groups. The percentiles are those of Student's t with Welch and Satterthwaite's degrees of freedom. A group of equal
-    scores inside [0, 1] is resampled with one more score at the other end of the range, because the next score may
-    differ. Raises ValueError for no group, or for a group of fewer than two scores.
-    Source: Rao and Wu 1988 (rescaling bootstrap); Satterthwaite 1946.
+    The groups are fixed by the benchmark, so that only the variance within them counts: a t interval with Welch and
+    Satterthwaite's degrees of freedom. To a group of equal scores inside [0, 1] a score at the other end of the range
+    is added for its variance, because the next score may differ (inside the range one towards each end, which
+    together have the variance of one score at an end). Raises ValueError for no group, or for a group of fewer than
+    two scores. Source: Satterthwaite 1946.
     """
-    named = dict(enumerate(groups))
-    return stratified_intervals(named, {"all": list(named)}, seed)["all"]
-
-
-def stratified_intervals(
-    groups: Mapping[Key, Sequence[float]], means: Mapping[str, Sequence[Key]], seed: int = 0
-) -> dict[str, Interval]:
-    """`stratified_interval` for several means, each over some of the groups; every group is resampled once."""
-    drawn = {key: _stratum(group, seed + i) for i, (key, group) in enumerate(groups.items())}
-    inside = all(0 <= score <= 1 for group in groups.values() for score in group)
-    least, most = (0.0, 1.0) if inside else (-inf, inf)
-    intervals = {}
-    for name, members in means.items():
-        if not members:
-            raise ValueError("a stratified interval needs two scores or more in every group, got no group")
-        chosen = [drawn[key] for key in members]
-        mean = float(np.mean([group.mean for group in chosen]))
-        # Welch and Satterthwaite: groups with high variance and few examples lower the degrees of freedom.
-        weights = sum(group.variance**2 / group.freedom for group in chosen)
-        freedom = sum(group.variance for group in chosen) ** 2 / weights if weights else 1.0
-        tail = float(ndtr(-stdtrit(freedom, (1 + CONFIDENCE) / 2)))
-        low, high = mean + np.quantile(np.mean([group.deviations for group in chosen], axis=0), (tail, 1 - tail))
-        intervals[name] = Interval(max(least, float(low)), min(most, float(high)), "stratified bootstrap")
-    return intervals
-
-
-@dataclass(frozen=True)
-class _Stratum:
-    """The mean of a group, its variance, the deviations of its bootstrap means [RESAMPLES], and its size minus one."""
-
-    mean: float
-    variance: float
-    deviations: np.ndarray
-    freedom: int
-
-
-def _stratum(scores: Sequence[float], seed: int) -> _Stratum:
-    """The bootstrap of one group.
-
-    If all scores are equal and inside [0, 1], one more score is drawn from, at the other end of the range. A score
-    inside the range has two other ends: a score is added towards each, and together they have the variance of one
-    score at an end.
-    """
-    group = np.asarray(scores, dtype=np.float64)
-    n, first = len(group), float(group[0]) if len(group) else 0.0
-    if n < 2:
+    if not groups or min(map(len, groups)) < 2:
         raise ValueError("a stratified interval needs two scores or more in every group")
-    source = group
-    if (group == first).all() and 0 <= first <= 1:
-        ends = [end for end in (0.0, 1.0) if end != first]
-        source = np.append(group, [first + (end - first) / sqrt(len(ends)) for end in ends])
-    means = np.concatenate(list(_mean_blocks(source, np.random.default_rng(seed), None, size=n)))
-    deviations = (means - source.mean()) * sqrt(n / (n - 1))
-    return _Stratum(float(group.mean()), float(source.var() / (n - 1)), deviations, n - 1)
+    variances = []
+    for group in groups:
+        first, scores = group[0], np.asarray(group, dtype=np.float64)
+        ends = [end for end in (0.0, 1.0) if end != first] if min(group) == max(group) and 0 <= first <= 1 else []
+        scores = np.append(scores, [first + (end - first) / sqrt(len(ends)) for end in ends])
+        variances.append(float(scores.var()) / (len(group) - 1))
+    weights = sum(v**2 / (len(group) - 1) for v, group in zip(variances, groups, strict=True))
+    freedom = sum(variances) ** 2 / weights if weights else 1.0
+    mean = float(np.mean([np.mean(group) for group in groups]))
+    half = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * sqrt(sum(variances)) / len(groups)
+    inside = all(0 <= score <= 1 for group in groups for score in group)
+    low, high = (max(0.0, mean - half), min(1.0, mean + half)) if inside else (mean - half, mean + half)
+    return Interval(low, high, "stratified t")
 
 
 def paired_difference(
@@ -244,17 +201,12 @@ def _wilson(mean: float, n: int) -> Interval:
 
 def _resampled_means(values: np.ndarray, seed: int, weights: np.ndarray | None = None) -> np.ndarray:
     """(Weighted) means of RESAMPLES draws of len(values) values with replacement: [RESAMPLES] float64."""
-    return np.concatenate(list(_mean_blocks(values, np.random.default_rng(seed), weights)))
-
-
-def _mean_blocks(
-    values: np.ndarray, rng: np.random.Generator, weights: np.ndarray | None, size: int | None = None
-) -> Iterator[np.ndarray]:
-    """RESAMPLES means of `size` values drawn with replacement (None: all values), in blocks."""
-    rows = max(1, _BLOCK // len(values))
+    rng, n, means = np.random.default_rng(seed), len(values), []
+    rows = max(1, _BLOCK // n)
     for start in range(0, RESAMPLES, rows):
-        drawn = rng.integers(len(values), size=(min(rows, RESAMPLES - start), size or len(values)))
+        drawn = rng.integers(n, size=(min(rows, RESAMPLES - start), n))
         if weights is None:
-            yield values[drawn].mean(axis=1)
+            means.append(values[drawn].mean(axis=1))
         else:
-            yield (values * weights)[drawn].sum(axis=1) / weights[drawn].sum(axis=1)
+            means.append((values * weights)[drawn].sum(axis=1) / weights[drawn].sum(axis=1))
+    return np.concatenate(means)

@@ -1,1 +1,1 @@
-"""What decides a run's outcome: its cell, the code that computes it, and where it ran."""
+"""The configuration of a run, its checks, its id and the digests of its code and data."""

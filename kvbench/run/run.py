@@ -1,4 +1,4 @@
-"""A checked run: its parts are built, its model is located, and its id follows from all that decides its results."""
+"""A checked run: its parts are built, its model is located, and its id covers every setting that affects results."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvbench.cache.layout import layout_of
-from kvbench.config.naming import refusing_in
 from kvbench.config.presets import SCHEDULE, build_policy, scheduled
-from kvbench.config.tree import build, find
-from kvbench.errors import ConfigError, UsageError
+from kvbench.config.tree import build, find, refusing_in
+from kvbench.errors import ConfigError, UsageError, refusing
 from kvbench.models.cache_shapes import check_shape
 from kvbench.models.given import checkpoint_of
 from kvbench.models.loading import Checkpoint, ModelSpec, locate, pick_device
@@ -31,18 +30,17 @@ from kvbench.policies.latents import check_latents
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_budget, check_layers
 from kvbench.results.labels import Naming
-from kvbench.run.code_digest import code_digest
-from kvbench.run.run_config import RunConfig, changed_fields
+from kvbench.run.digests import code_digest, data_digest
+from kvbench.run.run_config import Generation, RunConfig, changed_fields
 from kvbench.run.sampling import Sampling, check_samples
 from kvbench.tasks.task import Task
-from kvbench.terminal.errors import refusing
 
 IDENTITY_VERSION = 3  # raise it where the same configuration comes to mean something else
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run: what it computes, where, and where its results go."""
+    """One run: its parts, its model, its device and the folder of its results."""
 
     policy: Policy
     policy_name: str
@@ -53,12 +51,12 @@ class Run:
     limit: int | None
     out: Path
     cuda_graph: bool
-    allow_mixed: bool
-    config: Mapping[str, Any]  # as it was given, resolved
-    compress: str = "prompt"  # or "context": what stands before the question
+    allow_version_mismatch: bool
+    config: Mapping[str, Any]  # the resolved configuration
+    compress: str = "prompt"  # or "context": the text before the question
     rows: int | None = None  # most sequences in a batch; 1: one by one; None: as many as memory allows
     changed: tuple[str, ...] = ()  # fields of the identity that differ from the presets
-    sampling: Sampling | None = None  # None: as the task says
+    sampling: Sampling | None = None  # None: as the task defines it
     samples: int = 1  # answers to each prompt; limit and samples count answers
 
     @property
@@ -68,7 +66,7 @@ class Run:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Everything that decides the results, and nothing else.
+        """Every setting that affects results, and nothing else.
 
         The limit is not part of it: example i does not depend on it, so a larger limit continues the run. Neither are
         device and folders. Defaults of parts are spelled out, files count by their contents, and the code that computes
@@ -118,92 +116,54 @@ def digest_of(identity: Mapping[str, Any]) -> str:
 
 
 def _contents(task: Any) -> Any:  # noqa: ANN401 - a described task
-    """A described task whose `data_dir` is the digest of the files there: equal files are equal data."""
+    """A described task, in which `data_dir` is the digest of the files there: equal files are equal data."""
     if isinstance(task, list):
         return [_contents(value) for value in task]
     if not isinstance(task, Mapping):
         return task
-    return {k: _digest_of_data(v) if k == "data_dir" and v else _contents(v) for k, v in task.items()}
+    return {k: data_digest(v) if k == "data_dir" and v else _contents(v) for k, v in task.items()}
 
 
-_OF_A_SWEEP = ("sweep.yaml", "multirun.yaml")
-
-
-def _digest_of_data(path: str) -> str:
-    """The digest of a file, or of all files in a folder except hidden files and results of kvbench."""
-    root = Path(os.path.expanduser(path))
-    files = [root] if root.is_file() else [file for file in sorted(root.rglob("*")) if file.is_file()]
-    names = {file: "" if file == root else str(file.relative_to(root)) for file in files}
-    results = {
-        file.parent for file in files if file.name == "environment.json" and (file.parent / "config.yaml") in names
-    }
-    data = [
-        file
-        for file, name in names.items()
-        if not name.startswith(".") and "/." not in name and name not in _OF_A_SWEEP and file.parent not in results
-    ]
-    return _digest_of_files(tuple((file, names[file], file.stat().st_mtime_ns, file.stat().st_size) for file in data))
-
-
-@lru_cache(maxsize=32)  # the runs of a sweep share their tasks
-def _digest_of_files(files: tuple[tuple[Path, str, int, int], ...]) -> str:
-    digest = hashlib.sha256()
-    for file, name, _, _ in files:
-        with file.open("rb") as stream:
-            digest.update(name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
-    return f"sha256:{digest.hexdigest()[:16]}"
-
-
-def build_cell(run: RunConfig) -> Run:
+def build_run(config: RunConfig) -> Run:
     """Build the parts of a run and check that they fit together; no weights are loaded and nothing is computed.
 
     Raises UsageError for the first wrong value, cheap checks first.
     """
-    sampling, samples = _sampling(run)
-    device = pick_device(run.device)
-    policy, task = _policy(run), _task(run)
-    choice("compress", run.compress, *COMPRESS)
-    cuda_graph = _cuda_graph(run.engine.cuda_graph, policy, device)
-    if task.compress is not None and run.compress not in ("prompt", task.compress):
-        raise ConfigError("compress", run.compress, why=f"is not what task {task.name} does in this mode, leave it out")
-    compress = task.compress or run.compress
-    if compress == "context":
-        with refusing():
-            check_context(policy)
-    out = out_folder(run.out)
-    spec = _model_spec(run)
-    checkpoint = locate(spec, run.dtype or "null") if run.given is None else checkpoint_of(run.given, spec)
-    with _in_policy(run):
+    with refusing_in("generation", vars(config.generation)):
+        sampling, samples = _sampling(config.generation), config.generation.samples
+    device = pick_device(config.device)
+    policy, task = _policy(config), _task(config)
+    compress = _compress(config, policy, task)
+    cuda_graph = _cuda_graph(config.engine.cuda_graph, policy, device)
+    out = out_folder(config.out)
+    spec = _model_spec(config)
+    checkpoint = locate(spec, config.dtype or "null") if config.given is None else checkpoint_of(config.given, spec)
+    with _in_policy(config):
         check_shapes(policy, checkpoint)
     with refusing():
-        cuda_graph = cuda_graph and can_replay(checkpoint.config, required=run.engine.cuda_graph is True)
+        cuda_graph = cuda_graph and can_replay(checkpoint.config, required=config.engine.cuda_graph is True)
     return Run(
         policy=policy,
-        policy_name=run.names["policy"],
+        policy_name=config.names["policy"],
         task=task,
         checkpoint=checkpoint,
         device=device,
-        seed=run.seed,
-        limit=None if run.limit is None else run.limit * samples,
+        seed=config.seed,
+        limit=None if config.limit is None else config.limit * samples,
         out=out,
         cuda_graph=cuda_graph,
-        allow_mixed=run.allow_mixed,
-        config=run.record,
+        allow_version_mismatch=config.allow_version_mismatch,
+        config=config.record,
         compress=compress,
-        rows=run.engine.rows,
-        changed=(*changed_fields(run), *_changed_dtype(checkpoint)),
+        rows=config.engine.rows,
+        changed=changed_fields(config) + (() if checkpoint.dtype == checkpoint.stored_dtype else ("dtype",)),
         sampling=sampling,
         samples=samples,
     )
 
 
-def _changed_dtype(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """`dtype` if the model is not computed in the dtype of its checkpoint, so that tables show it."""
-    return () if checkpoint.dtype == checkpoint.stored_dtype else ("dtype",)
-
-
 def check_shapes(policy: Policy, checkpoint: Checkpoint) -> None:
-    """ValueError if a model lacks a layer that the policy names, or has heads that its parts cannot take."""
+    """Raise ValueError if the model has no layer that the policy names, or heads that its parts do not support."""
     text = checkpoint.config.get_text_config(decoder=True)
     layout = layout_of(text)
     check_layers(len(layout.attention), policy.store, policy.pre_pass)
@@ -219,30 +179,40 @@ def check_shapes(policy: Policy, checkpoint: Checkpoint) -> None:
 
 
 def check_context(policy: Policy) -> None:
-    """ValueError where a policy cannot compress a context before it has seen anything of the question.
+    """Raise ValueError if a policy cannot compress a context before the question is known.
 
-    All others can. What is decided from the last tokens of a prompt (observation windows, TOVA's row, GemFilter's
-    choice) is then decided from the last tokens of the context; a pre-pass that rates tokens rates the question's too.
+    All others can. Decisions that are based on the last tokens of a prompt (observation windows, TOVA's row,
+    GemFilter's choice) are then based on the last tokens of the context; a pre-pass also rates the question's tokens.
     """
     if policy.schedule.late:
         raise ValueError(
-            f"compress=context compresses before the question is read, but {policy.name} evicts only once a token "
-            "after the prompt has attended to all of it (late=true): use compress=prompt"
+            f"compress=context compresses before the question is read, but {policy.name} evicts only after a token "
+            "behind the prompt has attended to all of it (late=true): use compress=prompt"
         )
     if policy.needs.question:
         raise ValueError(
-            f"{policy.name} compresses a context by the question behind it, which compress=context keeps from it: use "
+            f"{policy.name} compresses a context by its question, which is not known with compress=context: use "
             "compress=prompt"
         )
 
 
-def _sampling(run: RunConfig) -> tuple[Sampling | None, int]:
-    """How tokens are drawn, None: as the task says; and how many answers each prompt gets."""
-    given = run.generation
-    with refusing_in("generation", vars(given)):
-        found = Sampling(given.temperature or 0, given.top_p, given.top_k)
-        check_samples(found, given.samples)
-    return None if given.temperature is None else found, given.samples
+def _compress(config: RunConfig, policy: Policy, task: Task) -> str:
+    choice("compress", config.compress, *COMPRESS)
+    if task.compress is not None and config.compress not in ("prompt", task.compress):
+        why = f"is not supported by task {task.name} in this mode, leave it out"
+        raise ConfigError("compress", config.compress, why=why)
+    compress = task.compress or config.compress
+    if compress == "context":
+        with refusing():
+            check_context(policy)
+    return compress
+
+
+def _sampling(given: Generation) -> Sampling | None:
+    """How tokens are chosen; None: as the task defines it."""
+    found = Sampling(given.temperature or 0, given.top_p, given.top_k)
+    check_samples(found, given.samples)
+    return None if given.temperature is None else found
 
 
 def _cuda_graph(value: bool | str, policy: Policy, device: torch.device) -> bool:
@@ -255,60 +225,58 @@ def _cuda_graph(value: bool | str, policy: Policy, device: torch.device) -> bool
     return value is True
 
 
-@contextmanager
-def _in_policy(run: RunConfig) -> Iterator[None]:
+def _in_policy(config: RunConfig) -> AbstractContextManager[None]:
     """Errors inside name the fields of the policy by their paths."""
-    with refusing_in("policy", run.policy if isinstance(run.policy, Mapping) else {}):
-        yield
+    return refusing_in("policy", config.policy if isinstance(config.policy, Mapping) else {})
 
 
-def _policy(run: RunConfig) -> Policy:
-    if isinstance(run.policy, Policy):
-        return run.policy
-    parts = run.policy
+def _policy(config: RunConfig) -> Policy:
+    if isinstance(config.policy, Policy):
+        return config.policy
+    parts = dict(config.policy)
     if "budget" in parts:
         raise ConfigError("policy.budget", parts["budget"], why=f"has no effect, write budget={parts['budget']}")
     if not isinstance(parts.get("schedule", {}), Mapping):
         schedule = parts["schedule"]
         raise ConfigError("policy.schedule", schedule, why=f"is not a part, write schedule={schedule}")
-    if run.budget is not None:
+    if config.budget is not None:
         with refusing():
-            check_budget(run.budget)  # also of a policy that does not use it
-    _ = scheduled(dict(parts), *(getattr(run, name) for name in SCHEDULE))  # also of a policy that does not use them
-    parts = scheduled(dict(parts), *run.schedule_fields)
-    with _in_policy(run):
-        return build_policy({**parts, "name": run.names["policy"]}, run.budget)
+            check_budget(config.budget)  # also of a policy that does not use it
+    _ = scheduled(parts, *(getattr(config, name) for name in SCHEDULE))  # also of a policy that does not use them
+    with _in_policy(config):
+        return build_policy(
+            {**scheduled(parts, *config.schedule_fields), "name": config.names["policy"]}, config.budget
+        )
 
 
-def _task(run: RunConfig) -> Task:
-    if isinstance(run.task, Task):
-        return run.task
+def _task(config: RunConfig) -> Task:
+    if isinstance(config.task, Task):
+        return config.task
     try:
-        with refusing_in("task", run.task, "task: "):
-            task = build(run.task)
+        with refusing_in("task", config.task, "task: "):
+            task = build(config.task)
     except (ImportError, OSError) as error:
         raise UsageError(f"task: {error}") from error
     if not isinstance(task, Task):
-        raise ConfigError("task._target_", run.task.get("_target_"), why="is not a task")
+        raise ConfigError("task._target_", config.task.get("_target_"), why="is not a task")
     if getattr(task, "data_dir", None) == "":
         raise ConfigError("task.data_dir", "", why="is not allowed, it must be a file or a folder, or null")
     return task
 
 
-def _model_spec(run: RunConfig) -> ModelSpec:
-    config, chosen = dict(run.model), run.names["model"]
-    path = config.get("path")
-    if path is not None and config.get("bundled") is not None:  # model.path= beside the default model
-        config |= {"bundled": None, "dtype": "auto"}
-    name = config.get("name") or _model_name(run, path, config.get("hub_id"))
-    with refusing_in("model", config):
-        spec: ModelSpec = build({**config, "_target_": f"{ModelSpec.__module__}.ModelSpec", "name": name})
+def _model_spec(config: RunConfig) -> ModelSpec:
+    fields, path = dict(config.model), config.model.get("path")
+    if path is not None and fields.get("bundled") is not None:  # model.path= with the default model
+        fields |= {"bundled": None, "dtype": "auto"}
+    name = fields.get("name") or _model_name(config, path, fields.get("hub_id"))
+    with refusing_in("model", fields):
+        spec: ModelSpec = build({**fields, "_target_": f"{ModelSpec.__module__}.ModelSpec", "name": name})
         for field in ("path", "hub_id", "revision"):
-            value = config.get(field)
+            value = fields.get(field)
             if value == "":
                 raise ConfigError(field, value, why="must be text or null")
             if value is not None and (spec.bundled or (path is not None and field != "path")):
-                read = f"model.path={path}" if path is not None else f"the folder of model={chosen}"
+                read = f"model.path={path}" if path is not None else f"the folder of model={config.names['model']}"
                 raise ConfigError(field, value, why=f"has no effect: {read} is read instead")
         if (spec.hub_id or "").count("/") > 1:
             raise ConfigError("hub_id", spec.hub_id, why="is not allowed, it must be owner/name")
@@ -319,11 +287,11 @@ def _model_spec(run: RunConfig) -> ModelSpec:
         return spec
 
 
-def _model_name(run: RunConfig, path: object, hub_id: object) -> str:
-    """A file of conf/model names its model; otherwise the folder or the repository of the Hub does."""
-    chosen = run.names["model"]
-    own_file = chosen not in ("local", "hub") and find("model", chosen, run.folders) is not None
-    if run.given is not None or (own_file and not (path is not None and run.model.get("bundled"))):
+def _model_name(config: RunConfig, path: object, hub_id: object) -> str:
+    """The name of the model's file in conf/model; otherwise that of its folder or of its repository on the Hub."""
+    chosen = config.names["model"]
+    own_file = chosen not in ("local", "hub") and find("model", chosen, config.folders) is not None
+    if config.given is not None or (own_file and not (path is not None and config.model.get("bundled"))):
         return chosen
     if path is not None:
         folder = Path(os.path.expanduser(str(path))).resolve()
@@ -334,13 +302,12 @@ def _model_name(run: RunConfig, path: object, hub_id: object) -> str:
 
 
 def out_folder(value: object) -> Path:
-    """The folder of `out`, created once there is something to write. Raises UsageError if it is not writable."""
+    """The folder of `out`, which is created with its first file. Raises UsageError if it is not writable."""
     if isinstance(value, bool) or not isinstance(value, str | int | Path) or not str(value).strip():
         raise ConfigError("out", value, why="is not allowed, it must be a folder, such as results/runs")
     out = Path(os.path.expanduser(str(value)))
     try:
         with tempfile.TemporaryFile(dir=next(folder for folder in (out, *out.parents) if os.path.lexists(folder))):
-            pass
+            return out
     except OSError as error:
         raise UsageError(f"out={out} cannot be written to ({error.strerror}), choose another folder") from error
-    return out

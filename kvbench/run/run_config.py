@@ -1,29 +1,28 @@
-"""One run as it is asked for: the typed configuration that Hydra, `evaluate` and a job of a sweep make."""
+"""The typed configuration of one run, which Hydra, `evaluate` and the jobs of a sweep create."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvbench.config.named import named_config
 from kvbench.config.presets import SCHEDULE, scheduled
-from kvbench.config.tree import Config, build, merge, names, part_class, read, tree_of
+from kvbench.config.tree import Config, build, check_fields, merge, names, part_class, read, tree_of
 from kvbench.errors import ConfigError, UsageError, choice, whole_number
 from kvbench.models.loading import GivenModel
 from kvbench.policies.describe import describe
 from kvbench.policies.policy import Policy
-from kvbench.results.labels import flat
 from kvbench.tasks.task import Task
 
 Tree = Mapping[str, Any]
-NOT_OF_A_RUN = ("launcher", "hydra")
 
 
 @dataclass(frozen=True)
 class Generation:
-    """How tokens are drawn: see conf/config.yaml."""
+    """The settings of sampling: see conf/config.yaml."""
 
     temperature: float | None = None
     top_p: float = 1.0
@@ -33,7 +32,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Engine:
-    """How a run is computed: see conf/config.yaml."""
+    """The settings of the engine: see conf/config.yaml."""
 
     rows: int | None = None
     cuda_graph: bool | str = False
@@ -43,8 +42,8 @@ class Engine:
 class RunConfig:
     """The fields of conf/config.yaml with their types.
 
-    model, policy, task: configurations of parts; `given`, a Policy and a Task stand for objects of the caller. names:
-    what was chosen in each of these groups.
+    model, policy, task: configurations of parts; or objects of the caller. given: a model object of the caller. names:
+    the chosen names of these groups.
     """
 
     model: Tree
@@ -63,7 +62,7 @@ class RunConfig:
     device: str = "auto"
     dtype: str | None = "auto"
     dry_run: bool = False
-    allow_mixed: bool = False
+    allow_version_mismatch: bool = False
     generation: Generation = Generation()
     engine: Engine = Engine()
     logger: Tree = field(default_factory=lambda: read("logger", "none"))
@@ -97,7 +96,7 @@ class RunConfig:
 def schedule_fields(config: Mapping[str, Any]) -> list[object]:
     """The fields of `SCHEDULE`, in its order; all None for a policy that evicts nothing: its results are the same."""
     policy = config["policy"]
-    parts = {"scorer": "unknown", "pre_pass": None, "press": None}  # what stands for a missing one
+    parts = {"scorer": "unknown", "pre_pass": None, "press": None}  # the values of missing ones
     evicts = not isinstance(policy, Mapping) or any(policy.get(k, other) is not None for k, other in parts.items())
     return [config[name] if evicts else None for name in SCHEDULE]
 
@@ -107,23 +106,16 @@ def typed(config: Mapping[str, Any], chosen: Mapping[str, str], folders: Sequenc
 
     Raises ConfigError for a field that does not exist and for a value of the wrong type.
     """
-    values = {key: value for key, value in config.items() if key not in NOT_OF_A_RUN}
+    values = {key: value for key, value in config.items() if key not in ("launcher", "hydra", "allow_mixed")}
+    values["allow_version_mismatch"] = values.get("allow_version_mismatch") or config.get("allow_mixed", False)
     for name in ("model", "policy", "task", "logger", "generation", "engine"):
-        if name in values and not isinstance(values[name], Mapping):
+        if not isinstance(values.get(name, {}), Mapping):
             raise ConfigError(name, values[name], why="is not allowed, set its fields")
-    parts = {
-        "generation": {**values.get("generation", {}), "_target_": f"{__name__}.Generation"},
-        "engine": {**values.get("engine", {}), "_target_": f"{__name__}.Engine"},
-    }
-    built = {name: build(tree, (name,)) for name, tree in parts.items()}
-    rest = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
-    _ = build({**rest, "_target_": f"{__name__}.RunConfig", "model": {}, "policy": {}, "task": {}})
-    own = {f.name for f in fields(RunConfig)}
-    unknown = sorted(values.keys() - own)
-    if unknown:
-        raise ConfigError(unknown[0], values[unknown[0]], why="is not a field of a run")
-    chosen = {name: chosen[name] for name in ("model", "policy", "task")}
-    return RunConfig(**{**values, **built}, names=chosen, folders=tuple(folders))
+    for name, part in (("generation", Generation), ("engine", Engine)):
+        values[name] = build({**values.get(name, {}), "_target_": f"{__name__}.{part.__name__}"}, (name,))
+    check_fields(RunConfig, values)
+    names = {name: chosen[name] for name in ("model", "policy", "task")}
+    return RunConfig(**values, names=names, folders=tuple(folders))
 
 
 def run_config(
@@ -134,8 +126,8 @@ def run_config(
     given: GivenModel | None = None,
     **settings: Any,  # noqa: ANN401 - whatever a run has
 ) -> RunConfig:
-    """A run by its names or objects, without Hydra. settings: fields, those of parts by their path (`task.lengths`;
-    `lengths` alone is a field of the task).
+    """A run from names or objects, without Hydra. settings: fields of a run, and of parts by
+    their path (`task.lengths`; the name `lengths` alone is a field of the task).
 
     Raises ConfigError for a name or a field that does not exist and for a value of the wrong type.
     """
@@ -147,18 +139,17 @@ def run_config(
             config[group], chosen[group] = named_config(group, part, folders), part
         else:
             config[group], chosen[group], objects[group] = {}, part.name, part
-    own = {f.name for f in fields(RunConfig)}
+    own = RunConfig.__dataclass_fields__
     for path, value in settings.items():
         set_field(config, path if "." in path or path in own else f"task.{path}", value)
     for group in objects:
-        if config.pop(group):
-            raise UsageError(f"fields of the {group} are not allowed beside an object: set them in the object")
+        if config[group]:
+            raise UsageError(f"fields of the {group} are not allowed with an object: set them in the object")
     if "policy" in objects and any(config.get(name) is not None for name in SCHEDULE):
-        raise UsageError("schedule, block, decode, every and protect are not allowed beside a Policy object")
-    found = typed({**{group: {} for group in objects}, **config}, chosen, folders)
-    values = {f.name: getattr(found, f.name) for f in fields(found)}
-    budget = {"budget": policy.budget} if isinstance(policy, Policy) else {}
-    return RunConfig(**{**values, **objects, **budget, "given": given})
+        raise UsageError("schedule, block, decode, every and protect are not allowed with a Policy object")
+    found = typed(config, chosen, folders)
+    budget = policy.budget if isinstance(policy, Policy) else found.budget
+    return replace(found, **{"budget": budget, "given": given, **objects})
 
 
 def _model(model: str | Path, folders: Sequence[Path]) -> Config:
@@ -186,71 +177,65 @@ def set_field(config: Config, path: str, value: object) -> None:
         node[name] = value
 
 
-# --- what differs from the presets -------------------------------------------------------------------------------
+# --- the fields that differ from the presets -----------------------------------------------------------------------
 def changed_fields(run: RunConfig) -> tuple[str, ...]:
-    """The fields of the identity ("policy.scorer.window") that differ from those of the presets chosen.
+    """The fields of the identity ("policy.scorer.window") that differ from the chosen presets.
 
     A task has the same name wherever its data is, so `data_dir` is none of them.
     """
-    own, bare = _settings(run.record), _settings(_bare(run.record))
-    given = _settings(_preset(run))
-    found = [key for key, value in own.items() if key not in given or value != given[key]]
-    found = [key for key in found if not key.endswith(".data_dir")]
-
-    def counts(key: str) -> bool:  # of a part that the preset has not: its class, and fields not at their defaults
-        steps = key.split(".")
-        inside = any(".".join(steps[:end]) in found for end in range(1, len(steps)))
-        is_part = any(other.startswith(f"{key}.") for other in own)
-        return not inside or is_part or key not in bare or own[key] != bare[key]
-
-    return tuple(filter(counts, found))
-
-
-def _preset(run: RunConfig) -> Config:
-    """The run with its parts as the files have them, and without a schedule or drawing of its own."""
-    config = {**run.record, **dict.fromkeys(SCHEDULE), "generation": vars(Generation())}
+    preset = {**run.record, **dict.fromkeys(SCHEDULE), "generation": vars(Generation())}
     for group in ("policy", "task"):
-        try:
-            config[group] = named_config(group, run.names[group], run.folders)
-        except ValueError:  # a name of the caller: nothing differs
-            continue
-    model = {} if run.given else _model(run.names["model"], run.folders)
-    return {**config, "model": model}
+        with suppress(ValueError):  # a name of the caller: nothing differs
+            preset[group] = named_config(group, run.names[group], run.folders)
+    preset["model"] = {} if run.given else _model(run.names["model"], run.folders)
+    found = [key for key in _differing(_described(run.record), _described(preset)) if not key.endswith(".data_dir")]
+    other = "policy.schedule" in found  # another class of schedule, which has other values of its fields
+    return tuple(key for key in found if not (other and key in _SCHEDULE))
 
 
-def _bare(config: Config) -> Config:
-    """The configuration with all fields of the parts of policy and task left to their defaults."""
-
-    def stripped(part: Any) -> Any:  # noqa: ANN401 - whatever a YAML holds
-        if not isinstance(part, Mapping):
-            return part
-        inner = {key: stripped(value) for key, value in part.items() if isinstance(value, Mapping)}
-        return {"_target_": part["_target_"], **inner} if "_target_" in part else inner
-
-    return {**config, "policy": stripped(config["policy"]), "task": stripped(config["task"])}
+_SCHEDULE = tuple(f"policy.schedule.{name}" for name in ("size", "decode", "every", "protect"))
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All fields of the identity in a configuration, defaults included, by their dotted names."""
-    policy = spelled_out(scheduled(dict(config["policy"]), *schedule_fields(config)))
+def _described(config: Mapping[str, Any]) -> Config:
+    """The parts of the identity in a configuration, with the defaults of all fields."""
+    policy = described(scheduled(dict(config["policy"]), *schedule_fields(config)))
     generation = {**config["generation"], "max_prompt_tokens": config["model"].get("max_prompt_tokens")}
-    return flat({"policy": policy, "task": spelled_out(config["task"]), "generation": generation})
+    return {"policy": policy, "task": described(config["task"]), "generation": generation}
 
 
-def spelled_out(config: Any) -> Any:  # noqa: ANN401 - whatever a YAML holds
-    """A configuration of parts as `describe` would describe the parts, without building them."""
+def _differing(own: Any, preset: Any, path: str = "") -> Iterator[str]:  # noqa: ANN401 - described values
+    """The paths at which two descriptions differ.
+
+    Fields of a part of another class differ from the preset's and from the defaults of their class.
+    """
+    if not isinstance(own, Mapping) or not own:
+        if own != preset:
+            yield path
+        return
+    others = preset if isinstance(preset, Mapping) else {}
+    if own.get("class") != others.get("class"):
+        yield path
+        shared = {key: value for key, value in others.items() if own.get(key) == value}
+        others = described({"_target_": own["class"]}) | shared
+    for key, value in own.items():
+        if key != "class":
+            yield from _differing(value, others.get(key, MISSING), f"{path}.{key}".lstrip("."))
+
+
+def described(config: Any) -> Any:  # noqa: ANN401 - whatever a YAML holds
+    """A configuration as `describe` would describe the built parts, without building them."""
     if isinstance(config, Mapping) and "_target_" in config:
         cls = part_class(config)
         name = f"{cls.__module__}.{cls.__qualname__}"
-        given = {str(k): spelled_out(v) for k, v in config.items() if not str(k).startswith("_")}
+        given = {str(k): described(v) for k, v in config.items() if not str(k).startswith("_")}
         if not is_dataclass(cls):
             return {"class": name, **given}
         deciding = [f for f in fields(cls) if f.init and f.metadata.get("decides", True)]
-        defaults = {f.name: describe(_default(f)) for f in deciding}
-        return {"class": name, **{k: given.get(k, v) for k, v in defaults.items() if k not in ("budget", "name")}}
+        values = {f.name: given[f.name] if f.name in given else describe(_default(f)) for f in deciding}
+        return {"class": name, **{k: v for k, v in values.items() if k not in ("budget", "name")}}
     if isinstance(config, Mapping):
-        return {str(k): spelled_out(v) for k, v in config.items()}
-    return [spelled_out(v) for v in config] if isinstance(config, list | tuple) else describe(config)
+        return {str(k): described(v) for k, v in config.items()}
+    return [described(v) for v in config] if isinstance(config, list | tuple) else describe(config)
 
 
 def _default(field: Field[Any]) -> object:

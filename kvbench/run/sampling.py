@@ -1,4 +1,4 @@
-"""How tokens are drawn, as a run declares it; `kvbench.engine.sampling` draws them."""
+"""Settings of sampling; `kvbench.engine.sampling` samples the tokens."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from kvbench.errors import ConfigError, number, whole_number
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: from softmax(logits / temperature), of the `top_k` likeliest, of the `top_p` nucleus.
+    """Tokens are sampled from softmax(logits / temperature), from the `top_k` most likely ones and the `top_p` nucleus.
 
-    temperature: 0 is greedy. top_p: the likeliest tokens that hold so much of the probability together; 1: all.
-    top_k: so many of the likeliest; 0: all. Order and ties as transformers' logits warpers have them.
+    temperature: 0 is greedy. top_p: total probability of the most likely tokens to sample from; 1: all. top_k: number
+    of most likely tokens to sample from; 0: all. Order and ties are those of transformers' logits warpers.
     """
 
     temperature: float
@@ -29,12 +29,12 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether the most likely token is chosen."""
         return self.temperature == 0
 
 
 def check_samples(sampling: Sampling, samples: int) -> None:
-    """ConfigError where a prompt cannot have so many answers."""
+    """Raise ConfigError if a prompt cannot have this number of answers."""
     whole_number("samples", samples, 1)
     if sampling.greedy and samples > 1:
         raise ConfigError("samples", samples, why="has no effect: decoding is greedy, set temperature")

@@ -1,1 +1,1 @@
-"""Many cells: planned from one command line, computed here or as jobs of a cluster, and followed while they run."""
+"""Plans the runs of a command, computes them here or submits them to a cluster, and reports their progress."""

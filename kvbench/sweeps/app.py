@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.config.tree import CONF
+from kvbench.config.tree import CONF, names
 from kvbench.errors import UsageError
 from kvbench.terminal.command import command, our_version
 from kvbench.terminal.console import quiet, share_cores
@@ -21,25 +22,40 @@ from kvbench.terminal.console import quiet, share_cores
 
 def _fields() -> str:
     """The commented fields of conf/config.yaml, for --help."""
-    lines = (CONF / "config.yaml").read_text(encoding="utf-8").partition("\n\n")[2].partition("\nhydra:")[0]
-    return lines.strip()
+    text = (CONF / "config.yaml").read_text(encoding="utf-8")
+    return text.partition("\n\n")[2].partition("\nhydra:")[0].strip()
+
+
+def _groups() -> str:
+    """The names of each group, for --help: folders by their name, and no variants of a policy (`kvec_beta0.5`)."""
+    lines = []
+    for group in ("policy", "task", "model", "experiment", "logger"):
+        known = names(group)
+        shown = [
+            n for n in known if "/" not in n and (group != "policy" or not n.startswith(tuple(f"{o}_" for o in known)))
+        ]
+        inside = [f"{folder}/..." for folder in dict.fromkeys(n.partition("/")[0] for n in known if "/" in n)]
+        lines.append(textwrap.fill(f"{group}: {', '.join([*shown, *inside])}", 118, subsequent_indent="  "))
+    return "\n".join([*lines, ""])
 
 
 OmegaConf.register_new_resolver("kvbench_fields", _fields, replace=True)
+OmegaConf.register_new_resolver("kvbench_groups", _groups, replace=True)
 
 
 @hydra.main(config_path="pkg://kvbench.conf", config_name="config", version_base="1.3")
 def app(config: DictConfig) -> float | None:
     """Compute one run, print its table and return its score, which a sweeper can optimize."""
-    ready()
+    share_cores()
+    quiet()
     with short_errors():
-        from kvbench.sweeps.launch import run_one  # seconds of torch: not for --help and --cfg
-        from kvbench.sweeps.plan import Asked
+        from kvbench.sweeps.compute import run_one  # torch, which --help and --cfg do not need
+        from kvbench.sweeps.plan import Composed
 
         runtime: Any = HydraConfig.get().runtime
         folders = [Path(source["path"]) for source in runtime.config_sources if source["schema"] == "file"]
         values: Any = OmegaConf.to_container(config, resolve=True)
-        return run_one(Asked(f"policy={runtime.choices.policy}", values, dict(runtime.choices), folders))
+        return run_one(Composed(f"policy={runtime.choices.policy}", values, dict(runtime.choices), folders))
 
 
 @command
@@ -60,15 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def ready() -> None:
-    """Prepare a process that computes runs."""
-    share_cores()
-    quiet()
-
-
 @contextmanager
 def short_errors() -> Iterator[None]:
-    """Errors of the user inside are shown by Hydra as one message, without a traceback."""
+    """Let Hydra show an error of the user as one message, without a traceback."""
     try:
         yield
     except UsageError as error:

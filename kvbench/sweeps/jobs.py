@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import submitit
 
 JOBS = "jobs"
+NO_PROCESS = "NO PROCESS AND NO RESULT"
+"""submitit's state of a local job that another process started."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,24 @@ class Launcher:
         """Whether the runs are computed in this process."""
         return self.cluster is None and self.workers == 1
 
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The fields as `submitit.AutoExecutor` names them, without unset ones, which the cluster decides."""
+        found = {name: getattr(self, name) for name in ("cpus_per_task", "gpus_per_node", "mem_gb", "timeout_min")}
+        names = ("partition", "account", "qos", "array_parallelism", "setup", "additional_parameters")
+        if self.cluster == "slurm":
+            found |= {f"slurm_{name}": getattr(self, name) for name in names}
+        return {name: value for name, value in found.items() if value not in (None, (), [], {})}
+
 
 class Job:
-    """Some runs of the sweep in `out`, by their keys. submitit pickles it, and calls it in another process."""
+    """Some runs of the sweep in `out`, by their keys. submitit pickles it and calls it in another process."""
 
     def __init__(self, out: Path, keys: Sequence[str], cluster: str, threads: int | None = None) -> None:
         self.out, self.keys, self.cluster, self.threads = out, tuple(keys), cluster, threads
 
     def __call__(self) -> None:
-        """Compute what is missing of the runs. Raises RuntimeError if a run failed, so that the job failed as well."""
+        """Compute the missing examples. Raises RuntimeError if a run failed, so that SLURM reports a failed job."""
         from kvbench.terminal.console import quiet, share_cores
 
         share_cores()
@@ -74,15 +85,14 @@ class Job:
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        entries = [entry for entry in definition.cells if entry.key in self.keys]
+        entries = [entry for entry in definition.runs if entry.key in self.keys]
         tracker = make_watch(entries[0].config["logger"], definition.name)
         try:
-            recorder = compute([rebuilt(entry, self.out) for entry in entries], self.out, tracker)
+            failed = compute([rebuilt(entry, self.out) for entry in entries], self.out, tracker)
         finally:
             tracker.close()
-        failed = [outcome for outcome in recorder.outcomes.values() if outcome.error is not None]
         if failed:
-            raise RuntimeError(f"{len(failed)} of {len(entries)} runs failed: {failed[0].title}: {failed[0].error}")
+            raise RuntimeError(f"{len(failed)} of {len(entries)} runs failed: {failed[0]}")
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
         """What SLURM runs after a preemption or a time limit: the same job, which continues with the next example."""
@@ -95,41 +105,32 @@ def submit(out: Path, name: str, entries: Sequence[Entry], launcher: Launcher) -
     """Submit the runs in jobs: one for each model and task or `jobs` with a cluster, else one for each worker."""
     import submitit
 
-    cluster = launcher.cluster or "local"
+    cluster, out = launcher.cluster or "local", out.resolve()
     groups = grouped(entries, launcher.jobs if launcher.cluster else launcher.workers)
     gpus = _gpus() if launcher.cluster is None else []
     threads = max(1, (os.cpu_count() or 1) // len(groups)) if launcher.cluster is None and not gpus else None
-    jobs = [Job(out.resolve(), [entry.key for entry in group], cluster, threads) for group in groups]
+    jobs = [Job(out, [entry.key for entry in group], cluster, threads) for group in groups]
     own = {"slurm_max_num_timeout": launcher.max_num_timeout} if cluster == "slurm" else {}
-    executor = submitit.AutoExecutor(out.resolve() / SWEEP_FOLDER / JOBS, cluster=cluster, **own)
-    executor.update_parameters(name=name, timeout_min=launcher.timeout_min, **_parameters(launcher, cluster))
+    executor = submitit.AutoExecutor(out / SWEEP_FOLDER / JOBS, cluster=cluster, **own)
+    executor.update_parameters(name=name, **launcher.parameters)
     if cluster == "slurm":
         return executor.submit_array(jobs)
-    submitted = []
+    started = []
     for number, job in enumerate(jobs):
         if gpus:
             executor.update_parameters(gpus_per_node=1, local_visible_gpus=[gpus[number % len(gpus)]])
-        submitted.append(executor.submit(job))
-    return submitted
-
-
-def _parameters(launcher: Launcher, cluster: str) -> dict[str, Any]:
-    """The launcher's fields as submitit names them; unset ones are left to the cluster."""
-    found = {name: getattr(launcher, name) for name in ("cpus_per_task", "gpus_per_node", "mem_gb")}
-    names = ("partition", "account", "qos", "array_parallelism", "setup", "additional_parameters")
-    if cluster == "slurm":
-        found |= {f"slurm_{name}": getattr(launcher, name) for name in names}
-    return {name: value for name, value in found.items() if value not in (None, (), [], {})}
+        started.append(executor.submit(job))
+    return started
 
 
 def grouped(entries: Sequence[Entry], number: int | None) -> list[list[Entry]]:
-    """The runs in groups: those that share prefills together, in `number` groups of about equal size if it is given."""
-    alike: dict[str, list[Entry]] = {}
+    """The runs in groups that share prefills, or in `number` groups of about equal size."""
+    shared: dict[str, list[Entry]] = {}
     for entry in entries:
-        alike.setdefault(entry.group, []).append(entry)
+        shared.setdefault(entry.group, []).append(entry)
     if number is None:
-        return list(alike.values())
-    ordered = [entry for group in alike.values() for entry in group]
+        return list(shared.values())
+    ordered = [entry for group in shared.values() for entry in group]
     number = min(number, len(ordered))
     ends = [round(len(ordered) * place / number) for place in range(number + 1)]
     return [ordered[start:end] for start, end in pairwise(ends)]
@@ -146,10 +147,12 @@ def _gpus() -> list[int]:
 
 
 def submitted(out: Path) -> dict[str, submitit.Job[None]]:
-    """The newest job of each run of a sweep that was ever submitted, by the keys of the runs."""
+    """The newest job of each submitted run of a sweep, by the keys of the runs."""
+    folder = out.resolve() / SWEEP_FOLDER / JOBS
+    if not folder.exists():
+        return {}
     import submitit
 
-    folder = out.resolve() / SWEEP_FOLDER / JOBS
     found: dict[str, submitit.Job[None]] = {}
     for path in sorted(folder.glob("*_submitted.pkl"), key=lambda path: path.stat().st_mtime_ns):
         job: Any = submitit.core.utils.DelayedSubmission.load(path).function
@@ -159,7 +162,5 @@ def submitted(out: Path) -> dict[str, submitit.Job[None]]:
 
 
 def is_active(job: submitit.Job[None]) -> bool:
-    """Whether a job is queued or running. The id of a job of this machine is the number of its process."""
-    if job.state != "NO PROCESS AND NO RESULT":
-        return not job.done()
-    return Path(f"/proc/{job.job_id}").exists()
+    """Whether a job is queued or running. The id of a local job is the number of its process."""
+    return Path(f"/proc/{job.job_id}").exists() if job.state == NO_PROCESS else not job.done()

@@ -1,8 +1,9 @@
-"""The runs of a sweep: each one built and checked before anything is computed, equal ones only once."""
+"""The runs of a sweep: each is built and checked before anything is computed, and equal ones are computed once."""
 
 from __future__ import annotations
 
-import logging
+import errno
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,16 +11,15 @@ from typing import Any
 
 from kvbench.errors import UsageError
 from kvbench.results.definition import Entry
-from kvbench.run.run import Run, build_cell
-from kvbench.run.run_config import RunConfig, typed
-from kvbench.sweeps.outcome import Messages
-
-log = logging.getLogger(__name__)
+from kvbench.results.locks import RunBusyError, RunLostError
+from kvbench.run.run import Run, build_run
+from kvbench.run.run_config import typed
+from kvbench.terminal.command import write_message
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One job of a sweep. title: what distinguishes it from the others. choices: the chosen name of each group."""
+class Composed:
+    """A composed configuration. title: its overrides that other jobs do not have. choices: the name of each group."""
 
     title: str
     config: Mapping[str, Any]
@@ -29,75 +29,96 @@ class Asked:
 
 @dataclass(frozen=True)
 class Planned:
-    """A run: what is kept of it on disk, and, if its values are right, what is computed."""
+    """A run as sweep.yaml records it, and as it is computed. run: None if a value is wrong, see `entry.error`."""
 
     entry: Entry
-    cell: Run | None = None
+    run: Run | None = None
 
 
-def plan(asked: Sequence[Asked], elsewhere: bool = False) -> tuple[list[Planned], list[str]]:
-    """All runs, each once, in order, and the key of the run of each job.
+class Messages:
+    """Prints the error messages of runs, each once, with the first run that it concerns."""
 
-    elsewhere: they will be computed on other machines, so this one need not have their devices. A wrong value is
-    printed and kept as the error of its run; UsageError if there is only one job.
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def print(self, title: str, message: str, error: BaseException | None = None) -> None:
+        """Print the message of one run. error: its traceback is printed as well."""
+        self._counts[message] += 1
+        if self._counts[message] == 1:
+            write_message(f"{title}: {message}", error)
+
+    def print_counts(self) -> None:
+        """Print how many more runs each message concerns."""
+        for message, count in self._counts.items():
+            if count > 1:
+                write_message(
+                    f"{count - 1} more {'run has' if count == 2 else 'runs have'} the same problem: {message}"
+                )
+
+
+def plan(composed: Sequence[Composed], elsewhere: bool = False) -> tuple[list[Planned], list[str]]:
+    """All runs, each once, in order, and the key of the run of each configuration.
+
+    elsewhere: other machines compute them, so this one does not need their devices. A wrong value is printed and kept
+    as the error of its run; it raises UsageError if there is only one configuration.
     """
     found: dict[str, Planned] = {}
-    keys = []
-    messages = Messages()
-    for one in asked:
-        planned = _plan(one, elsewhere, messages if len(asked) > 1 else None)
+    keys, messages = [], Messages()
+    for one in composed:
+        try:
+            planned = _planned(one, elsewhere)
+        except UsageError as error:
+            if len(composed) == 1:
+                raise
+            messages.print(one.title, str(error))
+            planned = Planned(replace(_entry(one), error=str(error)))
         key = planned.entry.key
         keys.append(key)
-        found[key] = _longer(found[key], planned) if key in found else planned
+        if key not in found or _limit(planned) > _limit(found[key]):  # of equal runs the one with more examples
+            found[key] = planned
     messages.print_counts()
-    runs = list(found.values())
-    _check_decode(asked, runs)
-    return runs, keys
+    return list(found.values()), keys
 
 
-def _plan(one: Asked, elsewhere: bool, messages: Messages | None) -> Planned:
-    entry = Entry(one.title, one.choices["model"], one.choices["policy"], one.choices["task"], None, dict(one.config))
-    try:
-        run = typed(one.config, one.choices, one.folders)
-        cell = build_cell(_anywhere(run) if elsewhere else run)
-    except UsageError as error:
-        if messages is None:
-            raise
-        messages.print(one.title, str(error))
-        return Planned(replace(entry, error=str(error)))
-    if cell.budget is None and "budget=" in one.title and messages is None:
-        log.warning("budget=%s is ignored: %s keeps every token or sets its own", run.budget, entry.policy)
-    return Planned(
-        replace(entry, limit=cell.limit, run_id=cell.run_id, changed=cell.changed, identity=cell.identity), cell
-    )
+def _entry(one: Composed) -> Entry:
+    return Entry(one.title, *(one.choices[name] for name in ("model", "policy", "task")), None, dict(one.config))
+
+
+def _limit(planned: Planned) -> float:
+    return float("inf") if planned.entry.limit is None else planned.entry.limit
+
+
+def _planned(one: Composed, elsewhere: bool) -> Planned:
+    config = typed(one.config, one.choices, one.folders)
+    if elsewhere:
+        config = replace(config, device="auto", engine=replace(config.engine, cuda_graph=False))
+    run = build_run(config)
+    known = {"limit": run.limit, "run_id": run.run_id, "changed": run.changed, "identity": run.identity}
+    return Planned(replace(_entry(one), **known), run)
 
 
 def rebuilt(entry: Entry, out: Path) -> Planned:
     """The run of an entry read from `out`. Raises UsageError if it is no longer the same run."""
-    chosen = {"model": entry.model, "policy": entry.policy, "task": entry.task}
-    cell = build_cell(typed({**entry.config, "out": str(out)}, chosen))
-    if cell.run_id != entry.run_id:
+    choices = {"model": entry.model, "policy": entry.policy, "task": entry.task}
+    run = build_run(typed({**entry.config, "out": str(out)}, choices))
+    if run.run_id != entry.run_id:
         raise UsageError(
-            f"{entry.run_id} would now be {cell.run_id}: its code, model or a file it reads changed since the sweep "
-            "was begun; run its command again"
+            f"{entry.run_id} is now {run.run_id}: its code, its model or a file that it reads has changed since the "
+            "sweep started; run its command again"
         )
-    return Planned(entry, replace(cell, changed=entry.changed, config=entry.config))
+    return Planned(entry, replace(run, changed=entry.changed, config=entry.config))
 
 
-def _anywhere(run: RunConfig) -> RunConfig:
-    """The run without settings that only the machine that computes it must support."""
-    return replace(run, device="auto", engine=replace(run.engine, cuda_graph=False))
+def message_of(error: BaseException) -> str:
+    """The error message for a run that failed."""
+    if isinstance(error, UsageError | RunBusyError | RunLostError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"no space left to write results ({error.strerror}); finished examples are kept, free some space"
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    return f"{type(error).__name__}: {first}"
 
 
-def _check_decode(asked: Sequence[Asked], runs: Sequence[Planned]) -> None:
-    """UsageError if decoding is to evict but no policy evicts; beside other policies, `full` gets the same fields."""
-    keeps = all(run.cell is not None and not run.cell.policy.evicts for run in runs)
-    if keeps and all(one.config.get("decode") == "evict" for one in asked):
-        names = ", ".join(dict.fromkeys(run.entry.policy for run in runs))
-        raise UsageError(f"decode=evict is not allowed for {names}, which keeps every token: leave decode= out")
-
-
-def _longer(one: Planned, other: Planned) -> Planned:
-    """Of the same run twice the one with more examples."""
-    ours, theirs = one.entry.limit, other.entry.limit
-    return other if ours is not None and (theirs is None or theirs > ours) else one
+def is_expected(error: BaseException) -> bool:
+    """Whether an error concerns the user or the machine, so that a traceback would not help."""
+    return isinstance(error, UsageError | RunBusyError | RunLostError | OSError)

@@ -22,7 +22,7 @@ class Advance(Protocol):
 
 
 def progress(items: Iterable[Item], title: str, total: int | None = None, done: int = 0) -> Iterator[Item]:
-    """Yield `items` and draw a bar on stderr. total: number of items; done: number of earlier ones."""
+    """Yield `items` with a progress bar on stderr. total: number of items; done: number of items finished before."""
     with meter(title, total, done) as advance:
         for item in items:
             yield item
@@ -31,50 +31,37 @@ def progress(items: Iterable[Item], title: str, total: int | None = None, done: 
 
 @contextmanager
 def meter(title: str, total: int | None = None, done: int = 0, unit: str = "") -> Iterator[Advance]:
-    """A bar on stderr or in a notebook, from `done` to `total`; yields the function that advances it.
+    """A bar on stderr or in a notebook, and the function that advances it from `done` towards `total`.
 
-    unit: the name of the units, in the plural ("tokens").
+    unit: the counted units, in the plural ("tokens").
     """
-    if "ipykernel" not in sys.modules and not sys.stderr.isatty():
-        yield _Lines(title, total, done, unit)
-        return
-    named = f" {unit}" if unit else "it"
-    with tqdm(desc=title, total=total, initial=done, unit=named, leave=False, dynamic_ncols=True) as bar:
+    shown = "ipykernel" in sys.modules or sys.stderr.isatty()
+    bar = tqdm(desc=title, total=total, initial=done, unit=f" {unit}" if unit else "it", leave=False,
+               dynamic_ncols=True, disable=not shown)  # fmt: skip
+    began = written = time.monotonic()
+    count, behind = done, ""
 
-        def advance(units: int, note: str | None = None, total: int | None = None) -> None:
-            bar.total = bar.total if total is None else total
-            bar.update(units)
-            if note is not None:
-                bar.set_postfix_str(note)
-
-        yield advance
-
-
-class _Lines:
-    """Writes progress as a line on stderr, once a minute."""
-
-    def __init__(self, title: str, total: int | None, done: int, unit: str) -> None:
-        self._title, self._total, self._done, self._unit, self._note = title, total, done, unit, ""
-        self._first, self._began = done, time.monotonic()
-        self._written = self._began
-
-    def __call__(self, units: int, note: str | None = None, total: int | None = None) -> None:
-        self._done, self._total = self._done + units, self._total if total is None else total
-        self._note = self._note if note is None else note
+    def advance(units: int, note: str | None = None, total: int | None = None) -> None:
+        nonlocal count, behind, written
+        count += units
+        bar.total = bar.total if total is None else total
+        bar.update(units)
+        behind = behind if note is None else note
+        if note is not None:
+            bar.set_postfix_str(note)
         now = time.monotonic()
-        if now - self._written >= LINE_SECONDS:
-            self._written = now
-            of = "" if self._total is None else f" of {self._total}"
-            unit = f" {self._unit}" if self._unit else ""
-            notes = ", ".join(filter(None, [self._remaining(now), self._note]))
-            behind = f" ({notes})" if notes else ""
-            sys.stderr.write(f"kvbench: {self._title}: {self._done}{of}{unit}{behind}\n")
-            sys.stderr.flush()
+        if shown or now - written < LINE_SECONDS:
+            return
+        written = now
+        of = "" if bar.total is None else f" of {bar.total}"
+        left = ""
+        if bar.total is not None and count > done:  # at the average speed so far
+            seconds = (now - began) * max(0, bar.total - count) / (count - done)
+            left = f"{tqdm.format_interval(seconds)} left"
+        notes = ", ".join(filter(None, [left, behind]))
+        line = f"{title}: {count}{of}{f' {unit}' if unit else ''}{f' ({notes})' if notes else ''}"
+        sys.stderr.write(f"kvbench: {line}\n")
+        sys.stderr.flush()
 
-    def _remaining(self, now: float) -> str:
-        """The time for the remaining units at the average speed so far."""
-        done = self._done - self._first
-        if self._total is None or done <= 0:
-            return ""
-        seconds = (now - self._began) * max(0, self._total - self._done) / done
-        return f"{tqdm.format_interval(seconds)} left"
+    with bar:
+        yield advance

@@ -1,46 +1,30 @@
-"""Shared behaviour of all commands: one error message on stderr, an exit code, --version."""
+"""The frame of every command: error messages, exit codes, signals, --version, and `key=value` arguments."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeAlias
+from types import FrameType
+from typing import Any, NoReturn
 
+from kvbench.errors import UsageError
 from kvbench.terminal.console import replace_unencodable
-from kvbench.terminal.errors import UsageError
-from kvbench.terminal.folding import fold, help_width
-from kvbench.terminal.signals import exit_code, sigterm_as_interrupt
 
 FAILED, WRONG, BROKEN_PIPE = 1, 2, 141
 DEBUG = "KVBENCH_DEBUG"
 
 
-class Main(Protocol):
-    """The `main` function of a command."""
-
-    def __call__(self, arguments: Sequence[str] | None = None) -> int:
-        """Run the command line and return its exit code."""
-        ...
-
-
-Explain: TypeAlias = Callable[[BaseException], tuple[int, str]]
-"""Returns the exit code and the message for an error."""
-
-
-def explain(error: BaseException, shows: str = f"{DEBUG}=1") -> tuple[int, str]:
-    """The exit code and the message for an error. shows: the setting that shows the traceback of an internal error."""
-    if isinstance(error, KeyboardInterrupt):
-        return exit_code(error), "interrupted"
-    if isinstance(error, UsageError):
-        return WRONG, str(error)
-    first = (str(error).strip().splitlines() or ["no message"])[0]
-    return FAILED, f"{type(error).__name__}: {first} ({shows} shows where)"
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, handled like Ctrl-C except for the exit code."""
 
 
 def write_message(message: str, error: BaseException | None = None) -> None:
@@ -50,8 +34,8 @@ def write_message(message: str, error: BaseException | None = None) -> None:
     sys.stderr.write(f"kvbench: {message}\n")
 
 
-def command(main: Main, explains: Explain = explain) -> Main:
-    """Wrap a command's `main`: errors become one message and an exit code (1 failed, 2 wrong value, 130, 143)."""
+def command(main: Callable[..., int]) -> Callable[..., int]:
+    """Wrap a command's `main(arguments)`: errors become one message and an exit code (1, 2, 130, 143)."""
 
     @wraps(main)
     def wrapped(arguments: Sequence[str] | None = None) -> int:
@@ -65,31 +49,58 @@ def command(main: Main, explains: Explain = explain) -> Main:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return BROKEN_PIPE
         except (Exception, KeyboardInterrupt) as error:
-            code, message = explains(error)
+            code, message = _explained(error)
             write_message(message, error if os.environ.get(DEBUG) else None)
             return code
 
     return wrapped
 
 
-class _Help(argparse.HelpFormatter):
-    """Help in the width of the terminal, with the paragraphs and columns of the text."""
+def _explained(error: BaseException) -> tuple[int, str]:
+    """The exit code (for a signal 128 plus its number, as in shells) and the message for an error."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT), "interrupted"
+    if isinstance(error, UsageError):
+        return WRONG, str(error)
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    return FAILED, f"{type(error).__name__}: {first} ({DEBUG}=1 shows where)"
 
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, width=help_width())
 
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return fold(text, width)
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """SIGINT and SIGTERM raise KeyboardInterrupt inside this context, so that finished work is kept and reported.
 
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return fold(text, width).splitlines()
+    KeyboardInterrupt is raised even if a library turned it into another error, as transformers does during imports.
+    Handlers of others are kept, and so is SIGINT where it is ignored, as in background jobs of a shell.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[KeyboardInterrupt] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+        raise received[-1]
+
+    default = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL)
+    signals = [signal.SIGTERM, *[signal.SIGINT] * default]
+    before = {number: signal.signal(number, interrupt) for number in signals}
+    try:
+        yield
+    except Exception as error:
+        if received:
+            raise received[0] from error
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Parser(argparse.ArgumentParser):
     """Parses a command's flags, with --version; a wrong flag raises UsageError."""
 
     def __init__(self, prog: str, **fields: Any) -> None:  # noqa: ANN401 - arguments of argparse
-        super().__init__(prog, **{"formatter_class": _Help, **fields})
+        super().__init__(prog, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **fields})
         self.register("type", Path, _path)
         if self.add_help:
             self.add_argument("--version", action="version", version=our_version(), help=argparse.SUPPRESS)
@@ -118,12 +129,7 @@ def pairs(arguments: Sequence[str], example: str) -> dict[str, str]:
         key, equals, value = argument.partition("=")
         if not equals or not key:
             raise UsageError(f"{argument} cannot be read: write key=value, such as {example}")
-        once(found, key, argument)
+        if key in found:
+            raise UsageError(f"{argument}: {key} is given twice, give it one value")
         found[key] = value
     return found
-
-
-def once(given: dict[str, Any], key: str, argument: str) -> None:
-    """Raise UsageError if a field already has a value, instead of silently using the last one."""
-    if key in given:
-        raise UsageError(f"{argument}: {key} is given twice, give it one value")

@@ -3,6 +3,7 @@
 import io
 import logging
 import os
+import shutil
 import sys
 
 
@@ -40,3 +41,8 @@ def quiet() -> None:
     if not sys.stderr.isatty():
         disable_progress_bars()
         disable_progress_bar()
+
+
+def terminal_width() -> int | None:
+    """Characters per line if stdout is a terminal, otherwise None."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.terminal.errors import UsageError
+from kvbench.errors import UsageError
 
 
 def check_output(path: Path, suffixes: Sequence[str] = (), makes_folder: bool = False) -> None:

@@ -6,7 +6,7 @@ The stores run on tensors without data (meta device), so that a prediction equal
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import yaml
 from kvbench.cache.reading import PageReads
 from kvbench.cache.state import RecentQueries
 from kvbench.config.presets import make_policy
+from kvbench.errors import refusing
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.latents import check_latents
@@ -28,11 +29,9 @@ from kvbench.policies.stores.store import LayerStore
 from kvbench.policies.stores.store_list import StoreList
 from kvbench.report.frames import Table, table_of, text
 from kvbench.terminal.command import Parser, pairs
-from kvbench.terminal.errors import refusing
-from kvbench.terminal.folding import terminal_width
+from kvbench.terminal.console import terminal_width
 
 STATES = "states"
-LONG = 2**16  # tokens; growth between this length and twice it is the growth of a long cache
 MIB = 2**20
 MOST = 10**9  # tokens or sequences; tensors cannot be larger
 
@@ -98,10 +97,9 @@ def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> P
 
 def check_predictable(policy: Policy) -> None:
     """Raise ValueError if the size of a cache does not only depend on lengths and budgets."""
+    by_statistics = isinstance(policy.allocator, StatisticAllocator)
     reasons = {
-        "distributes its budget over layers by statistics of the prompt": isinstance(
-            policy.allocator, StatisticAllocator
-        ),
+        "distributes its budget over layers by statistics of the prompt": by_statistics,
         "distributes its budget over KV heads by statistics of the prompt": policy.allocator.per_head,
         "stores statistics of merged tokens": policy.merger.merges,
         "stores statistics per layer": policy.needs.memory,
@@ -116,13 +114,9 @@ def _layer_parts(
 ) -> tuple[dict[str, int], int]:
     """Used bytes of one layer, by kind, and its spare bytes."""
     held = _store(policy, shape, layer, length, batch, budget)
-    parts = {
-        **held.parts(),
-        "queries": _recent(
-            policy, shape, shape.head_dim if shape.kv_lora_rank else shape.layer(layer)[1], length, batch
-        ),
-        "page summaries": _pages(policy, layer, length, held),
-    }
+    dim = shape.head_dim if shape.kv_lora_rank else shape.layer(layer)[1]
+    queries, pages = _recent(policy, shape, dim, length, batch), _pages(policy, layer, held, length)
+    parts = {**held.parts(), "queries": queries, "page summaries": pages}
     if not (policy.evicts and length > budget and policy.schedule.spare):
         return parts, 0
     return parts, _store(policy, shape, layer, length, batch, budget, policy.schedule.spare).nbytes - held.nbytes
@@ -145,9 +139,9 @@ def _store(
     return held
 
 
-def _pages(policy: Policy, layer: int, length: int, held: LayerStore) -> int:
-    """Bytes of the page summaries of sparse attention after a prompt of `length` tokens."""
-    if policy.reader is None or policy.reader.reads_all(layer):
+def _pages(policy: Policy, layer: int, held: LayerStore, length: int) -> int:
+    """Bytes of the page summaries of sparse attention; if tokens are evicted, there are none before decoding."""
+    if policy.reader is None or policy.reader.evicts or policy.reader.reads_all(layer):
         return 0
     pages, batch, tokens = PageReads(), *held.positions.shape[::2]
     pages.append(policy.reader, held, [0] * batch, [tokens] * batch, [read_plan(policy, length).page] * batch)
@@ -161,20 +155,13 @@ def _recent(policy: Policy, shape: CacheShape, dim: int, length: int, batch: int
         queries = torch.empty(batch, shape.query_heads, length, dim, dtype=shape.dtype, device="meta")
         recent.add(queries, torch.empty(batch, length, dtype=torch.long, device="meta"), aligned=True)
         recent.limit(policy.needs.queries_decoding)
-        recent.keep_copy()
+        recent.copy()
     return recent.nbytes
-
-
-def limit_bits(policy: Policy, shape: CacheShape) -> float:
-    """Bits per number of each additional token in a long cache."""
-    deep = replace(policy, store=policy.store.for_layer(shape.layers))  # a layer without special treatment
-    short, long = (predict(deep, shape, length) for length in (LONG, 2 * LONG))
-    return 8 * (long.nbytes - short.nbytes) / (long.numbers - short.numbers)
 
 
 # --- the command line ----------------------------------------------------------------------------------------------
 def main(arguments: Sequence[str]) -> int:
-    """Print the tables of `python -m kvbench.memory key=value ...`; returns the exit code. Raises UsageError."""
+    """Print the table of `python -m kvbench.memory key=value ...`; returns the exit code. Raises UsageError."""
     with refusing():
         given, folders = _own_folders(arguments)
         words = pairs(given, "model=llama2_7b or length=4096,32768")
@@ -195,12 +182,10 @@ def main(arguments: Sequence[str]) -> int:
                 raise ValueError(f"the bytes of {policy.name} cannot be predicted: run it")
             check_layers(shape.layers, policy.store, policy.pre_pass)
             policy.allocator.check_heads([shape.layer(index)[0] for index in range(shape.layers)])
-        tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
+        table = _sizes(policies, shape, lengths, batches)
     if budget is not None and not any(policy.evicts or policy.reader is not None for policy in policies):
         sys.stderr.write(f"kvbench: budget={budget} is ignored: {', '.join(slugs)} keeps every token\n")
-    for table in tables:
-        if len(table.frame):
-            sys.stdout.write(text(table, terminal_width()) + "\n")
+    sys.stdout.write(text(table, terminal_width()))
     return 0
 
 
@@ -253,32 +238,7 @@ def _sizes(policies: Sequence[Policy], shape: CacheShape, lengths: Sequence[int]
     if shape.kv_lora_rank:
         each = f"a latent of {shape.kv_lora_rank} + {shape.qk_rope_head_dim} a token"
     title = f"MiB held after a prompt; {shape.layers} layers, {each}, {dtype}"
-    names = (
-        "policy",
-        "length",
-        "batch",
-        *kinds,
-        "MiB",
-        "bytes",
-        "bits/number",
-        "16-bit/this",
-        *("spare MiB",) * reserved,
-    )
-    notes = (
-        "spare MiB: reserved for tokens that decoding appends before it evicts, in addition to the bytes held",
-    ) * reserved
-    return replace(table_of(names, rows, title, left=("policy",)), notes=notes)
-
-
-def _limits(policies: Sequence[Policy], shape: CacheShape) -> Table:
-    """Compression of a long cache by the dtype of scales and minima, for quantized policies without eviction."""
-    title = "Each additional token of a long cache, by the dtype of scales and minima: bits/number (16-bit/this)"
-    rows = []
-    for policy in policies:
-        store: Any = policy.store  # a dataclass
-        if policy.evicts or "metadata" not in {field.name for field in fields(store)}:
-            continue
-        kinds: list[dict[str, Any]] = [{"metadata": dtype} for dtype in ("float16", "float32")]
-        bits = [limit_bits(replace(policy, store=replace(store, **kind)), shape) for kind in kinds]
-        rows.append((policy.name, *(f"{b:.3f} ({16 / b:.2f}x)" for b in bits)))
-    return table_of(("policy", "float16", "float32"), rows, title, left=("policy",))
+    names = ("policy", "length", "batch", *kinds, "MiB", "bytes", "bits/number", "16-bit/this")
+    note = "spare MiB: reserved for tokens that decoding appends before it evicts, in addition to the bytes held"
+    table = table_of((*names, *("spare MiB",) * reserved), rows, title, left=("policy",))
+    return replace(table, notes=(note,) * reserved)

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine.generate import generate_tokens
+from kvbench.errors import UsageError
 from kvbench.models.trial import layer_shapes
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import ExtraPasses
@@ -30,7 +31,6 @@ from kvbench.policies.scorers.qfilters import FILTERS
 from kvbench.policies.scorers.triattention import NAMES, head_name
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.console import quiet, share_cores
-from kvbench.terminal.errors import UsageError
 from kvbench.terminal.outputs import check_output
 
 
@@ -64,11 +64,11 @@ def calibrate(calibration: Calibration, fields: Sequence[str], output: Path, con
     from kvbench.engine.prompts import make_prompts
     from kvbench.models.loading import load
     from kvbench.terminal.bars import progress
-    from kvbench.tools.diagnose import cells_of
+    from kvbench.tools.diagnose import runs_of
 
     if any(field.startswith("policy=") for field in fields):
         raise UsageError("policy= has no effect here: a calibration belongs to a model")
-    (cell,) = cells_of(["policy=full", *fields], config_dir)
+    (cell,) = runs_of(["policy=full", *fields], config_dir)
     texts = [prompt.ids.long() for prompt in make_prompts(cell)]
     model = load(cell.checkpoint, cell.device).model
     metadata = {"model": cell.checkpoint.spec.name, "task": cell.task.name}

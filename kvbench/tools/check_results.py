@@ -19,6 +19,7 @@ from kvbench.cache.budgets import Budgets
 from kvbench.cache.layout import layout_of
 from kvbench.cache.steps import Progress
 from kvbench.engine.prompts import blank, prompts_for
+from kvbench.errors import UsageError
 from kvbench.models.prompts import Prompt
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.layer_budgets import read_plan
@@ -30,11 +31,10 @@ from kvbench.results.metrics_file import summed_up
 from kvbench.results.result import Result
 from kvbench.results.sample import Sample
 from kvbench.results.samples import FILE_NAME
-from kvbench.run.run import Run, build_cell, digest_of
+from kvbench.run.run import Run, build_run, digest_of
 from kvbench.run.run_config import set_field, typed
 from kvbench.terminal.command import FAILED, Parser, command, pairs, write_message
 from kvbench.terminal.console import quiet
-from kvbench.terminal.errors import UsageError
 
 FROM_THE_TASK = ("sample", "prompt_hash", "prompt_tokens", "references", "metadata", "context_tokens", "max_new_tokens")
 POSITION = 4  # bytes of a token's position
@@ -68,40 +68,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def check_run(folder: Path, fields: dict[str, Any] | None = None) -> None:
     """Raise RefusedError or UsageError if the files of a run are inconsistent. fields: replace local values."""
-    run = read_result(folder)
-    cell = _cell(run, read_yaml(folder / "config.yaml")["config"], fields or {})
-    prompts = prompts_for([replace(cell, limit=len(run.samples))]).first(None)
-    if len(prompts) != len(run.samples):
-        raise RefusedError(f"it has {len(run.samples)} samples, but its task has {len(prompts)} examples")
-    for sample, prompt in zip(run.samples, prompts, strict=True):
-        if reason := _sample_refused(cell, prompt, sample):
+    result = read_result(folder)
+    run = _run(result, read_yaml(folder / "config.yaml")["config"], fields or {})
+    prompts = prompts_for([replace(run, limit=len(result.samples))]).first(None)
+    if len(prompts) != len(result.samples):
+        raise RefusedError(f"it has {len(result.samples)} samples, but its task has {len(prompts)} examples")
+    for sample, prompt in zip(result.samples, prompts, strict=True):
+        if reason := _sample_refused(run, prompt, sample):
             raise RefusedError(f"example {sample.index}: {reason}")
-    summed = summed_up(folder, run.samples)
+    summed = summed_up(folder, result.samples)
     if summed is None:
         raise RefusedError("metrics.json was computed from other samples or by another version")
-    if json.loads(json.dumps(metrics(run.samples))) != summed:
+    if json.loads(json.dumps(metrics(result.samples))) != summed:
         raise RefusedError("metrics.json does not contain the metrics of its samples")
 
 
-def _cell(run: Result, config: dict[str, Any], fields: dict[str, Any]) -> Run:
+def _run(result: Result, config: dict[str, Any], fields: dict[str, Any]) -> Run:
     here = deepcopy({**config, "out": gettempdir(), "device": "auto", "engine": {}})
     for key, value in fields.items():
         set_field(here, key, value)
-    cell = build_cell(typed(here, {name: getattr(run.naming, name) for name in ("model", "policy", "task")}))
-    ours = json.loads(json.dumps(cell.identity))
+    run = build_run(typed(here, {name: getattr(result.naming, name) for name in ("model", "policy", "task")}))
+    ours = json.loads(json.dumps(run.identity))
     skipped = {"code", *(key.partition(".")[0] for key in fields)}
-    for key in {*ours, *run.identity} - skipped:
-        if ours.get(key) != run.identity.get(key):
+    for key in {*ours, *result.identity} - skipped:
+        if ours.get(key) != result.identity.get(key):
             raise RefusedError(f"{key} of its identity does not fit its configuration")
-    if not run.run_id.endswith(f"-{digest_of(run.identity)}"):
+    if not result.run_id.endswith(f"-{digest_of(result.identity)}"):
         raise RefusedError("its run id is not the digest of its identity")
-    changed = {key for key in cell.changed if key.startswith("policy.")}
-    if changed != {key for key in run.naming.changed if key.startswith("policy.")}:
-        raise RefusedError(f"it is named {run.naming.policy}, but has the configuration of another policy")
-    return cell
+    changed = {key for key in run.changed if key.startswith("policy.")}
+    if changed != {key for key in result.naming.changed if key.startswith("policy.")}:
+        raise RefusedError(f"it is named {result.naming.policy}, but has the configuration of another policy")
+    return run
 
 
-def _sample_refused(cell: Run, prompt: Prompt, sample: Sample) -> str | None:
+def _sample_refused(run: Run, prompt: Prompt, sample: Sample) -> str | None:
     if sample.error is not None:
         return f"it failed ({sample.error})"
     expected = vars(blank(prompt))
@@ -112,15 +112,15 @@ def _sample_refused(cell: Run, prompt: Prompt, sample: Sample) -> str | None:
         return None  # given texts have no answer, and they are evicted between blocks
     if sample.output is None:
         return "it has no answer"
-    score, measures = cell.task.judge(sample.output, prompt.example)
+    score, measures = run.task.judge(sample.output, prompt.example)
     if (sample.score, sample.measures or {}) != (score, json.loads(json.dumps(dict(measures)))):
         return f"its score is {sample.score}, but its answer scores {score}"
-    return _tokens_refused(cell, prompt, sample) or _bytes_refused(cell, sample)
+    return _tokens_refused(run, prompt, sample) or _bytes_refused(run, sample)
 
 
-def _tokens_refused(cell: Run, prompt: Prompt, sample: Sample) -> str | None:
-    kept, policy = sample.kept_tokens or [], cell.policy
-    if [len(heads) for heads in kept] != [heads for heads, _ in _heads_and_numbers(cell)]:
+def _tokens_refused(run: Run, prompt: Prompt, sample: Sample) -> str | None:
+    kept, policy = sample.kept_tokens or [], run.policy
+    if [len(heads) for heads in kept] != [heads for heads, _ in _heads_and_numbers(run)]:
         return "its kept_tokens do not have the model's layers and KV heads"
     new, steps = (sample.generated_tokens or 0) + len(prompt.dictated), sample.decode_steps or 0
     if not 0 <= new <= prompt.most_new_tokens or not new - 1 <= steps <= new:
@@ -132,11 +132,11 @@ def _tokens_refused(cell: Run, prompt: Prompt, sample: Sample) -> str | None:
         read = [max(heads) for layer, heads in enumerate(sample.read_tokens or []) if not reader.reads_all(layer)]
         if max(read, default=0) > read_plan(policy, prompt.length).tokens:
             return f"its last token read {max(read)} tokens per KV head, more than its budget"
-    return _budget_refused(cell, prompt, kept, seen) if policy.evicts and not isinstance(policy, KVPress) else None
+    return _budget_refused(run, prompt, kept, seen) if policy.evicts and not isinstance(policy, KVPress) else None
 
 
-def _budget_refused(cell: Run, prompt: Prompt, kept: list[list[int]], seen: int) -> str | None:
-    policy, allocator = cell.policy, cell.policy.allocator
+def _budget_refused(run: Run, prompt: Prompt, kept: list[list[int]], seen: int) -> str | None:
+    policy, allocator = run.policy, run.policy.allocator
     progress = Progress(policy, prompt.length)
     progress.seen, progress.opened, progress.prompt = [seen], [0], [prompt.length]
     progress.question = [prompt.length if prompt.question is None else prompt.question]
@@ -152,23 +152,23 @@ def _budget_refused(cell: Run, prompt: Prompt, kept: list[list[int]], seen: int)
     return None
 
 
-def _bytes_refused(cell: Run, sample: Sample) -> str | None:
+def _bytes_refused(run: Run, sample: Sample) -> str | None:
     seen = sample.prompt_tokens + (sample.decode_steps or 0)
-    full = cell.checkpoint.full_cache_bytes(seen), cell.checkpoint.full_position_bytes(seen)
+    full = run.checkpoint.full_cache_bytes(seen), run.checkpoint.full_position_bytes(seen)
     if (sample.full_cache_bytes, sample.full_position_bytes) != full:
         return f"its full cache has {sample.full_cache_bytes} bytes, but {seen} tokens take {full[0]}"
-    width = cell.checkpoint.dtype.itemsize if cell.policy.store.exact else 0
-    position = 0 if isinstance(cell.policy, KVPress) else POSITION
-    layers = zip(sample.kept_tokens or [], _heads_and_numbers(cell), strict=True)
+    width = run.checkpoint.dtype.itemsize if run.policy.store.exact else 0
+    position = 0 if isinstance(run.policy, KVPress) else POSITION
+    layers = zip(sample.kept_tokens or [], _heads_and_numbers(run), strict=True)
     least = sum(sum(heads) * (width * numbers + position) for heads, (_, numbers) in layers)
     if (used := sample.cache_bytes or 0) < least or (sample.peak_bytes or 0) < used:
         return f"it has {used} bytes ({sample.peak_bytes} at its peak), but its tokens take at least {least}"
     return None
 
 
-def _heads_and_numbers(cell: Run) -> list[tuple[int, int]]:
+def _heads_and_numbers(run: Run) -> list[tuple[int, int]]:
     """For every attention layer: the number of heads that hold tokens, and the numbers each stores per token."""
-    text = cell.checkpoint.config.get_text_config(decoder=True)
-    by_query = cell.policy.granularity == "query_head"
-    shapes = [cell.checkpoint.shapes[index] for index in layout_of(text).attention]
+    text = run.checkpoint.config.get_text_config(decoder=True)
+    by_query = run.policy.granularity == "query_head"
+    shapes = [run.checkpoint.shapes[index] for index in layout_of(text).attention]
     return [(text.num_attention_heads if by_query else heads, key + value) for heads, key, value in shapes]

@@ -12,16 +12,16 @@ from typing import Any
 
 import yaml
 
+from kvbench.errors import UsageError, refusing
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.console import quiet, share_cores
-from kvbench.terminal.errors import UsageError, refusing
 
 DIAGNOSTICS = {
     "coverage": "share of the prompt that at least one layer and head keeps (K-VEC, tables 6 and 7)",
     "exact_tokens": "error of a quantized layer by the choice of exact tokens (OTT, figure 1(c))",
     "output_error": "attention-output error against dense attention, per layer (CAOTE, figure 3)",
 }
-_UNUSED = ("engine", "logger", "allow_mixed", "experiment")
+_UNUSED = ("engine", "logger", "allow_version_mismatch", "allow_mixed", "experiment")
 
 
 @command
@@ -55,24 +55,24 @@ def diagnose(name: str, fields: Sequence[str], config_dir: str | None = None) ->
 
     module = import_module(f"kvbench.tools.diagnostics.{name}")
     rows: list[dict[str, object]] = []
-    cells = cells_of(fields, config_dir)
+    runs = runs_of(fields, config_dir)
     with refusing():
-        for cell in cells:
-            module.check(cell.policy, cell.policy_name)
-    for cell in cells:
-        prompts: list[Prompt] = make_prompts(cell)
-        loaded = load(cell.checkpoint, cell.device)
-        for prompt in progress(prompts, f"{name} {cell.policy_name}", len(prompts)):
-            ids = prompt.ids[None].long().to(cell.device)
-            probe = Probe(loaded.model, ids, cell.policy, cell.policy_name, question=prompt.question)
-            given = {"policy": cell.policy_name, "example": prompt.example.index}
+        for run in runs:
+            module.check(run.policy, run.policy_name)
+    for run in runs:
+        prompts: list[Prompt] = make_prompts(run)
+        loaded = load(run.checkpoint, run.device)
+        for prompt in progress(prompts, f"{name} {run.policy_name}", len(prompts)):
+            ids = prompt.ids[None].long().to(run.device)
+            probe = Probe(loaded.model, ids, run.policy, run.policy_name, question=prompt.question)
+            given = {"policy": run.policy_name, "example": prompt.example.index}
             rows += [{**given, **row} for row in module.measure(probe)]
-    return _write(name, module, pd.DataFrame(rows), cells[0])
+    return _write(name, module, pd.DataFrame(rows), runs[0])
 
 
-def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
+def runs_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
     """One checked run per policy; only `policy=` may have several values."""
-    from kvbench.run.run import build_cell
+    from kvbench.run.run import build_run
     from kvbench.run.run_config import run_config
 
     words = [field.partition("=") for field in fields]
@@ -80,21 +80,21 @@ def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
     model, task = given.pop("model", "pocket"), given.pop("task", "niah")
     folders = [] if config_dir is None else [Path(config_dir)]
     policies = dict.fromkeys(str(given.pop("policy", "caote_snapkv")).split(","))
-    return [build_cell(run_config(model, policy, task, folders, **given)) for policy in policies]
+    return [build_run(run_config(model, policy, task, folders, **given)) for policy in policies]
 
 
-def _write(name: str, module: Any, table: Any, cell: Any) -> tuple[Path, Path]:  # noqa: ANN401 - a DataFrame, a run
-    """Write the table and its figure. cell: the first measured run, for the shared settings."""
+def _write(name: str, module: Any, table: Any, run: Any) -> tuple[Path, Path]:  # noqa: ANN401 - a DataFrame, a run
+    """Write the table and its figure. run: the first measured run, for the shared settings."""
     from matplotlib.figure import Figure
 
     from kvbench.report.figures.style import house_style, save
 
-    csv = cell.out / "diagnostics" / f"{name}.csv"
+    csv = run.out / "diagnostics" / f"{name}.csv"
     csv.parent.mkdir(parents=True, exist_ok=True)
     table.to_csv(csv, index=False)
     n = table["example"].nunique()
-    budget = "" if cell.budget is None else f", budget {cell.budget}"
-    about = f"{cell.checkpoint.spec.name}, {cell.task.name}, {n} prompt{'s' * (n > 1)}{budget}"
+    budget = "" if run.budget is None else f", budget {run.budget}"
+    about = f"{run.checkpoint.spec.name}, {run.task.name}, {n} prompt{'s' * (n > 1)}{budget}"
     with house_style():
         figure = Figure(figsize=(8, 4.8), layout="constrained")
         module.draw(table, figure)

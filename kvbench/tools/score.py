@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+from kvbench.errors import UsageError
 from kvbench.results.files import write_atomically
 from kvbench.tasks.predictions import Line
 from kvbench.tasks.summary import benchmark_module, benchmarks_with
 from kvbench.terminal.command import Parser, command
-from kvbench.terminal.errors import UsageError
 from kvbench.terminal.outputs import check_output
 
 

@@ -25,7 +25,7 @@ class RocketKV(Reader):
         z_(h,P) = sum_(d in R) q_(h,d) * b_(P,d) "if" sum_h q_(h,d) > 0 "else" q_(h,d) * a_(P,d)
         s_j = mean_(h in "group") softmax_j(z_(h,P(j)) / sqrt(D * sum_(d in R) |q_(h,d)| / sum_d |q_(h,d)|))
 
-    The budget is the number of tokens whose bytes a decoded query reads. The policy's scorer keeps C - max_new tokens
+    The budget limits the bytes that a decoded query reads, in tokens. The policy's scorer keeps C - max_new tokens
     of the prompt (all if C >= S), and generated tokens are never evicted. Kept tokens are summarised in pages of p
     tokens (1 if p > c_2); a and b are the minimum and the maximum of each channel over the keys of page P. A query
     reads, of every page, the r channels R with the largest mean |q_(h,d)| of the group, and only a or b of each. Then

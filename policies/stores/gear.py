@@ -4,7 +4,7 @@ Shapes: H KV heads, T tokens of a block, D head dim, r rank; one sequence.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, number, whole_number
-from kvbench.policies.stores.codes import ChannelCodes, Chunk, Cover, Exact, TokenCodes
+from kvbench.policies.stores.codes import ChannelCodes, Chunk, Exact, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
 from kvbench.policies.stores.slot_store import SlotStore
@@ -23,7 +23,7 @@ from kvbench.policies.stores.slot_store import SlotStore
 class Sparse(NamedTuple):
     """Entries set aside along the second last dimension of [...,n,D]: their places, and the error of their codes."""
 
-    places: Tensor  # int16, or int32 where n needs it
+    places: Tensor  # int16, or int32 for large n
     excess: Tensor  # in the model's dtype
 
     def restored(self, x: Tensor) -> Tensor:
@@ -93,22 +93,16 @@ class Block(Chunk):
     def tokens(self) -> int:
         return self._coded + self._exact.tokens
 
-    def lengths(self) -> Tensor:
-        return self._exact.lengths() + self._coded
-
-    def vectors(self, first: int, last: int) -> Tensor:
+    def dequantised(self) -> Tensor:
         if not self._coded:
-            return self._exact.vectors(first, last)
+            return self._exact.dequantised()
         x = torch.cat([self._codes.dequantised(), self._exact.dequantised()], dim=2)
         if self._sparse is not None:
             x = self._tokens(self._sparse.restored(self._columns(x)), x.shape[1])
         if self._factors is not None:
             left, right = (widen(f) for f in self._factors)
             x[:, :, : self._coded] += left @ right.mT
-        return x[:, :, first:last]
-
-    def _blocks(self, rows: Tensor, cover: Cover | None) -> Iterator[tuple[int, Tensor]]:
-        yield 0, self.dequantised().to(rows.dtype)  # entries set aside are restored at once
+        return x
 
     def sizes(self) -> dict[str, int]:
         sizes = Counter(self._codes.sizes())
@@ -130,23 +124,22 @@ class GearLayerStore(QuantisedLayerStore):
 
     def flush(self, prompt: bool) -> None:
         gear, column = self.store, self._columns[0]
-        assert column.even, "sequences apart, all KV heads alike"
         before, self._length = self._length, column.tokens
         if gear.gear_prompt == "gap":
             for gaps in range(before // gear.gap + 1, 0 if prompt else column.tokens // gear.gap + 1):
                 self._compress_all(gaps * gear.gap)
         elif not prompt:
-            while column.tail.most >= gear.gap:
+            while column.tail.count >= gear.gap:
                 self._compress(gear.gap)
-        elif gear.gear_prompt == "prefill" and column.tail.most >= gear.group:
-            self._compress(column.tail.most)
+        elif gear.gear_prompt == "prefill" and column.tail.count >= gear.group:
+            self._compress(column.tail.count)
         else:
             for side in self._columns:
-                side.replace_chunks([Exact(side.tail.view("x"))], side.tail.most)
+                side.replace_chunks([Exact(side.tail.view("x"))], side.tail.count)
 
     def _compress(self, count: int) -> None:
         """A new block of the tails' first `count` tokens."""
-        for side, x in enumerate(column.oldest(count) for column in self._columns):
+        for side, x in enumerate(column.tail.oldest("x", count) for column in self._columns):
             column = self._columns[side]
             column.replace_chunks([*column.chunks, self._block(x, side)], count)
 
@@ -176,10 +169,10 @@ class Gear(QuantisedStore):
 
     group: tokens (keys) or channels (values) that share a scale. rank: of the copy of the error. loops: power
     iterations that find it. outlier_ratio: share of the entries set aside, half of them the largest, half the smallest.
-    gap: new tokens that stay exact until so many are there. gear_prompt: `prefill` compresses the prompt at its end,
-    `never` keeps it exact, `gap` compresses the whole cache, compressed tokens again, whenever its length is a multiple
-    of `gap`. official_counts: keys' entries set aside are counted as the values' are, whatever the block's length, as
-    in GEAR's code. seed: of the start of the power iteration.
+    gap: the number of new tokens that stay exact until they are compressed together. gear_prompt: `prefill` compresses
+    the prompt at its end, `never` keeps it exact, `gap` compresses the whole cache again whenever its length is a
+    multiple of `gap`. official_counts: set aside as many entries of keys as of values, for blocks of any length, as
+    GEAR's code does. seed: of the start of the power iteration.
     Source: Kang et al. 2024, arXiv 2403.05527, and its code (opengear-project/GEAR).
     """
 

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from kvbench.policies.checks import whole_number
 from kvbench.policies.stores.codes import ChannelCodes
-from kvbench.policies.stores.column import Column, most
+from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.kivi import GroupedLayerStore, GroupedStore, check_residual
 from kvbench.policies.stores.quantised import QuantisedLayerStore
-from kvbench.policies.stores.queue import Counts
 from kvbench.policies.stores.slot_store import SlotStore
 
 
@@ -20,7 +19,7 @@ class UngroupedLayerStore(GroupedLayerStore):
 
     def flush(self, prompt: bool) -> None:
         for side, column in enumerate(self._columns):
-            due = most(self.store.due(side, column.tail.counts_held))
+            due = self.store.due(side, column.tail.count)
             if prompt and due:
                 column.chunks.insert(0, ChannelCodes(self.store.quantiser, due))
                 column.quantise(due, chunk=0)
@@ -54,7 +53,7 @@ class Kcvc(GroupedStore):
     def apart(self) -> str:
         return "which kcvc with group=null cannot hold: set a group" if self.group is None else ""
 
-    def due(self, side: int, tokens: Counts) -> Counts:
+    def due(self, side: int, tokens: int) -> int:
         size = self.residual or self.group or 1
         return tokens // size * size
 

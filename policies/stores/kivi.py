@@ -1,4 +1,4 @@
-"""KIVI: keys quantised per channel, values per token, the newest tokens in full precision."""
+"""KIVI: keys quantised per channel, values per token, the newest tokens in full precision. KCVC: both per channel."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -10,9 +10,8 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.policies.checks import whole_number
 from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
-from kvbench.policies.stores.column import Column, beyond
+from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore, value_group
-from kvbench.policies.stores.queue import Counts
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import GROWTH
 
@@ -21,7 +20,7 @@ class GroupedStore(QuantisedStore):
     """A store with a rule for when each side's oldest exact tokens are quantised."""
 
     @abstractmethod
-    def due(self, side: int, tokens: Counts) -> Counts:
+    def due(self, side: int, tokens: int) -> int:
         """How many of a tail's tokens to quantise now, oldest first; side 0: keys, 1: values."""
 
 
@@ -32,7 +31,7 @@ class GroupedLayerStore(QuantisedLayerStore):
 
     def flush(self, prompt: bool) -> None:
         for side, column in enumerate(self._columns):
-            column.quantise(self.store.due(side, column.tail.counts_held))
+            column.quantise(self.store.due(side, column.tail.count))
 
 
 def check_residual(group: int, residual: int) -> None:
@@ -70,9 +69,9 @@ class Kivi(GroupedStore):
     def check_shape(self, heads: int, dim: int) -> None:
         value_group(self.group, dim)
 
-    def due(self, side: int, tokens: Counts) -> Counts:
+    def due(self, side: int, tokens: int) -> int:
         size = self.residual or self.group
-        return tokens // size * size if side == 0 else beyond(tokens, self.residual)
+        return tokens // size * size if side == 0 else max(tokens - self.residual, 0)
 
     def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
         return GroupedLayerStore(self, dense, *kivi_columns(self, self.group, values.shape[-1]))

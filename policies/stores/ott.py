@@ -14,61 +14,19 @@ from kvbench.kernels.quantized import Outliers
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, layers_exist, whole_number, whole_numbers
 from kvbench.policies.draws import uniform_draws
-from kvbench.policies.stores.codes import Cover
-from kvbench.policies.stores.column import Column, beyond, most
+from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.kivi import kivi_columns
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore, value_group
 from kvbench.policies.stores.quantiser import NOT_FINITE
-from kvbench.policies.stores.queue import Counts
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import take
 
 
-class Competition:
-    """The pools while groups compete, as entry numbers: the stored tokens first, then the new ones.
-
-    pool [B,H,n] with its scores, in order of score (infinite: empty); spare [B,H,A], of which `used` are filled;
-    frozen [B,H]: nothing changes any more.
-    """
-
-    def __init__(self, scores: Tensor, spare: Tensor, frozen: Tensor, discards: bool) -> None:
-        capacity = scores.shape[-1]
-        self.scores, self.discards = scores, discards
-        self.pool = torch.arange(capacity, device=scores.device).expand_as(scores)
-        ids = torch.arange(spare.shape[-1], device=scores.device) + capacity
-        self.spare = torch.where(spare, ids, -1)
-        self.used = spare.sum(-1)
-        self.frozen = frozen
-
-    def step(self, scores: Tensor, ids: Tensor, active: Tensor) -> Tensor:
-        """One group's best candidates [B,H,n'] compete in active heads [B,H]; returns which of them were admitted."""
-        capacity = self.pool.shape[-1]
-        both = torch.cat([self.scores, scores], dim=-1)
-        order = both.argsort(dim=-1, stable=True)  # incumbents stand first, so they win ties
-        winners, losers = order[..., :capacity], order[..., capacity:]
-        defeated = (losers < capacity) & both.gather(-1, losers).isfinite()
-        if not self.discards:
-            overflow = self.used + defeated.sum(-1) > self.spare.shape[-1]
-            self.frozen = self.frozen | (overflow & active)
-            active = active & ~self.frozen
-            self._retire(self.pool.gather(-1, losers.clamp(max=capacity - 1)), defeated & active[..., None])
-        admitted = torch.zeros_like(both, dtype=torch.bool).scatter_(-1, winners, True)[..., capacity:]
-        admitted &= scores.isfinite() & active[..., None]
-        chosen = torch.cat([self.pool, ids], dim=-1).gather(-1, winners)
-        self.pool = torch.where(active[..., None], chosen, self.pool)
-        self.scores = torch.where(active[..., None], both.gather(-1, winners), self.scores)
-        return admitted
-
-    def _retire(self, ids: Tensor, defeated: Tensor) -> None:
-        """Move defeated tokens to the next free auxiliary slots."""
-        room = self.spare.shape[-1]
-        slots = (self.used[..., None] + defeated.cumsum(-1) - 1).masked_fill(~defeated, room)
-        self.spare = torch.nn.functional.pad(self.spare, (0, 1)).scatter(-1, slots, ids)[..., :room]
-        self.used = self.used + defeated.sum(-1)
-
-
 class Pools:
-    """Traced tokens of one layer: exact keys and values [B,H,n+A,D] at slots [B,H,n+A] (-1: empty), the pool first."""
+    """Traced tokens of one layer: exact keys and values [B,H,n+A,D] at slots [B,H,n+A] (-1: empty), the pool first.
+
+    frozen [B,H]: the pools of a head do not change any more.
+    """
 
     def __init__(self, ott: "Ott", keys: Tensor, values: Tensor) -> None:
         self.ott = ott
@@ -84,53 +42,62 @@ class Pools:
     def nbytes(self) -> int:
         return sum(x.nbytes for x in (self.keys, self.values, self.slots, self.frozen))
 
-    def trace(self, keys: Tensor, values: Tensor, first: Tensor, counts: Counts) -> list[Tensor]:
+    def trace(self, keys: Tensor, values: Tensor, first: int) -> list[Tensor]:
         """New tokens [B,H,m*G,D] compete group by group, oldest first; returns both with traced ones filled in.
 
-        first [B,H]: slot of each head's first new token; counts: how many of the tokens each head has.
+        first: the slot of the first new token.
         """
         if not keys.is_meta and not bool(keys.isfinite().all() & values.isfinite().all()):
-            raise ValueError(NOT_FINITE)  # a traced token would go unnoticed
-        steps = torch.arange(keys.shape[2], device=keys.device)
-        slots = first[..., None] + steps
+            raise ValueError(NOT_FINITE)  # a traced token would not be checked later
+        slots = torch.arange(first, first + keys.shape[2], device=keys.device).expand(keys.shape[:3])
         scores, group = self.ott.scores(keys, slots), self.ott.group
-        if isinstance(counts, Tensor):
-            scores = scores.masked_fill(steps >= counts[..., None], torch.inf)
         span = keys.shape[2] if self.ott.prefill_mode == "joint" and self._fresh else group
-        traced = self._compete(scores.unflatten(-1, (-1, span)), keys, values, slots).view(*keys.shape[:2], -1, group)
+        traced, entries = self._compete(scores.unflatten(-1, (-1, span)))
+        self._hold(entries, keys, values, slots)
         self._fresh = False
-        return [self._filled(x, traced) for x in (keys, values)]
+        return [self._filled(x, traced.view(*keys.shape[:2], -1, group)) for x in (keys, values)]
 
-    def _compete(self, scores: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
-        """Update the pools with groups of scores [B,H,m,span]; returns which new tokens were admitted, same shape."""
-        capacity, entries = self.ott.outliers, self.slots.shape[-1]
-        held = self.ott.scores(self.keys[:, :, :capacity], self.slots[..., :capacity])
-        held = held.masked_fill(self.slots[..., :capacity] < 0, torch.inf)
-        contest = Competition(held, self.slots[..., capacity:] >= 0, self.frozen, self.ott.on_evict == "discard")
+    def _compete(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The new tokens, of groups of scores [B,H,m,span], that were admitted to the pool, bool of the same shape.
+
+        Also the numbers [B,H,n+A] of the tokens in the pools: stored tokens first, then new ones; -1: empty.
+        """
+        capacity, stored = self.ott.outliers, self.slots.shape[-1]
+        numbers = torch.arange(stored, device=scores.device).masked_fill(self.slots < 0, -1)
+        pool, spare = numbers.split([capacity, stored - capacity], dim=-1)
+        held = self.ott.scores(self.keys[:, :, :capacity], self.slots[..., :capacity]).masked_fill(pool < 0, torch.inf)
         best = scores.argsort(dim=-1, stable=True)[..., :capacity]
-        lowest = scores.gather(-1, best)
-        offsets = torch.arange(scores.shape[2], device=scores.device)[:, None] * scores.shape[3]
-        ids = best + offsets + entries
+        lowest, span = scores.gather(-1, best), scores.shape[3]
         traced = torch.zeros_like(scores, dtype=torch.bool)
-        for g in range(0 if scores.is_meta else scores.shape[2]):  # without data nobody wins
-            active = lowest[:, :, g, 0].isfinite() & ~contest.frozen
-            admitted = contest.step(lowest[:, :, g], ids[:, :, g], active)
-            traced[:, :, g].scatter_(-1, best[:, :, g], admitted)
-        self._hold(contest, keys, values, slots)
-        return traced
+        for g in range(0 if scores.is_meta else scores.shape[2]):  # without data no token wins
+            new = lowest[:, :, g]
+            active = ~self.frozen
+            both = torch.cat([held, new], dim=-1)
+            tokens = torch.cat([pool, best[:, :, g] + g * span + stored], dim=-1)
+            order = both.argsort(dim=-1, stable=True)  # pool tokens are first, so they win ties
+            winners, losers = order[..., :capacity], order[..., capacity:]
+            if self.ott.on_evict == "pool":
+                defeated = (losers < capacity) & both.gather(-1, losers).isfinite()
+                overflow = (spare >= 0).sum(-1) + defeated.sum(-1) > spare.shape[-1]
+                self.frozen = self.frozen | overflow
+                active = active & ~overflow
+                spare = _appended(spare, tokens.gather(-1, losers), defeated & active[..., None])
+            admitted = torch.zeros_like(both, dtype=torch.bool).scatter_(-1, winners, True)[..., capacity:]
+            traced[:, :, g].scatter_(-1, best[:, :, g], admitted & active[..., None])
+            pool = torch.where(active[..., None], tokens.gather(-1, winners), pool)
+            held = torch.where(active[..., None], both.gather(-1, winners), held)
+        return traced, torch.cat([pool.masked_fill(~held.isfinite(), -1), spare], dim=-1)
 
-    def _hold(self, contest: Competition, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Store the tokens that the competition ended with."""
-        entries = self.slots.shape[-1]
-        ids = torch.cat([contest.pool.masked_fill(~contest.scores.isfinite(), -1), contest.spare], dim=-1)
-        old, new = ids.clamp(0, entries - 1), (ids - entries).clamp(min=0)
-        is_new = ids >= entries
+    def _hold(self, entries: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Store the tokens with these numbers; keys, values and slots are those of the new tokens."""
+        stored = self.slots.shape[-1]
+        old, new = entries.clamp(0, stored - 1), (entries - stored).clamp(min=0)
+        is_new = entries >= stored
         for name, x in (("keys", keys), ("values", values)):
             here = torch.where(is_new[..., None], take(x, new), take(getattr(self, name), old))
-            setattr(self, name, here.masked_fill_((ids < 0)[..., None], 0))
+            setattr(self, name, here.masked_fill_((entries < 0)[..., None], 0))
         places = torch.where(is_new, slots.gather(-1, new), self.slots.gather(-1, old))
-        self.slots = places.masked_fill_(ids < 0, -1).to(torch.int32)
-        self.frozen = contest.frozen
+        self.slots = places.masked_fill_(entries < 0, -1).to(torch.int32)
 
     def _filled(self, tokens: Tensor, traced: Tensor) -> Tensor:
         """tokens [B,H,m*G,D] with traced ones [B,H,m,G] replaced by their group's mean, float32."""
@@ -143,13 +110,20 @@ class Pools:
             mean = (x * inlier).sum(3, keepdim=True) / inlier.sum(3, keepdim=True)
         return torch.where(traced[..., None], mean, x).flatten(2, 3)
 
-    def cover(self, x: Tensor, first: int, exact: Tensor) -> Tensor:
-        """Tokens x [B,H,n,D], the first at slot `first`, with the exact ones [B,H,n+A,D] in their slots."""
+    def cover(self, x: Tensor, exact: Tensor) -> Tensor:
+        """Tokens x [B,H,C,D] with the exact ones [B,H,n+A,D] in their slots."""
         count = x.shape[2]
-        slots = self.slots.long() - first
-        slots = slots.masked_fill((self.slots < 0) | (slots < 0) | (slots >= count), count)
+        slots = self.slots.long().masked_fill(self.slots < 0, count)
         padded = torch.nn.functional.pad(x, (0, 0, 0, 1))
         return padded.scatter_(2, slots[..., None].expand(-1, -1, -1, x.shape[-1]), exact.to(x.dtype))[:, :, :count]
+
+
+def _appended(numbers: Tensor, more: Tensor, chosen: Tensor) -> Tensor:
+    """numbers [B,H,A], of which the first are in use and the others -1, followed by the chosen ones of more [B,H,n]."""
+    size = numbers.shape[-1]
+    places = (numbers >= 0).sum(-1, keepdim=True) + chosen.cumsum(-1) - 1
+    places = places.masked_fill(~chosen, size)
+    return torch.nn.functional.pad(numbers, (0, 1)).scatter(-1, places, more)[..., :size]
 
 
 class OttLayerStore(QuantisedLayerStore):
@@ -170,28 +144,25 @@ class OttLayerStore(QuantisedLayerStore):
 
     def flush(self, prompt: bool) -> None:
         keys, values = self._columns
-        counts = beyond(keys.tail.counts_held, self.store.residual) // self.store.group * self.store.group
-        if most(counts) == 0:
+        count = max(keys.tail.count - self.store.residual, 0) // self.store.group * self.store.group
+        if count == 0:
             return
         shown: list[Tensor | None] = [None, None]
         if self.store.outliers:
-            new_keys, new_values = keys.oldest(counts), values.oldest(counts)
+            new_keys, new_values = keys.tail.oldest("x", count), values.tail.oldest("x", count)
             if self.pools is None:
                 self.pools = Pools(self.store, new_keys, new_values)
-            shown = [*self.pools.trace(new_keys, new_values, keys.coded_lengths(), counts)]
+            shown = [*self.pools.trace(new_keys, new_values, keys.coded)]
         for column, x in zip(self._columns, shown, strict=True):
-            column.quantise(counts, x)
+            column.quantise(count, x)
 
     @property
     def outliers(self) -> Outliers | None:
         return None if self.pools is None else Outliers(self.pools.keys, self.pools.values, self.pools.slots)
 
-    def cover(self, side: int) -> Cover | None:
-        pools = self.pools
-        if pools is None:
-            return None
-        exact = pools.values if side else pools.keys
-        return lambda x, first: pools.cover(x, first, exact)
+    def dequantised(self, side: int) -> Tensor:
+        x = super().dequantised(side)
+        return x if self.pools is None else self.pools.cover(x, self.pools.values if side else self.pools.keys)
 
 
 @dataclass(frozen=True)

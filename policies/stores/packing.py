@@ -52,7 +52,7 @@ def _codes_of_bytes(bits: int, device: torch.device) -> Tensor:
 
 
 def to_bytes(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes [...,D] of any number of bits as bytes [...,W]: D * bits / 8 of them where 8 divides D."""
+    """uint8 codes [...,D] of any number of bits as bytes [...,W]: D * bits / 8 of them if 8 divides D."""
     parts = []
     for width in _widths(bits):
         plane = codes & (2**width - 1)

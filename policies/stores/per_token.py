@@ -1,6 +1,6 @@
-"""Stores of serving engines: every key and value coded by itself, in 8 or 4 bits, as vLLM and TensorRT-LLM do.
+"""Stores of serving engines (vLLM, TensorRT-LLM, SGLang): every key and value has its own codes of 8 or 4 bits.
 
-Shapes: B batch, H KV heads, r query rows per KV head, N tokens, D head dim.
+Shapes: B batch, H KV heads, n tokens, D head dim.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import choice, number, whole_number
+from kvbench.policies.stores.packing import from_bytes, to_bytes
 from kvbench.policies.stores.quantised import value_group
 from kvbench.policies.stores.token_codes import TokenCodeStore
 
@@ -48,21 +49,11 @@ def from_e2m1(codes: Tensor) -> Tensor:
 @lru_cache
 def _e2m1_tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """The bounds between magnitudes, and the 16 numbers. A tie above an odd code belongs to the next, even one."""
-    with torch.inference_mode(False):  # else they could not be used outside of inference mode
+    with torch.inference_mode(False):  # an inference tensor could not be used outside of inference mode
         magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, E2M1_MAX])
         bounds = (magnitudes[1:] + magnitudes[:-1]) / 2
         bounds[1::2] = torch.nextafter(bounds[1::2], torch.tensor(0.0))
         return bounds.to(device), torch.cat([magnitudes, -magnitudes]).to(device)
-
-
-def nibbles(codes: Tensor) -> Tensor:
-    """Codes [...,D] below 16 as bytes [...,D/2], the even channel in the low four bits."""
-    return codes[..., ::2] | (codes[..., 1::2] << 4)
-
-
-def from_nibbles(packed: Tensor) -> Tensor:
-    """The codes of `nibbles`: bytes [...,D/2] -> uint8 [...,D]."""
-    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
 @lru_cache(maxsize=64)
@@ -117,7 +108,8 @@ class Fp8(LayerScaled):
         hat(x) = s e4m3(x / s), to the nearest, ties to even, saturating at 448
 
     key_scales, value_scales: s of each layer, the largest number over some texts / 448; none: 1, vLLM's default.
-    Source: vLLM's kv_cache_dtype=fp8 (vllm/config/cache.py), TensorRT-LLM's KvCacheConfig(dtype="fp8").
+    Source: vLLM's kv_cache_dtype=fp8 (vllm/config/cache.py), TensorRT-LLM's KvCacheConfig(dtype="fp8"), SGLang's
+    --kv-cache-dtype fp8_e4m3.
     """
 
     def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
@@ -177,7 +169,7 @@ class Int4(TokenCodeStore):
         hat(x) = s (c - z), c = "round"(x / s + z), s = max((max x - min x) / 15, 1e-6), z = "round"(- min x / s)
 
     c and z are from 0 to 15 and rounded to the nearest, halves away from zero. z replaces the four lowest bits of the
-    float32 scale. A vector whose numbers are all positive, or all negative, saturates.
+    float32 scale. A vector of only positive, or only negative, numbers saturates.
 
     rotate: multiply keys, values and queries by random signs and a Hadamard matrix first, so D is a power of two; the
     output is rotated back. The signs are a constant and not counted.
@@ -205,12 +197,12 @@ class Int4(TokenCodeStore):
         zero = half_away(-low / own).clamp(0, 15)
         codes = half_away(x * (1 / own) + zero).clamp(0, 15).to(torch.uint8)
         held = (own.contiguous().view(torch.int32) & ~ZERO_BITS) | zero.int()
-        return {"codes": nibbles(codes), "scale": held.view(torch.float32)}
+        return {"codes": to_bytes(codes, 4), "scale": held.view(torch.float32)}
 
     def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
         bits = held["scale"].contiguous().view(torch.int32)
         own, zero = (bits & ~ZERO_BITS).view(torch.float32), bits & ZERO_BITS
-        return (from_nibbles(held["codes"]).float() - zero) * own
+        return (from_bytes(held["codes"], 4, dim).float() - zero) * own
 
 
 @dataclass(frozen=True)
@@ -219,11 +211,11 @@ class Nvfp4(LayerScaled):
 
         hat(x) = e2m1(x / (f s)) f s, f = e4m3(max |x in block| / (6 s))
 
-    e2m1 holds 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign; to the nearest, ties to the even code, saturating. Where f is
-    0, so is the block. A GPU's approximate reciprocals may turn ties.
+    e2m1 holds 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign; to the nearest, ties to the even code, saturating. If f is 0, so
+    is the block. A GPU's approximate reciprocals may turn ties.
 
     group: channels that share a scale, min(group, D) of them. four_over_six: scale each block by its largest number / 4
-    where that has the smaller squared error (vLLM's nvfp4_4over6). key_scales, value_scales: s of each layer, the
+    if that has the smaller squared error (vLLM's nvfp4_4over6). key_scales, value_scales: s of each layer, the
     largest number over some texts / 2688; none: 1.
     Source: vLLM's kv_cache_dtype=nvfp4 (nvfp4_utils.cuh), TensorRT-LLM's KvCacheConfig(dtype="nvfp4").
     """
@@ -250,7 +242,7 @@ class Nvfp4(LayerScaled):
             errors = (self._errors(blocks, f, c, scale) for f, c in ((others, other_codes), (factors, codes)))
             better = torch.lt(*errors)
             factors, codes = torch.where(better, others, factors), torch.where(better[..., None], other_codes, codes)
-        return {"codes": nibbles(codes.flatten(-2)), "factors": factors}
+        return {"codes": to_bytes(codes.flatten(-2), 4), "factors": factors}
 
     def _coded(self, blocks: Tensor, most: Tensor, largest: float, scale: float) -> tuple[Tensor, Tensor]:
         """Factors [B,H,n,D/16] as bytes of e4m3 and codes [B,H,n,D/16,16]; `largest`: of a block, coded."""
@@ -264,6 +256,6 @@ class Nvfp4(LayerScaled):
 
     def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
         steps = (from_e4m3(held["factors"].contiguous()) * self.scale(side))[..., None]
-        x = from_e2m1(from_nibbles(held["codes"]))
+        x = from_e2m1(from_bytes(held["codes"], 4, dim))
         decoded: Tensor = (x.unflatten(-1, (held["factors"].shape[-1], -1)) * steps).flatten(-2)
         return decoded

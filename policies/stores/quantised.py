@@ -1,4 +1,4 @@
-"""Stores of quantized groups: dense tokens until the prompt is complete and evicted, then codes and an exact residual.
+"""Stores of quantised groups: dense tokens until the prompt is complete and evicted, then codes and an exact residual.
 
 Shapes: B batch, H KV heads, r = G * M query rows per KV head, C tokens of the longest head, D head dim.
 """
@@ -17,8 +17,8 @@ from kvbench.kernels.quantized import Outliers, Packed, Side, quantised_attentio
 from kvbench.kernels.references import sink_factor
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.observation import AttentionParams, State
-from kvbench.policies.stores.code_attention import CodeAttention
-from kvbench.policies.stores.codes import ChannelCodes, Codes, Cover, TokenCodes
+from kvbench.policies.stores.code_attention import attend_in_float32
+from kvbench.policies.stores.codes import ChannelCodes, Codes, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.packing import words_for
 from kvbench.policies.stores.quantiser import Group, Metadata, Quantiser
@@ -26,71 +26,92 @@ from kvbench.policies.stores.queue import Queue
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import GROWTH, take
 from kvbench.policies.stores.store import LayerStore, Store
-from kvbench.policies.stores.store_list import open_per_sequence
+from kvbench.policies.stores.store_list import HeadList, StoreList
 
 
-class QuantisedLayerStore(CodeAttention):
-    """Keys and values as two columns: slot i of a KV head holds its i-th token.
+class QuantisedLayerStore(LayerStore):
+    """Keys and values of one sequence as two columns: slot i of every KV head holds its i-th token.
 
+    Until the first `settle`, and if KV heads then hold different numbers of tokens, another store holds the tokens.
     Positions are stored only if tokens were evicted, else the i-th token is at position i. Subclasses define in
-    `flush` which tokens are quantized when.
+    `flush` which tokens are quantised when.
     """
 
     def __init__(self, store: "ColumnStore", dense: SlotStore, keys: Column, values: Column) -> None:
         self.store = store
-        self._dense: SlotStore | None = dense  # until the first `settle`
+        self._held: LayerStore | None = dense  # the dense prompt, or a store for each KV head
         self._columns = (keys, values)
         self._places = Queue(GROWTH)  # of positions, empty if nothing was evicted
 
-    # --- views -----------------------------------------------------------------------------------------------------
+    @property
+    def in_prompt(self) -> bool:
+        """Whether the prompt is still dense."""
+        return isinstance(self._held, SlotStore)
+
+    # --- contents --------------------------------------------------------------------------------------------------
     @property
     def keys(self) -> Tensor:
-        return self._columns[0].view(self.cover(0)) if self._dense is None else self._dense.keys
+        return self._view(0) if self._held is None else self._held.keys
 
     @property
     def values(self) -> Tensor:
-        return self._columns[1].view(self.cover(1)) if self._dense is None else self._dense.values
+        return self._view(1) if self._held is None else self._held.values
+
+    def _view(self, side: int) -> Tensor:
+        """The keys (side 0) or values (1) in the model's dtype."""
+        return self.dequantised(side).to(self._columns[side].tail.view("x").dtype)
+
+    def dequantised(self, side: int) -> Tensor:
+        """The keys (side 0) or values (1), [B,H,C,D] float32, or float64 for a float64 model."""
+        return self._columns[side].view()
 
     @property
     def positions(self) -> Tensor:
-        if self._dense is not None:
-            return self._dense.positions
-        keys = self._columns[0]
-        lengths = keys.lengths()
-        steps = torch.arange(keys.tokens, dtype=torch.int32, device=lengths.device).expand(*lengths.shape, -1)
-        places = self._places.view("positions") if self.evicted else steps
-        return places if keys.even else places.masked_fill(steps >= lengths[..., None], -1)
+        if self._held is not None:
+            return self._held.positions
+        if self.evicted:
+            return self._places.view("positions")
+        tail = self._columns[0].tail.view("x")
+        return torch.arange(self._columns[0].tokens, dtype=torch.int32, device=tail.device).expand(*tail.shape[:2], -1)
 
     @property
     def state(self) -> State:
-        return {} if self._dense is None else self._dense.state
+        return {} if self._held is None else self._held.state
 
+    @property
+    def packed(self) -> bool:
+        return self._held is None or self._held.packed
+
+    @property
+    def ascending(self) -> bool:
+        return self._held is None or self._held.ascending
+
+    # --- bytes -----------------------------------------------------------------------------------------------------
     def parts(self) -> dict[str, int]:
-        if self._dense is not None:
-            return {"full precision": self._dense.nbytes}
+        if self._held is not None:
+            return {"full precision": self._held.nbytes} if self.in_prompt else self._held.parts()
         sizes = Counter({"codes": 0, "scales and minima": 0, "full precision": 0, "positions": self._places.nbytes()})
         for column in self._columns:
-            sizes["full precision"] += column.tail.nbytes("x")
-            sizes["positions"] += column.tail.lengths_nbytes
+            sizes["full precision"] += column.tail.nbytes()
             for chunk in column.chunks:
                 sizes.update(chunk.sizes())
         return dict(sizes)
 
     @property
     def nbytes(self) -> int:
-        if self._dense is not None:
-            return self._dense.nbytes
+        if self._held is not None:
+            return self._held.nbytes
         return sum(column.nbytes for column in self._columns) + self._places.nbytes()
 
     @property
     def spare_nbytes(self) -> int:
-        if self._dense is not None:
-            return self._dense.spare_nbytes
+        if self._held is not None:
+            return self._held.spare_nbytes
         return sum(queue.spare_nbytes for queue in self._queues())
 
     def expect(self, tokens: int) -> None:
-        if self._dense is not None:
-            self._dense.expect(tokens)
+        if self._held is not None:
+            self._held.expect(tokens)
         for queue in self._queues():
             queue.expect(tokens)
 
@@ -101,78 +122,89 @@ class QuantisedLayerStore(CodeAttention):
             yield column.tail
             yield from (chunk.queue for chunk in column.chunks if isinstance(chunk, Codes))
 
-    @property
-    def packed(self) -> bool:
-        return self._columns[0].even if self._dense is None else self._dense.packed
-
-    @property
-    def ascending(self) -> bool:
-        return self._dense is None or self._dense.ascending
-
-    # --- append and evict ------------------------------------------------------------------------------------------
+    # --- a step ----------------------------------------------------------------------------------------------------
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
-        if self._dense is not None:
-            self._dense.append(keys, values, positions, absent)
-        else:
-            places = positions[:, None].to(torch.int32).expand(-1, keys.shape[1], -1)
-            self._append(keys, values, places, ordered=not absent)
+        if self._held is not None:
+            self._held.append(keys, values, positions, absent)
+            return
+        if absent:
+            real = (positions[0] >= 0).nonzero()[:, 0]
+            keys, values, positions = keys[:, :, real], values[:, :, real], positions[:, real]
+        self._append(keys, values, positions[:, None].to(torch.int32).expand(-1, keys.shape[1], -1))
 
-    def _append(self, keys: Tensor, values: Tensor, places: Tensor, ordered: bool) -> None:
-        """Append tokens at places [B,H,n] to the tails; unless `ordered`, sort them first and drop empty slots (-1)."""
-        counts = None
-        if not ordered:
-            late = torch.iinfo(torch.int64).max
-            order = places.long().masked_fill(places < 0, late).argsort(dim=-1, stable=True)
-            keys, values, places = take(keys, order), take(values, order), places.gather(-1, order)
-            counts = (places >= 0).sum(-1)
+    def _append(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
+        """Append tokens at places [B,H,n] to the tails."""
         for column, x in zip(self._columns, (keys, values), strict=True):
-            column.append(x, counts)
+            column.tail.append({"x": x})
         if self.evicted:
-            self._places.append({"positions": places}, counts)
+            self._places.append({"positions": places})
 
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
         self.evicted = True
-        return self._exact_store().keep(mask, spare, counts)
+        return self._dense().keep(mask, spare, counts)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
         assert bias is None, "only exact stores hold a bias"
-        self._exact_store().write(slots, keys, values)
+        self._dense().write(slots, keys, values)
 
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
-        self._exact_store().release(slots, rows)
+        self._dense().release(slots, rows)
 
-    def _exact_store(self) -> SlotStore:
-        assert self._dense is not None, "tokens in quantised groups cannot be evicted or changed one by one"
-        return self._dense
+    def _dense(self) -> SlotStore:
+        assert isinstance(self._held, SlotStore), "tokens in quantised groups cannot be evicted or changed one by one"
+        return self._held
 
-    # --- the end of a step -----------------------------------------------------------------------------------------
     def settle(self) -> None:
-        first = self._dense is not None
+        first = self.in_prompt
         if first:
             self._to_columns()
+        if self._held is not None:
+            self._held.settle()
+            return
         self.flush(first)
         if first:
-            for column in self._columns:
-                column.tail.compact()  # the tail was a view of the whole prompt
+            for queue in (*(column.tail for column in self._columns), self._places):
+                queue.compact()  # the tail was a view of the whole prompt
 
     @abstractmethod
     def flush(self, prompt: bool) -> None:
-        """Quantize the tokens that are due; `prompt`: the first call, when the tails hold the whole prompt."""
+        """Quantise the tokens that are due; `prompt`: the first call, when the tails hold the whole prompt."""
 
     def _to_columns(self) -> None:
-        """Move the dense tokens into the columns' tails, each head's in order of position."""
-        dense, self._dense = self._exact_store(), None
-        self._append(dense.keys, dense.values, dense.positions, ordered=dense.packed and dense.ascending)
-        if self.evicted:
-            self._places.compact()
+        """Move the dense tokens into the tails in order of position, or each head's into its own store."""
+        dense = self._dense()
+        contents = {"keys": dense.keys, "values": dense.values, "positions": dense.positions}
+        counts = (dense.positions >= 0).sum(-1).flatten() if not (dense.packed and dense.ascending) else ()
+        if len(counts):
+            late = torch.iinfo(torch.int32).max
+            places = contents["positions"].masked_fill(dense.positions < 0, late).argsort(dim=-1, stable=True)
+            contents = {name: take(x, places[..., : int(counts.max())]) for name, x in contents.items()}
+        if len(counts) and int(counts.min()) < int(counts.max()):
+            heads = enumerate(counts.tolist())
+            self._held = HeadList([self._of_head(contents, head, count) for head, count in heads])
+        else:
+            self._held = None
+            self._append(*contents.values())
+
+    def _of_head(self, contents: dict[str, Tensor], head: int, count: int) -> "QuantisedLayerStore":
+        """A store of the first tokens of one KV head."""
+        own = {name: x[:, head : head + 1, :count] for name, x in contents.items()}
+        found = self.store.empty(SlotStore.of(own, (), ascending=True, packed=True), own["values"])
+        found.evicted = self.evicted
+        return found
 
     # --- attention -------------------------------------------------------------------------------------------------
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
-        if self._dense is not None or not any(column.coded for column in self._columns):
+        if self._held is not None:
+            return self._held.attend(queries, positions, how)
+        if not any(column.coded for column in self._columns):
             return None  # all in full precision: the views are the stored tensors
-        own = self._attend_packed(queries, positions, how)
-        heads = self._columns[0].tail.view("x").shape[1]
-        return self.attend_codes(queries, positions, how, heads) if own is None else own
+        out = self._attend_packed(queries, positions, how)
+        if out is None:
+            stored = self.dequantised(0), self.dequantised(1), self.positions
+            out, weights = attend_in_float32(queries, positions, how, *stored)
+            self.attended(weights, positions)
+        return out.to(queries.dtype)
 
     def _attend_packed(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
         """Attention by the kernel on packed codes; None if it does not apply and PyTorch computes attention.
@@ -196,19 +228,12 @@ class QuantisedLayerStore(CodeAttention):
         """Exact tokens that replace some of the codes."""
         return None
 
-    def cover(self, side: int) -> Cover | None:
-        """Writes the exact tokens over their codes; side 0: keys, 1: values. None: there are no exact tokens."""
-        return None
-
-    def logits(self, rows: Tensor) -> Tensor:
-        return self._columns[0].logits(rows, self.cover(0))
-
-    def mix(self, weights: Tensor) -> Tensor:
-        return self._columns[1].mix(weights, self.cover(1))
+    def attended(self, weights: Tensor, positions: Tensor) -> None:
+        """Observe the attention weights [B,H,r,C] of queries at positions [B,M]."""
 
 
 class ColumnStore(Store):
-    """A store whose prompt is dense until it is complete and evicted, and then two columns."""
+    """A store with a dense prompt until it is complete and evicted, and then two columns."""
 
     reopens: ClassVar[bool] = False
     statistics: ClassVar[tuple[str, ...]] = ()
@@ -216,16 +241,14 @@ class ColumnStore(Store):
 
     @property
     def apart(self) -> str:
-        """Why each sequence needs its own store, in which all KV heads hold equally many tokens; "" if it does not."""
+        """Why all KV heads must hold equally many tokens; "" if they need not."""
         return ""
 
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        if self.apart:
-            return open_per_sequence(self._open, keys, values, statistics, width)
-        return self._open(keys, values, statistics, width)
-
-    def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        return self.empty(SlotStore(keys, values, (*statistics, *self.statistics), width), values)
+        names = (*statistics, *self.statistics)
+        pairs = zip(keys.split(1), values.split(1), strict=True)
+        rows = [self.empty(SlotStore(*pair, names, width), pair[1]) for pair in pairs]
+        return rows[0] if len(rows) == 1 else StoreList(rows)
 
     @abstractmethod
     def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
@@ -238,7 +261,7 @@ class ColumnStore(Store):
                 "from which no single token can be evicted: use decode=grow"
             )
         if per_head and self.apart:
-            raise ValueError(f"{name} gives KV heads budgets of their own, {self.apart}")
+            raise ValueError(f"{name} gives each KV head its own budget, {self.apart}")
 
 
 @dataclass(frozen=True)
@@ -264,17 +287,15 @@ def side(column: Column) -> Side | None:
     codes, tail = column.chunks[0] if len(column.chunks) == 1 else None, column.tail
     if not isinstance(codes, ChannelCodes | TokenCodes) or (isinstance(codes, TokenCodes) and codes.heads is not None):
         return None
-    return Side(_packed(codes, tail.view("x")), tail.view("x"), tail.counts)
+    return Side(_packed(codes, tail.view("x")), tail.view("x"))
 
 
 def _packed(codes: ChannelCodes | TokenCodes, tail: Tensor) -> Packed:
     per_token = isinstance(codes, TokenCodes)
     unit = codes.group if isinstance(codes, TokenCodes) else codes.unit
     bits, queue = codes.quantiser.bits, codes.queue
-    if queue.most:
-        words, scale, minimum = map(queue.view, Group._fields)
-        counts = None if queue.counts is None else queue.counts * codes.unit
-        return Packed(words, scale, minimum, bits, unit, per_token, counts)
+    if queue.count:
+        return Packed(*map(queue.view, Group._fields), bits, unit, per_token)
     batch, heads, _, dim = tail.shape
     entry = (batch, heads, 0, dim // unit if per_token else dim)
     words = tail.new_empty(*entry, words_for(unit, bits), dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The group quantizer of all stores: asymmetric min-max, with a scale and a minimum for each group.
+"""The group quantiser of all stores: asymmetric min-max, with a scale and a minimum for each group.
 
 Shapes: n numbers of a group, W int32 words of their codes (see `packing`).
 """
@@ -20,7 +20,7 @@ Metadata = Literal["auto", "float16", "float32"]
 
 
 class Group(NamedTuple):
-    """Quantized groups: words [..., W] int32, scale and minimum [...]."""
+    """Quantised groups: words [..., W] int32, scale and minimum [...]."""
 
     words: Tensor
     scale: Tensor
@@ -52,7 +52,7 @@ class Quantiser:
         return torch.float16 if self.metadata == "float16" else torch.float32
 
     def quantise(self, x: Tensor, dtype: torch.dtype | None = None) -> Group:
-        """Quantize groups [..., n]; `dtype` is the model's, where x was computed in a wider one.
+        """Quantise groups [..., n]; `dtype` is the model's, if x was computed in a wider one.
 
         Raises ValueError for numbers that are not finite or do not fit the metadata.
         """
@@ -68,7 +68,7 @@ class Quantiser:
         return Group(pack(codes.round_().clamp_(0, levels).to(torch.uint8), self.bits), scale, minimum)
 
     def dequantise(self, group: Group, count: int) -> Tensor:
-        """The dequantized numbers [..., count], in float32 (float16 under fp16_arith; float64 stays)."""
+        """The dequantised numbers [..., count], in float32 (float16 under fp16_arith; float64 stays)."""
         scale = group.scale if self.fp16_arith else widen(group.scale)
         numbers = unpack(group.words, self.bits, count).to(scale.dtype)
         return numbers.mul_(scale[..., None]).add_(group.minimum.to(scale.dtype)[..., None])

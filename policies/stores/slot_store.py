@@ -1,13 +1,13 @@
-"""The slot store: what one layer holds of its sequences in full precision, in slots that are overwritten in place.
+"""The slot store: the tokens of one layer in full precision, in slots that are overwritten in place.
 
-Every KV head of every sequence owns a segment of slots: where it starts, how many slots are in use, how many it has.
-Segments of one length lie side by side as tensors [B,H,C,...]. After an eviction that leaves KV heads with different
-numbers of tokens, a `ragged` store holds flat tensors [N,...] and the segments' starts and lengths.
+Every KV head of every sequence owns a segment of slots. Segments of equal length form tensors [B,H,C,...]. After an
+eviction that leaves KV heads with different numbers of tokens, a `ragged` store has flat tensors [N,...], and the start
+and length of every segment.
 
 Shapes: B sequences, H KV heads, C slots of a segment, N slots of all segments, D head dim.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Self
 
@@ -20,44 +20,43 @@ from kvbench.kernels.prompt import one_for_all
 from kvbench.kernels.references import widen
 from kvbench.policies.constants import on_device
 from kvbench.policies.observation import AttentionParams, State
-from kvbench.policies.stores.slots import block_of, by_kind, owned, spread_index, take
+from kvbench.policies.stores.slots import GROWTH, owned, spread_index, take
 from kvbench.policies.stores.store import LayerStore, Segments
 
 
 class SlotStore(LayerStore):
     """Segments of which the first `used` slots are in use; `memory`: keys, values, positions and statistics by name.
 
-    starts, counts [B,H]: where segments begin and how many of their slots are in use, of flat memory only. free
-    [B,H,1]: the only empty slot of every KV head, where all have exactly one. room: slots behind those in use.
+    starts, counts [B,H]: the start of each segment and its slots in use, for flat memory only. free [B,H,1]: the only
+    empty slot of every KV head, if each has exactly one. room: slots after those in use. lent: keys and values are the
+    model's own tensors, which other caches may hold too. Memory without positions has its i-th token at position i.
     """
 
     def __init__(
         self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int, ragged: bool = False
     ) -> None:
-        batch, heads = keys.shape[:2]
+        rows, device, wide = keys.shape[:2], keys.device, widen(keys.new_empty(0)).dtype
         self.memory: dict[str, Tensor] = {
-            "keys": keys.new_empty(batch, heads, 0, keys.shape[-1]),
-            "values": values.new_empty(batch, heads, 0, values.shape[-1]),
-            "positions": torch.full((batch, heads, 0), -1, dtype=torch.int32, device=keys.device),
+            "keys": keys.new_empty(*rows, 0, keys.shape[-1]),
+            "values": values.new_empty(*rows, 0, values.shape[-1]),
+            "positions": torch.full((*rows, 0), -1, dtype=torch.int32, device=device),
+            **{name: torch.zeros(*rows, 0, width, dtype=wide, device=device) for name in statistics},
         }
-        wide = widen(keys.new_empty(0)).dtype
-        for name in statistics:
-            self.memory[name] = torch.zeros(batch, heads, 0, width, dtype=wide, device=keys.device)
         self._statistics, self._ragged = statistics, ragged
         self.starts: Tensor | None = None
         self.counts: Tensor | None = None
-        self.used = self.room = 0
         self.free: Tensor | None = None
+        self.used = self.room = 0
+        self.lent = False
         self._views: dict[str, Tensor] = {}
-        self._bytes: int | None = None  # of the memory, once it was asked for
-        self._to_come: int | None = None  # tokens that no room was made for yet, where their number is known
+        self._bytes: int | None = None  # of the memory, if it was computed
+        self._expected: int | None = None  # tokens to come without reserved slots, if their number is known
         self._packed = self._ascending = True
-        self.lent = False  # keys and values are the model's own tensors, which other caches may hold as well
-        self._marked = True  # the free slots have position -1: only written where it is read before the next token
+        self._marked = True  # the free slots have position -1, which is written when positions are read
 
     @classmethod
     def of(cls, contents: State, statistics: tuple[str, ...], ascending: bool, packed: bool | None = None) -> Self:
-        """A layer that holds `contents` [B,H,C,...]; some slots may be empty. packed: whether none is, if known."""
+        """A layer with `contents` [B,H,C,...], which may have empty slots. packed: whether none is empty, if known."""
         held = cls(contents["keys"], contents["values"], statistics, width=0)
         held.memory, held.used = contents, contents["positions"].shape[2]
         held._packed = bool((contents["positions"] >= 0).all()) if packed is None else packed
@@ -65,9 +64,9 @@ class SlotStore(LayerStore):
         return held
 
     def _view(self, name: str) -> Tensor:
-        """[B,H,used,...]: a view, kept because a layer at its budget is asked for it in every step.
+        """[B,H,used,...]: a view, which is stored because a layer at its budget reads it in every step.
 
-        Of flat memory a copy, in which shorter segments end in empty slots (position -1, else 0).
+        For flat memory a copy, in which shorter segments end in empty slots (position -1, else 0).
         """
         if self.starts is not None:
             slots, taken = self._flat_slots()
@@ -88,16 +87,15 @@ class SlotStore(LayerStore):
         return (self.starts[..., None] + steps).masked_fill(~taken, 0), taken
 
     def contents(self) -> dict[str, Tensor]:
-        """Everything in use by name, [B,H,C,...]."""
+        """All slots in use by name, [B,H,C,...]."""
         return {name: self._view(name) for name in self.memory} | {"positions": self.positions}
 
     def _store_positions(self) -> None:
-        """Store the positions of a layer that did not need them, because its i-th token was at position i."""
+        """Store the positions of memory without them, before a token is evicted or missing."""
         if "positions" not in self.memory:
-            slots = self.first.shape
+            slots = self.first.shape[:3]
             places = torch.arange(slots[2], dtype=torch.int32, device=self.first.device)
-            places = places.masked_fill(places >= self.used, -1).expand(slots[:3])
-            self._hold("positions", places.contiguous())
+            self._hold("positions", places.masked_fill(places >= self.used, -1).expand(slots).contiguous())
 
     @property
     def keys(self) -> Tensor:
@@ -138,9 +136,8 @@ class SlotStore(LayerStore):
     def nbytes(self) -> int:
         if self._bytes is None:
             self._bytes = sum(x.nbytes for x in self.memory.values())
-        if self.starts is not None and self.counts is not None:
-            return self._bytes + self.starts.nbytes + self.counts.nbytes
-        return self._bytes if self.free is None else self._bytes + self.free.nbytes
+        lengths = (self.free,) if self.starts is None else (self.starts, self.counts)
+        return self._bytes + sum(x.nbytes for x in lengths if x is not None)
 
     @property
     def spare_nbytes(self) -> int:
@@ -148,7 +145,9 @@ class SlotStore(LayerStore):
         return empty * (sum(x.nbytes for x in self.memory.values()) // max(self.slots, 1))
 
     def parts(self) -> dict[str, int]:
-        return by_kind({name: x.nbytes for name, x in self.memory.items()}, self.nbytes)
+        sizes = {name: x.nbytes for name, x in self.memory.items()}
+        kinds = {"full precision": sizes["keys"] + sizes["values"], "positions": sizes["positions"]}
+        return {**kinds, "statistics": self.nbytes - sum(kinds.values())}
 
     @property
     def slots(self) -> int:
@@ -184,62 +183,45 @@ class SlotStore(LayerStore):
             heads = next(iter(tokens.values())).shape[1]
             spread = positions.to(torch.int32).unsqueeze(1).expand(-1, heads, -1)
             tokens = {**tokens, "positions": spread if new == 1 else spread.contiguous()}
-        if self.starts is not None or (self.free is not None and new == 1 and not absent):
-            self._put(self.enter(), tokens)
-            self.filled()
+        if self.free is not None and new == 1 and not absent:
+            self._put(self.free, tokens)
+            self.free, self._packed, self._marked, self._ascending = None, True, True, False
+        elif self.counts is not None:
+            self._reserve()
+            self._put(self.counts[..., None], tokens)
+            self.counts = self.counts + 1
+            self.use(self.used + 1, self.room - 1)
         elif self._packed and not absent:
             self._write_at_end(tokens, new)
         elif new == 1:
             self._fill_hole(tokens, absent)
-        else:  # sequences differ in length: all tokens side by side, then close the gaps
+        else:  # sequences differ in length: write all tokens at the end, then close the gaps
             self._write_at_end(tokens, new)
             self._compact(self.positions >= 0, 0, None)
 
-    def enter(self) -> Tensor:
-        """The slots [B,H,1] of the next token: those that are free, or else the ones behind all others."""
-        if self.free is not None:
-            return self.free
-        if self.room == 0:
-            self._lengthen(self.growth(), {})
-        if self.counts is not None:
-            return self.counts[..., None]
-        return torch.full((*self.first.shape[:2], 1), self.used, device=self.first.device)
-
-    def filled(self) -> None:
-        """The next token was written to the slots of `enter`."""
-        if self.free is None:
-            self.counts = None if self.counts is None else self.counts + 1
-            self.use(self.used + 1, self.room - 1)
-        else:
-            self.free, self._packed, self._marked, self._ascending = None, True, True, False
-
     def use(self, slots: int, room: int) -> None:
-        """So many of the first slots are in use, and so many follow."""
+        """Set the number of slots in use, and of those after them."""
         self.used, self.room = slots, room
         self._views.clear()
 
     def _hold(self, name: str, memory: Tensor) -> None:
-        """Hold another tensor; a view of the old one would keep it alive."""
+        """Replace a tensor, and drop the view of the old one."""
         self.memory[name], self._bytes = memory, None
         self._views.pop(name, None)
 
     def _put(self, slots: Tensor, tokens: Mapping[str, Tensor], all_names: bool = True) -> None:
-        """Write [B,H,n,...] by name to slots [B,H,n]; what has no tensor here is set to 0 (statistics)."""
-        where = slots
+        """Write [B,H,n,...] by name to slots [B,H,n]; other tensors (statistics) are set to 0 if `all_names`."""
         for name, x in self.memory.items():
-            if name not in tokens and not all_names:
-                continue
             new = tokens.get(name, 0.0)
-            if self.starts is not None:
-                x[self.starts[..., None] + slots] = new
-                continue
-            if where.shape[3:] != x.shape[3:]:  # most often values are as wide as keys
-                where = spread_index(slots, x)
-            x.scatter_(2, where, new)
+            if name in tokens or all_names:
+                if self.starts is None:
+                    x.scatter_(2, spread_index(slots, x), new)
+                else:
+                    x[self.starts[..., None] + slots] = new
 
     def _write_at_end(self, tokens: dict[str, Tensor], new: int) -> None:
         used, room = self.used, self.room
-        if used == 0 and room < new:  # hold the model's own tensors: the first tokens, of which there are often many
+        if used == 0 and room < new:  # keep the model's tensors of the first tokens, which are often many
             for name, x in self.memory.items():
                 zeros = None if name in tokens else x.new_zeros(*x.shape[:2], new, *x.shape[3:])
                 self._hold(name, owned(tokens[name]) if zeros is None else zeros)
@@ -247,15 +229,14 @@ class SlotStore(LayerStore):
         elif new > 1 and new > room:
             self._lengthen(new, tokens)
         else:
-            if new > room:
-                self._lengthen(self.growth(), {})
+            self._reserve()
             for name, x in self.memory.items():
                 end = x.narrow(2, used, new)
                 end.copy_(tokens[name]) if name in tokens else end.zero_()
         self.use(used + new, self.first.shape[2] - used - new)
 
     def _lengthen(self, more: int, tokens: Mapping[str, Tensor]) -> None:
-        """Lay so many slots behind those in use of every segment: the tokens, or empty ones where there are none."""
+        """Add slots after those in use of every segment, with the tokens or empty."""
         if self.starts is not None:
             assert self.counts is not None
             self._flatten(self.contents(), self.counts, more)
@@ -268,19 +249,21 @@ class SlotStore(LayerStore):
         self.room, self.lent = more, False
 
     def expect(self, tokens: int) -> None:
-        self._to_come = tokens
+        self._expected = tokens
 
-    def growth(self) -> int:
-        """How many slots to add for new tokens: no more than are known to come."""
-        growth = block_of(self._to_come)
-        self._to_come = self._to_come and max(0, self._to_come - growth)
-        return growth
+    def _reserve(self) -> None:
+        """Reserve slots if none is left, at most as many as tokens are expected."""
+        if self.room == 0:
+            growth = GROWTH
+            if self._expected:
+                growth = min(max(GROWTH, self._expected // 4), self._expected)  # long answers take few copies
+                self._expected -= growth
+            self._lengthen(growth, {})
 
     def _fill_hole(self, tokens: dict[str, Tensor], absent: bool) -> None:
-        """One token per KV head into its first empty slot, where sequences differ: some have no token or no room."""
+        """Write one token per KV head into its first empty slot; some sequences may have no token or no such slot."""
         if not bool((self.positions < 0).any(-1).all()):
-            if self.room == 0:
-                self._lengthen(self.growth(), {})
+            self._reserve()
             self.use(self.used + 1, self.room - 1)
         slots = (self.positions < 0).to(torch.uint8).argmax(-1, keepdim=True)
         if absent:
@@ -334,10 +317,10 @@ class SlotStore(LayerStore):
         return slots
 
     def _compact(self, mask: Tensor, spare: int, counts: Sequence[int] | None) -> Tensor:
-        if counts is None or not mask.is_cuda:  # on a GPU, the host would wait for what it knows
+        if counts is None or not mask.is_cuda:  # on a GPU, the host would wait for numbers that it has already
             numbers = mask.sum(-1).flatten().tolist()
             most, least = max(numbers), min(numbers)
-            assert counts is None or (most, least) == (max(counts), min(counts)), "counts are those of the mask"
+            assert counts is None or (most, least) == (max(counts), min(counts)), "counts differ from the mask"
         else:
             most, least = max(counts), min(counts)
         slots = self._gather(mask, most, spare, even=most == least)
@@ -346,7 +329,7 @@ class SlotStore(LayerStore):
         return slots
 
     def _gather(self, mask: Tensor, most: int, spare: int, even: bool) -> Tensor:
-        """Move the slots of the mask to the front, `most` of a KV head at most (even: just so many), room behind."""
+        """Move the slots of the mask to the front, at most `most` per KV head (even: exactly), then `spare` slots."""
         if not self.used:  # a sequence without a token
             self._lengthen(spare, {})
             return mask.long()
@@ -356,7 +339,7 @@ class SlotStore(LayerStore):
             order = self.positions.masked_fill(~mask, torch.iinfo(torch.int32).max)
             slots = order.argsort(dim=-1, stable=True)[..., :most]
         staying = None if even else mask.gather(-1, slots)
-        places = F.pad(slots, (0, spare))  # what comes to lie in the room is emptied
+        places = F.pad(slots, (0, spare))  # the spare slots are emptied below
         for name, x in self.memory.items():
             self._hold(name, take(x[:, :, : self.used], places))
             self.memory[name].narrow(2, most, spare).fill_(-1 if name == "positions" else 0)
@@ -366,7 +349,7 @@ class SlotStore(LayerStore):
 
     # --- segments of different lengths -----------------------------------------------------------------------------
     def _flatten(self, padded: Mapping[str, Tensor], counts: Tensor, spare: int) -> None:
-        """Hold the first counts [B,H] slots of padded tensors [B,H,C,...] in segments, with room for `spare` each."""
+        """Store the first counts [B,H] slots of padded tensors [B,H,C,...] in segments with `spare` more slots each."""
         ends = (counts + spare).flatten().cumsum(0)
         self.starts, self.counts = ends.view_as(counts) - counts - spare, counts.clone()
         self.used, self.room, self.free = padded["positions"].shape[2], spare, None
@@ -378,46 +361,28 @@ class SlotStore(LayerStore):
         self._views.clear()
 
     def _even_out(self) -> None:
-        """Hold flat memory as tensors [B,H,C,...] again, padded to the longest segment."""
+        """Turn flat memory into tensors [B,H,C,...] again, padded to the longest segment."""
         if self.starts is not None:
             self.memory, self.starts, self.counts = self.contents(), None, None
-            self.free, self._bytes, self.room, self._to_come = None, None, 0, None
+            self.free, self._bytes, self.room, self._expected = None, None, 0, None
             self._packed = bool((self.memory["positions"] >= 0).all())
             self._views.clear()
-
-    def settle(self) -> None:
-        """Nothing to do: tokens stay as they were appended."""
 
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
         if self.starts is None or self.counts is None or queries.shape[2] > 1 or "bias" in self.memory:
             return None
         stored = self.memory["keys"], self.memory["values"], positions, self.memory["positions"]
-        asked = how.scaling, how.softcap, how.sliding_window, one_for_all(how.sinks)
-        return decode_attention_flat(queries, *stored, self.starts, self.counts, self.used, *asked).out
-
-    @property
-    def shape(self) -> Hashable:
-        """What layers have in common whose sequences can decode as one batch; None for those that cannot."""
-        if self.starts is not None or type(self) is not SlotStore:  # others may hold more than is joined
-            return None
-        if self.free is not None and self.room == 0:
-            return "at its size", tuple(self.memory)  # of any length: no slot will be added
-        return ("grows", self.room, self._to_come, tuple(self.memory)) if self._packed else None
-
-    def picked(self, rows: Sequence[int] | slice) -> "SlotStore":
-        """Some of the sequences, in the same memory where rows are a slice."""
-        assert self.starts is None, "sequences with segments of their own decode apart"
-        free = None if self.free is None else self.free[rows]
-        return self.with_memory({name: x[rows] for name, x in self.memory.items()}, free)
+        params = how.scaling, how.softcap, how.sliding_window, one_for_all(how.sinks)
+        return decode_attention_flat(queries, *stored, self.starts, self.counts, self.used, *params).out
 
     def with_memory(self, memory: dict[str, Tensor], free: Tensor | None) -> "SlotStore":
-        """A layer like this one in other memory, whose slots `free` [B,H,1] are empty."""
+        """The same layer with other memory, where the slots `free` [B,H,1] are empty."""
         held = copy(self)
         held.memory, held.free, held._views, held._bytes = memory, free, {}, None
         return held
 
     def segments(self) -> Segments:
-        """Where the KV heads lie in the memory as a flat one, and how many tokens they hold."""
+        """The segments of the KV heads, with the memory seen as flat."""
         one = int(self.free is not None)
         if self.starts is not None and self.counts is not None:
             starts, held = self.starts, self.counts - one

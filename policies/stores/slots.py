@@ -1,26 +1,15 @@
-"""Tensors of slots: some of them taken, several stacked, one held by itself.
+"""Functions on tensors of slots: take some slots, stack several tensors, copy a view.
 
 Shapes: B sequences, H KV heads, C slots, n slots of each KV head, D numbers of a slot.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-MANY = 2**14  # numbers from which on it pays to copy them by rows
+MANY = 2**14  # the least number of elements that are copied by rows, which is faster
 GROWTH = 64  # slots added at once while decoding grows: the copy costs about 1/64 of what attention reads anyway
-
-
-def block_of(to_come: int | None) -> int:
-    """Slots to add at once where so many tokens are known to come: a quarter, so that long answers take few copies."""
-    return GROWTH if to_come is None or to_come < 1 else min(max(GROWTH, to_come // 4), to_come)
-
-
-def by_kind(sizes: Mapping[str, int], nbytes: int) -> dict[str, int]:
-    """Bytes of plain tensors by kind; what is neither key nor value nor position belongs to statistics."""
-    kinds = {"full precision": sizes["keys"] + sizes["values"], "positions": sizes["positions"]}
-    return {**kinds, "statistics": nbytes - sum(kinds.values())}
 
 
 def spread_index(slots: Tensor, x: Tensor) -> Tensor:
@@ -41,9 +30,9 @@ def take(x: Tensor, slots: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor | None:
-    """The memory behind x [B,H,C,D] as rows of D numbers; None where its rows do not lie like that.
+    """The memory of x [B,H,C,D] as rows of D numbers; None if x has no such rows.
 
-    On a CPU such rows are copied whole, by `gather` number by number: up to four times as fast.
+    Copying rows on a CPU is up to four times as fast as `gather`, which copies single numbers.
     """
     dim, strides = x.shape[3], x.stride()
     if x.is_cuda or x.requires_grad or strides[3] != 1 or any(stride % dim for stride in strides[:3]):
@@ -53,7 +42,7 @@ def _rows(x: Tensor) -> Tensor | None:
 
 
 def padded(parts: Sequence[Tensor], fill: float = 0, dim: int = 2) -> Tensor:
-    """Tensors of some rows each, stacked as the rows of one (itself, if it is one); shorter ones are filled up."""
+    """Tensors concatenated in dimension 0 and padded in `dim` with `fill`; a single tensor is returned as it is."""
     if len(parts) == 1:
         return parts[0]
     most = max(part.shape[dim] for part in parts)
@@ -68,9 +57,9 @@ def padded(parts: Sequence[Tensor], fill: float = 0, dim: int = 2) -> Tensor:
 
 
 def biases(parts: Sequence[tuple[Tensor | None, Tensor]]) -> Tensor | None:
-    """The bias of every slot of several layers, as `padded`; 0 where one has none, None where none has.
+    """The bias of every slot of several layers, as `padded`: 0 for a layer without bias; None if no layer has one.
 
-    parts: a bias [B,H,C], if there is one, and the slots' positions [B,H,C].
+    parts: a layer's bias [B,H,C] or None, and its positions [B,H,C].
     """
     if all(bias is None for bias, _ in parts):
         return None
@@ -79,6 +68,6 @@ def biases(parts: Sequence[tuple[Tensor | None, Tensor]]) -> Tensor | None:
 
 
 def owned(x: Tensor) -> Tensor:
-    """x, copied where it is a view of a larger tensor that it would keep alive (a fused projection, a batch)."""
+    """x, copied if it is a view of a larger tensor, which it would keep in memory (a fused projection, a batch)."""
     whole = x.untyped_storage().nbytes() <= x.nbytes
     return x if whole else x.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""The contract of a store: how one layer's kept tokens are held.
+"""The interface of stores, which hold the tokens of a layer.
 
 Shapes: B batch, H KV heads, C slots in use, T new tokens, D head dim (keys and values may differ).
 """
@@ -13,9 +13,9 @@ from kvbench.policies.observation import AttentionParams, Observation, State
 
 
 class Segments(NamedTuple):
-    """Where the slots of every KV head begin in a layer's memory, the tokens it holds, its next free slot: [B,H] each.
+    """The start of each KV head's slots in flat memory, its number of tokens and its next free slot: [B,H] each.
 
-    most: tokens of the fullest head.
+    most: tokens of the longest head.
     """
 
     starts: Tensor
@@ -25,11 +25,15 @@ class Segments(NamedTuple):
 
 
 class LayerStore(ABC):
-    """What one layer holds. Slots are addressed per KV head; a slot at position -1 is empty."""
+    """The tokens of one layer. Slots are addressed per KV head; a slot at position -1 is empty."""
 
     evicted: bool = False
-    """Whether several tokens were evicted at once, so that slot i may hold another one than the i-th."""
+    """Whether several tokens were evicted at once, so that slot i may not hold the i-th token."""
 
+    watching: bool = False
+    """Whether `observe` needs the step of the tokens that were just appended."""
+
+    # --- contents --------------------------------------------------------------------------------------------------
     @property
     @abstractmethod
     def keys(self) -> Tensor:
@@ -47,123 +51,122 @@ class LayerStore(ABC):
 
     @property
     def bias(self) -> Tensor | None:
-        """[B,H,C] float32 added to the logits of a slot; None where no slot has one."""
+        """[B,H,C] float32 added to the logits of a slot; None if no slot has one."""
         return None
 
     @property
     @abstractmethod
     def state(self) -> State:
-        """Running statistics [B,H,C,G'] by name; after changing them in place call `remember`."""
+        """Running statistics [B,H,C,G'] by name; call `remember` after a change in place."""
 
-    def remember(self, state: State) -> None:  # noqa: B027 - where `state` is a view there is nothing to do
-        """Take in statistics that were changed in place in what `state` returned."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Every byte of every tensor held: preallocated slots, positions and statistics included."""
-
-    @property
-    @abstractmethod
-    def spare_nbytes(self) -> int:
-        """Those of them in which no token lies: room made for tokens to come, and slots of evicted ones."""
-
-    @abstractmethod
-    def expect(self, tokens: int) -> None:
-        """No more than so many tokens will come, one at a time: room is made for no more than these."""
+    def remember(self, state: State) -> None:  # noqa: B027 - nothing to do if `state` is a view
+        """Store statistics of `state` that were changed in place."""
 
     @property
     @abstractmethod
     def packed(self) -> bool:
-        """No slot in use is empty."""
+        """Whether no slot in use is empty."""
 
     @property
     @abstractmethod
     def ascending(self) -> bool:
-        """Slots in use are in order of position, empty ones last."""
+        """Whether slots in use are in order of position, with empty ones last."""
 
+    # --- bytes -----------------------------------------------------------------------------------------------------
+    @property
     @abstractmethod
-    def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
-        """Take T new tokens in: keys, values [B,H,T,D], positions [B,T]; `absent`: some are -1 (padding).
+    def nbytes(self) -> int:
+        """Bytes of all tensors, with spare slots, positions and statistics."""
 
-        Keys and values may be kept as they are, but not written into: the caches of several variants share a prompt's.
-        """
-
+    @property
     @abstractmethod
-    def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
-        """Hold only the slots of mask [B,H,C], in order of position, with room for `spare` more tokens.
-
-        counts: how many those are in each head, per sequence, if that is known: nobody waits for a GPU then.
-
-        Returns the old slots [B,H,n] that became slots 0..n-1 (empty ones, where heads keep fewer than n, at the end).
-        """
-
-    @abstractmethod
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
-        """Replace keys and values [B,H,n,D] at slots [B,H,n]; their positions and statistics stay (merging).
-
-        bias [B,H,n]: of these slots from now on, which only `exact` stores hold; others keep theirs, 0 at first.
-        """
+    def spare_nbytes(self) -> int:
+        """Bytes of `nbytes` without a token: slots reserved for later tokens, and slots of evicted tokens."""
 
     def parts(self) -> dict[str, int]:
-        """The bytes of `nbytes` by kind, for tables; stores without kinds say one number."""
+        """The bytes of `nbytes` by kind, for tables."""
         return {"tokens": self.nbytes}
 
-    def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
-        """Attention [B,H_q,M,D] straight on what is held, for queries [B,H_q,M,D] at positions [B,M] (-1: padding).
+    @abstractmethod
+    def expect(self, tokens: int) -> None:
+        """Reserve slots for no more than this number of later tokens, which come one at a time."""
 
-        None where attention is to read the views `keys`, `values` and `positions` instead.
+    # --- a step ----------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
+        """Append T new tokens: keys, values [B,H,T,D], positions [B,T]; `absent`: some are -1 (padding).
+
+        The tensors may be stored without a copy, but not changed: caches of several policies share those of a prompt.
+        """
+
+    def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:  # noqa: B027 - optional
+        """See a step's attention before it evicts; prompts: the prompt length of each sequence in tokens, if known."""
+
+    def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
+        """Attention [B,H_q,M,D] of queries [B,H_q,M,D] at positions [B,M] (-1: padding), from the stored form.
+
+        None if attention should read the views `keys`, `values` and `positions` instead.
         """
         return None
 
-    watching: bool = False
-    """Whether the step whose tokens were just appended is to be shown to `observe`."""
+    @abstractmethod
+    def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
+        """Keep only the slots of mask [B,H,C], in order of position, and reserve `spare` slots after them.
 
-    def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:  # noqa: B027 - most need not
-        """See a step's attention before it is evicted or settled; prompts: every sequence's prompt length in tokens."""
+        counts: tokens kept per KV head, for each sequence, if known, so that the host does not wait for a GPU.
 
-    def settle(self) -> None:  # noqa: B027 - most stores hold tokens as they came
-        """The step is over (attended, evicted) and the prompt is in: bring what is held into its final form."""
+        Returns the old slots [B,H,n] that became slots 0..n-1 (empty ones, if heads keep fewer than n, at the end).
+        """
 
     @abstractmethod
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
-        """Empty one slot per KV head, [B,H,1], to be overwritten by the next token; `rows`: only in these sequences."""
+        """Empty one slot per KV head, [B,H,1], which the next token overwrites; `rows`: only in these sequences."""
+
+    @abstractmethod
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
+        """Replace keys and values [B,H,n,D] at slots [B,H,n] (merging); positions and statistics stay.
+
+        bias [B,H,n]: the new bias of these slots, for `exact` stores only; other slots keep theirs, 0 at first.
+        """
+
+    def settle(self) -> None:  # noqa: B027 - most stores hold tokens as they came
+        """End a step (attended, evicted) after the prompt is complete: bring the tokens into their final form."""
 
 
 class Store(ABC):
-    """Opens what a layer holds. Subclasses are frozen dataclasses of their knobs, and say what they can do.
+    """Opens the stores of layers. Subclasses are frozen dataclasses of their parameters.
 
-    What `open` gives must also take tensors on the meta device, so that its bytes are known before it runs.
+    The result of `open` must also accept tensors on the meta device, which predict its bytes.
     """
 
     exact: ClassVar[bool] = False
-    """Whether a token's key and value are the model's own, whenever they are looked at."""
+    """Whether keys and values are always the model's own."""
 
     replayable: ClassVar[bool] = False
-    """Whether decoding steps may be recorded (CUDA): tokens lie where a `DeviceBatch` can hold them."""
+    """Whether CUDA graphs may record decoding steps: a `DeviceBatch` can hold the tokens."""
 
     reopens: ClassVar[bool] = True
-    """Whether tokens can still be given up once a prompt was settled, so that another one can be evicted."""
+    """Whether tokens of a complete prompt can still be evicted, so that a cache can take another prompt."""
 
     slug_letters: ClassVar[Mapping[str, str]] = {}
-    """The letters by which a policy's name sets fields: with {"g": "group"}, `kivi_g32` has group=32."""
+    """Letters of a policy's name that set fields: with {"g": "group"}, `kivi_g32` has group=32."""
 
     @abstractmethod
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
         """An empty layer for tensors like keys, values [B,H,*,D], with `width` numbers per slot for each statistic."""
 
     def for_layer(self, index: int) -> "Store":
-        """The store of one layer, where layers differ."""
+        """The store of one layer, if layers differ."""
         return self
 
-    def check_shape(self, heads: int, dim: int) -> None:  # noqa: B027 - most take any
+    def check_shape(self, heads: int, dim: int) -> None:  # noqa: B027 - optional
         """ValueError if values of `heads` KV heads with `dim` numbers each do not divide into this store's groups."""
 
-    def check_layers(self, layers: int) -> None:  # noqa: B027 - most name none
-        """ValueError if a field names a layer that a model with `layers` of them does not have."""
+    def check_layers(self, layers: int) -> None:  # noqa: B027 - optional
+        """ValueError if a field names a layer that a model with `layers` layers does not have."""
 
-    def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:  # noqa: B027 - most take any
-        """ValueError if an evicting policy asks for what this store cannot hold.
+    def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:  # noqa: B027 - optional
+        """ValueError if this store does not support the evictions of a policy.
 
-        evicts_in_decode: it evicts single tokens while decoding; per_head: KV heads hold different numbers of tokens.
+        evicts_in_decode: single tokens while decoding; per_head: KV heads hold different numbers of tokens.
         """

@@ -3,7 +3,6 @@
 Shapes: B batch, H KV heads, G query heads per KV head, r query rows per KV head, N tokens, D head dim, D' held.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,7 +14,7 @@ from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Observation
 from kvbench.policies.stores.codes import Codes
-from kvbench.policies.stores.column import Column, beyond
+from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.quantised import ColumnStore, QuantisedLayerStore
 from kvbench.policies.stores.slot_store import SlotStore
 
@@ -28,21 +27,21 @@ class PrunedKeys(Codes):
         self.dim = dim
         self.channels: Tensor | None = None
 
-    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
-        self.queue.append({"x": x.gather(-1, self._index(x.shape[2]))}, counts)
+    def append(self, x: Tensor, dtype: torch.dtype) -> None:
+        self.queue.append({"x": x.gather(-1, self._index(x.shape[2]))})
 
     def _index(self, rows: int) -> Tensor:
         """The channels as an index into [B,H,rows,D]."""
         assert self.channels is not None, "channels are chosen before keys are held"
         return self.channels.long()[:, :, None].expand(-1, -1, rows, -1)
 
-    def vectors(self, first: int, last: int) -> Tensor:
-        x = widen(self.queue.view("x")[:, :, first:last])
+    def dequantised(self) -> Tensor:
+        x = widen(self.queue.view("x"))
         return x.new_zeros(*x.shape[:3], self.dim).scatter_(-1, self._index(x.shape[2]), x)
 
     def sizes(self) -> dict[str, int]:
         channels = 0 if self.channels is None else self.channels.nbytes
-        return {"pruned keys": self.queue.nbytes("x"), "channels": channels, "positions": self.queue.lengths_nbytes}
+        return {"pruned keys": self.queue.nbytes("x"), "channels": channels}
 
     @property
     def nbytes(self) -> int:
@@ -56,49 +55,59 @@ class ThinKLayerStore(QuantisedLayerStore):
 
     def __init__(self, store: "ThinK", dense: SlotStore, keys: Column, values: Column) -> None:
         super().__init__(store, dense, keys, values)
-        self._asked: Tensor | None = None  # [B,H,D] squares of the window's queries, summed over them and the group
+        self._squares: Tensor | None = None  # [1,H,D] of the window's queries, summed over them and the group
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + (0 if self._asked is None else self._asked.nbytes)
+        return super().nbytes + (0 if self._squares is None else self._squares.nbytes)
 
     def parts(self) -> dict[str, int]:
-        asked = {} if self._asked is None else {"statistics": self._asked.nbytes}
-        return {**super().parts(), **asked}
+        squares = {} if self._squares is None else {"statistics": self._squares.nbytes}
+        return {**super().parts(), **squares}
 
     @property
     def watching(self) -> bool:  # type: ignore[override]
-        return self._dense is not None
+        return self.in_prompt
 
     def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
-        ends = torch.tensor([math.inf if end is None else end for end in prompts], device=observation.queries.device)
-        if any(end is None for end in prompts):
-            raise ValueError("think looks at the end of a prompt of known length: pass KVCache(..., prompt_length=...)")
-        places = observation.query_positions
-        wanted = (places >= 0) & (places >= ends[:, None] - self.store.query_window) & (places < ends[:, None])
-        columns = wanted.any(0).nonzero()[:, 0]
-        squares = widen(observation.queries[:, :, columns]).square() * wanted[:, None, columns, None]
-        drawn = squares.sum(2).unflatten(1, (-1, observation.group)).sum(2)
-        self._asked = drawn if self._asked is None else self._asked + drawn
+        (end,) = prompts
+        if end is None:
+            raise ValueError(
+                "think reads the last queries of a prompt of known length: pass KVCache(..., prompt_length=)"
+            )
+        places = observation.query_positions[0]
+        window = (places >= max(end - self.store.query_window, 0)) & (places < end)
+        squares = widen(observation.queries[:, :, window]).square().sum(2)
+        squares = squares.unflatten(1, (-1, observation.group)).sum(2)
+        self._squares = squares if self._squares is None else self._squares + squares
+
+    def _to_columns(self) -> None:
+        super()._to_columns()
+        if self._held is not None:  # the stores of the heads have their parts
+            self._squares = None
+
+    def _of_head(self, contents: dict[str, Tensor], head: int, count: int) -> QuantisedLayerStore:
+        found = super()._of_head(contents, head, count)
+        assert isinstance(found, ThinKLayerStore)
+        found._squares = None if self._squares is None else self._squares[:, head : head + 1].clone()
+        return found
 
     def flush(self, prompt: bool) -> None:
         keys = self._columns[0]
-        due = beyond(keys.tail.counts_held, self.store.residual)
-        if prompt and (isinstance(due, Tensor) or due):
+        due = max(keys.tail.count - self.store.residual, 0)
+        if prompt and due:
             run = keys.chunks[0]
             assert isinstance(run, PrunedKeys)
             run.channels = self._chosen(keys)
             keys.quantise(due)
-        self._asked = None
+        self._squares = None
 
     def _chosen(self, keys: Column) -> Tensor:
         """The channels [B,H,D'] of the highest score, rising; equal scores: the lower channel stays."""
         x = widen(keys.tail.view("x"))
-        if not keys.even:
-            x = x * (torch.arange(x.shape[2], device=x.device) < keys.lengths()[..., None])[..., None]
         squares = x.square().sum(2)
-        scores = squares if self._asked is None else squares * self._asked
-        assert self._asked is not None or x.is_meta, "the prompt was observed"
+        scores = squares if self._squares is None else squares * self._squares
+        assert self._squares is not None or x.is_meta, "the prompt was observed"
         staying = x.shape[-1] - int(self.store.ratio * x.shape[-1] + 1e-9)
         order = scores.sort(dim=-1, descending=True, stable=True).indices
         return order[..., :staying].sort(-1).values.to(torch.int16)

@@ -1,10 +1,10 @@
 """Stores that code every key and value by itself, so that a single token can be evicted while decoding.
 
-Shapes: B batch, H KV heads, r query rows per KV head, C slots, n tokens, D head dim.
+Shapes: B batch, H KV heads, C slots, n tokens, D head dim.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -13,8 +13,7 @@ from torch import Tensor
 from kvbench.kernels.references import widen
 from kvbench.policies.constants import on_host
 from kvbench.policies.observation import AttentionParams
-from kvbench.policies.stores import codes
-from kvbench.policies.stores.code_attention import CodeAttention
+from kvbench.policies.stores.code_attention import attend_in_float32
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import LayerStore, Store
 
@@ -25,7 +24,7 @@ class TokenCodeStore(Store):
     """A store of codes per token and KV head. Other tokens keep their codes when a token is evicted.
 
     A prompt is exact until it is complete and evicted, a later token for the step that appends it. (vLLM writes tokens
-    before it attends, so that even a prompt's own queries read codes.) Codes are dequantized before attention: no
+    before it attends, so that even a prompt's own queries read codes.) Codes are dequantised before attention: no
     kernel's 8-bit arithmetic is emulated. Positions are stored only after an eviction or for a padded batch.
 
     Sides: 0 for keys, 1 for values.
@@ -54,7 +53,7 @@ class TokenCodeStore(Store):
         return TokenCodeLayerStore(self, keys, values, statistics, width)
 
 
-class TokenCodeLayerStore(SlotStore, CodeAttention):
+class TokenCodeLayerStore(SlotStore):
     """Slots of exact tokens until the first `settle`, then slots of codes: memory["keys codes"] and so on."""
 
     def __init__(
@@ -76,28 +75,23 @@ class TokenCodeLayerStore(SlotStore, CodeAttention):
         check_finite(x)
         return {f"{SIDES[side]} {name}": part.contiguous() for name, part in self.store.encode(x, side).items()}
 
-    def _vectors(self, side: int, first: int, last: int, like: Tensor) -> Tensor:
-        """The tokens of some slots, rotated, in the dtype of `like`: [B,H,n,D]; those of this step are exact."""
+    def _vectors(self, side: int, like: Tensor) -> Tensor:
+        """All tokens, rotated, in the dtype of `like`: [B,H,C,D]; the tokens of this step are exact."""
         dim, start = self._like[side].shape[-1], SIDES[side] + " "
-        held = {
-            name.removeprefix(start): self._view(name)[:, :, first:last]
-            for name in self.memory
-            if name.startswith(start)
-        }
+        held = {name.removeprefix(start): self._view(name) for name in self.memory if name.startswith(start)}
         x = self.store.decode(held, side, dim).to(like.dtype)
         if self._fresh:
             rotation, exact, places = self.store.rotation(x), self._fresh[side].to(x.dtype), self._fresh[2]
-            own = self.positions[:, :, first:last, None] == places.masked_fill(places < 0, -2)[:, None, None]
+            own = self.positions[..., None] == places.masked_fill(places < 0, -2)[:, None, None]
             column = own.to(torch.uint8).argmax(-1)[..., None].expand_as(x)
             exact = exact if rotation is None else exact @ rotation
             x = torch.where(own.any(-1, keepdim=True), exact.gather(2, column), x)
         return x
 
     def _dequantised(self, side: int) -> Tensor:
-        like = self._like[side]
-        wide = widen(like)
-        x, rotation = self._vectors(side, 0, self.used, wide), self.store.rotation(wide)
-        return (x if rotation is None else x @ rotation.mT).to(like.dtype)
+        x = self._vectors(side, widen(self._like[side]))
+        rotation = self.store.rotation(x)
+        return (x if rotation is None else x @ rotation.mT).to(self._like[side].dtype)
 
     @property
     def keys(self) -> Tensor:
@@ -157,24 +151,14 @@ class TokenCodeLayerStore(SlotStore, CodeAttention):
 
     # --- attention -------------------------------------------------------------------------------------------------
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
-        return self.attend_codes(queries, positions, how, self.first.shape[1]) if self.coded else None
-
-    def logits(self, rows: Tensor) -> Tensor:
-        rotation = self.store.rotation(rows)
-        rows = rows if rotation is None else rows @ rotation
-        return torch.cat([rows @ self._vectors(0, *block, rows).mT for block in self._blocks()], dim=-1)
-
-    def mix(self, weights: Tensor) -> Tensor:
-        parts = [weights[..., slice(*block)] @ self._vectors(1, *block, weights) for block in self._blocks()]
-        out = torch.stack(parts).sum(0)
+        if not self.coded:
+            return None
+        rotation = self.store.rotation(widen(queries))
+        rows = queries if rotation is None else widen(queries) @ rotation
+        keys, values = (self._vectors(side, widen(rows)) for side in range(2))
+        out, _ = attend_in_float32(rows, positions, how, keys, values, self.positions)
         rotation = self.store.rotation(out)
-        return out if rotation is None else out @ rotation.mT
-
-    def _blocks(self) -> Iterator[tuple[int, int]]:
-        batch, heads = self.first.shape[:2]
-        size = max(1, codes.BLOCK // (batch * heads * codes.TYPICAL_DIM))
-        for first in range(0, self.used, size):
-            yield first, min(first + size, self.used)
+        return (out if rotation is None else out @ rotation.mT).to(queries.dtype)
 
 
 def check_finite(x: Tensor) -> None:

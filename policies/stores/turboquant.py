@@ -25,7 +25,7 @@ LLOYD_STEPS = 1000  # levels of up to 5 bits move by less than 1e-7 in the last 
 def levels(bits: int) -> Tensor:
     """The 2^bits Lloyd-Max levels of N(0, 1), rising, float64: each is the mean of what is nearest to it."""
     share = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
-    found = math.sqrt(6) * torch.erfinv(2 * share - 1)  # where many levels lie: quantiles of N(0, 3)
+    found = math.sqrt(6) * torch.erfinv(2 * share - 1)  # a start near many levels: quantiles of N(0, 3)
     ends = torch.tensor([-math.inf]).double(), torch.tensor([math.inf]).double()
     for _ in range(LLOYD_STEPS):
         bounds = torch.cat([ends[0], (found[1:] + found[:-1]) / 2, ends[1]])

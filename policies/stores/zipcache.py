@@ -4,7 +4,7 @@ Shapes: H KV heads, G query heads per KV head, N tokens, T prompt tokens, D head
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -15,7 +15,7 @@ from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.stores.codes import ChannelCodes, Chunk, Cover, TokenCodes
+from kvbench.policies.stores.codes import ChannelCodes, Chunk, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.packing import pack, unpack
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
@@ -28,7 +28,7 @@ PROBES = 0.05  # share of the prompt's newest positions that probe it, and of po
 
 
 def probes(length: int, seed: int) -> Tensor:
-    """Positions whose queries probe a prompt of `length` tokens: the newest, then as many drawn with replacement."""
+    """Positions of queries that probe a prompt of `length` tokens: the newest, then as many drawn with replacement."""
     first = int(length - PROBES * length)
     drawn = int(PROBES * length)
     generator = torch.Generator().manual_seed(seed)
@@ -36,7 +36,7 @@ def probes(length: int, seed: int) -> Tensor:
 
 
 def probe_columns(query_positions: Tensor, wanted: Tensor) -> Tensor:
-    """Columns of a step, at positions [M] (-1: padding, the others consecutive), whose positions are wanted."""
+    """Columns of a step, at positions [M] (-1: padding, the others consecutive), at the wanted positions."""
     real = (query_positions >= 0).nonzero()[:, 0]
     offsets = wanted.to(real.device) - query_positions[real[0]]
     return real[offsets[(offsets >= 0) & (offsets < len(real))]]
@@ -72,7 +72,7 @@ def channel_scales(parts: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Mixed(Chunk):
-    """Tokens of two kinds, each in codes of its own width; tokens of more bits are first."""
+    """Tokens of two kinds, each with its number of bits; tokens of more bits are first."""
 
     def __init__(
         self, parts: tuple[Tensor, Tensor], kinds: Kinds, quantisers: tuple[Quantiser, Quantiser], per_channel: bool
@@ -108,7 +108,7 @@ class Mixed(Chunk):
         return Kinds(unpack(self._words, 1, self._count).bool(), self._size)
 
     def _places(self) -> Tensor:
-        """[1,H,N] place of each head's i-th token among those of more bits, then of fewer."""
+        """[1,H,N] place of each head's i-th token in the order of more bits, then fewer bits."""
         low = unpack(self._words, 1, self._count)
         before = low.cumsum(-1, dtype=torch.int32)
         steps = torch.arange(self._count, dtype=torch.int32, device=low.device)
@@ -118,20 +118,14 @@ class Mixed(Chunk):
     def tokens(self) -> int:
         return self._count
 
-    def lengths(self) -> Tensor:
-        return torch.full((1, self._heads), self._count, device=self._words.device)
-
     def _parts(self) -> list[Tensor | None]:
-        """Dequantised tokens of either kind, None where there are none."""
+        """Dequantised tokens of each kind, None for a kind without tokens."""
         parts = (codes.dequantised() if codes.tokens else None for codes in self._codes)
         return [x if x is None or self._scales is None else x.mul_(self._scales) for x in parts]
 
-    def vectors(self, first: int, last: int) -> Tensor:
+    def dequantised(self) -> Tensor:
         x = torch.cat([x for x in self._parts() if x is not None], dim=2)
-        return take(x, self._places()[..., first:last])
-
-    def _blocks(self, rows: Tensor, cover: Cover | None) -> Iterator[tuple[int, Tensor]]:
-        yield 0, self.dequantised().to(rows.dtype)  # the order of the tokens is restored at once
+        return take(x, self._places())
 
     def sizes(self) -> dict[str, int]:
         sizes = Counter({"token kinds": self._words.nbytes})
@@ -167,10 +161,10 @@ class ZipCacheLayerStore(QuantisedLayerStore):
 
     @property
     def watching(self) -> bool:  # type: ignore[override]
-        return self._dense is not None
+        return self.in_prompt
 
     def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
-        dense = self._exact_store()
+        dense = self._dense()
         if self._probes is None:
             if prompts[0] is None:
                 raise ValueError("zipcache probes a prompt of known length: pass KVCache(..., prompt_length=...)")
@@ -182,22 +176,23 @@ class ZipCacheLayerStore(QuantisedLayerStore):
                 observation,
                 queries=observation.queries[:, :, columns],
                 query_positions=observation.query_positions[:, columns],
+                known={},
             )
             dense.state[SALIENCY][..., 0] += chosen.column_sums().sum(2)
 
     def attended(self, weights: Tensor, positions: Tensor) -> None:
-        tail, gap = self._columns[0].tail.most, self.store.gap
+        tail, gap = self._columns[0].tail.count, self.store.gap
         if tail < gap:
             return
         newest, paid = positions[0].max(), weights.unflatten(2, (-1, positions.shape[1]))[..., -tail:].sum(2)
-        for end in range(gap, tail + 1, gap):  # the query that filled each gap says what matters of its tokens
+        for end in range(gap, tail + 1, gap):  # the last query of each gap ranks its tokens
             query = (positions[0] == newest - (tail - end)).nonzero()[:, 0]
             if len(query):  # else it was part of an earlier call of an incomplete prompt
                 self._saliency.append(paid[:, :, query[0], end - gap : end])
 
     def _to_columns(self) -> None:
-        dense = self._exact_store()
-        assert dense.packed, "sequences apart, all KV heads alike"
+        dense = self._dense()
+        assert dense.packed, "all KV heads hold equally many tokens"
         assert dense.ascending
         self._saliency = [self._of_prompt(dense.state[SALIENCY][..., 0], dense.positions.long())]
         self._probes = None
@@ -225,7 +220,7 @@ class ZipCacheLayerStore(QuantisedLayerStore):
     def _requantise(self, side: int, kinds: Kinds) -> None:
         """Quantise the tail's first tokens by their kinds, and the tokens quantised before once more."""
         column, count = self._columns[side], kinds.low.shape[-1]
-        new = split(column.oldest(count), kinds)
+        new = split(column.tail.oldest("x", count), kinds)
         if column.chunks:
             before = column.chunks[0]
             assert isinstance(before, Mixed)

@@ -9,7 +9,6 @@ from kv_models import prompt as words
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from kvbench import KVCache, make_policy
-from kvbench.kernels.references import attention_rows
 
 LENGTH, NEW = 60, 6
 
@@ -51,24 +50,3 @@ def test_the_full_cache_gives_the_models_own_logits() -> None:
     got = [model(ids[:, : LENGTH - 4], past_key_values=cache).logits]
     got += [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(LENGTH - 4, LENGTH)]
     torch.testing.assert_close(torch.cat(got, 1), expected, rtol=1e-4, atol=1e-4)  # without the sinks: 5
-
-
-def drawn(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    random = torch.Generator().manual_seed(3)
-    return {
-        "queries": torch.randn(2, 6, 20, 8, generator=random, dtype=dtype),
-        "keys": torch.randn(2, 3, 20, 8, generator=random, dtype=dtype),
-        "query_positions": torch.arange(20).repeat(2, 1),
-        "key_positions": torch.arange(20).expand(2, 3, 20),
-        "scaling": 0.7,
-        "sinks": torch.randn(1, 6, generator=random, dtype=dtype) * 3,
-    }
-
-
-def test_rows_with_a_sink_are_the_softmax_with_one_column_more() -> None:
-    call = drawn(torch.float64)
-    got = attention_rows(**call)
-    for b, h, m in ((0, 0, 5), (1, 5, 19), (0, 3, 0)):
-        logits = call["queries"][b, h, m] @ call["keys"][b, h // 2, : m + 1].T * 0.7
-        expected = torch.cat([logits, call["sinks"][0, h : h + 1]]).softmax(-1)[:-1]
-        torch.testing.assert_close(got[b, h // 2, h % 2, m, : m + 1], expected)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.errors import UsageError
-from kvbench.run import code_digest as digests
+from kvbench.run import digests
 
 CODE = '"""A part."""\n\nX = 1  # one\n\n\ndef f(a: int) -> int:\n    """Doc."""\n    return a + X\n'
 
@@ -22,7 +22,7 @@ def digest(module: Path, text: str) -> str:
     module.write_text(text)
     sys.modules.pop("own_part", None)
     __import__("own_part")
-    digests._digest.cache_clear()
+    digests._code_digest.cache_clear()
     return digests.code_digest({"class": "own_part.Part", "inner": [{"class": "kvbench.policies.policy.Policy"}]})
 
 
@@ -39,17 +39,17 @@ def test_code_of_the_package_counts_whoever_uses_it(tmp_path: Path, monkeypatch:
     def own(text: str) -> str:
         (tmp_path / "policies").mkdir(exist_ok=True)
         (tmp_path / "policies" / "part.py").write_text(text)
-        digests._own.cache_clear()
-        digests._digest.cache_clear()
+        digests._own_code.cache_clear()
+        digests._code_digest.cache_clear()
         return digests.code_digest({})
 
-    monkeypatch.setattr(digests, "__file__", str(tmp_path / "identity" / "code_digest.py"))
+    monkeypatch.setattr(digests, "__file__", str(tmp_path / "run" / "digests.py"))
     first = own(CODE)
     assert own(CODE + "# more\n") == first
     assert own(CODE + "Y = 2\n") != first
     monkeypatch.undo()
-    digests._own.cache_clear()
-    digests._digest.cache_clear()
+    digests._own_code.cache_clear()
+    digests._code_digest.cache_clear()
 
 
 def test_a_class_without_a_file_is_refused_where_runs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

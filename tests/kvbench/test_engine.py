@@ -24,7 +24,7 @@ from kvbench.report.table import notes, results_table
 from kvbench.results.load import read_result
 from kvbench.results.sample import Sample
 from kvbench.run.run import Run
-from kvbench.tools.diagnose import cells_of
+from kvbench.tools.diagnose import runs_of
 
 HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}
 SMALL = ("task=niah", "task.lengths=[300]", "task.depths=[0.0,0.5,1.0]", "task.repeats=2", "task.max_new_tokens=6")
@@ -37,7 +37,7 @@ def cells(tiny_model: Path, tmp_path: Path) -> Build:
 
     def build(policies: str, *fields: str, out: str = "runs", rows: int | None = None, limit: int = 4) -> list[Run]:
         given = [f"model={tiny_model}", f"policy={policies}", f"out={tmp_path / out}", f"limit={limit}", *SMALL]
-        built = cells_of(
+        built = runs_of(
             [*given, *("budget=40", "device=cpu", f"engine.rows={'null' if rows is None else rows}"), *fields]
         )
         return list(built)
@@ -230,7 +230,7 @@ def test_a_context_is_read_once_for_all_runs_and_all_that_is_asked_about_it(tiny
     task = (f"task.data_dir={tmp_path}/asked.jsonl", "compress=context")
     given = [f"model={tiny_model}", "policy=full,snapkv,tova", "task=context_question", *task, "budget=40"]
     shared, few, alone = (
-        cells_of([*given, "limit=4", "device=cpu", f"out={tmp_path / out}", f"engine.rows={rows}"])
+        runs_of([*given, "limit=4", "device=cpu", f"out={tmp_path / out}", f"engine.rows={rows}"])
         for out, rows in (("shared", "null"), ("few", "7"), ("alone", "1"))
     )
     completed(run_cells([*shared, *few, *alone]))

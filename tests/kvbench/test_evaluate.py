@@ -150,9 +150,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "tokenizer": ({"tokenizer": "mine"}, "tokenizer= is for a model object"),
     "two schedules": (
         {"policies": [kvbench.make_policy("snapkv", 40)], "schedule": "blocks"},
-        "schedule, block, decode, every and protect are not allowed beside a Policy",
+        "schedule, block, decode, every and protect are not allowed with a Policy",
     ),
-    "two tasks": ({"tasks": Niah(), "max_new_tokens": 3}, "fields of the task are not allowed beside an object"),
+    "two tasks": ({"tasks": Niah(), "max_new_tokens": 3}, "fields of the task are not allowed with an object"),
 }
 
 

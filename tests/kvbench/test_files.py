@@ -7,21 +7,23 @@ from pathlib import Path
 import pytest
 from plotted_runs import sample, write_run
 
-from kvbench.report.command import main
+from kvbench.plot import main as plot
+from kvbench.report.command import main as results
 
 
-@pytest.mark.parametrize("name", ["table.csv", "table.parquet", "table.md", "table.tex", "table.html"])
-def test_a_full_disk_keeps_the_older_table(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "runs", "full", [sample(0, 1.0)], None)
+@pytest.mark.parametrize("name", ["table.csv", "table.parquet", "table.md", "table.tex", "budget.svg"])
+def test_a_full_disk_keeps_the_older_file(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "runs", "snapkv", [sample(0, 1.0)])
     (tmp_path / name).write_text("older")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit raises OSError instead
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
     try:
-        assert main(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / name)]) == 2
+        command = [str(tmp_path / "runs"), "-o", str(tmp_path / name)]
+        assert (plot(command) if name.endswith("svg") else results(["collect", *command])) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
     assert f"{name} cannot be written" in capsys.readouterr().err
     assert (tmp_path / name).read_text() == "older"
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["runs", name]
+    assert {file.name for file in tmp_path.iterdir()} == {"runs", name}

@@ -10,10 +10,10 @@ from gguf import GGUFReader, GGUFWriter
 from gguf.quants import dequantize
 from safetensors.torch import load_file
 
+from kvbench.errors import UsageError
 from kvbench.models import gguf
 from kvbench.models.gguf import check_metadata, dequantized, gguf_source
 from kvbench.models.loading import ModelSpec, locate
-from kvbench.terminal.errors import UsageError
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -156,7 +156,7 @@ def test_another_choice_leaves_out_the_grids_fields_of_the_replaced_one(argument
 def test_the_defaults_of_python_are_those_of_the_command_line() -> None:
     fields = yaml.safe_load((CONF / "config.yaml").read_text())
     record = run_config().record
-    for key in fields.keys() - {"defaults", "hydra"}:
+    for key in fields.keys() - {"defaults", "hydra", "allow_mixed"}:
         assert record[key] == fields[key], key
 
 

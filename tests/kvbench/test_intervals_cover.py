@@ -55,7 +55,7 @@ def clustered(rng: np.random.Generator, n: int) -> Interval:
 
 
 def stratified(rng: np.random.Generator, n: int) -> Interval:
-    return stratified_interval([scores.tolist() for scores in suite(rng, n)], seed=int(rng.integers(2**31)))
+    return stratified_interval([scores.tolist() for scores in suite(rng, n)])
 
 
 CASES: dict[str, tuple[Draw, float]] = {

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from kvbench.results.definition import Entry
-from kvbench.sweeps.jobs import grouped
-from kvbench.sweeps.status import main as sweep
+from kvbench.sweep import main as sweep
+from kvbench.sweeps.jobs import grouped, is_active, submitted
 
 ROOT = Path(__file__).resolve().parents[2]
-SIX = ("policy=full,tova,streamingllm", "budget=24,40", "task.lengths=[300]", "task.max_new_tokens=4", "engine.rows=1")
+SIX = ("policy=full,tova,streamingllm", "budget=24,40", "task.lengths=[340]", "task.max_new_tokens=4", "engine.rows=1")
 SIX_RUNS = 5  # full ignores the budget
 
 
@@ -75,6 +76,47 @@ def test_jobs_of_this_machine_are_followed_waited_for_and_resumed(
     assert "nothing is left to do" in capsys.readouterr().out
 
 
+@pytest.mark.slow("starts processes")
+def test_cancel_stops_the_jobs_and_keeps_finished_examples(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    local = ("hydra/launcher=slurm", "hydra.launcher.cluster=local", "hydra.launcher.gpus_per_node=0")
+    assert start(tmp_path, tiny_model, *local, "task.repeats=5", "out=jobs").wait() == 0
+    out = tmp_path / "jobs"
+    until(lambda: any(samples(out).values()))
+    assert sweep(["cancel", str(out)]) == 0
+    assert "cancelled 1 jobs" in capsys.readouterr().out
+    until(lambda: not any(is_active(job) for job in submitted(out).values()))
+    kept = samples(out)
+    assert 0 < sum(map(len, kept.values())) < SIX_RUNS * 50
+    assert sweep(["resume", str(out), "hydra.launcher.wait=true"]) == 0
+    whole = samples(out)
+    assert [len(rows) for rows in whole.values()] == [50] * SIX_RUNS
+    assert all(whole[name][: len(rows)] == rows for name, rows in kept.items())
+
+
+@pytest.mark.slow("kills processes")
+def test_twenty_kills_of_a_sweep_lose_and_repeat_nothing(tmp_path: Path, tiny_model: Path) -> None:
+    assert start(tmp_path, tiny_model, "out=whole").wait() == 0
+    chance, seen = random.Random(0), b""
+    for _ in range(20):
+        process = start(tmp_path, tiny_model, "out=killed")
+        before = sum(path.stat().st_size for path in tmp_path.glob("killed/*/samples.jsonl"))
+        until(lambda process=process, before=before: process.poll() is not None or _size(tmp_path) > before)
+        time.sleep(chance.uniform(0, 0.3))
+        process.kill()
+        process.wait()
+        now = b"".join(path.read_bytes() for path in sorted(tmp_path.glob("killed/*/samples.jsonl")))
+        assert len(now) >= len(seen)
+        seen = now
+    assert start(tmp_path, tiny_model, "out=killed").wait() == 0
+    assert samples(tmp_path / "killed") == samples(tmp_path / "whole")
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("killed/*/samples.jsonl"))
+
+
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     script = ROOT / "scripts" / "slurm_local.sh"
@@ -98,11 +140,11 @@ def test_a_preempted_a_killed_and_a_drained_job_lose_nothing(tmp_path: Path, tin
     cluster = ("hydra/launcher=slurm", *(f"hydra.launcher.{field}" for field in fields))
     assert start(tmp_path, tiny_model, *cluster, "out=jobs", *long).wait() == 0
     out = tmp_path / "jobs"
-    until(lambda: samples(out))
+    until(lambda: any(samples(out).values()))
     preempt = ["sbatch", "--partition=high", "--exclusive", "--wrap", "sleep 2", "--output", str(tmp_path / "high.log")]
     subprocess.run(preempt, check=True, capture_output=True)
     until(lambda: (tmp_path / "high.log").exists())
-    until(lambda: _pids(out))
+    until(lambda: _pids(out), 400)  # SLURM waits for two minutes before it starts a job again
     os.kill(_pids(out)[0], signal.SIGKILL)
     node = subprocess.run(["sinfo", "-hN", "-o", "%N"], capture_output=True, text=True, check=True).stdout.split()[0]
     subprocess.run(["scontrol", "update", f"nodename={node}", "state=drain", "reason=test"], check=True)

@@ -14,11 +14,11 @@ from transformers import AutoTokenizer
 from kvbench.config.tree import CONF, load
 from kvbench.engine.compute import run_cells
 from kvbench.models.prompts import PromptMaker
-from kvbench.run.run import build_cell
+from kvbench.run.run import build_run
 from kvbench.run.sampling import Sampling
 from kvbench.tasks.lm_eval.task import chat_text
 from kvbench.tasks.task import Example, Task
-from kvbench.tools.diagnose import cells_of
+from kvbench.tools.diagnose import runs_of
 
 HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}
 
@@ -33,7 +33,7 @@ def test_what_is_dictated_is_evicted_from_while_it_is_decoded_and_not_counted(ti
     given = [f"model={tiny_model}", "device=cpu", "limit=2", "task=niah_dictated", "task.lengths=[300]"]
     given += ["task.dictate_after=40", "task.max_new_tokens=6", "policy=full,streamingllm,h2o", "budget=32"]
     together, alone, whole = (
-        list(cells_of([*given, "decode=evict", "every=8", f"out={tmp_path / out}", *fields]))
+        list(runs_of([*given, "decode=evict", "every=8", f"out={tmp_path / out}", *fields]))
         for out, fields in (
             ("together", ()),
             ("alone", ("engine.rows=1",)),
@@ -86,7 +86,7 @@ def test_the_reasoning_experiment_has_each_policy_at_each_budget_with_the_prompt
     params = load(CONF / "experiment/reasoning.yaml")["hydra"]["sweeper"]["params"]
     grid = product(*([f"{key}={value}" for value in str(values).split(",")] for key, values in params.items()))
     same = ("experiment=reasoning", "task=niah_dictated", "device=cpu")
-    runs = {cell.run_id: cell for cell in (build_cell(composed(*same, *words)) for words in grid)}
+    runs = {cell.run_id: cell for cell in (build_run(composed(*same, *words)) for words in grid)}
     cells = list(runs.values())
     told = {(c.policy_name, c.budget, c.policy.schedule.protect) for c in cells if c.policy_name != "full"}
     five, budgets = ("rkv", "random_attention", "snapkv", "h2o", "streamingllm"), (512, 1024, 2048, 4096)

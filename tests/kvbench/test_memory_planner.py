@@ -17,7 +17,7 @@ from kvbench.engine.run_writer import RunWriter
 from kvbench.models.prompts import Prompt
 from kvbench.run.run import Run
 from kvbench.tasks.task import Example
-from kvbench.tools.diagnose import cells_of
+from kvbench.tools.diagnose import runs_of
 
 TOKEN = 2 * 2 * 2 * 8 * 4  # bytes: keys and values, layers, KV heads, head dim, float32
 PROMPT, NEW, BUDGET = 100, 20, 40
@@ -42,7 +42,7 @@ def runs(tiny_model: Path, tmp_path: Path) -> list[RunWriter]:
     for slug in ("full", "snapkv"):
         fields = [f"model={tiny_model}", f"policy={slug}", f"out={tmp_path}", "task=niah", f"budget={BUDGET}"]
         fields += ["device=cpu", *(["policy.scorer.window=6"] if slug == "snapkv" else [])]
-        cells += [replace(cell, device=torch.device("cuda")) for cell in cells_of(fields)] * 6
+        cells += [replace(cell, device=torch.device("cuda")) for cell in runs_of(fields)] * 6
     return [RunWriter(f"{number}", [cell], NullCallback()) for number, cell in enumerate(cells)]
 
 

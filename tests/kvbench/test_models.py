@@ -18,8 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from kvbench.errors import UsageError
 from kvbench.models.loading import Checkpoint, ModelSpec, load, locate
-from kvbench.terminal.errors import UsageError
 from kvbench.tools.harness_model import KVBenchLM
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import pytest
 
 from kvbench import make_policy
 from kvbench.cli import main
-from kvbench.sweeps.status import main as sweep
+from kvbench.sweep import main as sweep
 
 PARTS = '''
 from collections.abc import Mapping

@@ -89,15 +89,6 @@ def test_a_call_beyond_a_known_prompt_is_refused_before_anything_was_decoded() -
         slices(progress, ["xxxxx", "xxxxx"])
 
 
-def test_a_prompt_of_unknown_length_that_comes_token_by_token_is_refused_at_the_second() -> None:
-    progress = Progress(make_policy("tova", 4), None)
-    slices(progress, ["x"])
-    with pytest.raises(ValueError, match=r"first call brought one token .* pass KVCache\(\.\.\., prompt_length="):
-        slices(progress, ["x"])
-    told = Progress(make_policy("tova", 4), 5)
-    assert [s.phase for s in slices(told, *[["x"]] * 6)] == ["prompt"] * 5 + ["decode"]
-
-
 def test_another_prompt_has_blocks_of_its_own() -> None:
     """Blocks of 3 count from the second prompt's first token, 7, not from the conversation's."""
     progress = Progress(make_policy("tova", 4, block=3), 5)

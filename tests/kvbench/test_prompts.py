@@ -11,9 +11,9 @@ from tokenizers import decoders, processors
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from kvbench.errors import UsageError
 from kvbench.models.prompts import Prompt, PromptMaker, answer, end_tokens, stop_test
 from kvbench.tasks.task import Example, Reading, Task, Tokenizer
-from kvbench.terminal.errors import UsageError
 
 TEMPLATE = "<s>[{% for m in messages %}{{ m.content }}{% endfor %}]{% if add_generation_prompt %}>{% endif %}"
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_models import prompt, tiny
+from kv_models import prompt, rotated, tiny
 from kv_runs import kept_now
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -14,16 +14,6 @@ from kvbench import KVCache, make_policy
 
 LENGTH, BUDGET, NEW = 60, 20, 5
 IDS = torch.tensor([prompt(LENGTH + NEW)])
-
-
-def turned(x: Tensor, position: int) -> Tensor:
-    """A key [D] of the tiny Llama rotated by so many places, pair by pair: theta 10000, halves."""
-    half, out = len(x) // 2, x.clone()
-    for i in range(half):
-        angle = torch.tensor(position * 10000.0 ** (-i / half), dtype=x.dtype)
-        out[i] = x[i] * angle.cos() - x[i + half] * angle.sin()
-        out[i + half] = x[i + half] * angle.cos() + x[i] * angle.sin()
-    return out
 
 
 @torch.inference_mode()
@@ -37,7 +27,7 @@ def compacted(model: PreTrainedModel, kept: Sequence[Sequence[Sequence[int]]]) -
         assert keys is not None
         assert values is not None
         own = [
-            torch.stack([turned(keys[0, h, p], rank - p) for rank, p in enumerate(head)])
+            torch.stack([rotated(keys[0, h, p], rank - p) for rank, p in enumerate(head)])
             for h, head in enumerate(heads)
         ]
         short.update(

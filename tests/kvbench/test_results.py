@@ -12,6 +12,7 @@ import pytest
 from plotted_runs import described, failed, write_run
 from plotted_runs import sample as plotted_sample
 
+from kvbench.errors import UsageError
 from kvbench.report.command import main
 from kvbench.report.table import print_table
 from kvbench.results.columns import COLUMNS, read_table
@@ -19,7 +20,6 @@ from kvbench.results.load import Results, load_results, read_result
 from kvbench.results.metrics import metrics
 from kvbench.results.result import Result
 from kvbench.results.sample import Sample
-from kvbench.terminal.errors import UsageError
 
 MIB = 2**20
 
@@ -340,3 +340,10 @@ def test_names_are_plain_whatever_stands_beside_them_and_what_differs_has_column
         assert {row.line for row in Results(read_table(tmp_path / name))} >= {
             f"snapkv(scorer.window={n}) seed=0 (grow)" for n in (16, 32)
         }
+
+
+def test_names_in_a_table_of_an_older_version_are_plain() -> None:
+    table = Path(__file__).parents[2] / "results" / "pocket" / "ruler_1024.csv"
+    found = {row.policy for row in read_table(table)}
+    assert found >= {"full", "snapkv", "caote_snapkv", "cake"}
+    assert not [name for name in found if "(" in name]

@@ -14,8 +14,8 @@ from small_cells import small_cell
 from kvbench.cli import main
 from kvbench.config.tree import part_class
 from kvbench.errors import ConfigError
-from kvbench.run import code_digest
-from kvbench.run.run import build_cell
+from kvbench.run import digests
+from kvbench.run.run import build_run
 from kvbench.run.run_config import changed_fields, run_config
 from kvbench.tasks.hub import data_file
 
@@ -57,7 +57,7 @@ def run(folder: Path, model: Path, *arguments: str) -> int:
 def run_anew(folder: Path, model: Path, *arguments: str) -> int:
     """One command as a fresh process would see it: modules of the folder are read anew."""
     sys.modules.pop("my_scorers", None)
-    code_digest._digest.cache_clear()
+    digests._code_digest.cache_clear()
     return run(folder, model, *arguments)
 
 
@@ -138,7 +138,7 @@ def test_a_run_of_other_versions_is_continued_only_if_asked_and_tables_say_so(
     assert run(own, tiny_model, "policy=knorm", "limit=2") == 1
     said = capsys.readouterr().err
     assert "begun with other versions (torch 1.13 then" in said
-    assert "allow_mixed=true" in said
+    assert "allow_version_mismatch=true" in said
     assert (own / "runs" / name / "samples.jsonl").read_bytes() == samples
     assert run(own, tiny_model, "policy=knorm", "limit=2", "allow_mixed=true") == 0
     assert f"mixed versions in {name}: torch 1.13 then" in capsys.readouterr().out
@@ -192,9 +192,9 @@ def test_a_snapshot_of_the_hub_has_the_name_of_its_repository(tmp_path: Path, ti
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "mine.yaml").write_text(f"defaults: [hub]\npath: {snapshot}\n")
     folders = [tmp_path / "conf"]
-    assert build_cell(run_config("mine", "full", "niah", folders)).naming.model == "mine"
+    assert build_run(run_config("mine", "full", "niah", folders)).naming.model == "mine"
     named = run_config("mine", "full", "niah", folders, **{"model.name": "other"})
-    assert build_cell(named).naming.model == "other"
+    assert build_run(named).naming.model == "other"
 
 
 def test_an_error_in_an_own_class_is_not_hidden_by_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,10 @@
 """The samples file: what survives a kill, a full disk and a second process."""
 
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from kvbench.results.locks import RunBusyError
 from kvbench.results.sample import Sample
 from kvbench.results.samples import open_samples, read_samples
 
@@ -70,22 +67,3 @@ def test_a_last_line_that_is_no_cut_off_sample_is_an_error_and_stays(tmp_path: P
     with pytest.raises(ValueError, match=r"samples\.jsonl, line 3: not the sample of example 2"), open_samples(path):
         pass
     assert path.read_bytes() == good + tail
-
-
-def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    holder = (
-        "import sys\nfrom pathlib import Path\nfrom kvbench.results.samples import open_samples\n"
-        "with open_samples(Path(sys.argv[1])):\n    print('open', flush=True)\n    sys.stdin.read()\n"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", holder, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "open\n"
-    with pytest.raises(RunBusyError, match="another process"), open_samples(path):
-        pass
-    child.kill()
-    child.communicate()
-    with open_samples(path) as file:  # the lock died with its holder
-        file.append(sample(0))

@@ -26,7 +26,7 @@ from kvbench.results.pairs import paired
 from kvbench.results.sample import Sample
 from kvbench.run.run import Run
 from kvbench.run.sampling import Sampling
-from kvbench.tools.diagnose import cells_of
+from kvbench.tools.diagnose import runs_of
 
 HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}
 SMALL = ("task=niah", "task.lengths=[300]", "task.depths=[0.0,0.5,1.0]", "task.repeats=2", "task.max_new_tokens=6")
@@ -40,7 +40,7 @@ def cells(tiny_model: Path, tmp_path: Path) -> Build:
     def build(policies: str, *fields: str, out: str = "runs", rows: int | None = None) -> list[Run]:
         given = [f"model={tiny_model}", f"policy={policies}", f"out={tmp_path / out}", "limit=2", *SMALL]
         given += ["budget=40", "device=cpu", f"engine.rows={'null' if rows is None else rows}"]
-        return list(cells_of([*given, "generation.temperature=1.3", "generation.samples=3", *fields]))
+        return list(runs_of([*given, "generation.temperature=1.3", "generation.samples=3", *fields]))
 
     return build
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from task_data import recorded
 
 from kvbench.tools.score import main
 
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 QA = {"dataset": "qasper", "prediction": "two", "answers": ["one", "two"]}
 VT = {"task": "vt", "predictions": ["A B", ""], "references": [["A", "B"], ["C"]]}
 
@@ -54,10 +54,7 @@ def refused(tmp_path: Path, benchmark: str, content: str | bytes, capsys: pytest
 def test_recorded_predictions_get_the_official_scores(
     tmp_path: Path, benchmark: str, name: str, results: list[str], old: str
 ) -> None:
-    path = GOLDEN / f"{name}.jsonl"
-    if not path.is_file():
-        pytest.skip(f"the recorded official results are not at {path}")
-    expected = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    expected = recorded(f"{name}.jsonl")
     given = [{k: v for k, v in line.items() if k not in results} for line in expected]
     if old == "wrong":
         given = [{**line, "score": -1} for line in given]
@@ -78,20 +75,17 @@ RESULTS = {"score", "scores", "score_original", "scores_original", "scores_origi
 def test_recorded_predictions_get_the_score_of_the_protocol_asked_for(
     tmp_path: Path, benchmark: str, protocol: str
 ) -> None:
-    path = GOLDEN / f"{benchmark}_scores.jsonl"
-    if not path.is_file():
-        pytest.skip(f"the recorded official results are not at {path}")
-    expected = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    expected = recorded(f"{benchmark}_scores.jsonl")
     given = [{k: v for k, v in line.items() if k not in RESULTS} for line in expected]
     got = scored(tmp_path, benchmark, given, "--protocol", protocol)
     for new, line in zip(got, expected, strict=True):
-        wanted = recorded(line, protocol)
+        wanted = official(line, protocol)
         assert wanted is not None or "the official scorer raises" in new["error"], line["id"]
         rounded = isinstance(wanted, int | float | list)
         assert new["score"] == (pytest.approx(wanted, abs=1e-9) if rounded else wanted), line["id"]
 
 
-def recorded(line: dict[str, Any], protocol: str) -> Any:
+def official(line: dict[str, Any], protocol: str) -> Any:
     """The authors' number by preference, which a record of several metrics has by name, and in percent for a corpus."""
     if protocol == "authors":
         if "score_original" in line:

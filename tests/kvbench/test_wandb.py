@@ -1,4 +1,4 @@
-"""`logger=wandb` with W&B itself, offline: what its files hold; and that no tracker can delay or change a run."""
+"""`logger=wandb` with W&B itself, offline: what its files hold; and that no tracker can change a run."""
 
 import json
 import logging
@@ -7,7 +7,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -19,13 +18,13 @@ from plotted_runs import sample, write_run
 from small_cells import SMALL, small_cell
 
 from kvbench.engine.compute import run_cells
+from kvbench.errors import UsageError
 from kvbench.report.trackers.wandb_logger import WandbLogger, WandbWatch
-from kvbench.report.trackers.watching import InThread, NoLogger, make_watch
+from kvbench.report.trackers.watching import Guarded, NoLogger, make_watch
 from kvbench.results.load import read_result
 from kvbench.results.result import Result
 from kvbench.results.sample import Sample
 from kvbench.run.run import Run
-from kvbench.terminal.errors import UsageError
 
 TARGET = "kvbench.report.trackers.wandb_logger.WandbLogger"
 
@@ -236,7 +235,7 @@ def test_a_tracker_that_raises_is_one_warning_and_changes_nothing(
     call: str, error: BaseException, tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = Broken(call, error)
-    watch = InThread(broken, "some", patience=60)
+    watch = Guarded(broken, "some")
     (ending,) = run_cells([small_cell(tmp_path, tiny_model)], watch)
     watch.close()
     watch.close()  # a second call does nothing
@@ -246,18 +245,6 @@ def test_a_tracker_that_raises_is_one_warning_and_changes_nothing(
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == (call != "never")
     assert all(w.startswith(f"logger=some failed ({type(error).__name__}: ") for w in warnings)
-
-
-def test_a_tracker_that_hangs_delays_the_end_by_its_patience_at_most(caplog: pytest.LogCaptureFixture) -> None:
-    stuck = threading.Event()
-
-    class Hanging(NoLogger):
-        def close(self, records: Sequence[Result] = ()) -> None:
-            stuck.wait(60)
-
-    InThread(Hanging(), "some", patience=0.1).close()
-    stuck.set()
-    assert "logger=some did not send everything within 0.1 s" in caplog.text
 
 
 @pytest.mark.slow("waits for W&B to give a server up: half a minute")
@@ -270,7 +257,7 @@ def test_a_server_that_never_answers_does_not_hang_a_run(tmp_path: Path, tiny_mo
             env={**os.environ, "WANDB_BASE_URL": address, "WANDB_API_KEY": "a" * 40},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
         )
     assert ended.returncode == 0, ended.stderr
     assert "logger=wandb" in ended.stderr

@@ -12,7 +12,7 @@ from kvbench.cli import main
 from kvbench.engine.prompts import prompts_for
 from kvbench.errors import ConfigError
 from kvbench.models import loading
-from kvbench.run.run import build_cell
+from kvbench.run.run import build_run
 from kvbench.run.run_config import run_config
 
 LINES = {
@@ -37,7 +37,6 @@ LINES = {
     "policy=headkv_r": "policy.allocator.importance= must be the path of a JSON file with scores per head",
     "policy.scorer._target_=os.system": "policy.scorer._target_=os.system is not a class that can be built",
     "policy=gemfilter": "policy.pre_pass.layer=13 is not allowed: the model has attention layers 0 to 3",
-    "policy=full decode=evict": "decode=evict is not allowed for full, which keeps every token",
     "policy=ott policy.store.skip_layers=[99]": "policy.store.skip_layers=99 is not allowed: the model has",
     "policy=ada_pyramidkv policy.allocator.base.beta=0": "policy.allocator.base.beta must be a number of at least 1",
     "policy=kvec policy.scorer.window=99": "policy.scorer.extended must be a whole number of at least 99, got 32",
@@ -154,7 +153,7 @@ def test_a_limit_that_cuts_answers_off_is_a_warning(
     most: int, messages: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     fields = {"task.lengths": [300], "task.max_new_tokens": most, "limit": 1}
-    prompts_for([build_cell(run_config("pocket", **fields))])
+    prompts_for([build_run(run_config("pocket", **fields))])
     assert caplog.messages == messages
 
 

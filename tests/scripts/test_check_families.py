@@ -27,23 +27,6 @@ def verdict(script: ModuleType, name: str) -> tuple[str, str]:
     return found.kind, found.why
 
 
-@pytest.mark.parametrize(
-    ("family", "reason"),
-    [
-        ("bloom", "its attention is written into the model"),
-        ("mamba", "recurrent layers alone"),
-        ("diffllama", "what its cache holds before attention"),
-        ("moshi", "neither its attention nor its mask is told"),
-        ("minimax", "keeps their states elsewhere"),
-    ],
-)
-def test_refused_families_are_refused_for_their_own_reason(script: ModuleType, family: str, reason: str) -> None:
-    kind, why = verdict(script, family)
-    assert kind == "refused"
-    assert reason in why
-    assert "after loading" not in why
-
-
 @pytest.mark.slow("loads many models")
 @pytest.mark.parametrize(
     "family",

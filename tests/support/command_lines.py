@@ -18,7 +18,7 @@ MAINS = {
     "report": "kvbench.report.html.report",
     "results": "kvbench.report.command",
     "score": "kvbench.tools.score",
-    "sweep": "kvbench.sweeps.status",
+    "sweep": "kvbench.sweep",
     "tables": "kvbench.papers.cli",
 }
 

@@ -107,6 +107,16 @@ def tiny(
     return model
 
 
+def rotated(x: Tensor, position: float) -> Tensor:
+    """A vector [D] rotated as the tiny Llama rotates it at a position, i with i + D / 2; theta is 10000."""
+    half, out = len(x) // 2, x.clone()
+    for i in range(half):
+        angle = torch.tensor(position * 10000.0 ** (-i / half), dtype=torch.float64)
+        out[i] = x[i] * angle.cos() - x[i + half] * angle.sin()
+        out[i + half] = x[i + half] * angle.cos() + x[i] * angle.sin()
+    return out
+
+
 class CodePoints:
     """Text for the tiny models, as pre-passes need it: a token for every character."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from kvbench.run.run import Run, build_cell
+from kvbench.run.run import Run, build_run
 from kvbench.run.run_config import run_config
 
 SMALL = ("task.lengths=[300]", "task.depths=[0.0,0.5,1.0]", "task.repeats=1", "task.max_new_tokens=3")
@@ -17,5 +17,5 @@ def small_cell(out: Path, model: Path, policy: str = "streamingllm", budget: int
     """Three needles in 300 tokens."""
     fields = {key: yaml.safe_load(text) for key, _, text in (word.partition("=") for word in (*SMALL, *more))}
     task = fields.pop("task", "niah")
-    cell = build_cell(run_config(model, policy, task, out=str(out), budget=budget, **fields))
+    cell = build_run(run_config(model, policy, task, out=str(out), budget=budget, **fields))
     return replace(cell, changed=())

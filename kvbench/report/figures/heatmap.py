@@ -20,11 +20,11 @@ from kvbench.tasks.summary import summary_module
 Cells = Mapping[tuple[float, float], float]  # by length in tokens and depth in percent: a score from 0 to 1
 
 
-def needle_maps(cells: Sequence[Result], _: Mapping[str, Look], paper: Paper | None = None) -> list[tuple[str, Figure]]:
+def needle_maps(rows: Sequence[Result], _: Mapping[str, Look], paper: Paper | None = None) -> list[tuple[str, Figure]]:
     """One figure for each task and model with examples that have a length and a depth."""
     found = []
-    for panel in panels_of(cells):
-        maps = {cell: grid for cell in panel.cells if (grid := grid_of(cell.samples))}
+    for panel in panels_of(rows):
+        maps = {row: grid for row in panel.rows if (grid := grid_of(row.samples))}
         if any(len({depth for _, depth in grid}) > 1 for grid in maps.values()):
             found.append((f"heatmap-{panel.task}-{panel.model}", _figure(panel, maps, paper or Paper())))
     return [("heatmap", found[0][1])] if len(found) == 1 else found
@@ -51,28 +51,25 @@ def grid_of(samples: Sequence[Sample]) -> dict[tuple[float, float], float]:
 
 def _figure(panel: Panel, maps: Mapping[Result, Cells], paper: Paper) -> Figure:
     """One map per run, the full cache last; for a single prompt length, one map with one row per run."""
-    lengths, depths = (sorted({cell[axis] for grid in maps.values() for cell in grid}) for axis in (0, 1))
-    order = sorted(maps, key=lambda cell: cell.budget is None)
+    lengths, depths = (sorted({place[axis] for grid in maps.values() for place in grid}) for axis in (0, 1))
+    order = sorted(maps, key=lambda row: row.budget is None)
     titles = []
-    for cell in order:
-        budget, value = (
-            "" if cell.budget is None else f", {cell.budget:g}",
-            "" if cell.value is None else f": {cell.value:.2f}",
-        )
-        titles.append(f"{paper.name(cell.line)}{budget}{value}")
+    for row in order:
+        budget = "" if row.budget is None else f", {row.budget:g}"
+        titles.append(paper.name(row.line) + budget + ("" if row.value is None else f": {row.value:.2f}"))
     if len(lengths) == 1:
         wide = 0.065 * max(map(len, titles)) + 0.6  # of the labels
         sheet = Sheet(1, 1, max(0.34 * len(depths), 2.4) + wide, 0.2 * len(maps) + 0.7, paper, 1.4 + wide)
-        rows = {(depth, float(row)): s for row, cell in enumerate(order) for (_, depth), s in maps[cell].items()}
-        _map(sheet.axes[0], rows, depths, [float(row) for row in range(len(maps))])
+        cells = {(depth, float(at)): s for at, row in enumerate(order) for (_, depth), s in maps[row].items()}
+        _map(sheet.axes[0], cells, depths, [float(row) for row in range(len(maps))])
         sheet.axes[0].set_yticks(range(len(maps)), titles)
         _ticks(sheet.axes[0], "x", [f"{depth:.3g}" for depth in depths], "depth of the needle (%)")
         title = f"Score by depth of the needle, prompts of {lengths[0]:g} tokens"
     else:
         title = "Score by length and depth of the needle"
         sheet = Sheet(len(maps), 4, max(0.3 * len(lengths) + 0.6, 2.2), max(0.15 * len(depths), 1.1) + 0.6, paper)
-        for index, (cell, axes) in enumerate(zip(order, sheet.axes, strict=True)):
-            _map(axes, maps[cell], lengths, depths)
+        for index, (row, axes) in enumerate(zip(order, sheet.axes, strict=True)):
+            _map(axes, maps[row], lengths, depths)
             sheet.set_title(axes, titles[index])
             bottom, left = sheet.is_bottom(index), sheet.is_left(index)
             tokens = [f"{n / 1000:g}k" if n >= 1000 and n % 100 == 0 else f"{n:g}" for n in lengths]

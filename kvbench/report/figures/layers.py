@@ -24,25 +24,25 @@ def held(samples: Sequence[Sample]) -> list[float]:
 
 
 def layer_budgets(
-    cells: Sequence[Result], looks: Mapping[str, Look], paper: Paper | None = None
+    rows: Sequence[Result], looks: Mapping[str, Look], paper: Paper | None = None
 ) -> list[tuple[str, Figure]]:
     """One figure with one panel for each task, model and budget in which layers hold different numbers of tokens."""
     panels: dict[str, dict[Result, list[float]]] = {}
-    for panel in panels_of(cell for cell in cells if cell.evicts and cell.budget is not None):
-        for cell in sorted(panel.cells, key=lambda cell: cell.budget or 0):
-            if layers := held(cell.samples):
-                panels.setdefault(f"{panel.task}, {panel.model}, budget {cell.budget:g}", {})[cell] = layers
+    for panel in panels_of(row for row in rows if row.evicts and row.budget is not None):
+        for row in sorted(panel.rows, key=lambda row: row.budget or 0):
+            if layers := held(row.samples):
+                panels.setdefault(f"{panel.task}, {panel.model}, budget {row.budget:g}", {})[row] = layers
     unequal = {k: v for k, v in panels.items() if any(max(one) > 1.01 * min(one) for one in v.values())}
     if not unequal:
         return []
     sheet = Sheet(len(unequal), 2, *((6.0, 4.0) if len(unequal) == 1 else (4.2, 3.0)), paper or Paper())
     for index, ((title, own), axes) in enumerate(zip(unequal.items(), sheet.axes, strict=True)):
-        for cell, layers in own.items():
-            axes.plot(layers, label=cell.line, **looks[cell.line].plot)
+        for row, layers in own.items():
+            axes.plot(layers, label=row.line, **looks[row.line].plot)
         by_layer(axes)
         axes.set_ylim(bottom=0)
         sheet.set_title(axes, title)
         if sheet.is_left(index):
             axes.set_ylabel("tokens held per KV head")
-    shown = [cell for own in unequal.values() for cell in own]
+    shown = [row for own in unequal.values() for row in own]
     return [("layers", sheet.finish("Tokens held by each layer", notes(shown, "At the end of an example.")))]

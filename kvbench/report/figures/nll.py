@@ -17,13 +17,13 @@ from kvbench.results.result import Result
 SAME = 1e-3  # nats
 
 
-def curves(cells: Sequence[Result], _: Mapping[str, Look], paper: Paper | None = None) -> list[tuple[str, Figure]]:
+def curves(rows: Sequence[Result], _: Mapping[str, Look], paper: Paper | None = None) -> list[tuple[str, Figure]]:
     """One panel for each task and model, from the length at which the lines begin to differ.
 
     A line is solid up to the length of the shortest text and dotted where fewer texts are averaged.
     """
-    with_budget = {run: run.line if run.budget is None else f"{run.line}, {run.budget}" for run in cells}
-    read = [replace(run, line=with_budget[run]) for run in cells if run.curve]
+    with_budget = {run: run.line if run.budget is None else f"{run.line}, {run.budget}" for run in rows}
+    read = [replace(run, line=with_budget[run]) for run in rows if run.curve]
     if not read:
         return []
     of_runs = looks(read)

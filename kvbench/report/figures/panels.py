@@ -20,7 +20,7 @@ class Panel:
 
     model: str
     task: str
-    cells: tuple[Result, ...]
+    rows: tuple[Result, ...]
 
 
 def read(place: Path) -> list[Result]:
@@ -51,10 +51,7 @@ def choose(rows: Sequence[Result], **wanted: Sequence[str]) -> list[Result]:
         for value in values:
             if value not in known:
                 raise UsageError(f"--{field} {value} is not a value of any run (allowed: {', '.join(sorted(known))})")
-        always = {"policy": lambda row: row.is_full, "budget": lambda row: row.budget is None}.get(
-            field, lambda _: False
-        )
-        chosen = [row for row in chosen if not values or always(row) or names[row] & set(values)]
+        chosen = [row for row in chosen if not values or _always(row, field) or names[row] & set(values)]
     return [*Results(chosen)]
 
 
@@ -63,6 +60,10 @@ def _names(row: Result, field: str) -> set[str]:
         return set() if row.budget is None else {f"{row.budget:g}"}
     whole = row.line if field == "policy" else str(getattr(row, f"{field}_label"))
     return {whole, whole.partition(" ")[0], whole.partition("(")[0].rstrip()}
+
+
+def _always(row: Result, field: str) -> bool:
+    return (field == "policy" and row.is_full) or (field == "budget" and row.budget is None)
 
 
 def panels_of(rows: Iterable[Result]) -> list[Panel]:
@@ -85,20 +86,20 @@ def looks(rows: Iterable[Result]) -> Mapping[str, Look]:
     return palette({row.line: family(row.identity["policy"]) for row in rows})
 
 
-def notes(cells: Sequence[Result], first: str = "") -> list[str]:
+def notes(rows: Sequence[Result], first: str = "") -> list[str]:
     """The notes below a figure: model, number of examples, schedules, and caveats."""
-    sizes = sorted({cell.n for cell in cells if cell.value is not None}) or [0]
+    sizes = sorted({row.n for row in rows if row.value is not None}) or [0]
     many = f"n = {sizes[0]}" if len(sizes) == 1 else f"n = {sizes[0]} to {sizes[-1]}, different between runs"
-    moments = sorted({cell.moments for cell in cells if cell.when and not cell.reads})
+    moments = sorted({row.moments for row in rows if row.when and not row.reads})
     words = ["; ".join(map(in_words, filter(None, own))) for own in moments]
     prompts: dict[tuple[str, str], set[tuple[str, ...]]] = {}
-    for cell in cells:
-        if cell.samples:
-            prompts.setdefault((cell.task, cell.model), set()).add(tuple(one.prompt_hash for one in cell.samples))
+    for row in rows:
+        if row.samples:
+            prompts.setdefault((row.task, row.model), set()).add(tuple(one.prompt_hash for one in row.samples))
     several = sorted(task for (task, _), examples in prompts.items() if len(examples) > 1)
-    mixed = sorted({f"{cell.line} on {cell.task} ({cell.mixed})" for cell in cells if cell.mixed})
-    failed = [f"{c.line} {c.budget or ''} on {c.task} ({c.n_failed} of {c.n})" for c in cells if c.n_failed]
-    found = [f"Model: {', '.join(sorted({cell.model for cell in cells}))}. {many}. {first}".rstrip()]
+    mixed = sorted({f"{row.line} on {row.task} ({row.mixed})" for row in rows if row.mixed})
+    failed = [f"{c.line} {c.budget or ''} on {c.task} ({c.n_failed} of {c.n})" for c in rows if c.n_failed]
+    found = [f"Model: {', '.join(sorted({row.model for row in rows}))}. {many}. {first}".rstrip()]
     for title, values in (
         ("Schedule: ", words if len(words) == 1 else []),
         ("Different schedules, which are not comparable: ", [" | ".join(words)] if len(words) > 1 else []),

@@ -29,13 +29,13 @@ _DRAW: Mapping[str, tuple[Callable[[Sequence[Result], Mapping[str, Look], Paper]
 ALL = "all"
 
 
-def figures(kind: str, cells: Sequence[Result], paper: Paper) -> Figures:
+def figures(kind: str, rows: Sequence[Result], paper: Paper) -> Figures:
     """The figures of one kind, or of all kinds with data; at least one, or UsageError. Call it inside `house_style`."""
     found: Figures = []
-    palette = looks(cells)
+    palette = looks(rows)
     for name in _DRAW if kind == ALL else (kind,):
         make, needs = _DRAW[name]
-        drawn = make(cells, palette, paper)
+        drawn = make(rows, palette, paper)
         found += drawn
         if not drawn and kind != ALL:
             raise UsageError(f"--kind {kind} has nothing to draw: {needs}")
@@ -47,7 +47,7 @@ def figures(kind: str, cells: Sequence[Result], paper: Paper) -> Figures:
 
 
 def draw(
-    kind: str, cells: Sequence[Result], output: Path, suffix: str = ".svg", paper: Paper | None = None
+    kind: str, rows: Sequence[Result], output: Path, suffix: str = ".svg", paper: Paper | None = None
 ) -> list[Path]:
     """Write the figures of one kind, or all that have data, and return their paths.
 
@@ -56,7 +56,7 @@ def draw(
     """
     paper = paper or Paper()
     with house_style(paper.font, paper.font_size):
-        found = figures(kind, cells, paper)
+        found = figures(kind, rows, paper)
         names = ["".join(c if c.isalnum() or c in "._-=," else "_" for c in name) for name, _ in found]
         if output.suffix and len(found) > 1:
             raise UsageError(

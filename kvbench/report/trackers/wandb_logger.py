@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import ConfigError, UsageError, choice, number
-from kvbench.report.trackers.watching import InThread, NoLogger, SweepCallback
+from kvbench.report.trackers.watching import Guarded, NoLogger, SweepCallback
 from kvbench.results.columns import COLUMNS
 from kvbench.results.labels import compressed, flat, moments, names
 from kvbench.results.load import Results, read_result
@@ -47,7 +47,7 @@ class WandbLogger:
     mode: str = "offline"
     tags: Sequence[str] = ()
     folder: str = "."
-    patience: float = 600
+    patience: float = 60
 
     def __post_init__(self) -> None:
         choice("mode", self.mode, "offline", "online", "disabled")
@@ -56,7 +56,7 @@ class WandbLogger:
             raise ConfigError("tags", self.tags, why="must be a list of texts: tags=[first,second]")
 
     def watch(self, sweep: str | None) -> SweepCallback:
-        """A callback that logs to W&B in a thread. Raises ConfigError for settings that W&B refuses."""
+        """A callback that logs to W&B. Raises ConfigError for settings that W&B refuses."""
         if self.mode == "disabled":
             return NoLogger()
         import wandb  # imported here: it takes two seconds
@@ -70,7 +70,7 @@ class WandbLogger:
             raise ConfigError("project", self.project, why=f"is refused by W&B: {error}") from error
         if self.mode == "online" and not wandb.login(verify=False, prompt=False):
             raise ConfigError("mode", "online", why="needs `wandb login`, or WANDB_API_KEY; or choose mode=offline")
-        return InThread(WandbWatch(self, sweep), "wandb", self.patience)
+        return Guarded(WandbWatch(self, sweep), "wandb")
 
 
 class WandbWatch:
@@ -143,8 +143,8 @@ class WandbWatch:
 
         settings, env = self._settings, os.environ
         plain = re.sub(r"[^A-Za-z0-9._=-]", "_", run_id)
-        timeouts = {"init_timeout": settings.patience, "finish_timeout": settings.patience}
-        quiet: dict[str, Any] = {"silent": True, "console": "off", "disable_git": True, "save_code": False}
+        given: dict[str, Any] = dict.fromkeys(("init_timeout", "finish_timeout"), settings.patience)
+        given |= {"silent": True, "console": "off", "disable_git": True, "save_code": False, "x_disable_stats": True}
         return wandb.init(
             project=settings.project,
             entity=settings.entity,
@@ -158,7 +158,7 @@ class WandbWatch:
             config=config,
             resume="allow" if settings.mode == "online" else None,
             reinit="create_new",
-            settings=wandb.Settings(**quiet, **timeouts, x_disable_stats=True),
+            settings=wandb.Settings(**given),
         )
 
     def _finish(self, result: Result) -> None:

@@ -1,17 +1,13 @@
-"""The interface of a tracker (`logger=`), and a wrapper that runs it in a thread."""
+"""The interface of a tracker (`logger=`), and a wrapper that catches its errors."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from queue import SimpleQueue
-from threading import Thread
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
-from kvbench.config.naming import refusing_in
-from kvbench.config.tree import build
+from kvbench.config.tree import build, refusing_in
 from kvbench.engine.callbacks import NullCallback, RunCallback
 from kvbench.results.result import Result
 from kvbench.results.sample import Sample
@@ -53,47 +49,42 @@ class NoLogger(NullCallback):
         """Do nothing."""
 
 
-class InThread:
-    """Runs another callback in a thread, so that a slow or broken tracker neither delays nor fails a run.
+class Guarded:
+    """Calls another callback until its first error, which is logged as a warning, so that a tracker never fails a run.
 
-    After its first error, which is logged as a warning, the callback is not called again. name: of the tracker, for
-    warnings. patience: the maximum time that `close` waits, in seconds.
+    name: of the tracker, for the warning.
     """
 
-    def __init__(self, watch: SweepCallback, name: str, patience: float) -> None:
-        self._watch, self._name, self._patience = watch, name, patience
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = Thread(target=self._work, name=f"logger {name}", daemon=True)
-        self._thread.start()
+    def __init__(self, watch: SweepCallback, name: str) -> None:
+        self._watch: SweepCallback = watch
+        self._name = name
 
     def started(self, cell: Run, done: Sequence[Sample], total: int) -> None:
-        """Queue the start of a run."""
-        self._calls.put(partial(self._watch.started, cell, tuple(done), total))
+        """Pass on the start of a run."""
+        with self._guard():
+            self._watch.started(cell, done, total)
 
     def finished(self, cell: Run, sample: Sample) -> None:
-        """Queue an example."""
-        self._calls.put(partial(self._watch.finished, cell, sample))
+        """Pass on an example."""
+        with self._guard():
+            self._watch.finished(cell, sample)
 
     def ended(self, cell: Run, error: Exception | None) -> None:
-        """Queue the end of a run."""
-        self._calls.put(partial(self._watch.ended, cell, error))
+        """Pass on the end of a run."""
+        with self._guard():
+            self._watch.ended(cell, error)
 
     def close(self, records: Sequence[Result] = ()) -> None:
-        """Wait until all calls are done, at most `patience` seconds. A second call does nothing."""
-        if not self._thread.is_alive():
-            return
-        self._calls.put(partial(self._watch.close, tuple(records)))
-        self._calls.put(None)
-        until = time.monotonic() + self._patience
-        while self._thread.is_alive() and time.monotonic() < until:
-            self._thread.join(0.5)  # in short steps, so that Ctrl-C still works
-        if self._thread.is_alive():
-            log.warning("logger=%s did not send everything within %g s; results are in out", self._name, self._patience)
+        """Pass on the end of the sweep. A second call does nothing."""
+        with self._guard():
+            self._watch.close(records)
+        self._watch = NoLogger()
 
-    def _work(self) -> None:
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
         try:
-            while (call := self._calls.get()) is not None:
-                call()
+            yield
         except (Exception, SystemExit) as error:
             details = (self._name, type(error).__name__, (str(error).strip().splitlines() or ["no message"])[0])
             log.warning("logger=%s failed (%s: %s) and is disabled; results are complete in out", *details)
+            self._watch = NoLogger()

@@ -105,8 +105,9 @@ def errors(layer: Observation, store: Store) -> dict[str, float]:
 def _attention(layer: Observation, keys: Tensor, values: Tensor) -> Tensor:
     """Outputs of the layer's last queries over keys and values [1,H_kv,C,D]: [1,H_kv,G,QUERIES,D]."""
     queries, positions = layer.queries[:, :, -QUERIES:], layer.query_positions[:, -QUERIES:]
-    how = layer.scaling, layer.softcap, layer.sliding_window, layer.sinks
-    rows = attention_rows(queries, keys, positions, layer.positions, *how)
+    how = layer.params
+    params = how.scaling, how.softcap, how.sliding_window, how.sinks
+    rows = attention_rows(queries, keys, positions, layer.positions, *params)
     return rows @ values[:, :, None].to(rows.dtype)
 
 

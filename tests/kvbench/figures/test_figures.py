@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from kvbench.plot import main
 from kvbench.report.command import main as results
 from kvbench.report.figures import heatmap, layers, nll, panels, score
 from kvbench.report.figures.sheet import Paper
-from kvbench.report.figures.style import save
 from kvbench.results.result import Result
 
 
@@ -162,18 +160,3 @@ def test_a_wrong_request_is_one_message(
 ) -> None:
     assert main([word.replace("{runs}", str(small)) for word in arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_full_disk_leaves_the_old_figure(small: Path, tmp_path: Path) -> None:
-    path = tmp_path / "budget.svg"
-    path.write_text("old")
-    figure = drawn(score.against_budget, panels.read(small))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # bytes a file may have: a write beyond them fails
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            save(figure, path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_text() == "old"
-    assert [*tmp_path.iterdir()] == [path]

@@ -1,6 +1,6 @@
 """D2O's merging: the worked example of its specification, and laws of merged keys and values."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ def eviction(keys: Tensor, values: Tensor, positions: Tensor, gone: Tensor, phas
 
 
 def written(keys: Tensor, values: Tensor, merged: Merged | None) -> tuple[Tensor, Tensor]:
-    """Keys and values after the store took the merged contents in."""
+    """Keys and values after the merged ones were written."""
     if merged is None:
         return keys, values
     index = merged.slots[..., None].expand(-1, -1, -1, keys.shape[-1])
@@ -37,133 +37,98 @@ def written(keys: Tensor, values: Tensor, merged: Merged | None) -> tuple[Tensor
 
 
 class Example:
-    """The example's cache, driven step by step through the parts of the policy."""
+    """The example's cache after its prompt: key, value and score of every kept token by position."""
 
-    def __init__(self, merger: ThresholdedMerge) -> None:
-        self.policy = replace(make_policy("d2o_alloc_uniform", 5, sinks=1), merger=merger)
-        self.merger = merger
-        self.memory: MergeState = {}
-        self.tokens: dict[int, tuple[Tensor, Tensor]] = {}
-        self.scores: dict[int, float] = {}
-        for position, (key, value, score) in enumerate(zip(KEYS, VALUES, SCORES, strict=True)):
-            self.add(position, key, value, score)
-
-    def add(self, position: int, key: tuple[float, float], value: tuple[float, float], score: float) -> None:
-        self.tokens[position] = torch.tensor(key, dtype=torch.float64), torch.tensor(value, dtype=torch.float64)
-        self.scores[position] = score
+    def __init__(self, values: Sequence[tuple[float, float]] = VALUES, **options: Any) -> None:
+        self.merger, self.memory = ThresholdedMerge(**options), MergeState()
+        self.held = dict(enumerate(zip(map(list, KEYS), map(list, values), SCORES, strict=True)))
+        self.evict("prompt")
 
     def evict(self, phase: Phase) -> None:
-        places = list(self.tokens)
+        places, (keys, values, scores) = list(self.held), zip(*self.held.values(), strict=True)
         positions, seen = torch.tensor(places)[None, None], torch.tensor([max(places) + 1])
-        keys, values = (torch.stack([self.tokens[p][i] for p in places])[None, None] for i in (0, 1))
-        first, newest = protected_counts(self.policy.scorer, [5])
-        ranking = Ranking(
-            torch.tensor([[[self.scores[p] for p in places]]]),
-            None,
-            positions,
-            protected(positions, seen, first, newest),
-            seen,
-        )
-        gone = ~ranking.select(5)
-        keys, values = written(
-            keys, values, self.merger.absorb(eviction(keys, values, positions, gone, phase), self.memory)
-        )
-        for slot, place in enumerate(places):
-            self.tokens[place] = keys[0, 0, slot], values[0, 0, slot]
-            if gone[0, 0, slot]:
-                del self.tokens[place], self.scores[place]
+        always = protected(positions, seen, *protected_counts(POLICY.scorer, [5]))
+        gone = ~Ranking(torch.tensor(scores)[None, None], None, positions, always, seen).select(5)
+        old = [torch.tensor(x, dtype=torch.float64)[None, None] for x in (keys, values)]
+        new = written(*old, self.merger.absorb(eviction(*old, positions, gone, phase), self.memory))
+        rows = zip(places, *(x[0, 0].tolist() for x in new), scores, gone[0, 0].tolist(), strict=True)
+        self.held = {place: (*row, score) for place, *row, score, out in rows if not out}  # type: ignore[misc]
 
-    def step(self, position: int, key: tuple[float, float], value: tuple[float, float], drawn: list[float]) -> None:
-        """One decoding step: the new query's attention over the cache, the new token last."""
-        self.add(position, key, value, 0.0)
-        for place, weight in zip(list(self.tokens), drawn, strict=True):
-            self.scores[place] += weight
+    def step(self, position: int, key: list[float], value: list[float], drawn: list[float]) -> None:
+        """A decoding step: the new query's attention over the cache, the new token last."""
+        self.held[position] = key, value, 0.0
+        rows = zip(self.held.items(), drawn, strict=True)
+        self.held = {place: (*row[:2], row[2] + weight) for (place, row), weight in rows}
         self.evict("decode")
 
-    def of(self, position: int) -> tuple[list[float], list[float]]:
-        key, value = self.tokens[position]
-        return key.tolist(), value.tolist()
 
-    @property
-    def tau(self) -> float:
-        return float(self.memory["tau"])
-
-
-def test_the_prompt_of_the_worked_example() -> None:
-    example = Example(ThresholdedMerge())
-    example.evict("prompt")
-    assert list(example.tokens) == [0, 1, 3, 6, 7]
-    assert example.tau == pytest.approx(0.92, abs=1e-12)
-    key, value = example.of(3)
-    assert key == pytest.approx([5.026487, 4.337748], abs=5e-7)
-    assert value == pytest.approx([0.675496, 0.662252], abs=5e-7)
-    for place in (0, 1, 6, 7):  # 4 was dropped: nobody has taken it in
-        assert example.of(place) == (list(KEYS[place]), list(VALUES[place]))
-
-
-def test_two_decoding_steps_of_the_worked_example() -> None:
-    example = Example(ThresholdedMerge())
-    example.evict("prompt")
-    example.step(8, (-3, 4), (6, 0), [0.3, 0.1, 0.2, 0.05, 0.05, 0.3])
-    assert example.scores == pytest.approx({0: 4.9, 1: 1.0, 3: 1.2, 6: 0.85, 8: 0.3})
-    assert example.tau == pytest.approx(0.696, abs=1e-12)
-    assert example.of(8) == ([-3, 4], [6, 0])  # 7 was most like 8, but not enough: dropped
-    example.step(9, (2, 0), (0, 6), [0.3, 0.1, 0.1, 0.1, 0.1, 0.3])
-    assert example.scores == pytest.approx({0: 5.2, 1: 1.1, 3: 1.3, 6: 0.95, 9: 0.3})
-    assert example.tau == pytest.approx(0.7688, abs=1e-12)
-    key, value = example.of(1)
-    assert key == pytest.approx([-1.350498, 2.350498], abs=5e-7)
-    assert value == pytest.approx([3.800664, 0.0], abs=5e-7)
-    assert example.of(9) == ([2, 0], [0, 6])
+POLICY = make_policy("d2o_alloc_uniform", 5, sinks=1)
+UNCHANGED = {place: (KEYS[place], VALUES[place]) for place in (0, 1, 3, 6, 7)}
 
 
 @pytest.mark.parametrize(
-    ("merger", "key", "value"),
+    ("options", "merged", "tau"),
     [
-        (ThresholdedMerge(merge="average"), (5, 4.333333), (0.666667, 0.666667)),
-        (ThresholdedMerge(weight="sim_mean"), (4.96, 4.28), (0.666667, 0.653333)),
-        (ThresholdedMerge(weight="printed"), (8.635766, 7.635766), (1, 1.324504)),
+        ({}, {3: ((5.026487, 4.337748), (0.675496, 0.662252))}, 0.92),  # 4 is not similar enough
+        ({"merge": "average"}, {3: ((5, 4.333333), (0.666667, 0.666667))}, 0.92),
+        ({"weight": "sim_mean"}, {3: ((4.96, 4.28), (0.666667, 0.653333))}, 0.92),
+        ({"weight": "printed"}, {3: ((8.635766, 7.635766), (1, 1.324504))}, 0.92),
     ],
-    ids=["average", "sim_mean", "printed"],
+    ids=str,
 )
-def test_other_weights_of_the_worked_example(
-    merger: ThresholdedMerge, key: tuple[float, ...], value: tuple[float, ...]
+def test_the_prompt_of_the_worked_example(
+    options: dict[str, Any], merged: dict[int, tuple[tuple[float, ...], tuple[float, ...]]], tau: float
 ) -> None:
-    example = Example(merger)
-    example.evict("prompt")
-    got = example.of(3)
-    assert got[0] == pytest.approx(key, abs=5e-7)
-    assert got[1] == pytest.approx(value, abs=5e-7)
+    example = Example(**options)
+    assert float(example.memory["tau"]) == pytest.approx(tau, abs=1e-12)
+    assert list(example.held) == list(UNCHANGED)
+    for place, (key, value) in (UNCHANGED | merged).items():
+        assert example.held[place][0] == pytest.approx(key, abs=5e-7)
+        assert example.held[place][1] == pytest.approx(value, abs=5e-7)
+
+
+def test_two_decoding_steps_of_the_worked_example() -> None:
+    example = Example()
+    for step, scores, tau, merged in (
+        (  # 7 is most similar to 8, but not enough
+            (8, [-3, 4], [6, 0], [0.3, 0.1, 0.2, 0.05, 0.05, 0.3]),
+            {0: 4.9, 1: 1.0, 3: 1.2, 6: 0.85, 8: 0.3},
+            0.696,
+            {8: ([-3, 4], [6, 0])},
+        ),
+        (
+            (9, [2, 0], [0, 6], [0.3, 0.1, 0.1, 0.1, 0.1, 0.3]),
+            {0: 5.2, 1: 1.1, 3: 1.3, 6: 0.95, 9: 0.3},
+            0.7688,
+            {1: ([-1.350498, 2.350498], [3.800664, 0.0]), 9: ([2, 0], [0, 6])},
+        ),
+    ):
+        example.step(*step)
+        assert {place: row[2] for place, row in example.held.items()} == pytest.approx(scores)
+        assert float(example.memory["tau"]) == pytest.approx(tau, abs=1e-12)
+        for place, (key, value) in merged.items():
+            assert example.held[place][0] == pytest.approx(key, abs=5e-7)
+            assert example.held[place][1] == pytest.approx(value, abs=5e-7)
 
 
 def test_without_the_threshold_the_dissimilar_token_merges_too() -> None:
-    example = Example(ThresholdedMerge(ema=False))
-    example.evict("prompt")
-    assert example.of(1)[1] != list(VALUES[1])  # 4, at similarity 0.8
+    example = Example(ema=False)
+    assert example.held[1][1] != list(VALUES[1])  # 4, at similarity 0.8
     assert not example.memory
 
 
 def test_similarity_of_values_matches_other_tokens() -> None:
-    # Values: 2 = (0,1) is most like 6 = (0,3); 4 and 5 = (5,5), (1,1) are like 0 = (1,1), now that 7 is not.
-    example = Example(ThresholdedMerge(similarity="values", ema=False))
-    example.tokens[7] = example.tokens[7][0], torch.tensor([4.0, -4.0], dtype=torch.float64)
-    example.evict("prompt")
-    assert example.of(6)[1] == pytest.approx([0, 2])
-    assert example.of(6)[0] == pytest.approx([1.5, 1.0])  # keys go with their values: (0,-2) and (3,4)
-    assert example.of(0)[1] == pytest.approx([7 / 3, 7 / 3])
-    assert example.of(3) == (list(KEYS[3]), list(VALUES[3]))
+    # Values: 2 = (0,1) is nearest to 6 = (0,3); 4 and 5 = (5,5), (1,1) are nearest to 0 = (1,1).
+    held = Example([*VALUES[:7], (4, -4)], similarity="values", ema=False).held
+    assert held[6][1] == pytest.approx([0, 2])
+    assert held[6][0] == pytest.approx([1.5, 1.0])  # keys go with their values: (0,-2) and (3,4)
+    assert held[0][1] == pytest.approx([7 / 3, 7 / 3])
+    assert held[3][:2] == (list(KEYS[3]), list(VALUES[3]))
 
 
 def test_separate_similarities_merge_keys_and_values_into_different_tokens() -> None:
-    example, by_key, by_value = (
-        Example(ThresholdedMerge(similarity="separate")),
-        Example(ThresholdedMerge()),
-        Example(ThresholdedMerge(similarity="values")),
-    )
-    for each in (example, by_key, by_value):
-        each.evict("prompt")
-    for place in (0, 1, 3, 6, 7):
-        assert example.of(place) == (by_key.of(place)[0], by_value.of(place)[1])
+    held, by_key, by_value = (Example(similarity=similarity).held for similarity in ("separate", "keys", "values"))
+    assert held == {place: (by_key[place][0], by_value[place][1], row[2]) for place, row in by_key.items()}
 
 
 # Laws.
@@ -183,43 +148,12 @@ def some_gone(batch: int, heads: int, tokens: int, seed: int) -> Tensor:
     return gone
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"merge": "average"},
-    {"ema": False},
-    {"tau_scope": "layer"},
-    {"similarity": "separate"},
-]
-
-
-def test_empty_slots_are_never_matched() -> None:
-    keys, values = drawn(1, 1, 6, 0)
-    keys[0, 0, 5] = keys[0, 0, 1]  # an empty slot that still holds the evicted token's own key: similarity 1
-    positions = torch.tensor([[[0, 1, 2, 3, 4, -1]]])
-    gone = torch.tensor([[[False, True, False, False, False, False]]])
-    event = eviction(keys, values, positions, gone, "decode")
-    new_keys, new_values = written(keys, values, ThresholdedMerge().absorb(event, {}))
-    assert torch.equal(new_keys[0, 0, 5], keys[0, 0, 5])
-    assert torch.equal(new_values[0, 0, 5], values[0, 0, 5])
-    assert int((new_keys != keys).any(-1).sum()) == 1
-
-
-def test_heads_with_fewer_tokens_write_to_no_slot_beyond_them() -> None:
-    keys, values = drawn(1, 2, 6, 1)
-    positions = torch.tensor([[[0, 1, 2, 3, 4, 5], [0, 1, 2, -1, -1, -1]]])
-    gone = torch.zeros(1, 2, 6, dtype=torch.bool)
-    gone[..., 1] = True
-    merged = ThresholdedMerge().absorb(eviction(keys, values, positions, gone), {})
-    assert merged is not None
-    assert set(merged.slots[0, 1].tolist()) == {0, 2}
-
-
 @settings(max_examples=30)
 @given(st.integers(0, 10**6), st.sampled_from([torch.float32, torch.float64]), st.booleans(), st.integers(3, 150))
-def test_of_kept_tokens_equal_but_for_rounding_the_oldest_takes_the_evicted_in(
+def test_of_kept_tokens_equal_up_to_rounding_the_oldest_is_the_nearest(
     seed: int, dtype: torch.dtype, single: bool, tokens: int
 ) -> None:
-    """Equal tokens have equal values in the first layer; how their last bits were rounded must not choose."""
+    """Equal tokens have equal values in the first layer; the rounding of their last bits must not matter."""
     random = torch.Generator().manual_seed(seed)
     keys = torch.randn(1, 1, tokens, 8, generator=random, dtype=torch.float64)
     victim, *twins = torch.randperm(tokens, generator=random)[:3].tolist()
@@ -279,21 +213,25 @@ def test_several_tokens_at_once_move_the_threshold_by_their_mean() -> None:
     assert float(memory["tau"]) == pytest.approx(0.7 * 0.7 + 0.3 * 0.2)
 
 
+OPTIONS: list[dict[str, Any]] = [
+    *({}, {"merge": "average"}, {"ema": False}, {"tau_scope": "layer"}),
+    *({"weight": "sim_mean"}, {"weight": "printed"}, {"similarity": "values"}),
+]
+
+
 @settings(max_examples=40)
 @given(
     st.integers(0, 10**6),
-    st.sampled_from([*OPTIONS[:4], {"weight": "sim_mean"}, {"weight": "printed"}, {"similarity": "values"}]),
+    st.sampled_from(OPTIONS),
     st.sampled_from([None, 0.4, -0.2]),
 )
-def test_a_single_token_takes_a_short_way_to_the_same_end(
-    seed: int, options: dict[str, Any], threshold: float | None
-) -> None:
+def test_a_single_token_merges_as_one_of_several(seed: int, options: dict[str, Any], threshold: float | None) -> None:
     keys, values = drawn(3, 2, 9, seed)
     positions = torch.stack([torch.randperm(9, generator=torch.Generator().manual_seed(seed + i)) for i in range(6)])
     positions = positions.view(3, 2, 9)
     positions[1, :, 4:6] = -1  # a shorter sequence
     victims = torch.tensor([[[0], [3]], [[2], [7]], [[8], [1]]])
-    going = torch.tensor([True, True, False])[:, None, None]  # and one whose turn it is not
+    going = torch.tensor([True, True, False])[:, None, None]  # the last sequence does not evict
     one = OneEviction(0, "decode", Vectors([keys]), Vectors([values]), positions, {}, victims, going)
     merger, ends = ThresholdedMerge(**options), []
     for short in (False, True):

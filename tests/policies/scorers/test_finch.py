@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from kv_crafted import observed
-from kv_models import prompt, tiny
+from kv_models import prompt, rotated, tiny
 from kv_runs import kept_now
 from kvpress_kept import FAMILIES, policy_keeps, press_keeps, presses, small
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
@@ -31,8 +30,8 @@ def test_a_query_counts_by_the_tokens_it_sees() -> None:
     """Two queries at positions 2 and 3: attention (1/4, 1/2, 1/4, 0) times 3 and (1/2, 0, 0, 1/2) times 4, halved."""
     rows = torch.tensor([[[[[0.25, 0.5, 0.25, 0.0], [0.5, 0.0, 0.0, 0.5]]]]])
     keys = torch.zeros(1, 1, 4, 8)
-    seen = observed(keys, recent_queries=keys[:, :, 2:], recent_positions=torch.tensor([[2, 3]]))
-    seen.prompts, seen.questions, seen._known["rows", 2] = (4,), (2,), rows
+    window = {"recent_queries": keys[:, :, 2:], "recent_positions": torch.tensor([[2, 3]])}
+    seen = observed(keys, prompts=(4,), questions=(2,), known={("rows", 2): rows}, **window)
     expected = torch.tensor([[[0.75 + 2, 1.5, 0.75, 2.0]]]) / 2
     before = torch.tensor([[[0.5 + 1.5, 1.0, 0.5, 1.5]]]) / 2
     for window in ("question", 2):
@@ -67,16 +66,6 @@ def test_it_keeps_what_kvpress_keeps_behind_its_delimiter(chunk: int | None) -> 
 
 
 # --- chunk by chunk ---------------------------------------------------------------------------------------------------
-def rotated(x: Tensor, place: int) -> Tensor:
-    """A vector [D] of the tiny Llama at a place: theta 10000, halves."""
-    half, out = len(x) // 2, x.clone()
-    for i in range(half):
-        angle = torch.tensor(place * 10000.0 ** (-i / half), dtype=x.dtype)
-        out[i] = x[i] * angle.cos() - x[i + half] * angle.sin()
-        out[i + half] = x[i + half] * angle.cos() + x[i] * angle.sin()
-    return out
-
-
 @torch.inference_mode()
 def first_layer(model: PreTrainedModel, chunk: int, layer_wide: bool) -> list[tuple[int, ...]]:
     """What each KV head of layer 0, whose input no eviction changes, keeps: the paper's steps, vector by vector.
@@ -130,7 +119,7 @@ def test_chunks_are_judged_by_the_question_as_in_the_paper(model: PreTrainedMode
 # --- refusals ---------------------------------------------------------------------------------------------------------
 def test_what_has_no_question_is_refused(model: PreTrainedModel) -> None:
     for how, sentence in (
-        ({}, "finch asks where the question of a prompt begins: say it with question="),
+        ({}, "finch needs the position of the question in the prompt: pass question="),
         ({"question": LENGTH}, "question must be a position in its prompt, 0 to 69 here, got 70"),
         ({"question": [1, 2]}, "question names 2 sequences, the model was called with 1"),
         ({"question": 40}, "finch keeps the question, here 30 tokens, but has 24 tokens per KV head: use a larger"),

@@ -2,20 +2,12 @@
 
 import torch
 from kv_crafted import Crafted, drawn
-from torch import Tensor
+from kv_models import rotated
 
 from kvbench import make_policy
 from kvbench.policies.ranking import half_the_bits
 
 BUDGET, PROMPT, NEW = 8, 20, 40
-
-
-def rotated(key: Tensor, position: int) -> Tensor:
-    """A key [D] as rotary embedding turns it at `position`, its halves paired."""
-    half = len(key) // 2
-    angles = position / 10000 ** (torch.arange(half) / half)
-    x, y = key[:half], key[half:]
-    return torch.cat([x * angles.cos() - y * angles.sin(), x * angles.sin() + y * angles.cos()])
 
 
 def test_of_a_token_that_is_decoded_again_and_again_the_oldest_stays() -> None:

@@ -68,7 +68,7 @@ def test_keys_beyond_the_last_whole_group_stay_exact_values_do_not() -> None:
 def test_after_the_prompt_a_block_is_compressed_whenever_the_gap_is_full() -> None:
     keys, values = stream(170)
     held = feed(Gear(group=32, gap=50), keys, values, [100] + [1] * 69)
-    assert [column.tail.most for column in held._columns] == [19, 19]
+    assert [column.tail.count for column in held._columns] == [19, 19]
     assert [run.tokens for run in held._columns[0].chunks] == [100, 50]
     assert torch.equal(held.values[:, :, 150:], values[:, :, 150:169])
 
@@ -83,7 +83,7 @@ def test_the_released_codes_ways_with_the_prompt_are_options() -> None:
     assert torch.equal(before.values, values[:, :, :199])
     after = feed(whole, keys, values, [150] + [1] * 110)
     assert [run.tokens for run in after._columns[0].chunks] == [200]
-    assert after._columns[0].tail.most == 60
+    assert after._columns[0].tail.count == 60
 
 
 def test_bytes_are_those_of_the_formula() -> None:

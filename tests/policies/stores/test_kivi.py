@@ -14,7 +14,7 @@ SMALL = Kivi(group=4, residual=4)
 def lengths(held: object) -> tuple[int, int, int, int]:
     """Keys quantised and full, values quantised and full."""
     keys, values = held._columns  # type: ignore[attr-defined]
-    return keys.coded, keys.tail.most, values.coded, values.tail.most
+    return keys.coded, keys.tail.count, values.coded, values.tail.count
 
 
 @pytest.mark.parametrize(

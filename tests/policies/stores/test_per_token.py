@@ -8,6 +8,7 @@ import torch
 from kv_models import prompt, tiny
 from kv_runs import bytes_held
 from kv_stores import attended, feed, plain_attention, stream
+from long_cache import limit_bits
 from torch import Tensor
 
 from kvbench import KVCache, make_policy
@@ -24,7 +25,6 @@ from kvbench.policies.stores.per_token import (
     to_e2m1,
 )
 from kvbench.policies.stores.token_codes import TokenCodeStore
-from kvbench.tools.cache_bytes import limit_bits
 
 STORES = [Fp8(), Fp8PerTokenHead(), Int8(), Int4(), Int4(rotate=False), Nvfp4(), Nvfp4(four_over_six=True)]
 NV_IN = [3, -1.5, 0.1, 0.125, 0.375, 0.625, 0.875, 1.25, 1.75, 2.5, 0.3, -0.2, 0, 0.6, 2.2, -2.6]
@@ -108,7 +108,6 @@ def test_bytes_are_those_of_the_formula(name: str, number_bytes: int, per_layer:
 def test_attention_from_codes_is_attention_over_the_dequantised_view(
     store: TokenCodeStore, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbench.policies.stores.codes.BLOCK", 5000)
     keys, values = stream(130, dim=dim)
     held, query = feed(store, keys, values, [100] + [1] * 30), 3 * torch.randn(1, 6, 1, dim)
     expected = plain_attention(query, held.keys, held.values).float()

@@ -64,7 +64,7 @@ def test_probes_are_the_newest_twentieth_and_as_many_drawn_from_the_rest() -> No
 @pytest.mark.parametrize(("exact", "expected"), [(False, [0.15, 0.7 / 3, 0.15, 0.4]), (True, [0.3, 0.35, 0.3, 0.4])])
 def test_saliency_by_hand(exact: bool, expected: list[float]) -> None:
     rows = torch.tensor([[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25, 0.25, 0.5, 0], [0.1, 0.2, 0.3, 0.4]])
-    held = ZipCache(exact_count=exact)._open(torch.zeros(1, 1, 4, 1), torch.zeros(1, 1, 4, 1), (), 1)
+    held = ZipCache(exact_count=exact).open(torch.zeros(1, 1, 4, 1), torch.zeros(1, 1, 4, 1), (), 1)
     held._prompt, held._probes = 4, torch.tensor([1, 3])  # type: ignore[attr-defined]
     drawn = rows[[1, 3]].sum(0)[None, None]
     got = held._of_prompt(drawn, torch.arange(4)[None, None])  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ def test_new_tokens_stay_exact_until_the_gap_is_full_and_then_everything_is_quan
     attended(held, queries[:, :, 109:110], 109)
     held.settle()
     for column, share in zip(held._columns, (0.6, 0.6), strict=True):
-        assert column.tail.most == 0
+        assert column.tail.count == 0
         assert column.chunks[0].tokens == 110
         for head in (0, 1):
             logits = seen[0, head] @ queries[0, 2 * head : 2 * head + 2, 109].T / 4
