@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -80,7 +81,7 @@ def resume(out: Path, fields: Sequence[str]) -> list[Status]:
     return launch(here, runs, definition, launcher)
 
 
-def _launcher(last: dict[str, object], fields: Sequence[str]) -> Launcher:
+def _launcher(last: dict[str, Any], fields: Sequence[str]) -> Launcher:
     """The launcher of the last command with changed fields."""
     changed = {}
     for key, value in pairs(fields, "hydra.launcher.timeout_min=600").items():
@@ -88,7 +89,7 @@ def _launcher(last: dict[str, object], fields: Sequence[str]) -> Launcher:
         if name == key or name not in Launcher.__dataclass_fields__:
             raise UsageError(f"{key}= cannot be set: only fields of the launcher, as in hydra.launcher.timeout_min=600")
         changed[name] = yaml.safe_load(value)
-    return Launcher(**{**last, **changed})  # type: ignore[arg-type]
+    return Launcher(**{**last, **changed})
 
 
 def cancel(found: Sequence[Status]) -> None:

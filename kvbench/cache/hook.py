@@ -170,13 +170,10 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
     unknown = [name for name in kwargs.keys() - HARMLESS if _changes_attention(name, kwargs[name])]
     if unknown:
         raise InterfaceError(
-            f"{_name(module)} passes {', '.join(sorted(unknown))} to its attention, which kvbench does not know; it is "
-            "refused"
+            f"{_name(module)} passes {', '.join(sorted(unknown))} to its attention, which kvbench does not support"
         )
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise InterfaceError(
-            f"{_name(module)} asks for attention that is not causal, which an evicting cache cannot give"
-        )
+        raise InterfaceError(f"{_name(module)} uses attention that is not causal, which kvbench does not support")
 
 
 def _changes_attention(name: str, value: object) -> bool:
@@ -202,7 +199,7 @@ def _window(module: nn.Module, passed: int | None) -> int | None:
     index = getattr(module, "layer_idx", None)  # None where several layers share their attention's weights
     kind = kinds[index] if kinds and index is not None else None
     if kind not in (None, *KINDS):
-        raise InterfaceError(f"{_name(module)} has a layer of type {kind!r}; kvbench knows {' and '.join(KINDS)}")
+        raise InterfaceError(f"{_name(module)} has a layer of type {kind!r}; supported are {', '.join(KINDS)}")
     window: int | None = getattr(config, "sliding_window", None)
     if kind is None:
         slides = window is not None and getattr(config, "use_sliding_window", True)
@@ -212,8 +209,8 @@ def _window(module: nn.Module, passed: int | None) -> int | None:
         return passed
     if not window or (kind is None and window != _EXPECTED.window):
         raise InterfaceError(
-            f"{_name(module)} has a sliding window that neither its attention nor its mask is told "
-            f"(sliding_window={window}), so kvbench cannot follow it; a configuration with sliding_window=null has none"
+            f"{_name(module)} has a sliding window that is passed neither to its attention nor to its mask "
+            f"(sliding_window={window}), so kvbench cannot apply it; set sliding_window=null in its configuration"
         )
     return window
 

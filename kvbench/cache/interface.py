@@ -15,7 +15,7 @@ INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attent
 """Types of layers with an indexer; the last two are names that older versions of transformers have."""
 ELSEWHERE = ("minimax", "recurrent_gemma")
 """Models that keep the states of their recurrent layers elsewhere than in the layers of transformers' cache."""
-INSTEAD = "use a model whose layers all keep keys and values of their own, such as Llama, Mistral, Qwen3 or Gemma 3"
+INSTEAD = "use a model in which every layer stores keys and values, such as Llama, Mistral, Qwen3 or Gemma 3"
 
 
 Parameters = ParamSpec("Parameters")
@@ -28,7 +28,7 @@ def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, R
 
 
 class InterfaceError(ValueError):
-    """A model does with its cache or its attention what kvbench cannot follow: one sentence says what."""
+    """A model uses its cache or its attention in a way that kvbench does not support."""
 
 
 class _NoTensorError(InterfaceError, AttributeError):
@@ -61,7 +61,7 @@ def written_in(name: str) -> str:
     """The sentence for a model whose attention cannot be replaced."""
     return (
         f"{name} does not follow transformers' attention interface (its attention is written into the model), so "
-        f"kvbench cannot hold its cache; {INSTEAD}"
+        f"kvbench cannot manage its cache; {INSTEAD}"
     )
 
 
@@ -76,11 +76,11 @@ def _check_kinds(config: PreTrainedConfig, name: str) -> None:
     indexed = [kind for kind in others if kind in INDEXED]
     if indexed:
         raise InterfaceError(
-            f"{name} has an indexer that chooses the tokens each query reads ({indexed[0]}), by keys of its own "
-            f"that kvbench does not hold; {INSTEAD}"
+            f"{name} has an indexer that selects the tokens of each query ({indexed[0]}) by separate keys, which "
+            f"kvbench does not store; {INSTEAD}"
         )
     if others:
-        raise InterfaceError(f"{name} has layers of type {', '.join(others)}; kvbench knows {', '.join(known)}")
+        raise InterfaceError(f"{name} has layers of type {', '.join(others)}; supported are {', '.join(known)}")
 
 
 def _check_states(config: PreTrainedConfig, name: str, stateful: bool) -> None:
@@ -88,26 +88,28 @@ def _check_states(config: PreTrainedConfig, name: str, stateful: bool) -> None:
     layout = layout_of(config)
     if not layout.attention:
         raise InterfaceError(
-            f"{name} has recurrent layers alone, whose states are not made of tokens that could be evicted; {INSTEAD}"
+            f"{name} has only recurrent layers, and no tokens can be evicted from their states; {INSTEAD}"
         )
     silent = stateful and not layout.states and not getattr(config, "layer_types", None)
     if config.model_type in ELSEWHERE or silent:
         raise InterfaceError(
-            f"{name} has recurrent layers, and keeps their states elsewhere than in transformers' cache, so kvbench "
-            f"cannot let them go along with their sequences; {INSTEAD}"
+            f"{name} stores the states of its recurrent layers outside transformers' cache, so kvbench cannot move "
+            f"them with their sequences; {INSTEAD}"
         )
 
 
 def _check_own_cache(config: PreTrainedConfig, name: str) -> None:
     if not hasattr(config, "num_hidden_layers"):
-        raise InterfaceError(f"{name} has more than one stack of layers, while a KVCache holds one; {INSTEAD}")
+        raise InterfaceError(f"{name} has several stacks of layers, but a KVCache supports one; {INSTEAD}")
     if (getattr(config, "num_kv_shared_layers", None) or 0) >= config.num_hidden_layers:
-        raise InterfaceError(f"every layer of {name} reads what another model stores, so it has no cache; {INSTEAD}")
+        raise InterfaceError(
+            f"every layer of {name} uses the keys and values of another model, so it has no cache; {INSTEAD}"
+        )
     crossing = getattr(config, "cross_attention_layers", None)
     if crossing:
         raise InterfaceError(
-            f"layers {', '.join(map(str, crossing))} of {name} attend to another input than the tokens of the text "
-            f"(cross_attention_layers), so they hold none that could be evicted; {INSTEAD}"
+            f"layers {', '.join(map(str, crossing))} of {name} attend to another input than the text "
+            f"(cross_attention_layers), so they store no tokens of the text; {INSTEAD}"
         )
 
 
@@ -194,7 +196,6 @@ class NoRollback:
 
 def _computes(name: str) -> str:
     return (
-        f"the model computes with what its cache holds before attention sees it (it asks for its {name!r}; a package "
-        "that wraps attention functions may do so too), while kvbench hands keys and values to attention only; "
-        + INSTEAD
+        f"the model uses keys or values of its cache outside attention (it calls {name!r}; a package that wraps "
+        "attention functions may also do so), but kvbench passes them only to attention; " + INSTEAD
     )

@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -55,7 +55,7 @@ def _source(path: Path) -> str:
 
 def _modules(described: object) -> Iterator[str]:
     """The modules of all classes of other packages in a described part."""
-    values = described if isinstance(described, list) else ()
+    values: Iterable[object] = described if isinstance(described, list) else ()
     if isinstance(described, Mapping):
         values = described.values()
         module = str(described.get("class", "kvbench.")).rpartition(".")[0]

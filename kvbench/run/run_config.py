@@ -133,7 +133,7 @@ def run_config(
     """
     config: Config = {"model": _model(model, folders) if given is None else read("model", "hub")}
     chosen = {"model": str(model)}
-    objects: dict[str, Policy | Task] = {}
+    objects: dict[str, Any] = {}
     for group, part in (("policy", policy), ("task", task)):
         if isinstance(part, str):
             config[group], chosen[group] = named_config(group, part, folders), part
@@ -149,7 +149,7 @@ def run_config(
         raise UsageError("schedule, block, decode, every and protect are not allowed with a Policy object")
     found = typed(config, chosen, folders)
     budget = policy.budget if isinstance(policy, Policy) else found.budget
-    return replace(found, **{"budget": budget, "given": given, **objects})
+    return replace(found, budget=budget, given=given, **objects)
 
 
 def _model(model: str | Path, folders: Sequence[Path]) -> Config:

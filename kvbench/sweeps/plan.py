@@ -81,7 +81,8 @@ def plan(composed: Sequence[Composed], elsewhere: bool = False) -> tuple[list[Pl
 
 
 def _entry(one: Composed) -> Entry:
-    return Entry(one.title, *(one.choices[name] for name in ("model", "policy", "task")), None, dict(one.config))
+    choices = one.choices
+    return Entry(one.title, choices["model"], choices["policy"], choices["task"], None, dict(one.config))
 
 
 def _limit(planned: Planned) -> float:
@@ -93,8 +94,8 @@ def _planned(one: Composed, elsewhere: bool) -> Planned:
     if elsewhere:
         config = replace(config, device="auto", engine=replace(config.engine, cuda_graph=False))
     run = build_run(config)
-    known = {"limit": run.limit, "run_id": run.run_id, "changed": run.changed, "identity": run.identity}
-    return Planned(replace(_entry(one), **known), run)
+    entry = replace(_entry(one), limit=run.limit, run_id=run.run_id, changed=run.changed, identity=run.identity)
+    return Planned(entry, run)
 
 
 def rebuilt(entry: Entry, out: Path) -> Planned:

@@ -103,10 +103,10 @@ def call(module: Any, held: KVCache, mask: Tensor | None = None, **kwargs: Any) 
 @pytest.mark.parametrize(
     ("kwargs", "sentence"),
     [
-        ({"sinks": torch.zeros(4)}, "LlamaAttention passes sinks to its attention, which kvbench does not know"),
+        ({"sinks": torch.zeros(4)}, "LlamaAttention passes sinks to its attention, which kvbench does not support"),
         ({"dropout": 0.1}, r"LlamaAttention asks for attention dropout 0.1: call model.eval\(\) before generating"),
         ({"mask": torch.zeros(1, 1, 5, 5)}, "a 4D attention mask cannot follow evictions"),
-        ({"is_causal": False}, "LlamaAttention asks for attention that is not causal"),
+        ({"is_causal": False}, "LlamaAttention uses attention that is not causal"),
         ({"position_bias": torch.zeros(1, 4, 5, 5)}, "LlamaAttention passes position_bias to its attention"),
         ({"max_length_q": 3}, "LlamaAttention passes max_length_q to its attention"),
         ({"block_size": 2, "chunk": 4}, "LlamaAttention passes block_size, chunk to its attention"),

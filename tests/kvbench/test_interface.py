@@ -41,21 +41,25 @@ def small(kind: type[PreTrainedConfig], **fields: object) -> Any:
 @pytest.mark.parametrize(
     ("kind", "fields", "sentence"),
     [
-        (RecurrentGemmaConfig, {}, "^RecurrentGemmaForCausalLM has recurrent layers, and keeps their states elsewhere"),
-        (MiniMaxConfig, {}, "^MiniMaxForCausalLM has recurrent layers, and keeps their states elsewhere"),
-        (RwkvConfig, {}, "^RwkvForCausalLM has recurrent layers, and keeps their states elsewhere"),
-        (MambaConfig, {}, "^MambaForCausalLM has recurrent layers alone"),
-        (DeepseekV32Config, {"n_routed_experts": 8}, "^DeepseekV32ForCausalLM has an indexer that chooses the tokens"),
-        (DiffLlamaConfig, {}, "what its cache holds before attention sees it .it asks for its 'chunk'"),
+        (RecurrentGemmaConfig, {}, "^RecurrentGemmaForCausalLM stores the states of its recurrent layers"),
+        (MiniMaxConfig, {}, "^MiniMaxForCausalLM stores the states of its recurrent layers"),
+        (RwkvConfig, {}, "^RwkvForCausalLM stores the states of its recurrent layers"),
+        (MambaConfig, {}, "^MambaForCausalLM has only recurrent layers"),
+        (DeepseekV32Config, {"n_routed_experts": 8}, "^DeepseekV32ForCausalLM has an indexer that selects the tokens"),
+        (DiffLlamaConfig, {}, "uses keys or values of its cache outside attention .it calls 'chunk'"),
         (Llama4TextConfig, {}, "attends within chunks of the text.*which kvbench does not support"),
-        (BltConfig, None, "^BltForCausalLM has more than one stack of layers"),
+        (BltConfig, None, "^BltForCausalLM has several stacks of layers"),
         (
             Gemma4TextConfig,
             {"layer_types": MIXED, "num_kv_shared_layers": 4},
-            "^every layer of Gemma4ForCausalLM reads what another model stores",
+            "^every layer of Gemma4ForCausalLM uses the keys and values of another",
         ),
         (RobertaConfig, {"is_decoder": True}, "^RobertaForCausalLM counts positions from 2 "),
-        (MoshiConfig, {"sliding_window": 8}, "^MoshiAttention has a sliding window that neither its attention nor"),
+        (
+            MoshiConfig,
+            {"sliding_window": 8},
+            "^MoshiAttention has a sliding window that is passed neither to its attention nor",
+        ),
     ],
 )
 def test_what_kvbench_cannot_follow_is_refused_without_weights(
