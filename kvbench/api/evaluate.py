@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.api.results import Results
-from kvbench.engine.compute import run_cells
+from kvbench.engine.compute import compute_runs
 from kvbench.errors import ConfigError, UsageError
 from kvbench.models.given import borrowed, given_model, given_name
 from kvbench.models.loading import GivenModel
@@ -87,7 +87,7 @@ def evaluate(
     for run in runs if temporary is None else ():
         check_files([run.identity["policy"], run.identity["task"]])
     with nullcontext() if given is None else borrowed(given.model):
-        endings = run_cells(runs)
+        endings = compute_runs(runs)
     for ending in endings:
         if ending.error is not None:
             raise ending.error

@@ -1,16 +1,15 @@
-"""`kvbench.generate`: generation by kvbench's loop, which supports all policies."""
+"""`kvbench.generate`: generation with kvbench's own loop, which policies with a pre-pass need."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.engine.generate import Generation, generate_tokens
-from kvbench.engine.sampling import TokenSampler
+from kvbench.engine.sequence import TokenSampler
 from kvbench.errors import UsageError
 from kvbench.models.given import borrowed
 from kvbench.models.prompts import end_tokens, stop_test
@@ -37,49 +36,49 @@ def generate(
     seed: int = 0,
     question: int | Sequence[int] | None = None,
 ) -> Generation:
-    """Generate with any policy, including policies with a pre-pass, and audit the cache at the end.
+    """Generate under any policy, including those with a pre-pass, and audit the cache at the end.
 
-    prompt: token ids [B,T], left-padded where attention_mask [B,T] is 0, or a text. tokenizer: needed for a text, for
-    pre-passes with text (KVzip) and for `stop`, strings that end an answer. context_tokens: number of tokens to
-    compress; the rest is a question that is appended after compression. question: number of tokens before the question
-    in a prompt that is compressed as a whole, for policies that need it (FINCH); one number or one per sequence.
-    temperature: above 0, tokens are sampled from the `top_k` most likely ones and the `top_p` nucleus, with separate
-    random numbers for each (seed, row of the prompt, sample). samples: number of answers per row, which are adjacent in
-    the result. Returns the new `tokens` and the `cache`.
-    Raises ValueError for a wrong value, BudgetError if the cache exceeds the budget.
+    prompt: a text, or token ids [B,T], left-padded where attention_mask [B,T] is 0. tokenizer: needed for a text, for
+    `stop` and for pre-passes that contain text (KVzip). stop: strings that end an answer. context_tokens: only the
+    first tokens of the prompt are compressed; the rest is a question, appended afterwards. question: position of the
+    question in a prompt that is compressed as a whole, one number or one per sequence, for policies that use it
+    (FINCH). temperature: above 0, tokens are sampled from the `top_k` most likely ones within the `top_p` nucleus; the
+    random numbers depend on seed, row of the prompt and sample. samples: answers per row, which are neighbours in the
+    result. `tokens` of the result are the answers, `cache` is the cache at the end.
+    Raises ValueError for a wrong value, BudgetError if the cache holds more than the policy allows.
     """
     if tokenizer is None and (isinstance(prompt, str) or stop):
         raise UsageError(f"tokenizer= is missing, {'a text' if isinstance(prompt, str) else 'stop='} needs it")
     if isinstance(prompt, str):
         assert tokenizer is not None
         prompt = torch.tensor([encode(tokenizer, prompt)])
-    how: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "eos_token_ids": _ends(model, tokenizer, stop),
-        "stop": None if tokenizer is None else stop_test(tokenizer, stop),
-        "min_new_tokens": min_new_tokens,
-        "context_tokens": context_tokens,
-    }
     sampling = Sampling(temperature, top_p, top_k)
     check_samples(sampling, samples)
-    if not sampling.greedy:
-        how["draws"] = [
-            TokenSampler(sampling, seed, row, sample) for row in range(len(prompt)) for sample in range(samples)
-        ]
-    prompt = prompt.repeat_interleave(samples, 0)
+    answers = [(row, sample) for row in range(len(prompt)) for sample in range(samples)]
     if isinstance(question, Sequence):
-        question = [place for place in question for _ in range(samples)]
-    mask = None if attention_mask is None else attention_mask.to(model.device).repeat_interleave(samples, 0)
+        question = [position for position in question for _ in range(samples)]
     with borrowed(model):
-        encoder = None if tokenizer is None else Encoder(tokenizer)
         return generate_tokens(
-            model, prompt.to(model.device), policy, attention_mask=mask, question=question, encoder=encoder, **how
+            model,
+            prompt.repeat_interleave(samples, 0).to(model.device),
+            policy,
+            attention_mask=None if attention_mask is None else attention_mask.repeat_interleave(samples, 0),
+            question=question,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            eos_token_ids=_end_tokens(model, tokenizer, stop),
+            stop=None if tokenizer is None else stop_test(tokenizer, stop),
+            context_tokens=context_tokens,
+            samplers=[] if sampling.greedy else [TokenSampler(sampling, seed, *one) for one in answers],
+            encoder=None if tokenizer is None else Encoder(tokenizer),
         )
 
 
-def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str]) -> list[int]:
-    """Ids that end an answer; without a tokenizer, the ids in the model's generation config."""
+def _end_tokens(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str]
+) -> Sequence[int]:
+    """Ids that end an answer; without a tokenizer those of the model's generation config."""
     if tokenizer is not None:
         return end_tokens(model.generation_config, tokenizer, stops=stop)
-    named = model.generation_config.eos_token_id if model.generation_config is not None else None
-    return named if isinstance(named, list) else [] if named is None else [named]
+    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]

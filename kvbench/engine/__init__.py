@@ -1,1 +1,1 @@
-"""Sequences in flight: who is admitted while memory allows, decoded in one batch, finished."""
+"""Prefill, decoding and scoring of sequences in batches, and the computation of runs."""

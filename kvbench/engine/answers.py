@@ -1,4 +1,4 @@
-"""From a prompt to its sample: how it is asked, what came of it, its score, and what its cache held."""
+"""From the prompt of an example to its sample: the request, the answer and its score, and what the cache holds."""
 
 from __future__ import annotations
 
@@ -15,45 +15,39 @@ import torch
 from kvbench.cache.cache import BudgetError, KVCache
 from kvbench.cache.pressed import PressedCache, kept_by_layer
 from kvbench.cache.read_counts import nbytes_read, tokens_read
-from kvbench.engine import device_memory
-from kvbench.engine.conversation import Conversation, limited
-from kvbench.engine.generate import Generation, generate_tokens
-from kvbench.engine.likelihood import rate
+from kvbench.engine import device
+from kvbench.engine.generate import Conversation, Generation, generate, limited
 from kvbench.engine.prompts import blank
-from kvbench.engine.rating import evicted, rated
-from kvbench.engine.reading import is_read
-from kvbench.engine.sampling import TokenSampler
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import Request, TokenSampler
+from kvbench.engine.teacher_forcing import is_scored, score_pair, score_prompt
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
 from kvbench.models.tokens import Encoder
-from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.scorers.random import with_example_seed
 from kvbench.results.kept_heads import KeptHeads, kept_heads
 from kvbench.results.sample import Sample
 from kvbench.run.run import Run
 from kvbench.run.sampling import Sampling
-from kvbench.tasks.task import Example
 
-NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
-OWN = (BudgetError, FloatingPointError)
-"""What a row does to itself alone, whatever it is decoded with."""
-FAILURES = (*OWN, *NO_MEMORY)
-"""What fails one example of a run and not the run: a broken budget, logits or scores that are NaN, no memory left."""
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
+OWN_ERRORS = (BudgetError, FloatingPointError)
+"""Errors of one sequence that do not depend on the other sequences of its batch."""
+FAILURES = (*OWN_ERRORS, *OUT_OF_MEMORY)
+"""Errors that fail one example of a run, and not the run."""
 
-SHOWN = 20
-"""Examples of a run whose samples say which tokens were kept: a report shows a few, and the others stay small."""
+WITH_KEPT_HEADS = 20
+"""Examples of a run whose samples list the kept tokens for reports; the other samples stay small."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What one example came to under one policy: new tokens, the cache as it ended, and how it ran.
+    """The answer to one example under one policy: new tokens, the cache at the end, and how it was computed.
 
-    shared_prefill, rows_in_flight: see `Sample`. recomputed: tokens read again that an earlier question about the same
-    context had read. Seconds and device_peak_bytes are None where it did not run alone.
+    shared_prefill, rows_in_flight: see `Sample`. recomputed: prompt tokens that an earlier question about the same
+    context had prefilled too. Seconds and device_peak_bytes are None in a batch with other sequences.
     """
 
     tokens: Sequence[int]
@@ -68,16 +62,15 @@ class Completion:
 
 
 def units(prompt: Prompt) -> int:
-    """What an example counts on the bar: one, or the tokens of one that is read, which may take an hour."""
-    return len(prompt.ids) + (0 if prompt.target is None else len(prompt.target)) if is_read(prompt) else 1
+    """Units of the progress bar: 1, or the tokens of a text that is scored, which can take an hour."""
+    return len(prompt.ids) + (0 if prompt.target is None else len(prompt.target)) if is_scored(prompt) else 1
 
 
-def request(cell: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
-    """What all policies are asked for one example."""
-    tokenizer, example = cell.checkpoint.tokenizer(), prompt.example
-    task = cell.task.task_of(example)
+def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
+    """The request of one example, which is the same for all policies."""
+    tokenizer, task = run.checkpoint.tokenizer(), run.task.task_of(prompt.example)
     return Request(
-        prompt.ids[None].to(cell.device, torch.long),
+        prompt.ids[None].to(run.device, torch.long),
         max_new_tokens=prompt.most_new_tokens,
         min_new_tokens=task.min_new_tokens + len(prompt.dictated) * bool(task.min_new_tokens),
         eos_token_ids=tuple(end_tokens(loaded.model.generation_config, tokenizer, task.end_texts, task.stop)),
@@ -85,31 +78,34 @@ def request(cell: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
         context_tokens=prompt.context_tokens,
         question=prompt.question,
         encoder=Encoder(tokenizer),
-        draws=_draws(cell, prompt),
+        sampler=_sampler(run, prompt),
         turns=prompt.turns,
         dictated=prompt.dictated,
-        example=(cell.seed, prompt.draw),
+        example=(run.seed, prompt.draw),
     )
 
 
-def _draws(cell: Run, prompt: Prompt) -> Callable[[], TokenSampler] | None:
-    """What makes the numbers that an answer draws its tokens by; None: it is greedy."""
-    sampling, sample, asked = cell.sampling, prompt.sample or 0, prompt.example.sampling
-    if sampling is None and asked is not None:
-        sampling = Sampling(**asked)
+def _sampler(run: Run, prompt: Prompt) -> Callable[[], TokenSampler] | None:
+    """What makes the sampler of an example; None: greedy decoding."""
+    sampling, sample, own = run.sampling, prompt.sample or 0, prompt.example.sampling
+    if sampling is None and own is not None:
+        sampling = Sampling(**own)
     if sampling is None or sampling.greedy:
         return None
-    return partial(TokenSampler, sampling, cell.seed, (prompt.example.index - sample) // cell.samples, sample)
+    return partial(TokenSampler, sampling, run.seed, (prompt.example.index - sample) // run.samples, sample)
 
 
-def answered(cell: Run, prompt: Prompt, done: Completion) -> Sample:
-    """The sample of an example whose answer was generated."""
+# --- samples ---------------------------------------------------------------------------------------------------------
+def answered(run: Run, prompt: Prompt, done: Completion) -> Sample:
+    """The sample of an example with a generated answer."""
     tokens = list(done.tokens[len(prompt.dictated) :])
-    output = answer(cell.checkpoint.tokenizer(), tokens, cell.task.task_of(prompt.example).stop)
+    output = answer(run.checkpoint.tokenizer(), tokens, run.task.task_of(prompt.example).stop)
+    own_history = prompt.own and isinstance(done.cache, KVCache)  # then earlier answers of the model count too
+    processed = done.cache.seen if own_history else len(prompt.ids) + done.decode_steps
     return replace(
         blank(prompt),
-        **_judged(cell, output, prompt.example),
-        **_held(cell, done.cache, _fed(prompt, done)),
+        **_scored(run, output, prompt),
+        **_cache_fields(run, done.cache, processed),
         recomputed_tokens=None if prompt.example.shared is None else done.recomputed,
         generated_tokens=len(tokens),
         decode_steps=done.decode_steps,
@@ -118,200 +114,174 @@ def answered(cell: Run, prompt: Prompt, done: Completion) -> Sample:
         prefill_seconds=_rounded(done.prefill_seconds),
         decode_seconds=_rounded(done.decode_seconds),
         device_peak_bytes=done.device_peak_bytes,
-        kept_heads=_shown(cell, prompt, done.cache),
+        kept_heads=_kept_heads(run, prompt, done.cache),
     )
 
 
-def _fed(prompt: Prompt, done: Completion) -> int:
-    """Tokens the model read: prompt and answer, and the model's own answers before it."""
-    if prompt.own and isinstance(done.cache, KVCache):
-        return done.cache.seen
-    return len(prompt.ids) + done.decode_steps
+def failed(run: Run, prompt: Prompt, error: Exception) -> Sample:
+    """The sample of an example that failed."""
+    log.error("%s: example %d failed: %s", run.run_id, prompt.example.index, message(error))
+    return replace(blank(prompt), error=message(error))
 
 
-def _shown(cell: Run, prompt: Prompt, cache: KVCache | PressedCache) -> KeptHeads | None:
-    """By how many heads each token of the prompt is kept, for the first examples: a report colours their prompts.
-
-    A policy that rewrites the prompt counts positions in what it made of it, so there is nothing to colour.
-    """
-    if prompt.example.index >= SHOWN or not cell.policy.evicts or isinstance(cell.policy.pre_pass, PromptChoice):
-        return None
-    if isinstance(cache, PressedCache):  # transformers' own remembers no positions
-        return None
-    return kept_heads((layer.positions[0] for layer in cache.attention_layers), len(prompt.ids))
+def message(error: Exception) -> str:
+    """The type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
 
 
-def failed(cell: Run, prompt: Prompt, error: Exception) -> Sample:
-    """The sample of an example that came to nothing."""
-    log.error("%s: example %d failed: %s", cell.run_id, prompt.example.index, sentence(error))
-    return replace(blank(prompt), error=sentence(error))
-
-
-def told_apart(error: Exception) -> Exception:
-    """The error, as a MemoryError where it is PyTorch's word that the host has none left, a mere RuntimeError."""
+def as_memory_error(error: Exception) -> Exception:
+    """The error, as a MemoryError if PyTorch could not allocate memory on a CPU, which is a plain RuntimeError."""
     if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
         return MemoryError(*error.args)
     return error
 
 
-def sentence(error: Exception) -> str:
-    """The kind of an error and the first line it says."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+def evicted(cache: KVCache | PressedCache, tokens: int) -> bool:
+    """Whether a KV head of a cache of one sequence holds fewer tokens than were processed, which are >= `tokens`."""
+    return min(int(layer.min()) for layer in kept_by_layer(cache)) < max(tokens, cache.seen)
 
 
-def conversation(cell: Run, loaded: LoadedModel, prompt: Prompt) -> Conversation | None:
-    """What keeps the cache between the turns of an example's conversation; None where it is none."""
+def _scored(run: Run, output: str, prompt: Prompt) -> dict[str, Any]:
+    """An output, its score, and other measures of its benchmark."""
+    task, example = run.task, prompt.example
+    score, measures = task.judge(task.task_of(example).after_thinking(output), example)
+    return {"output": output, "score": None if score is None else float(score), "measures": dict(measures) or None}
+
+
+def _cache_fields(run: Run, cache: KVCache | PressedCache, processed: int) -> dict[str, Any]:
+    """What a cache holds at the end, and held at its peak. processed: tokens that `full` would hold."""
+    fields: dict[str, Any] = {
+        "kept_tokens": [layer[0].tolist() for layer in kept_by_layer(cache)],
+        "cache_bytes": cache.held_nbytes,
+        "peak_bytes": cache.peak_nbytes,
+        "spare_bytes": cache.spare_nbytes,
+        "state_bytes": cache.state_nbytes or None,
+        "full_cache_bytes": run.checkpoint.full_cache_bytes(processed),
+        "full_position_bytes": run.checkpoint.full_position_bytes(processed),
+        "evicted": float(evicted(cache, processed)),
+    }
+    if run.policy.pre_pass is not None and isinstance(cache, KVCache):
+        fields["pre_pass_tokens"] = cache.group.progress.passed[0]
+    if isinstance(cache, PressedCache):
+        fields["masked_tokens"] = cache.masked
+    if run.policy.reader is not None and isinstance(cache, KVCache):
+        fields |= {"read_tokens": tokens_read(cache.group), "read_bytes": nbytes_read(cache.group)}
+    return fields
+
+
+def _kept_heads(run: Run, prompt: Prompt, cache: KVCache | PressedCache) -> KeptHeads | None:
+    """How many heads keep each token of the prompt, for the first examples; reports colour the prompt by it.
+
+    None if it is unknown: transformers' own cache has no positions, and a policy that selects the prompt's tokens
+    counts positions among those it selected.
+    """
+    if prompt.example.index >= WITH_KEPT_HEADS or not run.policy.evicts or isinstance(cache, PressedCache):
+        return None
+    if isinstance(run.policy.pre_pass, PromptChoice):
+        return None
+    return kept_heads((layer.positions[0] for layer in cache.attention_layers), len(prompt.ids))
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
+
+
+# --- one example at a time -------------------------------------------------------------------------------------------
+def conversation(run: Run, loaded: LoadedModel, prompt: Prompt) -> Conversation | None:
+    """The conversation of an example, which keeps the cache between its turns; None if it is not part of one."""
     if not prompt.turns:
         return None
-    encoder = Encoder(cell.checkpoint.tokenizer())
-    policy = with_example_seed(cell.policy, cell.seed, prompt.draw)
-    return Conversation(loaded.model, policy, prompt.own, encoder, cell.cuda_graph)
+    encoder = Encoder(run.checkpoint.tokenizer())
+    policy = with_example_seed(run.policy, run.seed, prompt.draw)
+    return Conversation(loaded.model, policy, prompt.own, encoder, run.cuda_graph)
 
 
-def alone(
-    cell: Run,
+def run_alone(
+    run: Run,
     loaded: LoadedModel,
     prompt: Prompt,
     report: Callable[[int], None],
     talk: Conversation | None = None,
 ) -> Sample:
-    """The sample of an example that has the model to itself. report: called with the units done so far.
+    """The sample of an example that is computed by itself. report: called with the units done so far.
 
-    talk: of a turn's conversation (`conversation`), in which turns that were not taken yet are made up for.
+    talk: the example's conversation (`conversation`); earlier turns that it has not had yet are computed first.
     """
-    device_memory.forget_peak(cell.device)
+    device.reset_peak(run.device)
     try:
         if prompt.pairs:
-            done = _rate(cell, loaded, prompt)
-        elif is_read(prompt):
-            done = _read(cell, loaded, prompt, report)
+            sample = _score_pairs(run, loaded, prompt)
+        elif is_scored(prompt):
+            sample = _score_prompt(run, loaded, prompt, report)
         else:
-            done = _generate(cell, loaded, prompt) if talk is None else _converse(cell, loaded, prompt, talk)
-        done = replace(done, device_peak_bytes=device_memory.peak(cell.device))
+            sample = _generate(run, loaded, prompt, talk)
+        sample = replace(sample, device_peak_bytes=device.peak(run.device))
     except Exception as caught:
-        error = told_apart(caught)
+        error = as_memory_error(caught)
         if not isinstance(error, FAILURES):
             raise
-        done = failed(cell, prompt, error)
+        sample = failed(run, prompt, error)
     report(units(prompt))
-    return done
+    return sample
 
 
-def _generate(cell: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
-    asked = request(cell, loaded, prompt)
-    done = generate_tokens(
-        loaded.model,
-        asked.input_ids,
-        with_example_seed(cell.policy, cell.seed, prompt.draw),
-        max_new_tokens=asked.max_new_tokens,
-        min_new_tokens=asked.min_new_tokens,
-        eos_token_ids=asked.eos_token_ids,
-        stop=asked.stop,
-        cuda_graph=cell.cuda_graph,
-        context_tokens=asked.context_tokens,
-        question=asked.question,
-        encoder=asked.encoder,
-        draws=() if asked.draws is None else [asked.draws()],
-        dictated=asked.dictated,
-    )
-    return answered(cell, prompt, _completed(done, prompt.known))
-
-
-def _completed(done: Generation, recomputed: int) -> Completion:
+def _generate(run: Run, loaded: LoadedModel, prompt: Prompt, talk: Conversation | None) -> Sample:
+    request, recomputed = request_for(run, loaded, prompt), prompt.known
+    if talk is None:
+        done = generate(loaded.model, [request], run.policy, run.cuda_graph)
+    else:
+        done, recomputed = _continue(talk, request, prompt)
     seconds = done.prefill_seconds, done.decode_seconds
-    return Completion(done.tokens[0], done.cache, done.decode_steps, 1, 1, recomputed, *seconds)
+    return answered(run, prompt, Completion(done.tokens[0], done.cache, done.decode_steps, 1, 1, recomputed, *seconds))
 
 
-def _converse(cell: Run, loaded: LoadedModel, prompt: Prompt, talk: Conversation) -> Sample:
-    """The sample of a turn that has the model to itself."""
-    asked = request(cell, loaded, prompt)
+def _continue(talk: Conversation, request: Request, prompt: Prompt) -> tuple[Generation, int]:
+    """The answer of a turn, and the tokens of earlier turns that were computed again for it."""
     assert prompt.example.shared is not None
     limits = [turn.most for turn in prompt.example.shared.follow_ups or ()]
-    missed = range(talk.turns, len(limits))
-    for turn in missed:
+    missing = range(talk.turns, len(limits))
+    for turn in missing:
         if prompt.own:
-            talk.ask(limited(asked, limits[turn]), asked.prompts[turn])
+            talk.ask(limited(request, limits[turn]), request.prompts[turn])
         else:
-            talk.skip(asked.prompts[turn])
-    done = talk.ask(asked, asked.prompts[-1])
-    return answered(cell, prompt, _completed(done, sum(prompt.turns[turn] for turn in missed)))
+            talk.skip(request.prompts[turn])
+    return talk.ask(request, request.prompts[-1]), sum(prompt.turns[turn] for turn in missing)
 
 
-def _rate(cell: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
-    """The sample of an example whose continuations are rated, each on a cache of its own."""
-    answers, held, prefill_seconds, decode_seconds = [], [], 0.0, 0.0
-    policy = with_example_seed(cell.policy, cell.seed, prompt.draw)
+def _score_pairs(run: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
+    """The sample of an example whose continuations are scored, each with a new cache."""
+    outputs, fields, prefill_seconds, decode_seconds = [], [], 0.0, 0.0
+    policy = with_example_seed(run.policy, run.seed, prompt.draw)
     for pair in prompt.pairs:
-        rating = rated(loaded.model, pair, policy, Encoder(cell.checkpoint.tokenizer()))
-        answers.append([rating.logprob, rating.greedy])
-        held.append(_held(cell, rating.cache, pair.tokens - 1))
-        prefill_seconds += rating.prefill_seconds
-        decode_seconds += rating.decode_seconds
-        del rating  # the next cache takes the place of this one
-    longest = held[max(range(len(held)), key=lambda i: prompt.pairs[i].tokens)]
-    all_of_them = {"peak_bytes": max(x["peak_bytes"] for x in held), "evicted": fmean(x["evicted"] for x in held)}
-    if cell.policy.pre_pass is not None:
-        all_of_them["pre_pass_tokens"] = sum(x["pre_pass_tokens"] for x in held)
+        scores = score_pair(loaded.model, pair, policy, Encoder(run.checkpoint.tokenizer()))
+        outputs.append([scores.logprob, bool(scores.greedy.all())])
+        fields.append(_cache_fields(run, scores.cache, pair.tokens - 1))
+        prefill_seconds += scores.prefill_seconds
+        decode_seconds += scores.decode_seconds or 0.0
+        del scores  # frees the cache before the next one is made
+    longest = fields[max(range(len(fields)), key=lambda i: prompt.pairs[i].tokens)]
+    overall = {"peak_bytes": max(x["peak_bytes"] for x in fields), "evicted": fmean(x["evicted"] for x in fields)}
+    if run.policy.pre_pass is not None:
+        overall["pre_pass_tokens"] = sum(x["pre_pass_tokens"] for x in fields)
     return replace(
         blank(prompt),
-        **_judged(cell, json.dumps(answers), prompt.example),
-        **{**longest, **all_of_them},
+        **_scored(run, json.dumps(outputs), prompt),
+        **{**longest, **overall},
         generated_tokens=0,
         prefill_seconds=_rounded(prefill_seconds),
         decode_seconds=_rounded(decode_seconds),
     )
 
 
-def _read(cell: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
+def _score_prompt(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
     """The sample of an example whose tokens are given and scored."""
-    encoder = Encoder(cell.checkpoint.tokenizer())
-    policy = with_example_seed(cell.policy, cell.seed, prompt.draw)
-    done = rate(loaded.model, prompt, policy, report=report, encoder=encoder)
+    encoder = Encoder(run.checkpoint.tokenizer())
+    policy = with_example_seed(run.policy, run.seed, prompt.draw)
+    scores, likelihood, processed = score_prompt(loaded.model, prompt, policy, report=report, encoder=encoder)
     return replace(
         blank(prompt),
-        **_held(cell, done.cache, done.fed),
-        prefill_seconds=_rounded(done.prefill_seconds),
-        decode_seconds=_rounded(done.decode_seconds),
-        likelihood=done.likelihood,
+        **_cache_fields(run, scores.cache, processed),
+        prefill_seconds=_rounded(scores.prefill_seconds),
+        decode_seconds=_rounded(scores.decode_seconds),
+        likelihood=likelihood,
     )
-
-
-def _judged(cell: Run, output: str, example: Example) -> dict[str, Any]:
-    """An output, its score, and what else its benchmark measures of it."""
-    score, measures = cell.task.judge(cell.task.task_of(example).after_thinking(output), example)
-    return {"output": output, "score": None if score is None else float(score), "measures": dict(measures) or None}
-
-
-def _held(cell: Run, cache: KVCache | PressedCache, fed: int) -> dict[str, Any]:
-    """What a cache held at the end, and at its peak. fed: tokens the model read; `full` would hold all of them."""
-    return {
-        "kept_tokens": [layer[0].tolist() for layer in kept_by_layer(cache)],
-        "cache_bytes": cache.held_nbytes,
-        "peak_bytes": cache.peak_nbytes,
-        "spare_bytes": cache.spare_nbytes,
-        "state_bytes": cache.state_nbytes or None,
-        "full_cache_bytes": cell.checkpoint.full_cache_bytes(fed),
-        "full_position_bytes": cell.checkpoint.full_position_bytes(fed),
-        "evicted": float(evicted(cache, fed)),
-        "pre_pass_tokens": _passed(cell.policy, cache),
-        "masked_tokens": cache.masked if isinstance(cache, PressedCache) else None,
-        **_read_last(cell.policy, cache),
-    }
-
-
-def _read_last(policy: Policy, cache: KVCache | PressedCache) -> dict[str, Any]:
-    """What the last decoded token read, of a policy with a reader."""
-    if policy.reader is None or not isinstance(cache, KVCache):
-        return {}
-    return {"read_tokens": tokens_read(cache.group), "read_bytes": nbytes_read(cache.group)}
-
-
-def _passed(policy: Policy, cache: KVCache | PressedCache) -> int | None:
-    """Tokens that passed through the model beside the prompt, of a policy that asks for a pre-pass."""
-    if policy.pre_pass is None or not isinstance(cache, KVCache):
-        return None
-    return cache.group.progress.passed[0]
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)

@@ -1,36 +1,39 @@
-"""Generation through a policy's cache: every row of a batch is a sequence of the decode batch, audited at its end.
+"""Generation under a policy: prefill, then decoding steps of a batch, for one or more prompts or for a conversation.
 
-Shapes: B batch, T prompt columns (padding included).
+Shapes: B batch, T prompt tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
-from kvbench.cache.join import together
+from kvbench.cache.join import fork, together
 from kvbench.cache.pressed import PressedCache
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.device import now
+from kvbench.engine.pre_pass import open_cache
+from kvbench.engine.prefill import append_prompts, prefill
 from kvbench.engine.press import generate_with_press
-from kvbench.engine.prompt_pass import now, padding
-from kvbench.engine.sampling import TokenSampler
-from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.engine.sequence import LiveSequence, Request, TokenSampler, choose_next
 from kvbench.models.replay import can_replay, check_graph
 from kvbench.policies.policy import Policy
-from kvbench.policies.pre_passes.pre_pass import TextEncoder
+from kvbench.policies.policy_checks import check_next_prompt
+from kvbench.policies.pre_passes.pre_pass import PromptChoice, TextEncoder
 from kvbench.policies.press import KVPress
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What came out of one batch: new tokens of each sequence (EOS left out), the cache as it ended, and seconds.
+    """The new tokens of each sequence of a batch (without EOS), the cache at the end, and the time.
 
-    prefill_seconds: until the first token is known, evictions of the prompt and a question after its context included.
-    decode_seconds: all later tokens, in decode_steps calls of the model.
+    prefill_seconds: until the first token is known, including evictions of the prompt and a question after a context.
+    decode_seconds: of all later tokens, in decode_steps calls of the model.
     """
 
     tokens: list[list[int]]
@@ -40,59 +43,56 @@ class Generation:
     decode_steps: int
 
 
-@torch.inference_mode()
 def generate_tokens(
     model: PreTrainedModel,
     input_ids: Tensor,
     policy: Policy,
     *,
-    attention_mask: Tensor | None = None,
     max_new_tokens: int,
-    eos_token_ids: Sequence[int] = (),
-    stop: Callable[[list[int]], bool] | None = None,
-    min_new_tokens: int = 0,
+    attention_mask: Tensor | None = None,
     cuda_graph: bool = False,
-    context_tokens: int | None = None,
+    eos_token_ids: Sequence[int] = (),
     question: int | Sequence[int] | None = None,
-    encoder: TextEncoder | None = None,
-    draws: Sequence[TokenSampler] = (),
-    dictated: Sequence[int] = (),
+    samplers: Sequence[TokenSampler] = (),
+    **request: Any,  # noqa: ANN401 - fields of Request
 ) -> Generation:
-    """Generate for input_ids [B,T] (left-padded where attention_mask [B,T] is 0) under a policy.
+    """Generate for prompts input_ids [B,T], left-padded where attention_mask [B,T] is 0.
 
-    Each row is a sequence of its own: its cache and its output are those of a batch of one. It ends at an EOS id, where
-    `stop` says so of its new tokens, or after max_new_tokens. No EOS is among its first min_new_tokens tokens.
-    cuda_graph: decoding steps are replayed from a recording. context_tokens: the policy's prompt is so long; what
-    follows of input_ids is a question, appended as `take_question` does. question: where the question of a prompt that
-    is compressed with it begins, one position or one per sequence, for policies that ask. encoder: for policies with a
-    pre-pass that is made of text. draws: what each sequence draws its tokens by; (): greedily. dictated: the tokens
-    with which every answer begins, among max_new_tokens and min_new_tokens.
+    Each row is a sequence with its own cache: its tokens do not depend on the other rows. It ends at an EOS id, when
+    `stop` is true for its new tokens, or after max_new_tokens. cuda_graph: decoding steps are recorded and replayed.
+    question: position of the question in the prompt, one number or one per row. samplers: one per row; (): greedy
+    decoding. request: other fields of `Request`.
 
-    Raises BudgetError if the promise is broken, ValueError for an empty prompt or padding on the right, and where steps
-    cannot be recorded or a context cannot be compressed by itself, FloatingPointError where the model's output is not a
-    number.
+    Raises BudgetError if a cache holds more than its policy allows, FloatingPointError if logits are NaN, and
+    ValueError for an empty prompt, for padding on the right, and if steps cannot be recorded or a context cannot be
+    compressed alone.
     """
+    rows = len(input_ids)
     mask = padding(input_ids, attention_mask)
-    if context_tokens is not None and mask is not None:
-        raise ValueError("compress=context takes prompts without padding, whose contexts are all of one length")
-    questions = question if isinstance(question, Sequence) else [question] * len(input_ids)
-    if len(questions) != len(input_ids):
-        raise ValueError(f"question names {len(questions)} sequences, the model was called with {len(input_ids)}")
+    if request.get("context_tokens") is not None and mask is not None:
+        raise ValueError("compress=context needs prompts without padding, whose contexts have one length")
+    questions = question if isinstance(question, Sequence) else [question] * rows
+    if len(questions) != rows:
+        raise ValueError(f"question has {len(questions)} positions, but the batch has {rows} sequences")
     requests = [
         Request(
             input_ids[row : row + 1] if mask is None else input_ids[row : row + 1, mask[row]],
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min_new_tokens,
+            max_new_tokens,
             eos_token_ids=tuple(eos_token_ids),
-            stop=stop,
-            context_tokens=context_tokens,
             question=questions[row],
-            encoder=encoder,
-            draws=partial(draws.__getitem__, row) if draws else None,
-            dictated=tuple(dictated),
+            sampler=partial(samplers.__getitem__, row) if samplers else None,
+            **request,
         )
-        for row in range(len(input_ids))
+        for row in range(rows)
     ]
+    return generate(model, requests, policy, cuda_graph)
+
+
+@torch.inference_mode()
+def generate(
+    model: PreTrainedModel, requests: Sequence[Request], policy: Policy, cuda_graph: bool = False
+) -> Generation:
+    """Generate for requests under one policy as one batch; see `generate_tokens`."""
     if isinstance(policy, KVPress):
         if len(requests) != 1:
             raise ValueError(f"{policy.name} compresses one sequence at a time, got {len(requests)}")
@@ -103,32 +103,103 @@ def generate_tokens(
         check_graph(policy, model.device)
         can_replay(model.config, required=True)
     batch, began = DecodeBatch(model, cuda_graph), now(model)
-    sequences = admit(batch, requests, policy)
+    sequences = [sequence for (sequence,) in batch.admit_each(requests, [policy])]
+    return _decode(model, batch, sequences, began)
+
+
+def _decode(model: PreTrainedModel, batch: DecodeBatch, sequences: Sequence[LiveSequence], began: float) -> Generation:
+    """Decode until every sequence has ended. Raises the error of the first one that failed."""
     prefilled = now(model)
-    finish(batch, sequences)
-    decoded = now(model)
-    caches = [sequence.cache for sequence in sequences if sequence.cache is not None]
-    cache = caches[0] if len(caches) == 1 else together(caches)
-    steps = max(sequence.decode_steps for sequence in sequences)
-    return Generation([s.tokens for s in sequences], cache, prefilled - began, decoded - prefilled, steps)
-
-
-def admit(batch: DecodeBatch, requests: Sequence[Request], policy: Policy) -> list[LiveSequence]:
-    """Prefill prompts for one policy: one prefill for equal prompts, side by side where their blocks can be."""
-    first, others = requests[0], requests[1:]
-    if others and all(batch.joins(first, other) for other in others):
-        admitted = batch.admit_questions(requests, [policy])
-    elif others and all(batch.stands_beside(first, other) for other in others):
-        admitted = batch.admit_examples(requests, [policy])
-    else:
-        admitted = [batch.admit(request, [policy]) for request in requests]
-    return [sequence for (sequence,) in admitted]
-
-
-def finish(batch: DecodeBatch, sequences: Sequence[LiveSequence]) -> None:
-    """Decode until every sequence ended. Raises the error of the first that failed."""
     while batch.in_flight and not any(sequence.error for sequence in sequences):
         batch.step()
     for sequence in sequences:
         if sequence.error is not None:
             raise sequence.error
+    decoded = now(model)
+    caches = [sequence.cache for sequence in sequences if sequence.cache is not None]
+    cache = caches[0] if len(caches) == 1 else together(caches)
+    steps = max(sequence.decode_steps for sequence in sequences)
+    return Generation([one.tokens for one in sequences], cache, prefilled - began, decoded - prefilled, steps)
+
+
+def padding(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+    """A mask of the real tokens, bool [B,T]; None without padding. Raises ValueError for padding on the right."""
+    if attention_mask is None or bool(attention_mask.all()):
+        return None
+    mask = attention_mask.to(torch.bool)
+    if not bool(mask[:, -1].all()) or bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+        raise ValueError(
+            "attention_mask must mark padding on the left only, so that every prompt ends in the last column"
+        )
+    return mask
+
+
+# --- conversations ---------------------------------------------------------------------------------------------------
+def check_turns(policy: Policy) -> None:
+    """Raise ValueError if a policy cannot compress another prompt after the first one."""
+    if isinstance(policy, KVPress):
+        raise ValueError(f"{policy.name} is a press of kvpress, which compresses a single prompt: use mode=scdq")
+    if isinstance(policy.pre_pass, PromptChoice):
+        raise ValueError(f"{policy.name} rewrites a prompt before it is read, so none can follow it: use mode=scdq")
+    if policy.schedule.late:
+        raise ValueError(
+            f"{policy.name} evicts only once a token after a prompt has attended to all of it (late=true), and in a "
+            "conversation the next prompt follows: use another schedule or policy"
+        )
+    if policy.evicts:
+        check_next_prompt(policy.name, policy.store, policy.allocator)
+
+
+class Conversation:
+    """The turns of one conversation in order; each turn continues from the cache after the turn before it.
+
+    own: the model's own answers stay in the cache. Otherwise the prompts contain the answers, and generated tokens are
+    discarded. turns: number of turns so far.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, policy: Policy, own: bool, encoder: TextEncoder | None, cuda_graph: bool = False
+    ) -> None:
+        check_turns(policy)
+        self.turns = 0
+        self._model, self._policy, self._own, self._encoder = model, policy, own, encoder
+        self._graph = cuda_graph
+        self._cache: KVCache | None = None
+        self._pending: list[int] = []  # tokens of the last answer that the cache does not have yet
+
+    @torch.inference_mode()
+    def ask(self, request: Request, prompt: Tensor) -> Generation:
+        """Append the prompt [1,T] of the next turn, and generate as the request says."""
+        began = now(self._model)
+        logits = self._append(prompt)
+        assert self._cache is not None
+        cache = self._cache if self._own else fork(self._cache)
+        if not self._own:
+            cache.expect(request.max_new_tokens - 1)  # the last token is never stored
+        sequence = LiveSequence(request, self._policy, cache, position=cache.seen)
+        choose_next([sequence], logits)
+        batch = DecodeBatch(self._model, self._graph)
+        batch.start([sequence])
+        done = _decode(self._model, batch, [sequence], began)
+        if self._own:
+            self._cache, self._pending = sequence.cache, sequence.tokens[sequence.decode_steps :]
+        return done
+
+    @torch.inference_mode()
+    def skip(self, prompt: Tensor) -> None:
+        """Append the prompt [1,T] of the next turn without an answer."""
+        self._append(prompt)
+
+    def _append(self, prompt: Tensor) -> Tensor:
+        """The logits [1,V] after the prompt of the next turn."""
+        self.turns += 1
+        if self._cache is None:
+            prompt, self._cache = open_cache(self._model, prompt, self._policy, KVCache)
+            return prefill(self._model, prompt, self._cache, self._encoder)
+        ids = torch.cat([prompt.new_tensor([self._pending]), prompt], dim=1)
+        return append_prompts(self._model, self._cache, prompt[:0], [ids], self._encoder)
+
+
+def limited(request: Request, tokens: int) -> Request:
+    """The request for an earlier turn: greedy decoding of at most `tokens` tokens."""
+    return replace(request, max_new_tokens=tokens, sampler=None, dictated=())

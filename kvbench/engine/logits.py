@@ -1,6 +1,6 @@
-"""What the model's logits say of tokens that are known, for a prompt a few tokens at a time.
+"""Calls of the model, and the likelihood of given tokens under its logits.
 
-Shapes: B batch, T prompt columns (padding included), V vocabulary, D hidden size.
+Shapes: B batch, M new tokens, T prompt tokens, V vocabulary, D hidden size.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,23 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-LOGITS_AT_ONCE = 2**24  # 64 MiB of float32: a prompt's logits never exist all at once
+from kvbench.cache.cache import KVCache
+
+LOGITS_AT_ONCE = 2**24  # 64 MiB of float32: the logits of a long prompt are never in memory at once
+
+
+def next_logits(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+    """The logits [B,V] after new tokens, ids [B,M] at positions [B,M]."""
+    return all_logits(model, ids, positions, cache, keep=1)[:, -1]
+
+
+def all_logits(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: KVCache, keep: int = 0) -> Tensor:
+    """The logits [B,M,V] after each of the new tokens ids [B,M] at positions [B,M]. keep: only the last ones."""
+    positions = positions.to(ids.device)
+    logits: Tensor = model(
+        input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=keep
+    ).logits
+    return logits
 
 
 def surprisal(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -20,33 +36,26 @@ def surprisal(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def prompt_ratings(
-    model: PreTrainedModel,
-    output: BaseModelOutputWithPast,
-    input_ids: Tensor,
-    mask: Tensor | None,
-    rate: Callable[[Tensor, Tensor], Tensor],
+    model: PreTrainedModel, output: BaseModelOutputWithPast, ids: Tensor, rate: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """What `rate` (logits [...,V], tokens [...]) says of a prompt's tokens, from what the model's base gave for it.
+    """The result of `rate` (logits [...,V], tokens [...]) for every token of prompts ids [B,T]: [B,T] float32.
 
-    [B,T] float32; 0 for padding and for a sequence's first token.
+    output: of the model's base for these prompts. A prompt's first token has no logits before it and gets 0.
     """
     hidden = output.last_hidden_state
     assert hidden is not None
-    batch, columns = input_ids.shape
-    out = torch.zeros(batch, columns, device=hidden.device)
+    batch, columns = ids.shape
+    ratings = torch.zeros(batch, columns, device=hidden.device)
     at_once = max(1, LOGITS_AT_ONCE // (batch * model.config.get_text_config(decoder=True).vocab_size))
     for start in range(0, columns - 1, at_once):
         end = min(start + at_once, columns - 1)
         logits = head_logits(model, type(output)(last_hidden_state=hidden[:, start:end]))
-        out[:, start + 1 : end + 1] = rate(logits, input_ids[:, start + 1 : end + 1].to(hidden.device))
-    if mask is not None:
-        follows = F.pad(mask[:, :-1], (1, 0))  # the token before it is a real one
-        out = out.masked_fill(~(mask & follows).to(hidden.device), 0.0)
-    return out
+        ratings[:, start + 1 : end + 1] = rate(logits, ids[:, start + 1 : end + 1].to(hidden.device))
+    return ratings
 
 
 def base_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its head, also where transformers knows it by another name than `base_model`."""
+    """The model without its head, also for models whose `base_model` is the model itself."""
     base: PreTrainedModel = model.base_model  # type: ignore[assignment]
     if base is not model:
         return base
@@ -54,18 +63,18 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def head_logits(model: PreTrainedModel, output: BaseModelOutputWithPast) -> Tensor:
-    """The logits the model makes of last hidden states, soft-capping and scales of its own included: [B,n,V].
+    """The logits [B,n,V] of last hidden states [B,n,D], including the model's soft cap and scale.
 
-    output: of the type that the model's base gives, with last hidden states [B,n,D]. The model's whole forward runs,
-    with a base that returns it: so no model's head, and nothing else it reads, has to be known here.
+    output: of the same type as the output of the model's base. The model's whole `forward` runs with a base that
+    returns this output, so that every head works without code for it here.
     """
     base = base_of(model)
-    own = base.__dict__.get("forward")
+    replaced = base.__dict__.get("forward")
     base.forward = lambda *args, **kwargs: output
     try:
         logits: Tensor = model.forward(inputs_embeds=output.last_hidden_state, use_cache=False).logits
         return logits
     finally:
         del base.forward
-        if own is not None:
-            base.forward = own
+        if replaced is not None:
+            base.forward = replaced

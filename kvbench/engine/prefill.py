@@ -1,12 +1,12 @@
-"""Prefill of a prompt for all of its sequences: once where policies evict after it, as a batch where in blocks.
+"""Prefill: a prompt, and the question or the further prompts that follow it, for all of its sequences.
 
-Blocks of several examples are prefilled side by side: a block is a small call of the model, and what follows it, scores
-and evictions of every layer, costs as much for one example as for several.
+Policies that evict after the prompt share one call of the model. Policies that evict in blocks are sequences of one
+batch; so are several examples, because the time of a block hardly depends on the number of its sequences.
 
-Shapes: S sequences, T prompt tokens, V vocabulary.
+Shapes: B batch, S sequences, T prompt tokens, M tokens after it, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -15,13 +15,11 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.join import fork, together
-from kvbench.cache.layout import attention_layers, in_one_call
+from kvbench.cache.layout import attention_layers, continues, in_one_call
 from kvbench.cache.rotary import forget_lengths
-from kvbench.engine.context import ContextCache, take_question
-from kvbench.engine.pre_pass import pre_pass, read_prompt
-from kvbench.engine.prompt_pass import next_logits
+from kvbench.engine.logits import all_logits, next_logits
+from kvbench.engine.pre_pass import open_cache, pre_pass, rate_next
 from kvbench.engine.sequence import LiveSequence, choose_next
-from kvbench.engine.turns import take_turns
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.policies.policy import Policy
@@ -29,86 +27,183 @@ from kvbench.policies.pre_passes.pre_pass import BlockPasses, PromptChoice, Text
 from kvbench.policies.stores.dense import Dense
 from kvbench.run.run import check_context
 
-TOKENS_AT_ONCE = 8192  # prompt tokens in one call, over all sequences that read their blocks side by side
+BLOCK_TOKENS = 8192  # prompt tokens of one call, over all sequences of a batch
+GIVEN_TOKENS = 512  # given tokens of one call: more is hardly faster and hides the progress
+
+Sequences = Sequence[LiveSequence]
 
 
-def prefill_prompt(model: PreTrainedModel, questions: Sequence[Sequence[LiveSequence]]) -> None:
+class ContextCache(KVCache):
+    """A cache whose prompt is a context. The tokens after it are given, so that a call may have several of them."""
+
+    _teacher_forced = True
+
+
+# --- calls of the model ----------------------------------------------------------------------------------------------
+def prefill(
+    model: PreTrainedModel, ids: Tensor, cache: KVCache, encoder: TextEncoder | None = None, size: int | None = None
+) -> Tensor:
+    """Append prompts ids [B,T] in calls of `size` tokens; returns the logits after the last token, [B,V].
+
+    size: None: the best size for the cache's policy. encoder: tokenizer for pre-passes that contain text.
+    """
+    begin, total = cache.seen, ids.shape[1]
+    if not begin:
+        forget_lengths(model)
+    for block in ids.split(size or call_size(model, cache.policy, begin, total), dim=1):
+        positions = torch.arange(begin, begin + block.shape[1]).expand_as(block)
+        begin += block.shape[1]
+        with pre_pass(model, cache, ids, encoder):
+            logits = next_logits(model, block, positions, cache)
+    return logits
+
+
+def call_size(model: PreTrainedModel, policy: Policy, begin: int, total: int) -> int:
+    """Tokens per call of a prompt of `total` tokens that begins at position `begin`."""
+    if begin and not continues(model.config):
+        return 1  # a call of several tokens would reset the recurrent layers
+    return total if in_one_call(model.config, begin + total) else policy.schedule.call_size(total)
+
+
+def append_prompts(
+    model: PreTrainedModel, cache: KVCache, logits: Tensor, prompts: Iterable[Tensor], encoder: TextEncoder | None
+) -> Tensor:
+    """Append further prompts [1,T] of a conversation; returns the logits [1,V] after the last, or the given ones."""
+    for ids in prompts:
+        cache.next_prompt(ids.shape[1])
+        logits = prefill(model, ids, cache, encoder)
+    return logits
+
+
+def append_given(
+    model: PreTrainedModel, cache: KVCache, tokens: Tensor, size: int, logits: Tensor | None, keep: int = 0
+) -> Iterator[Tensor]:
+    """Append given tokens [B,M] in calls of `size` tokens (teacher forcing); yields the logits [B,n,V] of each call.
+
+    Each token counts as decoded: the policy evicts after every one of them if it evicts while decoding. logits [B,V]:
+    before the first token, for policies that rate tokens. keep: yield only the logits after the last tokens of a call.
+    """
+    place = cache.seen
+    for part in tokens.split(size, dim=1):
+        if logits is not None:
+            rate_next(cache, logits, part)
+        positions = torch.arange(place, place + part.shape[1], device=part.device).expand_as(part)
+        out = all_logits(model, part, positions, cache, keep)
+        place, logits = place + part.shape[1], out[:, -1]
+        yield out
+
+
+def given_size(model: PreTrainedModel, policies: Iterable[Policy], end: int) -> int:
+    """Given tokens of one call; `end`: the position after the last.
+
+    One if each token must be rated before it is appended, if a store compresses between two tokens, if the model would
+    rotate all of a call by the length of the last token, or if it would reset its recurrent layers.
+    """
+    single = any(policy.rates or not policy.store.exact for policy in policies)
+    return 1 if single or in_one_call(model.config, end) else GIVEN_TOKENS
+
+
+# --- one prompt, for the sequences of all questions about it ---------------------------------------------------------
+def prefill_prompt(model: PreTrainedModel, questions: Sequence[Sequences]) -> None:
     """Prefill a prompt and choose the token after it, for the sequences of every question about it.
 
-    The sequences of all questions have the same policies in the same order, but for the seeds of random numbers. One
-    that fails has its error afterwards. Those of a first question may have some blocks already
+    The sequences of all questions have the same policies in the same order, except for the seeds of random numbers. A
+    sequence that fails has its error afterwards. Sequences of the first question may have some blocks in their cache
     (`prefill_examples`).
     """
-    forget_lengths(model)
-    shared: list[tuple[LiveSequence, ...]] = []
-    apart: list[tuple[LiveSequence, ...]] = []
+    shared: dict[LiveSequence, Sequences] = {}
     for sequences in zip(*questions, strict=True):
-        same = all(sequence.policy == sequences[0].policy for sequence in sequences[1:])
-        (shared if same else apart).append(sequences)
-    for sequence in chain(*apart):  # a policy that draws random numbers, for several answers to one prompt
-        _prefill_questions(model, [[sequence]])
-    first = [sequences[0] for sequences in shared]
-    for some in _prefilled_together(model, first):
-        together_with = [sequences for sequences in shared if sequences[0] in some]
-        _prefill_questions(model, [list(asked) for asked in zip(*together_with, strict=True)])
+        if all(sequence.policy == sequences[0].policy for sequence in sequences[1:]):
+            shared[sequences[0]] = sequences
+        else:  # a policy with random numbers, for several answers to one prompt
+            for sequence in sequences:
+                _prefill_questions(model, [[sequence]])
+    for batch in _batches(model, list(shared)):
+        _prefill_questions(model, list(zip(*(shared[first] for first in batch), strict=True)))
 
 
-def _prefilled_together(model: PreTrainedModel, sequences: Sequence[LiveSequence]) -> Iterator[list[LiveSequence]]:
-    """The sequences that can read the prompt together: whole, or block by block, as many as a call may hold."""
-    total = sequences[0].request.prompt.shape[1]
-    whole, blocks, alone = [], dict[tuple[int, bool], list[LiveSequence]](), []
+def _batches(model: PreTrainedModel, sequences: Sequences) -> Iterator[list[LiveSequence]]:
+    """Sequences that can prefill one prompt together: as a whole, or in blocks up to the tokens of a call."""
+    total = _length(sequences[0]) if sequences else 0
+    whole, blocks = [], dict[tuple[int, bool], list[LiveSequence]]()
     for sequence in sequences:
-        schedule = sequence.policy.schedule
-        size = schedule.call_size(total)
+        schedule, size = sequence.policy.schedule, _block(sequence)
         if isinstance(sequence.policy.pre_pass, PromptChoice | BlockPasses):
-            alone.append(sequence)
+            yield [sequence]
         elif size < total and not in_one_call(model.config, total):
             blocks.setdefault((size, sequence.cache is None), []).append(sequence)
         elif schedule.order == "attend_then_evict" and len(schedule.steps(0, total, total)) == 1:
             whole.append(sequence)
         else:
-            alone.append(sequence)
-    yield from ([sequence] for sequence in alone)
+            yield [sequence]
     for (size, _), some in blocks.items():
-        at_once = max(1, TOKENS_AT_ONCE // size)
+        at_once = max(1, BLOCK_TOKENS // size)
         yield from (some[i : i + at_once] for i in range(0, len(some), at_once))
     if whole:
         yield whole
 
 
-def _prefill_questions(model: PreTrainedModel, questions: Sequence[Sequence[LiveSequence]]) -> None:
-    """Take the prompt in for the sequences of the first question, hand it to those of the others, and let all ask."""
+def _prefill_questions(model: PreTrainedModel, questions: Sequence[Sequences]) -> None:
+    """Prefill for the sequences of the first question, copy their caches for the others, and append the questions."""
     first, *others = questions
     try:
         ids = _open(model, first)
         opened = [sequence for sequence in first if sequence.cache is not None]
+        sharing = len(opened) * len(questions)
         logits = _prefill(model, opened, ids) if opened else ids
         if first[0].request.turns:
-            _converse(model, questions, logits, len(opened) * len(questions))
+            _prefill_turns(model, questions, logits, sharing)
             return
-        for asked in others:
-            for sequence, read in zip(asked, first, strict=True):
-                sequence.cache, sequence.error = None if read.cache is None else fork(read.cache), read.error
-    except Exception as error:  # the model's own, the memory's: it ends these sequences and no others
-        for sequence in chain(*questions):
-            sequence.error = sequence.error or error
+        for question in others:
+            for sequence, source in zip(question, first, strict=True):
+                sequence.cache = None if source.cache is None else fork(source.cache)
+                sequence.error = source.error
+    except Exception as error:  # of the model or the memory: it ends these sequences and no others
+        _fail(chain(*questions), error)
         return
-    for asked in questions:
-        _ask(
-            model, [sequence for sequence in asked if sequence.cache is not None], logits, len(opened) * len(questions)
-        )
+    for question in questions:
+        _start([sequence for sequence in question if sequence.cache is not None], logits, sharing, model)
 
 
-def _converse(
-    model: PreTrainedModel, questions: Sequence[Sequence[LiveSequence]], logits: Tensor, sharing: int
-) -> None:
-    """Let the later prompts of a conversation follow, each question's in a copy of the cache of the one before it.
+def _fail(sequences: Iterable[LiveSequence], error: Exception) -> None:
+    for sequence in sequences:
+        sequence.error = sequence.error or error
 
-    What is generated for a question is then in no other's cache. logits [1 or S,V] are those after the first prompt.
+
+def _open(model: PreTrainedModel, sequences: Sequences) -> Tensor:
+    """Create the cache of each sequence; returns the tokens [1,T] that they prefill."""
+    request = sequences[0].request
+    ids = request.prompt
+    for sequence in (sequence for sequence in sequences if sequence.cache is None):
+        try:
+            if request.context_tokens is not None:
+                check_context(sequence.policy)
+            kind = KVCache if request.context_tokens is None else ContextCache
+            ids, sequence.cache = open_cache(model, request.prompt, sequence.policy, kind, request.question)
+            sequence.cache.group.isolated = True
+        except ValueError as error:
+            sequence.error = error
+    return ids
+
+
+def _prefill(model: PreTrainedModel, sequences: Sequences, ids: Tensor) -> Tensor:
+    """The logits after the prompt [1,T]: [1,V] if all sequences share one call, [S,V] if they prefill in blocks."""
+    caches = [sequence.cache for sequence in sequences if sequence.cache is not None]
+    begin, size = caches[0].seen, call_size(model, caches[0].policy, 0, ids.shape[1])
+    whole = size >= ids.shape[1]
+    cache = together(caches, whole and len(caches) > 1)
+    ids = ids[:, begin:].expand(1 if whole else len(caches), -1)
+    return prefill(model, ids, cache, sequences[0].request.encoder, size)
+
+
+def _prefill_turns(model: PreTrainedModel, questions: Sequence[Sequences], logits: Tensor, sharing: int) -> None:
+    """Append the later turns of a conversation, each question's to a copy of the cache before it, and choose tokens.
+
+    So no cache has the answer of another question. logits [1 or S,V]: after the first prompt.
     """
     opened = [sequences for sequences in zip(*questions, strict=True) if sequences[0].cache is not None]
     for place, sequences in enumerate(opened):
-        read, row, before = 1, logits[place % len(logits)][None], None
+        done, row, before = 1, logits[place % len(logits)][None], None
         for sequence in sequences:
             if before is not None:
                 assert before.cache is not None
@@ -116,99 +211,43 @@ def _converse(
             prompts, cache = sequence.request.prompts, sequence.cache
             if cache is not None and sequence.error is None:
                 try:
-                    row = take_turns(model, cache, row, prompts[read:], sequence.request.encoder)
+                    row = append_prompts(model, cache, row, prompts[done:], sequence.request.encoder)
                 except Exception as error:
                     sequence.error = error
-            read, before, sequence.logits = len(prompts), sequence, row
+            done, before, sequence.logits = len(prompts), sequence, row
     for sequences in zip(*questions, strict=True):
         for sequence in sequences:
             sequence.error = sequence.error or sequences[0].error
             if sequence.error is None and sequence.logits is not None:
-                _ask(model, [sequence], sequence.logits, sharing)
+                _start([sequence], sequence.logits, sharing, model)
 
 
-def _ask(model: PreTrainedModel, sequences: Sequence[LiveSequence], logits: Tensor, sharing: int) -> None:
-    """Let a question follow and choose the token after it; logits [1 or S,V] are those after the prompt."""
+def _start(sequences: Sequences, logits: Tensor, sharing: int, model: PreTrainedModel) -> None:
+    """Append the question after a context, if any, and choose the next token; logits [1 or S,V] after the prompt."""
     if not sequences:
         return
     try:
-        logits = _follow(model, sequences, logits)
+        logits = _append_question(model, sequences, logits)
     except Exception as error:
-        for sequence in sequences:
-            sequence.error = sequence.error or error
+        _fail(sequences, error)
         return
     for sequence in sequences:
         assert sequence.cache is not None
-        sequence.sharing, sequence.position, sequence.error = (
-            max(sequence.sharing, sharing),
-            sequence.cache.seen,
-            sequence.cache.group.error,
-        )
+        sequence.sharing = max(sequence.sharing, sharing)
+        sequence.position, sequence.error = sequence.cache.seen, sequence.cache.group.error
     choose_next(sequences, logits)
 
 
-def _open(model: PreTrainedModel, sequences: Sequence[LiveSequence]) -> Tensor:
-    """A cache for each sequence, and the prompt [1,T] as they read it."""
-    request = sequences[0].request
-    ids, context = request.prompt, request.context_tokens
-    for sequence in (sequence for sequence in sequences if sequence.cache is None):
-        try:
-            if context is not None:
-                check_context(sequence.policy)
-            kind = KVCache if context is None else ContextCache
-            ids, sequence.cache = read_prompt(model, ids, sequence.policy, kind, request.question)
-            sequence.cache.group.isolated = True
-        except ValueError as error:
-            sequence.error = error
-    return ids
+def _append_question(model: PreTrainedModel, sequences: Sequences, logits: Tensor) -> Tensor:
+    """Append the question after a context: the logits after it [S,V]; without question those given, [1 or S,V].
 
-
-def _prefill(model: PreTrainedModel, sequences: Sequence[LiveSequence], ids: Tensor) -> Tensor:
-    """The logits after the prompt [1,T]: [1,V] where all read it whole, [S,V] where they read blocks."""
-    caches = [sequence.cache for sequence in sequences if sequence.cache is not None]
-    total = ids.shape[1]
-    policy = caches[0].policy
-    size = total if in_one_call(model.config, total) else policy.schedule.call_size(total)
-    batch = 1 if size >= total else len(sequences)
-    begin = caches[0].seen
-    whole, encoder = batch == 1, sequences[0].request.encoder
-    return prefill_blocks(model, caches, ids[:, begin:].expand(batch, -1), begin, size, whole, encoder)
-
-
-def prefill_blocks(
-    model: PreTrainedModel,
-    caches: Sequence[KVCache],
-    ids: Tensor,
-    begin: int,
-    size: int,
-    share: bool = False,
-    encoder: TextEncoder | None = None,
-) -> Tensor:
-    """Let caches read prompt tokens [S,T], the first at `begin`, so many in a call; the logits after the last, [S,V].
-
-    share: they all read one sequence, [1,T] (`together`). encoder: for policies with a pre-pass that is made of text.
-    """
-    cache = together(caches, share and len(caches) > 1)  # what one cache alone reads may come in several steps
-    logits = None
-    for block in ids.split(size, dim=1):
-        places = torch.arange(begin, begin + block.shape[1]).expand_as(block)
-        begin += block.shape[1]
-        with pre_pass(model, cache, ids, None, encoder):
-            logits = next_logits(model, block, None, places, cache)
-    assert logits is not None
-    return logits
-
-
-def _follow(model: PreTrainedModel, sequences: Sequence[LiveSequence], logits: Tensor) -> Tensor:
-    """Let the question follow, if there is one: the logits after it [S,V], from those after the context [1 or S,V].
-
-    Sequences take it in as one batch; where one has to take token by token, the others need not.
+    Sequences that need it token by token are one batch, all others are another.
     """
     request = sequences[0].request
     question = request.later
     for sequence in sequences:
         assert sequence.cache is not None
-        sequence.cache.expect(question.shape[1] + request.max_new_tokens - 1)  # the last one is never stored
+        sequence.cache.expect(question.shape[1] + request.max_new_tokens - 1)  # the last token is never stored
     if question.shape[1] == 0:
         return logits
     logits = logits.expand(len(sequences), -1).clone()
@@ -216,29 +255,31 @@ def _follow(model: PreTrainedModel, sequences: Sequence[LiveSequence], logits: T
     for kind in set(singly):
         some = [index for index, single in enumerate(singly) if single == kind]
         cache = together([cache for index in some if (cache := sequences[index].cache) is not None])
-        asked, at_once = question.expand(len(some), -1), max(1, TOKENS_AT_ONCE // len(some))
-        logits[some] = take_question(model, cache, asked, logits[some], at_once)
+        policies = (group.policy for group in cache.groups)
+        size = min(given_size(model, policies, cache.seen + question.shape[1]), max(1, BLOCK_TOKENS // len(some)))
+        *_, last = append_given(model, cache, question.expand(len(some), -1), size, logits[some], keep=1)
+        logits[some] = last[:, -1]
     return logits
 
 
-# --- several examples: their blocks side by side, as the sequences of one cache per variant --------------------------
-def prefill_examples(model: PreTrainedModel, examples: Sequence[Sequence[LiveSequence]]) -> None:
-    """Take the prompts of several examples in for the sequences of each, and choose the tokens after them.
+# --- several examples: their blocks are the sequences of one cache per policy ----------------------------------------
+def prefill_examples(model: PreTrainedModel, examples: Sequence[Sequences]) -> None:
+    """Prefill the prompts of several examples and choose the tokens after them.
 
-    The sequences of all have the same policies in the same order. One that fails has its error afterwards.
+    The sequences of all examples have the same policies in the same order. A sequence that fails has its error
+    afterwards.
     """
-    forget_lengths(model)
     layers = attention_layers(model.config)
     sizes: dict[int, list[list[LiveSequence]]] = {}
     for variant in zip(*examples, strict=True):
         several = [sequence for sequence in variant if _block(sequence) < _length(sequence)]
         same = all(sequence.policy == several[0].policy for sequence in several[1:])
-        if len(several) > 1 and same and _alike(several[0].policy, layers, list(map(_length, several))):
+        if len(several) > 1 and same and _equal_shapes(several[0].policy, layers, list(map(_length, several))):
             sizes.setdefault(_block(several[0]), []).append(several)
     for size, some in sizes.items():
-        at_once = max(1, TOKENS_AT_ONCE // (size * len(some[0])))
+        at_once = max(1, BLOCK_TOKENS // (size * len(some[0])))
         for begin in range(0, len(some), at_once):
-            _begin(model, some[begin : begin + at_once], size)
+            _prefill_blocks(model, some[begin : begin + at_once], size)
     for sequences in examples:
         prefill_prompt(model, [sequences])
 
@@ -248,12 +289,12 @@ def _length(sequence: LiveSequence) -> int:
 
 
 def _block(sequence: LiveSequence) -> int:
-    """Tokens that its policy has the prompt read by: all of them, where it does not evict in blocks."""
+    """Tokens per block of its prompt; the whole prompt if the policy does not evict in blocks."""
     return sequence.policy.schedule.call_size(_length(sequence))
 
 
-def _alike(policy: Policy, layers: int, lengths: Sequence[int]) -> bool:
-    """Whether prompts of these lengths, read in blocks, leave layers of one shape behind, block after block."""
+def _equal_shapes(policy: Policy, layers: int, lengths: Sequence[int]) -> bool:
+    """Whether the layers of prompts of these lengths have equal shapes after every block."""
     allocator = policy.allocator
     if policy.pre_pass is not None or policy.scorer is None or not isinstance(policy.store, Dense):
         return False
@@ -261,16 +302,17 @@ def _alike(policy: Policy, layers: int, lengths: Sequence[int]) -> bool:
         return False
     try:
         return len({tuple(layer_budgets(policy, layers, length)) for length in lengths}) == 1
-    except ValueError:  # for one of them: it will say so when it reads by itself
+    except ValueError:  # of one length: it is raised again when that prompt is prefilled
         return False
 
 
-def _begin(model: PreTrainedModel, variants: Sequence[Sequence[LiveSequence]], size: int) -> None:
-    """Read all blocks but the last of each prompt, the examples of all variants as the sequences of one batch.
+def _prefill_blocks(model: PreTrainedModel, variants: Sequence[Sequences], size: int) -> None:
+    """Prefill all blocks but the last of each prompt, the examples of all policies as the sequences of one batch.
 
-    A sequence then reads its last block with the other variants of its example. One that failed begins anew without the
-    others.
+    Then each sequence has its own cache, for its last block with the other policies of its example. A sequence that
+    failed has none: it starts again alone, so that its error is about itself.
     """
+    forget_lengths(model)
     prompts, lengths = [sequence.request.prompt for sequence in variants[0]], list(map(_length, variants[0]))
     ends = [(length - 1) // size * size for length in lengths]
     caches = [[KVCache(model.config, s.policy, prompt_length=_length(s)) for s in sequences] for sequences in variants]
@@ -281,8 +323,8 @@ def _begin(model: PreTrainedModel, variants: Sequence[Sequence[LiveSequence]], s
         here = [index for index, last in enumerate(ends) if last >= end]
         try:
             parts = torch.cat([prompts[index][:, start:end] for index in here])
-            together_with = [row[index] for row in caches for index in here]
-            prefill_blocks(model, together_with, parts.repeat(len(caches), 1), start, size)
+            batch = together([row[index] for row in caches for index in here])
+            prefill(model, parts.repeat(len(caches), 1), batch, size=size)
         except Exception:
             return
         for sequences, row in zip(variants, caches, strict=True):

@@ -1,6 +1,6 @@
-"""Generation through a press of kvpress: its hooks compress transformers' own cache, and we count what that holds.
+"""Generation with a press of kvpress, which compresses transformers' own cache; its tokens and bytes are counted here.
 
-Shapes: B batch (of one), T prompt tokens, L layers, H_kv KV heads, V vocabulary.
+Shapes: T prompt tokens, M tokens of a call, L layers, H_kv KV heads, V vocabulary.
 """
 
 import copy
@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 from kvbench.cache.audit import BudgetError
 from kvbench.cache.layout import layout_of
 from kvbench.cache.pressed import PressedCache, kept_by_layer
-from kvbench.engine.answer import choose
-from kvbench.engine.prompt_pass import now
-from kvbench.engine.request import Request
+from kvbench.engine.device import now
+from kvbench.engine.sequence import LiveSequence, Request, choose_next
 from kvbench.errors import UsageError
 from kvbench.policies.latents import check_latents
 from kvbench.policies.press import KVPress, decoding_part, ratio_for
@@ -31,11 +30,68 @@ log = logging.getLogger(__name__)
 def generate_with_press(
     model: PreTrainedModel, request: Request, policy: KVPress
 ) -> tuple[list[int], PressedCache, float, int]:
-    """Generate for a request as kvpress's pipeline does: new tokens, the cache, when its prefill ended, and steps.
+    """Generate as kvpress's pipeline does: new tokens, the cache, the time at the end of prefill, decoding steps.
 
-    The press sees all of the prompt, or, with context_tokens, what stands before the question. Raises ValueError with
-    the press's own words where it cannot compress.
+    The press compresses the whole prompt, or the context before a question. Raises UsageError with the press's message
+    if it cannot compress the prompt or the model.
     """
+    _check_model(model, policy)
+    prompt, sequence, cache = request.prompt, LiveSequence(request, policy), PressedCache()
+    with _press_errors(policy):
+        press = press_for(policy, prompt.shape[1])
+    decodes = _decodes(press)
+    with _attention_of(model, policy.attention):
+        with _press_errors(policy), _compressing_prompt(press, model), _recording_peak(model, cache, press):
+            logits = _call(model, prompt, 0, cache)
+        sequence.position = cache.get_seq_length() if _rerotates(press) else prompt.shape[1]
+        cache.note_bytes()
+        if not decodes:
+            _warn_if_masked(policy, cache, prompt.shape[1])
+        with _press_errors(policy), ExitStack() as contexts:
+            if decodes:
+                contexts.enter_context(press(model))
+                contexts.enter_context(_recording_peak(model, cache, press))
+            for tokens in _question_calls(request.later, cache, decodes):
+                logits = _call(model, tokens, sequence.position, cache)
+                sequence.position += tokens.shape[1]
+            choose_next([sequence], logits)
+            prefilled = now(model)
+            while not sequence.done:
+                last = torch.tensor([[sequence.tokens[-1]]], device=prompt.device)
+                logits = _call(model, last, sequence.position, cache)
+                sequence.position, sequence.decode_steps = sequence.position + 1, sequence.decode_steps + 1
+                choose_next([sequence], logits)
+        cache.note_bytes()
+        cache.masked = _masked(model, cache)
+    if sequence.error is not None:
+        raise sequence.error
+    cache.seen = request.input_ids.shape[1] + sequence.decode_steps
+    _audit(policy, press, cache, sequence.decode_steps, request.later.shape[1])
+    return sequence.tokens, cache, prefilled, sequence.decode_steps
+
+
+def press_for(policy: KVPress, tokens: int) -> Any:  # noqa: ANN401 - a package without types
+    """A new press at the policy's budget for a prompt of `tokens` tokens; presses keep state about their prompt."""
+    press: Any = copy.deepcopy(policy.press)
+    if policy.budget is None:
+        return press
+    kept, decoder = _budget(policy, tokens), decoding_part(press)
+    if decoder is not None:
+        decoder.target_size = max(kept, 1)
+    prefills = press if decoder is None else getattr(press, "prefilling_press", None)
+    if prefills is not None and not prefills.compression_ratio:
+        prefills.compression_ratio = ratio_for(kept, tokens)
+    return press
+
+
+def _budget(policy: KVPress, prompt: int) -> int:
+    """The budget in tokens per KV head for a prompt of `prompt` tokens."""
+    assert policy.budget is not None
+    return policy.budget if isinstance(policy.budget, int) else int(policy.budget * prompt)
+
+
+def _check_model(model: PreTrainedModel, policy: KVPress) -> None:
+    """Raise an error for a model with layers that presses cannot compress."""
     layout = layout_of(model.config.get_text_config(decoder=True))
     if layout.latent:
         check_latents(policy)
@@ -46,60 +102,16 @@ def generate_with_press(
                 f"{policy.name} of kvpress compresses models whose layers all keep the keys and values of every token, "
                 f"and {type(model).__name__} has {kind}: use a policy of kvbench's own"
             )
-    prompt, answer, held, steps = request.prompt, request.answer(), PressedCache(), 0
-    with _refusals_of(policy):
-        press = press_for(policy, prompt.shape[1])
-    decodes = _decodes(press)
-    with _attending(model, policy.attention):
-        with _refusals_of(policy), _prefilling(press, model), _measured(model, held, press):
-            logits = _call(model, prompt, 0, held)
-        place = held.get_seq_length() if _rerotates(press) else prompt.shape[1]
-        held.note_bytes()
-        if not decodes:
-            _warn_if_masked(policy, held, prompt.shape[1])
-        with _refusals_of(policy), _decoding(press, model), _measured(model, held, press) if decodes else nullcontext():
-            for tokens in _question_calls(request.later, held, decodes):
-                logits, place = _call(model, tokens, place, held), place + tokens.shape[1]
-            step = choose(logits, [answer])
-            prefilled = now(model)
-            while not answer.done:
-                logits, place, steps = _call(model, step, place, held), place + 1, steps + 1
-                step = choose(logits, [answer])
-        held.note_bytes()
-        held.masked = _masked(model, held)
-    held.seen = request.input_ids.shape[1] + steps
-    _audit(policy, press, held, steps, request.later.shape[1])
-    return answer.tokens, held, prefilled, steps
 
 
-def press_for(policy: KVPress, tokens: int) -> Any:  # noqa: ANN401 - a package without types
-    """The press for a prompt of so many tokens: one of its own, as presses remember prompts, at the policy's budget."""
-    press: Any = copy.deepcopy(policy.press)
-    if policy.budget is None:
-        return press
-    kept, decoder = _tokens(policy, tokens), decoding_part(press)
-    if decoder is not None:
-        decoder.target_size = max(kept, 1)
-    prefills = press if decoder is None else getattr(press, "prefilling_press", None)
-    if prefills is not None and not prefills.compression_ratio:
-        prefills.compression_ratio = ratio_for(kept, tokens)
-    return press
-
-
-def _tokens(policy: KVPress, prompt: int) -> int:
-    """The budget in tokens per KV head, of a prompt of so many."""
-    assert policy.budget is not None
-    return policy.budget if isinstance(policy.budget, int) else int(policy.budget * prompt)
-
-
-def _call(model: PreTrainedModel, ids: Tensor, place: int, held: PressedCache) -> Tensor:
-    """The logits [1,V] after the last of the tokens [1,M], the first of which stands at `place`."""
-    positions = torch.arange(place, place + ids.shape[1], device=ids.device)
+def _call(model: PreTrainedModel, ids: Tensor, position: int, cache: PressedCache) -> Tensor:
+    """The logits [1,V] after tokens [1,M], the first one at `position`."""
+    positions = torch.arange(position, position + ids.shape[1], device=ids.device)
     logits: Tensor = model(
         input_ids=ids,
         position_ids=positions[None],
-        cache_position=positions,  # kvpress tells a prefill by it, and transformers hands none on by itself
-        past_key_values=held,
+        cache_position=positions,  # kvpress detects a prefill by it, and transformers does not pass it on by itself
+        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
     ).logits
@@ -107,26 +119,25 @@ def _call(model: PreTrainedModel, ids: Tensor, place: int, held: PressedCache) -
 
 
 @contextmanager
-def _attending(model: PreTrainedModel, attention: str) -> Iterator[None]:
-    """The model with an attention function of transformers, its own again afterwards."""
+def _attention_of(model: PreTrainedModel, attention: str) -> Iterator[None]:
+    """The model with one of transformers' attention functions; afterwards it is as before."""
     before = model.config._attn_implementation
-    own = {module: module._modules.get("rotary_emb") for module in _attentions(model)}
+    rotations = {module: module._modules.get("rotary_emb") for module in _attention_modules(model)}
     model.set_attn_implementation(attention)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
-        # Presses leave a mask behind, and the model's rotation in the place of a layer's own.
-        for module, rotary in own.items():
+        for module, rotation in rotations.items():  # presses leave a mask, and replace the rotation of a layer
             module.__dict__.pop("masked_key_indices", None)
             module._modules.pop("rotary_emb", None)
-            if rotary is not None:
-                module.rotary_emb = rotary
+            if rotation is not None:
+                module.rotary_emb = rotation
 
 
 @contextmanager
-def _refusals_of(policy: KVPress) -> Iterator[None]:
-    """A press's own refusals as one sentence that names it."""
+def _press_errors(policy: KVPress) -> Iterator[None]:
+    """Convert errors of a press to a UsageError with its name."""
     try:
         yield
     except (AssertionError, NotImplementedError, AttributeError) as error:
@@ -138,33 +149,27 @@ def _refusals_of(policy: KVPress) -> Iterator[None]:
 
 
 @contextmanager
-def _measured(model: PreTrainedModel, held: PressedCache, press: Any) -> Iterator[None]:  # noqa: ANN401
-    """The cache's peak, taken in every layer before its press has compressed it."""
+def _recording_peak(model: PreTrainedModel, cache: PressedCache, press: Any) -> Iterator[None]:  # noqa: ANN401
+    """Record the cache's peak in every layer before its press compresses it."""
 
     def note(*_: object) -> None:
-        held.buffer_nbytes = _buffered(press)
-        held.note_bytes()
+        cache.buffer_nbytes = _buffered(press)
+        cache.note_bytes()
 
     with ExitStack() as hooks:
-        for module in _attentions(model):
+        for module in _attention_modules(model):
             hooks.callback(module.register_forward_hook(note, prepend=True).remove)
         yield
         note()
 
 
-def _attentions(model: PreTrainedModel) -> list[nn.Module]:
+def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [m for m in model.modules() if hasattr(m, "layer_idx") and "Attention" in type(m).__name__]
 
 
-def _prefilling(press: Any, model: PreTrainedModel) -> AbstractContextManager[object]:  # noqa: ANN401
-    """The press while a prompt is read, unless it compresses decoded tokens alone."""
+def _compressing_prompt(press: Any, model: PreTrainedModel) -> AbstractContextManager[object]:  # noqa: ANN401
+    """The press during the prefill, unless it compresses only decoded tokens."""
     found: AbstractContextManager[object] = nullcontext() if _is(press, "DecodingPress") else press(model)
-    return found
-
-
-def _decoding(press: Any, model: PreTrainedModel) -> AbstractContextManager[object]:  # noqa: ANN401
-    """The press while tokens are decoded, where it compresses then."""
-    found: AbstractContextManager[object] = press(model) if _decodes(press) else nullcontext()
     return found
 
 
@@ -173,13 +178,13 @@ def _decodes(press: object) -> bool:
     return _is(press, "DecodingPress", "PrefillDecodingPress") or bool(getattr(press, "decoding", False))
 
 
-def _question_calls(later: Tensor, held: PressedCache, decodes: bool) -> Sequence[Tensor]:
+def _question_calls(later: Tensor, cache: PressedCache, decodes: bool) -> Sequence[Tensor]:
     """The tokens after the context, [1,M], in calls of the model.
 
     A press that compresses while decoding counts calls, so it gets all of them in one call, as in kvpress's pipeline.
     Otherwise they are called one by one: layers may hold different numbers of tokens, and a call has one mask.
     """
-    together = decodes and len({int(layer.max()) for layer in kept_by_layer(held)}) == 1
+    together = decodes and len({int(layer.max()) for layer in kept_by_layer(cache)}) == 1
     if later.shape[1] == 0:
         return ()
     return (later,) if together else later.split(1, dim=1)
@@ -194,10 +199,10 @@ def _buffered(press: Any) -> int:  # noqa: ANN401 - a package without types
     return sum(x.nbytes for x in tensors)
 
 
-def _masked(model: PreTrainedModel, held: PressedCache) -> list[list[int]] | None:
+def _masked(model: PreTrainedModel, cache: PressedCache) -> list[list[int]] | None:
     """Held tokens whose keys a press masks, by layer and KV head; None if it masks none."""
-    found = [[0] * layer.keys.shape[1] for layer in held.read]
-    for module in _attentions(model):
+    found = [[0] * layer.keys.shape[1] for layer in cache.read]
+    for module in _attention_modules(model):
         triples = getattr(module, "masked_key_indices", None)  # batch, KV head and slot of each
         if triples is not None and len(triples[0]):
             heads = torch.stack([x.cpu() for x in triples]).unique(dim=1)[1]
@@ -206,12 +211,12 @@ def _masked(model: PreTrainedModel, held: PressedCache) -> list[list[int]] | Non
     return found if any(map(any, found)) else None
 
 
-def _audit(policy: KVPress, press: Any, held: PressedCache, steps: int, question: int) -> None:  # noqa: ANN401
+def _audit(policy: KVPress, press: Any, cache: PressedCache, steps: int, question: int) -> None:  # noqa: ANN401
     """BudgetError if a press that has compressed while decoding holds more than its target and interval allow."""
     decoder = decoding_part(press)
     if decoder is None or policy.budget is None or steps + bool(question) < decoder.compression_interval:
         return
-    most, allowed = max(int(layer.max()) for layer in kept_by_layer(held)), decoder.target_size
+    most, allowed = max(int(layer.max()) for layer in kept_by_layer(cache)), decoder.target_size
     if most > allowed + decoder.compression_interval:
         raise BudgetError(
             f"{policy.kind} holds {most} tokens per KV head, but its target size is {allowed} and its compression "
@@ -220,7 +225,7 @@ def _audit(policy: KVPress, press: Any, held: PressedCache, steps: int, question
 
 
 def _rerotates(press: object) -> bool:
-    """Whether kept keys have moved to the places 0, 1, ..., after which the next token then stands."""
+    """Whether kept keys move to the positions 0, 1, ..., so that the next token follows them there."""
     finch = _is(press, "FinchPress") and bool(getattr(press, "rerotate_keys", False))
     return finch or _is(press, "KeyRerotationPress", "RestoreKVPress")
 
@@ -230,10 +235,10 @@ def _is(press: object, *names: str) -> bool:
     return isinstance(press, tuple(getattr(presses, name) for name in names if hasattr(presses, name)))
 
 
-def _warn_if_masked(policy: KVPress, held: PressedCache, tokens: int) -> None:
-    """Say once that a press holds more than its budget."""
-    kept = float(torch.cat(kept_by_layer(held), dim=1).float().mean())
-    if policy.budget is not None and kept > max(_tokens(policy, tokens), 1) + 1:
+def _warn_if_masked(policy: KVPress, cache: PressedCache, tokens: int) -> None:
+    """Log once that a press holds more than its budget."""
+    kept = float(torch.cat(kept_by_layer(cache), dim=1).float().mean())
+    if policy.budget is not None and kept > max(_budget(policy, tokens), 1) + 1:
         _warn(policy.kind)
 
 

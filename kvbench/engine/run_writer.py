@@ -1,174 +1,264 @@
-"""One run while it is computed: who asked for it, its files, samples that wait to be written, and how it ends."""
+"""The files of a run while it is computed: config.yaml, environment.json, samples.jsonl and metrics.json."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from kvbench.engine.callbacks import RunCallback
 from kvbench.engine.prompts import blank, check_policy
-from kvbench.engine.provenance import record_environment, write_config
+from kvbench.engine.teacher_forcing import policy_for, scores_whole_text
 from kvbench.errors import UsageError, refusing
 from kvbench.models.prompts import Prompt
-from kvbench.results.files import remove_torn
+from kvbench.policies.schedule import Blocks
+from kvbench.results.environment import machine, other_versions
+from kvbench.results.files import remove_torn, write_json, write_yaml
+from kvbench.results.labels import names
 from kvbench.results.locks import RunBusyError, held
 from kvbench.results.metrics_file import write_metrics
 from kvbench.results.sample import Sample
 from kvbench.results.samples import FILE_NAME, SampleFile, open_samples, read_samples
 from kvbench.run.run import Run
 
-_ASKED = {
+_ENVIRONMENT = "environment.json"
+_DATA = {
     "prompt_hash": "answers to other prompts",
     "context_tokens": "answers to other questions",
-    "max_new_tokens": "answers of another max_new_tokens",
+    "max_new_tokens": "answers with another max_new_tokens",
     "references": "answers scored by other references",
     "metadata": "answers scored by other metadata",
 }
-"""What a sample says of its example's data, and what it is where that has changed."""
+"""Fields of a sample that depend on the task's data, and what the samples on disk are if one has changed."""
 
 log = logging.getLogger(__name__)
 
 
-class RunWriter:
-    """A run, from its first check to its metrics: nothing that happens to it happens to another.
+class RunCallback(Protocol):
+    """Follows runs while they are computed, for example for a dashboard. An exception in a method ends the run."""
 
-    cells: all that ask for it. Where one policy stands for several (`full` at two budgets), or limits differ, they are
-    one run, computed once, up to the largest limit.
+    def started(self, run: Run, done: Sequence[Sample], total: int) -> None:
+        """A run starts; `total` of its examples include the samples `done` that are on disk."""
+        ...
+
+    def finished(self, run: Run, sample: Sample) -> None:
+        """One more sample of a run is on disk."""
+        ...
+
+    def ended(self, run: Run, error: Exception | None) -> None:
+        """A run is complete, or ended with an error."""
+        ...
+
+
+class NullCallback:
+    """Ignores every event."""
+
+    def started(self, run: Run, done: Sequence[Sample], total: int) -> None:
+        """Do nothing."""
+
+    def finished(self, run: Run, sample: Sample) -> None:
+        """Do nothing."""
+
+    def ended(self, run: Run, error: Exception | None) -> None:
+        """Do nothing."""
+
+
+class RunWriter:
+    """One run from its first check to its metrics. Errors inside `isolated` end this run and no other.
+
+    runs: all runs with this id, which are computed once, up to the largest limit (limits differ, or `full` has several
+    budgets). run: the one with the largest limit. run_alone: it is computed after the batch, by itself.
     """
 
-    def __init__(self, run_id: str, cells: Sequence[Run], watch: RunCallback) -> None:
-        unlimited = [cell for cell in cells if cell.limit is None]
-        self.cells = list(cells)
-        self.cell = unlimited[0] if unlimited else max(cells, key=lambda cell: cell.limit or 0)
+    def __init__(self, run_id: str, runs: Sequence[Run], callback: RunCallback) -> None:
+        unlimited = [run for run in runs if run.limit is None]
+        self.runs = list(runs)
+        self.run = unlimited[0] if unlimited else max(runs, key=lambda run: run.limit or 0)
         self.run_id = run_id
-        self.folder = self.cell.out / run_id
+        self.folder = self.run.out / run_id
         self.prompts: Sequence[Prompt] = ()
         self.error: Exception | None = None
         self.ended = False
-        self.apart = False  # it is not worked with the others any more, but after them
-        self._watch = watch
+        self.run_alone = False
+        self._callback = callback
         self._done: list[Sample] = []
-        self._left: dict[int, None] = {}  # examples that are to be written, in order
-        self._ready: dict[int, Sample] = {}  # samples that wait for those before them
+        self._left: dict[int, None] = {}  # examples to be written, in order
+        self._ready: dict[int, Sample] = {}  # samples that wait for the samples before them
         self._file: SampleFile | None = None
         self._open = ExitStack()
 
     @contextmanager
-    def own(self) -> Iterator[None]:
-        """What goes wrong inside ends this run; the others go on."""
+    def isolated(self) -> Iterator[None]:
+        """An exception inside ends this run; the others continue."""
         try:
             yield
         except Exception as error:
-            if self.ended:  # it was a watch, called at the end, and those have to catch their own
+            if self.ended:  # it comes from a callback, called at the end of the run
                 raise
             self.end(error)
 
     def end(self, error: Exception | None = None) -> None:
-        """Nothing more is computed: it is complete, or `error` is why it is not."""
+        """Stop the run: it is complete, or `error` ended it."""
         if self.ended:
             return
         self.ended, self.error = True, error
         self._ready.clear()
         self._open.close()
-        for cell in self.cells:
-            self._watch.ended(cell, error)
+        for run in self.runs:
+            self._callback.ended(run, error)
 
     @property
     def missing(self) -> list[int]:
-        """The examples that are still to be computed."""
+        """The examples that are not computed yet."""
         return [i for i in self._left if i not in self._ready]
 
     def has(self, index: int) -> bool:
-        """Whether one of its examples is on disk, or waits to be written."""
+        """Whether an example is on disk or waits to be written."""
         return index not in self._left or index in self._ready
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Take these prompts as the run's. Raises UsageError where its policy, or what lies on disk, does not fit."""
-        check_policy(self.cell, prompts)
+        """Set the run's prompts. Raises UsageError if its policy or its results on disk do not fit them."""
+        check_policy(self.run, prompts)
         with refusing():
             self._done = read_samples(self.folder / FILE_NAME)
-        check_same_data(self._done, prompts, self.folder)
+        _check_same_data(self._done, prompts, self.folder)
         self.prompts = prompts
-        self._left = self._lacking()
+        self._left = self._find_left()
 
-    def _lacking(self) -> dict[int, None]:
-        """The examples that are to be written: failed ones again, then those that are not on disk."""
+    def _find_left(self) -> dict[int, None]:
+        """The examples to be written: failed ones, then those that are not on disk."""
         failed = [sample.index for sample in self._done if sample.error is not None]
         wanted = [*failed, *range(len(self._done), len(self.prompts))]
         return dict.fromkeys(index for index in wanted if index < len(self.prompts))
 
-    def begin(self, here: dict[str, Any]) -> None:
-        """Open the files. Raises RunBusyError if another process computes this run. here: `environment` of this one."""
+    def begin(self, environment: dict[str, Any]) -> None:
+        """Open the files. Raises RunBusyError if another process computes this run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file = self._open.enter_context(open_samples(self.folder / FILE_NAME))
         remove_torn(self.folder)
         self._done = self._file.samples
-        self._left = self._lacking()
-        write_config(self.cell, self.run_id, self.folder, self.prompts[0])
-        record_environment(self.cell, self.folder, here)
-        self._watch.started(self.cell, tuple(self._done), len(self.prompts))
+        self._left = self._find_left()
+        _write_config(self.run, self.run_id, self.folder, self.prompts[0])
+        _record_environment(self.run, self.folder, environment)
+        self._callback.started(self.run, tuple(self._done), len(self.prompts))
         if self._done:
             log.info("%s: continues with example %d", self.run_id, next(iter(self._left), len(self._done)))
 
     def deliver(self, sample: Sample) -> None:
-        """A sample is there, to be written when its turn comes; those of a run that ended are of no use."""
+        """Store a computed sample until it is written."""
         if not self.ended:
             self._ready[sample.index] = sample
 
     def write(self, before: int | None = None) -> None:
-        """Write the samples that wait: those below index `before`, and none whose predecessor is missing."""
+        """Write the samples that are next in order; before: only those with an index below it."""
         while not self.ended and self._left and (first := next(iter(self._left))) in self._ready:
             if before is not None and first >= before:
                 return
-            with self.own():
+            with self.isolated():
                 assert self._file is not None
                 sample = self._ready.pop(first)
                 (self._file.replace if first < len(self._done) else self._file.append)(sample)
                 del self._left[first]
-                self._watch.finished(self.cell, sample)
+                self._callback.finished(self.run, sample)
 
     def finish(self) -> None:
-        """Summarize the run: all its examples are on disk."""
+        """Write the metrics of a run whose examples are all on disk."""
         self.write()
         if self.ended:
             return
         assert not self._left, f"{self.run_id} is finished without its examples {list(self._left)}"
         if self._file is None:
-            tidy(self.folder)
+            _tidy(self.folder)
         else:
             self._file.check()
         numbers = write_metrics(self.folder, self._done)
-        if self.cell.policy.evicts and numbers["evicted_share"] == 0:
+        if self.run.policy.evicts and numbers["evicted_share"] == 0:
             log.warning("%s: nothing was evicted from any cache, the budget is above every prompt", self.run_id)
         self.end()
 
     def close(self) -> None:
-        """Write what is there, and close the files, whatever happened."""
+        """Write the samples that can be written, and close the files."""
         self.write()
         self._open.close()
 
 
-def tidy(folder: Path) -> None:
-    """Remove what a killed process left beside a complete run, which nobody opens any more: a lock, half a file."""
+def _tidy(folder: Path) -> None:
+    """Remove the lock and partial files that a killed process left in the folder of a complete run."""
     if any(folder.glob(".*")):
         with suppress(RunBusyError), held(folder):
             remove_torn(folder)
 
 
-def check_same_data(done: Sequence[Sample], prompts: Sequence[Prompt], folder: Path) -> None:
-    """Results on disk must be of these very examples: a file of data may have changed behind their back."""
+def _check_same_data(done: Sequence[Sample], prompts: Sequence[Prompt], folder: Path) -> None:
+    """Raise UsageError if samples on disk belong to other examples, because the task's data has changed."""
     for sample in done:
         if sample.index >= len(prompts):
             continue
         now = blank(prompts[sample.index])
-        for name, what in _ASKED.items():
-            written = json.loads(json.dumps(getattr(now, name), default=vars))  # as a line has it: tuples are lists
-            if getattr(sample, name) != written:
+        for name, found in _DATA.items():
+            expected = json.loads(json.dumps(getattr(now, name), default=vars))  # as in the file: tuples are lists
+            if getattr(sample, name) != expected:
                 raise UsageError(
-                    f"{folder} holds {what} (example {sample.index} differs): the task's data changed since; delete "
-                    f"that folder or choose another out"
+                    f"{folder} holds {found} (example {sample.index} differs): the task's data has changed since; "
+                    "delete that folder or choose another out"
                 )
+
+
+# --- config.yaml and environment.json --------------------------------------------------------------------------------
+def _write_config(run: Run, run_id: str, folder: Path, first: Prompt) -> None:
+    """Write config.yaml. first: any prompt of the run."""
+    naming = replace(run.naming, reads=_block_label(run, first) if scores_whole_text(first) else None)
+    content = {
+        "run_id": run_id,
+        "names": names(naming, run.identity),
+        "naming": {**asdict(naming), "changed": list(naming.changed)},
+        "identity": run.identity,
+        "checkpoint_dtype": str(run.checkpoint.stored_dtype).removeprefix("torch."),
+        "config": dict(run.config),
+    }
+    write_yaml(folder / "config.yaml", content)
+
+
+def _block_label(run: Run, prompt: Prompt) -> str:
+    """The block size, which tables add to the name of a policy that scores whole texts."""
+    policy = policy_for(run.policy, prompt)
+    if not policy.evicts:
+        return ""
+    assert isinstance(policy.schedule, Blocks), "policy_for accepts no other schedule for a whole text"
+    return f"m={policy.schedule.size:g}"
+
+
+def _record_environment(run: Run, folder: Path, here: Mapping[str, Any]) -> None:
+    """Add this process's environment to the file in `folder` if it is new.
+
+    Raises UsageError if versions differ, unless `allow_version_mismatch` is set.
+    """
+    known = _environments(folder)
+    if here in known:
+        return
+    changed = other_versions(known, here)
+    if changed and not run.allow_version_mismatch:
+        raise UsageError(
+            f"{folder} was begun with other versions ({changed}), and a run that mixes them measures neither: "
+            "go back to those, choose another out, or set allow_version_mismatch=true, which tables will show"
+        )
+    # Threads matter only to a run that is timed.
+    then, now = ([machine(one, threads=run.rows == 1) for one in some] for some in (known, [here]))
+    if changed:
+        log.warning("%s: continued with other versions (%s), see environment.json", run.run_id, changed)
+    elif known and now[0] not in then:
+        log.warning("%s: continued on %s, begun on %s, see environment.json", run.run_id, now[0], then[0])
+    known.append(dict(here))
+    write_json(folder / _ENVIRONMENT, {**known[0], **({"resumed": known[1:]} if known[1:] else {})})
+
+
+def _environments(folder: Path) -> list[dict[str, Any]]:
+    """The environments in which a run was computed so far."""
+    try:
+        first = json.loads((folder / _ENVIRONMENT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    return [first, *first.pop("resumed", [])]

@@ -1,68 +1,204 @@
-"""A sequence: one example under one policy and budget, from its prompt to its last token.
+"""Requests, the sequences that answer them, and the choice of their next tokens.
 
-Shapes: S sequences, V vocabulary.
+Every sampled token uses one number of a random stream that depends only on seed, example and answer. A sequence gives
+the same tokens in a run of its own, in a batch, and after it was interrupted and computed again.
+
+Shapes: S sequences, T prompt tokens, M tokens of a question, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from random import Random
 
+import torch
 from torch import Tensor
 
 from kvbench.cache.cache import KVCache
-from kvbench.engine.answer import NOT_A_NUMBER, Answer, next_tokens
-from kvbench.engine.request import Request as Request
 from kvbench.policies.policy import Policy
-from kvbench.policies.scorers.random import with_example_seed
+from kvbench.policies.pre_passes.pre_pass import TextEncoder
+from kvbench.run.sampling import Sampling
+
+NOT_A_NUMBER = "the model's logits are not numbers (NaN): its weights, or its arithmetic in this dtype, overflow"
+
+
+class TokenSampler:
+    """The random numbers in [0, 1) with which one answer samples its tokens."""
+
+    def __init__(self, sampling: Sampling, seed: int, example: int, sample: int) -> None:
+        self.sampling = sampling
+        self._random = Random(f"{seed} {example} {sample}")
+
+    def next(self) -> float:
+        """The number for the next token."""
+        return self._random.random()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One example to answer, input_ids [1,T]: everything that all policies have in common.
+
+    context_tokens: length of the context that policies compress; the remaining tokens are a question about it. None:
+    all tokens are the prompt. question: position of the question in the prompt, for policies that use it (FINCH).
+    encoder: tokenizer for policies whose pre-pass contains text (KVzip). stop: ends the answer when it is true for the
+    tokens generated so far. sampler: makes the random numbers of one answer; None: greedy decoding. turns: number of
+    prompt tokens of each turn of a conversation, of which the last turn is answered. dictated: tokens with which the
+    answer begins; they count towards max_new_tokens and min_new_tokens. example: seed of the run and index of the
+    example, for policies that use random numbers; None: their own seed. Raises ValueError for an empty prompt.
+    """
+
+    input_ids: Tensor
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    stop: Callable[[list[int]], bool] | None = None
+    context_tokens: int | None = None
+    question: int | None = None
+    encoder: TextEncoder | None = None
+    sampler: Callable[[], TokenSampler] | None = None
+    turns: tuple[int, ...] = ()
+    dictated: tuple[int, ...] = ()
+    example: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.input_ids.shape[1] == 0:
+            raise ValueError("a prompt needs at least one token")
+
+    @property
+    def prompt(self) -> Tensor:
+        """The tokens that policies compress first, [1,T]. Raises ValueError if context or question is empty."""
+        tokens = self.input_ids.shape[1]
+        if self.turns:
+            return self.input_ids[:, : self.turns[0]]
+        if self.context_tokens is not None and not 0 < self.context_tokens < tokens:
+            raise ValueError(
+                "compress=context needs at least one token of context and one of the question, got "
+                f"{self.context_tokens} tokens of context in a prompt of {tokens}"
+            )
+        return self.input_ids[:, : self.context_tokens]
+
+    @property
+    def later(self) -> Tensor:
+        """The question after a context, [1,M]; empty without context."""
+        return self.input_ids[:, self.input_ids.shape[1] if self.turns else self.prompt.shape[1] :]
+
+    @property
+    def prompts(self) -> tuple[Tensor, ...]:
+        """The prompt of each turn, [1,T]."""
+        ends = zip(self.turns, accumulate(self.turns), strict=True)
+        return tuple(self.input_ids[:, end - size : end] for size, end in ends)
 
 
 @dataclass(eq=False)
 class LiveSequence:
-    """A request under one policy.
+    """One request under one policy, and its answer so far.
 
-    cache: None where the policy could not open one, and while it is decoded in one cache with others. sharing: how many
-    sequences its prefill served. error: why it ended early, if it did; nothing else is valid then. decode_steps: tokens
-    fed after the prompt.
+    cache: None if it could not be created, and while the sequence is part of a batch. position: of the next token.
+    sharing: number of sequences that used the same prefill. decode_steps: tokens fed after the prompt. tokens: the
+    answer without EOS. complete: the answer has ended. error: the exception that ended it early; the other fields are
+    then undefined. logits: [1,V] after the last token, for policies that rate tokens.
     """
 
     request: Request
     policy: Policy
-    answer: Answer
     cache: KVCache | None = None
+    position: int = 0
     sharing: int = 1
     decode_steps: int = 0
+    tokens: list[int] = field(default_factory=list)
+    complete: bool = False
     error: Exception | None = None
-    position: int = field(default=0, repr=False)  # where its next token stands
-    logits: Tensor | None = field(default=None, repr=False)  # [1,V] after its last token, where its policy reads them
+    logits: Tensor | None = field(default=None, repr=False)
 
-    @property
-    def tokens(self) -> list[int]:
-        """The new tokens, EOS left out."""
-        return self.answer.tokens
+    def __post_init__(self) -> None:
+        self.sampler = None if self.request.sampler is None else self.request.sampler()
 
     @property
     def done(self) -> bool:
         """Whether no token follows."""
-        return self.error is not None or self.answer.done
+        return self.error is not None or self.complete
 
+    @property
+    def forbidden(self) -> list[int]:
+        """Tokens that may not come next: EOS while the answer is shorter than min_new_tokens."""
+        short = len(self.tokens) < self.request.min_new_tokens
+        return sorted(set(self.request.eos_token_ids)) if short else []
 
-def new_sequence(request: Request, policy: Policy) -> LiveSequence:
-    """A sequence that has seen no token yet."""
-    if request.example is not None:
-        policy = with_example_seed(policy, *request.example)
-    return LiveSequence(request, policy, request.answer())
+    @property
+    def dictated(self) -> int | None:
+        """The next token, if it is dictated."""
+        written, dictated = len(self.tokens), self.request.dictated
+        return dictated[written] if written < len(dictated) else None
+
+    def append(self, token: int) -> None:
+        """Add the next token to the answer, or end the answer."""
+        request = self.request
+        if self.dictated is not None:
+            self.tokens.append(token)
+        elif token in request.eos_token_ids:
+            self.complete = True
+        else:
+            self.tokens.append(token)
+            generated = self.tokens[len(request.dictated) :]
+            self.complete = len(self.tokens) >= request.max_new_tokens or bool(request.stop and request.stop(generated))
 
 
 def choose_next(sequences: Sequence[LiveSequence], logits: Tensor) -> None:
-    """Let every sequence take its next token; logits [S,V], or [1,V] where all sequences have the same.
+    """Append the next token to every sequence; logits [S,V], or [1,V] if they are the same for all.
 
-    A sequence whose logits are no numbers ends with a FloatingPointError.
+    A sequence whose logits are NaN ends with a FloatingPointError. Reading the tokens is the only point of a step at
+    which the host waits for the device.
     """
     if len(logits) < len(sequences):
         logits = logits.repeat(len(sequences), 1)
-    tokens, broken = next_tokens(logits, [sequence.answer for sequence in sequences])
-    for index, (sequence, token, wrong) in enumerate(zip(sequences, tokens.tolist(), broken, strict=True)):
-        if sequence.error is None and wrong:
+    tokens, broken = next_tokens(logits, sequences)
+    for index, (sequence, token, is_nan) in enumerate(zip(sequences, tokens.tolist(), broken, strict=True)):
+        if sequence.error is None and is_nan:
             sequence.error = FloatingPointError(NOT_A_NUMBER)
         if sequence.error is None:
-            sequence.answer.take(token)
+            sequence.append(token)
             sequence.logits = logits[index : index + 1].clone() if sequence.policy.rates else None
+
+
+def next_tokens(logits: Tensor, sequences: Sequence[LiveSequence]) -> tuple[Tensor, list[bool]]:
+    """The next token of each sequence [S], dictated, sampled or most likely; and whether its logits are NaN.
+
+    All sequences that sample use the same `Sampling`.
+    """
+    for index, sequence in enumerate(sequences):
+        if sequence.forbidden:
+            logits[index, sequence.forbidden] = -torch.inf
+    best = logits.max(-1)  # NaN counts as the largest number
+    tokens = best.indices
+    dictated = {index: token for index, one in enumerate(sequences) if (token := one.dictated) is not None}
+    samplers = {index: one.sampler for index, one in enumerate(sequences) if one.sampler and index not in dictated}
+    if samplers:
+        rows = list(samplers)
+        tokens[rows] = sampled(logits if len(rows) == len(logits) else logits[rows], list(samplers.values()))
+    if dictated:
+        tokens[list(dictated)] = torch.tensor(list(dictated.values()), device=tokens.device)
+    return tokens, best.values.isnan().tolist()
+
+
+def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits [S,V] divided by the temperature, float32; -inf for tokens outside of top_k and top_p."""
+    scores = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        least = scores.topk(sampling.top_k).values[:, -1:]
+        scores = scores.masked_fill(scores < least, -torch.inf)
+    if sampling.top_p < 1:
+        rising, order = scores.sort(stable=True)  # stable: ties have the same order alone and in a batch
+        outside = rising.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        outside[:, -1] = False
+        scores = scores.masked_fill(outside.scatter(1, order, outside), -torch.inf)
+    return scores
+
+
+def sampled(logits: Tensor, samplers: Sequence[TokenSampler]) -> Tensor:
+    """The next token of each sequence, logits [S,V] -> [S]: the cumulative probability exceeds its random number.
+
+    All samplers have the same `Sampling`.
+    """
+    sums = filtered(logits, samplers[0].sampling).softmax(-1).cumsum(-1, dtype=torch.float64)
+    numbers = torch.tensor([[sampler.next()] for sampler in samplers], dtype=torch.float64, device=sums.device)
+    return torch.searchsorted(sums, numbers * sums[:, -1:], right=True)[:, 0].clamp_(max=sums.shape[-1] - 1)

@@ -1,10 +1,15 @@
-"""Teacher forcing: how likely a model finds tokens that are given, while its cache holds what a policy keeps.
+"""Teacher forcing: the likelihood of given tokens, while the cache holds what a policy keeps.
 
-Shapes: T tokens of a prompt or text, M of a continuation, N of a call, V vocabulary, L layers, H_kv KV heads.
+`continuation_scores` compresses a prompt and scores the tokens after it; `text_scores` scores a whole text, whose
+policy evicts block by block. `score_prompt` chooses between them for an example of a task.
+
+Shapes: T tokens of a prompt or text, M of a continuation, n scored tokens, V vocabulary, L layers, H_kv KV heads.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,85 +18,79 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.layer import stacked
-from kvbench.cache.layout import continues, in_one_call
-from kvbench.engine.answer import NOT_A_NUMBER
+from kvbench.cache.layout import continues
+from kvbench.engine.device import now
 from kvbench.engine.logits import LOGITS_AT_ONCE, surprisal
-from kvbench.engine.pre_pass import rate_next, read_prompt
-from kvbench.engine.prompt_pass import now, padding, prefill
+from kvbench.engine.pre_pass import open_cache
+from kvbench.engine.prefill import GIVEN_TOKENS, append_given, given_size, prefill
+from kvbench.engine.sequence import NOT_A_NUMBER
+from kvbench.models.prompts import Prompt
+from kvbench.models.tokens import Pair
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice, TextEncoder
 from kvbench.policies.schedule import Blocks
+from kvbench.results.sample import Likelihood
 
-CALL = 512  # tokens a call of the model takes at most: more would gain little, and progress could not be seen
+Report = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Continuation:
-    """How a model rates the tokens of a continuation.
+class Scores:
+    """The likelihood of given tokens.
 
-    logprobs [M] float32, in nats. greedy [M] bool: whether greedy decoding would have chosen the token. cache: as it
-    ended, with the most tokens held at any time after the prompt was in; the last token was not fed. prefill_seconds:
-    until the first token could be rated, evictions of the prompt included; decode_seconds: the rest.
+    logprobs [n] float32: log p of each token, in nats. greedy [n] bool: whether greedy decoding would choose it. cache:
+    at the end; the last token was not appended to it after a prompt. prefill_seconds: until the first token can be
+    scored; for a text, the whole time. decode_seconds: the rest. block: tokens between two evictions of a text.
     """
 
     logprobs: Tensor
     greedy: Tensor
-    cache: "WatchedCache"
+    cache: WatchedCache
     prefill_seconds: float
-    decode_seconds: float
+    decode_seconds: float | None = None
+    block: int | None = None
+
+    @property
+    def nll(self) -> Tensor:
+        """-log p of each token, [n] float32."""
+        return -self.logprobs
 
     @property
     def most_kept(self) -> Tensor:
-        """[L,H_kv] the most tokens held meanwhile. ValueError where layers differ in their number of KV heads."""
+        """[L,H_kv] the most tokens held while tokens were scored. ValueError if layers differ in their KV heads."""
         return stacked(self.cache.most_kept)
-
-
-@dataclass(frozen=True)
-class TextScores:
-    """How a model rates every token of a text but its first.
-
-    nll [T-1] float32: -log p of each token given all before it, in nats. cache: as it ended, with the most tokens held
-    at any time, those of the block that is being rated included. block: tokens rated between two evictions (None:
-    nothing is ever evicted).
-    """
-
-    nll: Tensor
-    cache: "WatchedCache"
-    block: int | None
-    seconds: float
 
     @property
-    def most_kept(self) -> Tensor:
-        """[L,H_kv] the most tokens held meanwhile. ValueError where layers differ in their number of KV heads."""
-        return stacked(self.cache.most_kept)
+    def logprob(self) -> float:
+        """Sum of log p of all tokens, in nats."""
+        return float(self.logprobs.double().sum())
 
 
 class WatchedCache(KVCache):
-    """A cache that remembers the most tokens each layer and KV head held since `watch` was called."""
+    """A cache that records the most tokens that each layer and KV head held since `watch` was called."""
 
     _teacher_forced = True
     _most: dict[int, Tensor] | None = None
 
     def watch(self) -> None:
-        """Start to remember, from what is held now."""
+        """Start to record, with the tokens held now."""
         self._most = {}
-        self.group.on_change = self._note
+        self.group.on_change = self._record
         for index, layer in enumerate(self.attention_layers):
             if layer.is_initialized:
-                self._note(index)
+                self._record(index)
 
     @property
     def most_kept(self) -> list[Tensor]:
         """[H_kv] of each layer: the most tokens held at any time, over all sequences."""
-        assert self._most, "nothing was watched"
+        assert self._most, "nothing was recorded"
         return [self._most[index].cpu() for index in range(len(self.attention_layers))]
 
-    def _note(self, index: int) -> None:
-        """Called whenever a layer appended or evicted tokens."""
+    def _record(self, index: int) -> None:
+        """Called whenever a layer has appended or evicted tokens."""
         assert self._most is not None
         held = self.attention_layers[index].kept_tokens().amax(0)
-        before = self._most.get(index, held)
-        self._most[index] = torch.maximum(before, held)
+        self._most[index] = torch.maximum(self._most.get(index, held), held)
 
 
 @torch.inference_mode()
@@ -102,88 +101,181 @@ def continuation_scores(
     policy: Policy,
     *,
     block: int | None = None,
-    report: Callable[[int], None] | None = None,
+    report: Report | None = None,
     encoder: TextEncoder | None = None,
-) -> Continuation:
-    """Compress the prompt [1,T] as generation does, then rate the continuation [1,M], which decoding steps append.
+) -> Scores:
+    """Compress the prompt [1,T] as generation does, then score the continuation [1,M] with decoding steps.
 
-    block: at most so many tokens of the continuation go into one call of the model. More than one do only where that
-    gives what single tokens give: the cache evicts after every one of them all the same, if decoding evicts. report:
-    called with the number of tokens read, of prompt and continuation together, after every call. encoder: for policies
-    with a pre-pass that is made of text.
-    Raises BudgetError if the promise is broken, ValueError for an empty prompt or continuation, or for several.
+    block: maximum number of continuation tokens in one call. A call has several tokens only if the result is that of
+    single tokens: a cache that evicts while decoding evicts after each of them. report: called with the number of
+    tokens so far after every call. encoder: tokenizer for pre-passes that contain text.
+    Raises BudgetError if the cache holds more than the policy allows, ValueError for an empty prompt or continuation.
     """
-    if len(prompt) != 1 or len(continuation) != 1:
-        raise ValueError(f"continuations are scored one by one, got {len(prompt)} prompts and {len(continuation)} more")
-    if continuation.shape[1] == 0:
-        raise ValueError("a continuation without a token has no score")
+    if len(prompt) != 1 or len(continuation) != 1 or not prompt.shape[1] or not continuation.shape[1]:
+        raise ValueError(
+            "one prompt and one continuation are scored at a time, each with at least one token; got "
+            f"{list(prompt.shape)} and {list(continuation.shape)} tokens"
+        )
     if block is not None and block < 1:
         raise ValueError(f"block={block} is not allowed, it must be a number of tokens of at least 1")
-    padding(prompt, None)
     began = now(model)
-    prompt, cache = read_prompt(model, prompt, policy, WatchedCache)
-    logits = prefill(model, prompt, None, cache, encoder)
-    rated = [_rate(logits, continuation[0, :1])]
-    cache.expect(continuation.shape[1] - 1)
+    prompt, cache = open_cache(model, prompt, policy, WatchedCache)
+    logits = prefill(model, prompt, cache, encoder)
+    scored = [_score(logits, continuation[0, :1])]
+    fed, done = continuation[:, :-1], prompt.shape[1]
+    cache.expect(fed.shape[1])
     cache.watch()
     prefilled = now(model)
     if report is not None:
-        report(prompt.shape[1])
-    last = continuation.shape[1] - 1
-    size = min(_call_size(model, policy), block or CALL)
-    if in_one_call(model.config, prompt.shape[1] + last):
-        size = 1  # a call of several would rotate them all by the length of the last, or begin anew
-    for start in range(0, last, size):
-        end = min(start + size, last)
-        rate_next(cache, logits[-1:], continuation[:, start:end])
-        logits = _call(model, cache, continuation[:, start:end], prompt.shape[1] + start)
-        rated.append(_rate(logits, continuation[0, start + 1 : end + 1]))
+        report(done)
+    size = min(given_size(model, [policy], done + fed.shape[1]), _fitting(model), block or GIVEN_TOKENS)
+    for out in append_given(model, cache, fed, size, logits) if fed.shape[1] else ():
+        following = continuation[0, done - prompt.shape[1] + 1 :][: out.shape[1]]
+        scored.append(_score(out[0], following))
+        done += out.shape[1]
         if report is not None:
-            report(prompt.shape[1] + end)
-    logprobs, greedy = (torch.cat(parts) for parts in zip(*rated, strict=True))
-    _check_numbers(logprobs)
+            report(done)
+    logprobs, greedy = _joined(scored)
     decoded = now(model)
     cache.audit()
-    return Continuation(logprobs, greedy, cache, prefilled - began, decoded - prefilled)
+    return Scores(logprobs, greedy, cache, prefilled - began, decoded - prefilled)
 
 
 @torch.inference_mode()
-def text_scores(
-    model: PreTrainedModel, ids: Tensor, policy: Policy, *, report: Callable[[int], None] | None = None
-) -> TextScores:
-    """Rate every token of a text [1,T] but the first, while the policy evicts after every block of its schedule.
+def text_scores(model: PreTrainedModel, ids: Tensor, policy: Policy, *, report: Report | None = None) -> Scores:
+    """Score every token of a text [1,T] except the first, while the policy evicts after every block of its schedule.
 
-    A block is rated before its eviction, so that its tokens see the budget and up to m - 1 tokens of the block itself.
-    The last logit of a block rates the first token of the next: no token is left out, none is rated twice. No more than
-    LOGITS_AT_ONCE logits exist at once. report: called with the number of tokens read after every call.
-    Raises BudgetError if the promise is broken, ValueError where the policy would evict nothing before the text's end.
+    A block is scored before its eviction, so that its tokens attend to the budget and to up to m - 1 tokens of the
+    block. The last logits of a block score the first token of the next, so that each token is scored once. report:
+    called with the number of tokens so far after every call.
+    Raises BudgetError if the cache holds more than the policy allows, ValueError if the policy evicts nothing before
+    the end of the text.
     """
     if len(ids) != 1 or ids.shape[1] < 2:
-        raise ValueError(f"a text is scored from its second token on, one text at a time, got {list(ids.shape)} tokens")
+        raise ValueError(f"one text of at least two tokens is scored at a time, got {list(ids.shape)} tokens")
     check_blocks(policy)
     began = now(model)
     total = ids.shape[1]
     cache = WatchedCache(model.config, policy, prompt_length=total)
     cache.watch()
     block = int(policy.schedule.size) if policy.evicts and isinstance(policy.schedule, Blocks) else None
-    size = _call_size(model, policy, block or 1)
-    rated = []
-    for start in range(0, total, size):
-        end = min(start + size, total)
-        logits = _call(model, cache, ids[:, start:end], start)
-        following = ids[0, start + 1 : end + 1]  # of the text's last token none
-        rated.append(-_rate(logits[: len(following)], following)[0])
-        if block is None or end % block == 0 or end == total:
+    size = min(GIVEN_TOKENS, _fitting(model)) if continues(model.config) else 1
+    size -= size % (block or 1) if (block or 1) <= size else 0
+    scored, done = [], 0
+    for out in append_given(model, cache, ids, size, None):
+        done += out.shape[1]
+        following = ids[0, done - out.shape[1] + 1 : done + 1]
+        scored.append(_score(out[0, : len(following)], following))
+        if block is None or done % block == 0 or done == total:
             cache.audit()
         if report is not None:
-            report(end)
-    nll = torch.cat(rated)
-    _check_numbers(nll)
-    return TextScores(nll, cache, block, now(model) - began)
+            report(done)
+    logprobs, greedy = _joined(scored)
+    return Scores(logprobs, greedy, cache, now(model) - began, block=block)
+
+
+def _fitting(model: PreTrainedModel) -> int:
+    """Tokens of one call whose logits fit into `LOGITS_AT_ONCE`."""
+    return max(1, LOGITS_AT_ONCE // int(model.config.get_text_config(decoder=True).vocab_size))
+
+
+def _score(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """log p of tokens [N] under logits [N,V], [N] float32, and whether each is the most likely token, [N] bool."""
+    tokens = tokens.to(logits.device)
+    return -surprisal(logits, tokens), logits.argmax(-1) == tokens
+
+
+def _joined(scored: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The scores of all calls. Raises FloatingPointError if logits were NaN."""
+    logprobs, greedy = (torch.cat(parts) for parts in zip(*scored, strict=True))
+    if bool(logprobs.isnan().any()):
+        raise FloatingPointError(NOT_A_NUMBER)
+    return logprobs, greedy
+
+
+# --- examples of a task ----------------------------------------------------------------------------------------------
+def score_pair(model: PreTrainedModel, pair: Pair, policy: Policy, encoder: TextEncoder | None = None) -> Scores:
+    """Compress a context as a prompt and score its continuation."""
+    context, continuation = (
+        torch.tensor([ids], dtype=torch.long, device=model.device) for ids in (pair.context, pair.continuation)
+    )
+    return continuation_scores(model, context, continuation, policy, encoder=encoder)
+
+
+def score_prompt(
+    model: PreTrainedModel,
+    prompt: Prompt,
+    policy: Policy,
+    *,
+    report: Report | None = None,
+    encoder: TextEncoder | None = None,
+) -> tuple[Scores, Likelihood, int]:
+    """Score the given tokens of an example: scores, their summary, and the number of tokens that the model processed.
+
+    report: called with the number of tokens so far. Raises BudgetError if the cache holds more than the policy allows.
+    """
+    ids = prompt.ids[None].to(model.device, torch.long)
+    policy = policy_for(policy, prompt)
+    if scores_whole_text(prompt):
+        scores = text_scores(model, ids, policy, report=report)
+        return scores, summary(scores.nll, 1, scores.block, scores.cache.most_kept), ids.shape[1]
+    if prompt.target is None:
+        ids, target = ids[:, : prompt.length], ids[:, prompt.length :]
+    else:
+        target = prompt.target[None].to(model.device, torch.long)
+    scores = continuation_scores(model, ids, target, policy, report=report, encoder=encoder)
+    block = (policy.schedule.spare or None) if policy.evicts else None
+    likelihood = summary(scores.nll, ids.shape[1], block, scores.cache.most_kept)
+    return scores, likelihood, ids.shape[1] + target.shape[1] - 1
+
+
+def summary(nll: Tensor, first: int, block: int | None, most_kept: Iterable[Tensor]) -> Likelihood:
+    """The likelihood of tokens with -log p nll [n] that begin at position `first`; most_kept: [H_kv] per layer."""
+    sums = nll.double().cumsum(0).tolist()
+    end = first + len(sums)
+    lengths = sorted({*(2**k for k in range(1, end.bit_length()) if first < 2**k <= end), end})
+    return Likelihood(
+        nll=sums[-1] / len(sums),
+        tokens=len(sums),
+        lengths=lengths,
+        cumulative=[sums[length - first - 1] / (length - first) for length in lengths],
+        block=block,
+        max_kept_tokens=[heads.tolist() for heads in most_kept],
+    )
+
+
+def is_scored(prompt: Prompt) -> bool:
+    """Whether the tokens of an example are given and scored, so that nothing is generated."""
+    return prompt.target is not None or prompt.example.reading is not None
+
+
+def scores_whole_text(prompt: Prompt) -> bool:
+    """Whether all tokens but the first are scored, while the policy evicts block by block."""
+    reading = prompt.example.reading
+    return prompt.target is None and reading is not None and reading.prompt_tokens is None
+
+
+def policy_for(policy: Policy, prompt: Prompt) -> Policy:
+    """The policy with the block size of the example's task.
+
+    Raises ValueError if it cannot evict that way, or would evict nothing while tokens are scored.
+    """
+    block = None if prompt.example.reading is None else prompt.example.reading.block
+    if block is not None and policy.evicts:
+        old = policy.schedule
+        try:
+            blocks = Blocks(decode=old.decode, order=old.order, late=old.late, size=block)
+            policy = replace(policy, schedule=blocks)
+        except ValueError as error:
+            instead = " and score what follows a prompt (prompt_tokens)" if scores_whole_text(prompt) else ""
+            raise ValueError(f"block={block}: {error}; leave block out (null){instead}") from error
+    if scores_whole_text(prompt):
+        check_blocks(policy)
+    return policy
 
 
 def check_blocks(policy: Policy) -> None:
-    """ValueError unless a whole text can be rated while the policy does what it does: in blocks, or keeping all."""
+    """Raise ValueError unless the policy evicts in blocks that are scored first, or keeps all tokens of a text."""
     instead = "score what follows a prompt instead (prompt_tokens)"
     if not policy.store.exact:
         raise ValueError(f"{policy.name} stores a text in its final form only once it is a whole prompt: {instead}")
@@ -204,46 +296,3 @@ def check_blocks(policy: Policy) -> None:
             f"{policy.name} evicts a block before it is scored (order=evict_then_attend), which lets later tokens of "
             f"the block decide what earlier ones see: use block=1 or order=attend_then_evict"
         )
-
-
-def in_blocks(policy: Policy, block: int) -> Policy:
-    """The policy, evicting after every `block` tokens of a prompt or text.
-
-    Raises ValueError where it is defined on whole prompts only.
-    """
-    schedule = policy.schedule
-    return replace(
-        policy, schedule=Blocks(decode=schedule.decode, order=schedule.order, late=schedule.late, size=block)
-    )
-
-
-def _call_size(model: PreTrainedModel, policy: Policy, block: int = 1) -> int:
-    """Tokens a call of the model takes: whole blocks, where more than one fits.
-
-    One, where the next token must be known first (surprisal), where a store compresses between two calls, and where the
-    model would begin its recurrent layers anew.
-    """
-    if policy.rates or not policy.store.exact or not continues(model.config):
-        return 1
-    vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
-    most = max(1, min(CALL, LOGITS_AT_ONCE // vocabulary))
-    return most - most % block if block <= most else most
-
-
-def _call(model: PreTrainedModel, cache: KVCache, ids: Tensor, first: int) -> Tensor:
-    """The logits [N,V] after each of the tokens ids [1,N], the first of which stands at position `first`."""
-    positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
-    logits: Tensor = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True).logits[0]
-    return logits
-
-
-def _check_numbers(rated: Tensor) -> None:
-    """FloatingPointError where tokens were rated by logits that are no numbers."""
-    if bool(rated.isnan().any()):
-        raise FloatingPointError(NOT_A_NUMBER)
-
-
-def _rate(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """log p of tokens [N] under logits [N,V], [N] float32, and whether each is the likeliest, [N] bool."""
-    tokens = tokens.to(logits.device)
-    return -surprisal(logits, tokens), logits.argmax(-1) == tokens

@@ -1,4 +1,4 @@
-"""Settings of sampling; `kvbench.engine.sampling` samples the tokens."""
+"""Settings of sampling; `kvbench.engine.sequence` samples the tokens."""
 
 from dataclasses import dataclass
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.engine.compute import run_cells
+from kvbench.engine.compute import compute_runs
 from kvbench.engine.prompts import make_prompts
 from kvbench.errors import UsageError
 from kvbench.report.trackers.watching import SweepCallback, make_watch
@@ -75,7 +75,7 @@ def compute(runs: Sequence[Planned], out: Path, tracker: SweepCallback) -> list[
     """
     recorder = Recorder({one.entry.key: one.entry.title for one in runs}, out, tracker)
     try:
-        run_cells([one.run for one in runs if one.run is not None], recorder)
+        compute_runs([one.run for one in runs if one.run is not None], recorder)
     finally:
         recorder.messages.print_counts()
     return recorder.errors
@@ -91,7 +91,7 @@ def run_one(composed: Composed) -> float | None:
         return None
     tracker = make_watch(composed.config["logger"], None)
     try:
-        error = run_cells([run], tracker)[0].error
+        error = compute_runs([run], tracker)[0].error
     finally:
         tracker.close()
     if error is not None:

@@ -17,8 +17,9 @@ from kvbench.cache.cache import KVCache
 from kvbench.cache.pressed import PressedCache, kept_by_layer
 from kvbench.config.presets import make_policy
 from kvbench.config.tree import find, read
+from kvbench.engine.answers import evicted
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.rating import evicted, rated
+from kvbench.engine.teacher_forcing import score_pair
 from kvbench.errors import UsageError, refusing
 from kvbench.models.loading import ModelSpec, load, locate, pick_device
 from kvbench.models.prompts import end_tokens, stop_test
@@ -105,9 +106,9 @@ class KVBenchLM(HFLM):
         answers = []
         for texts, context, continuation in tqdm(requests, desc="Running loglikelihood requests", disable=disable_tqdm):
             pair = Pair(context[-(self.max_length + 1 - len(continuation)) :], continuation)
-            rating = rated(self.model, pair, self.policy, Encoder(self._tokenizer))
-            self._measure(rating.cache, pair.tokens - 1)
-            answers.append((rating.logprob, rating.greedy))
+            scores = score_pair(self.model, pair, self.policy, Encoder(self._tokenizer))
+            self._measure(scores.cache, pair.tokens - 1)
+            answers.append((scores.logprob, bool(scores.greedy.all())))
             if texts is not None:  # None for perplexities
                 self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
         return answers

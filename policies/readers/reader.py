@@ -88,7 +88,7 @@ class Reader(ABC):
     def summarise(self, keys: Tensor, present: Tensor) -> State:
         """Compute page summaries by name: keys [B,H_kv,P,p,D], present [B,H_kv,P,p] bool -> [B,H_kv,P,...] each.
 
-        Called when tokens are appended to a page. The bytes are part of the cache; by default, every query reads them.
+        Called when tokens are appended to a page. The bytes are part of the cache; by default every query reads them.
         """
 
     @abstractmethod

@@ -16,7 +16,7 @@ from shown_tables import shown_rows
 
 from kvbench import BudgetError
 from kvbench.cli import main
-from kvbench.engine.generate import generate_tokens
+from kvbench.engine.generate import generate
 
 SECONDS = {"prefill_seconds", "decode_seconds"}
 SMALL = ("task.lengths=[700]", "task.depths=[0.0,0.5,1.0]", "task.repeats=1", "task.max_new_tokens=8")
@@ -123,9 +123,9 @@ def test_an_example_that_broke_its_budget_is_recorded_and_spoils_the_score(
         calls.append(1)
         if len(calls) == 2:
             raise BudgetError("layer 0 holds 65 of 64")
-        return generate_tokens(*arguments, **options)
+        return generate(*arguments, **options)
 
-    monkeypatch.setattr("kvbench.engine.answers.generate_tokens", breaking)
+    monkeypatch.setattr("kvbench.engine.answers.generate", breaking)
     arguments = (f"model={tiny_model}", "policy=knorm", "budget=64", "out=runs", "engine.rows=1", *SMALL)
     done = here(*arguments)
     assert done.returncode == 1

@@ -10,7 +10,7 @@ import pytest
 from small_cells import small_cell
 
 from kvbench.cli import main
-from kvbench.engine.compute import run_cells
+from kvbench.engine.compute import compute_runs
 from kvbench.engine.prompts import make_prompts
 from kvbench.errors import UsageError
 from kvbench.report.command import main as results
@@ -59,7 +59,7 @@ def test_both_ways_are_runs_of_their_own_and_every_table_says_which_is_which(
     ("arguments", "said"),
     [
         (("compress=both",), "compress must be prompt or context, got 'both'"),
-        (("compress=context", "policy=d2o_released"), "d2o_released evicts only once a token after the prompt"),
+        (("compress=context", "policy=d2o_released"), "d2o_released evicts only after a token behind the prompt"),
         (
             ("compress=context", "task.frame='{question} {context}'"),
             "has no separate question",
@@ -81,14 +81,14 @@ def test_a_run_tells_it_where_questions_begin(tiny_model: Path, tmp_path: Path) 
     context = small_cell(tmp_path, tiny_model, "full", 200, "compress=context")
     asked = [prompt.question for prompt in make_prompts(cells[0])]
     assert asked == [prompt.context_tokens for prompt in make_prompts(context)]
-    assert [ending.error for ending in run_cells(cells)] == [None] * 3
+    assert [ending.error for ending in compute_runs(cells)] == [None] * 3
     alone = small_cell(tmp_path / "alone", tiny_model, "finch_chunks", 200, "block=64", "engine.rows=1")
-    assert run_cells([alone])[0].error is None
+    assert compute_runs([alone])[0].error is None
     answers = [[s.output for s in read_result(cell.folder).samples] for cell in (cells[1], alone)]
     assert answers[0] == answers[1]
     passes = [sample.pre_pass_tokens for sample in read_result(cells[1].folder).samples]
     ends = [range(64, len(prompt.ids), 64) for prompt in make_prompts(cells[1])]
     left = [[last.stop - max(end, place or 0) for end in last] for last, place in zip(ends, asked, strict=True)]
     assert passes == [sum(tokens) for tokens in left]  # what is left of the question, after every block but the last
-    with pytest.raises(UsageError, match="finch compresses a context by the question behind it"):
+    with pytest.raises(UsageError, match="finch compresses a context by its question, which is not known"):
         small_cell(tmp_path, tiny_model, "finch", 200, "compress=context")

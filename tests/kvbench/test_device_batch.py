@@ -14,7 +14,8 @@ from kvbench import KVCache, make_policy
 from kvbench.cache import cache as cache_module
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.prompt_pass import next_logits, prefill
+from kvbench.engine.logits import next_logits
+from kvbench.engine.prefill import prefill
 from kvbench.engine.sequence import Request
 from kvbench.policies.policy import Policy
 
@@ -109,12 +110,12 @@ def test_a_cache_may_leave_the_device_between_any_two_tokens() -> None:
     for switches in (False, True):
         cache = KVCache(model.config, policy, prompt_length=60)
         with torch.inference_mode():
-            logits, tokens = prefill(model, torch.tensor([prompt(60)]), None, cache), []
+            logits, tokens = prefill(model, torch.tensor([prompt(60)]), cache), []
             for index in range(14):
                 if switches:
                     cache.on_device(index % 5 < 3)
                 tokens.append(logits.argmax(-1, keepdim=True))
-                logits = next_logits(model, tokens[-1], None, torch.tensor([[60 + index]]), cache)
+                logits = next_logits(model, tokens[-1], torch.tensor([[60 + index]]), cache)
         cache.on_device(False)
         cache.audit()
         found.append(([int(token) for token in tokens], *held(cache)))

@@ -11,7 +11,7 @@ from plotted_runs import sample as plotted_sample
 
 from kvbench.cli import main
 from kvbench.engine import answers
-from kvbench.engine.generate import generate_tokens
+from kvbench.engine.generate import generate
 from kvbench.results.sample import Sample
 from kvbench.results.samples import open_samples, read_samples
 
@@ -55,9 +55,9 @@ def test_a_run_whose_files_vanish_stops_at_once_in_one_sentence(
         if len(calls) == 2:
             (path,) = tmp_path.glob("runs/*/samples.jsonl")
             shutil.rmtree(path.parent) if what == "folder" else path.unlink()
-        return generate_tokens(*args, **kwargs)
+        return generate(*args, **kwargs)
 
-    monkeypatch.setattr(answers, "generate_tokens", and_then_they_are_gone)
+    monkeypatch.setattr(answers, "generate", and_then_they_are_gone)
     small = ["task.lengths=[300]", "task.depths=[0.1,0.3,0.5,0.7,0.9]", "task.repeats=1", "task.max_new_tokens=2"]
     assert main([f"model={tiny_model}", "policy=full", "out=runs", "engine.rows=1", *small]) == 1
     said = capsys.readouterr()

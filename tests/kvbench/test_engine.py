@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kvbench.engine import batch as rows
-from kvbench.engine import device_memory
-from kvbench.engine.callbacks import NullCallback
-from kvbench.engine.compute import Ending, grouped, run_cells
+from kvbench.engine import device as device_memory
+from kvbench.engine.compute import Ending, compute_runs, grouped
+from kvbench.engine.run_writer import NullCallback
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.ranking import Ranking
 from kvbench.report.table import notes, results_table
@@ -58,7 +58,7 @@ def results(cell: Run) -> list[dict[str, Any]]:
 def completed(endings: Sequence[Ending]) -> None:
     for ending in endings:
         assert ending.error is None
-        assert ending.folder == ending.cell.folder
+        assert ending.folder == ending.run.folder
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def test_every_run_of_a_sweep_writes_what_it_writes_alone(cells: Build) -> None:
         for rows, out in ((None, "shared"), (1, "alone"))
     ]
     for these in both:
-        completed(run_cells(these))
+        completed(compute_runs(these))
     for shared, alone in zip(*both, strict=True):
         assert results(shared) == results(alone), shared.policy_name
         assert shared.folder.name == alone.folder.name
@@ -96,7 +96,7 @@ def test_every_run_of_a_sweep_writes_what_it_writes_alone(cells: Build) -> None:
 
 def test_samples_say_how_they_ran_and_give_seconds_only_where_they_are_theirs(cells: Build) -> None:
     shared, alone = cells("full,snapkv", limit=3), cells("full,snapkv", limit=3, rows=1, out="alone")
-    completed(run_cells([*shared, *alone]))
+    completed(compute_runs([*shared, *alone]))
     for line in lines(shared[1]):
         assert (line["shared_prefill"], line["rows_in_flight"]) == (2, 6)
         assert line["prefill_seconds"] is line["decode_seconds"] is line["device_peak_bytes"] is None
@@ -131,14 +131,14 @@ def test_runs_that_differ_in_more_than_their_policy_share_nothing_but_the_model(
 
 def test_runs_that_are_ahead_wait_for_the_others_and_keep_what_they_have(cells: Build) -> None:
     some = cells("full,snapkv,tova", rows=3)
-    completed(run_cells([replace(some[1], limit=2), replace(some[2], limit=1)]))
+    completed(compute_runs([replace(some[1], limit=2), replace(some[2], limit=1)]))
     before = [(cell.folder / "samples.jsonl").read_bytes() for cell in some[1:]]
-    completed(run_cells(some))
+    completed(compute_runs(some))
     for cell, kept in zip(some[1:], before, strict=True):
         assert (cell.folder / "samples.jsonl").read_bytes().startswith(kept)
     assert [line["shared_prefill"] for line in lines(some[0])] == [1, 2, 3, 3]
     alone = cells("full,snapkv,tova", rows=1, out="alone")
-    run_cells(alone)
+    compute_runs(alone)
     assert [results(cell) for cell in some] == [results(cell) for cell in alone]
 
 
@@ -150,7 +150,7 @@ def uneven(cells: Build, policies: str, **how: Any) -> list[Run]:
 def test_a_run_that_breaks_its_budget_fails_in_that_example_alone(cells: Build) -> None:
     knorm, tova = uneven(cells, "knorm,tova")
     generous = with_part(knorm, allocator=Generous(after=450))
-    completed(run_cells([generous, tova, knorm]))
+    completed(compute_runs([generous, tova, knorm]))
     errors = [line["error"] for line in lines(generous)]
     assert [error is None for error in errors] == [True, False, True]
     assert errors[1].startswith("BudgetError: ")
@@ -168,7 +168,7 @@ def test_whatever_a_model_raises_over_one_run_s_prompt_the_others_go_on_together
 
     monkeypatch.setattr("kvbench.engine.logits.head_logits", lacking)
     knorm, sirllm, tova = cells("knorm,sirllm,tova", limit=2)
-    first, second, third = run_cells([knorm, sirllm, tova])
+    first, second, third = compute_runs([knorm, sirllm, tova])
     assert isinstance(second.error, AttributeError)
     completed([first, third])
     assert "a batch failed" not in caplog.text
@@ -194,7 +194,7 @@ def test_a_run_that_breaks_only_in_company_is_completed_by_itself(
         return [*ended, *flight._finish(live)]
 
     monkeypatch.setattr(rows.DecodeBatch, "step", breaking)
-    completed(run_cells(some))
+    completed(compute_runs(some))
     assert len(lines(some[1])) == 4
     assert {line["rows_in_flight"] for line in lines(some[1])} == {1}
 
@@ -212,13 +212,13 @@ def test_memory_that_ran_out_in_company_is_asked_for_again_with_less(
 
     monkeypatch.setattr(rows, "next_logits", small)
     some = cells("full,snapkv,tova", limit=4)
-    completed(run_cells(some))
+    completed(compute_runs(some))
     assert "memory ran out with 12 sequences in flight, now at most 6" in caplog.text
     assert "a batch failed" not in caplog.text
     (session,) = json.loads((some[0].folder / "engine.json").read_text())["sessions"]
     assert session["rows"] > 12, "some entered again"
     alone = cells("full,snapkv,tova", limit=4, rows=1, out="alone")
-    run_cells(alone)
+    compute_runs(alone)
     assert [results(cell) for cell in some] == [results(cell) for cell in alone]
 
 
@@ -233,7 +233,7 @@ def test_a_context_is_read_once_for_all_runs_and_all_that_is_asked_about_it(tiny
         runs_of([*given, "limit=4", "device=cpu", f"out={tmp_path / out}", f"engine.rows={rows}"])
         for out, rows in (("shared", "null"), ("few", "7"), ("alone", "1"))
     )
-    completed(run_cells([*shared, *few, *alone]))
+    completed(compute_runs([*shared, *few, *alone]))
     assert [results(cell) for cell in shared] == [results(cell) for cell in few] == [results(cell) for cell in alone]
     assert [line["shared_prefill"] for line in lines(shared[0])] == [9, 9, 9, 3]
     assert [line["shared_prefill"] for line in lines(few[0])] == [6, 6, 3, 3]  # no more than 7 rows: two questions
@@ -262,10 +262,10 @@ class Told(NullCallback):
 def test_an_interrupt_leaves_whole_files_with_all_that_was_computed(cells: Build) -> None:
     some = cells("full,tova", limit=4)
     with pytest.raises(KeyboardInterrupt):
-        run_cells(some, Told(after=3))
+        compute_runs(some, Told(after=3))
     assert [len(lines(cell)) for cell in some] == [4, 4]  # all rows had ended when the third sample was written
     assert not any((cell.folder / "metrics.json").exists() for cell in some)
-    completed(run_cells(some))
+    completed(compute_runs(some))
 
 
 class Killing(NullCallback):
@@ -285,15 +285,15 @@ def test_a_killed_sweep_has_all_variants_for_the_same_examples_and_continues(cel
     killed = cells("full,snapkv,tova,kvzip", out="killed", rows=6)
     child = os.fork()
     if child == 0:
-        run_cells(killed, Killing())
+        compute_runs(killed, Killing())
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     kept = [(cell.folder / "samples.jsonl").read_bytes() for cell in killed]
     counts = [text.count(b"\n") for text in kept]
     assert (min(counts), max(counts)) == (1, 2)
-    completed(run_cells(killed))
+    completed(compute_runs(killed))
     whole = cells("full,snapkv,tova,kvzip", out="whole")
-    completed(run_cells(whole))
+    completed(compute_runs(whole))
     for one, other, before in zip(killed, whole, kept, strict=True):
         assert (one.folder / "samples.jsonl").read_bytes().startswith(before)
         assert results(one) == results(other)

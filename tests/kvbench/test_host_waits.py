@@ -16,8 +16,9 @@ from torch import Tensor
 from kvbench import KVCache, make_policy
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.logits import next_logits
 from kvbench.engine.pre_pass import rate_next
-from kvbench.engine.prompt_pass import next_logits, prefill
+from kvbench.engine.prefill import prefill
 from kvbench.engine.sequence import Request
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import Dense
@@ -65,15 +66,15 @@ def test_no_step_at_the_budget_waits_alone_or_in_a_batch(slug: str, monkeypatch:
     model.set_attn_implementation("kvbench")
     policy = policy_of(slug)
     cache = KVCache(model.config, policy, prompt_length=LENGTH, question=LENGTH - 6)
-    logits, place = prefill(model, prompt(LENGTH), None, cache, CodePoints()), torch.full((1, 1), LENGTH, device="cuda")
+    logits, place = prefill(model, prompt(LENGTH), cache, CodePoints()), torch.full((1, 1), LENGTH, device="cuda")
     for index in range(SETTLED + 2):
         token = logits.argmax(-1, keepdim=True)
         rate_next(cache, logits, token)
         if index < SETTLED:
-            logits, place = next_logits(model, token, None, place, cache), place + 1
+            logits, place = next_logits(model, token, place, cache), place + 1
             continue
         with refusing_to_wait():
-            logits, place = next_logits(model, token, None, place, cache), place + 1
+            logits, place = next_logits(model, token, place, cache), place + 1
     assert max(max(heads) for layer in cache.kept_tokens().tolist() for heads in layer) < LENGTH, "it evicts"
     flight = DecodeBatch(model)
     for seed in range(2):

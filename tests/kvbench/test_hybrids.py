@@ -22,9 +22,8 @@ from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.conversation import Conversation
-from kvbench.engine.generate import Generation, generate_tokens
-from kvbench.engine.prompt_pass import prefill
+from kvbench.engine.generate import Conversation, Generation, generate_tokens
+from kvbench.engine.prefill import prefill
 from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.engine.teacher_forcing import continuation_scores, text_scores
 from kvbench.policies.policy import Policy
@@ -187,14 +186,14 @@ def test_another_prompt_goes_on_from_the_states(family: str) -> None:
     held = KVCache(running.config, make_policy("full"))
     read(running, held, ids[:, :20], 20)
     held.next_prompt(20)
-    logits = prefill(running, ids[:, 20:], None, held)
+    logits = prefill(running, ids[:, 20:], held)
     with torch.inference_mode():
         expected = running(ids, past_key_values=KVCache(running.config, make_policy("full"))).logits[:, -1]
     torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
     held = KVCache(running.config, make_policy("snapkv", BUDGET, window=6))
     read(running, held, ids[:, :20], 20)
     held.next_prompt(20)
-    prefill(running, ids[:, 20:], None, held)
+    prefill(running, ids[:, 20:], held)
     held.audit()
     assert held.kept_tokens().unique().tolist() == [BUDGET]
 
@@ -282,11 +281,11 @@ def test_a_family_that_begins_anew_is_given_no_later_tokens_together() -> None:
 
 def test_pre_passes_that_such_a_family_cannot_follow_are_refused_in_a_sentence() -> None:
     """KVzip looks at a prompt again; SirLLM rates a later prompt's tokens by one call."""
-    said = "read several tokens in one call after others, but this model begins its recurrent layers anew at every"
-    with pytest.raises(ValueError, match=f"^kvzip has JambaForCausalLM {said} such call: use another policy"):
+    needs = "needs calls of several tokens after the first, but JambaForCausalLM resets its recurrent layers at every"
+    with pytest.raises(ValueError, match=f"^kvzip {needs} such call: use another"):
         alone("jamba", prompt(37), make_policy("kvzip", BUDGET))
     turns = Conversation(model("jamba"), make_policy("sirllm", BUDGET), own=True, encoder=None)
     first, second = torch.tensor([prompt(37)]), torch.tensor([prompt(9)])
     assert len(turns.ask(Request(first, NEW), first).tokens[0]) == NEW
-    with pytest.raises(ValueError, match=f"^sirllm has JambaForCausalLM {said} such call: use another policy"):
+    with pytest.raises(ValueError, match=f"^sirllm {needs} such call: use another"):
         turns.ask(Request(second, NEW), second)

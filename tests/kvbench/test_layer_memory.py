@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache
 from kvbench.cache.join import fork, pick, together
-from kvbench.engine.prompt_pass import next_logits, prefill
+from kvbench.engine.logits import next_logits
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
@@ -53,7 +53,8 @@ def model() -> PreTrainedModel:
 def filled(model: PreTrainedModel, prompts: Sequence[Sequence[int]], policy: Policy = POLICY) -> KVCache:
     cache = KVCache(model.config, policy, prompt_length=[len(p) for p in prompts])
     ids, mask = left_padded(prompts)
-    prefill(model, ids, mask.bool(), cache)
+    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
     return cache
 
 
@@ -63,7 +64,7 @@ def decoded(model: PreTrainedModel, cache: KVCache, tokens: Sequence[int]) -> Te
     for token in tokens:
         seen = [n for group in cache.groups for n in group.progress.seen]
         ids, places = torch.tensor([[token]] * len(seen)), torch.tensor(seen)[:, None]
-        out.append(next_logits(model, ids, None, places, cache))
+        out.append(next_logits(model, ids, places, cache))
     return torch.stack(out, 1)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from plotted_runs import read, write_run
 
-from kvbench.engine.likelihood import summed_up
+from kvbench.engine.teacher_forcing import summary
 from kvbench.report.table import print_table
 from kvbench.results.load import load_results
 from kvbench.results.metrics import metrics
@@ -17,7 +17,7 @@ from kvbench.results.statistics import paired_difference, weighted_interval
 
 
 def test_a_long_text_weighs_more_than_a_short_one() -> None:
-    longer = replace(read(1, [5.0]), likelihood=summed_up(torch.tensor([5.0]), 1, 4, torch.tensor([[12, 11]])))
+    longer = replace(read(1, [5.0]), likelihood=summary(torch.tensor([5.0]), 1, 4, torch.tensor([[12, 11]])))
     got = metrics([read(0, [1.0, 1.0, 1.0]), longer])["likelihood"]
     assert got["nll"] == 2.0  # (3 + 5) / 4 tokens, not (1 + 5) / 2 texts
     assert got["perplexity"] == pytest.approx(math.exp(2.0))

@@ -12,7 +12,7 @@ from command_lines import composed
 from transformers import AutoTokenizer
 
 from kvbench.config.tree import CONF, load
-from kvbench.engine.compute import run_cells
+from kvbench.engine.compute import compute_runs
 from kvbench.models.prompts import PromptMaker
 from kvbench.run.run import build_run
 from kvbench.run.sampling import Sampling
@@ -40,7 +40,7 @@ def test_what_is_dictated_is_evicted_from_while_it_is_decoded_and_not_counted(ti
             ("whole", ("task.dictate_after=null",)),
         )
     )
-    for ending in run_cells([*together, *alone, *whole]):
+    for ending in compute_runs([*together, *alone, *whole]):
         assert ending.error is None
     assert [lines(cell.folder) for cell in together] == [lines(cell.folder) for cell in alone]
     full, streaming, _ = (lines(cell.folder) for cell in together)

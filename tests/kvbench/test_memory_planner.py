@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbench.engine import device_memory
-from kvbench.engine.callbacks import NullCallback
-from kvbench.engine.device_memory import Allocator
+from kvbench.engine import device as device_memory
+from kvbench.engine.device import Allocator
 from kvbench.engine.memory import MemoryPlanner, sequence_bytes
-from kvbench.engine.run_writer import RunWriter
+from kvbench.engine.run_writer import NullCallback, RunWriter
 from kvbench.models.prompts import Prompt
 from kvbench.run.run import Run
 from kvbench.tasks.task import Example
@@ -52,8 +51,8 @@ def prompt() -> Prompt:
 
 
 def test_a_row_holds_what_its_policy_keeps_of_prompt_and_answer(runs: list[RunWriter], prompt: Prompt) -> None:
-    assert sequence_bytes(runs[0].cell, prompt) == (PROMPT + NEW) * TOKEN
-    assert sequence_bytes(runs[6].cell, prompt) == (BUDGET + NEW) * TOKEN, "snapkv grows while it decodes"
+    assert sequence_bytes(runs[0].run, prompt) == (PROMPT + NEW) * TOKEN
+    assert sequence_bytes(runs[6].run, prompt) == (BUDGET + NEW) * TOKEN, "snapkv grows while it decodes"
 
 
 def test_rows_enter_until_four_fifths_of_the_free_memory_less_two_prompts_are_taken(
@@ -76,9 +75,9 @@ def test_a_prefill_that_took_more_than_expected_leaves_less_room_from_then_on(
 ) -> None:
     devices(Allocator((2 * PROMPT + 5 * (PROMPT + NEW)) * TOKEN * 5 // 4 + 1, 0, 0))
     room = MemoryPlanner(None)
-    room.measured(prompt, runs[0].cell, 1 * PROMPT * TOKEN)
+    room.measured(prompt, runs[0].run, 1 * PROMPT * TOKEN)
     assert room.fits(prompt, runs[:6], 0, 0) == 5, "less than expected changes nothing"
-    room.measured(prompt, runs[0].cell, 2 * PROMPT * TOKEN + 2 * (PROMPT + NEW) * TOKEN)
+    room.measured(prompt, runs[0].run, 2 * PROMPT * TOKEN + 2 * (PROMPT + NEW) * TOKEN)
     assert room.fits(prompt, runs[:6], 0, 0) == 3
 
 
@@ -88,7 +87,7 @@ def test_a_row_that_held_more_than_expected_makes_its_run_expect_it(
     devices(Allocator((2 * PROMPT + 4 * (PROMPT + NEW)) * TOKEN * 5 // 4 + 1, 0, 0))
     room = MemoryPlanner(None)
     assert room.fits(prompt, runs[:1] * 6, 0, 0) == 4
-    room.left(object(), runs[0], prompt, 2 * (PROMPT + NEW) * TOKEN)  # type: ignore[arg-type]
+    room.finished(object(), runs[0], prompt, 2 * (PROMPT + NEW) * TOKEN)  # type: ignore[arg-type]
     assert room.fits(prompt, runs[:1] * 6, 0, 0) == 2
     assert room.fits(prompt, runs[1:6], 0, 0) == 4, "another run does not know"
 

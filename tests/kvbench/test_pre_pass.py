@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch, Request
-from kvbench.engine.compute import run_cells
+from kvbench.engine.compute import compute_runs
 from kvbench.engine.generate import generate_tokens
 from kvbench.results.columns import frame
 from kvbench.results.load import read_result
@@ -55,7 +55,7 @@ def test_variants_of_one_pre_pass_share_it_and_keep_what_they_keep_alone(model: 
 
 def test_the_tokens_of_pre_passes_are_a_column(tiny_model: Path, tmp_path: Path) -> None:
     cells = [small_cell(tmp_path, tiny_model, slug, 40, "limit=1") for slug in ("kvzip", "sirllm", "tova")]
-    outcomes = run_cells(cells)
+    outcomes = compute_runs(cells)
     assert [outcome.error for outcome in outcomes] == [None] * 3
     column = frame([read_result(cell.folder) for cell in cells], ["prompt_tokens", "pre_pass_tokens"])
     assert column["pre_pass_tokens"][0] > column["prompt_tokens"][0]

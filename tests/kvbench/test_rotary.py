@@ -11,7 +11,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Phi3Config
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.rotary import uniform_length
-from kvbench.engine.prompt_pass import prefill
+from kvbench.engine.prefill import prefill
 from kvbench.engine.teacher_forcing import text_scores
 
 SHORT, NEW = 32, 6
@@ -74,7 +74,7 @@ def test_blocks_and_decoding_are_rotated_as_by_transformers(kind: str, length: i
     expected = of_transformers(kind, ids, length)
     running = fresh(kind)
     held = KVCache(running.config, make_policy("caote_h2o", 100, block=8), prompt_length=length)
-    ours = [prefill(running, ids[:, :length], None, held)]
+    ours = [prefill(running, ids[:, :length], held)]
     ours += [running(token, past_key_values=held).logits[:, -1] for token in ids[:, length:].split(1, dim=1)]
     torch.testing.assert_close(torch.cat(ours), expected, rtol=1e-6, atol=1e-6)  # frequencies are in float32
     assert uniform_length(running.config) == SHORT
@@ -90,6 +90,6 @@ def test_a_long_prompt_in_several_calls_is_refused(kind: str, monkeypatch: pytes
     short = KVCache(running.config, make_policy("full"), prompt_length=30)
     for part in ids[:, :30].split(15, dim=1):
         running(part, past_key_values=short)
-    monkeypatch.setattr("kvbench.engine.teacher_forcing.CALL", 16)
+    monkeypatch.setattr("kvbench.engine.teacher_forcing.GIVEN_TOKENS", 16)
     with pytest.raises(ValueError, match="process such a prompt in one call of the model"):
         text_scores(running, ids, make_policy("tova", 16, block=8))

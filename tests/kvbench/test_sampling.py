@@ -17,8 +17,8 @@ from transformers import (
 )
 
 import kvbench
-from kvbench.engine.compute import run_cells
-from kvbench.engine.sampling import TokenSampler, drawn, filtered
+from kvbench.engine.compute import compute_runs
+from kvbench.engine.sequence import TokenSampler, filtered, sampled
 from kvbench.errors import UsageError
 from kvbench.results.load import read_result
 from kvbench.results.metrics import metrics
@@ -88,14 +88,14 @@ def test_a_token_is_drawn_where_the_sum_of_probabilities_passes_the_number() -> 
     logits = torch.tensor([0.1, 0.2, 0.0, 0.7]).log()
     numbers = [0.0, 0.09, 0.11, 0.29, 0.31, 0.999999]
     draws = [Given(Sampling(1.0), number) for number in numbers]
-    assert drawn(logits.expand(6, -1), draws).tolist() == [0, 0, 1, 1, 3, 3]
+    assert sampled(logits.expand(6, -1), draws).tolist() == [0, 0, 1, 1, 3, 3]
     two = [Given(Sampling(1.0, top_k=2), number) for number in numbers]  # 0.2 and 0.7 are left: 2/9 and 7/9
-    assert drawn(logits.expand(6, -1), two).tolist() == [1, 1, 1, 3, 3, 3]
+    assert sampled(logits.expand(6, -1), two).tolist() == [1, 1, 1, 3, 3, 3]
 
 
 def test_a_sequence_draws_the_same_alone_in_a_batch_and_after_a_kill(cells: Build) -> None:
     batched, alone = cells("full,snapkv,tova"), cells("full,snapkv,tova", out="alone", rows=1)
-    for ending in run_cells([*batched, *alone]):
+    for ending in compute_runs([*batched, *alone]):
         assert ending.error is None
     assert [results(cell) for cell in batched] == [results(cell) for cell in alone]
     written = lines(batched[0])
@@ -107,14 +107,14 @@ def test_a_sequence_draws_the_same_alone_in_a_batch_and_after_a_kill(cells: Buil
     before = file.read_bytes()
     file.write_bytes(b"".join(before.splitlines(keepends=True)[:4])[:-30])
     (alone[0].folder / "metrics.json").unlink()
-    run_cells(alone)
+    compute_runs(alone)
     assert results(alone[0]) == results(batched[0])
 
 
 def test_the_seed_and_every_field_of_sampling_decide_what_is_drawn_and_the_run_s_name(cells: Build) -> None:
     changed = ("seed=1", "generation.temperature=0.9", "generation.top_k=3", "generation.top_p=0.4")
     runs = [cells("full", *fields)[0] for fields in ((), *((field,) for field in changed), ("generation.samples=2",))]
-    run_cells(runs)
+    compute_runs(runs)
     assert len({run.run_id for run in runs}) == 6
     assert len({json.dumps([line["output"] for line in lines(run)]) for run in runs}) == 6
     first, *_, fewer = runs

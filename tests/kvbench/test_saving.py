@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 import kvbench.cache.saving as saving
 from kvbench import KVCache, make_policy
 from kvbench.engine.pre_pass import rate_next
-from kvbench.engine.prompt_pass import prefill
+from kvbench.engine.prefill import prefill
 from kvbench.policies.policy import Policy
 
 LAYERS, KV_HEADS, QUERY_HEADS, BUDGET = 2, 2, 4, 40
@@ -105,7 +105,7 @@ def assert_goes_on(policy: Policy, running: PreTrainedModel, path: Path) -> None
     ids = torch.tensor([prompt(PROMPT + 3 * ANSWER + TURN)])
     first, answer, turn, more, rest = ids.split([PROMPT, ANSWER, TURN, ANSWER, ANSWER], dim=1)
     held = KVCache(running.config, policy, PROMPT, question=PROMPT - ANSWER)
-    prefill(running, first, None, held, CodePoints())
+    prefill(running, first, held, CodePoints())
     loaded = copied(held, path)
     assert_same(held, loaded)
     assert torch.equal(decoded(held, running, answer), decoded(loaded, running, answer))
@@ -114,7 +114,7 @@ def assert_goes_on(policy: Policy, running: PreTrainedModel, path: Path) -> None
     if not policy.evicts or policy.store.reopens:
         for one in (held, loaded):
             one.next_prompt(TURN, question=TURN - ANSWER)
-        assert torch.equal(*(prefill(running, turn, None, one, CodePoints()) for one in (held, loaded)))
+        assert torch.equal(*(prefill(running, turn, one, CodePoints()) for one in (held, loaded)))
         assert_same(held, loaded)
     assert torch.equal(decoded(held, running, more), decoded(loaded, running, more))
     loaded = copied(held, path)
@@ -148,7 +148,7 @@ def test_a_cache_of_a_gpu_goes_on_there(slug: str, importance: Path, tmp_path: P
     running.set_attn_implementation("kvbench")
     ids = torch.tensor([prompt(PROMPT + ANSWER)], device="cuda")
     held = KVCache(running.config, built(slug, importance), prompt_length=PROMPT)
-    prefill(running, ids[:, :PROMPT], None, held)
+    prefill(running, ids[:, :PROMPT], held)
     held.save(path)
     loaded = KVCache.load(path, held.config, held.policy, device="cuda")
     assert_same(held, loaded)
@@ -268,7 +268,7 @@ def test_no_bit_is_lost_unnoticed(slug: str, importance: Path, tmp_path: Path) -
     """Neither in the header nor in a tensor, nor by a file that ends early: one sentence that names the file."""
     path, held = tmp_path / "cache", KVCache(model().config, built(slug, importance), prompt_length=PROMPT)
     with torch.inference_mode():
-        prefill(model(), torch.tensor([prompt(PROMPT)]), None, held)
+        prefill(model(), torch.tensor([prompt(PROMPT)]), held)
     held.save(path)
     whole = path.read_bytes()
     for at in (*range(9, len(whole), len(whole) // 60), len(whole) - 1):

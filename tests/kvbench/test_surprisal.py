@@ -6,7 +6,7 @@ from kv_models import MIXTURES, prompt, tiny, tiny_mixture
 
 from kvbench import KVCache, make_policy
 from kvbench.engine.logits import head_logits, surprisal
-from kvbench.engine.prompt_pass import prefill
+from kvbench.engine.prefill import prefill
 from kvbench.policies.pre_passes.surprisal import Surprisal
 
 
@@ -37,6 +37,6 @@ def test_logits_of_a_prompt_never_exist_all_at_once(monkeypatch: pytest.MonkeyPa
     model.set_attn_implementation("kvbench")
     cache = KVCache(model.config, make_policy("sirllm", 16), prompt_length=30)
     with torch.no_grad():
-        prefill(model, torch.tensor([prompt(30)]), None, cache)
+        prefill(model, torch.tensor([prompt(30)]), cache)
     assert sizes == [4] * 7 + [1]
     assert cache.kept_tokens().unique().tolist() == [16]

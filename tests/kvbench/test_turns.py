@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from kvbench import KVCache, make_policy
 from kvbench.engine.logits import surprisal
 from kvbench.engine.pre_pass import pre_pass, rate_next
-from kvbench.engine.prompt_pass import prefill
+from kvbench.engine.prefill import prefill
 from kvbench.policies.policy import Policy
 
 LAYERS, KV_HEADS, BUDGET = 2, 2, 40
@@ -47,7 +47,7 @@ def conversation(held: KVCache, ids: Tensor, chunks: int = 1) -> Tensor:
         for size in [*sizes, length - sum(sizes), *[1] * ANSWER]:
             new = ids[:, start : start + size]
             if held.policy.pre_pass is not None and size > 1:
-                prefill(model(), new, None, held, CodePoints())
+                prefill(model(), new, held, CodePoints())
                 out.append(torch.zeros(size, 1))
             else:
                 rate_next(held, torch.zeros(1, 2), torch.zeros(1, 1, dtype=torch.long))
@@ -147,7 +147,7 @@ def test_generate_takes_turns() -> None:
 def test_several_tokens_after_decoding_are_refused_until_a_prompt_was_opened(slug: str) -> None:
     held = KVCache(model().config, built(slug), prompt_length=50)
     ids = torch.tensor([prompt(60)])
-    prefill(model(), ids[:, :50], None, held)
+    prefill(model(), ids[:, :50], held)
     rate_next(held, torch.zeros(1, 2), torch.zeros(1, 1, dtype=torch.long))
     with pytest.raises(ValueError, match=r"brings 2 tokens of sequence 0, but its prompt ends after token 50:"):
         model()(ids[:, 50:52], past_key_values=held)
@@ -164,18 +164,18 @@ def test_what_an_eviction_left_in_quantised_groups_cannot_be_evicted_again(slug:
 def test_surprisal_of_a_later_prompt_decides_what_stays() -> None:
     held = KVCache(model().config, make_policy("sirllm", 12, sinks=2))
     ids = torch.tensor([prompt(50)])
-    prefill(model(), ids[:, :30], None, held)
+    prefill(model(), ids[:, :30], held)
     first = kept_now(held)[0][0][0]
     held.next_prompt(20)
-    prefill(model(), ids[:, 30:], None, held)
+    prefill(model(), ids[:, 30:], held)
     whole = model()(ids[:, :30], past_key_values=KVCache(model().config, make_policy("full"))).logits
     told = surprisal(whole[:, :-1], ids[:, 1:30])[0].tolist()
     scores = {p: told[p - 1] for p in first if p}
     # What the second prompt's tokens were expected with depends on the compressed first one.
     again = KVCache(model().config, make_policy("sirllm", 12, sinks=2))
-    prefill(model(), ids[:, :30], None, again)
+    prefill(model(), ids[:, :30], again)
     again.next_prompt(20)
-    with pre_pass(model(), again, ids[:, 30:], None):
+    with pre_pass(model(), again, ids[:, 30:]):
         later = model()(ids[:, 30:], past_key_values=again).logits
     scores |= {30: 0.0}
     scores |= dict(zip(range(31, 50), surprisal(later[:, :-1], ids[:, 31:])[0].tolist(), strict=True))

@@ -17,7 +17,7 @@ import torch
 from plotted_runs import sample, write_run
 from small_cells import SMALL, small_cell
 
-from kvbench.engine.compute import run_cells
+from kvbench.engine.compute import compute_runs
 from kvbench.errors import UsageError
 from kvbench.report.trackers.wandb_logger import WandbLogger, WandbWatch
 from kvbench.report.trackers.watching import Guarded, NoLogger, make_watch
@@ -103,7 +103,7 @@ def test_a_sweep_is_one_offline_run_for_each_run_and_one_with_the_table(tmp_path
     cells = [small_cell(out, tiny_model, policy, budget, "engine.rows=1") for policy, budget in asked]
     node = {"_target_": TARGET, "project": "caches", "entity": "lab", "tags": ["a", "b"], "folder": str(out)}
     watch = make_watch(node, "mine")
-    watch.close([read_result(ending.folder) for ending in run_cells(cells, watch) if ending.folder])
+    watch.close([read_result(ending.folder) for ending in compute_runs(cells, watch) if ending.folder])
     found = {one.run.run_id: one for one in stored(out)}
     assert set(found) == {*(cell.run_id for cell in cells), "sweep-mine"}
     for cell in cells:
@@ -236,7 +236,7 @@ def test_a_tracker_that_raises_is_one_warning_and_changes_nothing(
 ) -> None:
     broken = Broken(call, error)
     watch = Guarded(broken, "some")
-    (ending,) = run_cells([small_cell(tmp_path, tiny_model)], watch)
+    (ending,) = compute_runs([small_cell(tmp_path, tiny_model)], watch)
     watch.close()
     watch.close()  # a second call does nothing
     assert ending.error is None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvbench.engine.likelihood import summed_up
+from kvbench.engine.teacher_forcing import summary
 from kvbench.results.files import write_json, write_yaml
 from kvbench.results.metrics_file import write_metrics
 from kvbench.results.sample import Sample
@@ -101,7 +101,7 @@ def failed(one: Sample) -> Sample:
 
 def read(index: int, nll: Sequence[float], block: int | None = 4, **fields: Any) -> Sample:
     """One text whose tokens were given: the first is not scored, the others cost so many nats."""
-    likelihood = summed_up(torch.tensor(nll), 1, block, torch.tensor([[9, 8]]))
+    likelihood = summary(torch.tensor(nll), 1, block, torch.tensor([[9, 8]]))
     one = sample(index, 1.0, 100)
     return replace(one, score=None, output=None, references=[], likelihood=likelihood, **fields)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from kvbench.config.tree import build, refusing_in
-from kvbench.engine.callbacks import NullCallback, RunCallback
+from kvbench.engine.run_writer import NullCallback, RunCallback
 from kvbench.results.result import Result
 from kvbench.results.sample import Sample
 from kvbench.run.run import Run

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
-from kvbench.engine.prompt_pass import prefill
+from kvbench.engine.prefill import prefill
 from kvbench.policies.policy import Policy
 
 Kind = TypeVar("Kind", bound=KVCache)
@@ -44,13 +44,13 @@ class Probe:
     def prefilled(self) -> KVCache:
         """The cache at the end of the prompt."""
         cache = self.cache_of(KVCache)
-        prefill(self.model, self.ids, None, cache)
+        prefill(self.model, self.ids, cache)
         return cache
 
     @torch.inference_mode()
     def follow(self, cache: KVCache, tokens: Tensor | None) -> Tensor:
         """Run the prompt and `tokens` [1,n] (None: greedy decoding) with a cache; returns the tokens [1,n]."""
-        logits = prefill(self.model, self.ids, None, cache)
+        logits = prefill(self.model, self.ids, cache)
         fed = []
         for step in range(self.new_tokens):
             token = logits.argmax(-1, keepdim=True) if tokens is None else tokens[:, step : step + 1]

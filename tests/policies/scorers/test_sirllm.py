@@ -6,7 +6,7 @@ from kv_runs import kept_now, run_greedy
 
 from kvbench import KVCache, make_policy
 from kvbench.engine.pre_pass import rate_next
-from kvbench.engine.prompt_pass import next_logits, prefill
+from kvbench.engine.prefill import next_logits, prefill
 
 LENGTH, BUDGET, SINKS = 47, 16, 4
 
@@ -32,8 +32,8 @@ def test_a_decoded_token_stays_if_the_model_found_it_unlikely() -> None:
     model.set_attn_implementation("kvbench")
     for unlikely in (True, False):
         cache = KVCache(model.config, policy, prompt_length=LENGTH)
-        logits = prefill(model, torch.tensor([prompt(LENGTH)]), None, cache, CodePoints())
+        logits = prefill(model, torch.tensor([prompt(LENGTH)]), cache, CodePoints())
         token = logits.argmin(-1, keepdim=True) if unlikely else logits.argmax(-1, keepdim=True)
         rate_next(cache, logits, token)
-        next_logits(model, token, None, torch.tensor([[LENGTH]]), cache)
+        next_logits(model, token, torch.tensor([[LENGTH]]), cache)
         assert [[LENGTH in head for head in layer] for layer in kept_now(cache)[0]] == [[unlikely] * 2] * 2
