@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache as once
-from itertools import chain
 from typing import Any
 
 import torch
@@ -196,7 +195,7 @@ def _buffered(press: Any) -> int:  # noqa: ANN401 - a package without types
     decoder = decoding_part(press)
     states = {} if decoder is None else decoder.hidden_states_buffer
     scores = getattr(press, "scores_buffer", {})
-    tensors: list[Tensor] = [*chain.from_iterable(states.values()), *scores.values()]
+    tensors: list[Tensor] = [x for some in states.values() for x in some] + list(scores.values())
     return sum(x.nbytes for x in tensors)
 
 
@@ -207,7 +206,7 @@ def _masked(model: PreTrainedModel, cache: PressedCache) -> list[list[int]] | No
         triples = getattr(module, "masked_key_indices", None)  # batch, KV head and slot of each
         if triples is not None and len(triples[0]):
             heads = torch.stack([x.cpu() for x in triples]).unique(dim=1)[1]
-            layer: Any = module.layer_idx
+            layer = int(module.layer_idx)  # type: ignore[arg-type]
             found[layer] = heads.bincount(minlength=len(found[layer])).tolist()
     return found if any(map(any, found)) else None
 
@@ -245,4 +244,6 @@ def _warn_if_masked(policy: KVPress, cache: PressedCache, tokens: int) -> None:
 
 @once
 def _warn(kind: str) -> None:
-    log.warning("%s holds more tokens than its budget: keys that it masks are not freed, so they count as held", kind)
+    log.warning(
+        "%s holds more tokens than its budget: what it masks or sets to zero is not freed and counts as held", kind
+    )

@@ -85,8 +85,7 @@ class RocketKV(Reader):
         tokens = self._tokens_of_pages(reading, logits.shape[-1])[:, :, None].to(logits)  # [B,H_kv,1,P]
         # The softmax runs over tokens, all of which have their page's logit.
         shares: Tensor = (logits + tokens.log()).softmax(-1) / tokens.clamp(min=1)
-        means: Tensor = shares.nan_to_num(0).mean(2)
-        return means
+        return shares.nan_to_num(0).mean(2)
 
     def nbytes_scanned(self, reading: Reading) -> int:
         """Of every page with a token, the channels that are read, of either the minimum or the maximum."""
