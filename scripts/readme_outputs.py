@@ -1,14 +1,16 @@
-"""Update the outputs of commands in README.md.
+"""Update the outputs of commands in README.md and docs/answers.md.
 
     python scripts/readme_outputs.py
 
-A block that begins with `$ command` shows a command and its output. Run ids change with the code, so run this script
-after a change of code that computes results; slow tests in tests/kvbench/test_readme.py compare the README with the
-outputs of the same commands. It takes some minutes on two cores.
+A `text` block that begins with `$ command` shows commands and their outputs; the commands of a block run in one new
+folder. A block with a title is a file of that folder for all commands of the page. Run ids change with the code, so run
+this script after a change of code that computes results; slow tests compare the pages with the outputs of the same
+commands. It takes some minutes on two cores.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -16,33 +18,55 @@ import sys
 import tempfile
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
-BLOCK = re.compile(r"(?<=```text\n)\$ (?P<command>[^\n]+)\n(?P<output>.*?)(?=```)", re.DOTALL)
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "answers.md")
+BLOCK = re.compile(r"(?<=```text\n)\$ .*?(?=```)", re.DOTALL)
+FILE = re.compile(r'```\w+ title="(?P<name>[^"]+)"\n(?P<content>.*?)```', re.DOTALL)
 
 
-def shown() -> list[tuple[str, str]]:
-    """The commands of the README with the outputs it shows."""
-    return [(found["command"], found["output"]) for found in BLOCK.finditer(README.read_text(encoding="utf-8"))]
+def shown(page: Path = PAGES[0]) -> list[str]:
+    """The blocks of a page with commands and the outputs it shows."""
+    return BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def commands(block: str) -> list[str]:
+    """The commands of a block."""
+    return re.findall(r"^\$ (.*)$", block, re.MULTILINE)
+
+
+def write_files(page: Path, folder: Path) -> None:
+    """Write the files that a page shows into a folder."""
+    for found in FILE.finditer(page.read_text(encoding="utf-8")):
+        path = folder / found["name"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(found["content"], encoding="utf-8")
 
 
 def printed(command: str, folder: Path) -> str:
     """The output of a command that runs in `folder`."""
     python, *arguments = shlex.split(command)
-    assert python == "python", f"the README shows the output of `{command}`, which is not a Python command"
+    assert python == "python", f"the page shows the output of `{command}`, which is not a Python command"
     return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, stdout=subprocess.PIPE, text=True, encoding="utf-8", check=True
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "HF_DATASETS_CACHE": str(folder / "cache")},
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        check=True,
     ).stdout
 
 
 def main() -> None:
     """Run everything, then write."""
-    outputs = {}
-    for command, _ in shown():
-        with tempfile.TemporaryDirectory() as folder:
-            outputs[command] = printed(command, Path(folder))
-    text = README.read_text(encoding="utf-8")
-    new = BLOCK.sub(lambda block: f"$ {block['command']}\n{outputs[block['command']]}", text)
-    README.write_text(new, encoding="utf-8")
+    for page in PAGES:
+        outputs = {}
+        for block in shown(page):
+            with tempfile.TemporaryDirectory() as name:
+                write_files(page, Path(name))
+                outputs[block] = "".join(f"$ {one}\n{printed(one, Path(name))}" for one in commands(block))
+        text = page.read_text(encoding="utf-8")
+        page.write_text(BLOCK.sub(lambda found, outputs=outputs: outputs[found[0]], text), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ class PressedCache(DynamicCache):
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, and of the press's buffer."""
-        return self.buffer_nbytes + sum(x.nbytes for layer in self.read for x in (layer.keys, layer.values))
+        held: int = sum(x.nbytes for layer in self.read for x in (layer.keys, layer.values))
+        return held + self.buffer_nbytes
 
     @property
     def held_nbytes(self) -> int:

@@ -195,7 +195,8 @@ def _buffered(press: Any) -> int:  # noqa: ANN401 - a package without types
     decoder = decoding_part(press)
     states = {} if decoder is None else decoder.hidden_states_buffer
     scores = getattr(press, "scores_buffer", {})
-    return sum(x.nbytes for some in states.values() for x in some) + sum(x.nbytes for x in scores.values())
+    tensors: list[Tensor] = [x for some in states.values() for x in some] + list(scores.values())
+    return sum(x.nbytes for x in tensors)
 
 
 def _masked(model: PreTrainedModel, cache: PressedCache) -> list[list[int]] | None:
@@ -205,7 +206,8 @@ def _masked(model: PreTrainedModel, cache: PressedCache) -> list[list[int]] | No
         triples = getattr(module, "masked_key_indices", None)  # batch, KV head and slot of each
         if triples is not None and len(triples[0]):
             heads = torch.stack([x.cpu() for x in triples]).unique(dim=1)[1]
-            found[module.layer_idx] = heads.bincount(minlength=len(found[module.layer_idx])).tolist()
+            layer = int(module.layer_idx)  # type: ignore[arg-type]
+            found[layer] = heads.bincount(minlength=len(found[layer])).tolist()
     return found if any(map(any, found)) else None
 
 
@@ -242,4 +244,6 @@ def _warn_if_masked(policy: KVPress, cache: PressedCache, tokens: int) -> None:
 
 @once
 def _warn(kind: str) -> None:
-    log.warning("%s holds more tokens than its budget: keys that it masks are not freed, so they count as held", kind)
+    log.warning(
+        "%s holds more tokens than its budget: what it masks or sets to zero is not freed and counts as held", kind
+    )

@@ -84,13 +84,13 @@ class RocketKV(Reader):
         logits = logits * (reading.scaling / share.clamp(min=torch.finfo(sizes.dtype).tiny).sqrt())[..., None]
         tokens = self._tokens_of_pages(reading, logits.shape[-1])[:, :, None].to(logits)  # [B,H_kv,1,P]
         # The softmax runs over tokens, all of which have their page's logit.
-        shares = (logits + tokens.log()).softmax(-1) / tokens.clamp(min=1)
+        shares: Tensor = (logits + tokens.log()).softmax(-1) / tokens.clamp(min=1)
         return shares.nan_to_num(0).mean(2)
 
     def nbytes_scanned(self, reading: Reading) -> int:
         """Of every page with a token, the channels that are read, of either the minimum or the maximum."""
         largest = reading.summaries["largest"]
-        pages = (self._tokens_of_pages(reading, largest.shape[2]) > 0).sum((1, 2)).tolist()
+        pages: list[int] = (self._tokens_of_pages(reading, largest.shape[2]) > 0).sum((1, 2)).tolist()
         channels = self._channels_of(reading)
         return sum(n * r for n, r in zip(pages, channels, strict=True)) * largest.element_size()
 

@@ -97,7 +97,7 @@ class TriAttention(Scorer):
         expected = rotation.apply(queries[None, :, None].expand(-1, -1, len(offsets), -1))  # [B,H_q,n,D]
         if self.aggregation == "mean":
             expected = expected.mean(2, keepdim=True)
-        products = expected.unflatten(1, (heads, -1)) @ keys.mT[:, :, None]  # [B,H,G,n or 1,T]
+        products: Tensor = expected.unflatten(1, (heads, -1)) @ keys.mT[:, :, None]  # [B,H,G,n or 1,T]
         scaling = torch.hypot(widen(rotation.cos[:, :, :1]), widen(rotation.sin[:, :, :1]))  # the model's, [B,1,1,F]
         sizes = _complex(keys, rotation.interleaved).abs() * scaling.to(keys)  # [B,H,T,F]
         rest = (size - mean.abs()).to(keys).unflatten(0, (heads, -1)) @ sizes.mT  # [B,H,G,T]

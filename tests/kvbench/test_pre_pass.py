@@ -70,5 +70,5 @@ def test_a_choice_of_the_prompt_counts_its_shallow_pass(model: PreTrainedModel) 
 
 def test_a_loop_that_makes_no_pre_pass_is_refused(model: PreTrainedModel) -> None:
     cache = KVCache(model.config, make_policy("kvzip", BUDGET))
-    with pytest.raises(ValueError, match=r"^kvzip has the model look at a prompt again .*kvbench\.generate$"):
+    with pytest.raises(ValueError, match=r"^kvzip needs an extra forward pass over the prompt .*kvbench\.generate$"):
         model.generate(IDS, past_key_values=cache, max_new_tokens=2)

@@ -65,11 +65,11 @@ def test_every_example_sweep_has_one_schedule_and_one_decoding_rule(where: str, 
 
 
 @pytest.mark.slow("runs commands on the pocket model")
-@pytest.mark.parametrize("shown", outputs().shown(), ids=lambda shown: shown[0])
-def test_the_readme_shows_what_the_command_prints(shown: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", outputs().shown(), ids=lambda block: block.splitlines()[0])
+def test_the_readme_shows_what_the_command_prints(block: str, tmp_path: Path) -> None:
     """Ids of runs included: `python scripts/readme_outputs.py` writes them anew."""
-    command, output = shown
-    assert outputs().printed(command, tmp_path) == output
+    (command,) = outputs().commands(block)
+    assert f"$ {command}\n{outputs().printed(command, tmp_path)}" == block
 
 
 @pytest.mark.slow("runs commands on the pocket model")

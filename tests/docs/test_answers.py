@@ -1,0 +1,61 @@
+"""The commands of docs/answers.md print what the page shows."""
+
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from shown_tables import shown_rows
+
+from kvbench.cli import main
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "answers.md"
+
+
+def outputs() -> ModuleType:
+    """The script that writes the outputs of the page."""
+    spec = spec_from_file_location("readme_outputs", ROOT / "scripts" / "readme_outputs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def without_times(text: str) -> list[list[str]]:
+    """The rows of a table; of rows of presses, which run alone, without prefill, decode and milliseconds per token."""
+    times = ("prefill" in text) + ("decode s" in text or "decode\n" in text) + ("ms/token" in text)
+    return [row[: len(row) - times] for row in shown_rows(text)]
+
+
+@pytest.mark.slow("runs commands on the pocket model")
+@pytest.mark.parametrize("block", outputs().shown(PAGE), ids=lambda block: block.splitlines()[0][2:])
+def test_a_command_prints_what_the_page_shows(
+    block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    outputs().write_files(PAGE, tmp_path)
+    shown = re.split(r"^\$ .*\n", block, flags=re.MULTILINE)[1:]
+    for command, expected in zip(outputs().commands(block), shown, strict=True):
+        python, *arguments = shlex.split(command)
+        assert python == "python"
+        if arguments[:2] == ["-m", "kvbench"]:
+            assert main([*arguments[2:], "device=cpu"]) == 0
+            assert without_times(capsys.readouterr().out) == without_times(expected) != []
+        else:
+            done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True)
+            assert done.stdout == expected
+
+
+def test_every_question_names_its_issue_and_has_a_command() -> None:
+    sections = PAGE.read_text(encoding="utf-8").split("\n## ")[1:]
+    assert len(sections) == 8
+    for section in sections:
+        assert re.search(r"https://github\.com/[\w.-]+/[\w.-]+/issues/\d+", section), section.splitlines()[0]
+        assert "\n$ python -" in section
