@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 import matplotlib as mpl
@@ -16,6 +17,8 @@ import pandas as pd
 import yaml
 from matplotlib.ticker import ScalarFormatter
 
+from kvbench.papers.claims import PAPERS, decide, read_claims
+from kvbench.results.load import load_results
 from kvbench.results.statistics import mean_interval, paired_difference
 
 mpl.use("Agg")
@@ -25,7 +28,31 @@ PAIRS = {  # CAOTE's H2O keeps no recent window
     for base in ("snapkv", "h2o", "tova", "roco", "pyramidkv", "knorm", "keydiff", "cake", "kvec")
     for value in ("caote", "fastcaote", "ada")
 }
+RUNS = {"model": "smollm2", "schedule": "prompt", "block": None, "decode": "grow"}
+ON_NEEDLES = {**RUNS, "task": "niah", "task.max_new_tokens": 20}
+CLAIMS = (  # table of runs, claims that its task can decide, the fields that replace those of the claims
+    (
+        "needles",
+        [
+            "caote/always-task",
+            "caote/needle-gain",
+            "cake/needle-best",
+            "cake/pyramid-not-better",
+            "d2o/needle",
+            "kvec/needle",
+        ],
+        {**ON_NEEDLES, "budget": [512, 1024]},
+    ),
+    ("needles", ["cake/near-lossless-1024", "kvec/near-full-1024"], {**ON_NEEDLES, "budget": [1024]}),
+    (
+        "needles_context",
+        ["today/kvzip-question-unknown"],
+        {**ON_NEEDLES, "budget": [256, 1024], "compress": "context"},
+    ),
+    ("stores", ["today/two-and-a-half-bits"], ON_NEEDLES),
+)
 SHOWN = ["full", "streamingllm", "random", "h2o", "tova", "snapkv", "ada_snapkv", "cake", "expected_attention", "kvec"]
+BYTES = ["full", "fp8", "int8", "nvfp4", "kivi", "turboquant", "snapkv", "kvzip", "kvzip_fp8"]
 MAPS = ["full", "streamingllm", "h2o", "snapkv", "cake", "expected_attention"]
 
 
@@ -43,7 +70,7 @@ def samples(runs: Path) -> pd.DataFrame:
             rows.append(
                 {
                     "table": file.parent.parent.name,
-                    "policy": config["naming"]["policy"],
+                    "policy": file.parent.name.split("-")[1],  # with its store: snapkv_fp8
                     "budget": config["identity"]["budget"],
                     "task": sample["metadata"].get("task", ""),
                     "example": sample["index"],
@@ -114,6 +141,24 @@ def to_base(found: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def claims(runs: Path) -> pd.DataFrame:
+    """The claims of the papers, decided from the needle runs: a row for each comparison."""
+    rows = []
+    for table, names, overrides in CLAIMS:
+        results = load_results(runs / table)
+        claims_of = [claim for paper in PAPERS for claim in read_claims(paper, overrides)]
+        for claim in (claim for claim in claims_of if claim.name in names):
+            found = decide(claim, results)
+            first = {"claim": claim.name, "words": f"{claim.claim} ({claim.source})", "verdict": found.verdict}
+            for one in found.comparisons:
+                less = one.difference
+                interval = {"difference": less.mean, "low": less.low, "high": less.high, "n": less.n}
+                rows.append({**first, "table": table, "comparison": one.where, "needed": one.gain, **interval})
+            if not found.comparisons:
+                rows.append({**first, "table": table})
+    return pd.DataFrame(rows)
+
+
 def score_figure(table: pd.DataFrame, x: str, file: Path, title: str, xlabel: str) -> None:
     """Score (or perplexity) against budget or bytes, a line for each policy."""
     measure = "score" if "score" in table else "nll"
@@ -133,6 +178,24 @@ def score_figure(table: pd.DataFrame, x: str, file: Path, title: str, xlabel: st
         axes.set_ylim(-0.03, 1.05)
     axes.set_title(title, fontsize=9, loc="left")
     figure.legend(loc="outside right upper", fontsize=7, frameon=False)
+    save(figure, file)
+
+
+def bytes_figure(scores: pd.DataFrame, likelihoods: pd.DataFrame, file: Path) -> None:
+    """Needles found, and perplexity of a book, against the bytes of the cache."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.4), layout="constrained")
+    for axes, table, measure in ((left, scores, "score"), (right, likelihoods, "nll")):
+        for index, policy in enumerate(BYTES):
+            own = table[table.policy == policy]
+            if not own.empty:
+                values = own[measure] if measure == "score" else own[measure].map(math.exp)
+                axes.plot(own.cache_mib, values, "osv^D<>pX"[index], markersize=6, label=policy)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.set_xlabel("cache held, MiB")
+    left.set_ylabel("needles found")
+    right.set_ylabel("perplexity (lower is better)")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right upper", fontsize=7, frameon=False)
     save(figure, file)
 
 
@@ -187,6 +250,7 @@ def main() -> None:
     given.output.mkdir(parents=True, exist_ok=True)
     found = samples(given.runs)
     found.round(6).to_csv(given.output / "samples.csv.gz", index=False, compression={"method": "gzip", "mtime": 0})
+    claims(given.runs).round(4).to_csv(given.output / "claims.csv", index=False)
     tables = {str(name): some for name, some in found.groupby("table", sort=False)}
     for name, some in tables.items():
         summary(some).round(4).to_csv(given.output / f"{name}.csv", index=False)
@@ -201,6 +265,9 @@ def main() -> None:
         differences = to_base(needles)
         differences.round(4).to_csv(given.output / "differences.csv", index=False)
         difference_figure(differences, given.output / "differences.svg", "Value-aware and per-head variants")
+    if {"stores", "perplexity_stores"} <= tables.keys():
+        both = summary(tables["stores"]), summary(tables["perplexity_stores"])
+        bytes_figure(*both, given.output / "bytes.svg")
     for name, title in (("stores", "Needles: quantized stores"), ("perplexity", "Moby Dick, blocks of 128 tokens")):
         if name in tables:
             file = given.output / f"{name}.svg"
