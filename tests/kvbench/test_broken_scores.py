@@ -77,4 +77,4 @@ def test_other_rows_go_on(at: int) -> None:
     assert "divided gave tokens of layer 0" in str(wrong.error)
     for row in (right, other):
         assert row.error is None
-        assert row.answer.tokens == alone.tokens[0]
+        assert row.tokens == alone.tokens[0]

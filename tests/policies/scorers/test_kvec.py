@@ -14,6 +14,7 @@ from kvbench.policies.observation import Observation
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Prompt
 from kvbench.policies.scorers.kvec import KVec
+from kvbench.policies.step_info import SlotInfo
 
 # Two layers, two KV heads of two query heads, eight tokens. A key is (ln a, ln b), a query (1,0) = U or (0,1) = V times
 # sqrt(2), so that the attention weight is proportional to a or to b.
@@ -101,7 +102,12 @@ def test_decoding_scores_tokens_by_position_wherever_each_head_holds_them(fields
         order = torch.stack([torch.randperm(8), torch.randperm(8)])[None]
         keys, positions = whole.keys.gather(2, order[..., None].expand_as(whole.keys)), whole.positions.gather(2, order)
         decoding = replace(
-            whole, phase="decode", keys=keys, positions=positions, shared=told[1], ascending=False, packed=True
+            whole,
+            phase="decode",
+            keys=keys,
+            positions=positions,
+            shared=told[1],
+            slots=SlotInfo(ascending=False, packed=True),
         )
         expected, got = scorer.score(whole, {}), scorer.score(decoding, {})
         torch.testing.assert_close(got, expected.gather(2, order), atol=1e-12, rtol=0)
