@@ -101,14 +101,9 @@ def test_decoding_scores_tokens_by_position_wherever_each_head_holds_them(fields
         whole = observation(layer, told[0])
         order = torch.stack([torch.randperm(8), torch.randperm(8)])[None]
         keys, positions = whole.keys.gather(2, order[..., None].expand_as(whole.keys)), whole.positions.gather(2, order)
-        decoding = replace(
-            whole,
-            phase="decode",
-            keys=keys,
-            positions=positions,
-            shared=told[1],
-            slots=SlotInfo(ascending=False, packed=True),
-        )
+        slots = SlotInfo(ascending=False, packed=True, whole=False)
+        moved = {"keys": keys, "positions": positions, "slots": slots, "known": {}}
+        decoding = replace(whole, phase="decode", shared=told[1], **moved)
         expected, got = scorer.score(whole, {}), scorer.score(decoding, {})
         torch.testing.assert_close(got, expected.gather(2, order), atol=1e-12, rtol=0)
         kept = torch.rand(1, 2, 8) < 0.5
