@@ -23,7 +23,6 @@ from kvbench.policies.press import KVPress
 from kvbench.policies.stores.dense import Dense
 
 ROWS_AT_ONCE = 2**22  # number of attention weights in memory at once
-FIELDS = [field.name for field in fields(Observation) if field.init]
 
 
 def check_latents(policy: Policy) -> None:
@@ -55,9 +54,9 @@ class LatentObservation(Observation):
     @cached_property
     def heads(self) -> Observation:
         """The same layer with every query head as a KV head."""
-        given = {name: getattr(self, name) for name in FIELDS}
+        given = {field.name: getattr(self, field.name) for field in fields(Observation)}
         given["positions"] = self.positions.expand(-1, self.keys.shape[1], -1).contiguous()
-        return Observation(**given).knowing(self._known)
+        return Observation(**given)
 
     @property
     def group(self) -> int:
@@ -91,14 +90,13 @@ class LatentObservation(Observation):
     def moments(self) -> Moments:
         batch, heads, new, _ = self.queries.shape
         keys, places = self.keys, self.heads.positions
-        how = self.scaling, self.softcap, self.sliding_window, self.sinks
         sums = places.new_zeros(self.positions.shape, dtype=widen(keys.new_empty(0)).dtype)
         squares = sums.clone()
         at_once = max(1, ROWS_AT_ONCE // (batch * heads * keys.shape[2]))
         for first in range(0, new, at_once):
             some = slice(first, first + at_once)
-            asked = self.queries[:, :, some], keys, self.query_positions[:, some], places
-            mean = attention_rows(*asked, *how).mean((1, 2))[:, None]  # [B,1,w,T]
+            call = self.queries[:, :, some], keys, self.query_positions[:, some], places
+            mean = attention_rows(*call, *self.params[:4]).mean((1, 2))[:, None]  # [B,1,w,T]
             sums += mean.sum(2)
             squares += mean.square().sum(2)
         return Moments(sums, squares)

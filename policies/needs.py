@@ -16,7 +16,7 @@ class Needs:
     keys: a scorer reads the keys or values of each head; if all heads share one latent, the mean of their scores is
     used.
     newest_row: a scorer reads the attention of the newest query while decoding.
-    model: the part uses the model layer's rotation or output projection (`Observation.model`).
+    model: the part uses the layer's rotation or its output projection (`Observation.rotation`).
     memory: a scorer stores data per sequence and layer instead of per slot (`Observation.memory`).
     evictable: a scorer uses which tokens may be evicted (`Observation.evictable`).
     question: the part uses the start of the prompt's question (`Observation.questions`); the window contains the

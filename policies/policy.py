@@ -141,7 +141,7 @@ class Policy:
         layer_wide = self.granularity == "layer"
         if layer_wide:
             scores = scores.mean(1, keepdim=True).expand_as(scores)
-        known = observation.packed, observation.ascending
+        known = observation.packed, observation.slots.ascending
         if self.value is None:
             return Ranking(scores, None, observation.positions, stays, observation.seen, spared, *known)
         valued = self.value.score(self.scorer, scores, observation, state, stays, layer_wide)

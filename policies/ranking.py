@@ -1,7 +1,7 @@
 """The ranking of a layer's stored tokens, and the slots to keep, given scores, with one rule for ties.
 
 Order of preference: protected tokens, then the higher score, then the higher base score (`tie_break`), then the lower
-position. NaN counts as -inf here; on a CPU it is an error (`Ranking.broken`).
+position. NaN counts as -inf here; it is an error of the sequence (`Ranking.broken`).
 Shapes: B batch, H_kv = H KV heads, T slots.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvbench.policies.constants import on_device, on_host
+from kvbench.policies.constants import on_device
 
 LAST = torch.iinfo(torch.int64).max  # sorts after every position
 
@@ -151,16 +151,9 @@ class Ranking:
     def occupied(self) -> Tensor:
         return self.positions >= 0
 
-    def broken(self, wait: bool = True) -> list[int]:
-        """The sequences in which an unprotected token has the score NaN.
-
-        wait=False: no check on a GPU, because the host would have to wait for the result; a token with NaN is then
-        evicted first.
-        """
-        if not (wait or on_host(self.scores)) or not bool(self.scores.sum().isnan()):  # 10x faster than each element
-            return []
-        wrong = self.scores.isnan() & self.occupied & ~self.protected
-        return wrong.flatten(1).any(-1).nonzero().flatten().tolist()
+    def broken(self) -> Tensor:
+        """The sequences in which an unprotected token has the score NaN, bool [B]."""
+        return (self.scores.isnan() & self.occupied & ~self.protected).flatten(1).any(-1)
 
     def select(self, keep: Tensor | int) -> Tensor:
         """The kept slots, bool [B,H_kv,T]; keep: an int or counts [B,H_kv]."""

@@ -1,144 +1,122 @@
-"""Several layers' observations of one step as one: all their sequences, as rows of one batch; and which may be."""
+"""Combines the observations of several layers in one step, so that they are scored together: rows of one batch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvbench.policies.observation import Observation
+from kvbench.policies.observation import Observation, QueryWindow, SequenceInfo, SlotInfo
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.slots import biases, padded
 
-WORKSPACE = {"cpu": 2**23}  # bytes of float32 rows and vectors that stand side by side at once: as a core's cache holds
-LARGER = 2**26  # elsewhere, where launches cost more
-FILLED = {"cpu": 2**14}  # scores that are filled up in less time than another round of launches takes
-MORE = 2**20  # elsewhere
-EVEN = 4  # layers of the same length that are enough to stand by themselves
-
-FILL = {"keys": 0, "values": 0, "positions": -1}
-"""Tensors with a slot dimension, and what shorter layers are filled up with."""
-ROWS = ("queries", "query_positions", "seen")
-"""Tensors with a row per sequence."""
-WINDOW = ("recent_queries", "recent_positions", "sinks")
-"""The same, where there are any."""
-SAME = ("scaling", "phase", "softcap", "sliding_window", "aligned", "shared")
-"""What all layers of a step have in common."""
+WORKSPACE = {"cpu": 2**23}  # bytes of float32 rows and vectors in memory at once: the cache of a core
+WORKSPACE_GPU = 2**26  # more, because each launch costs time
+PADDED = 0.75  # layers are padded to the longest one if they have at least this share of its slots
 
 
-class StackedObservation(Observation):
-    """What n layers observed, with n * B sequences [n*B,...]; shorter layers end in empty slots.
+class LazyObservation(Observation):
+    """An observation whose tensors are made on first use, because few scorers use all of them.
 
-    Keys, values and other tensors are put side by side when they are first read: few scores read all of them.
+    load: makes the missing fields, by name. layer is missing if it combines several layers.
     """
 
-    _parts: Sequence[Observation]
+    def __init__(self, load: Mapping[str, Callable[[], Any]], **fields: Any) -> None:  # noqa: ANN401
+        rest = {name: {} for name in ("known", "memory", "shared") if name not in load}
+        self.__dict__.update(rest, _load=load, **fields)
 
-    def __init__(self, parts: Sequence[Observation]) -> None:
-        first = parts[0]
-        known: dict[str, Any] = {name: getattr(first, name) for name in SAME}
-        known |= {name: all(getattr(part, name) for part in parts) for name in ("sighted", "ascending", "whole")}
-        for name in WINDOW:
-            known[name] = None if getattr(first, name) is None else _rows(name, parts)
-        known["packed"] = all(part.packed for part in parts) and len({part.positions.shape[2] for part in parts}) == 1
-        known["bias"] = biases([(part.bias, part.positions) for part in parts])
-        known["last"] = first.last if len({part.last for part in parts}) == 1 else None
-        known["opens"] = tuple(chain.from_iterable(part.opens for part in parts))
-        for name in ("budgets", "prompts", "questions"):
-            known[name] = tuple(chain.from_iterable(getattr(part, name) for part in parts))
-        self.__dict__.update(known, _known={}, _parts=parts)
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - a tensor, or several by name
-        """A tensor that is read for the first time."""
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        """Called for a field that was not made yet."""
         if name == "layer":
-            raise AttributeError("several layers are scored at once: a scorer that reads the layer says needs.layer")
-        found: Any
-        if name == "memory":
-            found = {key: torch.cat([part.memory[key] for part in self._parts]) for key in self._parts[0].memory}
-        elif name in FILL:
-            found = padded([getattr(part, name) for part in self._parts], FILL[name])
-        elif name in ROWS:
-            found = _rows(name, self._parts)
-        else:
+            raise AttributeError("several layers are scored at once: a scorer that uses the layer needs needs.layer")
+        if name not in self.__dict__.get("_load", {}):
             raise AttributeError(f"an observation has no {name}")
-        self.__dict__[name] = found
+        found = self.__dict__[name] = self._load[name]()
         return found
 
-    def window_attention(self, window: int) -> Tensor:
-        if window == 1 and self.known_row is None:
-            rows = [part.known_row for part in self._parts if part.known_row is not None]
-            if len(rows) == len(self._parts):
-                self._known["rows", 1] = padded(rows, dim=-1)
-        return super().window_attention(window)
 
-    def window_mean(self, window: int) -> Tensor:
-        if self.packed:
-            return super().window_mean(window)
-        # Layers of different lengths: each by itself, so that no row is filled up; none outlives its sum.
-        means = []
-        for part in self._parts:
-            means.append(part.window_mean(window))
-            part.forget()
-        return padded(means)
+def stacked(parts: Sequence[Observation]) -> Observation:
+    """The observations of n layers as one of n * B sequences; shorter layers are padded with empty slots."""
+    if len(parts) == 1:
+        return parts[0]
+    first, slots, sequences = parts[0], [part.slots for part in parts], [part.sequences for part in parts]
+    same_length = len({part.positions.shape[2] for part in parts}) == 1
+    whole = LazyObservation(
+        {
+            "queries": lambda: torch.cat([part.queries for part in parts]),
+            "query_positions": lambda: torch.cat([part.query_positions for part in parts]),
+            "seen": lambda: torch.cat([part.seen for part in parts]),
+            "keys": lambda: padded([part.keys for part in parts]),
+            "values": lambda: padded([part.values for part in parts]),
+            "positions": lambda: padded([part.positions for part in parts], -1),
+            "memory": lambda: {key: torch.cat([part.memory[key] for part in parts]) for key in first.memory},
+        },
+        phase=first.phase,
+        params=first.params._replace(sinks=_sinks(parts)),
+        window=None if first.window is None else _window([part.window for part in parts if part.window is not None]),
+        slots=SlotInfo(
+            ascending=all(one.ascending for one in slots),
+            packed=same_length and all(one.packed for one in slots),
+            whole=all(one.whole for one in slots),
+            bias=biases([(part.slots.bias, part.positions) for part in parts]),
+        ),
+        sequences=SequenceInfo(
+            aligned=first.sequences.aligned,
+            last=first.sequences.last if len({one.last for one in sequences}) == 1 else None,
+            opens=tuple(chain.from_iterable(one.opens for one in sequences)),
+            budgets=tuple(chain.from_iterable(one.budgets for one in sequences)),
+            prompts=tuple(chain.from_iterable(one.prompts for one in sequences)),
+            questions=tuple(chain.from_iterable(one.questions for one in sequences)),
+        ),
+        shared=first.shared,
+    )
+    rows = [part.known["rows", 1] for part in parts if ("rows", 1) in part.known]
+    if len(rows) == len(parts):
+        whole.known["rows", 1] = padded(rows, dim=-1)
+    return whole
 
 
-def _rows(name: str, parts: Sequence[Observation]) -> Tensor:
-    """A row per sequence; what is the same for all sequences of a layer (sinks) is repeated."""
-    rows = [(getattr(part, name), len(part.positions)) for part in parts]
-    return torch.cat([x if len(x) == n else x.expand(n, -1) for x, n in rows])
+def _sinks(parts: Sequence[Observation]) -> Tensor | None:
+    """[n*B,H_q] logits of attention sinks, with a row for each sequence; None if no layer has sinks."""
+    sinks = [(part.params.sinks, len(part.positions)) for part in parts]
+    rows = [x.expand(size, -1) for x, size in sinks if x is not None]
+    return torch.cat(rows) if rows else None
+
+
+def _window(windows: Sequence[QueryWindow]) -> QueryWindow:
+    queries, positions, see_own = zip(*windows, strict=True)
+    return QueryWindow(torch.cat(queries), torch.cat(positions), all(see_own))
 
 
 def kind(seen: Observation) -> tuple[object, ...]:
-    """What observations of layers have in common that can be rows of one batch."""
+    """Properties that observations must share to be stacked."""
     heads = seen.queries.shape[1::2], seen.keys.shape[1::2], seen.values.shape[1::2]
-    window = None if seen.recent_queries is None else seen.recent_queries.shape[2]
-    arithmetic = seen.scaling, seen.softcap, seen.sliding_window, seen.sinks is None
-    return seen.phase, *heads, window, seen.keys.dtype, seen.keys.device, *arithmetic, id(seen.shared or None)
+    window = None if seen.window is None else seen.window.queries.shape[2]
+    params = *seen.params[:3], seen.params.sinks is None
+    return seen.phase, *heads, window, seen.keys.dtype, seen.keys.device, *params, id(seen.shared or None)
 
 
 def batches(layers: Sequence[Observation], policy: Policy) -> Iterator[list[int]]:
-    """Which layers, all of one `kind`, are rows of a batch: as many at once as the workspace holds.
+    """Splits layers of one `kind` into batches of similar lengths that fit into the workspace, by index.
 
-    Layers of one length need no masks; those of rare lengths are filled up to a longer one where that is little.
+    A slot takes memory for its key and value, if the policy uses them, and for the attention rows of the window.
     """
     if len(layers) == 1:
         yield [0]
         return
-    lengths: dict[int, list[int]] = {}
-    for index, seen in enumerate(layers):
-        lengths.setdefault(seen.positions.shape[2], []).append(index)
-    device, heads = layers[0].keys.device.type, layers[0].positions[..., 0].numel()
-    filled = FILLED.get(device, MORE) // heads
-    rare: list[int] = []
-    longest = added = 0
-    for length in sorted(lengths, reverse=True):
-        some = lengths[length]
-        if len(some) >= EVEN:
-            yield from _cut(some, policy, layers, even=True)
-            continue
-        added += len(some) * (longest - length) if rare else 0
-        if rare and 4 * length < 3 * longest and added > filled:
-            yield from _cut(rare, policy, layers, even=False)
-            rare, added = [], 0
-        longest = longest if rare else length
-        rare += some
-    if rare:
-        yield from _cut(rare, policy, layers, even=False)
-
-
-def _cut(rows: list[int], policy: Policy, layers: Sequence[Observation], even: bool) -> Iterator[list[int]]:
-    """As many rows at a time as the workspace holds.
-
-    A slot takes keys and values where they are read, and attention rows of the window; layers of different lengths look
-    through their windows one after the other.
-    """
-    first = layers[rows[0]]
+    lengths = [seen.positions.shape[2] for seen in layers]
+    rest = sorted(range(len(layers)), key=lambda index: -lengths[index])
+    first = layers[0]
     batch, query_heads, _, dim = first.queries.shape
     _, heads, _, value_dim = first.values.shape
-    window, merges = policy.needs.queries_decoding if even else 0, policy.merger.merges
+    window, merges = policy.needs.queries_decoding, policy.merger.merges
     numbers = query_heads * max(1, window) + (heads * dim if window or merges else 0)
     numbers += heads * value_dim if policy.value is not None or merges else 0
-    space = WORKSPACE.get(first.keys.device.type, LARGER)
-    most = max(1, space // (4 * batch * numbers) // first.positions.shape[2])
-    yield from (rows[begin : begin + most] for begin in range(0, len(rows), most))
+    space = WORKSPACE.get(first.keys.device.type, WORKSPACE_GPU) // (4 * batch * numbers)
+    while rest:
+        longest = lengths[rest[0]]
+        similar = [index for index in rest if lengths[index] >= PADDED * longest]
+        some = sorted(similar[: max(1, space // longest)])
+        yield some
+        rest = [index for index in rest if index not in some]

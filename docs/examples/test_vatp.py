@@ -3,7 +3,7 @@
 import torch
 from vatp import Vatp
 
-from kvbench.policies.observation import Observation
+from kvbench.policies.observation import AttentionParams, Observation, QueryWindow
 
 
 def test_with_equal_attention_scores_follow_the_values() -> None:
@@ -18,9 +18,8 @@ def test_with_equal_attention_scores_follow_the_values() -> None:
         values=values,
         positions=torch.tensor([[[0, 1, 2]]]),
         seen=torch.tensor([3]),
-        scaling=1.0,
         phase="prompt",
-        recent_queries=queries,
-        recent_positions=newest,
+        params=AttentionParams(scaling=1.0),
+        window=QueryWindow(queries, newest),
     )
     torch.testing.assert_close(Vatp(window=1).score(seen, {}), torch.tensor([[[7 / 3, 1 / 3, 14 / 3]]]))

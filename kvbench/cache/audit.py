@@ -44,6 +44,15 @@ def audit(group: PolicyGroup) -> None:
     The promise: the layer's budget for every KV head, or for their mean where heads may get different shares; beside
     it, where decoding grows, the decoded tokens.
     """
+    if group.nan_flags:
+        layers, flags = list(group.nan_flags), torch.stack(list(group.nan_flags.values())).tolist()
+        group.nan_flags = {}
+        for layer, rows in zip(layers, flags, strict=True):
+            for row, broken in enumerate(rows):
+                if broken:
+                    group.not_numbers.setdefault(row, layer)
+    if group.not_numbers:
+        raise _score_error(group)
     if group.policy.reader is not None:
         _check_reads(group, group.policy.reader)
     if not group.policy.evicts or not group.progress.seen:

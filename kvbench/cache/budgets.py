@@ -1,12 +1,10 @@
-"""Every layer's budget for every sequence of a batch: fixed at the end of its prompt.
+"""The budget of every layer and sequence of a batch, and the number of tokens that each layer may hold.
 
 Shapes: B batch, L layers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import count
-from types import MappingProxyType
 
 from torch import Tensor
 
@@ -18,9 +16,7 @@ from kvbench.policies.policy_checks import least_budget
 
 
 class Budgets:
-    """Slots per KV head of each layer, by sequence; even shares until an allocator's statistics say otherwise."""
-
-    _policies: Mapping[int, Policy] = MappingProxyType({})  # where sequences decode together under several budgets
+    """Slots per KV head of each layer, by sequence: even shares until an allocator has measured the layers."""
 
     def __init__(self, policy: Policy, layers: int, progress: Progress) -> None:
         self._policy = policy
@@ -28,117 +24,90 @@ class Budgets:
         self._progress = progress
         self._rows: dict[int, list[int]] = {}
         self._statistics: dict[int, list[list[float]]] = {}
-        self._before: dict[int, list[int]] = {}  # promised when the newest prompt was opened
+        self._before: dict[int, list[int]] = {}  # allowed when the newest prompt began
 
     def promised(self) -> dict[int, list[int]]:
-        """What every sequence is promised now."""
-        return {row: self.promise(row, seen) for row, seen in enumerate(self._progress.seen)}
+        """The most tokens per KV head that each layer may hold now, by sequence."""
+        return {row: self.promise(row, seen) for row, seen in enumerate(self._progress.seen) if self._policy.evicts}
 
     def reopen(self, before: dict[int, list[int]]) -> None:
-        """Another prompt was opened on what was promised `before`: at its end budgets are settled anew."""
+        """Begin another prompt after the tokens promised `before`. Its budgets are computed when it is complete."""
         self._before = before
         self._rows.clear()
         self._statistics.clear()
 
-    def policy(self, row: int) -> Policy:
-        """The policy of a sequence: its budget is its own."""
-        return self._policies.get(row, self._policy)
-
-    @staticmethod
-    def of_rows(rows: Sequence[tuple["Budgets", int]], progress: Progress) -> "Budgets":
-        """The budgets of sequences that come from elsewhere, under policies that differ in the budget alone."""
-        policies = [part.policy(row) for part, row in rows]
-        found = Budgets(policies[0], rows[0][0]._layers, progress)
-        if any(policy is not policies[0] for policy in policies):
-            found._policies = dict(enumerate(policies))
-        for index, (part, row) in enumerate(rows):
-            for name in ("_rows", "_statistics", "_before"):
-                known = getattr(part, name)
-                if row in known:
-                    getattr(found, name)[index] = known[row]
-        return found
-
     def row(self, row: int) -> list[int]:
-        """Slots per KV head of each layer for one sequence; what was seen before its newest prompt counts as prompt."""
+        """Slots per KV head of each layer for one sequence. Tokens before its newest prompt count as prompt."""
         if row not in self._rows:
-            policy, prompt = self.policy(row), self._progress.prompt[row]
-            self._rows[row] = layer_budgets(policy, self._layers, prompt, prompt - self._progress.question[row])
+            prompt = self._progress.prompt[row]
+            self._rows[row] = layer_budgets(self._policy, self._layers, prompt, prompt - self._progress.question[row])
         return self._rows[row]
 
-    def of(
-        self, layer: int, rows: Sequence[bool], first: int = 0, read: Sequence[int] | None = None
-    ) -> tuple[int, ...]:
-        """One layer's slots per KV head for the sequences of `rows`, from the `first` on; 0 for the others.
+    def of(self, layer: int, rows: Sequence[bool], read: Sequence[int] | None = None) -> tuple[int, ...]:
+        """One layer's slots per KV head for the sequences selected by `rows`, 0 for the others.
 
-        read: tokens of each that were read; None: all of its prompt. Layers a cascade has not reached yet have their
-        even share.
+        read: number of tokens of each sequence so far; None: its whole prompt. A layer that a cascading allocator has
+        not reached has its even share.
         """
-        found = [self.row(row)[layer] if needed else 0 for row, needed in enumerate(rows, first)]
+        found = [self.row(row)[layer] if selected else 0 for row, selected in enumerate(rows)]
         if read is not None:
-            found = [self._share(row, n, seen) for row, n, seen in zip(count(first), found, read, strict=False)]
+            found = [self._share(row, n, seen) for row, (n, seen) in enumerate(zip(found, read, strict=True))]
         return tuple(found)
 
     def _share(self, row: int, budget: int, read: int) -> int:
-        """What may be held of a layer's budget after `read` tokens; never fewer than what always stays."""
+        """The part of a layer's budget for the first `read` tokens of a prompt, at least the protected tokens."""
         share = self._policy.schedule.share(budget, read, self._progress.prompt[row])
         return budget if share == budget else min(budget, max(share, self._least))
 
     @cached_property
     def _least(self) -> int:
-        """Slots per KV head that are always kept."""
+        """Slots per KV head for the protected tokens."""
         assert self._policy.scorer is not None
         return least_budget(self._policy.scorer, self._policy.allocator)
 
     def exceeded(self, rows: Sequence[bool]) -> tuple[bool, ...]:
-        """Which of the sequences have a prompt beyond their budget, so that something must be evicted."""
-        lengths = [self._length(row) if needed else 0 for row, needed in enumerate(rows)]
-        return tuple(
-            length > 0 and not leaves_whole(self.policy(row), self._layers, length)
-            for row, length in enumerate(lengths)
-        )
+        """Which of the selected sequences have a prompt that is longer than their budget."""
+        lengths = [self._length(row) if selected else 0 for row, selected in enumerate(rows)]
+        return tuple(length > 0 and not leaves_whole(self._policy, self._layers, length) for length in lengths)
 
     def measured(self, rows: Sequence[bool], statistic: Tensor) -> None:
-        """One more layer's statistic [B,k]; remembered for the sequences of `rows`."""
+        """Store the allocator's statistic [B,k] of one more layer, for the selected sequences."""
         for row, values in enumerate(statistic.tolist()):
             if rows[row]:
                 self._statistics.setdefault(row, []).append(values)
 
-    def statistics(self, row: int) -> list[list[float]]:
-        """What the allocator measured of each layer so far, for one sequence."""
-        return self._statistics.get(row, [])
-
     def share(self, rows: Sequence[bool]) -> None:
-        """Share the total out over the layers measured so far, in the sequences of `rows`."""
-        for row, needed in enumerate(rows):
-            if needed:
-                shares = shared_budgets(self.policy(row), self._statistics[row], self._layers, self._length(row))
+        """Divide the total budget among the layers measured so far, in the selected sequences."""
+        for row, selected in enumerate(rows):
+            if selected:
+                shares = shared_budgets(self._policy, self._statistics[row], self._layers, self._length(row))
                 self._rows[row] = shares + self.row(row)[len(shares) :]
 
     def promise(self, row: int, seen: int) -> list[int]:
-        """Tokens per KV head that each layer may hold of a sequence after `seen` tokens."""
+        """The most tokens per KV head that each layer may hold of a sequence after `seen` tokens."""
         schedule, prompt = self._policy.schedule, self._progress.prompt[row]
         if seen < prompt or (schedule.late and seen == prompt):
-            return self._while_coming_in(row, seen)
+            return self._within_prompt(row, seen)
         held, budgets, every = self._after_prompt(row), self.row(row), schedule.every
         tokens = seen - self._length(row)
         if schedule.decode == "grow" or tokens == 0:
             return [n + tokens for n in held]
-        return [  # once `every` tokens are held beyond the budget they go, and so again
+        return [  # a layer evicts `every` tokens at once, whenever it holds that many beyond its budget
             n + tokens if n + tokens < b + every else b + (tokens - max(1, b + every - n)) % every
             for n, b in zip(held, budgets, strict=True)
         ]
 
     def _after_prompt(self, row: int) -> list[int]:
-        """The same at the end of its newest prompt."""
+        """The most tokens per KV head after the eviction of the newest prompt."""
         length, whole = self._length(row), 0
         if isinstance(self._policy.allocator, StatisticAllocator):
-            # An allocator's own gate may leave a prompt beyond the budget whole until decoding evicts.
-            whole = length * leaves_whole(self.policy(row), self._layers, length)
+            # An allocator may leave a prompt beyond the budget whole until decoding evicts.
+            whole = length * leaves_whole(self._policy, self._layers, length)
         before, new = self._before.get(row, [0] * self._layers), length - self._progress.opened[row]
         return [max(min(budget, old + new), whole) for budget, old in zip(self.row(row), before, strict=True)]
 
-    def _while_coming_in(self, row: int, seen: int) -> list[int]:
-        """The same inside a prompt: what was there at its last eviction, and everything that came since."""
+    def _within_prompt(self, row: int, seen: int) -> list[int]:
+        """The most tokens per KV head within a prompt: those left by its last eviction, and all later ones."""
         opened = self._progress.opened[row]
         settled = self._policy.schedule.settled(seen - opened)
         before = self._before.get(row, [0] * self._layers)
@@ -148,5 +117,5 @@ class Budgets:
         return [held + seen - opened - settled for held in before]
 
     def _length(self, row: int) -> int:
-        """Tokens a sequence has when its prompt is evicted."""
+        """Tokens of a sequence when its prompt is evicted."""
         return self._progress.prompt[row] + self._policy.schedule.late

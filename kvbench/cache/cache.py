@@ -1,8 +1,8 @@
-"""The cache: it takes each layer's new tokens, attends, and evicts what the policies of its sequences do not keep.
+"""The cache: in every layer it appends new tokens, computes attention, and evicts by the policies of its sequences.
 
-A token's way: `update` hands a `LayerCall` to the attention function, which leads to `attend`. There the layer's new
-keys and values are appended to its store (`kvbench.cache.state`), attention is computed over what is held
-(`kvbench.cache.attention`), and the eviction is due (`kvbench.cache.eviction`).
+One token in one layer: `update` returns a `LayerCall`, which the attention function of transformers calls
+(`kvbench.cache.hook`). For each group of sequences, `KVCache.attend` appends the key and value to the layer's store
+(`kvbench.cache.group`), attends (`kvbench.cache.attention`) and evicts (`kvbench.cache.eviction`).
 
 Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots, D head dim.
 """
@@ -19,22 +19,22 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from kvbench.cache import NAME
+from kvbench.cache.arena import can_join
 from kvbench.cache.attention import QKV
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
 from kvbench.cache.caller import Caller, check_heads, check_policy
-from kvbench.cache.device_batch import DeviceBatch, can_join
+from kvbench.cache.device_batch import DeviceBatch
 from kvbench.cache.eviction import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.group_attention import GroupAttention
 from kvbench.cache.hook import LayerCall, SharedCall, expect
-from kvbench.cache.interface import check_interface
+from kvbench.cache.interface import check_interface, uncompiled
 from kvbench.cache.layer import EmptyLayer, KVLayer, stacked
 from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, check_padding
 from kvbench.cache.saving import load, save
 from kvbench.cache.shared import SharedReads
-from kvbench.cache.uncompiled import uncompiled
 from kvbench.policies.latents import check_latents
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
@@ -44,31 +44,29 @@ __all__ = ["BudgetError", "KVCache", "ScoreError"]
 
 
 class KVCache(Cache):
-    """A cache that holds what its policy keeps; pass it to `model.generate` or to the model itself.
+    """A cache that keeps the tokens that its policy selects. Pass it to `model.generate` or to the model itself.
 
-    prompt_length: tokens of the prompt, one number or one per sequence. Without it the first call is the whole prompt:
-    where it comes in several (`generate(..., prefill_chunk_size=...)`), nothing else tells the cache.
-    question: at which position of its prompt the question begins, one number or one per sequence, for policies that ask
-    (FINCH); for a later prompt `next_prompt` takes it, counted from that prompt's first token.
-    Tokens after the prompt come one by one: several at once are refused until `next_prompt` opened another prompt
-    (except by `full` outside of `generate`, to which it makes no difference).
+    prompt_length: tokens of the prompt, one number or one per sequence. Without it the first call is the whole prompt;
+    pass it if a prompt is split into several calls (`generate(..., prefill_chunk_size=...)`).
+    question: position of the question in the prompt, one number or one per sequence, for policies that use it (FINCH);
+    a later prompt has its own (`next_prompt`), counted from the first token of that prompt.
+    Tokens after the prompt come one by one. Several tokens in one call are an error until `next_prompt` begins another
+    prompt (except with `full` outside of `generate`).
     Raises ValueError for a model that does not follow transformers' attention interface.
 
-    With `next_prompt` all that was seen before counts as part of the new prompt, which is read by the policy's
-    schedule:
-    - Its end (every block of it, counted from its own first token) brings the whole cache to the budget: kept tokens,
-      generated ones and new ones compete. What was evicted does not come back, so that a layer or a KV head may hold
-      less than its share.
-    - A budget that is a share, and every allocator, counts all tokens seen until the new prompt's end; statistics over
-      layers are measured anew, on what is stored.
-    - Observation windows hold the newest queries at hand: of this prompt, and, where the policy holds its window while
-      decoding, of before. Running statistics (H2O, RoCo, D2O, ...) and a merger's thresholds go on; queries of tokens
-      that decoding took in without evicting (`grow`) are in no statistic.
-    - Sinks are the first tokens of all, recent windows the newest. SirLLM gives a prompt's first token surprisal 0.
-    - A policy that keeps every token in a quantised store takes the new prompt in exactly and then quantises it as it
-      does generated tokens; one that evicts has to be refused: quantised groups give no token up.
+    After `next_prompt`, all earlier tokens count as part of the new prompt:
+    - The end of the prompt, or of every block of it, brings the cache back to its budget: kept, generated and new
+      tokens compete. Evicted tokens do not return, so a layer or a KV head may hold less than its share.
+    - A budget that is a share, and every allocator, counts all tokens until the end of the new prompt. Statistics over
+      layers are measured again on the stored tokens.
+    - Observation windows have the newest queries: of this prompt, and of earlier tokens if the policy keeps its window
+      while decoding. Running statistics (H2O, RoCo, D2O) and the thresholds of mergers continue. Queries of generated
+      tokens are in no statistic if the policy does not evict while decoding (`grow`).
+    - Sinks are the first tokens of all, recent windows the newest. In SirLLM, a prompt's first token has surprisal 0.
+    - A policy that keeps every token in a quantized store quantizes the new prompt as it does generated tokens. A
+      policy that evicts from a quantized store cannot take another prompt.
 
-    A long document is compressed once and asked about later, in another process or on another machine:
+    Compress a long document once and ask about it later, in another process or on another machine:
 
         cache = KVCache(model.config, policy)
         with torch.inference_mode():
@@ -82,7 +80,7 @@ class KVCache(Cache):
     """
 
     _teacher_forced: ClassVar[bool] = False
-    """Whether tokens after the prompt are given and may come several at once, each a decoded one all the same."""
+    """Whether a call may bring several tokens after the prompt, each of which counts as a decoded token."""
 
     def __init__(
         self,
@@ -96,7 +94,7 @@ class KVCache(Cache):
         self._prompt_length, self._question = prompt_length, question
         self._layout = layout_of(self.config)
         self.groups = [self._new_group(policy)]
-        self.one_prompt = False  # all groups read one and the same sequence
+        self.one_prompt = False  # all groups process one and the same sequence
         self._batch: DeviceBatch | None = None  # see `on_device`
         self._evictions = Evictions()
         self._caller = Caller(self.config)
@@ -106,14 +104,12 @@ class KVCache(Cache):
         layers: list[Any] = [self._new_layer(index) for index in range(self._layout.layers)]
         self.attention_layers: list[KVLayer] = [layers[index] for index in self._layout.attention]
         super().__init__(layers=layers)
-        self._is_user_defined = False  # transformers sets it where `model.generate` is given the cache
+        self._is_user_defined = False  # transformers sets it if `model.generate` receives the cache
 
     def _new_group(self, policy: Policy) -> PolicyGroup:
-        """Sequences to come, under a policy. ValueError where only our own generation can drive it."""
         check_policy(policy)
         if self._layout.latent:
             check_latents(policy)
-        # Where every token stays as it came, nothing depends on where a prompt ends.
         several = self._teacher_forced or (policy.store.exact and not policy.evicts)
         return PolicyGroup(self.config, policy, self._prompt_length, several, self._question)
 
@@ -127,16 +123,16 @@ class KVCache(Cache):
         return RecurrentKVLayer(self.groups, place, index, self._layout)
 
     # --- one call of the model, layer by layer ---------------------------------------------------------------------
-    @uncompiled  # transformers hands on to attention what this returns, keys and values or not
+    @uncompiled  # transformers passes the result on to the attention function
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[LayerCall | Tensor, LayerCall | Tensor]:
-        """Hand the new keys and values [B,H_kv,M,D] of a layer, or its latents, on to its attention, which appends."""
+        """Pass the new keys and values [B,H_kv,M,D] of a layer, or its latents, to the attention that appends them."""
         place = self._places[layer_idx]
         if place == 0 and (self.config._attn_implementation != NAME or "kvpress" in sys.modules):
             self._caller.check_attention()
         call = LayerCall(layer_idx, partial(self._called, place, key_states, value_states))
-        if self._layout.latent:  # the model expands them on the way, to keys and values of all heads
+        if self._layout.latent:  # the model expands latents to keys and values of all heads before its attention
             expect(call)
             return key_states, value_states
         if place in self._layout.owned:
@@ -144,19 +140,19 @@ class KVCache(Cache):
         return call, call
 
     def _read(self, owner: int, columns: int, queries: Tensor, params: AttentionParams) -> Tensor:
-        """Attention of a layer that reads another's keys and values, for the last queries of a call of `columns`."""
+        """Attention of a layer that shares the keys and values of `owner`, for the last queries of a call."""
         out = self._shared.attend(owner, columns, queries, params, dict(self._rows()))
         if self._shared.all_read:
             self._end_call()
         return out
 
-    def _called(self, index: int, keys: Tensor, values: Tensor, reader: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
-        """What the attention function calls. reader: the module that attends; args: queries, mask, parameters."""
+    def _called(self, index: int, keys: Tensor, values: Tensor, module: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
+        """Called by the attention function. module: the attention module; args: queries, mask, parameters."""
         queries, mask, params = args
-        if index == 0 and (self._caller.reader is None or self._caller.reader() is not reader):
-            self._caller.check(reader)
+        if index == 0:
+            self._caller.check(module)
         if any(group.policy.needs.model for group in self.groups):
-            params = params._replace(model=model_layer(reader, queries))
+            params = params._replace(model=model_layer(module, queries))
         return self.attend(index, QKV(queries, keys, values), mask, params)
 
     def attend(self, index: int, new: QKV, mask: Tensor | None, params: AttentionParams) -> Tensor:
@@ -167,25 +163,33 @@ class KVCache(Cache):
         self._begin(index, new, mask)
         if not self.groups[0].layers[index].opened:
             check_heads(self.groups, index, new.keys)
-        if self._batch is not None:
-            out = self._attention.on_device(self._batch, dict(self._rows()), index, new, params)
-        elif self.one_prompt:
+        if self.one_prompt:
             out = self._attention.once(self.groups, index, new, params)
         else:
-            out = self._attention.each(self._rows(), index, new, params)
+            out = self._attend_groups(index, new, params)
         self._end(index)
         return out
 
+    def _attend_groups(self, index: int, new: QKV, params: AttentionParams) -> Tensor:
+        """Attention of every group: at once for those in the device batch, one by one for the others."""
+        found, batch = {}, self._batch
+        if batch is not None:
+            if len(batch.groups) == len(self.groups):
+                return batch.attend(index, new, params)
+            rows = [here for group, here in self._rows() if group in batch.groups]
+            inside = QKV(*(torch.cat([x[here] for here in rows]) for x in new))
+            found = dict(zip(batch.groups, batch.attend(index, inside, params).split(1), strict=True))
+        for group, here in self._rows():
+            if group not in found:
+                found[group] = self._attention.attend(group, index, new.rows(here), params)
+        outs = [found[group] for group in self.groups]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
     def _begin(self, layer: int, new: QKV, mask: Tensor | None) -> None:
-        if layer == 0:
-            self._begin_call(new, mask)
-
-    def _end(self, layer: int) -> None:
-        if layer == len(self.attention_layers) - 1 and not self._layout.owners:
-            self._end_call()
-
-    def _begin_call(self, new: QKV, mask: Tensor | None) -> None:
-        self._evictions.end_call()  # of a model whose last layers hold no cache of their own
+        """Begin a call in its first layer: split it into steps."""
+        if layer != 0:
+            return
+        self._evictions.end_call()  # of a model with layers without a cache at its end
         if self._layout.owners:
             self._shared.begin()
         assert mask is None or len(self.groups) == 1, "sequences of several policies are never padded"
@@ -196,19 +200,24 @@ class KVCache(Cache):
                 self._batch.begin()
             else:
                 self.on_device(False)
-        apart = [] if self._batch is None else self._batch.groups
+        batch = [] if self._batch is None else self._batch.groups
         for group, rows in self._rows():
-            if group.error is None and group not in apart:
+            if group.error is None and group not in batch:
                 try:
                     group.begin_call(new.queries[rows], mask, self._is_user_defined)
                 except Exception as error:
                     group.fail(error)
 
+    def _end(self, layer: int) -> None:
+        if layer == len(self.attention_layers) - 1 and not self._layout.owners:
+            self._end_call()
+
     def _rows(self) -> Iterator[tuple[PolicyGroup, slice]]:
-        """Every group, and which rows of a call are its sequences."""
+        """Every group, and the rows of its sequences in a call."""
         return ((group, slice(None)) for group in self.groups) if self.one_prompt else in_order(self.groups)
 
     def _end_call(self) -> None:
+        """End a call after its last layer: carry out the evictions and check the budgets."""
         if self._batch is not None:
             self._batch.end()
             self._batch.count(1)
@@ -220,24 +229,23 @@ class KVCache(Cache):
                 self._finish(group)
 
     def _finish(self, group: PolicyGroup) -> None:
-        """A call is over, its evictions are done."""
         group.end_call()
         try:
             check_call(group)
         except Exception as error:
             group.fail(error)
 
-    # --- steps of all policies at once -----------------------------------------------------------------------------
+    # --- decoding steps of all groups at once ----------------------------------------------------------------------
     @property
     def batch(self) -> DeviceBatch | None:
-        """What takes decoding steps of all groups that can at once, if anything does now."""
+        """The running batch of decoding steps, if there is one."""
         return self._batch
 
     def on_device(self, wanted: bool = True) -> DeviceBatch | None:
-        """Take decoding steps of all groups that can at once, whose lengths then stand on the device, or end that.
+        """Begin or end decoding steps of all groups at once, with their lengths on the device.
 
-        None where no group can, and where layers read what others store, or latents. What changes the groups ends it,
-        as does a step for which a store has to grow.
+        None if no group supports it, or if layers share keys and values or store latents. Any change of the groups
+        ends the batch, and so does a step for which a store must grow.
         """
         layout = self._layout
         if wanted and self._batch is None and not (layout.owners or layout.latent):
@@ -250,15 +258,15 @@ class KVCache(Cache):
 
     # --- prompts ---------------------------------------------------------------------------------------------------
     def reset(self) -> None:
-        """Forget everything: the cache is as it was made."""
+        """Remove everything, as in a new cache."""
         self.__init__(self.config, self.policy, self._prompt_length, self._question)  # type: ignore[misc]
 
     def next_prompt(self, length: int | Sequence[int], question: int | Sequence[int] | None = None) -> None:
-        """Let the next `length` tokens, one number or one per sequence, be another prompt (a turn of a conversation).
+        """Begin another prompt of `length` tokens, one number or one per sequence (a turn of a conversation).
 
-        `model.generate` feeds what the cache has not seen, the last answer's last token included: for the ids of the
-        whole conversation [1,T] that is T - cache.seen tokens. Raises ValueError while a prompt is still coming in,
-        and for policies that could not keep their promise then.
+        `model.generate` feeds the tokens that the cache has not seen, including the last token of the last answer: with
+        the ids of the whole conversation [1,T] these are T - cache.seen tokens. Raises ValueError before the last
+        prompt is complete, and for policies that cannot take another prompt.
         """
         self.on_device(False)
         for group in self.groups:
@@ -267,14 +275,14 @@ class KVCache(Cache):
                 check_next_prompt(policy.name, policy.store, policy.allocator)
         self._evictions.end_call()
         for group in self.groups:
-            promised = group.budgets.promised() if group.policy.evicts else {}
+            promised = group.budgets.promised()
             group.progress.open(length, question)
             group.budgets.reopen(promised)
             for layer in group.layers:
-                layer.reopen()
+                layer.recent.reopen(group.policy.needs.window)
 
     def pre_pass_done(self) -> None:
-        """Pre-passes found what they look for in the prompt just read: what waits for them is evicted now."""
+        """Carry out the evictions that waited for a pre-pass."""
         self._evictions.pre_pass_done()
         for group in self.groups:
             if group.waits_for_pre_pass:
@@ -283,17 +291,16 @@ class KVCache(Cache):
                     self._finish(group)
 
     def expect(self, tokens: int) -> None:
-        """The prompt is in, and at most so many tokens follow it: no more capacity is reserved."""
+        """Reserve no capacity for more than this number of tokens after the prompt."""
         for group in self.groups:
             for layer in group.layers:
                 layer.expect(tokens)
 
     def save(self, path: str | Path) -> None:
-        """Write all it holds and knows to one safetensors file, about as large as `nbytes`; see `kvbench.cache.saving`.
+        """Write the cache to one safetensors file, about as large as `nbytes`; see `kvbench.cache.saving`.
 
-        Works between any two calls of the model once a prompt is in, between replays of a CUDA graph too. Raises
-        ValueError while a prompt is coming in, and for parts from elsewhere that are no plain data; OSError where
-        nothing can be written.
+        Raises ValueError within a call or a prompt, and for parts of other packages that are not plain data; OSError if
+        the file cannot be written.
         """
         self.on_device(False)
         save(self.config, self.group, Path(path))
@@ -302,31 +309,30 @@ class KVCache(Cache):
     def load(
         cls, path: str | Path, config: PreTrainedConfig, policy: Policy, device: torch.device | str = "cpu"
     ) -> Self:
-        """The cache that `save` wrote, on `device`: what follows comes out as it would have from the saved one.
+        """The cache that `save` wrote, on `device`. It continues exactly as the saved one.
 
-        config, policy: those it was made with. Raises ValueError where the file is missing, damaged or another's, and
-        where it was saved under another policy or from a model of another shape (a configuration does not tell the
-        weights apart: load it for the very model that read the document).
+        config, policy: those of the saved cache. Raises ValueError if the file is missing or damaged, or was saved with
+        another policy or model shape. The weights of the model are not compared.
         """
         cache = cls(config, policy)
         load(cache.config, cache.group, Path(path), device)
         return cache
 
-    # --- what it holds ---------------------------------------------------------------------------------------------
+    # --- contents --------------------------------------------------------------------------------------------------
     @property
     def group(self) -> PolicyGroup:
-        """The only group, of a cache whose sequences are under one policy."""
+        """The only group of a cache with one policy."""
         (group,) = self.groups
         return group
 
     @property
     def policy(self) -> Policy:
-        """The policy all sequences are under."""
+        """The policy of all sequences."""
         return self.group.policy
 
     @property
     def seen(self) -> int:
-        """Tokens seen, padding columns included: where the next token of an unpadded sequence stands."""
+        """Tokens seen, padding included: the position of the next token of a sequence without padding."""
         return max((group.progress.columns for group in self.groups), default=0)
 
     @property
@@ -336,7 +342,7 @@ class KVCache(Cache):
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of recurrent layers' states, which no policy makes smaller."""
+        """Bytes of recurrent layers' states, which no policy reduces."""
         return sum(group.state_nbytes for group in self.groups)
 
     @property
@@ -346,7 +352,7 @@ class KVCache(Cache):
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes in use, `nbytes` less the spare ones: what tables, dashboards and pictures call bytes held."""
+        """Bytes in use: `nbytes` without the spare ones. Tables and figures call them bytes held."""
         return self.nbytes - self.spare_nbytes
 
     @property
@@ -355,20 +361,23 @@ class KVCache(Cache):
         return sum(group.peak_nbytes for group in self.groups)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen before the call that is running, by every layer; between calls all that were seen."""
+        """Tokens seen before the running call; between calls, all tokens seen."""
         return max((group.seen_before for group in self.groups), default=0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Tokens seen by the end of the call, by every layer, and where they begin."""
+        """Tokens seen by the end of the call, and the first of them."""
         return self.get_seq_length() + query_length, 0
 
     def kept_tokens(self) -> Tensor:
-        """[L,B,H_kv] tokens held by the attention layers. ValueError where these differ in their number of KV heads."""
-        first = self.attention_layers[0].positions.device  # of a model on several devices
+        """[L,B,H_kv] tokens held by the attention layers. ValueError if layers differ in their number of KV heads."""
+        first = self.attention_layers[0].positions.device  # layers may be on several devices
         return stacked([layer.kept_tokens().to(first) for layer in self.attention_layers])
 
     def audit(self) -> None:
-        """Raise BudgetError unless every layer holds at most what its policy promises, at valid positions."""
+        """Raise BudgetError unless every layer holds at most what its policy promises, at valid positions.
+
+        Raises ScoreError for NaN scores of decoding steps on a GPU.
+        """
         self._evictions.end_call()
         for group in self.groups:
             audit(group)

@@ -1,42 +1,48 @@
-"""The sequences of a cache under one policy; their budgets may differ."""
+"""The sequences of a cache that share one policy: their progress, budgets and layers.
+
+Shapes: B batch, H_q query heads, H_kv KV heads, M new tokens of a call, m tokens of a step, D head dim.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from kvbench.cache.attention import QKV, LayerStep
 from kvbench.cache.budgets import Budgets
 from kvbench.cache.layout import layout_of
 from kvbench.cache.rotary import uniform_length
-from kvbench.cache.state import Context, LayerState
+from kvbench.cache.state import LayerState
 from kvbench.cache.steps import BatchStep, Progress
-from kvbench.policies.observation import StepCache
+from kvbench.policies.latents import LatentObservation
+from kvbench.policies.observation import (
+    MOVED,
+    AttentionParams,
+    Observation,
+    QueryWindow,
+    SequenceInfo,
+    SlotInfo,
+    StepCache,
+)
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
 
-_PARTS: dict[object, object] = {}
-
-
-def same(*parts: object) -> object:
-    """The same object for equal parts: hashing them anew for every layer and token costs more than an eviction."""
-    try:
-        return _PARTS.setdefault(parts, object())
-    except TypeError:  # a part from elsewhere, with a list among its knobs
-        return object()
+_RULES: dict[object, object] = {}
 
 
 class PolicyGroup:
-    """How far these sequences came, their budgets, and what every layer holds of them.
+    """Sequences under one policy. The engine has one sequence per group; `model.generate` has a batch in one group.
 
-    several_tokens: tokens after the prompt may come several at once. shared: what scorers of several layers tell
-    each other within a call. names: the model's indices of the layers. states: of recurrent layers, [B,...] by
-    name. isolated: an error ends this group alone; error: then, what it was. peak_nbytes: the most bytes held at
-    any time; peaks: those of each sequence before it joined this group. on_change: called with a layer's index
-    whenever what it holds changed; on_evict: with a layer, its scores and what stays, bool [B,H_kv,T], before
-    several tokens are evicted.
+    names: the model's indices of the layers. shared: data that scorers of several layers exchange within a call.
+    states: of recurrent layers, [B,...] by name. isolated: an error is stored in `error` instead of raised, so that
+    other groups continue. peak_nbytes: the most bytes held at any time. on_change: called with a layer's index after
+    every change of its contents. on_evict: called with a layer, its scores and the kept slots, bool [B,H_kv,T], before
+    several tokens are evicted. not_numbers: sequences with a NaN score, and the first layer that had one.
     """
 
     def __init__(
@@ -47,8 +53,8 @@ class PolicyGroup:
         several_tokens: bool = False,
         question: int | Sequence[int] | None = None,
     ) -> None:
-        layout = layout_of(config)
-        self.names = layout.attention
+        """several_tokens: a call may bring several tokens after the prompt."""
+        self.names = layout_of(config).attention
         layers = len(self.names)
         self.policy = policy
         self.progress = Progress(policy, prompt_length, several_tokens, uniform_length(config), question)
@@ -61,31 +67,34 @@ class PolicyGroup:
         self.on_change: Callable[[int], None] | None = None
         self.on_evict: Callable[[LayerState, Ranking, Tensor], None] | None = None
         self.peak_nbytes = 0
-        self.peaks: list[int] = []
-        self.waits_for_pre_pass = False  # it was announced, and is not over
-        self.not_numbers: dict[int, int] = {}  # sequences with a score that is NaN, and the first layer that had one
-        self._told = len(prompt_length) if isinstance(prompt_length, Sequence) else 1
+        self.waits_for_pre_pass = False
+        self.not_numbers: dict[int, int] = {}
+        self.nan_flags: dict[int, Tensor] = {}  # [B] bool by layer: NaN scores of decoding steps on a GPU
+        self._expected_size = len(prompt_length) if isinstance(prompt_length, Sequence) else 1
         self._ratings: Tensor | None = None  # of the token of the next call
         self._steps: list[BatchStep] = []
-        self._seen_before: int | None = None  # by the call that is running
+        self._seen_before: int | None = None  # by the running call
         self._bytes = [0] * layers
         self._total_bytes = 0
 
     @cached_property
     def rule(self) -> object:
-        """What decides over one token of a layer, whatever its budget: one object for all policies that agree in it."""
+        """One object for all policies that select the evicted token in the same way, at any budget."""
         policy = self.policy
-        parts = policy.scorer, policy.value, policy.selection, policy.merger, policy.granularity
-        return same(*parts, policy.needs.query_heads)
+        parts = policy.scorer, policy.value, policy.selection, policy.merger, policy.granularity, policy.needs
+        try:
+            return _RULES.setdefault(parts, object())
+        except TypeError:  # a part with an unhashable field
+            return object()
 
     @property
     def size(self) -> int:
-        """Sequences it holds, or, before its first call, is to hold."""
-        return len(self.progress.seen) or self._told
+        """Number of sequences."""
+        return len(self.progress.seen) or self._expected_size
 
     @property
     def seen_before(self) -> int:
-        """Tokens seen before the call that is running; between calls all that were seen."""
+        """Tokens seen before the running call; between calls, all tokens seen."""
         return self.progress.columns if self._seen_before is None else self._seen_before
 
     @property
@@ -99,25 +108,22 @@ class PolicyGroup:
         rows = [True] * self.size
         return all(layer.counts and tuple(layer.counts) == self.budgets.of(layer.index, rows) for layer in self.layers)
 
-    def take(self, progress: Progress, budgets: Budgets, layers: list[LayerState], states: dict[str, Tensor]) -> None:
-        """Hold these sequences, which other groups held."""
-        self.progress, self.budgets, self.layers = progress, budgets, layers
-        for name, state in states.items():
-            self.hold_state(name, state)
-        for index in range(len(layers)):
-            self.note_bytes(index)
-
     def fail(self, error: Exception) -> None:
-        """Something went wrong in a call: raised, or remembered where other groups of the cache go on."""
+        """Raise an error, or store it if other groups of the cache continue."""
         if not self.isolated:
             raise error
         self.error = error
 
+    @property
+    def steps(self) -> list[BatchStep]:
+        """The steps of the running call."""
+        return self._steps
+
     # --- one call of the model -------------------------------------------------------------------------------------
     def begin_call(self, queries: Tensor, mask: Tensor | None, generating: bool = False) -> None:
-        """Cut a call of queries [B,H_q,M,D] into the steps of the schedule; mask [B,M] bool marks real tokens.
+        """Split a call of queries [B,H_q,M,D] into the steps of the schedule; mask [B,M] bool marks real tokens.
 
-        generating: it is `model.generate` that calls.
+        generating: the caller is `model.generate`.
         """
         self.begin_step()
         before = self.progress.columns
@@ -125,41 +131,119 @@ class PolicyGroup:
         self._seen_before = before
 
     def begin_step(self) -> None:
-        """ValueError if a call's tokens come without what only our own loop finds out for the policy."""
+        """ValueError if the policy has a pre-pass, which `model.generate` does not run."""
         if self.policy.pre_pass is None or self.waits_for_pre_pass:
             return
         if self.progress.in_prompt:
             raise ValueError(
-                f"{self.policy.name} has the model look at a prompt again before it evicts, which model.generate does "
-                "not: use kvbench.generate"
+                f"{self.policy.name} needs an extra forward pass over the prompt before it evicts, but model.generate "
+                "runs none: use kvbench.generate"
             )
         if self.policy.rates:
             if self._ratings is None:
                 raise ValueError(
                     f"{self.policy.name} scores tokens by the model's own probabilities, which model.generate does not "
-                    "tell its cache: use kvbench.generate"
+                    "pass to its cache: use kvbench.generate"
                 )
             self.shared["ratings"], self._ratings = self._ratings, None
 
-    def steps_on(self, like: Tensor) -> list[BatchStep]:
-        """The steps of the current call, on the device of a layer's tensors."""
-        return [step.to(like.device) for step in self._steps]
+    def append(
+        self,
+        index: int,
+        new: QKV,
+        now: BatchStep,
+        params: AttentionParams,
+        alone: bool,
+        known: StepCache | None = None,
+    ) -> LayerStep:
+        """Append keys and values [B,H_kv,m,D] of a step to a layer.
+
+        known: values that were computed for another policy in the same step.
+        """
+        policy, layer = self.policy, self.layers[index]
+        held, fresh, before = layer.store, not any(layer.counts), layer.counts
+        held.append(new.keys, new.values, now.places, absent=not now.aligned)
+        layer.counts = [n + more for n, more in zip(before, now.counts, strict=True)]
+        step = LayerStep(new.queries, now, params, held, fresh, alone=alone)
+        if layer.pages is not None:
+            layer.pages.update(policy, layer.index, step, before, layer.counts, self.progress.prompt)
+            if now.phase == "decode":
+                step.read = partial(layer.pages.attend, policy, index, self.progress.prompt)
+        if held.watching:
+            held.observe(self._observe(layer, None, step), self.progress.prompt)
+        if policy.scorer is not None and (now.phase != "decode" or any(now.evicts)):
+            if policy.needs.question and now.phase != "decode":
+                spans = zip(self.progress.question, self.progress.prompt, strict=True)
+                layer.recent.reopen(max(policy.needs.window, *(end - begin for begin, end in spans)))
+            window = layer.recent.add(new.queries, now.positions, now.aligned)
+            step.observe, step.known = partial(self._observe, layer, window), known
+        self.note_bytes(index)
+        return step
+
+    def _observe(self, layer: LayerState, recent: tuple[Tensor, Tensor] | None, step: LayerStep) -> Observation:
+        """The observation of a step; recent: the queries and positions of the window."""
+        now, held, policy, progress = step.now, step.store, self.policy, self.progress
+        kind = Observation if step.params.latents is None else LatentObservation
+        budgets = self.budgets.of(layer.index, now.evicts, now.ends) if policy.evicts else ()
+        window = None
+        if recent is not None:
+            window = QueryWindow(*recent, see_own=layer.recent.real and keeps_window(policy, budgets))
+        return kind(
+            layer=layer.index,
+            queries=step.queries,
+            query_positions=now.positions,
+            keys=step.attended.keys,
+            values=step.attended.values,
+            positions=held.positions,
+            seen=now.seen,
+            phase=now.phase,
+            params=step.params,
+            window=window,
+            slots=SlotInfo(
+                ascending=held.ascending,
+                packed=held.packed,
+                whole=layer.counts == list(now.ends),
+                bias=held.bias,
+                moved=held.state[MOVED][..., 0] if policy.schedule.rerotate else None,
+            ),
+            sequences=SequenceInfo(
+                aligned=now.aligned,
+                last=now.newest,
+                opens=now.opens,
+                budgets=budgets,
+                prompts=tuple(progress.prompt),
+                questions=tuple(progress.question),
+            ),
+            memory=dict(layer.memory) if policy.needs.memory else {},
+            shared=self.shared,
+            known={} if step.known is None else step.known,
+        )
 
     def layers_done(self) -> None:
-        """The last layer is through."""
+        """The last layer has attended."""
         self._seen_before = None
 
     def end_call(self) -> None:
-        """A call is over and its evictions are done."""
+        """The evictions of a call are done."""
         self.shared.clear()
-        self._steps = []  # a prompt's positions are of no use to anyone any more
+        self._steps = []
 
-    def context(self, known: StepCache | None = None) -> Context:
-        """What a layer needs to know for a step."""
-        return Context(self.budgets, self.progress.prompt, self.progress.question, self.shared, known)
+    def finish_step(self, layer: LayerState, now: BatchStep) -> None:
+        """A step and its eviction are done: drop queries that later steps do not use, and settle the store."""
+        if now.phase != "decode":
+            if now.prompt_done and (any(now.evicts) or self.policy.schedule.decode == "grow"):
+                layer.recent.limit(self.policy.needs.queries_decoding)
+            layer.recent.copy()
+        self.settle(layer, now)
+
+    def settle(self, layer: LayerState, now: BatchStep) -> None:
+        """After a complete prompt the store takes its final form, such as quantized codes."""
+        if now.prompt_done and not layer.unsettled:
+            layer.store.settle()
+        self.note_bytes(layer.index)
 
     def note_bytes(self, index: int) -> None:
-        """Keep the running total and its peak true after layer `index` changed what it holds."""
+        """Update the total number of bytes and its peak after a layer changed."""
         now = self.layers[index].nbytes
         self._total_bytes += now - self._bytes[index]
         self._bytes[index] = now
@@ -167,49 +251,45 @@ class PolicyGroup:
         if self.on_change is not None:
             self.on_change(index)
 
+    # --- recurrent states ------------------------------------------------------------------------------------------
     @property
     def state_nbytes(self) -> int:
         """Bytes of the recurrent layers' states."""
         return sum(state.nbytes for state in self.states.values())
 
     def hold_state(self, name: str, state: Tensor) -> None:
-        """Hold another state [B,...] of a recurrent layer than before."""
+        """Replace a state [B,...] of a recurrent layer."""
         before = self.states.get(name)
         self.states[name] = state
         self._total_bytes += state.nbytes - (0 if before is None else before.nbytes)
         self.peak_nbytes = max(self.peak_nbytes, self._total_bytes)
 
     def free_state(self, name: str) -> None:
-        """Let a state be written to outside of inference mode, where it was made inside."""
+        """Copy a state that was made in inference mode, so that it can be changed outside of it."""
         if name in self.states and self.states[name].is_inference() and not torch.is_inference_mode_enabled():
             self.states[name] = self.states[name].clone()
 
-    def settle(self, index: int, prompt_done: bool) -> None:
-        """A step of layer `index` is over: once every prompt is in, the store brings it into its final form."""
-        layer = self.layers[index]
-        if prompt_done and not layer.unsettled:
-            layer.store.settle()
-        self.note_bytes(index)
-
-    def count_evicted(self, layer: LayerState, rows: slice, evicted: Sequence[int]) -> None:
-        """Subtract tokens that are about to be evicted from the counts of these sequences."""
-        counts = layer.counts[rows]
-        layer.counts[rows] = [count - max(n, 0) for count, n in zip(counts, evicted, strict=True)]
-
     # --- pre-passes ------------------------------------------------------------------------------------------------
     def rate_next(self, logits: Tensor, tokens: Tensor) -> None:
-        """The tokens [B,1] of the next call under the logits [B,V] before them, where the policy rates tokens."""
+        """Rate the tokens [B,1] of the next call with the logits [B,V] before them, if the policy rates tokens."""
         if isinstance(self.policy.pre_pass, TokenRating):
             self._ratings = self.policy.pre_pass.rate(logits[:, None], tokens)
 
     def rated(self, ratings: Tensor) -> None:
-        """What the policy's pre-pass made of the logits of the prompt just read, [B,T]."""
+        """Store the ratings [B,T] of the prompt in the running call."""
         (prompt,) = self._steps
         self.shared["ratings"] = ratings[:, prompt.columns]
 
 
+def keeps_window(policy: Policy, budgets: Sequence[int]) -> bool:
+    """Whether the tokens of the window's queries are always kept, so that each query sees at least its own."""
+    assert policy.scorer is not None
+    window = policy.needs.window
+    return not policy.needs.question and all(policy.scorer.protects(budget).newest >= window for budget in budgets)
+
+
 def in_order(groups: Sequence[PolicyGroup]) -> Iterator[tuple[PolicyGroup, slice]]:
-    """Every group, and which rows of a batch are its sequences."""
+    """Every group, and the rows of its sequences in a batch."""
     first = 0
     for group in groups:
         yield group, slice(None) if len(groups) == 1 else slice(first, first + group.size)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvbench.cache import NAME
-from kvbench.cache.interface import KINDS, InterfaceError, NotATensor, check_interface
-from kvbench.cache.uncompiled import uncompiled
+from kvbench.cache.interface import KINDS, InterfaceError, NotATensor, check_interface, uncompiled
 from kvbench.policies.model_layer import Latents
 from kvbench.policies.observation import AttentionParams
 

@@ -1,8 +1,9 @@
 """Which models kvbench can hold the cache of: what their configuration says of it, and what they ask of a cache."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
 
+import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
@@ -15,6 +16,15 @@ INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attent
 ELSEWHERE = ("minimax", "recurrent_gemma")
 """Models that keep the states of their recurrent layers elsewhere than in the layers of transformers' cache."""
 INSTEAD = "use a model whose layers all keep keys and values of their own, such as Llama, Mistral, Qwen3 or Gemma 3"
+
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Exclude a function from `torch.compile`. Unlike `torch.compiler.disable`, it keeps the types of the function."""
+    return cast(Callable[Parameters, Result], torch.compiler.disable(function))
 
 
 class InterfaceError(ValueError):

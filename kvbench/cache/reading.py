@@ -33,15 +33,29 @@ class PageReads:
         self.nbytes_read = 0
         self.begun = False  # all tokens that are held have been summarised
 
-    def clear(self) -> None:
-        """Drop the summaries: tokens are about to be evicted."""
-        self.summaries, self.begun = {}, False
-
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
         counts = sum(x.nbytes for x in (self.read, self.most) if x is not None)
         return counts + sum(x.nbytes for x in self.summaries.values())
+
+    def update(
+        self,
+        policy: Policy,
+        layer: int,
+        step: LayerStep,
+        before: Sequence[int],
+        after: Sequence[int],
+        prompts: Sequence[int],
+    ) -> None:
+        """Summarize the pages of a step's tokens; of a prompt that is evicted, with the first decoded token."""
+        reader = policy.reader
+        assert reader is not None
+        if reader.evicts and step.now.phase != "decode":
+            self.summaries, self.begun = {}, False
+        elif not reader.reads_all(layer):
+            sizes = [read_plan(policy, length).page for length in prompts]
+            self.append(reader, step.store, before, after, sizes)
 
     def append(
         self, reader: Reader, held: LayerStore, before: Sequence[int], after: Sequence[int], sizes: Sequence[int]

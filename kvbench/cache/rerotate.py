@@ -19,7 +19,7 @@ def close_gaps(held: LayerStore, kept: Tensor, seen: Observation) -> None:
 
     How far a token was moved is its statistic `MOVED`. Raises ValueError for a layer with a sliding window.
     """
-    if seen.sliding_window is not None:
+    if seen.params.sliding_window is not None:
         raise ValueError(
             "rerotate=true moves keys closer, but the model's sliding window hides tokens by where they were read: use "
             "rerotate=false, or a model without a sliding window"

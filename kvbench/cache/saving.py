@@ -27,24 +27,14 @@ from kvbench.cache.interface import kv_shapes
 from kvbench.policies.describe import describe
 from kvbench.policies.policy import Policy
 
-FORMAT = 10
+FORMAT = 11
 """Raised whenever what a class holds changes its name or its meaning: older files are then refused."""
 KEY = "kvbench"
 DERIVED = frozenset(
     (
         *("policy", "names", "layers", "budgets", "progress", "index", "isolated", "on_change", "on_evict", "rule"),
-        *(
-            "_policy",
-            "_layers",
-            "_progress",
-            "_forced",
-            "_alike",
-            "_steps",
-            "_last",
-            "not_numbers",
-            "_memory",
-            "_starts",
-        ),
+        *("not_numbers", "nan_flags", "_policy", "_layers", "_progress", "_forced", "_rope_switch", "_steps", "_last"),
+        *("_memory", "_starts"),
     )
 )
 """Attributes that follow from configuration, policy and the other attributes; all others are saved."""

@@ -1,8 +1,7 @@
-"""Layers that read the keys and values of an earlier layer, their owner: what it stored, until all of them have read.
+"""Layers that attend to the keys and values of an earlier layer, their owner (Gemma 3n, Gemma 4).
 
-The owner's policy decides what is held, by its own attention; readers see what the owner's queries saw. So an owner
-evicts once its last reader is through; where a call holds several steps of the schedule, readers get a copy of what
-was held at each of them.
+The policy evicts by the attention of the owner. The owner evicts after its last reader has attended; if a call has
+several steps of the schedule, readers attend to a copy of the slots at each step.
 
 Shapes: B batch, H_q query heads, M new tokens of a call, n of them that a reader computes, D head dim.
 """
@@ -21,7 +20,7 @@ from kvbench.policies.observation import AttentionParams
 
 
 class _Read(NamedTuple):
-    """A step of an owner, as its readers take it; values [B,H_kv,m,D]: of its tokens."""
+    """A step of an owner for its readers; values [B,H_kv,m,D]: of the step's tokens."""
 
     group: PolicyGroup
     step: LayerStep
@@ -35,37 +34,30 @@ class _Read(NamedTuple):
 
 
 class SharedReads:
-    """What owners stored in the call that is running."""
+    """The steps of owners in the running call."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self.owned = layout.owned
-        self._to_come = 0  # readers
+        self._remaining = 0  # readers that have not attended
         self._reads: dict[int, list[_Read]] = {}
 
     def begin(self) -> None:
-        """A call begins."""
-        self._to_come = len(self._layout.owners)
+        """Begin a call."""
+        self._remaining = len(self._layout.owners)
         self._reads.clear()
 
     @property
     def all_read(self) -> bool:
-        """Whether every reader of the call is through."""
-        return self._to_come == 0
+        """Whether every reader of the call has attended."""
+        return self._remaining == 0
 
-    def holds_up(self, layer: LayerState, step: LayerStep) -> bool:
-        """Whether an eviction waits for readers: an owner's, and those of layers behind it, in order."""
+    def delays(self, layer: LayerState, step: LayerStep) -> bool:
+        """Whether an eviction waits for readers: that of an owner or a later layer, so that their order is kept."""
         owned = self._layout.owned
         return bool(owned) and step.alone and layer.index >= min(owned)
 
-    def add(
-        self,
-        group: PolicyGroup,
-        layer: LayerState,
-        step: LayerStep,
-        values: Tensor,
-    ) -> None:
-        """A layer attends to what it holds; `values` are those of the step's tokens."""
+    def add(self, group: PolicyGroup, layer: LayerState, step: LayerStep, values: Tensor) -> None:
+        """Store a step if the layer is an owner; values: of the step's tokens."""
         if layer.index in self._layout.owned:
             read = _Read(group, step if step.alone else step.copied(), values)
             self._reads.setdefault(layer.index, []).append(read)
@@ -73,12 +65,9 @@ class SharedReads:
     def attend(
         self, owner: int, columns: int, queries: Tensor, params: AttentionParams, rows: Mapping[PolicyGroup, slice]
     ) -> Tensor:
-        """Attention [B,H_q,n,D] of the last n of a call's `columns` over what an owner's queries saw.
-
-        rows: the sequences of each group.
-        """
+        """Attention [B,H_q,n,D] of a reader for the last n of a call's `columns`; rows: the sequences of each group."""
         reads = self._reads[owner]
-        self._to_come -= 1
+        self._remaining -= 1
         if self.all_read:
             self._reads = {}
         here, skipped = queries.to(reads[0].values.device), columns - queries.shape[2]
@@ -88,9 +77,9 @@ class SharedReads:
                 continue
             begin, end = (max(0, edge - skipped) for edge in (read.step.now.columns.start, read.step.now.columns.stop))
             if begin < end:
-                mine = out[rows[read.group], :, begin:end]
+                own = out[rows[read.group], :, begin:end]
                 try:
-                    mine += read.attend(here[rows[read.group], :, begin:end], params)
+                    own += read.attend(here[rows[read.group], :, begin:end], params)
                 except Exception as error:
                     read.group.fail(error)
         return out.to(queries.device)

@@ -1,4 +1,4 @@
-"""How far every sequence of a batch has come, and how a call of the model is cut into the steps of the schedule.
+"""Progress of the sequences of a batch, and the schedule's steps in a call of the model.
 
 Shapes: B batch, M new tokens of a call, m tokens of a step.
 """
@@ -18,14 +18,13 @@ from kvbench.policies.schedule import Step
 
 @dataclass(frozen=True)
 class BatchStep:
-    """One step of a call, for all sequences at once.
+    """One step of the schedule within a call of the model, for all sequences of a batch.
 
-    columns: where its tokens lie in the call. positions [B,m]: their original positions, -1 = not this sequence's turn.
-    opens: per sequence, whether a block begins. evicts: whether it ends, so that the sequence goes back to budget.
-    seen [B]: tokens of each sequence after the step; ends: the same on the host.
-    counts: tokens each sequence adds. prompt_done: whether every prompt is in after the step.
-    aligned: all sequences are at the same positions and nothing is padded. newest: then the highest position, unless
-    only the device knows it (`Progress.clock`).
+    columns: the step's tokens in the call. positions [B,m]: their original positions, -1 = padding or a sequence
+    without a step. opens: per sequence, whether a block begins. evicts: whether a block ends and eviction follows.
+    seen [B]: tokens of each sequence after the step; ends: the same numbers on the host. counts: tokens that each
+    sequence appends. prompt_done: every prompt is complete after the step. aligned: all sequences are at the same
+    positions without padding; newest is then the highest position, else None.
     """
 
     columns: slice
@@ -42,68 +41,23 @@ class BatchStep:
 
     @cached_property
     def places(self) -> Tensor:
-        """The positions as stores hold them, int32 [B,m]: made once for all layers."""
+        """The positions as stores hold them, int32 [B,m], computed once for all layers."""
         return self.positions.to(torch.int32)
 
-    @cached_property
-    def _parts(self) -> dict[tuple[int, int], "BatchStep"]:
-        return {}
-
-    def of(self, rows: slice) -> "BatchStep":
-        """The same step of some of the sequences, made once for all layers."""
-        part = self._parts.get((rows.start, rows.stop))
-        if part is None:
-            part = self._parts[rows.start, rows.stop] = replace(
-                self,
-                positions=self.positions[rows],
-                opens=self.opens[rows],
-                evicts=self.evicts[rows],
-                seen=self.seen[rows],
-                ends=self.ends[rows],
-                counts=self.counts[rows],
-            )
-        return part
-
     def to(self, device: torch.device) -> "BatchStep":
-        """The same step where a layer on `device` takes it."""
+        """The same step with its tensors on `device`."""
         if self.positions.device == device:
             return self
         return replace(self, positions=self.positions.to(device), seen=self.seen.to(device))
 
 
-def decoded(places: Tensor, evicts: bool, ends: tuple[int, ...]) -> BatchStep:
-    """A decoded token of every sequence, at places [B,1] that only the device knows."""
-    batch = len(places)
-    return BatchStep(
-        columns=slice(0, 1),
-        positions=places,
-        opens=(True,) * batch,
-        evicts=(evicts,) * batch,
-        seen=places[:, 0] + 1,
-        ends=ends,
-        counts=(1,) * batch,
-        phase="decode",
-        prompt_done=True,
-        aligned=True,
-        newest=None,
-    )
-
-
-def _apart(step: Step) -> list[Step]:
-    """Decoded tokens one by one."""
-    if step.phase != "decode":
-        return [step]
-    return [step._replace(start=place, end=place + 1) for place in range(step.start, step.end)]
-
-
 class Progress:
-    """How far every sequence of the batch has come; splits each call of the model into the steps of the schedule.
+    """Counts the tokens of every sequence, and splits each call of the model into steps of the schedule.
 
-    A sequence's newest prompt takes positions opened[b] to prompt[b] - 1; without a later prompt it began at 0. Its
-    question, where the policy asks for it, begins at question[b].
-    passed: tokens that went through the model in pre-passes over it, beside its own.
-    forced: tokens after it may come several at once (they are given); else such a call is refused. alike: tokens up to
-    which all calls of the model rotate keys alike (see `kvbench.cache.rotary`); longer prompts come in one call.
+    The newest prompt of sequence b has positions opened[b] to prompt[b] - 1, and its question begins at question[b].
+    columns: tokens of all calls, padding included. passed: tokens of extra forward passes over each prompt. forced: a
+    call may bring several tokens after the prompt (teacher forcing). rope_switch: number of tokens from which on the
+    model's rotary frequencies depend on the length of a call (`kvbench.cache.rotary`); longer prompts need one call.
     """
 
     def __init__(
@@ -111,14 +65,14 @@ class Progress:
         policy: Policy,
         prompt_length: int | Sequence[int] | None,
         forced: bool = False,
-        alike: int | None = None,
+        rope_switch: int | None = None,
         question: int | Sequence[int] | None = None,
     ) -> None:
         self._policy = policy
         self._given = prompt_length
-        self._asked = question
+        self._given_question = question
         self._forced = forced
-        self._alike = alike
+        self._rope_switch = rope_switch
         self.seen: list[int] = []
         self.opened: list[int] = []
         self.prompt: list[int] = []
@@ -126,24 +80,13 @@ class Progress:
         self.passed: list[int] = []
         self.columns = 0
         self._last = 0  # columns of the last call
-        self.clock: Tensor | None = None  # [B,1] where the next token stands, on the device: while steps are recorded
-
-    @staticmethod
-    def of_rows(rows: Sequence[tuple["Progress", int]]) -> "Progress":
-        """Sequences that come from elsewhere, under policies of one schedule, each where it stands."""
-        first = rows[0][0]
-        found = Progress(first._policy, [part.prompt[row] for part, row in rows], first._forced, first._alike)
-        for name in ("seen", "opened", "prompt", "question", "passed"):
-            setattr(found, name, [getattr(part, name)[row] for part, row in rows])
-        found.columns = max(found.seen)
-        return found
 
     def open(self, length: int | Sequence[int], question: int | Sequence[int] | None = None) -> None:
-        """Let the next `length` tokens be another prompt. ValueError for a wrong length or while a prompt comes in."""
+        """Begin another prompt of `length` tokens. ValueError for a wrong length or within a prompt."""
         if not self.seen:
             if self._given is not None:
                 raise ValueError("next_prompt was called before the first prompt, whose length is given already, is in")
-            self._given, self._asked = length, question
+            self._given, self._given_question = length, question
             return
         lengths = self._lengths(length, len(self.seen))
         for row, (seen, end) in enumerate(zip(self.seen, self.prompt, strict=True)):
@@ -159,9 +102,9 @@ class Progress:
     def split(
         self, batch: int, new: int, mask: Tensor | None, device: torch.device, generating: bool = False
     ) -> list[BatchStep]:
-        """The steps of a call of `new` tokens per sequence; mask [B,new] bool marks real tokens (None: all are).
+        """The steps of a call of `new` tokens per sequence; mask [B,new] bool marks real tokens (None: all).
 
-        generating: `model.generate` calls, which feeds a prompt in parts of one size, the last one shorter.
+        generating: the caller is `model.generate`, which splits a prompt into parts of one size, the last one shorter.
         """
         counts = [new] * batch if mask is None else mask.sum(-1).tolist()
         if not self.seen:
@@ -170,15 +113,12 @@ class Progress:
             self._check_prompt(counts)
         if new == 1 and not self._forced:
             self._check_single(counts, generating)
-        if self._alike is not None:
-            self._check_rotation(self._alike, counts)
+        if self._rope_switch is not None:
+            self._check_rotation(self._rope_switch, counts)
         steps = [self._steps(row, count) if count else [] for row, count in enumerate(counts)]
         first, self.seen = self.seen, [s + c for s, c in zip(self.seen, counts, strict=True)]
         self.columns += new
         self._last = new
-        if self.clock is not None:
-            assert mask is None, "a replayed step takes a token in every sequence"
-            return [self._ticking(self.clock)]
         if mask is None and len(set(first)) == 1 and len(set(map(tuple, steps))) == 1:
             return [self._aligned(step, first[0], batch, device) for step in steps[0]]
         if mask is None:
@@ -193,22 +133,22 @@ class Progress:
 
     @property
     def in_prompt(self) -> bool:
-        """Whether the next tokens are a prompt's."""
+        """Whether the next tokens belong to a prompt."""
         return not self.seen or any(seen < end for seen, end in zip(self.seen, self.prompt, strict=True))
 
     def _prompt_done(self, ends: Sequence[int], phase: Phase) -> bool:
-        """Whether every prompt is in after a step."""
+        """Whether every prompt is complete after a step."""
         return phase == "decode" or all(end >= p for p, end in zip(self.prompt, ends, strict=True))
 
     def _start(self, batch: int, counts: list[int]) -> None:
         # Without a given length the first call is the whole prompt.
         self.prompt = list(counts) if self._given is None else self._lengths(self._given, batch)
-        self.question = self._questions(self._asked, self.prompt)
+        self.question = self._questions(self._given_question, self.prompt)
         self.seen, self.opened = [0] * batch, [0] * batch
         self.passed = self.passed or [0] * batch
 
     def _lengths(self, length: int | Sequence[int], batch: int) -> list[int]:
-        """A prompt's length for each sequence; ValueError where it is none."""
+        """The prompt length of each sequence. ValueError for an invalid length."""
         lengths = list(length) if isinstance(length, Sequence) else [length] * batch
         if len(lengths) != batch:
             raise ValueError(f"prompt_length names {len(lengths)} sequences, the model was called with {batch}")
@@ -217,12 +157,12 @@ class Progress:
         return lengths
 
     def _questions(self, question: int | Sequence[int] | None, lengths: Sequence[int]) -> list[int]:
-        """Where the question of each prompt begins; its end where no policy asks. ValueError for a wrong one."""
+        """The position of the question in each prompt; the prompt's end if the policy does not use it."""
         if not self._policy.needs.question:
             return list(lengths)
         if question is None:
             raise ValueError(
-                f"{self._policy.name} asks where the question of a prompt begins: say it with question=, the number of "
+                f"{self._policy.name} needs the position of the question in the prompt: pass question=, the number of "
                 "tokens before it"
             )
         begins = list(question) if isinstance(question, Sequence) else [question] * len(lengths)
@@ -234,7 +174,7 @@ class Progress:
         return begins
 
     def _check_prompt(self, counts: Sequence[int]) -> None:
-        """ValueError for several tokens at once of which some come after the prompt."""
+        """ValueError for a call of several tokens that continues after the end of the prompt."""
         for row, (seen, count, end) in enumerate(zip(self.seen, counts, self.prompt, strict=True)):
             if count > 1 and seen + count > end:
                 first = (
@@ -242,42 +182,46 @@ class Progress:
                 )
                 raise ValueError(
                     f"a call brings {count} tokens of sequence {row}, but its prompt ends after token {end}{first}: "
-                    "pass KVCache(..., prompt_length=...) where a prompt comes in several calls, call "
+                    "pass KVCache(..., prompt_length=...) if a prompt is split into several calls, call "
                     "cache.next_prompt(length) before another turn, cache.reset() before another text"
                 )
 
     def _check_single(self, counts: Sequence[int], generating: bool) -> None:
-        """ValueError for a call of one token that shows that the prompt's length is wrong, or missing."""
+        """ValueError for a call of one token if the prompt length is missing or wrong."""
         if self._given is None and self.columns == 1:
             raise ValueError(
-                "the first call brought one token and the next brings one more, so nothing tells where the prompt "
-                "ends: pass KVCache(..., prompt_length=...) where a prompt comes in several calls"
+                "the first call brought one token and the next brings one more, so the end of the prompt is unknown: "
+                "pass KVCache(..., prompt_length=...) if a prompt is split into several calls"
             )
         if not generating or self._last < 2:
             return
         for row, (seen, count, end) in enumerate(zip(self.seen, counts, self.prompt, strict=True)):
             if seen + count < end:
                 raise ValueError(
-                    f"decoding begins after token {seen} of sequence {row}, but its prompt was said to end after token "
-                    f"{end}: prompt_length (or next_prompt's length) must be the prompt's own"
+                    f"decoding begins after token {seen} of sequence {row}, but prompt_length (or the length "
+                    f"given to next_prompt) ends the prompt after token {end}: pass the length of the prompt"
                 )
 
-    def _check_rotation(self, alike: int, counts: Sequence[int]) -> None:
-        """ValueError for a part of a prompt whose other parts the model would rotate otherwise."""
+    def _check_rotation(self, switch: int, counts: Sequence[int]) -> None:
+        """ValueError for a part of a prompt, if the model would rotate the parts with different frequencies."""
         for row, (seen, count, end) in enumerate(zip(self.seen, counts, self.prompt, strict=True)):
-            if end > alike and 0 < count < end - self.opened[row] and seen < end:
+            if end > switch and 0 < count < end - self.opened[row] and seen < end:
                 raise ValueError(
-                    f"a call brings {count} tokens of sequence {row}, whose prompt ends after token {end}, but beyond "
-                    f"{alike} tokens the model rotates keys by the length each call reaches (longrope, dynamic NTK): "
-                    "such a prompt has to come in one call of the model"
+                    f"a call brings {count} tokens of sequence {row}, but its prompt ends after token {end}, and "
+                    f"beyond {switch} tokens the model rotates keys by the length each call reaches (longrope, "
+                    "dynamic NTK): process such a prompt in one call of the model"
                 )
 
     def _steps(self, row: int, count: int) -> list[Step]:
-        """How the next `count` tokens of a sequence are read; the schedule counts from where its prompt begins."""
+        """The steps of the next `count` tokens of a sequence; the schedule counts from the start of its prompt."""
         begin = self.opened[row]
         steps = self._policy.schedule.steps(self.seen[row] - begin, count, self.prompt[row] - begin)
-        if self._policy.reader is not None:  # each decoded query reads tokens of its own
-            steps = [part for step in steps for part in _apart(step)]
+        if self._policy.reader is not None:  # sparse attention selects the tokens of each decoded query separately
+            steps = [
+                step._replace(start=place, end=place + 1) if step.phase == "decode" else step
+                for step in steps
+                for place in (range(step.start, step.end) if step.phase == "decode" else (step.start,))
+            ]
         return [s._replace(start=s.start + begin, end=s.end + begin) for s in steps] if begin else steps
 
     def _aligned(self, step: Step, first: int, batch: int, device: torch.device) -> BatchStep:
@@ -295,12 +239,8 @@ class Progress:
             newest=step.end - 1,
         )
 
-    def _ticking(self, clock: Tensor) -> BatchStep:
-        """A decoded token whose place the device reads off its own clock, so that the step can be replayed."""
-        return decoded(clock, self._policy.schedule.decode == "evict", tuple(self.seen))
-
     def tick(self, steps: int) -> None:
-        """So many steps were taken elsewhere: every sequence has a token more for each."""
+        """Count decoding steps that a `DeviceBatch` took: one token of every sequence in each."""
         self.seen = [seen + steps for seen in self.seen]
         self.columns += steps
 

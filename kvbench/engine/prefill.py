@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
-from kvbench.cache.join import fork, pick, together
+from kvbench.cache.join import fork, together
 from kvbench.cache.layout import attention_layers, in_one_call
 from kvbench.cache.rotary import forget_lengths
 from kvbench.engine.context import ContextCache, take_question
@@ -266,31 +266,28 @@ def _alike(policy: Policy, layers: int, lengths: Sequence[int]) -> bool:
 
 
 def _begin(model: PreTrainedModel, variants: Sequence[Sequence[LiveSequence]], size: int) -> None:
-    """Read all blocks but the last of each prompt, the examples of each variant as the sequences of one cache.
+    """Read all blocks but the last of each prompt, the examples of all variants as the sequences of one batch.
 
-    A sequence leaves with a cache of its own, to read its last block with the other variants of its example. Those of a
-    cache that failed get none: they begin anew, so that each fails for its own reason.
+    A sequence then reads its last block with the other variants of its example. One that failed begins anew without the
+    others.
     """
     prompts, lengths = [sequence.request.prompt for sequence in variants[0]], list(map(_length, variants[0]))
     ends = [(length - 1) // size * size for length in lengths]
-    caches = [KVCache(model.config, sequences[0].policy, prompt_length=lengths) for sequences in variants]
-    for cache in caches:
+    caches = [[KVCache(model.config, s.policy, prompt_length=_length(s)) for s in sequences] for sequences in variants]
+    for cache in chain(*caches):
         cache.group.isolated = True
-    here, start = list(range(len(prompts))), 0
-    while here:
-        end = min(ends[index] for index in here)
+    start = 0
+    for end in sorted(set(ends)):
+        here = [index for index, last in enumerate(ends) if last >= end]
         try:
             parts = torch.cat([prompts[index][:, start:end] for index in here])
-            prefill_blocks(model, caches, parts.repeat(len(caches), 1), start, size)
+            together_with = [row[index] for row in caches for index in here]
+            prefill_blocks(model, together_with, parts.repeat(len(caches), 1), start, size)
         except Exception:
             return
-        for place, index in enumerate(here):
-            if ends[index] == end:
-                for sequences, cache in zip(variants, caches, strict=True):
-                    if cache.group.error is None:
-                        sequences[index].cache = pick(cache, [place])
-                        sequences[index].sharing = len(variants) * len(prompts)
-        left = [place for place, index in enumerate(here) if ends[index] > end]
-        if left and len(left) < len(here):
-            caches = [cache if cache.group.error else pick(cache, left) for cache in caches]
-        here, start = [here[place] for place in left], end
+        for sequences, row in zip(variants, caches, strict=True):
+            for index in here:
+                if ends[index] == end and row[index].group.error is None:
+                    sequences[index].cache = row[index]
+                    sequences[index].sharing = len(variants) * len(prompts)
+        start = end

@@ -21,7 +21,7 @@ from kvbench.errors import refusing
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.latents import check_latents
-from kvbench.policies.layer_budgets import layer_budgets
+from kvbench.policies.layer_budgets import layer_budgets, read_plan
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_layers
 from kvbench.policies.press import KVPress
@@ -115,7 +115,7 @@ def _layer_parts(
     """Used bytes of one layer, by kind, and its spare bytes."""
     held = _store(policy, shape, layer, length, batch, budget)
     dim = shape.head_dim if shape.kv_lora_rank else shape.layer(layer)[1]
-    queries, pages = _recent(policy, shape, dim, length, batch), _pages(policy, layer, held)
+    queries, pages = _recent(policy, shape, dim, length, batch), _pages(policy, layer, held, length)
     parts = {**held.parts(), "queries": queries, "page summaries": pages}
     if not (policy.evicts and length > budget and policy.schedule.spare):
         return parts, 0
@@ -139,12 +139,12 @@ def _store(
     return held
 
 
-def _pages(policy: Policy, layer: int, held: LayerStore) -> int:
-    """Bytes of the page summaries of sparse attention."""
-    if policy.reader is None or policy.reader.reads_all(layer):
+def _pages(policy: Policy, layer: int, held: LayerStore, length: int) -> int:
+    """Bytes of the page summaries of sparse attention; if tokens are evicted, there are none before decoding."""
+    if policy.reader is None or policy.reader.evicts or policy.reader.reads_all(layer):
         return 0
     pages, batch, tokens = PageReads(), *held.positions.shape[::2]
-    pages.append(policy.reader, held, [0] * batch, [tokens] * batch)
+    pages.append(policy.reader, held, [0] * batch, [tokens] * batch, [read_plan(policy, length).page] * batch)
     return pages.nbytes
 
 
@@ -155,7 +155,7 @@ def _recent(policy: Policy, shape: CacheShape, dim: int, length: int, batch: int
         queries = torch.empty(batch, shape.query_heads, length, dim, dtype=shape.dtype, device="meta")
         recent.add(queries, torch.empty(batch, length, dtype=torch.long, device="meta"), aligned=True)
         recent.limit(policy.needs.queries_decoding)
-        recent.keep_copy()
+        recent.copy()
     return recent.nbytes
 
 

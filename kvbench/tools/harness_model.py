@@ -59,8 +59,14 @@ class KVBenchLM(HFLM):
         self._record = {key: str(value) for key, value in loaded.record.items()}
         self._requests: list[dict[str, float]] = []
         tokenizer: Any = checkpoint.tokenizer()
-        sizes = {"max_length": max_length, "batch_size": batch_size, "max_batch_size": max_batch_size}
-        super().__init__(pretrained=loaded.model, tokenizer=tokenizer, **sizes)
+        self._tokenizer = tokenizer
+        super().__init__(
+            pretrained=loaded.model,
+            tokenizer=tokenizer,
+            max_length=max_length,
+            batch_size=batch_size,
+            max_batch_size=max_batch_size,
+        )
 
     def _model_generate(
         self,
@@ -79,9 +85,9 @@ class KVBenchLM(HFLM):
             self.policy,
             attention_mask=attention_mask,
             max_new_tokens=max_length - context.shape[1],
-            eos_token_ids=end_tokens(self.model.generation_config, self.tokenizer, stops=stop),
-            stop=stop_test(self.tokenizer, [text for text in stop if text]),
-            encoder=Encoder(self.tokenizer),
+            eos_token_ids=end_tokens(self.model.generation_config, self._tokenizer, stops=stop),
+            stop=stop_test(self._tokenizer, [text for text in stop if text]),
+            encoder=Encoder(self._tokenizer),
         )
         for _ in context:
             self._measure(done.cache, context.shape[1], len(context))
@@ -99,7 +105,7 @@ class KVBenchLM(HFLM):
         answers = []
         for texts, context, continuation in tqdm(requests, desc="Running loglikelihood requests", disable=disable_tqdm):
             pair = Pair(context[-(self.max_length + 1 - len(continuation)) :], continuation)
-            rating = rated(self.model, pair, self.policy, Encoder(self.tokenizer))
+            rating = rated(self.model, pair, self.policy, Encoder(self._tokenizer))
             self._measure(rating.cache, pair.tokens - 1)
             answers.append((rating.logprob, rating.greedy))
             if texts is not None:  # None for perplexities

@@ -73,8 +73,8 @@ class AttentionMatching(Merger):
         wanted = (asked.logits.softmax(-1) @ values) * real - fitted @ own
         moved = own + ridge_solution(fitted * free[:, :, None], wanted, self.ridge)
         bias = weights.log().float()
-        if eviction.seen.bias is not None:
-            bias += eviction.seen.bias.gather(-1, kept.slots)
+        if eviction.seen.slots.bias is not None:
+            bias += eviction.seen.slots.bias.gather(-1, kept.slots)
         # Padding entries write to an evicted slot, which is freed.
         return Merged(kept.slots, take(eviction.keys, kept.slots), moved.to(eviction.values.dtype), bias)
 
@@ -99,8 +99,8 @@ def reference_rows(seen: Observation, queries: int) -> Rows:
     assert seen.recent_queries is not None, "the merger needs a window"
     assert seen.recent_positions is not None, "the merger needs a window"
     asked, places = seen.recent_queries[:, :, -queries:], seen.recent_positions[:, -queries:]
-    logits = attention_logits(asked, seen.keys, seen.scaling, seen.softcap, seen.bias)
-    sight = visible(places, seen.positions, seen.sliding_window)
+    logits = attention_logits(asked, seen.keys, seen.params.scaling, seen.params.softcap, seen.slots.bias)
+    sight = visible(places, seen.positions, seen.params.sliding_window)
     nothing = ~sight.any(1, keepdim=True).any(-1, keepdim=True)
     logits = logits.masked_fill(~(sight | nothing)[:, :, None], -torch.inf).flatten(2, 3)
     real = (places >= 0)[:, None, :, None].repeat(1, 1, asked.shape[1] // seen.keys.shape[1], 1)

@@ -66,7 +66,7 @@ class Finch(AttentionScorer):
         """Add the attention of the question's prefilled queries to the attention of the queries in a pass, if any."""
         if self.window != "question" or observation.phase == "decode":
             return
-        if observation.last is not None and observation.last < min(observation.questions):
+        if observation.sequences.last is not None and observation.sequences.last < min(observation.questions):
             return  # no query was prefilled: the pass computed all of the attention
         rows, valid = question_rows(observation)
         put(own := torch.zeros_like(state["question_attention"]), self._weighed(observation, rows, valid))

@@ -36,7 +36,7 @@ class H2O(AttentionSums):
 
     def observe(self, observation: Observation, state: State) -> None:
         if not self.accumulate:
-            begins = on_device(observation.opens, observation.keys.device)
+            begins = on_device(observation.sequences.opens, observation.keys.device)
             state["attention_sum"].masked_fill_(begins[:, None, None, None], 0.0)
         super().observe(observation, state)
 

@@ -24,7 +24,7 @@ COVERED = "kvec_covered"
 
 def _in_place(observation: Observation) -> bool:
     """Whether slot i holds token i in all heads and layers: a first prompt before its eviction."""
-    return observation.whole and observation.phase != "decode"
+    return observation.slots.whole and observation.phase != "decode"
 
 
 def _any_head(kept: Tensor, observation: Observation) -> Tensor:

@@ -83,7 +83,7 @@ class NonCausal(Scorer):
             if slots.shape[-1] == 0:
                 continue
             keys = take(observation.keys[row : row + 1], slots)[0]
-            sums = chunk_sums(queries[row, :, own], keys, self.chunk, observation.scaling, self.official)
+            sums = chunk_sums(queries[row, :, own], keys, self.chunk, observation.params.scaling, self.official)
             noted = state["attention"][row]
             new = (sums - 1)[..., None].expand(-1, -1, noted.shape[-1]).to(noted.dtype)
             noted.scatter_(1, slots[0, ..., None].expand_as(new), new)

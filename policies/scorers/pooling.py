@@ -24,7 +24,7 @@ def check_kernel(kernel: int) -> None:
 def by_position(observation: Observation) -> Tensor | None:
     """The slots in order of position, empty slots at one end: [B,H_kv,T]; None if they are already in order."""
     # Most slots are already in order, so a stable sort takes half the time on a CPU.
-    return None if observation.ascending else observation.positions.argsort(dim=-1, stable=True)
+    return None if observation.slots.ascending else observation.positions.argsort(dim=-1, stable=True)
 
 
 def smooth(scores: Tensor, observation: Observation, window: int, kernel: int, pool: Pool) -> Tensor:

@@ -67,9 +67,13 @@ class RKV(Scorer):
         queries, places = observation.recent_queries, observation.recent_positions
         assert queries is not None
         assert places is not None
-        logits = attention_logits(queries, observation.keys, observation.scaling, observation.softcap).amax(2)
+        logits = attention_logits(
+            queries, observation.keys, observation.params.scaling, observation.params.softcap
+        ).amax(2)
         older = observation.occupied & ~observation.newest(self.window)
-        seen = visible(places, observation.positions, observation.sliding_window) & older[:, :, None]  # [B,H,w,T]
+        seen = (
+            visible(places, observation.positions, observation.params.sliding_window) & older[:, :, None]
+        )  # [B,H,w,T]
         rows = logits.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0.0)
         real = (places >= 0).sum(-1).clamp(min=1)
         return smooth(rows.sum(2) / real[:, None, None], observation, self.window, self.kernel, "max")

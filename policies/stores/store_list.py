@@ -284,6 +284,6 @@ def of_rows(observation: Observation, rows: slice, slots: int) -> Observation:
         values=observation.values[rows, :, :slots],
         positions=observation.positions[rows, :, :slots],
         seen=observation.seen[rows],
-        recent_queries=None,
-        recent_positions=None,
+        window=None,
+        known={},
     )

@@ -111,7 +111,7 @@ def manager(name: str, include_path: str | None = None) -> Any:  # noqa: ANN401 
         names = [member for member in members if isinstance(member, str)] if isinstance(members, list) else []
         return bool(config) and all(complete(index, member) for member in names)
 
-    own = [] if include_path is None else [str(Path(include_path).expanduser())]
+    own: list[str | Path] = [] if include_path is None else [str(Path(include_path).expanduser())]
     for folders in (own, [*own, *_folder(name)]):
         if folders:
             known = TaskManager(include_path=folders, include_defaults=False)
@@ -190,12 +190,12 @@ def generation(task: LmTask) -> dict[str, Any]:
 
     if task.OUTPUT_TYPE != GENERATES:
         return {}
-    kwargs = dict(normalize_gen_kwargs(task.config.generation_kwargs))
+    kwargs: dict[str, Any] = {**normalize_gen_kwargs(task.config.generation_kwargs)}
     name, sampled = task.config.task, bool(kwargs.get("do_sample"))
     others = sorted(set(kwargs) - HONOURED - (set() if sampled else {"min_p"}))
     if others:
         raise ValueError(f"{name}: gen_kwargs {', '.join(others)} cannot be honoured, only {', '.join(HONOURED)} can")
-    if sampled and kwargs.get("temperature", 1.0) <= 0:
+    if sampled and float(kwargs.get("temperature", 1.0)) <= 0:
         raise ValueError(f"{name}: do_sample=true needs a temperature above 0, got {kwargs['temperature']}")
     if sampled and task.config.repeats > 1:
         raise ValueError(f"{name} combines several sampled answers of a document (repeats), which is not supported")

@@ -20,7 +20,7 @@ def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
     """
     members = by_subset(answers, "task")
     results = {task: _task(found) for task, found in members.items()}
-    group = answers[0].metadata.get("group")
+    group: Any = answers[0].metadata.get("group")
     if len(results) == 1 and group is None:
         return next(iter(results.values()))
     named = {f"{task}/{key}": value for task, found in results.items() for key, value in found.items()}

@@ -13,9 +13,9 @@ from torch import Tensor
 from kvbench import KVCache, make_policy
 from kvbench.cache import eviction as pending_module
 from kvbench.cache.state import RecentQueries
-from kvbench.policies.observation import Observation
+from kvbench.policies.observation import AttentionParams, Observation, SequenceInfo, SlotInfo
 from kvbench.policies.policy import Policy
-from kvbench.policies.stacked import StackedObservation
+from kvbench.policies.stacked import stacked
 
 SYSTEMS: list[tuple[str, dict[str, object]]] = [
     ("h2o", {}),
@@ -53,7 +53,7 @@ def counted(calls: list[int]) -> Iterator[None]:
     rank = Policy.rank
 
     def noted(policy: Policy, seen: Observation, state: dict[str, Tensor]) -> object:
-        calls.append(len(seen._parts) if isinstance(seen, StackedObservation) else 1)
+        calls.append(len(seen.positions))  # of one sequence
         return rank(policy, seen, state)
 
     with mock.patch.object(Policy, "rank", noted):
@@ -114,26 +114,27 @@ def test_all_layers_of_a_decoded_token_are_ranked_at_once() -> None:
 
 
 def observed(layer: int, length: int) -> Observation:
-    """One layer of two sequences after a decoded token, everything in it told by the layer's number."""
+    """One layer of two sequences after a decoded token; the index of the layer determines every number."""
     queries, keys = torch.full((2, 4, 1, 3), layer + 0.25), torch.full((2, 2, length, 3), layer + 0.5)
     positions = torch.arange(length, dtype=torch.int32).expand(2, 2, -1) + layer
     return Observation(
-        layer, queries, torch.full((2, 1), 9), keys, -keys, positions, torch.tensor([10, 10]), 0.5, "decode",
-        sinks=torch.full((1, 4), float(layer)), sighted=layer > 0, packed=True, whole=layer < 1,
-        opens=(False, True), budgets=(length, length + 1), last=9,
+        layer, queries, torch.full((2, 1), 9), keys, -keys, positions, torch.tensor([10, 10]), "decode",
+        AttentionParams(0.5, sinks=torch.full((1, 4), float(layer))),
+        slots=SlotInfo(packed=True, whole=layer < 1),
+        sequences=SequenceInfo(opens=(False, True), budgets=(length, length + 1), last=9),
     )  # fmt: skip
 
 
 def test_several_layers_are_observed_as_one_with_all_their_sequences() -> None:
-    seen = StackedObservation([observed(0, 5), observed(1, 7)])
+    seen = stacked([observed(0, 5), observed(1, 7)])
     assert seen.queries[:, 0, 0, 0].tolist() == [0.25, 0.25, 1.25, 1.25]
     assert (seen.keys[:2, :, 5:].tolist(), seen.keys.shape) == ([[[[0.0] * 3] * 2] * 2] * 2, (4, 2, 7, 3))
     assert seen.positions[:, 1].tolist() == [[0, 1, 2, 3, 4, -1, -1]] * 2 + [[1, 2, 3, 4, 5, 6, 7]] * 2
-    assert seen.sinks is not None
-    assert seen.sinks[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]  # a row for each sequence
-    assert (seen.sighted, seen.whole, seen.packed, seen.last, seen.scaling) == (False, False, False, 9, 0.5)
-    assert (seen.opens, seen.budgets) == ((False, True, False, True), (5, 6, 7, 8))
-    assert seen.recent_queries is None
+    assert seen.params.sinks is not None
+    assert seen.params.sinks[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]  # a row for each sequence
+    assert (seen.slots.whole, seen.packed, seen.sequences.last, seen.params.scaling) == (False, False, 9, 0.5)
+    assert (seen.sequences.opens, seen.budgets) == ((False, True, False, True), (5, 6, 7, 8))
+    assert seen.window is None
     with pytest.raises(AttributeError, match="several layers are scored at once"):
         _ = seen.layer
 
@@ -158,7 +159,8 @@ def test_the_newest_queries_come_in_order() -> None:
     assert found[1].tolist() == [[2, 3, 4], [1, 2, 3]]
     assert found[0][:, 1, :, 3].tolist() == [[2, 3, 4], [1, 2, 3]]
     recent.limit(1)
-    assert recent.shape == (1, False, 1), "the others are given up"
+    assert recent.held is not None
+    assert recent.held[1].tolist() == [[4], [3]]
 
 
 def test_layers_without_a_cache_at_the_end_do_not_keep_the_others_waiting() -> None:

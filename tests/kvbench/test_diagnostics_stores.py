@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from kvbench import make_policy
 from kvbench.cache.hook import prepare
-from kvbench.policies.observation import Observation
+from kvbench.policies.observation import AttentionParams, Observation
 from kvbench.policies.stores.ott import Ott
 from kvbench.tools.diagnose import main
 from kvbench.tools.diagnostics import exact_tokens
@@ -47,7 +47,15 @@ def planted() -> Observation:
     keys[:, :, [20, 50, 90]] *= 0.01
     positions = torch.arange(128)
     return Observation(
-        2, queries, positions[None], keys, values, positions.expand(1, 2, -1), torch.tensor([128]), 0.25, "prompt"
+        layer=2,
+        queries=queries,
+        query_positions=positions[None],
+        keys=keys,
+        values=values,
+        positions=positions.expand(1, 2, -1),
+        seen=torch.tensor([128]),
+        phase="prompt",
+        params=AttentionParams(0.25),
     )
 
 

@@ -100,7 +100,7 @@ def test_a_length_beyond_the_prompts_end_is_refused_when_decoding_begins(chunk: 
     model = model_of("llama")
     model.set_attn_implementation("kvbench")
     held = KVCache(model.config, make_policy("snapkv", 16, window=6), prompt_length=40)
-    with pytest.raises(ValueError, match=r"decoding begins after token (29|30) .* was said to end after token 40"):
+    with pytest.raises(ValueError, match=r"decoding begins after token (29|30) .* ends the prompt after token 40"):
         generated(model, [prompt(30)], NEW, past_key_values=held, prefill_chunk_size=chunk)
     assert held.seen <= 30
 

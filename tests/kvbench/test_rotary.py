@@ -91,5 +91,5 @@ def test_a_long_prompt_in_several_calls_is_refused(kind: str, monkeypatch: pytes
     for part in ids[:, :30].split(15, dim=1):
         running(part, past_key_values=short)
     monkeypatch.setattr("kvbench.engine.teacher_forcing.CALL", 16)
-    with pytest.raises(ValueError, match="has to come in one call of the model"):
+    with pytest.raises(ValueError, match="process such a prompt in one call of the model"):
         text_scores(running, ids, make_policy("tova", 16, block=8))

@@ -115,42 +115,6 @@ def test_every_preset_gives_what_it_gives_alone_beside_other_prompts(family: str
         assert_alone(model, row)
 
 
-def test_examples_and_budgets_of_one_policy_become_the_sequences_of_one_cache() -> None:
-    model = prepare(tiny("llama"))
-    policies = variants(("h2o", "caote_tova", "snapkv"), schedule="prompt")
-    rows = DecodeBatch(model)
-    found = [row for seed in range(4) for row in rows.admit(asked(60 + 7 * seed, seed), policies)]
-    for _ in range(4):
-        rows.step()
-    assert rows.in_flight == 24
-    assert len(rows.cache.groups) == 3
-    budgets = [row.policy.budget for row in rows.sequences]
-    assert budgets == 3 * ([40] * 4 + [56] * 4), "those of one budget stand side by side"
-    while rows.in_flight:
-        rows.step()
-    for row in found:
-        assert_alone(model, row)
-
-
-def test_examples_whose_layers_have_other_shares_stand_in_one_cache_too() -> None:
-    """CAKE and D2O deal a budget out by what they measure of each prompt."""
-    model = prepare(tiny("llama"))
-    policies = [make_policy(slug, budget) for slug in ("cake", "d2o") for budget in BUDGETS]
-    rows = DecodeBatch(model)
-    found = [
-        row for seed in range(4) for row in rows.admit(asked(90 + 7 * seed, seed, max_new_tokens=8 + seed), policies)
-    ]
-    for _ in range(4):
-        rows.step()
-    assert (rows.in_flight, len(rows.cache.groups)) == (16, 2)
-    counts = [layer.counts for group in rows.cache.groups for layer in group.layers]
-    assert any(len(set(several)) > 1 for several in counts), "all examples got the same shares"
-    while rows.in_flight:
-        rows.step()
-    for row in found:
-        assert_alone(model, row)
-
-
 def test_blocks_of_several_examples_are_read_side_by_side(model: PreTrainedModel) -> None:
     """Prompts leave at their last block; one that is shorter than a block has nothing to share."""
     policies = variants(("h2o", "caote_snapkv", "knorm", "random"), block=16) + variants(("snapkv", "full"))

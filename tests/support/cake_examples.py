@@ -9,7 +9,7 @@ import kv_crafted
 import torch
 from torch import Tensor
 
-from kvbench.policies.observation import Observation, Phase
+from kvbench.policies.observation import Observation, Phase, QueryWindow
 
 NONE = 1e-30  # stands for an attention weight of 0, which a softmax cannot give
 HEADS = (
@@ -28,7 +28,7 @@ def observed(rows: Tensor, positions: list[int] | None = None, phase: Phase = "p
         keys, queries, at.expand(1, 1, -1), phase=phase, budgets=(budget,), packed=True,
         ascending=positions is None or sorted(positions) == positions,
     )  # fmt: skip
-    return replace(seen, recent_queries=queries, recent_positions=seen.query_positions)
+    return replace(seen, window=QueryWindow(queries, seen.query_positions))
 
 
 def example_a() -> Observation:

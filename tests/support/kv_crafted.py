@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from kvbench import KVCache
 from kvbench.cache.hook import kvbench_attention
-from kvbench.policies.observation import Observation, State
+from kvbench.policies.observation import AttentionParams, Observation, QueryWindow, SequenceInfo, SlotInfo, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
 
@@ -54,12 +54,18 @@ def observed(
 ) -> Observation:
     """One layer's observation of keys [B,H_kv,T,D] by the newest of `seen` queries; the scaling is 1.
 
-    Where nothing else is said, queries are the keys, slots hold the tokens in order, and these are all that was seen.
+    By default queries are the keys, slots hold the tokens in order, and these are all that was seen. more: fields of
+    the observation and of its parts.
     """
     queries = keys if queries is None else queries
     positions = torch.arange(keys.shape[2]).expand(keys.shape[:3]) if positions is None else positions
     seen = int(positions.max()) + 1 if seen is None else seen
-    fields: dict[str, Any] = {"layer": 0, "values": torch.zeros_like(keys), "scaling": 1.0, "phase": "prompt", **more}
+    fields: dict[str, Any] = {"layer": 0, "values": torch.zeros_like(keys), "phase": "prompt", **more}
+    if "recent_queries" in fields:
+        fields["window"] = QueryWindow(fields.pop("recent_queries"), fields.pop("recent_positions"))
+    for name, kind in (("params", AttentionParams), ("slots", SlotInfo), ("sequences", SequenceInfo)):
+        own = {"scaling": 1.0} if name == "params" else {}
+        fields[name] = kind(**own | {key: fields.pop(key) for key in kind._fields if key in fields})  # type: ignore[attr-defined]
     return Observation(
         queries=queries,
         query_positions=torch.arange(seen - queries.shape[2], seen).expand(len(keys), -1),

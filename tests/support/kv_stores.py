@@ -61,8 +61,8 @@ def observation(held: Any, queries: Tensor, positions: Tensor) -> Observation:
         values=held.values,
         positions=held.positions,
         seen=positions[:, -1] + 1,
-        scaling=queries.shape[-1] ** -0.5,
         phase="prompt",
+        params=AttentionParams(queries.shape[-1] ** -0.5),
     )
 
 

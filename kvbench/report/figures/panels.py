@@ -51,10 +51,7 @@ def choose(rows: Sequence[Result], **wanted: Sequence[str]) -> list[Result]:
         for value in values:
             if value not in known:
                 raise UsageError(f"--{field} {value} is not a value of any run (allowed: {', '.join(sorted(known))})")
-        always = {"policy": lambda row: row.is_full, "budget": lambda row: row.budget is None}.get(
-            field, lambda _: False
-        )
-        chosen = [row for row in chosen if not values or always(row) or names[row] & set(values)]
+        chosen = [row for row in chosen if not values or _always(row, field) or names[row] & set(values)]
     return [*Results(chosen)]
 
 
@@ -63,6 +60,10 @@ def _names(row: Result, field: str) -> set[str]:
         return set() if row.budget is None else {f"{row.budget:g}"}
     whole = row.line if field == "policy" else str(getattr(row, f"{field}_label"))
     return {whole, whole.partition(" ")[0], whole.partition("(")[0].rstrip()}
+
+
+def _always(row: Result, field: str) -> bool:
+    return (field == "policy" and row.is_full) or (field == "budget" and row.budget is None)
 
 
 def panels_of(rows: Iterable[Result]) -> list[Panel]:

@@ -44,7 +44,7 @@ def caveats(rows: Sequence[Result], groups: Sequence[Group]) -> list[Caveat]:
     full = "Run policy=full on the same examples to see how compression changes the score."
     machines = "The code may differ between these runs, and their times are not comparable."
     whens = _several(rows, lambda row: row.when if row.evicts else "")
-    places = _several(rows, lambda row: f"{row.environment['kvbench_revision']}, {machine(row.environment)}")
+    machines_used = _several(rows, lambda row: f"{row.environment['kvbench_revision']}, {machine(row.environment)}")
     all_kept = (called(row) for row in rows if row.evicts and row.evicted_share == 0)
     found: list[tuple[str, str, str, Where]] = [
         ("broken", "Failed examples", "A run with a failed example has no score.", _failed(rows)),
@@ -62,7 +62,7 @@ def caveats(rows: Sequence[Result], groups: Sequence[Group]) -> list[Caveat]:
             *("note", "The full cache was not run", full),
             dict.fromkeys(_about(row) for row in rows if not row.is_full and row.baseline is None),
         ),
-        ("note", "Several revisions or machines", machines, places),
+        ("note", "Several revisions or machines", machines, machines_used),
     ]
     return [Caveat(level, title, text, places) for level, title, text, of in found if (places := tuple(of))]
 

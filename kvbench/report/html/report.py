@@ -23,8 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report and print its path; returns the exit code."""
     parser = Parser("python -m kvbench.report", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder of runs, such as results/runs")
-    output = {"type": Path, "default": Path("report.html"), "metavar": "FILE"}
-    parser.add_argument("-o", "--output", **output, help="HTML file to write (default: %(default)s)")
+    written = "HTML file to write (default: %(default)s)"
+    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help=written)
     options = parser.parse_args(arguments)
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
     check_output(options.output, (".html",))

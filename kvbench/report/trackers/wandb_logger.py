@@ -143,8 +143,8 @@ class WandbWatch:
 
         settings, env = self._settings, os.environ
         plain = re.sub(r"[^A-Za-z0-9._=-]", "_", run_id)
-        timeouts = {"init_timeout": settings.patience, "finish_timeout": settings.patience}
-        quiet: dict[str, Any] = {"silent": True, "console": "off", "disable_git": True, "save_code": False}
+        given: dict[str, Any] = dict.fromkeys(("init_timeout", "finish_timeout"), settings.patience)
+        given |= {"silent": True, "console": "off", "disable_git": True, "save_code": False, "x_disable_stats": True}
         return wandb.init(
             project=settings.project,
             entity=settings.entity,
@@ -158,7 +158,7 @@ class WandbWatch:
             config=config,
             resume="allow" if settings.mode == "online" else None,
             reinit="create_new",
-            settings=wandb.Settings(**quiet, **timeouts, x_disable_stats=True),
+            settings=wandb.Settings(**given),
         )
 
     def _finish(self, result: Result) -> None:

@@ -30,8 +30,8 @@ def test_a_query_counts_by_the_tokens_it_sees() -> None:
     """Two queries at positions 2 and 3: attention (1/4, 1/2, 1/4, 0) times 3 and (1/2, 0, 0, 1/2) times 4, halved."""
     rows = torch.tensor([[[[[0.25, 0.5, 0.25, 0.0], [0.5, 0.0, 0.0, 0.5]]]]])
     keys = torch.zeros(1, 1, 4, 8)
-    seen = observed(keys, recent_queries=keys[:, :, 2:], recent_positions=torch.tensor([[2, 3]]))
-    seen.prompts, seen.questions, seen._known["rows", 2] = (4,), (2,), rows
+    window = {"recent_queries": keys[:, :, 2:], "recent_positions": torch.tensor([[2, 3]])}
+    seen = observed(keys, prompts=(4,), questions=(2,), known={("rows", 2): rows}, **window)
     expected = torch.tensor([[[0.75 + 2, 1.5, 0.75, 2.0]]]) / 2
     before = torch.tensor([[[0.5 + 1.5, 1.0, 0.5, 1.5]]]) / 2
     for window in ("question", 2):
@@ -119,7 +119,7 @@ def test_chunks_are_judged_by_the_question_as_in_the_paper(model: PreTrainedMode
 # --- refusals ---------------------------------------------------------------------------------------------------------
 def test_what_has_no_question_is_refused(model: PreTrainedModel) -> None:
     for how, sentence in (
-        ({}, "finch asks where the question of a prompt begins: say it with question="),
+        ({}, "finch needs the position of the question in the prompt: pass question="),
         ({"question": LENGTH}, "question must be a position in its prompt, 0 to 69 here, got 70"),
         ({"question": [1, 2]}, "question names 2 sequences, the model was called with 1"),
         ({"question": 40}, "finch keeps the question, here 30 tokens, but has 24 tokens per KV head: use a larger"),

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from kv_crafted import Crafted, drawn
+from kv_crafted import Crafted, drawn, observed
 
 from kvbench import make_policy
-from kvbench.policies.observation import Observation
 from kvbench.policies.scorers.rkv import RKV
 
 WINDOW, KERNEL = 3, 5
@@ -84,7 +83,7 @@ def test_of_equal_keys_the_newest_is_no_repetition() -> None:
     """Three equal keys and one that is orthogonal: by hand, the columns of cosines sum to 2, 1, 0 and 0."""
     keys = torch.tensor([[[[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [0.0, 1.0]]]])
     positions = torch.tensor([[[0, 1, 2, 3]]])
-    seen = Observation(0, keys[:, :, -1:], torch.tensor([[3]]), keys, keys, positions, torch.tensor([4]), 1.0, "prompt")
+    seen = observed(keys, keys[:, :, -1:], positions)
     got = RKV().redundancy(seen)[0, 0].tolist()
     # Row 0 spares 2, row 1 spares 2, row 2 spares 1: columns are left with 1 + 1, 1, 0, 0.
     powers = [math.exp(x / 4) for x in (2, 1, 0, 0)]

@@ -1,0 +1,78 @@
+"""The parts of an observation: parameters of the attention, query window, slots and sequences.
+
+Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, T slots, D head dim.
+"""
+
+from collections.abc import Hashable
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from kvbench.policies.model_layer import Latents, ModelLayer
+
+Phase = Literal["prompt", "block", "decode"]
+State = dict[str, Tensor]
+"""Running statistics of one layer, by name: [B,H_kv,T,G'] float32 aligned with the slots; G' = G or 1 (group mean)."""
+
+Memory = dict[str, Tensor]
+"""Data of a part for one layer between steps, by name: [B,...]. Its bytes count as held."""
+
+StepCache = dict[Hashable, Tensor]
+"""Results of a step that were computed already, by name and window, or by the part that computed them."""
+
+MOVED = "moved"
+"""Name of the statistic that counts how many positions a key was moved, if the schedule rotates kept keys again."""
+
+
+class AttentionParams(NamedTuple):
+    """Parameters of a layer's attention besides queries, keys and values."""
+
+    scaling: float
+    softcap: float | None = None
+    sliding_window: int | None = None
+    sinks: Tensor | None = None  # [1,H_q], or [B,H_q] if layers are stacked: logits of attention sinks
+    model: ModelLayer | None = None  # if `needs.model`
+    latents: Latents | None = None  # if the store holds latents
+
+
+class QueryWindow(NamedTuple):
+    """The newest w queries [B,H_q,w,D] (w: the scorer's window) and their positions [B,w], oldest first, -1 = none.
+
+    see_own: each query sees at least its own token, which is still stored.
+    """
+
+    queries: Tensor
+    positions: Tensor
+    see_own: bool = False
+
+
+class SlotInfo(NamedTuple):
+    """Properties of a layer's slots.
+
+    ascending: slots are in order of position, empty ones last. packed: no slot is empty, so masks can be skipped.
+    whole: nothing was evicted, so slot i of every head holds token i. bias [B,H_kv,T]: added to the logits of a slot.
+    moved [B,H_kv,T]: how many positions each key was moved since it was stored.
+    """
+
+    ascending: bool = True
+    packed: bool = False
+    whole: bool = True
+    bias: Tensor | None = None
+    moved: Tensor | None = None
+
+
+class SequenceInfo(NamedTuple):
+    """Properties of the sequences of a step.
+
+    aligned: all sequences are at the same position without padding. last: this position, if the host has it. opens:
+    whether a block (prompt, decoded token) begins in this step. budgets: the layer's slots per KV head; the mean until
+    an allocator has divided the budget. prompts: prompt length with all earlier tokens. questions: position of the
+    question, if `needs.question`.
+    """
+
+    aligned: bool = False
+    last: int | None = None
+    opens: tuple[bool, ...] = ()
+    budgets: tuple[int, ...] = ()
+    prompts: tuple[int, ...] = ()
+    questions: tuple[int, ...] = ()
