@@ -10,9 +10,7 @@ from kernel_interpreted import Interpreter, mostly_slow
 from kv_quantised import ATTENTION, quantised_attention_ref
 from kv_stores import attended, feed, stream
 
-from kvbench.kernels.quantized import (
-    quantised_attention,
-)
+from kvbench.kernels.quantized import quantised_attention
 from kvbench.policies.stores.kivi import Kivi
 from kvbench.policies.stores.quantised import side
 

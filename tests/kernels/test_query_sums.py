@@ -13,13 +13,7 @@ from column_cases import CASES, Case
 from kernel_interpreted import Interpreter, mostly_slow
 from torch import Tensor
 
-from kvbench.kernels.query_sums import (
-    attention_moments,
-    column_sums,
-    entropy,
-    variance,
-    window_statistics,
-)
+from kvbench.kernels.query_sums import attention_moments, column_sums, entropy, variance, window_statistics
 from kvbench.kernels.references import Attended, attention_rows
 
 FLOAT32: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}  # a wrong term moves sums by 1e-2
@@ -119,6 +113,7 @@ def test_the_window_kernel_gives_the_statistics_of_the_rows(seed: int, interpret
     torch.testing.assert_close(got.entropies, entropy(rows), **FLOAT32)
 
 
+@pytest.mark.slow("starts a process that imports torch")
 def test_the_module_can_be_imported_without_triton() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"

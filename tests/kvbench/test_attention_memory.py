@@ -35,12 +35,7 @@ def peak(family: str, slug: str, length: int, padded: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    ("family", "slug", "padded"),
-    [
-        ("llama", "full", True),
-        ("gemma2", "full", False),
-        ("mistral", "h2o", False),
-    ],
+    ("family", "slug", "padded"), [("llama", "full", True), ("gemma2", "full", False), ("mistral", "h2o", False)]
 )
 def test_a_prefill_takes_memory_in_proportion_to_its_length(family: str, slug: str, padded: bool) -> None:
     one, two, four = (peak(family, slug, length, padded) for length in (512, 1024, 2048))

@@ -1,19 +1,15 @@
-"""Decoding that evicts every k tokens, and prompts that stay: against lists by hand, lone runs, and kvpress."""
+"""Decoding that evicts every k tokens, and prompts that stay: against lists by hand and lone runs."""
 
 from __future__ import annotations
 
 from itertools import chain
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from kv_crafted import Crafted, drawn
 from kv_models import prompt, tiny
-from kv_oracle import Kept
 from kv_runs import Run, kept_now, run_greedy
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
@@ -164,44 +160,3 @@ def test_wrong_schedules_are_refused_in_a_sentence() -> None:
         Prompt(every=0)
     with pytest.raises(ValueError, match="protect must be none or prompt, got 'all'"):
         Prompt(protect="all")  # type: ignore[arg-type]
-
-
-@torch.inference_mode()
-def pressed(model: PreTrainedModel, ids: Tensor, press: Any) -> list[Kept]:
-    """Positions that kvpress holds after each decoded token, told by the keys that go in and come out."""
-    press_of, layers = pytest.importorskip("kvpress", reason="kvpress is not installed"), [[], []]  # type: ignore[var-annotated]
-    compress = press_of.DecodingPress.compress
-
-    def noting(self: Any, module: Any, hidden: Tensor, keys: Tensor, *rest: Any) -> Any:
-        out = compress(self, module, hidden, keys, *rest)
-        same = (out[0][0, :, :, None] == keys[0, :, None]).all(-1).to(torch.uint8).argmax(-1)
-        before = layers[module.layer_idx]
-        layers[module.layer_idx] = [[head[i] for i in own] for head, own in zip(before, same.tolist(), strict=True)]
-        return out
-
-    model.set_attn_implementation("sdpa")
-    found, cache = [], DynamicCache()
-    decoding = press_of.DecodingPress(press, compression_interval=EVERY, target_size=BUDGET)
-    with patch.object(press_of.DecodingPress, "compress", noting), decoding(model):
-        for start, end in [(0, BUDGET), *((p, p + 1) for p in range(BUDGET, ids.shape[1]))]:
-            new = list(range(start, end))
-            layers[:] = [[head + new for head in layer or [[], []]] for layer in layers]
-            here = torch.tensor(new)
-            model(ids[:, start:end], past_key_values=cache, position_ids=here[None], cache_position=here)
-            found.append([[tuple(sorted(head)) for head in layer] for layer in layers])
-    return found
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_kept_sets_are_those_of_kvpress_decoding_press(family: str) -> None:
-    """By key norms: other presses take a token's slot, which top-k moves, for its place, or rotate old queries anew.
-
-    No two norms of this prompt are so near that we call them equal.
-    """
-    presses = pytest.importorskip("kvpress", reason="kvpress is not installed: DecodingPress cannot be asked")
-    model, ids = tiny(family, dtype=torch.float32), torch.tensor([prompt(BUDGET + NEW, seed=3)])
-    theirs = pressed(model, ids, presses.KnormPress())
-    cache = KVCache(prepare(model).config, policy("knorm"), prompt_length=BUDGET)
-    for part, expected in zip(ids.split([BUDGET, *[1] * NEW], dim=1), theirs, strict=True):
-        model(part, past_key_values=cache)
-        assert kept_now(cache)[0] == expected

@@ -91,10 +91,7 @@ def test_perplexity_under_full_is_that_of_an_ordinary_forward_pass(command: Comm
         ),
         (["policy=full", "task.length=2000", "task.data_dir=long"], "the model's maximum is 1024"),
         (["policy=full", "task.prompt_tokens=200"], "prompt_tokens=200 leaves no token to score of length=200"),
-        (
-            ["policy=full", "task.data_dir=short"],
-            "empty.txt contains only white space, remove it from data_dir=short",
-        ),
+        (["policy=full", "task.data_dir=short"], "empty.txt contains only white space, remove it from data_dir=short"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(command: Command, arguments: list[str], sentence: str) -> None:

@@ -18,6 +18,7 @@ from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
 
 
+@pytest.mark.slow("starts a process that imports transformers")
 def test_importing_the_package_is_enough(tiny_model: Path) -> None:
     program = (
         "import transformers.modeling_utils\nimport kvbench\nfrom transformers import AutoModelForCausalLM\n"

@@ -48,8 +48,7 @@ def ours(model: PreTrainedModel, slug: str, cut: Sequence[int] = (LENGTH,), **fi
 
 
 @pytest.mark.parametrize(
-    ("slug", "fields", "cut"),
-    [("snapkv", {"window": 8}, [LENGTH]), ("knorm", {"decode": "grow"}, [23, 37])],
+    ("slug", "fields", "cut"), [("snapkv", {"window": 8}, [LENGTH]), ("knorm", {"decode": "grow"}, [23, 37])]
 )
 def test_kept_tokens_stand_at_the_first_places_and_later_ones_follow(
     slug: str, fields: dict[str, Any], cut: list[int]

@@ -140,10 +140,7 @@ def result(line: Line) -> Line:
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
-        (
-            "snapkv_kivi_g8_r8",
-            "stores a prompt in a compressed form from which no token can be evicted",
-        ),
+        ("snapkv_kivi_g8_r8", "stores a prompt in a compressed form from which no token can be evicted"),
         ("gemfilter policy.pre_pass.layer=1", "rewrites a prompt before it is read, so none can follow it"),
         ("kvpress/KnormPress", "is a press of kvpress, which compresses a single prompt: use mode=scdq"),
         ("d2o_released", "and in a conversation the next prompt follows"),

@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from kv_models import SHARING, CodePoints, prompt, tiny
+from kv_models import SHARING, prompt, tiny
 from kv_oracle import Rules
-from kv_runs import policy_for, run_greedy
+from kv_runs import assert_rows_alone, policy_for, run_greedy
 from kv_simulate import simulate
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
-from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.sequence import Request
 
 OWNERS = {3: 2, 4: 0}
 NEW = 6
@@ -68,18 +66,7 @@ def policies() -> list[Any]:
 @pytest.mark.parametrize("family", SHARING)
 def test_rows_are_what_they_are_alone(family: str) -> None:
     """One prefill for whole prompts, one batch for blocks, one of all that decodes; pre-passes and readers too."""
-    model, batch = model_of(family), DecodeBatch(model_of(family))
-    requests = [Request(torch.tensor([prompt(n, n)]), max_new_tokens=NEW, encoder=CodePoints()) for n in (50, 37)]
-    rows = [row for request in requests for row in batch.admit(request, policies())]
-    while batch.in_flight:
-        batch.step()
-    for row in rows:
-        alone = generate_tokens(model, row.request.input_ids, row.policy, max_new_tokens=NEW, encoder=CodePoints())
-        assert row.error is None, row.policy.name
-        assert row.tokens == alone.tokens[0], row.policy.name
-        assert row.cache.peak_nbytes == alone.cache.peak_nbytes, row.policy.name
-        for mine, its in zip(row.cache.attention_layers, alone.cache.attention_layers, strict=True):
-            assert torch.equal(mine.positions.sort(-1).values, its.positions.sort(-1).values), row.policy.name
+    assert_rows_alone(model_of(family), policies(), (50, 37), NEW)
 
 
 def test_a_store_that_is_read_three_times_is_counted_once() -> None:

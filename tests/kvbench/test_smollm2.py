@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kv_runs import kept_now
-from kvpress_kept import policy_keeps, press_keeps, presses
+from kvpress_kept import not_masked, policy_keeps, press_keeps, presses
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -147,13 +147,7 @@ def masked_by_kvzip(model: PreTrainedModel, ids: list[int], ratio: float) -> lis
     model.set_attn_implementation("sdpa")
     with presses().KVzipPress(ratio)(model):
         model.model(input_ids=torch.tensor([ids]), past_key_values=DynamicCache())
-    kept, own = [], range(model.config.num_key_value_heads)
-    for layer in model.model.layers:
-        _, heads, masked = (x.tolist() for x in layer.self_attn.masked_key_indices)
-        layer.self_attn.masked_key_indices = None
-        gone = set(zip(heads, masked, strict=True))
-        kept.append([[j for j in range(len(ids)) if (head, j) not in gone] for head in own])
-    return kept
+    return not_masked(model, len(ids))
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from kv_models import PADDING, SLIDING, VOCABULARY, prompt
 from kv_oracle import Array, Glance, Head, Rules, SlowSequence
-from kv_runs import policy_for, run_greedy
+from kv_runs import assert_rows_alone, policy_for, run_greedy
 from kv_simulate import attending, generate
 from transformers import (
     AutoModelForCausalLM,
@@ -23,9 +23,7 @@ from transformers import (
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
-from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.sequence import Request
 from kvbench.models.cache_shapes import CacheShape, from_config
 from kvbench.models.loading import Checkpoint, ModelSpec
 from kvbench.policies.policy import Policy
@@ -178,18 +176,7 @@ def policies() -> list[Policy]:
 
 @pytest.mark.parametrize("family", SHAPES)
 def test_rows_are_what_they_are_alone(family: str) -> None:
-    model, batch = model_of(family), DecodeBatch(model_of(family))
-    requests = [Request(torch.tensor([prompt(n, n)]), max_new_tokens=NEW) for n in (50, 37)]
-    rows = [row for request in requests for row in batch.admit(request, policies())]
-    while batch.in_flight:
-        batch.step()
-    for row in rows:
-        alone = generate_tokens(model, row.request.input_ids, row.policy, max_new_tokens=NEW)
-        assert row.error is None, row.policy.name
-        assert row.tokens == alone.tokens[0], row.policy.name
-        assert row.cache.peak_nbytes == alone.cache.peak_nbytes, row.policy.name
-        for mine, its in zip(row.cache.attention_layers, alone.cache.attention_layers, strict=True):
-            assert torch.equal(mine.positions.sort(-1).values, its.positions.sort(-1).values), row.policy.name
+    assert_rows_alone(model_of(family), policies(), (50, 37), NEW)
 
 
 @pytest.mark.parametrize("family", SHAPES)

@@ -46,6 +46,7 @@ def test_h2o_keeps_the_same_tokens_with_its_weights_out_of_the_kernel(interpret:
     decodes_in_kernels(interpret, "h2o:llama:1")
 
 
+@pytest.mark.slow("interprets kernels")
 def test_sequences_of_several_budgets_keep_the_same_tokens(interpret: Interpreter) -> None:
     """For three steps, budget by budget, they come to stand together; then follow three of all at once."""
     case = {"slugs": ("tova",), "budgets": (34, 40), "lengths": (48,)}

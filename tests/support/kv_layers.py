@@ -14,13 +14,7 @@ class SlowLayers(SlowSequence):
     """
 
     def __init__(
-        self,
-        rules: Rules,
-        layers: int,
-        kv_heads: int,
-        group: int,
-        prompt: int,
-        owners: Mapping[int, int],
+        self, rules: Rules, layers: int, kv_heads: int, group: int, prompt: int, owners: Mapping[int, int]
     ) -> None:
         super().__init__(rules, layers, kv_heads, group, prompt)
         self.owners = owners

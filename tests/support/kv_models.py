@@ -174,12 +174,7 @@ def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def generated(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    **kwargs: Any,
-) -> list[list[int]]:
+def generated(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, **kwargs: Any) -> list[list[int]]:
     """New tokens of `model.generate`, greedily, with whatever attention the model is set to."""
     ids, mask = left_padded(prompts)
     out = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **kwargs)

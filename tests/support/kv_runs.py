@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from kv_models import CodePoints, generated, left_padded
+from kv_models import CodePoints, generated, left_padded, prompt
 from kv_oracle import Kept, Rules
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.layer import KVLayer
+from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
+from kvbench.engine.sequence import Request
 from kvbench.policies.policy import Policy
 
 QUESTION = 6
@@ -154,3 +156,19 @@ def policy_for(rules: Rules) -> Policy:
     fields |= {"granularity": rules.granularity, "order": rules.order, "decode": rules.decode}
     schedule: dict[str, Any] = {"schedule": "prompt"} if rules.block is None else {"block": rules.block}
     return make_policy(rules.slug, rules.budget, **schedule, **fields)
+
+
+def assert_rows_alone(model: PreTrainedModel, policies: Sequence[Policy], lengths: Sequence[int], new: int) -> None:
+    """Prompts of these lengths, read and continued in one batch by all policies, are what each of them is alone."""
+    batch, encoder = DecodeBatch(model), CodePoints()
+    requests = [Request(torch.tensor([prompt(n, n)]), max_new_tokens=new, encoder=encoder) for n in lengths]
+    rows = [row for request in requests for row in batch.admit(request, policies)]
+    while batch.in_flight:
+        batch.step()
+    for row in rows:
+        alone = generate_tokens(model, row.request.input_ids, row.policy, max_new_tokens=new, encoder=encoder)
+        assert row.error is None, row.policy.name
+        assert row.tokens == alone.tokens[0], row.policy.name
+        assert row.cache.peak_nbytes == alone.cache.peak_nbytes, row.policy.name
+        for mine, its in zip(row.cache.attention_layers, alone.cache.attention_layers, strict=True):
+            assert torch.equal(mine.positions.sort(-1).values, its.positions.sort(-1).values), row.policy.name

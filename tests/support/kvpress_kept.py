@@ -118,10 +118,15 @@ def kvzip_press_keeps(family: str, ids: Sequence[int], ratio: float, **how: Any)
     words = SimpleNamespace(from_pretrained=lambda name: _Tokenizer())
     with patch.object(module, "AutoTokenizer", words), module.KVzipPress(ratio, **how)(model):
         model.model(input_ids=torch.tensor([ids]), past_key_values=DynamicCache())
-    kept = []
+    return not_masked(model, len(ids))
+
+
+def not_masked(model: PreTrainedModel, tokens: int) -> list[list[list[int]]]:
+    """The positions that a press of kvpress left unmasked, in every layer and KV head; the mask is taken away."""
+    kept, own = [], range(model.config.num_key_value_heads)
     for layer in model.model.layers:
         _, heads, masked = (x.tolist() for x in layer.self_attn.masked_key_indices)
+        layer.self_attn.masked_key_indices = None
         gone = set(zip(heads, masked, strict=True))
-        own = range(model.config.num_key_value_heads)
-        kept.append([[j for j in range(len(ids)) if (head, j) not in gone] for head in own])
+        kept.append([[j for j in range(tokens) if (head, j) not in gone] for head in own])
     return kept

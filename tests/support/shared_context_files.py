@@ -32,10 +32,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "choice_eng": {"context": "The mill.", "multi_turns": _turns(("What?", "mill"), ("Which?", "two"), **FOUR)},
     "many_shot": {"context": "(A) or (B)", "multi_turns": _turns(("Which?", "(A)"), ("And now?", "(B)"))},
     "summary": {"context": "It rained and rained.", "multi_turns": _turns(("Paper 1?", "It rained"), ("2?", "rained"))},
-    "mf": {
-        "context": [42, 7],
-        "multi_turns": _turns(("The largest number is", 42), ("The smallest number is", 7)),
-    },
+    "mf": {"context": [42, 7], "multi_turns": _turns(("The largest number is", 42), ("The smallest number is", 7))},
     "summary_with_needles": {"context": "It rained. 71482.", "multi_turns": [SUMMARY, NEEDLE]},
     "repoqa_and_kv": {"context": "# code", "multi_turns": [SPIN, KEY, MEND], **CODE},
 }

@@ -16,13 +16,7 @@ def test_a_group_is_found_with_all_its_tasks() -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    [
-        "gsm8k_test.jsonl",
-        "main/test-00000-of-00001.parquet",
-        "gsm8k/main/test.parquet",
-        "test.jsonl.gz",
-    ],
+    "path", ["gsm8k_test.jsonl", "main/test-00000-of-00001.parquet", "gsm8k/main/test.parquet", "test.jsonl.gz"]
 )
 def test_rows_are_found_in_the_layouts_of_the_hub_and_in_plain_ones(
     tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
