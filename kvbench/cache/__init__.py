@@ -1,4 +1,4 @@
 """What a layer holds: the attention hook, layers, budgets, eviction, audit."""
 
 NAME = "kvbench"
-"""Under which transformers knows our attention."""
+"""Name of kvbench's attention function in transformers' registry."""

@@ -20,7 +20,7 @@ class BudgetError(RuntimeError):
 
 
 class ScoreError(FloatingPointError):
-    """Tokens were scored by what is no number (NaN), so that nothing says which of them are to stay."""
+    """Scores of tokens are not numbers (NaN), so the tokens to keep are undefined."""
 
     sequences: Collection[int] = ()
     """The sequences of the group in which this came about."""

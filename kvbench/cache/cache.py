@@ -66,7 +66,7 @@ class KVCache(Cache):
     - A policy that keeps every token in a quantized store quantizes the new prompt as it does generated tokens. A
       policy that evicts from a quantized store cannot take another prompt.
 
-    Compress a long document once and ask about it later, in another process or on another machine:
+    Compress a long document once and query it later, in another process or on another machine:
 
         cache = KVCache(model.config, policy)
         with torch.inference_mode():

@@ -22,7 +22,7 @@ class Caller:
         self.reader: ReferenceType[nn.Module] | None = None  # its first attention
 
     def check_attention(self) -> None:
-        """ValueError if attention that cannot read the cache follows; it asks for ours, which is then what it gets."""
+        """Raise ValueError if the model's attention function cannot read this cache."""
         unwrap()
         check_attention(self._config)
 

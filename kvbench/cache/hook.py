@@ -96,7 +96,7 @@ def expect(call: LayerCall) -> None:
 def _call_of(module: nn.Module, key: LayerCall | Tensor, value: LayerCall | Tensor) -> tuple[LayerCall, Latents | None]:
     """The call that an attention belongs to, and, where it is given expanded tensors, what expands the layer's latents.
 
-    ValueError for attention without a cache, and for a model that does not say how it expands them.
+    Raises ValueError for attention without a cache, and for a model without a method that expands latents.
     """
     if isinstance(key, LayerCall):
         return key, None
@@ -161,7 +161,7 @@ def _without_cache(module: nn.Module) -> str:
 
 
 def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """InterfaceError for arguments that change attention, or that could for all kvbench knows.
+    """Raise InterfaceError for arguments that change attention, or that could change it.
 
     What models hand through about their outputs, routing and training is left alone, however new: a switch changes
     attention only if its name says so. Numbers and tensors of unknown names may be read by attention, so they are not
@@ -192,7 +192,7 @@ def _says_one_of(words: tuple[str, ...], name: str) -> bool:
 def _window(module: nn.Module, passed: int | None) -> int | None:
     """The sliding window of a layer: what it passes to attention, else what the model's mask has for its type.
 
-    InterfaceError for types of layers kvbench does not know, and for windows that the model does not look through.
+    Raises InterfaceError for unsupported types of layers, and for windows that the model does not use.
     """
     config = module.config
     kinds = getattr(config, "layer_types", None)

@@ -1,4 +1,4 @@
-"""Which models kvbench can hold the cache of: what their configuration says of it, and what they ask of a cache."""
+"""Supported models: the shape of their cache according to the configuration, and their requirements on a cache."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
@@ -32,11 +32,11 @@ class InterfaceError(ValueError):
 
 
 class _NoTensorError(InterfaceError, AttributeError):
-    """Also an AttributeError, so that `hasattr` says no."""
+    """Also an AttributeError, so that `hasattr` returns False."""
 
 
 def model_class_of(config: PreTrainedConfig) -> Any:  # noqa: ANN401 - a class of transformers
-    """The causal language model of a configuration; None where transformers has none (code of its own)."""
+    """The causal language model class of a configuration; None if transformers has none (remote code)."""
     return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
@@ -52,7 +52,7 @@ def check_interface(config: PreTrainedConfig) -> None:
     _check_own_cache(config, name)
     _check_kinds(config, name)
     _check_states(config, name, model_class is not None and model_class._is_stateful)
-    # Not `_supports_attention_backend`: models lack that flag whose attention goes through the interface (StableLM).
+    # Not `_supports_attention_backend`: some models use the attention interface without that flag (StableLM).
     if model_class is not None and not model_class._can_set_attn_implementation():
         raise InterfaceError(written_in(name))
 
@@ -114,10 +114,10 @@ def _check_own_cache(config: PreTrainedConfig, name: str) -> None:
 
 
 def kv_shapes(config: PreTrainedConfig, layers: Sequence[int] | None = None) -> list[tuple[int, int, int]]:
-    """KV heads of some layers (None: of those a policy knows) and the numbers each stores of a token's key and value.
+    """KV heads of some layers (None: the layers that policies compress), and the sizes of a token's key and value.
 
-    Of latents the latent and the rotated part of the key. As far as the text configuration says: a model's code may
-    know better, see `kvbench.models.trial.layer_shapes`.
+    For latents, the sizes of the latent and of the rotated part of the key. Based on the text configuration only; the
+    shapes of the model itself are in `kvbench.models.trial.layer_shapes`.
     """
     layout = layout_of(config)
     layers = layout.attention if layers is None else layers
@@ -128,7 +128,7 @@ def kv_shapes(config: PreTrainedConfig, layers: Sequence[int] | None = None) -> 
     return [(heads, dim, dim) for heads, dim in found]
 
 
-def _kv_shape(config: Any) -> tuple[int, int]:  # noqa: ANN401 - a configuration, or what one says of one layer
+def _kv_shape(config: Any) -> tuple[int, int]:  # noqa: ANN401 - a configuration, or its part for one layer
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 

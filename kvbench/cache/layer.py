@@ -27,7 +27,7 @@ def stacked(kept: Sequence[Tensor]) -> Tensor:
 
 
 class EmptyLayer(NoRollback):
-    """A layer of a model that keeps no keys and values of its own."""
+    """A layer of a model that stores no keys and values."""
 
     is_initialized = True
     is_sliding = False
@@ -95,7 +95,7 @@ class KVLayer(NoRollback, CacheLayerMixin):
         """[B,H_kv] tokens held."""
         return (self.positions >= 0).sum(-1)
 
-    # --- the interface of transformers, which asks the cache for all that changes --------------------------------
+    # --- the interface of transformers ---------------------------------------------------------------------------
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: stores are opened by the first tokens."""
 

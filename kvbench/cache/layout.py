@@ -1,4 +1,4 @@
-"""What every layer of a model keeps of its past: keys and values of its own, a recurrent state, both, another's, none.
+"""What each layer of a model stores: its own keys and values, a recurrent state, both, or nothing (shared layers).
 
 A policy, its budget and its statistics know only the layers with keys and values of their own and count them from 0:
 the attention layers of a cache. Everything that names a layer to a reader gives the model's index.
@@ -17,16 +17,16 @@ RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 NOTHING = ("moe", "mlp")
 """Types of layers that keep nothing."""
 BEGIN_ANEW = ("jamba", "zamba")
-"""Models whose recurrences (the first Mamba's) transformers begins anew at every call of several tokens."""
+"""Models whose recurrences (Mamba 1) transformers restarts at every call with several tokens."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """The layers of a model, by its own indices.
 
-    layers: how many there are. attention: those with keys and values of their own, in order. states: how many a layer
-    with recurrent or convolutional states has. continues: whether such a layer goes on from its state where a call
-    brings several tokens; else it begins anew. owners: for a layer that reads another's keys and values, that layer.
+    layers: number of layers. attention: layers that store keys and values, in order. states: number of states of a
+    recurrent or convolutional layer. continues: whether such a layer continues from its state in a call with several
+    tokens; otherwise it restarts. owners: for a layer that reads the keys and values of another layer, that layer.
     latent: attention layers keep latents, one for all heads.
     """
 
@@ -44,7 +44,7 @@ class Layout:
 
     @property
     def places(self) -> dict[int, int]:
-        """Where each attention layer stands among those of the cache, by its index in the model."""
+        """The place of each attention layer in the cache, by its index in the model."""
         return {index: place for place, index in enumerate(self.attention)}
 
 
@@ -69,16 +69,16 @@ def _owners(config: PreTrainedConfig, kinds: Sequence[str]) -> dict[int, int]:
 
 
 def continues(config: PreTrainedConfig) -> bool:
-    """Whether a call of several tokens goes on where the last one ended; see `Layout`."""
+    """Whether a call with several tokens continues from the last state; see `Layout`."""
     return layout_of(config.get_text_config(decoder=True)).continues
 
 
 def in_one_call(config: PreTrainedConfig, tokens: int) -> bool:
-    """Whether a prompt that ends after so many tokens has to come in one call: several would read it otherwise."""
+    """Whether a prompt of this length must be processed in one call, because several calls would give other results."""
     text = config.get_text_config(decoder=True)
     return not continues(text) or beyond(uniform_length(text), tokens)
 
 
 def attention_layers(config: PreTrainedConfig) -> int:
-    """How many layers of a model have keys and values of their own: those a policy shares its budget among."""
+    """Number of layers that store keys and values, among which a policy divides its budget."""
     return len(layout_of(config.get_text_config(decoder=True)).attention)

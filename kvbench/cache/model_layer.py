@@ -1,4 +1,4 @@
-"""A layer of the model as parts may ask for it: how it rotates queries and keys, and its output projection.
+"""A layer of the model, for parts that need it: its rotation of queries and keys, and its output projection.
 
 Attention is handed its module alone, which knows the configuration but not the model. So the rotary embedding is made
 anew from both, by the class the model's own code has for it, and is tried on the module: two random tokens go through
@@ -25,7 +25,7 @@ from kvbench.policies.model_layer import Rotation
 from kvbench.policies.observation import AttentionParams
 
 PROJECTIONS = ("o_proj", "out_proj", "dense")
-PLACES = (1, 3)  # where the tokens of the trial stand
+PLACES = (1, 3)  # positions of the tokens of the trial
 
 _LAYERS: WeakKeyDictionary[nn.Module, "ReadLayer"] = WeakKeyDictionary()
 
@@ -60,7 +60,7 @@ class ReadLayer:
         return (self._like.dtype, self._like.device) == (other.dtype, other.device)
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """How the layer rotates at positions [B,H,n]. Raises InterfaceError where that cannot be told."""
+        """The layer's rotation at positions [B,H,n]. Raises InterfaceError if it cannot be determined."""
         if self._rotary is None:
             rotary = self._made()
             try:

@@ -60,7 +60,7 @@ class PageReads:
     def append(
         self, reader: Reader, held: LayerStore, before: Sequence[int], after: Sequence[int], sizes: Sequence[int]
     ) -> None:
-        """Summarise the pages of new tokens: sequences held so many tokens `before`, and `after`.
+        """Summarise the pages of new tokens. before, after: number of tokens of each sequence before and after them.
 
         sizes: tokens per page of each sequence.
         """

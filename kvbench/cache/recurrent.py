@@ -20,7 +20,7 @@ from kvbench.cache.layout import Layout
 
 
 class RecurrentLayer(NoRollback, LinearAttentionCacheLayerMixin):
-    """The states of one layer, of all sequences, as transformers asks for them.
+    """The states of one layer for all sequences, in the form that transformers uses.
 
     index: the layer's, in the model.
     """

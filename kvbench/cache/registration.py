@@ -48,8 +48,8 @@ def _register(registry: ModuleType) -> None:
 def unwrap() -> None:
     """Take the wrapper of kvpress off our attention function.
 
-    When it is imported, kvpress wraps every attention function that transformers knows, to mask keys of its own caches;
-    ours is handed layers in place of keys, of which the wrapper could not even ask the shape.
+    On import, kvpress wraps every registered attention function to mask keys of its caches. kvbench's function gets
+    layers instead of keys, which the wrapper cannot handle.
     """
     functions = import_module(REGISTRY).ALL_ATTENTION_FUNCTIONS
     if getattr(functions[NAME], "__module__", "").partition(".")[0] == "kvpress":

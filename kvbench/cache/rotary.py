@@ -29,7 +29,7 @@ def beyond(alike: int | None, tokens: int) -> bool:
 
 
 def forget_lengths(model: PreTrainedModel) -> None:
-    """Let a new prompt be rotated by its own length: dynamic NTK goes on with the longest one the model has seen."""
+    """Rotate a new prompt by its length; otherwise dynamic NTK uses the longest length processed so far."""
     if not any("dynamic" in part["rope_type"] for part in _parts(model.config.get_text_config(decoder=True))):
         return
     rotating: Any

@@ -175,7 +175,7 @@ def _policy(policy: Policy) -> Any:  # noqa: ANN401
 
 
 def _model(config: PreTrainedConfig) -> dict[str, Any]:
-    """What a configuration says of the keys and values of its model. It does not know the weights."""
+    """The fields of a configuration that determine keys and values, apart from the weights."""
     names = "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "sliding_window"
     facts = {name: getattr(config, name, None) for name in names}
     facts["kv_heads_and_head_dim"] = [list(shape[:2]) for shape in kv_shapes(config)]
