@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -32,11 +33,12 @@ def traced(call: Callable[[], object]) -> Entered:
 
     def note(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        path = Path(code.co_filename).resolve()
-        if event != "call" or not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] not in OURS:
-            return
-        if not code.co_name.startswith("<"):  # comprehensions and lambdas are part of their function
-            entered[str(path.relative_to(ROOT))].add(code.co_qualname)
+        if event == "call" and not code.co_name.startswith(
+            "<"
+        ):  # comprehensions and lambdas are part of their function
+            path = _ours(code.co_filename)
+            if path is not None:
+                entered[path].add(code.co_qualname)
 
     sys.setprofile(note)
     try:
@@ -44,6 +46,14 @@ def traced(call: Callable[[], object]) -> Entered:
     finally:
         sys.setprofile(None)
     return dict(entered)
+
+
+@cache
+def _ours(file: str) -> str | None:
+    """The path of a file of kvbench in the repository; None for other files."""
+    path = Path(file).resolve()
+    ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in OURS
+    return str(path.relative_to(ROOT)) if ours else None
 
 
 def token() -> Entered:

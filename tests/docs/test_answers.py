@@ -4,27 +4,16 @@ import re
 import shlex
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from shown_outputs import outputs
 from shown_tables import shown_rows
 
 from kvbench.cli import main
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "answers.md"
-
-
-def outputs() -> ModuleType:
-    """The script that writes the outputs of the page."""
-    spec = spec_from_file_location("readme_outputs", ROOT / "scripts" / "readme_outputs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def without_times(text: str) -> list[list[str]]:

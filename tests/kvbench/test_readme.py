@@ -4,13 +4,12 @@ import re
 import shlex
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 import yaml
+from shown_outputs import outputs
 from transformers import AutoModelForCausalLM
 
 from kvbench.config.presets import policy_config, scheduled
@@ -18,16 +17,6 @@ from kvbench.config.tree import build
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-
-
-def outputs() -> ModuleType:
-    """The script that writes the README's outputs."""
-    spec = spec_from_file_location("readme_outputs", ROOT / "scripts" / "readme_outputs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def commands() -> list[list[str]]:
