@@ -32,7 +32,7 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.random import with_example_seed
 
 Prefill = Callable[[PreTrainedModel, Sequence[Sequence[LiveSequence]]], None]
-JOIN_STEPS = 3  # steps after an admission until new sequences have the same layers as older ones
+JOIN_STEPS = 3  # steps after an admission until all sequences can decode on the device as one batch
 
 
 class DecodeBatch:
@@ -135,6 +135,9 @@ class DecodeBatch:
                 self.cache = empty_like(sequence.cache)
             self.cache.groups += sequence.cache.groups
             self.sequences.append(sequence)
+        if self.cache is not None:
+            before = self.sequences
+            self.sequences = [before[place] for place in join(self.cache)]
         self._joining = JOIN_STEPS
 
     # --- decoding --------------------------------------------------------------------------------------------------
@@ -147,7 +150,6 @@ class DecodeBatch:
         assert self.cache is not None, "no sequence is in flight"
         if self._joining:
             self._joining -= 1
-            self._join(self.cache)
         elif use_triton(self.sequences[0].request.input_ids):
             self.cache.on_device()
         sequences = self.sequences
@@ -171,14 +173,6 @@ class DecodeBatch:
             sequence.decode_steps += 1
         choose_next(list(live.values()), logits if len(live) == len(sequences) else logits[list(live)])
         return self._finish(live)
-
-    def _join(self, cache: KVCache) -> None:
-        """Join groups of sequences whose layers have equal shapes."""
-        before = self.sequences
-        self.sequences = [before[place] for place in join(cache)]
-        for sequence in before:
-            if sequence.cache is not None and sequence.cache.group not in cache.groups:
-                sequence.cache = None
 
     def _prepare(self, cache: KVCache, tokens: Tensor) -> None:
         """Give groups whose policies rate tokens the logits before the next tokens [S,1]."""

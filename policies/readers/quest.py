@@ -5,13 +5,12 @@ Shapes: B batch, H_kv KV heads, G query heads each, P pages, p tokens of a page,
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import whole_number
 from kvbench.policies.observation import State
-from kvbench.policies.readers.reader import Reader, Reading
+from kvbench.policies.readers.reader import Reader, Reading, channel_bounds
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,7 @@ class Quest(Reader):
         return layer < self.first_layers
 
     def summarise(self, keys: Tensor, present: Tensor) -> State:
-        absent = ~present[..., None]
-        smallest = keys.masked_fill(absent, torch.inf).amin(-2)
-        largest = keys.masked_fill(absent, -torch.inf).amax(-2)
-        there = present.any(-1, keepdim=True)
-        return {"smallest": smallest.masked_fill(~there, 0), "largest": largest.masked_fill(~there, 0)}
+        return channel_bounds(keys, present)
 
     def score(self, reading: Reading) -> Tensor:
         smallest, largest = (widen(reading.summaries[name]) for name in ("smallest", "largest"))  # [B,H_kv,P,D]

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvbench.policies.observation import State
@@ -94,3 +95,12 @@ class Reader(ABC):
     @abstractmethod
     def score(self, reading: Reading) -> Tensor:
         """Page scores [B,H_kv,P], higher = read. The caller skips pages without a visible token."""
+
+
+def channel_bounds(keys: Tensor, present: Tensor) -> State:
+    """Minimum and maximum of each channel over the keys of a page: [B,H_kv,P,p,D] -> [B,H_kv,P,D]; 0 if it is empty."""
+    absent = ~present[..., None]
+    smallest = keys.masked_fill(absent, torch.inf).amin(-2)
+    largest = keys.masked_fill(absent, -torch.inf).amax(-2)
+    empty = ~present.any(-1, keepdim=True)
+    return {"smallest": smallest.masked_fill(empty, 0), "largest": largest.masked_fill(empty, 0)}

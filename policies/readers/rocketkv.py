@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import whole_number
 from kvbench.policies.observation import State
-from kvbench.policies.readers.reader import Reader, Reading, ReadPlan
+from kvbench.policies.readers.reader import Reader, Reading, ReadPlan, channel_bounds
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,7 @@ class RocketKV(Reader):
         return capacity, max(1.0, capacity / budget)
 
     def summarise(self, keys: Tensor, present: Tensor) -> State:
-        absent = ~present[..., None]
-        smallest = keys.masked_fill(absent, torch.inf).amin(-2)
-        largest = keys.masked_fill(absent, -torch.inf).amax(-2)
-        there = present.any(-1, keepdim=True)
-        return {"smallest": smallest.masked_fill(~there, 0), "largest": largest.masked_fill(~there, 0)}
+        return channel_bounds(keys, present)
 
     def score(self, reading: Reading) -> Tensor:
         smallest, largest = (widen(reading.summaries[name]) for name in ("smallest", "largest"))  # [B,H_kv,P,D]
