@@ -25,7 +25,7 @@ from kvbench.cache.rotary import beyond, uniform_length
 from kvbench.engine.cuda_graph import Recorder, bucket, recorded
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill_prompt
-from kvbench.engine.sequence import LiveSequence, Request, choose_next
+from kvbench.engine.sequence import History, LiveSequence, Request, advance, newest
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.random import with_example_seed
@@ -71,12 +71,8 @@ class DecodeBatch:
         return beyond(self._rope_switch, request.input_ids.shape[1] + request.max_new_tokens)
 
     def shares_prompt(self, first: Request, second: Request) -> bool:
-        """Whether one prefill serves both requests: same prompt or context, or a later turn of one conversation."""
-        if first.turns:
-            read = first.input_ids.shape[1]
-            continued = second.turns[: len(first.turns)] == first.turns
-            return continued and torch.equal(second.input_ids[:, :read], first.input_ids) and not self._switches(second)
-        if second.turns or first.context_tokens != second.context_tokens:
+        """Whether one prefill serves both requests: they have the same prompt or context."""
+        if first.turns or second.turns or first.context_tokens != second.context_tokens:
             return False
         return torch.equal(first.prompt, second.prompt) and not any(map(self._switches, (first, second)))
 
@@ -88,12 +84,19 @@ class DecodeBatch:
         return self.admit_questions([request], policies)[0]
 
     @torch.inference_mode()
-    def admit_questions(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[LiveSequence]]:
-        """Admit questions about one context, or samples of one prompt (`shares_prompt`), with one prefill."""
+    def admit_questions(
+        self, requests: Sequence[Request], policies: Sequence[Policy], histories: Sequence[History | None] = ()
+    ) -> list[list[LiveSequence]]:
+        """Admit questions about one context, or samples of one prompt (`shares_prompt`), with one prefill.
+
+        histories: for a turn of a conversation, the turns before it under each policy; they are continued in place.
+        """
         assert all(map(self.can_admit, requests))
         assert all(self.shares_prompt(requests[0], request) for request in requests[1:])
         self.drop(())
         sequences = [[_new_sequence(request, policy) for policy in policies] for request in requests]
+        for sequence, history in zip(sequences[0], histories, strict=False):
+            sequence.history = history
         prefill_prompt(self._model, sequences)
         self.start(chain(*sequences))
         return sequences
@@ -134,9 +137,7 @@ class DecodeBatch:
             self.cache.on_device()
         sequences = self.sequences
         live = {place: sequence for place, sequence in enumerate(sequences) if not sequence.done}
-        device = sequences[0].request.input_ids.device
-        tokens = torch.tensor([[sequence.tokens[-1]] for sequence in sequences], device=device)
-        places = torch.tensor([[sequence.position] for sequence in sequences], device=device)
+        tokens, places = newest(sequences)
         self._prepare(self.cache, tokens)
         try:
             if self._recorder is None or self._joining:
@@ -148,10 +149,7 @@ class DecodeBatch:
                 sequence.error = error
             return self._finish(live)
         self._assign_errors(self.cache)
-        for sequence in live.values():
-            sequence.position += 1
-            sequence.decode_steps += 1
-        choose_next(list(live.values()), logits if len(live) == len(sequences) else logits[list(live)])
+        advance(list(live.values()), logits if len(live) == len(sequences) else logits[list(live)])
         return self._finish(live)
 
     def _prepare(self, cache: KVCache, tokens: Tensor) -> None:

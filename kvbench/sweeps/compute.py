@@ -10,6 +10,7 @@ from typing import Any
 
 from kvbench.engine.compute import compute_runs
 from kvbench.engine.prompts import make_prompts
+from kvbench.engine.run_writer import RunCallback
 from kvbench.errors import UsageError
 from kvbench.report.trackers.watching import SweepCallback, make_watch
 from kvbench.results.load import read_result
@@ -21,8 +22,8 @@ from kvbench.sweeps.plan import Composed, Messages, Planned, is_expected, messag
 log = logging.getLogger(__name__)
 
 
-class Recorder:
-    """A `RunCallback` that writes the state of every run of the sweep in `out` and prints errors, then calls another.
+class Recorder(RunCallback):
+    """Writes the state of every run of the sweep in `out` and prints errors, then calls another.
 
     titles: of the runs, by run id.
     """

@@ -73,7 +73,7 @@ class WandbLogger:
         return Guarded(WandbWatch(self, sweep), "wandb")
 
 
-class WandbWatch:
+class WandbWatch(SweepCallback):
     """Logs runs to W&B while they are computed; the caller catches errors.
 
     A complete run stays open until its difference from the full cache is known, or until `close`.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from kvbench.config.tree import build, refusing_in
-from kvbench.engine.run_writer import NullCallback, RunCallback
+from kvbench.engine.run_writer import RunCallback
 from kvbench.results.result import Result
 from kvbench.results.sample import Sample
 from kvbench.run.run import Run
@@ -16,12 +16,11 @@ from kvbench.run.run import Run
 log = logging.getLogger(__name__)
 
 
-class SweepCallback(RunCallback, Protocol):
+class SweepCallback(RunCallback):
     """A run callback with a method for the end of a sweep."""
 
     def close(self, records: Sequence[Result] = ()) -> None:
         """Called at the end. records: all finished runs of the sweep; empty if this process computed only some."""
-        ...
 
 
 def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepCallback:
@@ -38,18 +37,15 @@ def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepCallback:
         return callback
 
 
-class NoLogger(NullCallback):
+class NoLogger(SweepCallback):
     """`logger=none`, and a callback that does nothing."""
 
     def watch(self, sweep: str | None) -> NoLogger:
         """Itself."""
         return self
 
-    def close(self, records: Sequence[Result] = ()) -> None:
-        """Do nothing."""
 
-
-class Guarded:
+class Guarded(SweepCallback):
     """Calls another callback until its first error, which is logged as a warning, so that a tracker never fails a run.
 
     name: of the tracker, for the warning.
@@ -59,20 +55,20 @@ class Guarded:
         self._watch: SweepCallback = watch
         self._name = name
 
-    def started(self, cell: Run, done: Sequence[Sample], total: int) -> None:
+    def started(self, run: Run, done: Sequence[Sample], total: int) -> None:
         """Pass on the start of a run."""
         with self._guard():
-            self._watch.started(cell, done, total)
+            self._watch.started(run, done, total)
 
-    def finished(self, cell: Run, sample: Sample) -> None:
+    def finished(self, run: Run, sample: Sample) -> None:
         """Pass on an example."""
         with self._guard():
-            self._watch.finished(cell, sample)
+            self._watch.finished(run, sample)
 
-    def ended(self, cell: Run, error: Exception | None) -> None:
+    def ended(self, run: Run, error: Exception | None) -> None:
         """Pass on the end of a run."""
         with self._guard():
-            self._watch.ended(cell, error)
+            self._watch.ended(run, error)
 
     def close(self, records: Sequence[Result] = ()) -> None:
         """Pass on the end of the sweep. A second call does nothing."""
