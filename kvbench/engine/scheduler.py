@@ -183,7 +183,6 @@ class Scheduler:
             self._fill()
             if self._in_flight:
                 self._step()
-            self._writer.write()
 
     # --- admission -------------------------------------------------------------------------------------------------
     def _fill(self) -> None:
@@ -241,6 +240,7 @@ class Scheduler:
 
         self._deliver(run, waiting.prompt, lambda: computed_whole(run.run, self._loaded, waiting.prompt, report))
         report(units(waiting.prompt))
+        self._writer.write()
 
     def _admit(self, some: Sequence[_Waiting], runs: Sequence[RunWriter]) -> None:
         """Prefill a prompt, or a context and some questions about it, for some runs."""
@@ -324,6 +324,7 @@ class Scheduler:
                 flight.run.run_alone = True
                 log.warning("%s: %s; it is computed by itself, after the others", flight.run.run_id, message(error))
         self._drop_unwanted()
+        self._writer.write()
 
     def _keep_own_history(self, flight: _InFlight, sequence: LiveSequence) -> None:
         """Keep the cache of an answer that is part of the history of a later turn."""
@@ -351,9 +352,8 @@ class Scheduler:
                     raise
                 sample = failed(run.run, prompt, error)
             run.deliver(sample)
-            if wanted and in_batch(run, prompt):
+            if wanted and in_batch(run.run, prompt):
                 self._advance(1)
-        self._writer.write()
 
     def _fail(self, error: Exception, admitted: Sequence[tuple[RunWriter, Prompt]]) -> None:
         """An error of the batch and of sequences that are being admitted. Raises BatchError if they are several."""
@@ -366,6 +366,7 @@ class Scheduler:
         self._in_flight.clear()
         for run, prompt in flights:
             self._deliver(run, prompt, partial(_raise, error))
+        self._writer.write()
 
     def _drop_unwanted(self) -> None:
         """Remove the sequences of runs that ended or are to be computed alone."""
