@@ -27,7 +27,7 @@ from kvbench.cache.interface import kv_shapes
 from kvbench.policies.describe import describe
 from kvbench.policies.policy import Policy
 
-FORMAT = 11
+FORMAT = 12
 """Raised whenever what a class holds changes its name or its meaning: older files are then refused."""
 KEY = "kvbench"
 DERIVED = frozenset(
