@@ -87,7 +87,7 @@ class LayerState:
         self.ranking: Ranking | None = None
         self.unsettled = False
         self.recent = RecentQueries(policy.needs.window)
-        self.pages = None if policy.reader is None else PageReads()
+        self.pages = None if policy.reader is None else PageReads(policy, index)
         self.query_heads = 0
         self._store: LayerStore | None = None
 
