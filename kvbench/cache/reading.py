@@ -3,14 +3,12 @@
 Shapes: B batch, L layers, H_kv KV heads, T slots, P pages, p tokens of a page, D head dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.attention import LayerStep
 from kvbench.kernels.prompt import masked_attention
 from kvbench.kernels.references import visible
 from kvbench.policies.layer_budgets import budget_tokens, read_plan
@@ -19,12 +17,6 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.readers.reader import Reader, Reading, ReadPlan
 from kvbench.policies.stores.slots import take
 from kvbench.policies.stores.store import LayerStore
-
-if TYPE_CHECKING:
-    from kvbench.cache.attention import LayerStep
-    from kvbench.cache.group import PolicyGroup
-
-POSITION_NBYTES = 4
 
 
 class PageReads:
@@ -144,24 +136,3 @@ def chosen_slots(reader: Reader, reading: Reading, plans: Sequence[ReadPlan]) ->
     if reader.mass is None:
         chosen = chosen | (seen.sum(-1, keepdim=True) <= tokens)
     return seen & chosen
-
-
-def tokens_read(group: PolicyGroup) -> list[list[int]] | None:
-    """Tokens that the newest query of the first sequence read, [L][H_kv]; None before the first decoded token."""
-    reads = [layer.pages.read for layer in group.layers if layer.pages is not None]
-    return [read[0].tolist() for read in reads if read is not None] or None
-
-
-def nbytes_read(group: PolicyGroup) -> int | None:
-    """Bytes of their keys, values and positions, and of the data that selected them, in all layers; None as above."""
-    total = 0
-    for layer in group.layers:
-        if layer.pages is None or layer.pages.read is None:
-            return None
-        tokens = int(layer.pages.read[0].sum())
-        key, value = (x.shape[-1] * x.element_size() for x in (layer.store.keys, layer.store.values))
-        total += tokens * (key + value + POSITION_NBYTES) + layer.pages.nbytes_scanned // group.size
-        if group.policy.reader is not None and group.policy.reader.reads_keys:  # keys of tokens that were not selected
-            others = layer.counts[0] * layer.store.keys.shape[1] - tokens
-            total += others * (key + POSITION_NBYTES)
-    return total
