@@ -161,14 +161,14 @@ class PolicyGroup:
         known: values that were computed for another policy in the same step.
         """
         policy, layer = self.policy, self.layers[index]
-        held, fresh, before = layer.store, not any(layer.counts), layer.counts
+        held, fresh = layer.store, not any(layer.counts)
         held.append(new.keys, new.values, now.places, absent=not now.aligned)
-        layer.counts = [n + more for n, more in zip(before, now.counts, strict=True)]
+        layer.counts = [n + more for n, more in zip(layer.counts, now.counts, strict=True)]
         step = LayerStep(new.queries, now, params, held, fresh, alone=alone)
         if layer.pages is not None:
-            layer.pages.update(policy, layer.index, step, before, layer.counts, self.progress.prompt)
+            layer.pages.update(step, layer.counts, self.progress.prompt)
             if now.phase == "decode":
-                step.read = partial(layer.pages.attend, policy, index, self.progress.prompt)
+                step.read = partial(layer.pages.attend, self.progress.prompt)
         if isinstance(held, CompressedStore) and held.watching:
             held.observe(self._observe(layer, None, step), self.progress.prompt)
         if policy.scorer is not None and (now.phase != "decode" or any(now.evicts)):

@@ -88,7 +88,7 @@ class LayerState:
         self.unsettled = False
         self.compacted = False
         self.recent = RecentQueries(policy.needs.window)
-        self.pages = None if policy.reader is None else PageReads()
+        self.pages = None if policy.reader is None else PageReads(policy, index)
         self.query_heads = 0
         self._store: LayerStore | None = None
 

@@ -21,7 +21,7 @@ from kvbench.errors import refusing
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.latents import check_latents
-from kvbench.policies.layer_budgets import layer_budgets, read_plan
+from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_layers
 from kvbench.policies.press import KVPress
@@ -142,8 +142,8 @@ def _pages(policy: Policy, layer: int, held: LayerStore, length: int) -> int:
     """Bytes of the page summaries of sparse attention; if tokens are evicted, there are none before decoding."""
     if policy.reader is None or policy.reader.evicts or policy.reader.reads_all(layer):
         return 0
-    pages, batch, tokens = PageReads(), *held.positions.shape[::2]
-    pages.append(policy.reader, held, [0] * batch, [tokens] * batch, [read_plan(policy, length).page] * batch)
+    pages, batch, tokens = PageReads(policy, layer), *held.positions.shape[::2]
+    pages.summarise(held, [tokens] * batch, [length] * batch)
     return pages.nbytes
 
 

@@ -370,10 +370,14 @@ class SlotStore(LayerStore):
         params = how.scaling, how.softcap, how.sliding_window, one_for_all(how.sinks)
         return decode_attention_flat(queries, *stored, self.starts, self.counts, self.used, *params).out
 
+    def __getstate__(self) -> dict[str, object]:
+        """The attributes of a copy or a saved store, without views of its memory."""
+        return {**vars(self), "_views": {}}
+
     def with_memory(self, memory: dict[str, Tensor], free: Tensor | None) -> "SlotStore":
         """The same layer with other memory, where the slots `free` [B,H,1] are empty."""
         held = copy(self)
-        held.memory, held.free, held._views, held._bytes = memory, free, {}, None
+        held.memory, held.free, held._bytes = memory, free, None
         return held
 
     def segments(self) -> Segments:
