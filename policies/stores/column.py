@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.references import widen
-from kvbench.policies.stores.codes import Chunk, Codes
+from kvbench.policies.stores.codes import Chunk, Codes, Exact
 from kvbench.policies.stores.queue import Queue
 
 TAIL_GROWTH = 16  # slots; a tail is at most a few hundred tokens long, so moving it this often costs nothing
@@ -49,6 +49,17 @@ class Column:
         """Hold these chunks instead, which include the tail's first `count` tokens."""
         self.chunks = list(chunks)
         self.tail.drop(count)
+
+    def scores(self, rows: Tensor) -> Tensor:
+        """Products [B,H,r,C] of query rows [B,H,r,D] with the tokens."""
+        tail = Exact(self.tail.view("x"), copy=False)
+        return torch.cat([chunk.scores(rows) for chunk in (*self.chunks, tail) if chunk.tokens], dim=-1)
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """Sums [B,H,r,D] of the tokens with weights [B,H,r,C]."""
+        chunks = [chunk for chunk in (*self.chunks, Exact(self.tail.view("x"), copy=False)) if chunk.tokens]
+        own = weights.split([chunk.tokens for chunk in chunks], dim=-1)
+        return torch.stack([chunk.weighted(x) for chunk, x in zip(chunks, own, strict=True)]).sum(0)
 
     def view(self) -> Tensor:
         """[B,H,C,D] in float32 (or float64), dequantised if it was quantised."""

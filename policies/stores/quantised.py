@@ -17,7 +17,7 @@ from kvbench.kernels.quantized import Outliers, Packed, Side, quantised_attentio
 from kvbench.kernels.references import sink_factor
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.observation import AttentionParams, SlotInfo, State
-from kvbench.policies.stores.code_attention import attend_in_float32
+from kvbench.policies.stores.code_attention import attend_to_codes
 from kvbench.policies.stores.codes import ChannelCodes, Codes, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.packing import words_for
@@ -203,8 +203,9 @@ class QuantisedLayerStore(CompressedStore):
             return None  # all in full precision: the views are the stored tensors
         out = self._attend_packed(queries, positions, how)
         if out is None:
-            stored = self.dequantised(0), self.dequantised(1), self.positions
-            out, weights = attend_in_float32(queries, positions, how, *stored)
+            keys, values = self._columns
+            stored = keys.scores, values.weighted, self.positions, self.outliers
+            out, weights = attend_to_codes(queries, positions, how, *stored)
             self.attended(weights, positions)
         return out.to(queries.dtype)
 
