@@ -16,35 +16,27 @@ from kvbench.kernels.quantized import Outliers
 from kvbench.kernels.references import softmax_rows, widen
 from kvbench.policies.observation import AttentionParams
 
-AT_ONCE = 2**17  # numbers of a block on a CPU: 0.5 MB in float32
-
-Block = Callable[[slice, slice], Tensor]
-"""Some tokens of some KV heads, dequantised: [B,h,n,D]."""
+AT_ONCE = 2**10  # slots, over all KV heads, on a CPU: 0.5 MB of float32 for heads of 128 numbers
 
 
-def blocks(heads: int, entries: int, numbers: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """KV heads and entries that are dequantised at once, if each entry of a head has this many numbers."""
-    size = AT_ONCE if device.type == "cpu" else heads * entries * numbers
-    some, each = max(1, size // max(1, entries * numbers)), max(1, size // numbers)
-    for head in range(0, heads, some):
-        for first in range(0, entries, each):
-            yield slice(head, min(head + some, heads)), slice(first, min(first + each, entries))
+def blocks(tokens: int, heads: int, unit: int, device: torch.device) -> Iterator[slice]:
+    """Tokens that are dequantised at once: multiples of `unit`, all at once on a GPU."""
+    size = max(AT_ONCE // heads // unit, 1) * unit if device.type == "cpu" else max(tokens, 1)
+    return (slice(first, min(first + size, tokens)) for first in range(0, tokens, size))
 
 
-def scores_by_block(rows: Tensor, tokens: int, block: Block) -> Tensor:
-    """Products [B,H,r,C] of query rows [B,H,r,D] with C tokens."""
+def scores_by_block(rows: Tensor, tokens: int, block: Callable[[slice], Tensor], unit: int = 1) -> Tensor:
+    """Products [B,H,r,C] of query rows [B,H,r,D] with C tokens; block: some of the tokens, dequantised, [B,H,n,D]."""
     out = rows.new_empty(*rows.shape[:3], tokens)
-    for heads, some in blocks(rows.shape[1], tokens, rows.shape[3], rows.device):
-        out[:, heads, :, some] = rows[:, heads] @ block(heads, some).to(rows.dtype).mT
+    for some in blocks(tokens, rows.shape[1], unit, rows.device):
+        out[..., some] = rows @ block(some).to(rows.dtype).mT
     return out
 
 
-def weighted_by_block(weights: Tensor, dim: int, block: Block) -> Tensor:
-    """Sums [B,H,r,D] of C tokens with weights [B,H,r,C]."""
-    out = weights.new_zeros(*weights.shape[:3], dim)
-    for heads, some in blocks(weights.shape[1], weights.shape[3], dim, weights.device):
-        out[:, heads] += weights[:, heads, :, some] @ block(heads, some).to(weights.dtype)
-    return out
+def weighted_by_block(weights: Tensor, block: Callable[[slice], Tensor], unit: int = 1) -> Tensor:
+    """Sums [B,H,r,D] of C tokens with weights [B,H,r,C]; block: some of the tokens, dequantised, [B,H,n,D]."""
+    found = blocks(weights.shape[3], weights.shape[1], unit, weights.device)
+    return torch.stack([weights[..., some] @ block(some).to(weights.dtype) for some in found]).sum(0)
 
 
 def cover(x: Tensor, exact: Tensor, slots: Tensor) -> Tensor:
@@ -60,7 +52,7 @@ def attend_to_codes(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention [B,H_q,M,D] of queries at positions [B,M], and its weights [B,H,r,C], in float32 (or float64).
 
-    scores: products [B,H,r,C] of query rows [B,H,r,D] with the keys. weighted: sums [B,H,r,D] of the values with weights
+    scores: products [B,H,r,C] of rows [B,H,r,D] with the keys. weighted: sums [B,H,r,D] of the values with weights
     [B,H,r,C]. places [B,H,C]: positions of the tokens. exact: tokens that replace some of the codes.
     """
     batch, heads, count = places.shape

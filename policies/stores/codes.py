@@ -1,19 +1,18 @@
-"""Chunks: consecutive tokens of a column in one format.
+"""A column, the keys or the values of one layer: chunks of codes, then a tail in full precision.
 
-Shapes: B batch, H KV heads, r query rows per KV head, N tokens, D head dim, G tokens (or channels) of a group.
+Shapes: B batch, H KV heads, r query rows per KV head, N tokens of a chunk, C of a column, D head dim, G tokens (or
+channels) of a group.
 """
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.references import widen
-from kvbench.policies.stores.code_attention import blocks, scores_by_block, weighted_by_block
-from kvbench.policies.stores.packing import unpack
-from kvbench.policies.stores.quantiser import Group, Quantiser
+from kvbench.policies.stores.code_attention import scores_by_block, weighted_by_block
+from kvbench.policies.stores.quantiser import WORD, Group, Quantiser
 from kvbench.policies.stores.queue import Queue
 
 
@@ -29,13 +28,13 @@ class Chunk(ABC):
     def dequantised(self) -> Tensor:
         """[B,H,N,D] float32, in order."""
 
+    @abstractmethod
     def scores(self, rows: Tensor) -> Tensor:
         """Products [B,H,r,N] of query rows [B,H,r,D] with the tokens, which are keys."""
-        return rows @ self.dequantised().to(rows.dtype).mT
 
+    @abstractmethod
     def weighted(self, weights: Tensor) -> Tensor:
         """Sums [B,H,r,D] of the tokens, which are values, with weights [B,H,r,N]."""
-        return weights @ self.dequantised().to(weights.dtype)
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:
@@ -47,7 +46,29 @@ class Chunk(ABC):
         return sum(self.sizes().values())
 
 
-class Exact(Chunk):
+class BlockChunk(Chunk):
+    """A chunk of which some tokens can be dequantised alone."""
+
+    @property
+    def unit(self) -> int:
+        """The number of tokens that are dequantised together."""
+        return 1
+
+    @abstractmethod
+    def block(self, some: slice) -> Tensor:
+        """Some of the tokens, [B,H,n,D] float32, in order; start and stop are multiples of `unit`, or the end."""
+
+    def dequantised(self) -> Tensor:
+        return self.block(slice(0, self.tokens))
+
+    def scores(self, rows: Tensor) -> Tensor:
+        return scores_by_block(rows, self.tokens, self.block, self.unit)
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        return weighted_by_block(weights, self.block, self.unit)
+
+
+class Exact(BlockChunk):
     """Tokens x [B,H,N,D] in full precision."""
 
     def __init__(self, x: Tensor, copy: bool = True) -> None:
@@ -57,30 +78,22 @@ class Exact(Chunk):
     def tokens(self) -> int:
         return self._x.shape[2]
 
-    def dequantised(self) -> Tensor:
-        return widen(self._x)
-
-    def scores(self, rows: Tensor) -> Tensor:
-        return scores_by_block(rows, self.tokens, lambda heads, some: self._x[:, heads, some])
-
-    def weighted(self, weights: Tensor) -> Tensor:
-        return weighted_by_block(weights, self._x.shape[3], lambda heads, some: self._x[:, heads, some])
+    def block(self, some: slice) -> Tensor:
+        return widen(self._x[:, :, some])
 
     def sizes(self) -> dict[str, int]:
         return {"full precision": self._x.nbytes}
 
 
-class Codes(Chunk):
-    """A growing chunk of coded tokens, appended `unit` tokens at a time."""
-
-    unit: int = 1
+class Codes(BlockChunk):
+    """A growing chunk of coded tokens."""
 
     def __init__(self, growth: int) -> None:
         self.queue = Queue(growth)
 
     @property
     def tokens(self) -> int:
-        return self.queue.count * self.unit
+        return self.queue.count
 
     @abstractmethod
     def append(self, x: Tensor, dtype: torch.dtype) -> None:
@@ -104,51 +117,34 @@ class GroupCodes(Codes):
     def _append(self, groups: Tensor, dtype: torch.dtype) -> None:
         self.queue.append(self.quantiser.quantise(groups, dtype)._asdict())
 
-    def _blocks(self, numbers: int, count: int, dtype: torch.dtype) -> Iterator[tuple[slice, slice, Group]]:
-        """Heads and entries of `numbers` numbers each, and their groups of `count` codes in `dtype` instead of words."""
-        words, scale, minimum = map(self.queue.view, Group._fields)
-        for heads, some in blocks(words.shape[1], words.shape[2], numbers, words.device):
-            codes = unpack(words[:, heads, some], self.quantiser.bits, count).to(dtype)
-            yield heads, some, Group(codes, scale[:, heads, some].to(dtype), minimum[:, heads, some].to(dtype))
-
-    def _numbers(self, count: int) -> Tensor:
-        """The dequantised groups of `count` numbers."""
-        return self.quantiser.dequantise(Group(*map(self.queue.view, Group._fields)), count)
-
 
 class ChannelCodes(GroupCodes):
-    """Groups of `unit` consecutive tokens, each channel with its own scale: words [B,H,N/G,D,W], scale [B,H,N/G,D]."""
+    """Groups of `group` consecutive tokens, each channel with its own scale: words [B,H,N/G,D,W], scale [B,H,N/G,D]."""
 
     def __init__(self, quantiser: Quantiser, group: int) -> None:
         super().__init__(quantiser, growth=1)
-        self.unit = group
+        self.group = group
+
+    @property
+    def tokens(self) -> int:
+        return self.queue.count * self.group
+
+    @property
+    def unit(self) -> int:
+        """Whole groups, or words of the codes of a single group, which may be long."""
+        return WORD if self.queue.count == 1 else self.group
 
     def append(self, x: Tensor, dtype: torch.dtype) -> None:
-        self._append(x.unflatten(2, (-1, self.unit)).mT, dtype)
+        self._append(x.unflatten(2, (-1, self.group)).mT, dtype)
 
-    def dequantised(self) -> Tensor:
-        return self._numbers(self.unit).mT.flatten(2, 3)
-
-    def scores(self, rows: Tensor) -> Tensor:
-        if self.quantiser.fp16_arith:
-            return super().scores(rows)
-        out = rows.new_empty(*rows.shape[:3], self.tokens)
-        for heads, some, (codes, scale, minimum) in self._blocks(rows.shape[3] * self.unit, self.unit, rows.dtype):
-            own = rows[:, heads, None]
-            products = (own * scale[..., None, :]) @ codes + own @ minimum[..., None]  # [B,h,n,r,G]
-            out[:, heads, :, some.start * self.unit : some.stop * self.unit] = products.transpose(2, 3).flatten(3)
-        return out
-
-    def weighted(self, weights: Tensor) -> Tensor:
-        if self.quantiser.fp16_arith:
-            return super().weighted(weights)
-        dim = self.queue.view("scale").shape[3]
-        out, grouped = weights.new_zeros(*weights.shape[:3], dim), weights.unflatten(3, (-1, self.unit)).transpose(2, 3)
-        for heads, some, (codes, scale, minimum) in self._blocks(dim * self.unit, self.unit, weights.dtype):
-            own = grouped[:, heads, some]  # [B,h,n,r,G]
-            sums = (own @ codes.mT) * scale[..., None, :] + own.sum(-1, keepdim=True) * minimum[..., None, :]
-            out[:, heads] += sums.sum(2)
-        return out
+    def block(self, some: slice) -> Tensor:
+        words, scale, minimum = map(self.queue.view, Group._fields)
+        count, each = self.group, WORD // self.quantiser.bits
+        if self.queue.count == 1:
+            words, count = words[..., some.start // each : -(-some.stop // each)], some.stop - some.start
+        else:
+            words, scale, minimum = (x[:, :, some.start // count : some.stop // count] for x in (words, scale, minimum))
+        return self.quantiser.dequantise(Group(words, scale, minimum), count).mT.flatten(2, 3)
 
 
 class TokenCodes(GroupCodes):
@@ -166,26 +162,63 @@ class TokenCodes(GroupCodes):
             x = x.transpose(1, 2).flatten(2)[:, None]
         self._append(x.unflatten(3, (-1, self.group)), dtype)
 
-    def dequantised(self) -> Tensor:
-        x = self._numbers(self.group).flatten(-2)
+    def block(self, some: slice) -> Tensor:
+        held = Group(*(self.queue.view(name)[:, :, some] for name in Group._fields))
+        x = self.quantiser.dequantise(held, self.group).flatten(-2)
         return x if self.heads is None else x[:, 0].unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
+
+TAIL_GROWTH = 16  # slots; a tail is at most a few hundred tokens long, so moving it this often costs nothing
+
+
+class Column:
+    """Tokens, oldest first: codes, then the exact tail."""
+
+    def __init__(self, *chunks: Chunk) -> None:
+        self.chunks = list(chunks)
+        self.tail = Queue(TAIL_GROWTH)
+
+    @property
+    def coded(self) -> int:
+        """The number of tokens that are held as codes."""
+        return sum(chunk.tokens for chunk in self.chunks)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens."""
+        return self.coded + self.tail.count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.tail.nbytes() + sum(chunk.nbytes for chunk in self.chunks)
+
+    def quantise(self, count: int, x: Tensor | None = None, chunk: int = -1) -> None:
+        """Quantise the tail's first `count` tokens as they are, or `x` [B,H,count,D] instead of them."""
+        if count:
+            own, codes = self.tail.oldest("x", count), self.chunks[chunk]
+            assert isinstance(codes, Codes)
+            codes.append(own if x is None else x, own.dtype)
+            self.tail.drop(count)
+
+    def replace_chunks(self, chunks: Sequence[Chunk], count: int) -> None:
+        """Hold these chunks instead, which include the tail's first `count` tokens."""
+        self.chunks = list(chunks)
+        self.tail.drop(count)
+
+    def scores(self, rows: Tensor) -> Tensor:
+        """Products [B,H,r,C] of query rows [B,H,r,D] with the tokens."""
+        tail = Exact(self.tail.view("x"), copy=False)
+        return torch.cat([chunk.scores(rows) for chunk in (*self.chunks, tail) if chunk.tokens], dim=-1)
+
     def weighted(self, weights: Tensor) -> Tensor:
-        if self.quantiser.fp16_arith:
-            return super().weighted(weights)
-        groups = self.queue.view("scale").shape[3]
-        dim = groups * self.group // (self.heads or 1)
-        size, out = math.gcd(dim, self.group), weights.new_zeros(*weights.shape[:3], dim)  # `size` channels of one head
-        for heads, some, (codes, *scales) in self._blocks(groups * self.group, self.group, weights.dtype):
-            codes = codes.flatten(3).unflatten(3, (-1, size))  # [B,h,n,D/size,size], or all heads in dimension 3
-            scale, minimum = (x.repeat_interleave(self.group // size, 3) for x in scales)
-            if self.heads is not None:
-                heads = slice(0, self.heads)
-                codes, scale, minimum = (
-                    x[:, 0].unflatten(2, (self.heads, -1)).transpose(1, 2) for x in (codes, scale, minimum)
-                )
-            own = weights[:, heads, :, some]
-            sums = (own[:, :, None] * scale.mT[:, :, :, None]) @ codes.transpose(2, 3)  # [B,h,D/size,r,size]
-            sums += (own @ minimum).mT[..., None]
-            out[:, heads] += sums.transpose(2, 3).flatten(3)
-        return out
+        """Sums [B,H,r,D] of the tokens with weights [B,H,r,C]."""
+        chunks = [chunk for chunk in (*self.chunks, Exact(self.tail.view("x"), copy=False)) if chunk.tokens]
+        own = weights.split([chunk.tokens for chunk in chunks], dim=-1)
+        return torch.stack([chunk.weighted(x) for chunk, x in zip(chunks, own, strict=True)]).sum(0)
+
+    def view(self) -> Tensor:
+        """[B,H,C,D] in float32 (or float64), dequantised if it was quantised."""
+        chunks = [chunk.dequantised() for chunk in self.chunks if chunk.tokens]
+        tail = widen(self.tail.view("x"))
+        return torch.cat([*(x.to(tail.dtype) for x in chunks), tail], dim=2)

@@ -14,8 +14,7 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, number, whole_number
-from kvbench.policies.stores.codes import ChannelCodes, Chunk, Exact, TokenCodes
-from kvbench.policies.stores.column import Column
+from kvbench.policies.stores.codes import ChannelCodes, Chunk, Column, Exact, TokenCodes
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
 from kvbench.policies.stores.slot_store import SlotStore
 

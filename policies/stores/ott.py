@@ -15,7 +15,7 @@ from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, layers_exist, whole_number, whole_numbers
 from kvbench.policies.draws import uniform_draws
 from kvbench.policies.stores.code_attention import cover
-from kvbench.policies.stores.column import Column
+from kvbench.policies.stores.codes import Column
 from kvbench.policies.stores.kivi import kivi_columns
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore, value_group
 from kvbench.policies.stores.quantiser import NOT_FINITE

@@ -4,7 +4,7 @@ Shapes: B batch, H KV heads, C slots, n tokens, D head dim.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from kvbench.kernels.quantized import Outliers
 from kvbench.kernels.references import widen
 from kvbench.policies.constants import on_host
 from kvbench.policies.observation import AttentionParams
-from kvbench.policies.stores.code_attention import Block, attend_to_codes, cover, scores_by_block, weighted_by_block
+from kvbench.policies.stores.code_attention import attend_to_codes, cover, scores_by_block, weighted_by_block
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import CompressedStore, LayerStore, Sizes, Store
 
@@ -76,11 +76,11 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         check_finite(x)
         return {f"{SIDES[side]} {name}": part.contiguous() for name, part in self.store.encode(x, side).items()}
 
-    def _block(self, side: int) -> Block:
-        """Some tokens of some KV heads, rotated, [B,h,n,D] float32."""
+    def _block(self, side: int) -> Callable[[slice], Tensor]:
+        """A function of a range of slots: their tokens, rotated, [B,H,n,D] float32."""
         dim, start = self._like[side].shape[-1], SIDES[side] + " "
         held = {name.removeprefix(start): self._view(name) for name in self.memory if name.startswith(start)}
-        return lambda heads, some: self.store.decode({n: x[:, heads, some] for n, x in held.items()}, side, dim)
+        return lambda some: self.store.decode({name: x[:, :, some] for name, x in held.items()}, side, dim)
 
     def _exact(self) -> Outliers | None:
         """The tokens of this step, which are exact until it is over."""
@@ -91,7 +91,7 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         return Outliers(keys, values, own.to(torch.uint8).argmax(-1).masked_fill(~own.any(-1), -1))
 
     def _dequantised(self, side: int) -> Tensor:
-        x = self._block(side)(slice(None), slice(None)).to(widen(self._like[side]).dtype)
+        x = self._block(side)(slice(None)).to(widen(self._like[side]).dtype)
         rotation, exact = self.store.rotation(x), self._exact()
         x = x if rotation is None else x @ rotation.mT
         return (x if exact is None else cover(x, exact[side], exact.slots)).to(self._like[side].dtype)
@@ -164,7 +164,7 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         keys, values, count = self._block(0), self._block(1), self.positions.shape[2]
         out, _ = attend_to_codes(
             rows, positions, how, lambda x: scores_by_block(x, count, keys),
-            lambda x: weighted_by_block(x, self._like[1].shape[-1], values), self.positions, exact,
+            lambda x: weighted_by_block(x, values), self.positions, exact,
         )  # fmt: skip
         rotation = self.store.rotation(out)
         return (out if rotation is None else out @ rotation.mT).to(queries.dtype)

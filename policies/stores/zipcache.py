@@ -15,11 +15,9 @@ from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Observation
-from kvbench.policies.stores.codes import ChannelCodes, Chunk, TokenCodes
-from kvbench.policies.stores.column import Column
-from kvbench.policies.stores.packing import pack, unpack
+from kvbench.policies.stores.codes import ChannelCodes, Chunk, Column, TokenCodes
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
-from kvbench.policies.stores.quantiser import Quantiser
+from kvbench.policies.stores.quantiser import Quantiser, pack, unpack
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import take
 
