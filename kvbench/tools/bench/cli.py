@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UsageError
-from kvbench.terminal.command import command, our_version
-from kvbench.terminal.console import quiet
+from kvbench.terminal.command import command, our_version, quiet
 from kvbench.terminal.outputs import check_folder
 from kvbench.tools.bench.settings import ABOUT, SWEEP, Settings, experiments, parse
 
@@ -70,7 +69,7 @@ def run(name: str, settings: Settings) -> None:
     import torch
 
     from kvbench.models.loading import pick_device
-    from kvbench.results.environment import environment
+    from kvbench.results.session import environment
     from kvbench.tools.bench import latency, measure, sweep
     from kvbench.tools.bench.model import build
 
