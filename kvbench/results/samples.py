@@ -130,7 +130,7 @@ on to the prompt's last token. They are counted after the last generated token, 
 
 def kept_heads(positions: Iterable[Tensor], prompt_tokens: int) -> KeptHeads:
     """The pairs of one sequence. positions: [H_kv, C] for every layer, the position in each slot, -1 if it is empty."""
-    held = np.concatenate([layer.flatten().cpu().numpy() for layer in positions])
+    held = np.concatenate([layer.flatten().cpu().numpy() for layer in positions]).astype(np.int64)
     kept = np.bincount(held + 1, minlength=prompt_tokens + 1)[1 : prompt_tokens + 1]
     ends = [*(np.flatnonzero(np.diff(kept)) + 1).tolist(), len(kept)]
     return [[int(kept[end - 1]), end - start] for start, end in pairwise([0, *ends])]

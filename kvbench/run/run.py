@@ -374,10 +374,10 @@ def data_digest(path: str) -> str:
     root = Path(os.path.expanduser(path))
     files = [root] if root.is_file() else [file for file in sorted(root.rglob("*")) if file.is_file()]
     runs = {file.parent for file in files if file.name == "environment.json" and file.with_name("config.yaml").exists()}
-    data = []
+    data, written = [], ("sweep.yaml", "multirun.yaml")
     for file in files:
         name = "" if file == root else str(file.relative_to(root))
-        if not name.startswith(".") and "/." not in name and name != "sweep.yaml" and file.parent not in runs:
+        if not name.startswith(".") and "/." not in name and name not in written and file.parent not in runs:
             data.append((file, name, file.stat().st_mtime_ns, file.stat().st_size))
     return _data_digest(tuple(data))
 
