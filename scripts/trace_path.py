@@ -3,11 +3,15 @@
 python scripts/trace_path.py                # the token: pocket model, caote_snapkv, budget 64, evicting
 python scripts/trace_path.py --list         # the files, and the functions of each
 python scripts/trace_path.py --sweep        # a sweep: two policies, one example
+
+Modules and class bodies, which run once at import, are not counted as functions; a file counts once one of its functions is
+entered.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import runpy
 import sys
 import tempfile
@@ -33,9 +37,8 @@ def traced(call: Callable[[], object]) -> Entered:
 
     def note(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and not code.co_name.startswith(
-            "<"
-        ):  # comprehensions and lambdas are part of their function
+        function = code.co_flags & inspect.CO_OPTIMIZED and not code.co_name.startswith("<")
+        if event == "call" and function:  # comprehensions and lambdas are part of their function
             path = _ours(code.co_filename)
             if path is not None:
                 entered[path].add(code.co_qualname)

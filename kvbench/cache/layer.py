@@ -26,6 +26,9 @@ def stacked(kept: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(kept))
 
 
+POSITION_NBYTES = 4
+
+
 class EmptyLayer(NoRollback):
     """A layer of a model that stores no keys and values."""
 
@@ -72,7 +75,7 @@ class KVLayer(NoRollback, CacheLayerMixin):
     @property
     def bias(self) -> Tensor | None:
         """[B,H_kv,C] float32 that attention adds to the logits of a slot, None where no slot has one."""
-        return biases([(state.store.bias, state.store.positions) for state in self.states if state.opened])
+        return biases([(state.store.slots.bias, state.store.positions) for state in self.states if state.opened])
 
     @property
     def positions(self) -> Tensor:
@@ -112,3 +115,24 @@ class KVLayer(NoRollback, CacheLayerMixin):
         return -1
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.23
+
+
+def tokens_read(group: PolicyGroup) -> list[list[int]] | None:
+    """Tokens that the newest query of the first sequence read, [L][H_kv]; None before the first decoded token."""
+    reads = [layer.pages.read for layer in group.layers if layer.pages is not None]
+    return [read[0].tolist() for read in reads if read is not None] or None
+
+
+def nbytes_read(group: PolicyGroup) -> int | None:
+    """Bytes of their keys, values and positions, and of the data that selected them, in all layers; None as above."""
+    total = 0
+    for layer in group.layers:
+        if layer.pages is None or layer.pages.read is None:
+            return None
+        tokens = int(layer.pages.read[0].sum())
+        key, value = (x.shape[-1] * x.element_size() for x in (layer.store.keys, layer.store.values))
+        total += tokens * (key + value + POSITION_NBYTES) + layer.pages.nbytes_scanned // group.size
+        if group.policy.reader is not None and group.policy.reader.reads_keys:  # keys of tokens that were not selected
+            others = layer.counts[0] * layer.store.keys.shape[1] - tokens
+            total += others * (key + POSITION_NBYTES)
+    return total

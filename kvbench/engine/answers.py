@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from kvbench.cache.cache import BudgetError, KVCache
+from kvbench.cache.layer import nbytes_read, tokens_read
 from kvbench.cache.pressed import PressedCache, kept_by_layer
-from kvbench.cache.read_counts import nbytes_read, tokens_read
 from kvbench.engine import device
 from kvbench.engine.generate import Conversation, Generation, generate, limited
 from kvbench.engine.prompts import blank

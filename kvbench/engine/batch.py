@@ -10,7 +10,7 @@ that finish one after another are recorded 7 times instead of 32.
 Shapes: S sequences, T prompt tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -21,17 +21,15 @@ from kvbench.cache.cache import BudgetError, KVCache, ScoreError
 from kvbench.cache.device_batch import DeviceBatch
 from kvbench.cache.group import in_order
 from kvbench.cache.join import copied, empty_like, join, pick
-from kvbench.cache.layout import continues
 from kvbench.cache.rotary import beyond, uniform_length
 from kvbench.engine.cuda_graph import Recorder, bucket, recorded
 from kvbench.engine.logits import next_logits
-from kvbench.engine.prefill import prefill_examples, prefill_prompt
+from kvbench.engine.prefill import prefill_prompt
 from kvbench.engine.sequence import LiveSequence, Request, choose_next
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.random import with_example_seed
 
-Prefill = Callable[[PreTrainedModel, Sequence[Sequence[LiveSequence]]], None]
 JOIN_STEPS = 3  # steps after an admission until all sequences can decode on the device as one batch
 
 
@@ -82,11 +80,6 @@ class DecodeBatch:
             return False
         return torch.equal(first.prompt, second.prompt) and not any(map(self._switches, (first, second)))
 
-    def shares_blocks(self, first: Request, second: Request) -> bool:
-        """Whether two prompts may be prefilled as one batch: without context and turns, before the RoPE switch."""
-        partial = any(one.turns or one.context_tokens is not None for one in (first, second))
-        return not partial and continues(self._model.config) and not any(map(self._switches, (first, second)))
-
     def admit(self, request: Request, policies: Sequence[Policy]) -> list[LiveSequence]:
         """Prefill a prompt for all policies and choose the first tokens; sequences in the order of the policies.
 
@@ -94,35 +87,22 @@ class DecodeBatch:
         """
         return self.admit_questions([request], policies)[0]
 
+    @torch.inference_mode()
     def admit_questions(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[LiveSequence]]:
         """Admit questions about one context, or samples of one prompt (`shares_prompt`), with one prefill."""
-        assert all(self.shares_prompt(requests[0], request) for request in requests[1:])
-        return self._admit(requests, policies, prefill_prompt)
-
-    def admit_examples(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[LiveSequence]]:
-        """Admit several prompts (`shares_blocks`), whose blocks are prefilled as one batch where possible."""
-        assert all(self.shares_blocks(requests[0], request) for request in requests[1:])
-        return self._admit(requests, policies, prefill_examples)
-
-    def admit_each(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[LiveSequence]]:
-        """Admit any requests, with one prefill for all of them where possible."""
-        first, *others = requests
-        if all(self.shares_prompt(first, other) for other in others):
-            return self.admit_questions(requests, policies)
-        if all(self.shares_blocks(first, other) for other in others):
-            return self.admit_examples(requests, policies)
-        return [self.admit(request, policies) for request in requests]
-
-    @torch.inference_mode()
-    def _admit(
-        self, requests: Sequence[Request], policies: Sequence[Policy], prefill: Prefill
-    ) -> list[list[LiveSequence]]:
         assert all(map(self.can_admit, requests))
+        assert all(self.shares_prompt(requests[0], request) for request in requests[1:])
         self.drop(())
         sequences = [[_new_sequence(request, policy) for policy in policies] for request in requests]
-        prefill(self._model, sequences)
+        prefill_prompt(self._model, sequences)
         self.start(chain(*sequences))
         return sequences
+
+    def admit_each(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[LiveSequence]]:
+        """Admit any requests, with one prefill if they share their prompt."""
+        if all(self.shares_prompt(requests[0], other) for other in requests[1:]):
+            return self.admit_questions(requests, policies)
+        return [self.admit(request, policies) for request in requests]
 
     def start(self, sequences: Iterable[LiveSequence]) -> None:
         """Add prefilled sequences to the batch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import accumulate, islice
 from math import ceil
 
 import torch
@@ -40,34 +41,20 @@ class MemoryPlanner:
         self._corrections: dict[RunWriter, float] = {}
         self._prefill = PREFILL
 
-    def fits(self, prompt: Prompt, runs: Sequence[RunWriter], in_flight: int, held: int, entering: float = 0) -> int:
-        """How many of the first runs may enter with one prefill; all or none if sequences are in flight.
+    def fits(self, prompts: Sequence[Prompt], runs: Sequence[RunWriter], in_flight: int, nbytes: int) -> int:
+        """How many sequences may enter with one prefill, among the prompts in order, each for all runs.
 
-        held: bytes of the sequences in flight; entering: bytes of sequences that are about to enter with them.
+        0 if not even the first prompt fits for all runs beside the sequences in flight, which have `nbytes` bytes.
         """
         most = self._limit or max(DEFAULT_SEQUENCES, len(runs))
-        wanted = min(len(runs), most)
-        if in_flight + wanted > most:
-            return 0
         run = runs[0].run
-        free = (1 - MARGIN) * device.free(run.device) - max(0, sum(self._expected.values()) - held)
-        free -= entering + self._prefill * run.checkpoint.full_cache_bytes(len(prompt.ids))
-        count = 0
-        while count < wanted and (free := free - self._expects(runs[count], prompt)) >= 0:
-            count += 1
+        free = (1 - MARGIN) * device.free(run.device) - max(0, sum(self._expected.values()) - nbytes)
+        free -= self._prefill * run.checkpoint.full_cache_bytes(len(prompts[0].ids))
+        expected = accumulate(self._expects(run, prompt) for prompt in prompts for run in runs)
+        count = sum(total <= free for total in islice(expected, max(0, most - in_flight)))
         if in_flight:
-            return wanted if count == wanted else 0
+            return count if count >= min(len(runs), most) else 0
         return max(1, count)
-
-    def fits_with(
-        self, first: Prompt, others: Sequence[Prompt], runs: Sequence[RunWriter], in_flight: int, held: int
-    ) -> int:
-        """How many of the other prompts may enter together with `first`, each for all of these runs."""
-        for count, prompt in enumerate(others):
-            entering = sum(self._expects(run, one) for one in (first, *others[:count]) for run in runs)
-            if self.fits(prompt, runs, in_flight + (count + 1) * len(runs), held, entering) < len(runs):
-                return count
-        return len(others)
 
     def _expects(self, run: RunWriter, prompt: Prompt) -> int:
         """Bytes that a sequence of a run is expected to hold at its end."""

@@ -1,7 +1,7 @@
 """Prefill: a prompt, and the question or the further prompts that follow it, for all of its sequences.
 
-Policies that evict after the prompt share one call of the model. Policies that evict in blocks are sequences of one
-batch; so are several examples, because the time of a block hardly depends on the number of its sequences.
+Policies that evict after the prompt share one call of the model. Policies that evict in blocks of one size are the
+sequences of one batch.
 
 Shapes: B batch, S sequences, T prompt tokens, M tokens after it, V vocabulary.
 """
@@ -15,16 +15,13 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.join import fork, together
-from kvbench.cache.layout import attention_layers, continues, in_one_call
+from kvbench.cache.layout import continues, in_one_call
 from kvbench.cache.rotary import forget_lengths
 from kvbench.engine.logits import all_logits, next_logits
 from kvbench.engine.pre_pass import open_cache, pre_pass, rate_next
 from kvbench.engine.sequence import LiveSequence, choose_next
-from kvbench.policies.allocators.allocator import StatisticAllocator
-from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PromptChoice, TextEncoder
-from kvbench.policies.stores.dense import Dense
 from kvbench.run.run import check_context
 
 BLOCK_TOKENS = 8192  # prompt tokens of one call, over all sequences of a batch
@@ -108,8 +105,7 @@ def prefill_prompt(model: PreTrainedModel, questions: Sequence[Sequences]) -> No
     """Prefill a prompt and choose the token after it, for the sequences of every question about it.
 
     The sequences of all questions have the same policies in the same order, except for the seeds of random numbers. A
-    sequence that fails has its error afterwards. Sequences of the first question may have some blocks in their cache
-    (`prefill_examples`).
+    sequence that fails has its error afterwards.
     """
     shared: dict[LiveSequence, Sequences] = {}
     for sequences in zip(*questions, strict=True):
@@ -125,18 +121,18 @@ def prefill_prompt(model: PreTrainedModel, questions: Sequence[Sequences]) -> No
 def _batches(model: PreTrainedModel, sequences: Sequences) -> Iterator[list[LiveSequence]]:
     """Sequences that can prefill one prompt together: as a whole, or in blocks up to the tokens of a call."""
     total = _length(sequences[0]) if sequences else 0
-    whole, blocks = [], dict[tuple[int, bool], list[LiveSequence]]()
+    whole, blocks = [], dict[int, list[LiveSequence]]()
     for sequence in sequences:
         schedule, size = sequence.policy.schedule, _block(sequence)
         if isinstance(sequence.policy.pre_pass, PromptChoice | BlockPasses):
             yield [sequence]
         elif size < total and not in_one_call(model.config, total):
-            blocks.setdefault((size, sequence.cache is None), []).append(sequence)
+            blocks.setdefault(size, []).append(sequence)
         elif schedule.order == "attend_then_evict" and len(schedule.steps(0, total, total)) == 1:
             whole.append(sequence)
         else:
             yield [sequence]
-    for (size, _), some in blocks.items():
+    for size, some in blocks.items():
         at_once = max(1, BLOCK_TOKENS // size)
         yield from (some[i : i + at_once] for i in range(0, len(some), at_once))
     if whole:
@@ -174,7 +170,7 @@ def _open(model: PreTrainedModel, sequences: Sequences) -> Tensor:
     """Create the cache of each sequence; returns the tokens [1,T] that they prefill."""
     request = sequences[0].request
     ids = request.prompt
-    for sequence in (sequence for sequence in sequences if sequence.cache is None):
+    for sequence in sequences:
         try:
             if request.context_tokens is not None:
                 check_context(sequence.policy)
@@ -189,11 +185,10 @@ def _open(model: PreTrainedModel, sequences: Sequences) -> Tensor:
 def _prefill(model: PreTrainedModel, sequences: Sequences, ids: Tensor) -> Tensor:
     """The logits after the prompt [1,T]: [1,V] if all sequences share one call, [S,V] if they prefill in blocks."""
     caches = [sequence.cache for sequence in sequences if sequence.cache is not None]
-    begin, size = caches[0].seen, call_size(model, caches[0].policy, 0, ids.shape[1])
+    size = call_size(model, caches[0].policy, 0, ids.shape[1])
     whole = size >= ids.shape[1]
     cache = together(caches, whole and len(caches) > 1)
-    ids = ids[:, begin:].expand(1 if whole else len(caches), -1)
-    return prefill(model, ids, cache, sequences[0].request.encoder, size)
+    return prefill(model, ids.expand(1 if whole else len(caches), -1), cache, sequences[0].request.encoder, size)
 
 
 def _prefill_turns(model: PreTrainedModel, questions: Sequence[Sequences], logits: Tensor, sharing: int) -> None:
@@ -262,28 +257,6 @@ def _append_question(model: PreTrainedModel, sequences: Sequences, logits: Tenso
     return logits
 
 
-# --- several examples: their blocks are the sequences of one cache per policy ----------------------------------------
-def prefill_examples(model: PreTrainedModel, examples: Sequence[Sequences]) -> None:
-    """Prefill the prompts of several examples and choose the tokens after them.
-
-    The sequences of all examples have the same policies in the same order. A sequence that fails has its error
-    afterwards.
-    """
-    layers = attention_layers(model.config)
-    sizes: dict[int, list[list[LiveSequence]]] = {}
-    for variant in zip(*examples, strict=True):
-        several = [sequence for sequence in variant if _block(sequence) < _length(sequence)]
-        same = all(sequence.policy == several[0].policy for sequence in several[1:])
-        if len(several) > 1 and same and _equal_shapes(several[0].policy, layers, list(map(_length, several))):
-            sizes.setdefault(_block(several[0]), []).append(several)
-    for size, some in sizes.items():
-        at_once = max(1, BLOCK_TOKENS // (size * len(some[0])))
-        for begin in range(0, len(some), at_once):
-            _prefill_blocks(model, some[begin : begin + at_once], size)
-    for sequences in examples:
-        prefill_prompt(model, [sequences])
-
-
 def _length(sequence: LiveSequence) -> int:
     return sequence.request.prompt.shape[1]
 
@@ -291,45 +264,3 @@ def _length(sequence: LiveSequence) -> int:
 def _block(sequence: LiveSequence) -> int:
     """Tokens per block of its prompt; the whole prompt if the policy does not evict in blocks."""
     return sequence.policy.schedule.call_size(_length(sequence))
-
-
-def _equal_shapes(policy: Policy, layers: int, lengths: Sequence[int]) -> bool:
-    """Whether the layers of prompts of these lengths have equal shapes after every block."""
-    allocator = policy.allocator
-    if policy.pre_pass is not None or policy.scorer is None or not isinstance(policy.store, Dense):
-        return False
-    if policy.needs.kept or policy.needs.question or isinstance(allocator, StatisticAllocator) or allocator.per_head:
-        return False
-    try:
-        return len({tuple(layer_budgets(policy, layers, length)) for length in lengths}) == 1
-    except ValueError:  # of one length: it is raised again when that prompt is prefilled
-        return False
-
-
-def _prefill_blocks(model: PreTrainedModel, variants: Sequence[Sequences], size: int) -> None:
-    """Prefill all blocks but the last of each prompt, the examples of all policies as the sequences of one batch.
-
-    Then each sequence has its own cache, for its last block with the other policies of its example. A sequence that
-    failed has none: it starts again alone, so that its error is about itself.
-    """
-    forget_lengths(model)
-    prompts, lengths = [sequence.request.prompt for sequence in variants[0]], list(map(_length, variants[0]))
-    ends = [(length - 1) // size * size for length in lengths]
-    caches = [[KVCache(model.config, s.policy, prompt_length=_length(s)) for s in sequences] for sequences in variants]
-    for cache in chain(*caches):
-        cache.group.isolated = True
-    start = 0
-    for end in sorted(set(ends)):
-        here = [index for index, last in enumerate(ends) if last >= end]
-        try:
-            parts = torch.cat([prompts[index][:, start:end] for index in here])
-            batch = together([row[index] for row in caches for index in here])
-            prefill(model, parts.repeat(len(caches), 1), batch, size=size)
-        except Exception:
-            return
-        for sequences, row in zip(variants, caches, strict=True):
-            for index in here:
-                if ends[index] == end and row[index].group.error is None:
-                    sequences[index].cache = row[index]
-                    sequences[index].sharing = len(variants) * len(prompts)
-        start = end

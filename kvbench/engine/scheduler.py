@@ -38,8 +38,6 @@ from kvbench.results.samples import Sample
 from kvbench.results.session import Totals
 from kvbench.terminal.bars import Advance
 
-BATCHED_EXAMPLES = 16
-"""Examples whose blocks are prefilled as one batch, at most, because their samples are all written at one time."""
 MAX_WAIT = 30.0
 """Seconds that the oldest sequence may wait for prefills of others: about the time lost if the process is killed."""
 
@@ -168,32 +166,28 @@ class Scheduler:
                 continue
             if not self._batch.can_admit(self._request(first)):
                 return
-            count = self._planner.fits(first.prompt, runs, self._batch.in_flight, self._batch.nbytes)
+            some = [first, *self._questions(first, runs)]
+            prompts = [one.prompt for one in some]
+            count = self._planner.fits(prompts, runs, self._batch.in_flight, self._batch.nbytes)
             if not count:
                 return
             if count < len(runs):
                 self._waiting[0] = _Waiting(first.prompt, runs[count:], first.request)
                 self._admit([first], runs[:count])
                 continue
-            some = [first, *self._companions(first, runs)]
+            some = some[: count // len(runs)]
             for _ in some:
                 self._waiting.popleft()
             self._admit(some, runs)
 
-    def _companions(self, first: _Waiting, runs: Sequence[RunWriter]) -> list[_Waiting]:
-        """The next examples for the same runs that may be admitted together with the first one.
-
-        They are questions about its context or, if a run prefills in blocks, any examples that can share its blocks.
-        """
+    def _questions(self, first: _Waiting, runs: Sequence[RunWriter]) -> list[_Waiting]:
+        """The next questions for the same runs that can share the prefill of the first one's context."""
         context = first.prompt.context_hash
-        if context is None and not any(_evicts_in_blocks(run, first.prompt) for run in runs):
+        if context is None:
             return []
-        shares = self._batch.shares_blocks if context is None else self._batch.shares_prompt
-        following = islice(self._waiting, 1, BATCHED_EXAMPLES if context is None else None)
-        found = list(takewhile(lambda one: one.prompt.context_hash == context and one.live == runs, following))
-        found = list(takewhile(lambda one: shares(self._request(first), self._request(one)), found))
-        prompts = [one.prompt for one in found]
-        return found[: self._planner.fits_with(first.prompt, prompts, runs, self._batch.in_flight, self._batch.nbytes)]
+        following = islice(self._waiting, 1, None)
+        found = takewhile(lambda one: one.prompt.context_hash == context and one.live == runs, following)
+        return list(takewhile(lambda one: self._batch.shares_prompt(self._request(first), self._request(one)), found))
 
     def _request(self, waiting: _Waiting) -> Request:
         if waiting.request is None:
@@ -201,26 +195,23 @@ class Scheduler:
         return waiting.request
 
     def _admit(self, some: Sequence[_Waiting], runs: Sequence[RunWriter]) -> None:
-        """Prefill several prompts, or one context and all questions about it, for some runs."""
+        """Prefill a prompt, or a context and some questions about it, for some runs."""
         run, model, before = runs[0].run, self._loaded.model, self._batch.nbytes
         prompt, count = some[0].prompt, len(some) * len(runs)
-        prefills = some if prompt.context_hash is None else some[:1]
-        admit = self._batch.admit_examples if len(prefills) > 1 else self._batch.admit_questions
         device.reset_peak(run.device)
         allocated, began = device.peak(run.device), now(model)
         try:
-            sequences = admit(list(map(self._request, some)), [run.run.policy for run in runs])
+            sequences = self._batch.admit_questions(list(map(self._request, some)), [run.run.policy for run in runs])
         except Exception as error:
             raise BatchError(message(error)) from error
         seconds = now(model) - began
-        self._totals.prefilled([len(one.prompt.ids) for one in prefills], count, seconds)
-        if allocated is not None and len(prefills) == 1:
+        self._totals.prefilled(len(prompt.ids), count, seconds)
+        if allocated is not None:
             taken = (device.peak(run.device) or 0) - allocated
             self._planner.measured(prompt, run, taken - (self._batch.nbytes - before))
         for one, answers in zip(some, sequences, strict=True):
             for sequence, writer in zip(answers, runs, strict=True):
-                prefilled = one is some[0] or prompt.context_hash is None
-                self._in_flight[sequence] = _InFlight(writer, one.prompt, count, seconds, prefilled)
+                self._in_flight[sequence] = _InFlight(writer, one.prompt, count, seconds, one is some[0])
                 self._planner.admitted(sequence, writer, one.prompt)
         in_flight = self._batch.in_flight
         for sequence, flight in self._in_flight.items():
@@ -277,10 +268,6 @@ class Scheduler:
         for sequence, flight in unwanted.items():
             del self._in_flight[sequence]
             self._planner.finished(sequence, flight.run, flight.prompt, None)
-
-
-def _evicts_in_blocks(run: RunWriter, prompt: Prompt) -> bool:
-    return run.run.policy.schedule.call_size(prompt.length) < prompt.length
 
 
 def _sample(flight: _InFlight, sequence: LiveSequence) -> Sample:

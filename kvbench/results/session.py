@@ -128,11 +128,11 @@ class Totals:
     decode_seconds: float = 0.0
     most_rows: int = 0
 
-    def prefilled(self, prompt_tokens: Sequence[int], rows: int, seconds: float) -> None:
-        """Count one batched prefill, which serves `rows` rows. prompt_tokens: the length of each prompt."""
+    def prefilled(self, prompt_tokens: int, rows: int, seconds: float) -> None:
+        """Count one prefill of a prompt, which serves `rows` rows."""
         self.rows += rows
-        self.prefills += len(prompt_tokens)
-        self.prompt_tokens += sum(prompt_tokens)
+        self.prefills += 1
+        self.prompt_tokens += prompt_tokens
         self.prefill_seconds += seconds
 
     def stepped(self, rows: int, seconds: float) -> None:

@@ -107,27 +107,7 @@ def test_every_preset_gives_what_it_gives_alone_beside_other_prompts(family: str
     windowed = getattr(model.config, "sliding_window", None)  # which refuses keys that move
     every = [slug for slug in EVERY if not (windowed and make_policy(slug, 40).schedule.rerotate)]
     requests = [asked(90, 1), asked(71, 2, max_new_tokens=5), asked(33, 3), asked(130, 4), asked(17, 5)]
-    rows = DecodeBatch(model)
-    found = rows.admit_examples(requests, variants(every))
-    while rows.in_flight:
-        rows.step()
-    for row in chain(*found):
-        assert_alone(model, row)
-
-
-def test_blocks_of_several_examples_are_read_side_by_side(model: PreTrainedModel) -> None:
-    """Prompts leave at their last block; one that is shorter than a block has nothing to share."""
-    policies = variants(("h2o", "caote_snapkv", "knorm", "random"), block=16) + variants(("snapkv", "full"))
-    requests = [asked(length, seed) for seed, length in enumerate((90, 33, 14, 71, 96))]
-    rows = DecodeBatch(model)
-    with mock.patch.object(type(model), "forward", autospec=True, side_effect=type(model).forward) as called:
-        found = rows.admit_examples(requests, policies)
-    side_by_side, last_blocks, whole = 5, 4, 5
-    assert called.call_count == side_by_side + last_blocks + whole
-    assert [[row.sharing for row in some[:8]] for some in found] == [[32] * 8, [32] * 8, [11] * 8, [32] * 8, [32] * 8]
-    while rows.in_flight:
-        rows.step()
-    for row in chain(*found):
+    for row in chain(*finished(model, requests, variants(every))):
         assert_alone(model, row)
 
 
