@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,6 +87,7 @@ def run(name: str, settings: Settings) -> None:
     stamp = _stamp(environment(device), model_name, str(model.dtype).removeprefix("torch."))
     sys.stdout.write(f"{model_name}, {stamp['dtype']}, {stamp['hardware']}\n")
     path.parent.mkdir(parents=True, exist_ok=True)
+    gc.freeze()  # the libraries' objects: a collection before every measurement would visit them all
     found: list[dict[str, Any]] = []
     for rows in (sweep if shared else latency).rows(model, settings):
         _append(path, pd.DataFrame([{**row, **stamp} for row in rows]))
