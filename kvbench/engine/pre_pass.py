@@ -198,7 +198,7 @@ def _copy_statistics(first: PolicyGroup, group: PolicyGroup, wanted: ExtraPasses
         state, computed = target.store.state, source.store.state
         for name in wanted.statistics:
             state[name].copy_(computed[name])
-        target.store.remember(state)
+        target.store.state = state
 
 
 # --- extra passes ----------------------------------------------------------------------------------------------------
@@ -276,13 +276,13 @@ class _PassCache(KVCache):
         new, store, now = layer.prepare(new), layer.store, self.now.to(new.keys.device)
         own = {"keys": new.keys, "values": new.values, "positions": now.places[:, None].expand(new.keys.shape[:3])}
         stored = {"keys": store.keys, "values": store.values, "positions": store.positions}
-        if store.bias is not None:
-            stored["bias"], own["bias"] = store.bias, torch.zeros(new.keys.shape[:3], device=new.keys.device)
+        if store.slots.bias is not None:
+            stored["bias"], own["bias"] = store.slots.bias, torch.zeros(new.keys.shape[:3], device=new.keys.device)
         here = slice(self.row, self.row + 1)
-        used = int((store.positions[here] >= 0).sum(-1).amax()) if store.ascending else store.positions.shape[2]
+        used = int((store.positions[here] >= 0).sum(-1).amax()) if store.slots.ascending else store.positions.shape[2]
         stored = {name: x[here, :, :used] for name, x in stored.items()}
         both = {name: torch.cat([x, own[name]], dim=2) for name, x in stored.items()}
-        step = LayerStep(new.queries, now, params, SlotStore.of(both, (), store.ascending), fresh=False)
+        step = LayerStep(new.queries, now, params, SlotStore.of(both, (), store.slots.ascending), fresh=False)
         out = attend(step, Needs())
         self._shared.add(self.group, layer, step, new.values)
         observed = PassStep(
@@ -300,7 +300,7 @@ class _PassCache(KVCache):
         state = store.state
         statistics = {name: state[name][here, :, :used] for name in self.wanted.statistics}
         self.wanted.observe(self.one, observed, statistics)
-        store.remember(state)
+        store.state = state
         return out
 
 

@@ -13,7 +13,7 @@ from kvbench.engine.teacher_forcing import is_scored, policy_for
 from kvbench.errors import UsageError, refusing
 from kvbench.models.prompts import Prompt, PromptMaker
 from kvbench.policies.layer_budgets import layer_budgets, read_plan
-from kvbench.results.sample import Sample
+from kvbench.results.samples import Sample
 from kvbench.run.run import Run
 from kvbench.tasks.task import PlainTokenizer
 from kvbench.terminal.bars import progress

@@ -29,7 +29,7 @@ from kvbench.models.tokens import Pair
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice, TextEncoder
 from kvbench.policies.schedule import Blocks
-from kvbench.results.sample import Likelihood
+from kvbench.results.samples import Likelihood
 
 Report = Callable[[int], None]
 
