@@ -26,9 +26,8 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_layers
 from kvbench.policies.press import KVPress
 from kvbench.policies.stores.store import CompressedStore, LayerStore
-from kvbench.report.frames import Table, table_of, text
-from kvbench.terminal.command import Parser, pairs
-from kvbench.terminal.console import terminal_width
+from kvbench.report.table import Table, table_of, text
+from kvbench.terminal.command import Parser, pairs, terminal_width
 
 STATES = "states"
 MIB = 2**20
