@@ -37,11 +37,11 @@ class PrunedKeys(Codes):
 
     def block(self, some: slice) -> Tensor:
         x = widen(self.queue.view("x")[:, :, some])
-        return x.new_zeros(*x.shape[:3], self.dim).scatter_(-1, self._index(x.shape[2]), x)
+        return x.new_zeros(*x.shape[:3], self.dim).scatter_(-1, self._index(x.shape[2]), x)[:, :, None]
 
     def scores(self, rows: Tensor) -> Tensor:
         own = rows.gather(-1, self._index(rows.shape[2]))
-        return scores_by_block(own, self.tokens, lambda some: self.queue.view("x")[:, :, some])
+        return scores_by_block(own, self.tokens, lambda some: self.queue.view("x")[:, :, None, some])
 
     def sizes(self) -> dict[str, int]:
         channels = 0 if self.channels is None else self.channels.nbytes
