@@ -19,11 +19,9 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from kvbench.cache import NAME
-from kvbench.cache.arena import can_join
 from kvbench.cache.attention import QKV
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
 from kvbench.cache.caller import Caller, check_heads, check_policy
-from kvbench.cache.device_batch import DeviceBatch
 from kvbench.cache.eviction import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.group_attention import GroupAttention
@@ -95,7 +93,6 @@ class KVCache(Cache):
         self._layout = layout_of(self.config)
         self.groups = [self._new_group(policy)]
         self.one_prompt = False  # all groups process one and the same sequence
-        self._batch: DeviceBatch | None = None  # see `on_device`
         self._evictions = Evictions()
         self._caller = Caller(self.config)
         self._shared = SharedReads(self._layout)
@@ -166,24 +163,10 @@ class KVCache(Cache):
         if self.one_prompt:
             out = self._attention.once(self.groups, index, new, params)
         else:
-            out = self._attend_groups(index, new, params)
+            outs = [self._attention.attend(group, index, new.rows(here), params) for group, here in self._rows()]
+            out = outs[0] if len(outs) == 1 else torch.cat(outs)
         self._end(index)
         return out
-
-    def _attend_groups(self, index: int, new: QKV, params: AttentionParams) -> Tensor:
-        """Attention of every group: at once for those in the device batch, one by one for the others."""
-        found, batch = {}, self._batch
-        if batch is not None:
-            if len(batch.groups) == len(self.groups):
-                return batch.attend(index, new, params)
-            rows = [here for group, here in self._rows() if group in batch.groups]
-            inside = QKV(*(torch.cat([x[here] for here in rows]) for x in new))
-            found = dict(zip(batch.groups, batch.attend(index, inside, params).split(1), strict=True))
-        for group, here in self._rows():
-            if group not in found:
-                found[group] = self._attention.attend(group, index, new.rows(here), params)
-        outs = [found[group] for group in self.groups]
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _begin(self, layer: int, new: QKV, mask: Tensor | None) -> None:
         """Begin a call in its first layer: split it into steps."""
@@ -195,14 +178,8 @@ class KVCache(Cache):
         assert mask is None or len(self.groups) == 1, "sequences of several policies are never padded"
         if mask is not None and self._layout.states:
             check_padding(self.group.progress.seen, mask)
-        if self._batch is not None:
-            if new.queries.shape[2] == 1 and mask is None and self._batch.room > 0:
-                self._batch.begin()
-            else:
-                self.on_device(False)
-        batch = [] if self._batch is None else self._batch.groups
         for group, rows in self._rows():
-            if group.error is None and group not in batch:
+            if group.error is None:
                 try:
                     group.begin_call(new.queries[rows], mask, self._is_user_defined)
                 except Exception as error:
@@ -218,9 +195,6 @@ class KVCache(Cache):
 
     def _end_call(self) -> None:
         """End a call after its last layer: carry out the evictions and check the budgets."""
-        if self._batch is not None:
-            self._batch.end()
-            self._batch.count(1)
         for group in self.groups:
             group.layers_done()
         self._evictions.end_call()
@@ -235,27 +209,6 @@ class KVCache(Cache):
         except Exception as error:
             group.fail(error)
 
-    # --- decoding steps of all groups at once ----------------------------------------------------------------------
-    @property
-    def batch(self) -> DeviceBatch | None:
-        """The running batch of decoding steps, if there is one."""
-        return self._batch
-
-    def on_device(self, wanted: bool = True) -> DeviceBatch | None:
-        """Begin or end decoding steps of all groups at once, with their lengths on the device.
-
-        None if no group supports it, or if layers share keys and values or store latents. Any change of the groups
-        ends the batch, and so does a step for which a store must grow.
-        """
-        layout = self._layout
-        if wanted and self._batch is None and not (layout.owners or layout.latent):
-            groups = [group for group in self.groups if can_join(group)]
-            self._batch = DeviceBatch(groups) if groups else None
-        elif not wanted and self._batch is not None:
-            self._batch.close()
-            self._batch = None
-        return self._batch
-
     # --- prompts ---------------------------------------------------------------------------------------------------
     def reset(self) -> None:
         """Remove everything, as in a new cache."""
@@ -268,7 +221,6 @@ class KVCache(Cache):
         the ids of the whole conversation [1,T] these are T - cache.seen tokens. Raises ValueError before the last
         prompt is complete, and for policies that cannot take another prompt.
         """
-        self.on_device(False)
         for group in self.groups:
             policy = group.policy
             if policy.evicts:
@@ -302,7 +254,6 @@ class KVCache(Cache):
         Raises ValueError within a call or a prompt, and for parts of other packages that are not plain data; OSError if
         the file cannot be written.
         """
-        self.on_device(False)
         save(self.config, self.group, Path(path))
 
     @classmethod
