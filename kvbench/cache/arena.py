@@ -125,9 +125,12 @@ class Arena:
                     self.statistics.setdefault((name, x.shape[-1]), x.new_zeros(*self.positions.shape, x.shape[-1]))
             self._view(layer, copied=True)
 
-    def release(self, layer: LayerState) -> None:
-        """Free the slots of a sequence in a layer."""
+    def release(self, layer: LayerState, last: bool = False) -> None:
+        """Free the slots of a sequence in a layer; and the memory of the layer, if it is the last one."""
         del self._held[layer.index][layer]
+        if last:
+            for memory in (self.keys, self.values):
+                memory[layer.index] = memory[layer.index].new_empty(0)
 
     def _enlarge(self, index: int, slots: int) -> None:
         """Copy the arena of a layer into a larger one. Small tensors are enlarged for all layers."""

@@ -177,8 +177,8 @@ class DeviceBatch(KVCache):
         self._update(member)
         state = {name: x.clone() for name, x in self._state(member.row)}
         for layer in group.layers:
-            self._return(member, layer, copied=len(self._members) > 1)
-            arena.release(layer)
+            self._return(member, layer, copied=True)
+            arena.release(layer, last=len(self._members) == 1)
             if WINDOW[0] in state:
                 queries, positions = (state[name][layer.index, None] for name in WINDOW)
                 layer.recent.held = queries, positions

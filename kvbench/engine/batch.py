@@ -157,15 +157,17 @@ class DecodeBatch:
             sequence.decode_steps += 1
         choose_next(list(live.values()), logits if len(live) == len(rows) else logits[list(live)])
 
+    @torch.inference_mode()
     def drop(self, sequences: Collection[LiveSequence]) -> None:
         """Remove sequences from the batch; each has its own cache then."""
         for sequence in sequences:
             self.sequences.remove(sequence)
-            for cache in (self._plain, self.device):
-                if cache is not None and sequence.cache is not None and sequence.cache.group in cache.groups:
-                    cache.free(sequence.cache.group) if isinstance(cache, DeviceBatch) else cache.groups.remove(
-                        sequence.cache.group
-                    )
+            assert sequence.cache is not None
+            group = sequence.cache.group
+            if self._plain is not None and group in self._plain.groups:
+                self._plain.groups.remove(group)
+            if self.device is not None and group in self.device.groups:
+                self.device.free(group)
 
 
 def _new_sequence(request: Request, policy: Policy) -> LiveSequence:
