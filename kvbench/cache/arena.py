@@ -47,9 +47,9 @@ def can_join(group: PolicyGroup) -> bool:
     shapes = set()
     for layer in group.layers:
         store = layer.store if layer.opened and not layer.unsettled else None
-        if type(store) is not SlotStore or store.bias is not None:
+        if type(store) is not SlotStore or store.slots.bias is not None:
             return False
-        if store.starts is None and not store.packed and store.free is None:
+        if store.starts is None and not store.slots.packed and store.free is None:
             return False
         if evicting and (not layer.recent.full or slots_to_grow(group, layer) < 0):
             return False
@@ -112,7 +112,7 @@ class Arena:
         """Move the slots of sequences in one layer into its arena."""
         held, new = self._held[index], dict[LayerState, range]()
         for layer in layers:
-            new[layer] = _gap([*held.values(), *new.values()], slot_store(layer).slots)
+            new[layer] = _gap([*held.values(), *new.values()], slot_store(layer).capacity)
         end = max(slots.stop for slots in new.values())
         if end > len(self.keys[index]):
             self._enlarge(index, max(end, int(LARGER * len(self.keys[index]))))

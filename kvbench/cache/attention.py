@@ -22,7 +22,7 @@ from kvbench.policies.model_layer import Latents
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams, Observation, StepCache
 from kvbench.policies.stores.slot_store import SlotStore
-from kvbench.policies.stores.store import LayerStore
+from kvbench.policies.stores.store import CompressedStore, LayerStore
 
 
 class QKV(NamedTuple):
@@ -79,9 +79,9 @@ class LayerStep:
         """This step over a copy of the slots, which later steps do not change."""
         held = self.store
         contents = {"keys": held.keys, "values": held.values, "positions": held.positions}
-        if held.bias is not None:
-            contents["bias"] = held.bias
-        kept = SlotStore.of({name: x.clone() for name, x in contents.items()}, (), held.ascending)
+        if held.slots.bias is not None:
+            contents["bias"] = held.slots.bias
+        kept = SlotStore.of({name: x.clone() for name, x in contents.items()}, (), held.slots.ascending)
         return replace(self, store=kept, observe=None, read=deepcopy(self.read))
 
     @property
@@ -120,7 +120,7 @@ def _expanded(held: LayerStore, latents: Latents, known: StepCache) -> SlotStore
     keys, values = known["expanded keys"], known["expanded values"]
     positions = held.positions.expand(-1, keys.shape[1], -1).contiguous()
     contents = {"keys": keys, "values": values, "positions": positions}
-    return SlotStore.of(contents, (), held.ascending, held.packed)
+    return SlotStore.of(contents, (), held.slots.ascending, held.slots.packed)
 
 
 def attend(step: LayerStep, needs: Needs) -> Tensor:
@@ -171,39 +171,42 @@ def _attend_with_statistics(step: LayerStep, needs: Needs) -> Tensor | None:
 def _attend(step: LayerStep) -> Tensor:
     """Attention by the first implementation that supports the step."""
     queries, now, params, held = step.queries, step.now, step.params, step.store
-    if not step.fresh and (out := held.attend(queries, now.positions, params)) is not None:
-        return out  # on codes, or on heads of different lengths
+    if not step.fresh and isinstance(held, SlotStore | CompressedStore):  # on heads of different lengths, or on codes
+        out = held.attend(queries, now.positions, params)
+        if out is not None:
+            return out
+    slots = held.slots
     window, scale = params.sliding_window, params.scaling
     covered = window is None or (now.newest is not None and now.newest < window)  # the window hides no token
-    plain = now.aligned and covered and held.bias is None and params.softcap is None and params.sinks is None
+    plain = now.aligned and covered and slots.bias is None and params.softcap is None and params.sinks is None
     if step.fresh and plain:
         gqa, causal = queries.shape[1] != held.keys.shape[1], queries.shape[2] > 1
         return F.scaled_dot_product_attention(
             queries, held.keys, held.values, is_causal=causal, scale=scale, enable_gqa=gqa
         )
     if not step.fresh and decodes(queries):
-        packed = now.aligned and covered and held.packed
+        packed = now.aligned and covered and slots.packed
         places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (now.positions, held.positions)
         seen, sinks = None if covered else window, one_for_all(params.sinks)
         return decode_attention(
-            queries, held.keys, held.values, *places, scale, params.softcap, seen, sinks, packed=packed, bias=held.bias
+            queries, held.keys, held.values, *places, scale, params.softcap, seen, sinks, packed=packed, bias=slots.bias
         ).out
-    if not step.fresh and plain and queries.shape[2] == 1 and held.packed:
+    if not step.fresh and plain and queries.shape[2] == 1 and slots.packed:
         return grouped_attention(queries, held.keys, held.values, None, scale)
     call = queries, held.keys, held.values, now.positions, held.positions, scale, params.softcap, window
     gradients = torch.is_grad_enabled() and queries.requires_grad
-    if held.bias is None and use_triton(queries) and use_triton(held.values) and not gradients:
+    if slots.bias is None and use_triton(queries) and use_triton(held.values) and not gradients:
         aligned = now.aligned and (step.fresh or (covered and _newest_last(step)))
         return prompt_attention(*call, one_for_all(params.sinks), aligned=aligned).out
     if not step.fresh and plain and _newest_last(step):
         return attention_behind(queries, held.keys, held.values, scale)
-    return masked_attention(*call, params.sinks, columns=step.fresh, bias=held.bias)
+    return masked_attention(*call, params.sinks, columns=step.fresh, bias=slots.bias)
 
 
 def _newest_last(step: LayerStep) -> bool:
     """Whether the last slots hold the tokens of this step in order, after older ones."""
     held = step.store
-    if not (held.packed and held.ascending):
+    if not (held.slots.packed and held.slots.ascending):
         return False
     last = held.positions[:, :, -step.queries.shape[2] :]
     return last.shape[2] == step.queries.shape[2] and bool((last == step.now.positions[:, None]).all())

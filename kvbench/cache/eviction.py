@@ -67,7 +67,9 @@ class EvictionJob:
         """
         if self.step.now.phase == "decode":
             return True
-        return self.layer.store.evicted and not self.policy.allocator.per_head and layers_alike(self.policy)
+        store = self.layer.store
+        flat = isinstance(store, SlotStore) and store.starts is not None
+        return self.layer.compacted and not (flat or self.policy.allocator.per_head) and layers_alike(self.policy)
 
     @property
     def as_batch(self) -> bool:
@@ -192,7 +194,7 @@ def _observe(job: EvictionJob) -> None:
     if policy.needs.statistics or policy.needs.memory:
         state, seen = held.state, job.step.observation
         observe(policy, seen, state)
-        held.remember(state)
+        held.state = state
         _store_memory([job], seen.memory if policy.needs.memory else {})
 
 
@@ -229,7 +231,7 @@ def _evict_batch(jobs: Sequence[EvictionJob]) -> None:
         memories = [job.layer.memory for job in jobs]
         memory = {name: torch.cat([one[name] for one in memories]) for name in memories[0]}
         vectors = Vectors([store.keys for store in stores]), Vectors([store.values for store in stores])
-    index, packed = first.layer.index if len(jobs) == 1 else -1, all(store.packed for store in stores)
+    index, packed = first.layer.index if len(jobs) == 1 else -1, all(store.slots.packed for store in stores)
     slots, merged = select_one(policy, ranking, seen, state, vectors, memory, evicting, index, packed)
     _store_memory(jobs, memory)
     rows = [job.rows for job in jobs]
@@ -318,11 +320,12 @@ def _compact(
         group.on_evict(layer, ranking, kept)
     expected = [b if evicts else count for evicts, b, count in zip(over, budgets, layer.counts, strict=True)]
     slots = held.keep(kept, policy.schedule.spare, counts=expected if per_head is None else None)
+    layer.compacted = True
     # An allocator may give other numbers than the budgets; the shape has them without a synchronization.
     most = 0 if policy.allocator.per_head else slots.shape[-1]
     layer.counts = expected if most <= max(expected) else [most] * len(expected)
     if layer.ranking is not None:
-        layer.ranking = ranking.at(slots, held.positions, held.packed)
+        layer.ranking = ranking.at(slots, held.positions, held.slots.packed)
     return kept
 
 
