@@ -1,4 +1,4 @@
-"""Who uses a cache: the model that calls it, and the policies it can be made for."""
+"""Checks of a cache's users: the model that calls it, and the policies it can be made for."""
 
 from collections.abc import Sequence
 from weakref import ReferenceType, ref
@@ -7,37 +7,26 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from kvbench.cache.group import PolicyGroup
-from kvbench.cache.interface import check_attention, check_kind
-from kvbench.cache.registration import unwrap
+from kvbench.cache.interface import check_kind
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.press import KVPress
 
 
-class Caller:
-    """The model that calls a cache made for a text configuration: one and the same, of the kind it was made for."""
+def check_model(
+    config: PreTrainedConfig, before: ReferenceType[nn.Module] | None, module: nn.Module
+) -> ReferenceType[nn.Module]:
+    """A reference to the first attention module of the model that calls a cache. before: that of earlier calls.
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        self._config = config
-        self.reader: ReferenceType[nn.Module] | None = None  # its first attention
-
-    def check_attention(self) -> None:
-        """Raise ValueError if the model's attention function cannot read this cache."""
-        unwrap()
-        check_attention(self._config)
-
-    def check(self, module: nn.Module) -> None:
-        """ValueError if the model whose first attention runs is not of the kind the cache was made for, or another."""
-        reader = None if self.reader is None else self.reader()
-        if reader is module:
-            return
-        if reader is not None:
-            raise ValueError(
-                "this KVCache holds what another model computed: make a cache for each model, KVCache(model.config, "
-                "policy), or call cache.reset() first"
-            )
-        check_kind(self._config, module.config)
-        self.reader = ref(module)
+    ValueError if the model is not of the kind the cache was made for, or not the one that called it before.
+    """
+    if before is not None and before() is not None:
+        raise ValueError(
+            "this KVCache holds what another model computed: make a cache for each model, KVCache(model.config, "
+            "policy), or call cache.reset() first"
+        )
+    check_kind(config, module.config)
+    return ref(module)
 
 
 def check_heads(groups: Sequence[PolicyGroup], index: int, keys: Tensor) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvbench.cache.arena import ENDLESS, Part, Segment, evicts, lay_out, slot_store, slots_to_grow
 from kvbench.cache.attention import QKV
-from kvbench.cache.eviction import layers_alike, observe, select_one
+from kvbench.cache.eviction import observe, select_one
 from kvbench.cache.group import PolicyGroup, keeps_window
 from kvbench.kernels.decode import decode_attention_flat
 from kvbench.kernels.prompt import one_for_all
@@ -218,7 +218,7 @@ class DeviceBatch:
         policy, rows, heads = part.policy, len(part.groups), self.slots.starts.shape[2]
         window, reads = policy.needs.queries_decoding, policy.value is not None or policy.merger.merges
         numbers = queries.shape[2] * max(1, window) + (2 * heads * queries.shape[-1] if window or reads else 0)
-        at_once = max(1, WORKSPACE // (4 * rows * self._longest * numbers)) if layers_alike(policy) else 1
+        at_once = max(1, WORKSPACE // (4 * rows * self._longest * numbers)) if policy.layers_alike else 1
         for some in equal.values():
             for begin in range(0, len(some), at_once):
                 chosen, how = tuple(some[begin : begin + at_once]), params[some[begin]]

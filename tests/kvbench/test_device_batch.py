@@ -43,7 +43,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches decode at once, and no number is read back from the device."""
     monkeypatch.setattr(engine, "use_triton", lambda x: True)
     monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
-    monkeypatch.setattr("kvbench.cache.eviction.on_host", lambda x: False)
+    monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
 
 
 def decoded(model: Any, some: Sequence[Policy]) -> list[Any]:
