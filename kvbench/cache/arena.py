@@ -44,9 +44,9 @@ def can_join(group: PolicyGroup) -> bool:
     shapes = set()
     for layer in group.layers:
         store = layer.store if layer.opened and not layer.unsettled else None
-        if type(store) is not SlotStore or store.bias is not None:
+        if type(store) is not SlotStore or store.slots.bias is not None:
             return False
-        if (store.starts is None and not store.packed and store.free is None) or (
+        if (store.starts is None and not store.slots.packed and store.free is None) or (
             store.free is None and store.room == 0
         ):
             return False
@@ -140,7 +140,7 @@ def lay_out(groups: Sequence[PolicyGroup], grow: Sequence[Sequence[int]]) -> Are
     """Move the layers of the groups into an arena. grow: see `slots_to_grow`, by group and layer."""
     layers = range(len(groups[0].layers))
     stores = [[slot_store(group.layers[layer]) for group in groups] for layer in layers]
-    like, sizes = stores[0][0].memory, [sum(store.slots for store in some) + 1 for some in stores]
+    like, sizes = stores[0][0].memory, [sum(store.capacity for store in some) + 1 for some in stores]
     device, total = like["keys"].device, sum(sizes)
     before = torch.tensor([0, *sizes[:-1]], device=device).cumsum(0)
     positions, keys, values, found = torch.full((total,), -1, dtype=torch.int32, device=device), [], [], []
@@ -151,7 +151,7 @@ def lay_out(groups: Sequence[PolicyGroup], grow: Sequence[Sequence[int]]) -> Are
         values.append(like["values"].new_zeros(size, like["values"].shape[-1]))
         begin, segments = 0, []
         for place, store in enumerate(stores[layer]):
-            here = slice(begin, begin + store.slots)
+            here = slice(begin, begin + store.capacity)
             there = slice(first + here.start, first + here.stop)
             memory = {"keys": keys[-1][here], "values": values[-1][here], "positions": positions[there]}
             for name, x in store.memory.items():

@@ -22,7 +22,7 @@ from kvbench.policies.model_layer import Latents
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams, Observation, StepCache
 from kvbench.policies.stores.slot_store import SlotStore
-from kvbench.policies.stores.store import LayerStore
+from kvbench.policies.stores.store import CompressedStore, LayerStore
 
 
 class QKV(NamedTuple):
@@ -84,9 +84,9 @@ class LayerStep:
         """This step over a copy of the slots, which later steps do not change."""
         held = self.store
         contents = {"keys": held.keys, "values": held.values, "positions": held.positions}
-        if held.bias is not None:
-            contents["bias"] = held.bias
-        kept = SlotStore.of({name: x.clone() for name, x in contents.items()}, (), held.ascending)
+        if held.slots.bias is not None:
+            contents["bias"] = held.slots.bias
+        kept = SlotStore.of({name: x.clone() for name, x in contents.items()}, (), held.slots.ascending)
         return replace(self, store=kept, observe=None, read=deepcopy(self.read))
 
     @property
@@ -125,7 +125,7 @@ def _expanded(held: LayerStore, latents: Latents, known: StepCache) -> SlotStore
     keys, values = known["expanded keys"], known["expanded values"]
     positions = held.positions.expand(-1, keys.shape[1], -1).contiguous()
     contents = {"keys": keys, "values": values, "positions": positions}
-    return SlotStore.of(contents, (), held.ascending, held.packed)
+    return SlotStore.of(contents, (), held.slots.ascending, held.slots.packed)
 
 
 def attend(step: LayerStep, needs: Needs) -> Tensor:
@@ -176,11 +176,15 @@ def _attend_with_statistics(step: LayerStep, needs: Needs) -> Tensor | None:
 def _attend(step: LayerStep) -> Tensor:
     """Attention by the first implementation that supports the step."""
     queries, now, params, held = step.queries, step.now, step.params, step.store
-    if not step.fresh and (out := held.attend(queries, now.positions, params)) is not None:
-        return out  # on codes, or on heads of different lengths
-    window, scale = params.sliding_window, params.scaling
+    if not step.fresh and (
+        isinstance(held, CompressedStore) or (isinstance(held, SlotStore) and held.starts is not None)
+    ):
+        out = held.attend(queries, now.positions, params)  # on codes, or on heads of different lengths
+        if out is not None:
+            return out
+    slots, window, scale = held.slots, params.sliding_window, params.scaling
     covered = window is None or (now.newest is not None and now.newest < window)  # the window hides no token
-    plain = now.aligned and covered and held.bias is None and params.softcap is None and params.sinks is None
+    plain = now.aligned and covered and slots.bias is None and params.softcap is None and params.sinks is None
     if step.fresh and plain:
         gqa, causal = queries.shape[1] != held.keys.shape[1], queries.shape[2] > 1
         return F.scaled_dot_product_attention(
@@ -188,36 +192,36 @@ def _attend(step: LayerStep) -> Tensor:
         )
     if (not queries.is_cpu or INTERPRETED) and (out := _attend_by_kernel(step, covered)) is not None:
         return out
-    if not step.fresh and plain and queries.shape[2] == 1 and held.packed:
+    if not step.fresh and plain and queries.shape[2] == 1 and slots.packed:
         return grouped_attention(queries, held.keys, held.values, None, scale)
     if not step.fresh and plain and _newest_last(step):
         return attention_behind(queries, held.keys, held.values, scale)
     call = queries, held.keys, held.values, now.positions, held.positions, scale, params.softcap, window
-    return masked_attention(*call, params.sinks, columns=step.fresh, bias=held.bias)
+    return masked_attention(*call, params.sinks, columns=step.fresh, bias=slots.bias)
 
 
 def _attend_by_kernel(step: LayerStep, covered: bool) -> Tensor | None:
     """Attention by a kernel for GPUs, None if no kernel supports the step; covered: a sliding window hides no token."""
     queries, now, params, held = step.queries, step.now, step.params, step.store
-    scale, softcap, sinks = params.scaling, params.softcap, one_for_all(params.sinks)
-    stored = queries, held.keys, held.values
+    stored, slots, window = (queries, held.keys, held.values), held.slots, params.sliding_window
+    how = params.scaling, params.softcap
     if not step.fresh and decodes(queries):
-        packed = now.aligned and covered and held.packed
+        packed = now.aligned and covered and slots.packed
         places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (now.positions, held.positions)
-        seen = None if covered else params.sliding_window
-        return decode_attention(*stored, *places, scale, softcap, seen, sinks, packed=packed, bias=held.bias).out
+        seen, sinks = None if covered else window, one_for_all(params.sinks)
+        return decode_attention(*stored, *places, *how, seen, sinks, packed=packed, bias=slots.bias).out
     gradients = torch.is_grad_enabled() and queries.requires_grad
-    if held.bias is not None or not use_triton(queries) or not use_triton(held.values) or gradients:
+    if slots.bias is not None or not use_triton(queries) or not use_triton(held.values) or gradients:
         return None
     aligned = now.aligned and (step.fresh or (covered and _newest_last(step)))
-    how = now.positions, held.positions, scale, softcap, params.sliding_window, sinks
-    return prompt_attention(*stored, *how, aligned=aligned).out
+    call = *stored, now.positions, held.positions, *how, window, one_for_all(params.sinks)
+    return prompt_attention(*call, aligned=aligned).out
 
 
 def _newest_last(step: LayerStep) -> bool:
     """Whether the last slots hold the tokens of this step in order, after older ones."""
     held = step.store
-    if not (held.packed and held.ascending):
+    if not (held.slots.packed and held.slots.ascending):
         return False
     last = held.positions[:, :, -step.queries.shape[2] :]
     return last.shape[2] == step.queries.shape[2] and bool((last == step.now.positions[:, None]).all())

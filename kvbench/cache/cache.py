@@ -24,17 +24,16 @@ from kvbench.cache import NAME
 from kvbench.cache.arena import can_join
 from kvbench.cache.attention import QKV, attend, attend_to_survivors
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
-from kvbench.cache.caller import check_heads, check_model, check_policy
+from kvbench.cache.caller import check_attention, check_heads, check_model, check_policy
 from kvbench.cache.device_batch import DeviceBatch
 from kvbench.cache.eviction import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.hook import LayerCall, SharedCall, expect
-from kvbench.cache.interface import check_attention, check_interface, uncompiled
+from kvbench.cache.interface import check_interface, uncompiled
 from kvbench.cache.layer import EmptyLayer, KVLayer, stacked
 from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, check_padding
-from kvbench.cache.registration import unwrap
 from kvbench.cache.saving import load, save
 from kvbench.cache.shared import SharedReads
 from kvbench.policies.latents import check_latents
@@ -121,7 +120,6 @@ class KVCache(Cache):
         """Pass the new keys and values [B,H_kv,M,D] of a layer, or its latents, to the attention that appends them."""
         place = self._places[layer_idx]
         if place == 0 and (self.config._attn_implementation != NAME or "kvpress" in sys.modules):
-            unwrap()
             check_attention(self.config)
         call = LayerCall(layer_idx, partial(self._called, place, key_states, value_states))
         if self._layout.latent:  # the model expands latents to keys and values of all heads before its attention

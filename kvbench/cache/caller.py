@@ -6,8 +6,9 @@ from weakref import ReferenceType, ref
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from kvbench.cache import NAME
 from kvbench.cache.group import PolicyGroup
-from kvbench.cache.interface import check_kind
+from kvbench.cache.registration import unwrap
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.press import KVPress
@@ -25,8 +26,25 @@ def check_model(
             "this KVCache holds what another model computed: make a cache for each model, KVCache(model.config, "
             "policy), or call cache.reset() first"
         )
-    check_kind(config, module.config)
+    for field in ("model_type", "num_hidden_layers", "hidden_size"):
+        mine, its = getattr(config, field, None), getattr(module.config, field, None)
+        if mine != its:
+            raise ValueError(
+                f"this KVCache was made from another model's configuration ({field}={mine}, the model has {its}): "
+                "make it with KVCache(model.config, policy)"
+            )
     return ref(module)
+
+
+def check_attention(config: PreTrainedConfig) -> None:
+    """Raise ValueError if the model's attention function cannot read a cache of its configuration."""
+    unwrap()
+    if config._attn_implementation != NAME:
+        raise ValueError(
+            f"the configuration of this cache has attn_implementation={config._attn_implementation!r}, which "
+            f'cannot read a KVCache: call model.set_attn_implementation("{NAME}") first, and make the cache with '
+            "that model.config"
+        )
 
 
 def check_heads(groups: Sequence[PolicyGroup], index: int, keys: Tensor) -> None:

@@ -65,15 +65,16 @@ class Evictions:
         shared: other layers read this layer and have not attended yet.
         """
         now, policy, store = step.now, layer.policy, layer.store
-        alike = policy.layers_alike and not policy.allocator.per_head
-        job = EvictionJob(group, layer, step, now.phase == "decode" or (alike and store.evicted))
+        flat = isinstance(store, SlotStore) and store.starts is not None
+        alike = policy.layers_alike and not (flat or policy.allocator.per_head)
+        job = EvictionJob(group, layer, step, now.phase == "decode" or (alike and layer.compacted))
         if shared:
             self._shared.append(job)
             return
         if step.observe is not None:
             # In a prompt only if the layer has its final size: before, it may hold many more tokens than its budget.
             single = step.alone and now.aligned and step.queries.shape[2] == 1
-            dense = isinstance(store, StoreList) or (isinstance(store, SlotStore) and store.starts is None)
+            dense = isinstance(store, SlotStore | StoreList) and not flat
             if job.in_place and policy.layers_alike and single and dense:  # rows of one batch with other layers
                 if step.params.latents is None:
                     self._end_of_call.append(job)
@@ -173,7 +174,7 @@ def _observe(job: EvictionJob) -> None:
     if policy.needs.statistics or policy.needs.memory:
         state = held.state
         observe(policy, seen, state)
-        held.remember(state)
+        held.state = state
         if policy.needs.memory:
             _store_memory([job], seen.memory)
 
@@ -210,7 +211,7 @@ def _evict_batch(jobs: Sequence[EvictionJob]) -> None:
         memories = [job.layer.memory for job in jobs]
         memory = {name: torch.cat([one[name] for one in memories]) for name in memories[0]}
         vectors = Vectors([store.keys for store in stores]), Vectors([store.values for store in stores])
-    index, packed = first.layer.index if len(jobs) == 1 else -1, all(store.packed for store in stores)
+    index, packed = first.layer.index if len(jobs) == 1 else -1, all(store.slots.packed for store in stores)
     slots, merged = select_one(policy, ranking, seen, state, vectors, memory, evicting, index, packed)
     if memory:
         _store_memory(jobs, memory)
@@ -300,11 +301,12 @@ def _compact(
         group.on_evict(layer, ranking, kept)
     expected = [b if evicts else count for evicts, b, count in zip(over, budgets, layer.counts, strict=True)]
     slots = held.keep(kept, policy.schedule.spare, counts=expected if per_head is None else None)
+    layer.compacted = True
     # An allocator may give other numbers than the budgets; the shape has them without a synchronization.
     most = 0 if policy.allocator.per_head else slots.shape[-1]
     layer.counts = expected if most <= max(expected) else [most] * len(expected)
     if layer.ranking is not None:
-        layer.ranking = ranking.at(slots, held.positions, held.packed)
+        layer.ranking = ranking.at(slots, held.positions, held.slots.packed)
     return kept
 
 

@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig
 from kvbench.cache.attention import QKV, LayerStep
 from kvbench.cache.layout import layout_of
 from kvbench.cache.progress import BatchStep, Budgets, Progress
-from kvbench.cache.rotary import uniform_length
 from kvbench.cache.state import LayerState
 from kvbench.policies.latents import LatentObservation
 from kvbench.policies.observation import (
@@ -25,12 +24,12 @@ from kvbench.policies.observation import (
     Observation,
     QueryWindow,
     SequenceInfo,
-    SlotInfo,
     StepCache,
 )
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
+from kvbench.policies.stores.store import CompressedStore
 
 _RULES: dict[object, object] = {}
 
@@ -55,10 +54,11 @@ class PolicyGroup:
         question: int | Sequence[int] | None = None,
     ) -> None:
         """several_tokens: a call may bring several tokens after the prompt."""
-        self.names = layout_of(config).attention
+        layout = layout_of(config)
+        self.names = layout.attention
         layers = len(self.names)
         self.policy = policy
-        self.progress = Progress(policy, prompt_length, several_tokens, uniform_length(config), question)
+        self.progress = Progress(policy, prompt_length, several_tokens, layout.uniform_length, question)
         self.budgets = Budgets(policy, layers, self.progress)
         self.layers = [LayerState(policy, index) for index in range(layers)]
         self.shared: dict[str, Tensor] = {}
@@ -164,7 +164,7 @@ class PolicyGroup:
             layer.pages.update(step, layer.counts, self.progress.prompt)
             if decodes:
                 step.read = partial(layer.pages.attend, self.progress.prompt)
-        if held.watching:
+        if isinstance(held, CompressedStore) and held.watching:
             held.observe(self._observe(layer, None, step), self.progress.prompt)
         if policy.scorer is not None and (not decodes or any(now.evicts)):
             if policy.needs.question and not decodes:
@@ -198,11 +198,8 @@ class PolicyGroup:
             phase=now.phase,
             params=step.params,
             window=window,
-            slots=SlotInfo(
-                ascending=held.ascending,
-                packed=held.packed,
+            slots=held.slots._replace(
                 whole=layer.counts == list(now.ends),
-                bias=held.bias,
                 moved=held.state[MOVED][..., 0] if policy.schedule.rerotate else None,
             ),
             sequences=SequenceInfo(
@@ -241,8 +238,8 @@ class PolicyGroup:
         self.settle(layer, now)
 
     def settle(self, layer: LayerState, now: BatchStep) -> None:
-        """After a complete prompt a store that is not exact takes its final form, such as quantized codes."""
-        if now.prompt_done and not layer.unsettled and not self.policy.store.exact:
+        """After a complete prompt the store takes its final form, such as quantized codes."""
+        if now.prompt_done and not layer.unsettled and isinstance(layer.store, CompressedStore):
             layer.store.settle()
         self.note_bytes(layer.index)
 

@@ -75,7 +75,7 @@ class KVLayer(NoRollback, CacheLayerMixin):
     @property
     def bias(self) -> Tensor | None:
         """[B,H_kv,C] float32 that attention adds to the logits of a slot, None where no slot has one."""
-        return biases([(state.store.bias, state.store.positions) for state in self.states if state.opened])
+        return biases([(state.store.slots.bias, state.store.positions) for state in self.states if state.opened])
 
     @property
     def positions(self) -> Tensor:

@@ -54,7 +54,7 @@ class Progress:
     columns: tokens of all calls, padding included; before: those before the running call. passed: tokens of extra
     forward passes over each prompt. forced: a call may bring several tokens after the prompt (teacher forcing).
     rope_switch: number of tokens from which on the model's rotary frequencies depend on the length of a call
-    (`kvbench.cache.rotary`); longer prompts need one call.
+    (`kvbench.cache.layout`); longer prompts need one call.
     """
 
     def __init__(

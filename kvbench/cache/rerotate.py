@@ -36,4 +36,4 @@ def close_gaps(held: LayerStore, kept: Tensor, seen: Observation) -> None:
     state = held.state
     moved = (after - positions).to(state[MOVED].dtype)[..., None].expand(-1, -1, -1, state[MOVED].shape[-1])
     state[MOVED].scatter_(2, slots[..., None].expand_as(moved), moved)
-    held.remember(state)
+    held.state = state

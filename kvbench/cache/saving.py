@@ -20,11 +20,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvbench.cache.group import PolicyGroup
-from kvbench.cache.interface import kv_shapes
+from kvbench.cache.layout import kv_shapes
 from kvbench.policies.describe import describe
 from kvbench.policies.policy import Policy
 
-FORMAT = 12
+FORMAT = 13
 """Raised when a saved class or attribute changes its name or meaning. Files of other formats are refused."""
 KEY = "kvbench"
 CLASSES = ("builtins.dict", "builtins.list", "builtins.tuple", "kvbench.cache.", "kvbench.policies.")

@@ -76,7 +76,7 @@ class LayerState:
 
     counts: tokens held per KV head, for each sequence; empty before the first token. memory: data of scorer and merger
     per sequence. ranking: the scores of a prompt until its budget is known. unsettled: the eviction of a complete
-    prompt is still due. pages: for sparse attention.
+    prompt is still due. pages: for sparse attention. compacted: several tokens were evicted at once.
     """
 
     def __init__(self, policy: Policy, index: int) -> None:
@@ -86,6 +86,7 @@ class LayerState:
         self.memory: Memory = {}
         self.ranking: Ranking | None = None
         self.unsettled = False
+        self.compacted = False
         self.recent = RecentQueries(policy.needs.window)
         self.pages = None if policy.reader is None else PageReads(policy, index)
         self.query_heads = 0
@@ -108,7 +109,7 @@ class LayerState:
     @property
     def spare_nbytes(self) -> int:
         """Bytes reserved but unused: capacity for new tokens, and the slots of evicted ones."""
-        return self.store.spare_nbytes if self.counts else 0
+        return self.store.sizes().spare if self.counts else 0
 
     @property
     def positions(self) -> Tensor:

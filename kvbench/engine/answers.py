@@ -25,10 +25,9 @@ from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
 from kvbench.models.tokens import Encoder
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.scorers.random import with_example_seed
-from kvbench.results.kept_heads import KeptHeads, kept_heads
-from kvbench.results.sample import Sample
+from kvbench.results.samples import KeptHeads, Sample, kept_heads
 from kvbench.run.run import Run
-from kvbench.run.sampling import Sampling
+from kvbench.run.run_config import Sampling
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 OWN_ERRORS = (BudgetError, FloatingPointError)

@@ -19,8 +19,7 @@ from kvbench.engine.scheduler import BatchError, Scheduler, one_by_one, work_ite
 from kvbench.engine.teacher_forcing import is_scored
 from kvbench.models.loading import LoadedModel, load
 from kvbench.policies.press import KVPress
-from kvbench.results.environment import environment
-from kvbench.results.totals import Totals, record
+from kvbench.results.session import Totals, environment, record
 from kvbench.run.run import Run
 from kvbench.terminal.bars import meter
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvbench.cache.cache import KVCache
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TextEncoder
-from kvbench.run.sampling import Sampling
+from kvbench.run.run_config import Sampling
 
 NOT_A_NUMBER = "the model's logits are not numbers (NaN): its weights, or its arithmetic in this dtype, overflow"
 

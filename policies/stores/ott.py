@@ -135,8 +135,8 @@ class OttLayerStore(QuantisedLayerStore):
         super().__init__(store, dense, keys, values)
         self.pools: Pools | None = None  # opened when the first group is quantised
 
-    def parts(self) -> dict[str, int]:
-        return {**super().parts(), "outlier pool": 0 if self.pools is None else self.pools.nbytes}
+    def kinds(self) -> dict[str, int]:
+        return {**super().kinds(), "outlier pool": 0 if self.pools is None else self.pools.nbytes}
 
     @property
     def nbytes(self) -> int:

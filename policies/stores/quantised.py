@@ -16,7 +16,7 @@ from kvbench.errors import ConfigError
 from kvbench.kernels.quantized import Outliers, Packed, Side, quantised_attention
 from kvbench.kernels.references import sink_factor
 from kvbench.kernels.tiles import use_triton
-from kvbench.policies.observation import AttentionParams, State
+from kvbench.policies.observation import AttentionParams, SlotInfo, State
 from kvbench.policies.stores.code_attention import attend_in_float32
 from kvbench.policies.stores.codes import ChannelCodes, Codes, TokenCodes
 from kvbench.policies.stores.column import Column
@@ -25,11 +25,11 @@ from kvbench.policies.stores.quantiser import Group, Metadata, Quantiser
 from kvbench.policies.stores.queue import Queue
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import GROWTH, take
-from kvbench.policies.stores.store import LayerStore, Store
+from kvbench.policies.stores.store import CompressedStore, LayerStore, Sizes, Store
 from kvbench.policies.stores.store_list import HeadList, StoreList
 
 
-class QuantisedLayerStore(LayerStore):
+class QuantisedLayerStore(CompressedStore):
     """Keys and values of one sequence as two columns: slot i of every KV head holds its i-th token.
 
     Until the first `settle`, and if KV heads then hold different numbers of tokens, another store holds the tokens.
@@ -39,8 +39,9 @@ class QuantisedLayerStore(LayerStore):
 
     def __init__(self, store: "ColumnStore", dense: SlotStore, keys: Column, values: Column) -> None:
         self.store = store
-        self._held: LayerStore | None = dense  # the dense prompt, or a store for each KV head
+        self._held: SlotStore | StoreList | None = dense  # the dense prompt, or a store for each KV head
         self._columns = (keys, values)
+        self._evicted = False
         self._places = Queue(GROWTH)  # of positions, empty if nothing was evicted
 
     @property
@@ -69,27 +70,34 @@ class QuantisedLayerStore(LayerStore):
     def positions(self) -> Tensor:
         if self._held is not None:
             return self._held.positions
-        if self.evicted:
+        if self._evicted:
             return self._places.view("positions")
         tail = self._columns[0].tail.view("x")
         return torch.arange(self._columns[0].tokens, dtype=torch.int32, device=tail.device).expand(*tail.shape[:2], -1)
 
     @property
     def state(self) -> State:
-        return {} if self._held is None else self._held.state
+        held = {} if self._held is None else self._held.state
+        return {name: x for name, x in held.items() if name not in self.store.statistics}
+
+    @state.setter
+    def state(self, state: State) -> None:
+        """Nothing to do: the statistics of `state` are views."""
 
     @property
-    def packed(self) -> bool:
-        return self._held is None or self._held.packed
-
-    @property
-    def ascending(self) -> bool:
-        return self._held is None or self._held.ascending
+    def slots(self) -> SlotInfo:
+        return SlotInfo(packed=True) if self._held is None else self._held.slots
 
     # --- bytes -----------------------------------------------------------------------------------------------------
-    def parts(self) -> dict[str, int]:
+    def sizes(self) -> Sizes:
         if self._held is not None:
-            return {"full precision": self._held.nbytes} if self.in_prompt else self._held.parts()
+            return Sizes(self.kinds(), self._held.sizes().spare)
+        return Sizes(self.kinds(), sum(queue.spare_nbytes for queue in self._queues()))
+
+    def kinds(self) -> dict[str, int]:
+        """The bytes of `nbytes` by kind."""
+        if self._held is not None:
+            return {"full precision": self._held.nbytes} if self.in_prompt else self._held.sizes().kinds
         sizes = Counter({"codes": 0, "scales and minima": 0, "full precision": 0, "positions": self._places.nbytes()})
         for column in self._columns:
             sizes["full precision"] += column.tail.nbytes()
@@ -102,12 +110,6 @@ class QuantisedLayerStore(LayerStore):
         if self._held is not None:
             return self._held.nbytes
         return sum(column.nbytes for column in self._columns) + self._places.nbytes()
-
-    @property
-    def spare_nbytes(self) -> int:
-        if self._held is not None:
-            return self._held.spare_nbytes
-        return sum(queue.spare_nbytes for queue in self._queues())
 
     def expect(self, tokens: int) -> None:
         if self._held is not None:
@@ -136,11 +138,11 @@ class QuantisedLayerStore(LayerStore):
         """Append tokens at places [B,H,n] to the tails."""
         for column, x in zip(self._columns, (keys, values), strict=True):
             column.tail.append({"x": x})
-        if self.evicted:
+        if self._evicted:
             self._places.append({"positions": places})
 
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
-        self.evicted = True
+        self._evicted = True
         return self._dense().keep(mask, spare, counts)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
@@ -158,7 +160,7 @@ class QuantisedLayerStore(LayerStore):
         first = self.in_prompt
         if first:
             self._to_columns()
-        if self._held is not None:
+        if isinstance(self._held, StoreList):
             self._held.settle()
             return
         self.flush(first)
@@ -174,7 +176,7 @@ class QuantisedLayerStore(LayerStore):
         """Move the dense tokens into the tails in order of position, or each head's into its own store."""
         dense = self._dense()
         contents = {"keys": dense.keys, "values": dense.values, "positions": dense.positions}
-        counts = None if dense.packed and dense.ascending else (dense.positions >= 0).sum(-1).flatten()
+        counts = None if dense.slots.packed and dense.slots.ascending else (dense.positions >= 0).sum(-1).flatten()
         if counts is not None:
             late = torch.iinfo(torch.int32).max
             places = contents["positions"].masked_fill(dense.positions < 0, late).argsort(dim=-1, stable=True)
@@ -190,7 +192,7 @@ class QuantisedLayerStore(LayerStore):
         """A store of the first tokens of one KV head."""
         own = {name: x[:, head : head + 1, :count] for name, x in contents.items()}
         found = self.store.empty(SlotStore.of(own, (), ascending=True, packed=True), own["values"])
-        found.evicted = self.evicted
+        found._evicted = self._evicted
         return found
 
     # --- attention -------------------------------------------------------------------------------------------------

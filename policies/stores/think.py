@@ -61,12 +61,12 @@ class ThinKLayerStore(QuantisedLayerStore):
     def nbytes(self) -> int:
         return super().nbytes + (0 if self._squares is None else self._squares.nbytes)
 
-    def parts(self) -> dict[str, int]:
+    def kinds(self) -> dict[str, int]:
         squares = {} if self._squares is None else {"statistics": self._squares.nbytes}
-        return {**super().parts(), **squares}
+        return {**super().kinds(), **squares}
 
     @property
-    def watching(self) -> bool:  # type: ignore[override]
+    def watching(self) -> bool:
         return self.in_prompt
 
     def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:

@@ -15,7 +15,7 @@ from kvbench.policies.constants import on_host
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.code_attention import attend_in_float32
 from kvbench.policies.stores.slot_store import SlotStore
-from kvbench.policies.stores.store import LayerStore, Store
+from kvbench.policies.stores.store import CompressedStore, LayerStore, Sizes, Store
 
 SIDES = ("keys", "values")
 
@@ -53,7 +53,7 @@ class TokenCodeStore(Store):
         return TokenCodeLayerStore(self, keys, values, statistics, width)
 
 
-class TokenCodeLayerStore(SlotStore):
+class TokenCodeLayerStore(SlotStore, CompressedStore):
     """Slots of exact tokens until the first `settle`, then slots of codes: memory["keys codes"] and so on."""
 
     def __init__(
@@ -106,9 +106,9 @@ class TokenCodeLayerStore(SlotStore):
     def nbytes(self) -> int:
         return super().nbytes + sum(x.nbytes for x in (*self._scales, *self._fresh))
 
-    def parts(self) -> dict[str, int]:
+    def sizes(self) -> Sizes:
         if not self.coded:
-            return {"full precision": self.nbytes}
+            return Sizes({"full precision": self.nbytes}, self._spare_nbytes())
         sizes = {"codes": 0, "scales and minima": 0, "full precision": 0, "positions": 0}
         for name, x in self.memory.items():
             kind = name if name == "positions" else "statistics"
@@ -118,7 +118,7 @@ class TokenCodeLayerStore(SlotStore):
         sizes["scales and minima"] += sum(x.nbytes for x in self._scales)
         sizes["full precision"] += sum(x.nbytes for x in self._fresh)
         sizes["positions"] += 0 if self.free is None else self.free.nbytes
-        return sizes
+        return Sizes(sizes, self._spare_nbytes())
 
     # --- a step ----------------------------------------------------------------------------------------------------
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
@@ -140,7 +140,7 @@ class TokenCodeLayerStore(SlotStore):
         self._fresh = ()
         if self.coded:
             return
-        if not self.evicted and self.packed and self.ascending:
+        if self._whole and self.slots.packed and self.slots.ascending:
             del self.memory["positions"]
         for side, name in enumerate(SIDES):
             exact = self.memory.pop(name)[:, :, : self.used + self.room]

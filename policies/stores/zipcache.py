@@ -14,7 +14,7 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
-from kvbench.policies.observation import Observation, State
+from kvbench.policies.observation import Observation
 from kvbench.policies.stores.codes import ChannelCodes, Chunk, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.packing import pack, unpack
@@ -148,19 +148,15 @@ class ZipCacheLayerStore(QuantisedLayerStore):
         self._saliency: list[Tensor] = []  # [1,H,n] of the tokens to be quantised now, in blocks
 
     @property
-    def state(self) -> State:
-        return {name: x for name, x in super().state.items() if name != SALIENCY}
-
-    @property
     def nbytes(self) -> int:
         return super().nbytes + (0 if self._probes is None else self._probes.nbytes)
 
-    def parts(self) -> dict[str, int]:
+    def kinds(self) -> dict[str, int]:
         probing = {} if self._probes is None else {"positions": self._probes.nbytes}
-        return {**super().parts(), **probing}  # probes are held during the prompt, which has no other kinds
+        return {**super().kinds(), **probing}  # probes are held during the prompt, which has no other kinds
 
     @property
-    def watching(self) -> bool:  # type: ignore[override]
+    def watching(self) -> bool:
         return self.in_prompt
 
     def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
@@ -192,8 +188,8 @@ class ZipCacheLayerStore(QuantisedLayerStore):
 
     def _to_columns(self) -> None:
         dense = self._dense()
-        assert dense.packed, "all KV heads hold equally many tokens"
-        assert dense.ascending
+        assert dense.slots.packed, "all KV heads hold equally many tokens"
+        assert dense.slots.ascending
         self._saliency = [self._of_prompt(dense.state[SALIENCY][..., 0], dense.positions.long())]
         self._probes = None
         super()._to_columns()
