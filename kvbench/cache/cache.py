@@ -24,7 +24,7 @@ from kvbench.cache import NAME
 from kvbench.cache.arena import can_join
 from kvbench.cache.attention import QKV, attend, attend_to_survivors
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
-from kvbench.cache.caller import check_attention, check_heads, check_model, check_policy
+from kvbench.cache.caller import check_attention, check_model, check_policy
 from kvbench.cache.device_batch import DeviceBatch
 from kvbench.cache.eviction import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
@@ -83,7 +83,11 @@ class KVCache(Cache):
         check_interface(self.config)
         self._prompt_length, self._question = prompt_length, question
         self._layout = layout_of(self.config)
-        self.groups = [self._new_group(policy)]
+        check_policy(policy)
+        if self._layout.latent:
+            check_latents(policy)
+        several = self._teacher_forced or (policy.store.exact and not policy.evicts)
+        self.groups = [PolicyGroup(self.config, policy, prompt_length, several, question)]
         self.one_prompt = False  # all groups process one and the same sequence
         self._batch: DeviceBatch | None = None  # see `on_device`
         self._evictions = Evictions()
@@ -95,13 +99,6 @@ class KVCache(Cache):
         self.attention_layers: list[KVLayer] = [layers[index] for index in self._layout.attention]
         super().__init__(layers=layers)
         self._is_user_defined = False  # transformers sets it if `model.generate` receives the cache
-
-    def _new_group(self, policy: Policy) -> PolicyGroup:
-        check_policy(policy)
-        if self._layout.latent:
-            check_latents(policy)
-        several = self._teacher_forced or (policy.store.exact and not policy.evicts)
-        return PolicyGroup(self.config, policy, self._prompt_length, several, self._question)
 
     def _new_layer(self, index: int) -> KVLayer | RecurrentLayer | EmptyLayer:
         """A layer of the model, by its index there."""
@@ -153,35 +150,29 @@ class KVCache(Cache):
         """
         if index == 0:
             self._begin_call(new.queries, mask)
-        if not self.groups[0].layers[index].counts:
-            check_heads(self.groups, index, new.keys)
         if self._batch is not None and len(self._batch.groups) == len(self.groups):
             out: Tensor | None = self._batch.attend(index, new, params)
         elif len(self.groups) == 1:
             out = self._attend_group(self.groups[0], index, new, params)
-        elif self.one_prompt:
-            out = self._attend_once(index, new, params)
         else:
             out = self._attend_groups(index, new, params)
         if index == len(self.attention_layers) - 1 and self._shared is None:
             self._end_call()
         return new.no_attention(params) if out is None else out
 
-    def _attend_once(self, index: int, new: QKV, params: AttentionParams) -> Tensor | None:
-        """Attention of several policies that process one prompt: it and their observations are computed once."""
-        new, out = QKV(new.queries, owned(new.keys), owned(new.values)), None  # copied once if they are views
-        known: defaultdict[str, StepCache] = defaultdict(dict)
-        for group in sorted(self.groups, key=_cost):
-            out = self._attend_group(group, index, new, params, known[group.policy.granularity], out)
-        return out
-
-    def _attend_groups(self, index: int, new: QKV, params: AttentionParams) -> Tensor:
-        """Attention of every group: at once for those in the device batch, one by one for the others."""
-        found: dict[PolicyGroup, Tensor | None] = {}
+    def _attend_groups(self, index: int, new: QKV, params: AttentionParams) -> Tensor | None:
+        """Attention of several groups: once for all if they process one prompt; else at once in the device batch."""
+        if self.one_prompt:
+            new, out = QKV(new.queries, owned(new.keys), owned(new.values)), None  # copied once if they are views
+            known: defaultdict[str, StepCache] = defaultdict(dict)
+            for group in sorted(self.groups, key=lambda group: group.cost):
+                out = self._attend_group(group, index, new, params, known[group.policy.granularity], out)
+            return out
+        found: dict[PolicyGroup, Tensor] = {}
         if self._batch is not None:
             inside = [rows for group, rows in self._rows if group in self._batch.groups]
             out = self._batch.attend(index, QKV(*(torch.cat([x[rows] for rows in inside]) for x in new)), params)
-            found.update(zip(self._batch.groups, out.split(1), strict=True))
+            found = dict(zip(self._batch.groups, out.split(1), strict=True))
         outs = []
         for group, rows in self._rows:
             own = QKV(*(x[rows] for x in new))
@@ -305,17 +296,11 @@ class KVCache(Cache):
         prompt is complete, and for policies that cannot take another prompt.
         """
         self.on_device(False)
-        for group in self.groups:
-            policy = group.policy
-            if policy.evicts:
-                check_next_prompt(policy.name, policy.store, policy.allocator)
+        for policy in (group.policy for group in self.groups if group.policy.evicts):
+            check_next_prompt(policy.name, policy.store, policy.allocator)
         self._evictions.end_call()
         for group in self.groups:
-            promised = group.budgets.promised()
-            group.progress.open(length, question)
-            group.budgets.reopen(promised)
-            for layer in group.layers:
-                layer.recent.reopen(group.policy.needs.window)
+            group.next_prompt(length, question)
 
     def pre_pass_done(self) -> None:
         """Carry out the evictions that waited for a pre-pass."""
@@ -333,11 +318,7 @@ class KVCache(Cache):
                     layer.store.expect(tokens)
 
     def save(self, path: str | Path) -> None:
-        """Write the cache to one safetensors file, about as large as `nbytes`; see `kvbench.cache.saving`.
-
-        Raises ValueError within a call or a prompt, and for parts of other packages that are not plain data; OSError if
-        the file cannot be written.
-        """
+        """Write the cache to one safetensors file, about as large as `nbytes`; errors: `kvbench.cache.saving.save`."""
         self.on_device(False)
         save(self.config, self.group, Path(path))
 
@@ -347,8 +328,7 @@ class KVCache(Cache):
     ) -> Self:
         """The cache that `save` wrote, on `device`. It continues exactly as the saved one.
 
-        config, policy: those of the saved cache. Raises ValueError if the file is missing or damaged, or was saved with
-        another policy or model shape. The weights of the model are not compared.
+        config, policy: those of the saved cache, else ValueError. The weights of the model are not compared.
         """
         cache = cls(config, policy)
         load(cache.config, cache.group, Path(path), device)
@@ -417,8 +397,3 @@ class KVCache(Cache):
         self._evictions.end_call()
         for group in self.groups:
             audit(group)
-
-
-def _cost(group: PolicyGroup) -> tuple[bool, bool]:
-    """The group with the lowest cost computes the attention for all: with KV heads as they are, and with sums."""
-    return group.policy.granularity == "query_head", group.policy.needs.sums is None

@@ -1,13 +1,11 @@
 """Checks of a cache's users: the model that calls it, and the policies it can be made for."""
 
-from collections.abc import Sequence
 from weakref import ReferenceType, ref
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 
 from kvbench.cache import NAME
-from kvbench.cache.group import PolicyGroup
 from kvbench.cache.registration import unwrap
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
@@ -45,14 +43,6 @@ def check_attention(config: PreTrainedConfig) -> None:
             f'cannot read a KVCache: call model.set_attn_implementation("{NAME}") first, and make the cache with '
             "that model.config"
         )
-
-
-def check_heads(groups: Sequence[PolicyGroup], index: int, keys: Tensor) -> None:
-    """ValueError if a layer's first keys [B,H_kv,M,D] have other KV heads than the first layer's, where none may."""
-    for group in groups:
-        if group.layers[0].opened and group.policy.granularity != "query_head":
-            others = [group.layers[0].store.keys.shape[1]] * (len(group.layers) - 1)
-            group.policy.allocator.check_heads([*others, keys.shape[1]])
 
 
 def check_policy(policy: object) -> None:

@@ -88,6 +88,14 @@ class PolicyGroup:
             return object()
 
     @property
+    def cost(self) -> tuple[bool, bool]:
+        """Of several policies of one prompt, the one with the lowest cost computes the attention for all.
+
+        That is one with KV heads as they are, and with sums over the attention of the prompt.
+        """
+        return self.policy.granularity == "query_head", self.policy.needs.sums is None
+
+    @property
     def size(self) -> int:
         """Number of sequences."""
         return len(self.progress.seen) or self._expected_size
@@ -108,6 +116,14 @@ class PolicyGroup:
         if not self.isolated:
             raise error
         self.error = error
+
+    def next_prompt(self, length: int | Sequence[int], question: int | Sequence[int] | None) -> None:
+        """Begin another prompt, see `KVCache.next_prompt`."""
+        promised = self.budgets.promised()
+        self.progress.open(length, question)
+        self.budgets.reopen(promised)
+        for layer in self.layers:
+            layer.recent.reopen(self.policy.needs.window)
 
     # --- one call of the model -------------------------------------------------------------------------------------
     def begin_call(self, queries: Tensor, mask: Tensor | None, generating: bool = False) -> None:
@@ -153,6 +169,9 @@ class PolicyGroup:
         if policy.granularity == "query_head":
             new = new.for_query_heads()
         if not layer.counts:
+            if self.layers[0].opened and policy.granularity != "query_head":
+                heads = self.layers[0].store.keys.shape[1]
+                policy.allocator.check_heads([*[heads] * (len(self.layers) - 1), new.keys.shape[1]])
             layer.open(new)
         if now.positions.device != new.queries.device:
             now = now.to(new.queries.device)
