@@ -119,6 +119,14 @@ def rows_and_sight(
     `sink_factor`; a sink has no slot. bias [B,H_kv,T]: see `attention_logits`.
     """
     logits = attention_logits(queries, keys, scaling, softcap, bias).detach()  # scores of evictions have no gradient
+    return softmax_rows(logits, query_positions, key_positions, sliding_window, packed, sighted, sinks)
+
+
+def softmax_rows(
+    logits: Tensor, query_positions: Tensor, key_positions: Tensor, sliding_window: int | None = None,
+    packed: bool = False, sighted: bool = False, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The softmax of `attention_logits`, in place. Other arguments and result as in `rows_and_sight`."""
     stored = key_positions if packed else key_positions.masked_fill(key_positions < 0, NEVER)
     age = query_positions.to(logits.dtype)[:, None, :, None] - stored.to(logits.dtype)[:, :, None]  # [B,H_kv,M,T]
     # A penalty for invisible slots instead of a mask: filling under a mask costs more than the softmax on a CPU.
