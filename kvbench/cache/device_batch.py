@@ -30,7 +30,7 @@ from transformers import PreTrainedConfig
 from kvbench.cache.arena import EMPTY, ENDLESS, PADDING, Arena, can_join, evicts, slot_store, slots_to_grow
 from kvbench.cache.attention import QKV
 from kvbench.cache.cache import KVCache
-from kvbench.cache.eviction import layers_alike, observe, select_one
+from kvbench.cache.eviction import observe, select_one
 from kvbench.cache.group import PolicyGroup, keeps_window
 from kvbench.cache.state import LayerState
 from kvbench.kernels.decode import decode_attention_flat
@@ -407,7 +407,7 @@ class DeviceBatch(KVCache):
         policy, rows, heads = part.policy, len(part.kinds), self._new.shape[2]
         equal: dict[object, list[int]] = {}
         for index, how in enumerate(params):
-            alike = (*how[:3], how.sinks is None) if layers_alike(policy) else index
+            alike = (*how[:3], how.sinks is None) if policy.layers_alike else index
             equal.setdefault(alike, []).append(index)
         window, reads = policy.needs.queries_decoding, policy.value is not None or policy.merger.merges
         numbers = queries.shape[2] * max(1, window) + (2 * heads * queries.shape[-1] if window or reads else 0)

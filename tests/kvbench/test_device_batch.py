@@ -47,7 +47,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "use_triton", lambda x: True)
     monkeypatch.setattr(engine, "DeviceBatch", type("Padded", (DeviceBatch,), {"__init__": padded}))
     monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
-    monkeypatch.setattr("kvbench.cache.eviction.on_host", lambda x: False)
+    monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
 
 
 def padded(batch: Any, config: Any, padded: bool) -> None:
