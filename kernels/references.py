@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 LOG2E = math.log2(math.e)
 FAR = 2.0**100  # so far below other logits that its exponential is exactly 0, even for a distance of one token
@@ -82,6 +83,19 @@ def attention_logits(
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.view(batch, heads, query_heads // heads, new, -1)
     return logits if bias is None else logits + bias[:, :, None, None].to(logits.dtype)
+
+
+def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scaling: float) -> Tensor:
+    """SDPA with a group's query heads as rows of their KV head, so that keys and values are never repeated.
+
+    seen [B,H_kv or 1,M,T]: None if every query sees every slot.
+    """
+    batch, query_heads, new, dim = queries.shape
+    heads = keys.shape[1]
+    rows = queries.reshape(batch, heads, query_heads // heads * new, dim)
+    mask = None if seen is None else seen.repeat(1, 1, query_heads // heads, 1)
+    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
+    return out.view(batch, query_heads, new, values.shape[-1])
 
 
 def sink_factor(log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
