@@ -40,11 +40,6 @@ class Chunk(ABC):
     def sizes(self) -> dict[str, int]:
         """Bytes of every tensor, by kind."""
 
-    @property
-    def nbytes(self) -> int:
-        """The sum of `sizes`."""
-        return sum(self.sizes().values())
-
 
 class BlockChunk(Chunk):
     """A chunk of which some tokens can be dequantised alone."""
@@ -101,10 +96,6 @@ class Codes(BlockChunk):
     @abstractmethod
     def append(self, x: Tensor, dtype: torch.dtype) -> None:
         """Code x [B,H,n,D] of a model in `dtype`."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.queue.nbytes()  # read in every step, hence without the breakdown
 
 
 class GroupCodes(Codes):
@@ -191,11 +182,6 @@ class Column:
     def tokens(self) -> int:
         """The number of tokens."""
         return self.coded + self.tail.count
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return self.tail.nbytes() + sum(chunk.nbytes for chunk in self.chunks)
 
     def quantise(self, count: int, x: Tensor | None = None, chunk: int = -1) -> None:
         """Quantise the tail's first `count` tokens as they are, or `x` [B,H,count,D] instead of them."""

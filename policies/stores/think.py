@@ -47,10 +47,6 @@ class PrunedKeys(Codes):
         channels = 0 if self.channels is None else self.channels.nbytes
         return {"pruned keys": self.queue.nbytes("x"), "channels": channels}
 
-    @property
-    def nbytes(self) -> int:
-        return self.queue.nbytes() + (0 if self.channels is None else self.channels.nbytes)
-
 
 class ThinKLayerStore(QuantisedLayerStore):
     """The prompt is dense until it is in and evicted; then channels of its older keys go. Later tokens keep all."""
@@ -60,10 +56,6 @@ class ThinKLayerStore(QuantisedLayerStore):
     def __init__(self, store: "ThinK", dense: SlotStore, keys: Column, values: Column) -> None:
         super().__init__(store, dense, keys, values)
         self._squares: Tensor | None = None  # [1,H,D] of the window's queries, summed over them and the group
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + (0 if self._squares is None else self._squares.nbytes)
 
     def kinds(self) -> dict[str, int]:
         squares = {} if self._squares is None else {"statistics": self._squares.nbytes}
