@@ -160,7 +160,9 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         rotation = self.store.rotation(rows)
         if rotation is not None:
             rows = rows @ rotation
-            exact = exact and Outliers(*(x.to(rows.dtype) @ rotation for x in exact[:2]), exact.slots)
+            if exact is not None:
+                own = (x.to(rows.dtype) @ rotation for x in (exact.keys, exact.values))
+                exact = Outliers(*own, slots=exact.slots)
         keys, values, count = self._block(0), self._block(1), self.positions.shape[2]
         out, _ = attend_to_codes(
             rows, positions, how, lambda x: scores_by_block(x, count, keys),
