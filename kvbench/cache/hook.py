@@ -93,13 +93,11 @@ def expect(call: LayerCall) -> None:
     _EXPECTED.call = call
 
 
-def _call_of(module: nn.Module, key: LayerCall | Tensor, value: LayerCall | Tensor) -> tuple[LayerCall, Latents | None]:
-    """The call that an attention belongs to, and, where it is given expanded tensors, what expands the layer's latents.
+def _latent_call(module: nn.Module, value: LayerCall | Tensor) -> tuple[LayerCall, Latents]:
+    """The call of a layer whose attention receives expanded tensors, and the expansion of its latents.
 
     Raises ValueError for attention without a cache, and for a model without a method that expands latents.
     """
-    if isinstance(key, LayerCall):
-        return key, None
     call, _EXPECTED.call = _EXPECTED.call, None
     if call is None or isinstance(value, LayerCall) or call.layer != module.layer_idx:
         raise ValueError(_without_cache(module))
@@ -128,7 +126,7 @@ def kvbench_attention(
     Honours scaling, softcap, sliding_window and s_aux [H_q] (the logits of attention sinks, as gpt-oss has them);
     ValueError for anything else that would change attention.
     """
-    call, latents = _call_of(module, key, value)
+    call, latents = (key, None) if isinstance(key, LayerCall) else _latent_call(module, value)
     _refuse_unknown(module, kwargs)
     passed, window = _WINDOWS.get(module, (..., None))
     if passed != sliding_window:

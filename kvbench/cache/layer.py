@@ -106,7 +106,7 @@ class KVLayer(NoRollback, CacheLayerMixin):
         raise ValueError("a layer of a KVCache takes tokens through its cache: cache.update(keys, values, layer)")
 
     def get_seq_length(self) -> int:
-        return max((group.seen_before for group in self._groups), default=0)
+        return max((group.progress.before for group in self._groups), default=0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0

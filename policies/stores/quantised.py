@@ -17,11 +17,9 @@ from kvbench.kernels.quantized import Outliers, Packed, Side, quantised_attentio
 from kvbench.kernels.references import sink_factor
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.observation import AttentionParams, SlotInfo, State
-from kvbench.policies.stores.code_attention import attend_in_float32
-from kvbench.policies.stores.codes import ChannelCodes, Codes, TokenCodes
-from kvbench.policies.stores.column import Column
-from kvbench.policies.stores.packing import words_for
-from kvbench.policies.stores.quantiser import Group, Metadata, Quantiser
+from kvbench.policies.stores.code_attention import attend_to_codes
+from kvbench.policies.stores.codes import ChannelCodes, Codes, Column, TokenCodes
+from kvbench.policies.stores.quantiser import Group, Metadata, Quantiser, words_for
 from kvbench.policies.stores.queue import Queue
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import GROWTH, take
@@ -203,8 +201,9 @@ class QuantisedLayerStore(CompressedStore):
             return None  # all in full precision: the views are the stored tensors
         out = self._attend_packed(queries, positions, how)
         if out is None:
-            stored = self.dequantised(0), self.dequantised(1), self.positions
-            out, weights = attend_in_float32(queries, positions, how, *stored)
+            keys, values = self._columns
+            stored = keys.scores, values.weighted, self.positions, self.outliers
+            out, weights = attend_to_codes(queries, positions, how, *stored)
             self.attended(weights, positions)
         return out.to(queries.dtype)
 
@@ -294,7 +293,7 @@ def side(column: Column) -> Side | None:
 
 def _packed(codes: ChannelCodes | TokenCodes, tail: Tensor) -> Packed:
     per_token = isinstance(codes, TokenCodes)
-    unit = codes.group if isinstance(codes, TokenCodes) else codes.unit
+    unit = codes.group
     bits, queue = codes.quantiser.bits, codes.queue
     if queue.count:
         words, scale, minimum = map(queue.view, Group._fields)

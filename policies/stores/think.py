@@ -13,8 +13,8 @@ from torch import Tensor
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Observation
-from kvbench.policies.stores.codes import Codes
-from kvbench.policies.stores.column import Column
+from kvbench.policies.stores.code_attention import scores_by_block
+from kvbench.policies.stores.codes import Codes, Column
 from kvbench.policies.stores.quantised import ColumnStore, QuantisedLayerStore
 from kvbench.policies.stores.slot_store import SlotStore
 
@@ -35,9 +35,13 @@ class PrunedKeys(Codes):
         assert self.channels is not None, "channels are chosen before keys are held"
         return self.channels.long()[:, :, None].expand(-1, -1, rows, -1)
 
-    def dequantised(self) -> Tensor:
-        x = widen(self.queue.view("x"))
+    def block(self, some: slice) -> Tensor:
+        x = widen(self.queue.view("x")[:, :, some])
         return x.new_zeros(*x.shape[:3], self.dim).scatter_(-1, self._index(x.shape[2]), x)
+
+    def scores(self, rows: Tensor) -> Tensor:
+        own = rows.gather(-1, self._index(rows.shape[2]))
+        return scores_by_block(own, self.tokens, lambda some: self.queue.view("x")[:, :, some])
 
     def sizes(self) -> dict[str, int]:
         channels = 0 if self.channels is None else self.channels.nbytes
