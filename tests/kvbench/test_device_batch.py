@@ -43,15 +43,10 @@ def asked(length: int, seed: int, new: int) -> Request:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences decode in a `DeviceBatch` with padding, and no number is read back from the device."""
+    """Sequences decode in a `DeviceBatch`, and no number is read back from the device."""
     monkeypatch.setattr(engine, "use_triton", lambda x: True)
-    monkeypatch.setattr(engine, "DeviceBatch", type("Padded", (DeviceBatch,), {"__init__": padded}))
     monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
     monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
-
-
-def padded(batch: Any, config: Any, padded: bool) -> None:
-    DeviceBatch.__init__(batch, config, padded=True)
 
 
 def decoded(model: Any, some: Sequence[Policy], most: list[int] | None = None) -> list[Any]:
