@@ -230,8 +230,7 @@ class DeviceBatch(KVCache):
         """The state of a sequence that is in the arenas, from its layers."""
         segments, layers = [], group.layers
         for layer in layers:
-            starts, held, free, _ = slot_store(layer).segments()
-            counts = held + (slot_store(layer).free is not None)
+            starts, counts, free = slot_store(layer).segments()
             segments.append((starts + self._arena.start(layer), counts, free, counts + slots_to_grow(group, layer)))
         state = dict(zip(LENGTHS, map(torch.cat, zip(*segments, strict=True)), strict=False))
         state["nan"] = state["starts"].new_zeros(len(layers), dtype=torch.bool)
