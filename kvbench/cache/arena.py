@@ -76,28 +76,22 @@ def slots_to_grow(group: PolicyGroup, layer: LayerState) -> int:
 
 
 class Arena:
-    """The arenas of all layers, alike in shapes and dtypes.
+    """The arenas of all layers, empty at first, and alike in shapes and dtypes.
 
     keys, values: [N,D] or shorter, of each layer. positions [L,N] int32, -1 = empty; statistics [L,N,G'] by name and
-    G'; weights [L,N,G]: attention of the newest queries, if a policy uses it. version: changes with the addresses.
+    G'; weights [L,N,G]: attention of the newest queries, if a policy uses it. offsets [L,1,1]: of the layers in these
+    tensors. version: changes with the addresses.
     """
 
-    def __init__(self, group: PolicyGroup) -> None:
-        """Empty arenas for sequences of the model of this one."""
-        first = slot_store(group.layers[0]).memory
-        keys, values, layers = first["keys"], first["values"], len(group.layers)
-        self.keys = [keys.new_zeros(FIRST, keys.shape[-1]) for _ in range(layers)]
-        self.values = [values.new_zeros(FIRST, values.shape[-1]) for _ in range(layers)]
-        self.positions = torch.full((layers, FIRST), -1, dtype=torch.int32, device=keys.device)
+    def __init__(self, layers: int) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.positions = torch.full((layers, FIRST), -1, dtype=torch.int32)
+        self.offsets = torch.zeros(layers, 1, 1, dtype=torch.long)
         self.statistics: dict[tuple[str, int], Tensor] = {}
         self.weights: Tensor | None = None
         self.version = 0
         self._held: list[dict[LayerState, range]] = [{} for _ in range(layers)]
-
-    @property
-    def slots(self) -> int:
-        """N, slots of the largest arena."""
-        return self.positions.shape[1]
 
     def start(self, layer: LayerState) -> int:
         """The first slot of a sequence in a layer."""
@@ -109,8 +103,12 @@ class Arena:
             self.weights = torch.zeros(*self.positions.shape, heads, device=self.positions.device)
 
     def hold(self, index: int, layers: Sequence[LayerState]) -> None:
-        """Move the slots of sequences in one layer into its arena."""
-        held, new = self._held[index], dict[LayerState, range]()
+        """Move the slots of sequences in one layer into its arena. Layers are held in order the first time."""
+        held, new, first = self._held[index], dict[LayerState, range](), slot_store(layers[0]).memory
+        if index == len(self.keys):
+            self.positions = self.positions.to(first["keys"].device)
+            self.keys.append(first["keys"].new_zeros(FIRST, first["keys"].shape[-1]))
+            self.values.append(first["values"].new_zeros(FIRST, first["values"].shape[-1]))
         for layer in layers:
             new[layer] = _gap([*held.values(), *new.values()], slot_store(layer).capacity)
         end = max(slots.stop for slots in new.values())
@@ -137,9 +135,10 @@ class Arena:
         for memory in (self.keys, self.values):
             memory[index] = _longer(memory[index], slots, 0)
         changed = [index]
-        if slots > self.slots:
+        if slots > self.positions.shape[1]:
             changed = list(range(len(self.keys)))
             self.positions = _longer(self.positions, slots, 1, fill=-1)
+            self.offsets = torch.arange(len(self.offsets), device=self.positions.device)[:, None, None] * slots
             self.statistics = {name: _longer(x, slots, 1) for name, x in self.statistics.items()}
             self.weights = None if self.weights is None else _longer(self.weights, slots, 1)
         self.version += 1

@@ -121,7 +121,7 @@ class DecodeBatch:
         eager, plain = partial(next_logits, self._model), self._plain
         try:
             if use_triton(self.sequences[0].request.input_ids):
-                self.device = self.device or DeviceBatch(plain.config, padded=self._recorder is not None)
+                self.device = self.device or DeviceBatch(plain.config)
                 self.device.admit(plain.groups)
                 plain.groups[:] = [group for group in plain.groups if group not in self.device.groups]
             if plain.groups:

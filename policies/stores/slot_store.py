@@ -21,7 +21,7 @@ from kvbench.kernels.references import widen
 from kvbench.policies.constants import on_device
 from kvbench.policies.observation import AttentionParams, SlotInfo, State
 from kvbench.policies.stores.slots import GROWTH, owned, spread_index, take
-from kvbench.policies.stores.store import LayerStore, Segments, Sizes
+from kvbench.policies.stores.store import LayerStore, Sizes
 
 
 class SlotStore(LayerStore):
@@ -386,15 +386,16 @@ class SlotStore(LayerStore):
         held._ascending = self._ascending and free is None
         return held
 
-    def segments(self) -> Segments:
-        """The segments of the KV heads, with the memory seen as flat; it has positions afterwards, -1 in free slots."""
+    def segments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """[B,H] each, with the memory seen as flat: the starts of segments, their slots in use, and their free slot.
+
+        Without a free slot, it is the next one. The memory has positions afterwards, -1 in free slots.
+        """
         self._store_positions()
         self.positions  # noqa: B018 - writes those of free slots
-        one = int(self.free is not None)
-        if self.starts is not None and self.counts is not None:
-            starts, held = self.starts, self.counts - one
-        else:
+        starts, counts = self.starts, self.counts
+        if starts is None or counts is None:
             rows, device = self.memory["positions"].shape[:2], self.memory["positions"].device
             starts = torch.arange(rows.numel(), device=device).view(rows) * (self.used + self.room)
-            held = torch.full(rows, self.used - one, device=device)
-        return Segments(starts, held, held if self.free is None else self.free[..., 0], self.used - one)
+            counts = torch.full(rows, self.used, device=device)
+        return starts, counts, counts if self.free is None else self.free[..., 0]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kv_hybrids import tiny_hybrid
 from kv_models import prompt, tiny
 from live_bytes import Live
 from torch import Tensor
@@ -43,15 +44,10 @@ def asked(length: int, seed: int, new: int) -> Request:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences decode in a `DeviceBatch` with padding, and no number is read back from the device."""
+    """Sequences decode in a `DeviceBatch`, and no number is read back from the device."""
     monkeypatch.setattr(engine, "use_triton", lambda x: True)
-    monkeypatch.setattr(engine, "DeviceBatch", type("Padded", (DeviceBatch,), {"__init__": padded}))
     monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
     monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
-
-
-def padded(batch: Any, config: Any, padded: bool) -> None:
-    DeviceBatch.__init__(batch, config, padded=True)
 
 
 def decoded(model: Any, some: Sequence[Policy], most: list[int] | None = None) -> list[Any]:
@@ -75,8 +71,8 @@ def decoded(model: Any, some: Sequence[Policy], most: list[int] | None = None) -
 def held(cache: KVCache | None) -> tuple[Any, ...]:
     assert cache is not None
     cache.audit()
-    positions = [layer.positions.sort(-1).values.tolist() for layer in cache.layers]
-    counts = [state.counts for layer in cache.layers for state in layer.states]
+    positions = [layer.positions.sort(-1).values.tolist() for layer in cache.attention_layers]
+    counts = [state.counts for layer in cache.attention_layers for state in layer.states]
     return positions, counts, cache.nbytes, cache.peak_nbytes, cache.spare_nbytes
 
 
@@ -105,6 +101,18 @@ def test_sequences_below_their_budget_decode_in_the_same_launches(
     assert min(joined) == 1, "all sequences are on the device in every step"
     monkeypatch.setattr(engine, "use_triton", lambda x: False)
     assert together == decoded(model, some)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "zaya"])
+def test_recurrent_states_stay_with_their_sequences(
+    family: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, joined = tiny_hybrid(family), list[int]()
+    model.set_attn_implementation("kvbench")
+    together = decoded(model, policies(("full", "h2o")), joined)
+    assert max(joined) == 1
+    monkeypatch.setattr(engine, "use_triton", lambda x: False)
+    assert together == decoded(model, policies(("full", "h2o")))
 
 
 def test_a_sequence_may_leave_the_device_between_any_two_tokens() -> None:
