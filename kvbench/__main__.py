@@ -2,7 +2,7 @@
 
 import sys
 
-from kvbench.sweeps.app import main
+from kvbench.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 import sys
 
-from kvbench.terminal.console import share_cores
+from kvbench.terminal.command import share_cores
 
 if __name__ == "__main__":
     share_cores()

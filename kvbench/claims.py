@@ -10,10 +10,10 @@ import pandas as pd
 import yaml
 
 from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
-from kvbench.report import frames
+from kvbench.report.formats import FORMATS, write
+from kvbench.report.table import Table, text
 from kvbench.results.load import load_results
-from kvbench.terminal.command import Parser, command, pairs
-from kvbench.terminal.console import log_to_stderr, terminal_width
+from kvbench.terminal.command import Parser, command, log_to_stderr, pairs, terminal_width
 from kvbench.terminal.outputs import check_output
 
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=Path,
         help="folder of finished runs; without it, the claims and the commands of their runs are shown",
     )
-    parser.add_argument("-o", "--output", type=Path, help=f"file to write: {', '.join(frames.FORMATS)}")
+    parser.add_argument("-o", "--output", type=Path, help=f"file to write: {', '.join(FORMATS)}")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="replace fields of the runs: model=pocket task=niah budget=64"
     )
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     log_to_stderr()
     if options.output is not None:
-        check_output(options.output, tuple(frames.FORMATS))
+        check_output(options.output, tuple(FORMATS))
     words = pairs([*options.overrides, *rest], "model=pocket")
     budget = {"budget": f"[{words['budget']}]"} if "budget" in words else {}
     overrides = {key: yaml.safe_load(value) for key, value in {**words, **budget}.items()}
@@ -46,14 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = [] if options.runs is None else load_results(options.runs)
     table = as_table([decide(claim, runs) for claim in claims])
     if options.output is None:
-        sys.stdout.write(frames.text(table, terminal_width()))
+        sys.stdout.write(text(table, terminal_width()))
     else:
-        frames.write(table, options.output)
+        write(table, options.output)
         sys.stdout.write(f"{len(claims)} claims -> {options.output}\n")
     return 0
 
 
-def as_table(verdicts: Sequence[Verdict]) -> frames.Table:
+def as_table(verdicts: Sequence[Verdict]) -> Table:
     """One row per comparison, or per claim without comparisons."""
     rows = []
     for one in verdicts:
@@ -67,7 +67,7 @@ def as_table(verdicts: Sequence[Verdict]) -> frames.Table:
     columns = ["name", "claim", "verdict", "comparison", "difference", "95% interval", "n"]
     notes = [f"{one.claim.name}: {remark}" for one in verdicts for remark in one.remarks]
     frame = pd.DataFrame(rows, columns=columns)
-    return frames.Table(frame, f"{len(verdicts)} claims", notes, left=columns[:4], groups=["name"])
+    return Table(frame, f"{len(verdicts)} claims", notes, left=columns[:4], groups=["name"])
 
 
 if __name__ == "__main__":

@@ -14,11 +14,9 @@ import yaml
 
 from kvbench.errors import UsageError
 from kvbench.results.definition import read_definition
-from kvbench.sweeps.jobs import NO_PROCESS, Launcher
-from kvbench.sweeps.status import ACTIVE, FAILED, LEFT, Status, print_statuses, statuses
+from kvbench.sweeps.jobs import ACTIVE, FAILED, LEFT, NO_PROCESS, Launcher, Status, print_statuses, statuses
 from kvbench.terminal.command import FAILED as EXIT_FAILED
-from kvbench.terminal.command import Parser, command, pairs
-from kvbench.terminal.console import log_to_stderr, share_cores
+from kvbench.terminal.command import Parser, command, log_to_stderr, pairs, share_cores
 
 COMMANDS = {
     "status": "print the progress of every run",
@@ -74,8 +72,8 @@ def resume(out: Path, fields: Sequence[str]) -> list[Status]:
     os.chdir(definition.folder)  # the paths in its runs are relative to it
     sys.path.insert(0, definition.folder)  # so are the user's own modules
     share_cores()
+    from kvbench.sweeps.compute import Planned, rebuilt
     from kvbench.sweeps.launch import launch  # torch, which the other commands do not need
-    from kvbench.sweeps.plan import Planned, rebuilt
 
     runs = [rebuilt(entry, here) if launcher.in_process else Planned(entry) for entry in left]
     return launch(here, runs, definition, launcher)

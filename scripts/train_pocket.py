@@ -29,10 +29,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from kvbench.tasks.haystack import written_sentences
 from kvbench.tasks.niah import Niah
 from kvbench.tasks.ruler.templates import needle_line, noise_line, template
-from kvbench.tasks.words import own_words
+from kvbench.tasks.words import own_words, written_sentences
 
 MOST_TARGETS = 2048  # predictable tokens per step: the output layer over the vocabulary is a third of a step's time
 Exercise = tuple[list[int], list[bool]]

@@ -14,7 +14,8 @@ from kvbench.tasks.context_question import rows as columns
 from kvbench.tasks.hub import HubFile, data_file
 from kvbench.tasks.predictions import JUDGES
 from kvbench.tasks.task import Example, Task, Tokenizer, counts
-from kvbench.tasks.text_files import Row, rows, shipped
+from kvbench.tasks.text_files import Row, rows
+from kvbench.tasks.words import shipped
 
 
 @dataclass(frozen=True, kw_only=True)

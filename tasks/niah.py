@@ -11,11 +11,10 @@ from itertools import islice
 from typing import ClassVar
 
 from kvbench.errors import ConfigError, choice, number, whole_number
-from kvbench.tasks.haystack import Filler, hide, largest_fitting, read_folder, repeated, written_sentences
 from kvbench.tasks.ruler.templates import noise_line
 from kvbench.tasks.scores import contains, needle_words, rouge1_recall
 from kvbench.tasks.task import Example, Task, Tokenizer, counts, question_part, slots
-from kvbench.tasks.words import own_words
+from kvbench.tasks.words import Filler, hide, largest_fitting, own_words, read_folder, repeated, written_sentences
 
 HAYSTACKS = ("sentences", "noise")
 MOST_DIGITS = 18  # fits into a 64-bit number, also in tables

@@ -11,7 +11,7 @@ from kvbench.errors import ConfigError, choice, whole_number
 from kvbench.tasks.niah import NeedleGrid, Planted
 from kvbench.tasks.scores import contains
 from kvbench.tasks.task import Example, counts, slots
-from kvbench.tasks.text_files import shipped
+from kvbench.tasks.words import shipped
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 FUNCTION_WORDS = frozenset({"a", "an", "and", "are", "at", "by", "has", "in", "is", "next", "of", "the", "to", "whose"})

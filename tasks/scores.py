@@ -1,11 +1,34 @@
-"""Scores of one output against its references, 0 to 1, that several tasks share."""
+"""Scores of one output against its references, and official aggregates of many.
+
+Aggregates are the numbers that a benchmark's own scripts print, often not the mean over all examples.
+metadata["benchmark"] of the examples names the benchmark: a package of `kvbench.tasks` with modules `summary` and
+`predictions`, or your own module by its full name (`my_package.my_bench`). They may define:
+
+    summary(answers)                   aggregates of scored answers by name, in the benchmark's own unit. Every answer
+                                       has an output and, unless NEEDS_SCORES = False, a score
+    SUBSETS_BY: str                    for averages over subsets: the metadata key with the subset's name
+    averages(subsets)                  the subsets that each average of `summary` includes, by the average's name
+    heat_map(answers)                  percent by (length, depth in percent), if a cell is not a mean over examples
+    score_predictions(line, **flags)   fields added to a line of recorded predictions (see `tasks.predictions`)
+"""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pkgutil import iter_modules
+from statistics import fmean
+from types import ModuleType
 
+from kvbench import tasks
+from kvbench.tasks.task import Scored
+
+log = logging.getLogger(__name__)
 NUMBER = re.compile(r"\d+\.\d+|\d+")  # without its sign
 
 
@@ -65,3 +88,84 @@ def rouge_lsum(output: str, reference: str) -> float:
     from rouge_score.rouge_scorer import RougeScorer  # here: see rouge1_recall
 
     return float(RougeScorer(["rougeLsum"]).score(reference, output)["rougeLsum"].fmeasure)
+
+
+def benchmark_module(name: str, part: str) -> ModuleType:
+    """The module with a benchmark's `part`. Raises ModuleNotFoundError if it does not exist."""
+    own = f"{tasks.__name__}.{name}"
+    return import_module(f"{own}.{part}" if name.isidentifier() and find_spec(own) else name)
+
+
+def benchmarks_with(part: str) -> list[str]:
+    """Sorted names of the benchmarks in `kvbench.tasks` that have such a part."""
+    packages = sorted(module.name for module in iter_modules(tasks.__path__) if module.ispkg)
+    return [name for name in packages if find_spec(f"{tasks.__name__}.{name}.{part}")]
+
+
+def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
+    """Official aggregates of scored answers by name, in the unit of the benchmark (percent); {} if it defines none.
+
+    Also {} while an answer has no output or no score, because a mean over the others would ignore failures.
+    """
+    module = summary_module(answers)
+    if module is None or not hasattr(module, "summary") or any(answer.output is None for answer in answers):
+        return {}
+    if getattr(module, "NEEDS_SCORES", True) and any(answer.score is None for answer in answers):
+        return {}
+    found: dict[str, float | None] = module.summary(answers)
+    return found
+
+
+def summary_module(answers: Sequence[Scored]) -> ModuleType | None:
+    """The summary module of the benchmark that all answers name; None without a common benchmark."""
+    names = {answer.metadata.get("benchmark") for answer in answers}
+    return _module(names.pop()) if len(names) == 1 else None
+
+
+def subsets_by(answers: Sequence[Scored]) -> str | None:
+    """The metadata key of the subsets that the benchmark averages with equal weights; None if it does not."""
+    return getattr(summary_module(answers), "SUBSETS_BY", None)
+
+
+@cache
+def _module(benchmark: object) -> ModuleType | None:
+    """The summary module of a benchmark; None, with a warning, if it is not installed."""
+    if not isinstance(benchmark, str):
+        return None
+    try:
+        return benchmark_module(benchmark, "summary")
+    except ModuleNotFoundError as error:
+        log.warning("the aggregates of benchmark %s are left out: %s", benchmark, error)
+        return None
+
+
+def by_subset(answers: Sequence[Scored], key: str) -> dict[str, list[Scored]]:
+    """The answers of each subset, in the order of their first appearance."""
+    members: dict[str, list[Scored]] = {}
+    for answer in answers:
+        members.setdefault(answer.metadata[key], []).append(answer)
+    return members
+
+
+def scores_of(answers: Sequence[Scored]) -> list[float]:
+    """The scores of answers, without missing ones."""
+    return [answer.score for answer in answers if answer.score is not None]
+
+
+def percent(scores: Sequence[float]) -> float | None:
+    """Mean of scores from 0 to 1 in percent, rounded as LongBench and RULER do; None without scores."""
+    return round(100 * fmean(scores), 2) if scores else None
+
+
+def means(percents: Mapping[str, float | None], averages: Mapping[str, Sequence[str]]) -> dict[str, float | None]:
+    """Averages over subsets by name; {} for a single subset. percents: the score of each subset."""
+    if len(percents) < 2:
+        return {}
+    return {name: fmean(percents[member] or 0.0 for member in members) for name, members in averages.items()}
+
+
+def mean_measures(answers: Sequence[Scored]) -> dict[str, float | None]:
+    """Mean of every further metric of the answers, by its name, 0 to 100."""
+    measured: list[Mapping[str, float]] = [getattr(answer, "measures", None) or {} for answer in answers]
+    names = dict.fromkeys(name for found in measured for name in found)
+    return {name: 100 * fmean(found[name] for found in measured) for name in names}

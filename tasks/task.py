@@ -99,7 +99,7 @@ class Example:
     sampling: temperature, top_p and top_k of the answer unless the run sets them; None is greedy decoding.
 
     metadata is stored with the sample. Tables group scores by its "task", "length" and "depth"; "benchmark" names the
-    module with the official aggregates (`tasks.summary`).
+    module with the official aggregates (`tasks.scores`).
     """
 
     index: int

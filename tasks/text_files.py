@@ -11,8 +11,6 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files as resources
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,6 @@ from kvbench.errors import ConfigError
 Row = Mapping[str, Any]
 TABLES = (".jsonl", ".csv", ".parquet")
 """Suffixes of files with rows."""
-
-
-@cache
-def shipped(name: str) -> Any:  # noqa: ANN401 - JSON
-    """The content of a file of `tasks/data`, which names the source and licence of benchmark texts."""
-    return json.loads(resources("kvbench.tasks").joinpath(f"data/{name}").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from kvbench.models.given import borrowed
 from kvbench.models.prompts import end_tokens, stop_test
 from kvbench.models.tokens import Encoder, encode
 from kvbench.policies.policy import Policy
-from kvbench.run.sampling import Sampling, check_samples
+from kvbench.run import run_config
 
 
 def generate(
@@ -52,8 +52,7 @@ def generate(
     if isinstance(prompt, str):
         assert tokenizer is not None
         prompt = torch.tensor([encode(tokenizer, prompt)])
-    sampling = Sampling(temperature, top_p, top_k)
-    check_samples(sampling, samples)
+    sampling = run_config.Generation(temperature, top_p, top_k, samples).sampling
     answers = [(row, sample) for row in range(len(prompt)) for sample in range(samples)]
     if isinstance(question, Sequence):
         question = [position for position in question for _ in range(samples)]
@@ -69,7 +68,9 @@ def generate(
             eos_token_ids=_end_tokens(model, tokenizer, stop),
             stop=None if tokenizer is None else stop_test(tokenizer, stop),
             context_tokens=context_tokens,
-            samplers=[] if sampling.greedy else [TokenSampler(sampling, seed, *one) for one in answers],
+            samplers=[]
+            if sampling is None or sampling.greedy
+            else [TokenSampler(sampling, seed, *one) for one in answers],
             encoder=None if tokenizer is None else Encoder(tokenizer),
         )
 

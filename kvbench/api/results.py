@@ -7,9 +7,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from kvbench.report.frames import html, text
+from kvbench.report.formats import html
 from kvbench.report.html.report import write_report
-from kvbench.report.table import pivot, results_table
+from kvbench.report.table import pivot, results_table, text
 from kvbench.results import load
 from kvbench.results.result import Result
 

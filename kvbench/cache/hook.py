@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvbench.cache import NAME
-from kvbench.cache.interface import KINDS, InterfaceError, NotATensor, check_interface, uncompiled
+from kvbench.cache.interface import InterfaceError, NotATensor, check_interface, uncompiled
 from kvbench.policies.model_layer import Latents
 from kvbench.policies.observation import AttentionParams
 
@@ -93,13 +93,11 @@ def expect(call: LayerCall) -> None:
     _EXPECTED.call = call
 
 
-def _call_of(module: nn.Module, key: LayerCall | Tensor, value: LayerCall | Tensor) -> tuple[LayerCall, Latents | None]:
-    """The call that an attention belongs to, and, where it is given expanded tensors, what expands the layer's latents.
+def _latent_call(module: nn.Module, value: LayerCall | Tensor) -> tuple[LayerCall, Latents]:
+    """The call of a layer whose attention receives expanded tensors, and the expansion of its latents.
 
     Raises ValueError for attention without a cache, and for a model without a method that expands latents.
     """
-    if isinstance(key, LayerCall):
-        return key, None
     call, _EXPECTED.call = _EXPECTED.call, None
     if call is None or isinstance(value, LayerCall) or call.layer != module.layer_idx:
         raise ValueError(_without_cache(module))
@@ -128,7 +126,7 @@ def kvbench_attention(
     Honours scaling, softcap, sliding_window and s_aux [H_q] (the logits of attention sinks, as gpt-oss has them);
     ValueError for anything else that would change attention.
     """
-    call, latents = _call_of(module, key, value)
+    call, latents = (key, None) if isinstance(key, LayerCall) else _latent_call(module, value)
     _refuse_unknown(module, kwargs)
     passed, window = _WINDOWS.get(module, (..., None))
     if passed != sliding_window:
@@ -192,14 +190,12 @@ def _says_one_of(words: tuple[str, ...], name: str) -> bool:
 def _window(module: nn.Module, passed: int | None) -> int | None:
     """The sliding window of a layer: what it passes to attention, else what the model's mask has for its type.
 
-    Raises InterfaceError for unsupported types of layers, and for windows that the model does not use.
+    Raises InterfaceError for a window that the model does not use.
     """
     config = module.config
     kinds = getattr(config, "layer_types", None)
     index = getattr(module, "layer_idx", None)  # None where several layers share their attention's weights
     kind = kinds[index] if kinds and index is not None else None
-    if kind not in (None, *KINDS):
-        raise InterfaceError(f"{_name(module)} has a layer of type {kind!r}; supported are {', '.join(KINDS)}")
     window: int | None = getattr(config, "sliding_window", None)
     if kind is None:
         slides = window is not None and getattr(config, "use_sliding_window", True)
@@ -219,33 +215,27 @@ def _window(module: nn.Module, passed: int | None) -> int | None:
 def kvbench_mask(
     *args: Any,  # noqa: ANN401
     attention_mask: Tensor | None = None,
-    q_length: int | None = None,
-    cache_position: Tensor | None = None,
+    q_length: int,
     allow_is_causal_skip: bool = True,
     local_size: int | None = None,
     **kwargs: Any,  # noqa: ANN401
 ) -> Tensor | None:
-    """Which of the call's new tokens are real, bool [B,1,M,1]; None if all are. Causality is decided from positions.
+    """The new tokens of the call that are no padding, bool [B,1,M,1]; None if all are. Attention is causal by position.
 
-    ValueError if the model changes the causal mask (bidirectional blocks, packed sequences, chosen tokens), or for
-    prompts padded on the right, whose next token would follow padding.
+    ValueError if the model changes the causal mask (bidirectional blocks, packed sequences, chosen tokens), or if
+    prompts are padded on the right, where new tokens would follow padding.
     """
-    _EXPECTED.call = None  # of a call that came to no end
+    _EXPECTED.call = None  # of a call that failed
     _EXPECTED.window = local_size
     if not allow_is_causal_skip:
         raise InterfaceError(
             "the model changes the causal mask (packed, bidirectional, crossing or chosen tokens), which kvbench does "
             "not follow"
         )
-    if attention_mask is None or attention_mask.is_meta:  # a model that is tried without numbers has no padding
+    if attention_mask is None or attention_mask.is_meta:  # a trial without numbers has no padding
         return None
-    new = (
-        q_length
-        if q_length is not None
-        else (attention_mask.shape[-1] if cache_position is None else len(cache_position))
-    )
-    real = attention_mask[:, -new:].to(torch.bool)
-    if new > 1 and bool((real.any(-1) & ~real[:, -1]).any()):
+    real = attention_mask[:, -q_length:].to(torch.bool)
+    if q_length > 1 and bool((real.any(-1) & ~real[:, -1]).any()):
         raise ValueError(
             "attention_mask must mark padding on the left only, so that every prompt ends in the last column: "
             'tokenize with padding_side="left"'

@@ -1,4 +1,4 @@
-"""What a decoded query reads of the tokens that a layer holds: the pages that the policy's reader scores highest.
+"""Sparse attention: a decoded query reads the pages of stored tokens that the policy's reader scores highest.
 
 Shapes: B batch, L layers, H_kv KV heads, T slots, P pages, p tokens of a page, D head dim.
 """
@@ -20,127 +20,119 @@ from kvbench.policies.stores.store import LayerStore
 
 
 class PageReads:
-    """The pages of one layer: their summaries, and what the newest decoded query read of them.
+    """The pages of one layer: their summaries, and the number of tokens that decoded queries read.
 
-    summaries: [B,H_kv,P,...] by name. read, most: tokens that the newest query read and that any one read, [B,H_kv]
-    int32. nbytes_read: bytes of the summaries the newest query looked through.
+    summaries: [B,H_kv,P,...] by name. summarised: number of tokens in them, for each sequence. read, most [B,H_kv]
+    int32: tokens read by the newest query, and the most that any query read. nbytes_scanned: bytes of the summaries
+    that the newest query read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy, index: int) -> None:
+        self._policy = policy
+        self._index = index
         self.summaries: State = {}
+        self.summarised: list[int] = []
         self.read: Tensor | None = None
         self.most: Tensor | None = None
-        self.nbytes_read = 0
-        self.begun = False  # all tokens that are held have been summarised
+        self.nbytes_scanned = 0
+
+    @property
+    def _reader(self) -> Reader:
+        assert self._policy.reader is not None
+        return self._policy.reader
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
-        counts = sum(x.nbytes for x in (self.read, self.most) if x is not None)
-        return counts + sum(x.nbytes for x in self.summaries.values())
+        return sum(x.nbytes for x in (self.read, self.most, *self.summaries.values()) if x is not None)
 
-    def update(
-        self,
-        policy: Policy,
-        layer: int,
-        step: LayerStep,
-        before: Sequence[int],
-        after: Sequence[int],
-        prompts: Sequence[int],
-    ) -> None:
-        """Summarize the pages of a step's tokens; of a prompt that is evicted, with the first decoded token."""
-        reader = policy.reader
-        assert reader is not None
-        if reader.evicts and step.now.phase != "decode":
-            self.summaries, self.begun = {}, False
-        elif not reader.reads_all(layer):
-            sizes = [read_plan(policy, length).page for length in prompts]
-            self.append(reader, step.store, before, after, sizes)
+    def update(self, step: LayerStep, counts: Sequence[int], prompts: Sequence[int]) -> None:
+        """Summarise the tokens that a step appended; a prompt that is evicted first, with the first decoded token.
 
-    def append(
-        self, reader: Reader, held: LayerStore, before: Sequence[int], after: Sequence[int], sizes: Sequence[int]
-    ) -> None:
-        """Summarise the pages of new tokens. before, after: number of tokens of each sequence before and after them.
-
-        sizes: tokens per page of each sequence.
+        counts, prompts: tokens that the layer holds, and tokens of the prompt, for each sequence.
         """
-        slots = held.positions.shape[2]
-        before = before if self.begun else [0] * len(after)
+        if self._reader.evicts and step.now.phase != "decode":
+            self.summaries, self.summarised = {}, []
+        elif not self._reader.reads_all(self._index):
+            self.summarise(step.store, counts, prompts)
+
+    def summarise(self, store: LayerStore, counts: Sequence[int], prompts: Sequence[int]) -> None:
+        """Summarise all pages from the first one with a new token; see `update`."""
+        sizes = [read_plan(self._policy, length).page for length in prompts]
+        slots = store.positions.shape[2]
+        first = min(n // size for n, size in zip(self.summarised or [0] * len(sizes), sizes, strict=True))
         last = max(-(-slots // size) for size in sizes)
-        if self.begun and max(a - b for b, a in zip(before, after, strict=True)) == 1:  # a page of each sequence
-            newest = [max(n - 1, 0) // size for n, size in zip(after, sizes, strict=True)]
-            pages = held.positions.new_tensor(newest)[:, None].long()
-        else:
-            first = min(n // size for n, size in zip(before, sizes, strict=True))
-            pages = torch.arange(first, last, device=held.positions.device).expand(len(after), -1)
-        self.begun = True
-        size = pages.new_tensor(sizes)[:, None, None, None]
+        self.summarised = list(counts)
+        pages = torch.arange(first, last, device=store.positions.device)[:, None]
         within = torch.arange(max(sizes), device=pages.device)
-        where = pages[:, None, :, None] * size + within  # [B,1,n,p]
-        where = where.expand(-1, held.positions.shape[1], -1, -1)
-        inside = (where < slots) & (within < size)
-        flat = where.clamp(max=slots - 1).flatten(2)
-        keys = take(held.keys, flat).unflatten(2, where.shape[2:])
-        present = inside & (held.positions.gather(-1, flat).view_as(where) >= 0)
-        for name, new in reader.summarise(keys, present).items():
-            old = self.summaries.get(name)
-            if old is None:
-                old = new.new_zeros(*new.shape[:2], 0, *new.shape[3:])
-            if old.shape[2] < last:
-                more = new.new_zeros(*new.shape[:2], last - old.shape[2], *new.shape[3:])
-                old = torch.cat([old, more], dim=2)
-            at = pages[:, None].expand(-1, new.shape[1], -1).view(*new.shape[:3], *[1] * (new.dim() - 3))
-            self.summaries[name] = old.scatter_(2, at.expand_as(new), new)
+        size = pages.new_tensor(sizes)[:, None, None, None]
+        here = (pages * size + within).expand(-1, store.positions.shape[1], -1, -1)  # [B,H_kv,P',p]
+        flat = here.clamp(max=slots - 1).flatten(2)
+        keys = take(store.keys, flat).unflatten(2, here.shape[2:])
+        present = (here < slots) & (within < size) & (store.positions.gather(-1, flat).view_as(here) >= 0)
+        for name, new in self._reader.summarise(keys, present).items():
+            old = self.summaries.get(name, new[:, :, :0])
+            if old.shape[2] == last:
+                old[:, :, first:] = new
+            else:
+                self.summaries[name] = torch.cat([old[:, :, :first], new], dim=2)
 
-    def attend(self, policy: Policy, layer: int, prompts: Sequence[int], step: LayerStep) -> Tensor | None:
-        """Attention [B,H_q,1,D] of a decoded query over what it reads; None where that is all that is held."""
-        reader, held, params = policy.reader, step.store, step.params
-        assert reader is not None
-        positions = held.positions
+    def attend(self, prompts: Sequence[int], step: LayerStep) -> Tensor | None:
+        """Attention [B,H_q,1,D] of a decoded query over the tokens it reads; None if it reads all tokens."""
+        policy, reader, store, params = self._policy, self._reader, step.store, step.params
+        positions, plans = store.positions, [read_plan(policy, length) for length in prompts]
         chosen = visible(step.now.positions, positions, params.sliding_window)[:, :, 0]
-        plans, slots = [read_plan(policy, prompt) for prompt in prompts], positions.shape[2]
-        most = [plan.tokens for plan in plans]
-        whole = reader.reads_all(layer) or (reader.mass is None and slots <= min(most))
-        self.nbytes_read = 0
-        if not whole:
-            budgets = tuple(budget_tokens(policy, prompt) for prompt in prompts)
-            found = (layer, step.queries, held.keys, positions, self.summaries, chosen, params.scaling, params.softcap)
-            reading = Reading(*found, budgets, tuple(prompts))
+        fits = reader.mass is None and positions.shape[2] <= min(plan.tokens for plan in plans)
+        reads_all = fits or reader.reads_all(self._index)
+        self.nbytes_scanned = 0
+        if not reads_all:
+            reading = Reading(
+                layer=self._index,
+                queries=step.queries,
+                keys=store.keys,
+                positions=positions,
+                summaries=self.summaries,
+                visible=chosen,
+                scaling=params.scaling,
+                softcap=params.softcap,
+                budgets=tuple(budget_tokens(policy, length) for length in prompts),
+                prompts=tuple(prompts),
+            )
             chosen = chosen_slots(reader, reading, plans)
-            self.nbytes_read = reader.nbytes_scanned(reading)
-        self._note(chosen.sum(-1, dtype=torch.int32), step.now.positions >= 0)
-        if whole:
-            return None
-        order = chosen.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., : max(most)]
-        places = positions.gather(-1, order).masked_fill(~chosen.gather(-1, order), -1)
-        call = step.queries, take(held.keys, order), take(held.values, order), step.now.positions, places
-        return masked_attention(*call, params.scaling, params.softcap, params.sliding_window, params.sinks)
-
-    def _note(self, read: Tensor, present: Tensor) -> None:
-        """Remember what was read [B,H_kv] by the sequences that have a token, bool [B,1]."""
-        self.read = read if self.read is None else torch.where(present, read, self.read)
+            self.nbytes_scanned = reader.nbytes_scanned(reading)
+        read = chosen.sum(-1, dtype=torch.int32)
         self.most = read.clone() if self.most is None else torch.maximum(self.most, read)
+        # A sequence without a token in this step keeps the number of its last query.
+        self.read = read if self.read is None else torch.where(step.now.positions >= 0, read, self.read)
+        if reads_all:
+            return None
+        longest = max(plan.tokens for plan in plans)
+        order = chosen.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :longest]
+        places = positions.gather(-1, order).masked_fill(~chosen.gather(-1, order), -1)
+        call = step.queries, take(store.keys, order), take(store.values, order), step.now.positions, places
+        return masked_attention(*call, params.scaling, params.softcap, params.sliding_window, params.sinks)
 
 
 def chosen_slots(reader: Reader, reading: Reading, plans: Sequence[ReadPlan]) -> Tensor:
-    """The slots that are read, bool [B,H_kv,T]."""
-    seen, scores = reading.visible, reader.score(reading)
-    slots = seen.shape[-1]
-    size = scores.new_tensor([plan.page for plan in plans], dtype=torch.long)[:, None, None]
-    most = size.new_tensor([plan.tokens for plan in plans])[:, None, None]
-    page_of = (torch.arange(slots, device=seen.device) // size).expand_as(seen)  # of each slot
-    fits = seen.sum(-1, keepdim=True) <= most
-    if plans[0].cuts:
-        order = scores.gather(-1, page_of).masked_fill(~seen, -torch.inf).argsort(dim=-1, descending=True, stable=True)
-        best = torch.arange(slots, device=seen.device).expand_as(order) < most
-        return seen & (fits | torch.zeros_like(seen).scatter_(-1, order, best))
-    visible_pages = torch.zeros_like(scores).scatter_add_(-1, page_of, seen.to(scores.dtype)) > 0
-    order = scores.masked_fill(~visible_pages, -torch.inf).argsort(dim=-1, descending=True, stable=True)
-    if reader.mass is not None:
-        sorted_scores = scores.masked_fill(~visible_pages, 0).gather(-1, order)
-        before = sorted_scores.cumsum(-1) - sorted_scores
-        best, fits = before < reader.mass * sorted_scores.sum(-1, keepdim=True), torch.zeros_like(fits)
+    """The slots that are read, bool [B,H_kv,T]; plans: of each sequence."""
+    seen, scores, cuts = reading.visible, reader.score(reading), plans[0].cuts
+    limits = torch.tensor([(plan.page, plan.tokens) for plan in plans], device=seen.device)
+    page, tokens = limits[:, None, None].unbind(-1)
+    page_of = (torch.arange(seen.shape[-1], device=seen.device) // page).expand_as(seen)  # of each slot
+    if cuts:  # rank slots instead of pages
+        scores, present, most = scores.gather(-1, page_of), seen, tokens
     else:
-        best = torch.arange(scores.shape[-1], device=order.device).expand_as(order) < most // size
-    read = torch.zeros_like(visible_pages).scatter_(-1, order, best)
-    return seen & (fits | read.gather(-1, page_of))
+        present = torch.zeros_like(scores).scatter_add_(-1, page_of, seen.to(scores.dtype)) > 0
+        most = tokens // page
+    order = scores.masked_fill(~present, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    if reader.mass is None:
+        best = torch.arange(order.shape[-1], device=order.device).expand_as(order) < most
+    else:
+        shares = scores.masked_fill(~present, 0).gather(-1, order)
+        best = shares.cumsum(-1) - shares < reader.mass * shares.sum(-1, keepdim=True)
+    chosen = torch.zeros_like(present).scatter_(-1, order, best)
+    if not cuts:
+        chosen = chosen.gather(-1, page_of)
+    if reader.mass is None:
+        chosen = chosen | (seen.sum(-1, keepdim=True) <= tokens)
+    return seen & chosen

@@ -1,17 +1,14 @@
-"""Saving a cache to one safetensors file, and loading it.
+"""Save a cache to one safetensors file, and load it.
 
-The tensors of all sequences and layers lie in the file by the name of where they are held; the header says, as JSON,
-what else the objects hold, and for which model and policy. Objects are made anew from their attributes; classes from
-outside of kvbench are refused, so that no file can ask for one.
+A tensor is stored under the path of its attribute, such as "cache.layers.0._store.memory.keys". The file's metadata
+contain, as JSON, all other attributes of the objects, and the model and the policy of the cache.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
-from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -23,172 +20,130 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvbench.cache.group import PolicyGroup
-from kvbench.cache.interface import kv_shapes
+from kvbench.cache.layout import kv_shapes
 from kvbench.policies.describe import describe
 from kvbench.policies.policy import Policy
 
-FORMAT = 11
-"""Raised whenever what a class holds changes its name or its meaning: older files are then refused."""
+FORMAT = 13
+"""Raised when a saved class or attribute changes its name or meaning. Files of other formats are refused."""
 KEY = "kvbench"
-DERIVED = frozenset(
-    (
-        *("policy", "names", "layers", "budgets", "progress", "index", "isolated", "on_change", "on_evict", "rule"),
-        *("not_numbers", "nan_flags", "_policy", "_layers", "_progress", "_forced", "_rope_switch", "_steps", "_last"),
-        *("_memory", "_starts"),
-    )
-)
-"""Attributes that follow from configuration, policy and the other attributes; all others are saved."""
+CLASSES = ("builtins.dict", "builtins.list", "builtins.tuple", "kvbench.cache.", "kvbench.policies.")
+"""The first part of the names of all classes that are saved and loaded."""
+OMITTED = {"rule", "isolated", "on_change", "on_evict"}
+"""Attributes that belong to the use of a cache. Policies are omitted too, because `load` receives its policy."""
 
 
 def save(config: PreTrainedConfig, group: PolicyGroup, path: Path) -> None:
-    """Write a cache to `path`, which a reader sees whole or not at all; an older file there is replaced.
+    """Write a cache to `path`, atomically: an older file there is replaced only by a complete one.
 
-    Raises ValueError while a prompt is still coming in, and for what cannot be saved.
+    Raises ValueError for a cache that failed, within a call or a prompt, and for objects of other packages; OSError if
+    the file cannot be written.
     """
-    _check_between_calls(group)
+    if group.error is not None:
+        raise ValueError(f"a cache that failed cannot be saved: {group.error}")
+    if group.progress.in_prompt or group.within_call:
+        raise ValueError("a cache can be saved only after a whole prompt and between calls of the model")
     tensors: dict[str, Tensor] = {}
-    state = {name: _encoded(_attributes(part), name, tensors) for name, part in _parts(group).items()}
-    header = {"format": FORMAT, "model": _model(config), "policy": _policy(group.policy), "state": state}
-    metadata = {KEY: json.dumps({**header, "sha256": _digest(header, tensors.items())})}
-    if not path.parent.is_dir():
-        raise ValueError(f"{path} cannot be written: there is no folder {path.parent}")
-    beside = path.with_name(f".{path.name}.{uuid4().hex}")
+    state = _encode(group, "cache", tensors)
+    header = {"format": FORMAT, "purpose": _purpose(config, group.policy), "state": state}
+    metadata = {KEY: json.dumps({**header, "sha256": _digest(header, tensors)})}
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        save_file(tensors, beside, metadata)
-        with beside.open("rb") as written:
-            os.fsync(written.fileno())
-        beside.replace(path)
-    except SafetensorError as error:  # a full disk, or no permission
+        save_file(tensors, temporary, metadata)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except SafetensorError as error:  # full disk, no permission, no folder
         raise OSError(f"{path} cannot be written: {str(error).splitlines()[0]}") from error
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def load(config: PreTrainedConfig, group: PolicyGroup, path: Path, device: torch.device | str) -> None:
-    """Let the sequences of a new cache hold what the file at `path` has, on `device`.
+    """Set the state of a new cache to that of the file at `path`, with its tensors on `device`.
 
-    Raises ValueError unless it is a file of `save`, for the same kind of model, under the same policy.
+    Raises ValueError unless `save` wrote the file, for a model of the same shape and the same policy.
     """
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    damaged = f"{path} is damaged, or was not written by KVCache.save"
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if KEY not in metadata:
-                raise ValueError(f"{path} is a safetensors file, but none that KVCache.save wrote")
-            header = json.loads(metadata[KEY])
-            if header["format"] != FORMAT:
-                raise ValueError(f"{path} has format {header['format']}, this kvbench reads format {FORMAT}")
-            digest = header.pop("sha256")
-            if digest != _digest(header, ((name, file.get_tensor(name)) for name in file.keys())):  # noqa: SIM118
-                raise ValueError(f"{path} is damaged: its sha256 is not that of its contents")
-            _check_same("model", header["model"], _model(config), path)
-            _check_same("policy", header["policy"], _policy(group.policy), path)
-            for name, part in _parts(group).items():
-                vars(part).update(_decoded(header["state"][name], lambda key: file.get_tensor(key).to(device).clone()))
-    except FileNotFoundError as error:
-        raise ValueError(f"there is no file {path}") from error
-    except (OSError, SafetensorError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged, or no file of KVCache.save: {str(error).splitlines()[0]}") from error
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: its header does not describe a cache ({error!r})") from error
+            header = json.loads(file.metadata()[KEY])
+            found, digest = header["format"], header.pop("sha256")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(damaged) from error
+    if found != FORMAT:
+        raise ValueError(f"{path} has format {found}, but this version of kvbench reads format {FORMAT}")
+    if digest != _digest(header, tensors):
+        raise ValueError(damaged)
+    for name, value in _purpose(config, group.policy).items():
+        if header["purpose"][name] != value:
+            raise ValueError(f"{path} was saved for {name}={header['purpose'][name]}, not {value}")
+    _decode(header["state"], {name: x.to(device, copy=True) for name, x in tensors.items()}, group)
 
 
-def _parts(group: PolicyGroup) -> dict[str, object]:
-    layers = {f"layers.{index}": layer for index, layer in enumerate(group.layers)}
-    return {"sequences": group, "progress": group.progress, "budgets": group.budgets, **layers}
-
-
-def _attributes(part: object) -> dict[str, Any]:
-    return {name: {} if name == "_views" else value for name, value in vars(part).items() if name not in DERIVED}
-
-
-def _check_between_calls(group: PolicyGroup) -> None:
-    """ValueError unless the cache is between two calls, with all of its prompt in."""
-    progress = group.progress
-    if group.error is not None:
-        raise ValueError(f"a cache that failed cannot be saved: {group.error}")
-    if not progress.seen:
-        raise ValueError("a cache that has seen no token cannot be saved: call the model with it first")
-    for row, (seen, end) in enumerate(zip(progress.seen, progress.prompt, strict=True)):
-        if seen < end:
-            raise ValueError(
-                f"a cache cannot be saved while a prompt comes in: {end - seen} tokens of sequence {row} are to come"
-            )
-    if group.within_call:
-        raise ValueError("a cache cannot be saved inside a call of the model, nor after one that broke off")
-
-
-# --- objects as plain data and tensors -------------------------------------------------------------------------------
-def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:  # noqa: ANN401
-    """A value as what JSON holds; its tensors go into `tensors`, each by its path ("layers.0._store._x")."""
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:  # noqa: ANN401
+    """A value as JSON; its tensors are added to `tensors`."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Tensor):  # products round by the order in which dimensions lie in memory, so it is kept
+    if isinstance(value, Tensor):  # the order of its dimensions in memory is kept, because it affects rounding
         strides = value.stride()
         order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
         tensors[path] = value.detach().permute(order).cpu().clone(memory_format=torch.contiguous_format)
         return {"tensor": path, "order": order}
-    if isinstance(value, dict):
-        return {"dict": [[key, _encoded(x, f"{path}.{key}", tensors)] for key, x in value.items()]}
-    if type(value) in (list, tuple):
-        return {type(value).__name__: [_encoded(x, f"{path}.{i}", tensors) for i, x in enumerate(value)]}
-    kind = type(value)
-    if not kind.__module__.startswith("kvbench."):
-        raise ValueError(f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be written to a file")
-    state = value._asdict() if hasattr(value, "_asdict") else _attributes(value)
-    return {"class": f"{kind.__module__}.{kind.__qualname__}", "state": _encoded(state, path, tensors)}
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if not name.startswith(CLASSES):
+        raise ValueError(f"{path} is a {name}, which cannot be saved: only classes of kvbench can")
+    return {"class": name, "parts": [[key, _encode(x, f"{path}.{key}", tensors)] for key, x in _parts(value).items()]}
 
 
-def _decoded(plain: Any, tensor: Callable[[str], Tensor]) -> Any:  # noqa: ANN401
-    """The value of `_encoded`; `tensor` gives each tensor by its path."""
+def _decode(plain: Any, tensors: Mapping[str, Tensor], current: Any = None) -> Any:  # noqa: ANN401
+    """The inverse of `_encode`. An object of a new cache, `current`, is updated and keeps its omitted attributes."""
     if not isinstance(plain, dict):
         return plain
     if "tensor" in plain:
-        return tensor(plain["tensor"]).permute([plain["order"].index(dim) for dim in range(len(plain["order"]))])
-    if "class" in plain:
-        module, _, name = plain["class"].rpartition(".")
-        kind = getattr(import_module(module), name) if module.startswith("kvbench.") else {}[plain["class"]]
-        state = _decoded(plain["state"], tensor)
-        if issubclass(kind, tuple):
-            return kind(**state)
-        made = object.__new__(kind)
-        vars(made).update(state)
-        return made
-    ((kind, parts),) = plain.items()
-    if kind == "dict":
-        return {key: _decoded(x, tensor) for key, x in parts}
-    return {"list": list, "tuple": tuple}[kind](_decoded(x, tensor) for x in parts)
+        order = plain["order"]
+        return tensors[plain["tensor"]].permute([order.index(dim) for dim in range(len(order))])
+    if not plain["class"].startswith(CLASSES):
+        raise ValueError(f"the file contains a {plain['class']}, but only classes of kvbench can be loaded")
+    module, _, name = plain["class"].rpartition(".")
+    kind = getattr(import_module(module), name)
+    old = _parts(current) if type(current) is kind else {}
+    parts = {key: _decode(x, tensors, old.get(key)) for key, x in plain["parts"]}
+    if kind is dict:
+        return parts
+    if issubclass(kind, list | tuple):
+        return list(parts.values()) if kind is list else tuple.__new__(kind, parts.values())
+    made = current if type(current) is kind else object.__new__(kind)
+    vars(made).update(parts)
+    return made
 
 
-def _digest(header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """The sha256 of a header, and of every tensor with its name, type and shape."""
-    found = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
-    for name, x in sorted(tensors, key=itemgetter(0)):
-        found.update(f"{name} {x.dtype} {list(x.shape)}".encode())
-        found.update(x.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+def _parts(value: Any) -> dict[Any, Any]:  # noqa: ANN401
+    """The items of a container, or the saved attributes of an object."""
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    if isinstance(value, dict):
+        return value
+    state = value.__getstate__() or {}
+    return {name: x for name, x in state.items() if name not in OMITTED and not isinstance(x, Policy)}
 
 
-# --- what a cache is for ---------------------------------------------------------------------------------------------
-def _policy(policy: Policy) -> Any:  # noqa: ANN401
-    """All parts and the budget; not the name, which decides nothing."""
-    return json.loads(json.dumps(describe(policy, without=("name",))))
+def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """The sha256 of a header, and of every tensor with its name, dtype and shape."""
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name, x in sorted(tensors.items()):
+        digest.update(f"{name} {x.dtype} {list(x.shape)}".encode())
+        digest.update(x.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
-def _model(config: PreTrainedConfig) -> dict[str, Any]:
-    """The fields of a configuration that determine keys and values, apart from the weights."""
-    names = "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "sliding_window"
-    facts = {name: getattr(config, name, None) for name in names}
-    facts["kv_heads_and_head_dim"] = [list(shape[:2]) for shape in kv_shapes(config)]
-    facts["rope_parameters"] = getattr(config, "rope_parameters", None)
-    return dict(json.loads(json.dumps(facts)))
-
-
-def _check_same(kind: str, saved: Mapping[str, Any], given: Mapping[str, Any], path: Path) -> None:
-    """ValueError for the first field in which the file and the new cache differ."""
-    for key in chain(saved, given):
-        mine, its = saved.get(key), given.get(key)
-        if isinstance(mine, dict) and isinstance(its, dict):
-            _check_same(f"{kind}.{key}", mine, its, path)
-        elif mine != its:
-            short = (x["class"].rpartition(".")[2] if isinstance(x, dict) and "class" in x else x for x in (mine, its))
-            raise ValueError("{} was saved for {}.{}={}, not {}".format(path, kind, key, *short))
+def _purpose(config: PreTrainedConfig, policy: Policy) -> Any:  # noqa: ANN401
+    """The policy, and the fields of a configuration that determine keys and values, apart from the weights."""
+    names = "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "sliding_window", "rope_parameters"
+    purpose = {f"model.{name}": getattr(config, name, None) for name in names}
+    purpose["KV heads and head dim"] = [shape[:2] for shape in kv_shapes(config)]
+    purpose |= {f"policy.{name}": value for name, value in describe(policy, without=("name",)).items()}
+    return json.loads(json.dumps(purpose))

@@ -1,23 +1,27 @@
-"""Policies by name: from `caote_snapkv` to the composed policy.
+"""Policies, models and tasks by name, also those without a file.
 
-A name is a file of conf/policy/, or is composed of several files (`composed`):
+The name of a policy is a file of conf/policy/, or is composed of several files (`composed`):
 - `caote_knorm`: a wrapper of conf/wrapper/ before a policy;
 - `kivi_g32_r128`, `snapkv_kivi_g32`: a policy that only stores, with settings of its store, alone or behind a policy;
 - `kvpress/KnormPress`: a class of kvpress.
+Policies are imported inside functions, because a command line that names none need not wait for torch.
 """
 
+from __future__ import annotations
+
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
-from kvbench.config.tree import Config, build, field_names, find, names, part_class, read
+from kvbench.config.tree import Config, build, field_names, find, load, names, part_class, read
 from kvbench.errors import ConfigError, UsageError
-from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
-from kvbench.policies.policy import Budget, Policy
-from kvbench.policies.stores.dense import Dense
-from kvbench.policies.stores.store import Store
+
+if TYPE_CHECKING:
+    from kvbench.policies.policy import Budget, Policy
+    from kvbench.policies.stores.store import Store
 
 SCHEDULE = ("schedule", "block", "decode", "every", "protect")
 """The fields of a run that change its policy's schedule, in the order of `scheduled`."""
@@ -100,6 +104,8 @@ def store_of(name: str, folders: Sequence[Path] = ()) -> type[Store] | None:
     """The class of the store of a preset that only stores (`kivi`); None for other presets and names."""
     if find("policy", name, folders) is None:
         return None
+    from kvbench.policies.stores.dense import Dense
+
     config = read("policy", name, folders)
     if config.get("scorer") or config.get("pre_pass") or not config.get("store"):
         return None
@@ -132,12 +138,16 @@ def needs_whole_prompt(config: Config) -> bool:
     """Whether a part of the policy cannot work block by block."""
     if not config.get("scorer"):
         return False
+    from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
+
     allocator = part_class(config["allocator"]) if config.get("allocator") else Allocator
     return issubclass(allocator, StatisticAllocator | JointAllocator) or build(config["scorer"]).needs.whole_prompt
 
 
 def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
     """The policy of a configuration with its budget. Raises ConfigError for a combination that cannot work."""
+    from kvbench.policies.policy import Policy
+
     counts = any(config.get(part) for part in ("scorer", "pre_pass", "press", "reader"))
     policy = build({**config, "budget": budget if counts else None})
     if not isinstance(policy, Policy):
@@ -231,3 +241,29 @@ def scheduled(
     given = {"decode": decode, "every": every, "protect": protect}
     own |= {name: value for name, value in given.items() if value is not None}
     return config
+
+
+def composed_config(group: str, name: str, folders: Sequence[Path] = ()) -> Config | None:
+    """The configuration of a composed name: `model=/folder`, `task=lm_eval/gsm8k`, `policy=caote_knorm`; else None.
+
+    folders: searched before conf/ for the files of its parts.
+    """
+    if group == "model":
+        path = os.path.expanduser(name)
+        return {**read("model", "hub"), "path": path} if path.startswith(("/", ".")) else None
+    if group == "task":
+        suite, _, own = name.partition("/")
+        file = find("task", suite, folders)
+        if not own or file is None or "_target_" not in load(file):
+            return None
+        config = read("task", suite, folders)
+        field = getattr(part_class(config), "named_by", None)  # the field for names of a suite's own
+        return None if field is None else {**config, field: own, "name": name.replace("/", "_")}
+    found = composed(name, folders)
+    return None if found is None else {key: value for key, value in found.items() if key != "name"}
+
+
+def named_config(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
+    """The configuration of `group=name`, of a file or composed. Raises UsageError if there is none."""
+    found = None if find(group, name, folders) else composed_config(group, name, folders)
+    return read(group, name, folders) if found is None else found

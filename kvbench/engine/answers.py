@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from kvbench.cache.cache import BudgetError, KVCache
+from kvbench.cache.layer import nbytes_read, tokens_read
 from kvbench.cache.pressed import PressedCache, kept_by_layer
-from kvbench.cache.read_counts import nbytes_read, tokens_read
 from kvbench.engine import device
 from kvbench.engine.generate import generate
 from kvbench.engine.prompts import blank
@@ -25,10 +25,9 @@ from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
 from kvbench.models.tokens import Encoder
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.scorers.random import with_example_seed
-from kvbench.results.kept_heads import KeptHeads, kept_heads
-from kvbench.results.sample import Sample
+from kvbench.results.samples import KeptHeads, Sample, kept_heads
 from kvbench.run.run import Run
-from kvbench.run.sampling import Sampling
+from kvbench.run.run_config import Sampling
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 OWN_ERRORS = (BudgetError, FloatingPointError)

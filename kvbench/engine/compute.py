@@ -17,8 +17,7 @@ from kvbench.engine.run_writer import RunCallback, RunWriter
 from kvbench.engine.scheduler import BatchError, Scheduler, work_items
 from kvbench.engine.teacher_forcing import is_scored
 from kvbench.models.loading import LoadedModel, load
-from kvbench.results.environment import environment
-from kvbench.results.totals import Totals, record
+from kvbench.results.session import Totals, environment, record
 from kvbench.run.run import Run
 from kvbench.terminal.bars import meter
 

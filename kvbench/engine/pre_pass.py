@@ -20,9 +20,9 @@ from kvbench.cache.attention import QKV, LayerStep, attend
 from kvbench.cache.cache import KVCache
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.interface import InterfaceError
-from kvbench.cache.layout import attention_layers, continues
+from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
-from kvbench.cache.steps import BatchStep
+from kvbench.cache.progress import BatchStep
 from kvbench.engine.logits import base_of, prompt_ratings
 from kvbench.policies.layer_budgets import total_slots
 from kvbench.policies.needs import Needs
@@ -115,8 +115,8 @@ def rate_next(cache: KVCache, logits: Tensor, tokens: Tensor) -> None:
 
 def _check_continues(model: PreTrainedModel, cache: KVCache, group: PolicyGroup) -> None:
     """Fail a group that needs several tokens in a later call, if the model resets its recurrent layers there."""
-    wanted = group.policy.pre_pass
-    if (isinstance(wanted, ExtraPasses) or (wanted is not None and cache.seen)) and not continues(model.config):
+    wanted, continues = group.policy.pre_pass, layout_of(model.config).continues
+    if (isinstance(wanted, ExtraPasses) or (wanted is not None and cache.seen)) and not continues:
         group.fail(
             InterfaceError(
                 f"{group.policy.name} needs calls of several tokens after the first, but {type(model).__name__} "
@@ -198,7 +198,7 @@ def _copy_statistics(first: PolicyGroup, group: PolicyGroup, wanted: ExtraPasses
         state, computed = target.store.state, source.store.state
         for name in wanted.statistics:
             state[name].copy_(computed[name])
-        target.store.remember(state)
+        target.store.state = state
 
 
 # --- extra passes ----------------------------------------------------------------------------------------------------
@@ -265,26 +265,24 @@ class _PassCache(KVCache):
             params = params._replace(model=model_layer(reader, queries))
         return self.attend(index, QKV(queries, keys, values), mask, params)
 
-    def _begin(self, layer: int, new: QKV, mask: Tensor | None) -> None:
-        """A pass is not a call of the cache."""
-
-    def _end(self, layer: int) -> None:
-        """A pass is not a call of the cache."""
-
     def attend(self, index: int, new: QKV, mask: Tensor | None, params: AttentionParams) -> Tensor:
         layer = self.stored.layers[index]
-        new, store, now = layer.prepare(new), layer.store, self.now.to(new.keys.device)
-        own = {"keys": new.keys, "values": new.values, "positions": now.places[:, None].expand(new.keys.shape[:3])}
+        if self.stored.policy.granularity == "query_head":
+            new = new.for_query_heads()
+        store, now = layer.store, self.now.to(new.keys.device)
+        places = now.positions.to(torch.int32)[:, None].expand(new.keys.shape[:3])
+        own = {"keys": new.keys, "values": new.values, "positions": places}
         stored = {"keys": store.keys, "values": store.values, "positions": store.positions}
-        if store.bias is not None:
-            stored["bias"], own["bias"] = store.bias, torch.zeros(new.keys.shape[:3], device=new.keys.device)
+        if store.slots.bias is not None:
+            stored["bias"], own["bias"] = store.slots.bias, torch.zeros(new.keys.shape[:3], device=new.keys.device)
         here = slice(self.row, self.row + 1)
-        used = int((store.positions[here] >= 0).sum(-1).amax()) if store.ascending else store.positions.shape[2]
+        used = int((store.positions[here] >= 0).sum(-1).amax()) if store.slots.ascending else store.positions.shape[2]
         stored = {name: x[here, :, :used] for name, x in stored.items()}
         both = {name: torch.cat([x, own[name]], dim=2) for name, x in stored.items()}
-        step = LayerStep(new.queries, now, params, SlotStore.of(both, (), store.ascending), fresh=False)
+        step = LayerStep(new.queries, now, params, SlotStore.of(both, (), store.slots.ascending), fresh=False)
         out = attend(step, Needs())
-        self._shared.add(self.group, layer, step, new.values)
+        if self._shared is not None:
+            self._shared.add(self.group, layer, step, new.values)
         observed = PassStep(
             layer=index,
             queries=new.queries,
@@ -300,7 +298,7 @@ class _PassCache(KVCache):
         state = store.state
         statistics = {name: state[name][here, :, :used] for name in self.wanted.statistics}
         self.wanted.observe(self.one, observed, statistics)
-        store.remember(state)
+        store.state = state
         return out
 
 
@@ -325,7 +323,7 @@ class _Probe(KVCache):
 
 def _selected(model: PreTrainedModel, ids: Tensor, policy: Policy, choice: PromptChoice) -> Tensor:
     """The tokens [1,k] that a pre-pass selects from a prompt [1,T]; the same tensor if the prompt fits the budget."""
-    layers = attention_layers(model.config)
+    layers = len(layout_of(model.config).attention)
     if choice.layer >= layers:
         last = layers - 1
         raise ValueError(f"{policy.name} filters at layer {choice.layer}, the model has attention layers 0 to {last}")

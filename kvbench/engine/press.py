@@ -20,7 +20,7 @@ from kvbench.cache.layout import layout_of
 from kvbench.cache.pressed import PressedCache, kept_by_layer
 from kvbench.engine.device import now
 from kvbench.engine.logits import next_logits
-from kvbench.engine.sequence import LiveSequence, Request, advance, choose_next, newest
+from kvbench.engine.sequence import LiveSequence, Request, advance, choose_next
 from kvbench.errors import UsageError
 from kvbench.policies.latents import check_latents
 from kvbench.policies.press import KVPress, decoding_part, ratio_for
@@ -57,7 +57,8 @@ def generate_with_press(
             choose_next([sequence], logits)
             prefilled = now(model)
             while not sequence.done:
-                advance([sequence], next_logits(model, *newest([sequence]), cache))
+                last, place = (torch.tensor([[number]]) for number in (sequence.tokens[-1], sequence.position))
+                advance([sequence], next_logits(model, last.to(prompt.device), place, cache))
         cache.note_bytes()
         cache.masked = _masked(model, cache)
     if sequence.error is not None:
@@ -95,7 +96,7 @@ def _budget(policy: KVPress, prompt: int) -> int:
 
 def _check_model(model: PreTrainedModel, policy: KVPress) -> None:
     """Raise an error for a model with layers that presses cannot compress."""
-    layout = layout_of(model.config.get_text_config(decoder=True))
+    layout = layout_of(model.config)
     if layout.latent:
         check_latents(policy)
     others = {"recurrent layers": layout.states, "layers that read another's keys and values": layout.owners}
@@ -190,7 +191,7 @@ def _buffered(press: Any) -> int:  # noqa: ANN401 - a package without types
 
 def _masked(model: PreTrainedModel, cache: PressedCache) -> list[list[int]] | None:
     """Held tokens whose keys a press masks, by layer and KV head; None if it masks none."""
-    found = [[0] * layer.keys.shape[1] for layer in cache.read]
+    found = [[0] * layer.keys.shape[1] for layer in cache.used_layers]
     for module in _attention_modules(model):
         triples = getattr(module, "masked_key_indices", None)  # batch, KV head and slot of each
         if triples is not None and len(triples[0]):

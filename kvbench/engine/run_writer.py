@@ -15,13 +15,11 @@ from kvbench.engine.teacher_forcing import policy_for, scores_whole_text
 from kvbench.errors import UsageError, refusing
 from kvbench.models.prompts import Prompt
 from kvbench.policies.schedule import Blocks
-from kvbench.results.environment import machine, other_versions
-from kvbench.results.files import remove_torn, write_json, write_yaml
+from kvbench.results.files import RunBusyError, held, remove_torn, write_json, write_yaml
 from kvbench.results.labels import names
-from kvbench.results.locks import RunBusyError, held
-from kvbench.results.metrics_file import write_metrics
-from kvbench.results.sample import Sample
-from kvbench.results.samples import FILE_NAME, SampleFile, open_samples, read_samples
+from kvbench.results.metrics import write_metrics
+from kvbench.results.samples import FILE_NAME, Sample, SampleFile, open_samples, read_samples
+from kvbench.results.session import machine, other_versions
 from kvbench.run.run import Run
 
 _ENVIRONMENT = "environment.json"

@@ -36,8 +36,8 @@ from kvbench.engine.run_writer import RunWriter
 from kvbench.engine.sequence import History, LiveSequence, Request
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt
-from kvbench.results.sample import Sample
-from kvbench.results.totals import Totals
+from kvbench.results.samples import Sample
+from kvbench.results.session import Totals
 from kvbench.terminal.bars import Advance
 
 MAX_WAIT = 30.0

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvbench.cache.cache import KVCache
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TextEncoder
-from kvbench.run.sampling import Sampling
+from kvbench.run.run_config import Sampling
 
 NOT_A_NUMBER = "the model's logits are not numbers (NaN): its weights, or its arithmetic in this dtype, overflow"
 
@@ -161,13 +161,6 @@ class LiveSequence:
             self.tokens.append(token)
             generated = self.tokens[len(request.dictated) :]
             self.complete = len(self.tokens) >= request.max_new_tokens or bool(request.stop and request.stop(generated))
-
-
-def newest(sequences: Sequence[LiveSequence]) -> tuple[Tensor, Tensor]:
-    """The last token of every sequence [S,1], which is the input of a decoding step, and its position [S,1]."""
-    device = sequences[0].request.input_ids.device
-    tokens = torch.tensor([[sequence.tokens[-1]] for sequence in sequences], device=device)
-    return tokens, torch.tensor([[sequence.position] for sequence in sequences], device=device)
 
 
 def advance(sequences: Sequence[LiveSequence], logits: Tensor) -> None:

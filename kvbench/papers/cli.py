@@ -13,10 +13,9 @@ import pandas as pd
 from kvbench.errors import UsageError
 from kvbench.papers import published
 from kvbench.papers.layout import lay_out, layout, numbers, read_yaml, tables
-from kvbench.report import frames
-from kvbench.report.frames import Table
-from kvbench.terminal.command import Parser, command, pairs
-from kvbench.terminal.console import log_to_stderr, terminal_width
+from kvbench.report.formats import FORMATS, write
+from kvbench.report.table import Table, text
+from kvbench.terminal.command import Parser, command, log_to_stderr, pairs, terminal_width
 from kvbench.terminal.outputs import check_output
 
 OUT = "results/runs"
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.overrides = [*options.overrides, *rest]
     log_to_stderr()
     if options.output is not None:
-        check_output(options.output, tuple(frames.FORMATS))
+        check_output(options.output, tuple(FORMATS))
     code = 0
     if options.command == "list":
         table = listing(options.paper)
@@ -60,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = run(options.table, options.overrides)
         table = compare(options.table, [] if folder is None else load_results(Path(folder)), options.overrides)
     if options.output is None:
-        sys.stdout.write(frames.text(table, terminal_width()))
+        sys.stdout.write(text(table, terminal_width()))
     else:
-        frames.write(table, options.output)
+        write(table, options.output)
         sys.stdout.write(f"{options.output}\n")
     return code
 
@@ -82,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of python -m kvbench")
         one.add_argument("--small", action="store_true", help="use the overrides of results/paper/small.yaml (offline)")
     for one in (listed, show, start, compared):
-        one.add_argument("-o", "--output", type=Path, help=f"file to write: {', '.join(frames.FORMATS)}")
+        one.add_argument("-o", "--output", type=Path, help=f"file to write: {', '.join(FORMATS)}")
     return parser
 
 

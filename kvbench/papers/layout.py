@@ -13,7 +13,7 @@ import pandas as pd
 from kvbench.config.tree import load
 from kvbench.papers import published
 from kvbench.papers.published import BASELINE, Number
-from kvbench.report.frames import Table
+from kvbench.report.table import Table
 
 HOLE = "–"
 LOWER_IS_BETTER = re.compile(r"perplexity|seconds|minutes|_ms_|GB$|gap|drop")

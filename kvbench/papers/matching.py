@@ -13,7 +13,7 @@ from kvbench.papers.published import BASELINE
 from kvbench.results.labels import compressed
 from kvbench.results.result import Result
 from kvbench.results.statistics import stratified_interval
-from kvbench.tasks.summary import summary
+from kvbench.tasks.scores import summary
 
 IGNORED = ("task.data_dir", "task.path", "dtype")  # local paths, and the precision
 SCHEDULE_FIELDS = {"size": "block", "class": "schedule"}  # names of the identity -> fields of the command line

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.errors import UsageError
-from kvbench.report.frames import FORMATS, text, write
-from kvbench.report.table import chosen, pivot, results_table
+from kvbench.report.formats import FORMATS, write
+from kvbench.report.table import chosen, pivot, results_table, text
 from kvbench.results.columns import COLUMNS, frame
 from kvbench.results.files import atomic_write
 from kvbench.results.load import load_results
-from kvbench.terminal.command import Parser, command
-from kvbench.terminal.console import terminal_width
+from kvbench.terminal.command import Parser, command, terminal_width
 from kvbench.terminal.outputs import check_output
 
 TIDY = (".csv", ".parquet")

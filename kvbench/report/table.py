@@ -2,28 +2,81 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import pandas as pd
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from kvbench.errors import UsageError
-from kvbench.report.frames import Table, frame_of, text
 from kvbench.results.columns import frame as tidy
 from kvbench.results.labels import budget_order, in_words, text_of
 from kvbench.results.load import Results
 from kvbench.results.result import FINISHED, Result
 from kvbench.results.statistics import FEWEST
-from kvbench.terminal.console import terminal_width
-
-if TYPE_CHECKING:
-    import pandas as pd
+from kvbench.terminal.command import terminal_width
 
 NONE = "-"
 LONG_ANSWER = 256  # from this mean number of generated tokens on, the length of answers is a column
 MIB = 2**-20
 RIGHT = ("budget", "n")
 GROUPS = ("model", "task", "schedule", "decode")
+NOTE_WIDTH = 100  # characters of a line of notes below a narrow table
+_BOX = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table for people. frame: cells of text. left: left-aligned columns. groups: rows with different values in these
+    columns are separated by a line. notes: sentences below the table.
+    """
+
+    frame: pd.DataFrame
+    title: str = ""
+    notes: Sequence[str] = ()
+    left: Sequence[str] = ()
+    groups: Sequence[str] = ()
+
+
+def table_of(names: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", left: Sequence[str] = ()) -> Table:
+    """A table of rows of text."""
+    return Table(frame_of(names, list(zip(*rows, strict=True)) or [[] for _ in names]), title, left=left)
+
+
+def frame_of(names: Sequence[str], columns: Sequence[Sequence[str]]) -> pd.DataFrame:
+    """A DataFrame of text, from its columns."""
+    frame = pd.DataFrame({place: list(column) for place, column in enumerate(columns)}, dtype=object)
+    return frame.set_axis(list(names), axis="columns")
+
+
+def text(table: Table, width: int | None = None) -> str:
+    """Aligned columns. width: characters of a line, to which rich folds the columns; None: unlimited."""
+    frame = table.frame
+    shown = RichTable(box=_BOX, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
+    for name in frame.columns:
+        longest = max((len(line) for cell in frame[name] for line in cell.split("\n")), default=0)
+        heading = _folded(str(name), max([longest, *map(len, str(name).split())]))
+        shown.add_column(heading, justify="left" if name in table.left else "right", vertical="bottom")
+    keys = [tuple(row) for row in frame[list(table.groups)].to_numpy()]
+    for row, key, following in zip(frame.itertuples(index=False), keys, [*keys[1:], *keys[-1:]], strict=True):
+        shown.add_row(*map(Text, row), end_section=key != following)
+    stream = io.StringIO()
+    Console(file=stream, width=width or 10_000, color_system=None, legacy_windows=False).print(shown)
+    body = [line.rstrip() for line in stream.getvalue().splitlines()]
+    notes_width = min(width or 10_000, max([NOTE_WIDTH, *map(len, body)]))
+    title, *notes = (_folded(words, notes_width) for words in (table.title, *table.notes))
+    return "\n\n".join(filter(None, [title, "\n".join(body), "\n".join(notes)])) + "\n"
+
+
+def _folded(words: str, width: int) -> str:
+    return "\n".join(line.plain.rstrip() for line in Text(words).wrap(Console(), width))
 
 
 def measure(row: Result) -> str:

@@ -1,4 +1,4 @@
-"""Write files atomically: to a temporary file in the same folder, which then replaces the target."""
+"""Files of runs and sweeps: written atomically, and locks so that two processes never compute the same run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from threading import get_ident
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
+from filelock import FileLock, Timeout
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C version, if available, is 8 times as fast
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -66,3 +68,57 @@ def yaml_text(value: object) -> str:
 def read_yaml(path: Path) -> Any:  # noqa: ANN401 - whatever YAML holds
     """The content of a YAML file. Raises OSError, and yaml.YAMLError for invalid YAML."""
     return yaml.load(path.read_text(encoding="utf-8"), _LOADER)
+
+
+_NAME = ".lock"
+
+
+class RunBusyError(RuntimeError):
+    """Another process is computing this run."""
+
+    def __init__(self, message: str, folder: Path) -> None:
+        super().__init__(message)
+        self.folder = folder
+
+
+class RunLostError(RuntimeError):
+    """The file of this run was deleted, replaced or changed while it was computed."""
+
+
+@contextmanager
+def held(folder: Path, wait: bool = False) -> Iterator[None]:
+    """Hold the lock of a folder. The operating system releases it if the process is killed.
+
+    wait: wait for another process to release it, instead of raising RunBusyError.
+    """
+    lock = FileLock(folder / _NAME)
+    try:
+        lock.acquire(blocking=wait)
+    except Timeout:
+        raise RunBusyError(f"another process is computing this run: {folder}", folder) from None
+    try:
+        yield
+    finally:
+        (folder / _NAME).unlink(
+            missing_ok=True
+        )  # before the release: a process that locks the deleted file tries again
+        lock.release()
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process is computing the run in this folder."""
+    if not (folder / _NAME).exists():
+        return False
+    try:
+        with held(folder):
+            return False
+    except RunBusyError:
+        return True
+
+
+def is_open_at(path: Path, stream: BinaryIO | FileIO) -> bool:
+    """Whether `path` is still the file that is open."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(stream.fileno()))
+    except OSError:
+        return False

@@ -15,15 +15,14 @@ import yaml
 
 from kvbench.errors import UsageError
 from kvbench.results.columns import frame
-from kvbench.results.environment import other_versions
 from kvbench.results.files import read_yaml
 from kvbench.results.labels import NAMED, Naming, budget_order, differing, names, natural, text_of, usual
-from kvbench.results.metrics_file import FILE_NAME as METRICS
-from kvbench.results.metrics_file import read_metrics
+from kvbench.results.metrics import FILE_NAME as METRICS
+from kvbench.results.metrics import read_metrics
 from kvbench.results.pairs import shared
 from kvbench.results.result import FINISHED, UNFINISHED, Result, numbers
-from kvbench.results.sample import Sample
-from kvbench.results.samples import FILE_NAME, read_samples
+from kvbench.results.samples import FILE_NAME, Sample, read_samples
+from kvbench.results.session import other_versions
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,21 +1,70 @@
-"""Computes the numbers of tables and of `metrics.json` from samples."""
+"""Computes the numbers of tables and of `metrics.json` from samples: means over prompts, intervals, groups.
+
+`metrics.json` also has a digest of the samples and the code that its numbers were computed from.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import exp
 from operator import attrgetter
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvbench.results.averages import average_intervals, of_prompts
-from kvbench.results.sample import Likelihood, Sample
-from kvbench.results.statistics import FEWEST, mean_interval, weighted_interval
-from kvbench.tasks.summary import summary
+from kvbench.results import statistics
+from kvbench.results.files import write_json
+from kvbench.results.samples import FILE_NAME as SAMPLES
+from kvbench.results.samples import Likelihood, Sample
+from kvbench.results.statistics import FEWEST, mean_interval, stratified_interval, weighted_interval
+from kvbench.tasks.scores import by_subset, scores_of, subsets_by, summary, summary_module
 
+FILE_NAME = "metrics.json"
+DIGEST = "computed_from"
+"""The key of the digest: of the bytes of the samples and of the code that computes the numbers."""
+_CODE = b"".join(Path(file).read_bytes() for file in (__file__, str(statistics.__file__)))
 GROUP_KEYS = ("task", "length", "depth")
 """Metadata keys by which scores are also grouped, in addition to the keys in metadata["groups"]."""
+
+
+def of_prompts(samples: Sequence[Sample]) -> list[Sample]:
+    """One sample for each prompt: its first answer, with the mean score of all; None if an answer has no score."""
+    answers: dict[int, list[Sample]] = {}
+    for sample in samples:
+        answers.setdefault(sample.index - (sample.sample or 0), []).append(sample)
+    return [replace(group[0], score=_mean_score(group)) if len(group) > 1 else group[0] for group in answers.values()]
+
+
+def _mean_score(answers: Sequence[Sample]) -> float | None:
+    scores = [answer.score for answer in answers if answer.score is not None]
+    return fmean(scores) if len(scores) == len(answers) else None
+
+
+def average_intervals(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
+    """95% intervals, in percent, of the averages over subsets in `official`, by the same names.
+
+    An average has one if it is over several subsets with two scores or more each, and if no example failed.
+    """
+    module, groups = summary_module(samples), strata(samples)
+    averages: dict[str, list[str]] = module.averages(groups) if module and groups else {}
+    found = {}
+    for name, members in averages.items():
+        scores = [groups[member] for member in members]
+        if len(scores) > 1 and min(map(len, scores)) > 1:
+            interval = stratified_interval(scores)
+            found[name] = 100 * interval.low, 100 * interval.high
+    return found
+
+
+def strata(samples: Sequence[Sample]) -> dict[str, list[float]]:
+    """Scores (0 to 1) by subset; {} if a score is missing or the benchmark does not average over subsets."""
+    key = subsets_by(samples)
+    if key is None or any(sample.score is None for sample in samples):
+        return {}
+    return {name: scores_of(group) for name, group in by_subset(of_prompts(samples), key).items()}
 
 
 def number(meaning: str, of: Callable[[Sequence[Sample]], float | None] | None = None, over: str = "good") -> Any:  # noqa: ANN401
@@ -260,3 +309,36 @@ def _groups(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
                 f"{key}={value}": {"n": len(of_prompts(group)), **_score(group)} for value, group in members.items()
             }
     return groups
+
+
+def write_metrics(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Compute and write the numbers of a finished run. Raises OSError."""
+    found = metrics(samples)
+    write_json(folder / FILE_NAME, {**found, DIGEST: _digest(folder, samples)})
+    return found
+
+
+def read_metrics(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
+    """The numbers of a run with these samples: read if the digest fits, otherwise computed.
+
+    The aggregates of a benchmark's own code are always computed, because the digest may not cover that code.
+    """
+    found = summed_up(folder, samples)
+    return metrics(samples) if found is None else {**found, "official": summary(samples)}
+
+
+def summed_up(folder: Path, samples: Sequence[Sample]) -> dict[str, Any] | None:
+    """The content of metrics.json if its digest fits the samples on disk and this code, else None."""
+    try:
+        numbers: dict[str, Any] = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+        if len(of_prompts(samples)) == numbers["n"] and numbers.pop(DIGEST) == _digest(folder, samples):
+            return numbers
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):  # missing, or of another version
+        pass
+    return None
+
+
+def _digest(folder: Path, samples: Sequence[Sample]) -> str:
+    benchmark = summary_module(samples)
+    code = _CODE if benchmark is None else _CODE + Path(str(benchmark.__file__)).read_bytes()
+    return hashlib.sha256(code + (folder / SAMPLES).read_bytes()).hexdigest()

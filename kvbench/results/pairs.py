@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import pvariance
 
-from kvbench.results.averages import of_prompts
-from kvbench.results.sample import Likelihood, Sample
+from kvbench.results.metrics import of_prompts
+from kvbench.results.samples import Likelihood, Sample
 from kvbench.results.statistics import Difference, paired_difference
 
 

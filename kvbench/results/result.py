@@ -12,7 +12,7 @@ from typing import Any
 from kvbench.results.labels import Naming, briefly, compressed, evicts, keeps_all, moments
 from kvbench.results.metrics import Numbers, by_value, metrics, token_mean
 from kvbench.results.pairs import NLLGap, Paired, paired
-from kvbench.results.sample import Sample
+from kvbench.results.samples import Sample
 from kvbench.results.statistics import FEWEST, Difference
 
 FINISHED, UNFINISHED = "finished", "unfinished"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import hashlib
 import json
 import os
+import re
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +35,12 @@ from kvbench.policies.latents import check_latents
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_budget, check_layers
 from kvbench.results.labels import Naming
-from kvbench.run.digests import code_digest, data_digest
-from kvbench.run.run_config import Generation, RunConfig, changed_fields
-from kvbench.run.sampling import Sampling, check_samples
+from kvbench.run.run_config import RunConfig, Sampling, changed_fields, schedule_fields
 from kvbench.tasks.task import Task
 
 IDENTITY_VERSION = 3  # raise it where the same configuration comes to mean something else
+FOLDERS = ("policies", "kernels", "tasks", "cache", "engine", "models")
+"""The folders of the package with code that computes and scores."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,7 @@ def build_run(config: RunConfig) -> Run:
     Raises UsageError for the first wrong value, cheap checks first.
     """
     with refusing_in("generation", vars(config.generation)):
-        sampling, samples = _sampling(config.generation), config.generation.samples
+        sampling, samples = config.generation.sampling, config.generation.samples
     device = pick_device(config.device)
     policy, task = _policy(config), _task(config)
     compress = _compress(config, policy, task)
@@ -208,13 +213,6 @@ def _compress(config: RunConfig, policy: Policy, task: Task) -> str:
     return compress
 
 
-def _sampling(given: Generation) -> Sampling | None:
-    """How tokens are chosen; None: as the task defines it."""
-    found = Sampling(given.temperature or 0, given.top_p, given.top_k)
-    check_samples(found, given.samples)
-    return None if given.temperature is None else found
-
-
 def _cuda_graph(value: bool | str, policy: Policy, device: torch.device) -> bool:
     """Whether decoding steps are recorded; auto: if that is possible."""
     if value == "auto":
@@ -245,7 +243,7 @@ def _policy(config: RunConfig) -> Policy:
     _ = scheduled(parts, *(getattr(config, name) for name in SCHEDULE))  # also of a policy that does not use them
     with _in_policy(config):
         return build_policy(
-            {**scheduled(parts, *config.schedule_fields), "name": config.names["policy"]}, config.budget
+            {**scheduled(parts, *schedule_fields(vars(config))), "name": config.names["policy"]}, config.budget
         )
 
 
@@ -311,3 +309,83 @@ def out_folder(value: object) -> Path:
             return out
     except OSError as error:
         raise UsageError(f"out={out} cannot be written to ({error.strerror}), choose another folder") from error
+
+
+# --- digests of code and data: a run never mixes results of different ones -----------------------------------------
+def code_digest(described: object) -> str:
+    """The first 16 digits of a sha256 over the package's version and the parsed source of `FOLDERS`.
+
+    described: a description of parts; the modules of their classes in other packages count as well.
+    """
+    return _code_digest(frozenset(_modules(described)))
+
+
+@cache
+def _code_digest(modules: frozenset[str]) -> str:
+    files = [path for path in map(_file, sorted(modules)) if path is not None]
+    return hashlib.sha256("".join([_own_code(), *map(_source, files)]).encode()).hexdigest()[:16]
+
+
+@cache
+def _own_code() -> str:
+    package = Path(__file__).resolve().parents[1]
+    files = [path for name in FOLDERS for path in sorted((package / name).resolve().rglob("*.py"))]
+    gc.disable()  # a syntax tree has 100,000s of objects, none of which is garbage yet: half the time
+    try:
+        return version("kvbench") + "".join(map(_source, files))
+    finally:
+        gc.enable()
+
+
+def _source(path: Path) -> str:
+    """The code of a file without comments, docstrings and layout."""
+    tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return re.sub(r"(, )?\w+=\[\]", "", ast.dump(tree))  # empty fields depend on the version of Python
+
+
+def _modules(described: object) -> Iterator[str]:
+    """The modules of all classes of other packages in a described part."""
+    values: Iterable[object] = described if isinstance(described, list) else ()
+    if isinstance(described, Mapping):
+        values = described.values()
+        module = str(described.get("class", "kvbench.")).rpartition(".")[0]
+        yield from () if module.startswith("kvbench") else (module,)
+    for value in values:
+        yield from _modules(value)
+
+
+def check_files(described: object) -> None:
+    """Raise UsageError if a part's class has no file, as in a notebook: changes of its code would not be noticed."""
+    for module in _modules(described):
+        if _file(module) is None:
+            raise UsageError(f"the module {module} of a part has no file: move it to one, or leave out= out")
+
+
+def _file(name: str) -> Path | None:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return Path(file) if file is not None and file.endswith(".py") else None
+
+
+def data_digest(path: str) -> str:
+    """The digest of a file, or of all files in a folder except hidden files and results of kvbench."""
+    root = Path(os.path.expanduser(path))
+    files = [root] if root.is_file() else [file for file in sorted(root.rglob("*")) if file.is_file()]
+    runs = {file.parent for file in files if file.name == "environment.json" and file.with_name("config.yaml").exists()}
+    data, written = [], ("sweep.yaml", "multirun.yaml")
+    for file in files:
+        name = "" if file == root else str(file.relative_to(root))
+        if not name.startswith(".") and "/." not in name and name not in written and file.parent not in runs:
+            data.append((file, name, file.stat().st_mtime_ns, file.stat().st_size))
+    return _data_digest(tuple(data))
+
+
+@lru_cache(maxsize=32)  # the runs of a sweep share their tasks
+def _data_digest(files: tuple[tuple[Path, str, int, int], ...]) -> str:
+    digest = hashlib.sha256()
+    for file, name, _, _ in files:
+        with file.open("rb") as stream:
+            digest.update(name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
+    return f"sha256:{digest.hexdigest()[:16]}"

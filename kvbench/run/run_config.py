@@ -8,16 +8,43 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, 
 from pathlib import Path
 from typing import Any
 
-from kvbench.config.named import named_config
-from kvbench.config.presets import SCHEDULE, scheduled
+from kvbench.config.presets import SCHEDULE, named_config, scheduled
 from kvbench.config.tree import Config, build, check_fields, merge, names, part_class, read, tree_of
-from kvbench.errors import ConfigError, UsageError, choice, whole_number
+from kvbench.errors import ConfigError, UsageError, choice, number, whole_number
 from kvbench.models.loading import GivenModel
 from kvbench.policies.describe import describe
 from kvbench.policies.policy import Policy
 from kvbench.tasks.task import Task
 
 Tree = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Tokens are sampled from softmax(logits / temperature), from the `top_k` most likely ones and the `top_p` nucleus.
+
+    temperature: 0 is greedy. top_p: total probability of the most likely tokens to sample from; 1: all. top_k: number
+    of most likely tokens to sample from; 0: all. Order and ties are those of transformers' logits warpers.
+    """
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        number("temperature", self.temperature, 0)
+        number("top_p", self.top_p, 0, 1)
+        whole_number("top_k", self.top_k, 0)
+        if self.top_p == 0:
+            raise ConfigError("top_p", self.top_p, "a number above 0 and at most 1")
+        if self.greedy and (self.top_p, self.top_k) != (1, 0):
+            name = "top_k" if self.top_k else "top_p"
+            raise ConfigError(name, getattr(self, name), why="has no effect: decoding is greedy, set temperature")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is chosen."""
+        return self.temperature == 0
 
 
 @dataclass(frozen=True)
@@ -28,6 +55,15 @@ class Generation:
     top_p: float = 1.0
     top_k: int = 0
     samples: int = 1
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """How tokens are chosen; None: as the task defines it. Raises ConfigError."""
+        found = Sampling(self.temperature or 0, self.top_p, self.top_k)
+        whole_number("samples", self.samples, 1)
+        if found.greedy and self.samples > 1:
+            raise ConfigError("samples", self.samples, why="has no effect: decoding is greedy, set temperature")
+        return None if self.temperature is None else found
 
 
 @dataclass(frozen=True)
@@ -79,11 +115,6 @@ class RunConfig:
         choice("engine.cuda_graph", self.engine.cuda_graph, True, False, "auto")
 
     @property
-    def schedule_fields(self) -> list[object]:
-        """See `schedule_fields`."""
-        return schedule_fields(vars(self))
-
-    @property
     def record(self) -> Config:
         """The configuration as plain values, as config.yaml of a run and sweep.yaml hold it."""
         kept = [f.name for f in fields(self) if f.name not in ("names", "folders", "given")]
@@ -106,8 +137,7 @@ def typed(config: Mapping[str, Any], chosen: Mapping[str, str], folders: Sequenc
 
     Raises ConfigError for a field that does not exist and for a value of the wrong type.
     """
-    values = {key: value for key, value in config.items() if key not in ("launcher", "hydra", "allow_mixed")}
-    values["allow_version_mismatch"] = values.get("allow_version_mismatch") or config.get("allow_mixed", False)
+    values = {key: value for key, value in config.items() if key != "hydra"}
     for name in ("model", "policy", "task", "logger", "generation", "engine"):
         if not isinstance(values.get(name, {}), Mapping):
             raise ConfigError(name, values[name], why="is not allowed, set its fields")

@@ -1,27 +1,206 @@
-"""Compute planned runs in this process, and write their state for other processes."""
+"""The runs of a sweep: each is built and checked before anything is computed; equal ones are computed once."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvbench.config.tree import build, refusing_in
 from kvbench.engine.compute import compute_runs
 from kvbench.engine.prompts import make_prompts
 from kvbench.engine.run_writer import RunCallback
 from kvbench.errors import UsageError
-from kvbench.report.trackers.watching import SweepCallback, make_watch
+from kvbench.results.definition import Entry, RunState, examples, write_state
+from kvbench.results.files import RunBusyError, RunLostError
 from kvbench.results.load import read_result
-from kvbench.results.run_state import RunState, examples, write_state
-from kvbench.results.sample import Sample
-from kvbench.run.run import Run
-from kvbench.sweeps.plan import Composed, Messages, Planned, is_expected, message_of, plan
+from kvbench.results.result import Result
+from kvbench.results.samples import Sample
+from kvbench.run.run import Run, build_run
+from kvbench.run.run_config import typed
+from kvbench.terminal.command import write_message
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Composed:
+    """A composed configuration. title: its overrides that other jobs do not have. choices: the name of each group."""
+
+    title: str
+    config: Mapping[str, Any]
+    choices: Mapping[str, str]
+    folders: Sequence[Path] = ()
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run as sweep.yaml records it, and as it is computed. run: None if a value is wrong, see `entry.error`."""
+
+    entry: Entry
+    run: Run | None = None
+
+
+class Messages:
+    """Prints the error messages of runs, each once, with the first run that it concerns."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def print(self, title: str, message: str, error: BaseException | None = None) -> None:
+        """Print the message of one run. error: its traceback is printed as well."""
+        self._counts[message] += 1
+        if self._counts[message] == 1:
+            write_message(f"{title}: {message}", error)
+
+    def print_counts(self) -> None:
+        """Print how many more runs each message concerns."""
+        for message, count in self._counts.items():
+            if count > 1:
+                write_message(
+                    f"{count - 1} more {'run has' if count == 2 else 'runs have'} the same problem: {message}"
+                )
+
+
+def plan(composed: Sequence[Composed], elsewhere: bool = False) -> tuple[list[Planned], list[str]]:
+    """All runs, each once, in order, and the key of the run of each configuration.
+
+    elsewhere: other machines compute them, so this one does not need their devices. A wrong value is printed and kept
+    as the error of its run; it raises UsageError if there is only one configuration.
+    """
+    found: dict[str, Planned] = {}
+    keys, messages = [], Messages()
+    for one in composed:
+        try:
+            planned = _planned(one, elsewhere)
+        except UsageError as error:
+            if len(composed) == 1:
+                raise
+            messages.print(one.title, str(error))
+            planned = Planned(replace(_entry(one), error=str(error)))
+        key = planned.entry.key
+        keys.append(key)
+        if key not in found or _limit(planned) > _limit(found[key]):  # of equal runs the one with more examples
+            found[key] = planned
+    messages.print_counts()
+    return list(found.values()), keys
+
+
+def _entry(one: Composed) -> Entry:
+    choices = one.choices
+    return Entry(one.title, choices["model"], choices["policy"], choices["task"], None, dict(one.config))
+
+
+def _limit(planned: Planned) -> float:
+    return float("inf") if planned.entry.limit is None else planned.entry.limit
+
+
+def _planned(one: Composed, elsewhere: bool) -> Planned:
+    config = typed(one.config, one.choices, one.folders)
+    if elsewhere:
+        config = replace(config, device="auto", engine=replace(config.engine, cuda_graph=False))
+    run = build_run(config)
+    entry = replace(_entry(one), limit=run.limit, run_id=run.run_id, changed=run.changed, identity=run.identity)
+    return Planned(entry, run)
+
+
+def rebuilt(entry: Entry, out: Path) -> Planned:
+    """The run of an entry read from `out`. Raises UsageError if it is no longer the same run."""
+    choices = {"model": entry.model, "policy": entry.policy, "task": entry.task}
+    run = build_run(typed({**entry.config, "out": str(out)}, choices))
+    if run.run_id != entry.run_id:
+        raise UsageError(
+            f"{entry.run_id} is now {run.run_id}: its code, its model or a file that it reads has changed since the "
+            "sweep started; run its command again"
+        )
+    return Planned(entry, replace(run, changed=entry.changed, config=entry.config))
+
+
+def message_of(error: BaseException) -> str:
+    """The error message for a run that failed."""
+    if isinstance(error, UsageError | RunBusyError | RunLostError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"no space left to write results ({error.strerror}); finished examples are kept, free some space"
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    return f"{type(error).__name__}: {first}"
+
+
+def is_expected(error: BaseException) -> bool:
+    """Whether an error concerns the user or the machine, so that a traceback would not help."""
+    return isinstance(error, UsageError | RunBusyError | RunLostError | OSError)
+
+
+# --- trackers (`logger=`) --------------------------------------------------------------------------------------------
+class SweepCallback(RunCallback):
+    """A run callback with a method for the end of a sweep."""
+
+    def close(self, records: Sequence[Result] = ()) -> None:
+        """Called at the end. records: all finished runs of the sweep; empty if this process computed only some."""
+
+
+class NoLogger(SweepCallback):
+    """`logger=none`."""
+
+
+def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepCallback:
+    """Build the callback from the resolved `logger` configuration: a class with a method `watch(sweep)`.
+
+    sweep: the name of the sweep, None for a single run. Raises UsageError for wrong settings. The first later error of
+    the tracker is logged as a warning.
+    """
+    if not logger:
+        return NoLogger()
+    with refusing_in("logger", logger, "logger: "):
+        tracker = build(logger)
+        if not hasattr(tracker, "watch"):
+            raise ValueError(f"logger._target_={logger.get('_target_')} is not a logger")
+        callback: SweepCallback | None = tracker.watch(sweep)
+    return NoLogger() if callback is None else Guarded(callback, getattr(tracker, "label", type(tracker).__name__))
+
+
+class Guarded(SweepCallback):
+    """Calls another callback until its first error, which is logged as a warning, so that a tracker never fails a run.
+
+    name: of the tracker, for the warning.
+    """
+
+    def __init__(self, watch: SweepCallback, name: str) -> None:
+        self._watch: SweepCallback = watch
+        self._name = name
+
+    def started(self, run: Run, done: Sequence[Sample], total: int) -> None:
+        """Pass on the start of a run."""
+        self._pass("started", run, done, total)
+
+    def finished(self, run: Run, sample: Sample) -> None:
+        """Pass on an example."""
+        self._pass("finished", run, sample)
+
+    def ended(self, run: Run, error: Exception | None) -> None:
+        """Pass on the end of a run."""
+        self._pass("ended", run, error)
+
+    def close(self, records: Sequence[Result] = ()) -> None:
+        """Pass on the end of the sweep. A second call does nothing."""
+        self._pass("close", records)
+        self._watch = NoLogger()
+
+    def _pass(self, event: str, *arguments: object) -> None:
+        try:
+            getattr(self._watch, event)(*arguments)
+        except (Exception, SystemExit) as error:
+            details = (self._name, type(error).__name__, (str(error).strip().splitlines() or ["no message"])[0])
+            log.warning("logger=%s failed (%s: %s) and is disabled; results are complete in out", *details)
+            self._watch = NoLogger()
+
+
+# --- computing -------------------------------------------------------------------------------------------------------
 class Recorder(RunCallback):
     """Writes the state of every run of the sweep in `out` and prints errors, then calls another.
 

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UsageError
-from kvbench.report.trackers.watching import NoLogger, make_watch
 from kvbench.results.definition import Definition, Entry, sweep_name, write_definition
-from kvbench.results.environment import versions
 from kvbench.results.load import read_result
+from kvbench.results.session import versions
 from kvbench.run.run import out_folder
-from kvbench.sweeps.compute import compute, print_plan
-from kvbench.sweeps.jobs import Launcher, is_active, submit, submitted
-from kvbench.sweeps.plan import Composed, Planned, plan
-from kvbench.sweeps.status import ACTIVE, FINISHED, Status, statuses
+from kvbench.sweeps.compute import Composed, NoLogger, Planned, compute, make_watch, plan, print_plan
+from kvbench.sweeps.jobs import ACTIVE, FINISHED, Launcher, Status, is_active, statuses, submit, submitted
 from kvbench.terminal.command import write_message
 
 POLL_SECONDS = 1.0

@@ -21,15 +21,13 @@ from kvbench.errors import refusing
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.latents import check_latents
-from kvbench.policies.layer_budgets import layer_budgets, read_plan
+from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_layers
 from kvbench.policies.press import KVPress
-from kvbench.policies.stores.store import LayerStore
-from kvbench.policies.stores.store_list import StoreList
-from kvbench.report.frames import Table, table_of, text
-from kvbench.terminal.command import Parser, pairs
-from kvbench.terminal.console import terminal_width
+from kvbench.policies.stores.store import CompressedStore, LayerStore
+from kvbench.report.table import Table, table_of, text
+from kvbench.terminal.command import Parser, pairs, terminal_width
 
 STATES = "states"
 MIB = 2**20
@@ -116,7 +114,7 @@ def _layer_parts(
     held = _store(policy, shape, layer, length, batch, budget)
     dim = shape.head_dim if shape.kv_lora_rank else shape.layer(layer)[1]
     queries, pages = _recent(policy, shape, dim, length, batch), _pages(policy, layer, held, length)
-    parts = {**held.parts(), "queries": queries, "page summaries": pages}
+    parts = {**held.sizes().kinds, "queries": queries, "page summaries": pages}
     if not (policy.evicts and length > budget and policy.schedule.spare):
         return parts, 0
     return parts, _store(policy, shape, layer, length, batch, budget, policy.schedule.spare).nbytes - held.nbytes
@@ -129,13 +127,13 @@ def _store(
     own, *stored = shape.layer(layer)
     heads = shape.query_heads if policy.granularity == "query_head" else own
     width = shape.query_heads // heads if policy.needs.query_heads else 1
-    tokens = min(length, budget) + spare
-    keys, values = (torch.empty(batch, heads, tokens, n, dtype=shape.dtype, device="meta") for n in stored)
+    keys, values = (torch.empty(batch, heads, length, n, dtype=shape.dtype, device="meta") for n in stored)
     held = policy.store.for_layer(layer).open(keys, values, policy.needs.statistics, width)
-    for one in held.members if isinstance(held, StoreList) else [held]:
-        one.evicted = policy.evicts and length > budget
-    held.append(keys, values, torch.empty(batch, tokens, dtype=torch.long, device="meta"), absent=False)
-    held.settle()
+    held.append(keys, values, torch.empty(batch, length, dtype=torch.long, device="meta"), absent=False)
+    if policy.evicts and length > budget:
+        held.keep(torch.empty(batch, heads, length, dtype=torch.bool, device="meta"), spare, [budget] * batch)
+    if isinstance(held, CompressedStore):
+        held.settle()
     return held
 
 
@@ -143,8 +141,8 @@ def _pages(policy: Policy, layer: int, held: LayerStore, length: int) -> int:
     """Bytes of the page summaries of sparse attention; if tokens are evicted, there are none before decoding."""
     if policy.reader is None or policy.reader.evicts or policy.reader.reads_all(layer):
         return 0
-    pages, batch, tokens = PageReads(), *held.positions.shape[::2]
-    pages.append(policy.reader, held, [0] * batch, [tokens] * batch, [read_plan(policy, length).page] * batch)
+    pages, batch, tokens = PageReads(policy, layer), *held.positions.shape[::2]
+    pages.summarise(held, [tokens] * batch, [length] * batch)
     return pages.nbytes
 
 

@@ -29,8 +29,7 @@ from kvbench.policies.pre_passes.query_centres import QueryCentres
 from kvbench.policies.pre_passes.query_moments import QueryMoments
 from kvbench.policies.scorers.qfilters import FILTERS
 from kvbench.policies.scorers.triattention import NAMES, head_name
-from kvbench.terminal.command import Parser, command
-from kvbench.terminal.console import quiet, share_cores
+from kvbench.terminal.command import Parser, command, quiet, share_cores
 from kvbench.terminal.outputs import check_output
 
 

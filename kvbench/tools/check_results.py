@@ -15,9 +15,8 @@ from statistics import fmean
 from tempfile import gettempdir
 from typing import Any
 
-from kvbench.cache.budgets import Budgets
 from kvbench.cache.layout import layout_of
-from kvbench.cache.steps import Progress
+from kvbench.cache.progress import Budgets, Progress
 from kvbench.engine.prompts import blank, prompts_for
 from kvbench.errors import UsageError
 from kvbench.models.prompts import Prompt
@@ -26,15 +25,12 @@ from kvbench.policies.layer_budgets import read_plan
 from kvbench.policies.press import KVPress
 from kvbench.results.files import read_yaml
 from kvbench.results.load import read_result
-from kvbench.results.metrics import metrics
-from kvbench.results.metrics_file import summed_up
+from kvbench.results.metrics import metrics, summed_up
 from kvbench.results.result import Result
-from kvbench.results.sample import Sample
-from kvbench.results.samples import FILE_NAME
+from kvbench.results.samples import FILE_NAME, Sample
 from kvbench.run.run import Run, build_run, digest_of
 from kvbench.run.run_config import set_field, typed
-from kvbench.terminal.command import FAILED, Parser, command, pairs, write_message
-from kvbench.terminal.console import quiet
+from kvbench.terminal.command import FAILED, Parser, command, pairs, quiet, write_message
 
 FROM_THE_TASK = ("sample", "prompt_hash", "prompt_tokens", "references", "metadata", "context_tokens", "max_new_tokens")
 POSITION = 4  # bytes of a token's position

@@ -13,15 +13,14 @@ from typing import Any
 import yaml
 
 from kvbench.errors import UsageError, refusing
-from kvbench.terminal.command import Parser, command
-from kvbench.terminal.console import quiet, share_cores
+from kvbench.terminal.command import Parser, command, quiet, share_cores
 
 DIAGNOSTICS = {
     "coverage": "share of the prompt that at least one layer and head keeps (K-VEC, tables 6 and 7)",
     "exact_tokens": "error of a quantized layer by the choice of exact tokens (OTT, figure 1(c))",
     "output_error": "attention-output error against dense attention, per layer (CAOTE, figure 3)",
 }
-_UNUSED = ("engine", "logger", "allow_version_mismatch", "allow_mixed", "experiment")
+_UNUSED = ("engine", "logger", "allow_version_mismatch", "experiment")
 
 
 @command

@@ -18,7 +18,7 @@ from types import ModuleType
 from kvbench.errors import UsageError
 from kvbench.results.files import write_atomically
 from kvbench.tasks.predictions import Line
-from kvbench.tasks.summary import benchmark_module, benchmarks_with
+from kvbench.tasks.scores import benchmark_module, benchmarks_with
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.outputs import check_output
 

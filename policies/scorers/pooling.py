@@ -43,7 +43,7 @@ def smooth_along(
     candidates = scores.shape[-1] - window
     if pool == "none" or candidates < 1:
         return scores
-    if observation.packed:  # every head has the same number of candidates: no masks
+    if observation.slots.packed:  # every head has the same number of candidates: no masks
         if order is None:
             return torch.cat([_pooled(scores[..., :candidates], kernel, pool), scores[..., candidates:]], dim=-1)
         first = order[..., :candidates]

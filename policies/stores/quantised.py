@@ -16,20 +16,18 @@ from kvbench.errors import ConfigError
 from kvbench.kernels.quantized import Outliers, Packed, Side, quantised_attention
 from kvbench.kernels.references import sink_factor
 from kvbench.kernels.tiles import use_triton
-from kvbench.policies.observation import AttentionParams, State
-from kvbench.policies.stores.code_attention import attend_in_float32
-from kvbench.policies.stores.codes import ChannelCodes, Codes, TokenCodes
-from kvbench.policies.stores.column import Column
-from kvbench.policies.stores.packing import words_for
+from kvbench.policies.observation import AttentionParams, SlotInfo, State
+from kvbench.policies.stores.code_attention import attend_to_codes
+from kvbench.policies.stores.codes import ChannelCodes, Codes, Column, TokenCodes
 from kvbench.policies.stores.quantiser import Group, Metadata, Quantiser
 from kvbench.policies.stores.queue import Queue
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import GROWTH, take
-from kvbench.policies.stores.store import LayerStore, Store
+from kvbench.policies.stores.store import CompressedStore, LayerStore, Sizes, Store
 from kvbench.policies.stores.store_list import HeadList, StoreList
 
 
-class QuantisedLayerStore(LayerStore):
+class QuantisedLayerStore(CompressedStore):
     """Keys and values of one sequence as two columns: slot i of every KV head holds its i-th token.
 
     Until the first `settle`, and if KV heads then hold different numbers of tokens, another store holds the tokens.
@@ -39,8 +37,9 @@ class QuantisedLayerStore(LayerStore):
 
     def __init__(self, store: "ColumnStore", dense: SlotStore, keys: Column, values: Column) -> None:
         self.store = store
-        self._held: LayerStore | None = dense  # the dense prompt, or a store for each KV head
+        self._held: SlotStore | StoreList | None = dense  # the dense prompt, or a store for each KV head
         self._columns = (keys, values)
+        self._evicted = False
         self._places = Queue(GROWTH)  # of positions, empty if nothing was evicted
 
     @property
@@ -69,45 +68,44 @@ class QuantisedLayerStore(LayerStore):
     def positions(self) -> Tensor:
         if self._held is not None:
             return self._held.positions
-        if self.evicted:
+        if self._evicted:
             return self._places.view("positions")
         tail = self._columns[0].tail.view("x")
         return torch.arange(self._columns[0].tokens, dtype=torch.int32, device=tail.device).expand(*tail.shape[:2], -1)
 
     @property
     def state(self) -> State:
-        return {} if self._held is None else self._held.state
+        held = {} if self._held is None else self._held.state
+        return {name: x for name, x in held.items() if name not in self.store.statistics}
+
+    @state.setter
+    def state(self, state: State) -> None:
+        """Nothing to do: the statistics of `state` are views."""
 
     @property
-    def packed(self) -> bool:
-        return self._held is None or self._held.packed
-
-    @property
-    def ascending(self) -> bool:
-        return self._held is None or self._held.ascending
+    def slots(self) -> SlotInfo:
+        return SlotInfo(packed=True) if self._held is None else self._held.slots
 
     # --- bytes -----------------------------------------------------------------------------------------------------
-    def parts(self) -> dict[str, int]:
+    def sizes(self) -> Sizes:
         if self._held is not None:
-            return {"full precision": self._held.nbytes} if self.in_prompt else self._held.parts()
-        sizes = Counter({"codes": 0, "scales and minima": 0, "full precision": 0, "positions": self._places.nbytes()})
-        for column in self._columns:
-            sizes["full precision"] += column.tail.nbytes()
-            for chunk in column.chunks:
-                sizes.update(chunk.sizes())
-        return dict(sizes)
+            return Sizes(self.kinds(), self._held.sizes().spare)
+        return Sizes(self.kinds(), sum(queue.spare_nbytes for queue in self._queues()))
 
     @property
     def nbytes(self) -> int:
-        if self._held is not None:
-            return self._held.nbytes
-        return sum(column.nbytes for column in self._columns) + self._places.nbytes()
+        return sum(self.kinds().values())
 
-    @property
-    def spare_nbytes(self) -> int:
+    def kinds(self) -> dict[str, int]:
+        """The bytes of every tensor, by kind."""
         if self._held is not None:
-            return self._held.spare_nbytes
-        return sum(queue.spare_nbytes for queue in self._queues())
+            return {"full precision": self._held.nbytes} if self.in_prompt else self._held.sizes().kinds
+        kinds = Counter({"codes": 0, "scales and minima": 0, "full precision": 0, "positions": self._places.nbytes()})
+        for column in self._columns:
+            kinds["full precision"] += column.tail.nbytes()
+            for chunk in column.chunks:
+                kinds.update(chunk.sizes())
+        return dict(kinds)
 
     def expect(self, tokens: int) -> None:
         if self._held is not None:
@@ -136,11 +134,11 @@ class QuantisedLayerStore(LayerStore):
         """Append tokens at places [B,H,n] to the tails."""
         for column, x in zip(self._columns, (keys, values), strict=True):
             column.tail.append({"x": x})
-        if self.evicted:
+        if self._evicted:
             self._places.append({"positions": places})
 
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
-        self.evicted = True
+        self._evicted = True
         return self._dense().keep(mask, spare, counts)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
@@ -158,7 +156,7 @@ class QuantisedLayerStore(LayerStore):
         first = self.in_prompt
         if first:
             self._to_columns()
-        if self._held is not None:
+        if isinstance(self._held, StoreList):
             self._held.settle()
             return
         self.flush(first)
@@ -174,7 +172,7 @@ class QuantisedLayerStore(LayerStore):
         """Move the dense tokens into the tails in order of position, or each head's into its own store."""
         dense = self._dense()
         contents = {"keys": dense.keys, "values": dense.values, "positions": dense.positions}
-        counts = None if dense.packed and dense.ascending else (dense.positions >= 0).sum(-1).flatten()
+        counts = None if dense.slots.packed and dense.slots.ascending else (dense.positions >= 0).sum(-1).flatten()
         if counts is not None:
             late = torch.iinfo(torch.int32).max
             places = contents["positions"].masked_fill(dense.positions < 0, late).argsort(dim=-1, stable=True)
@@ -190,7 +188,7 @@ class QuantisedLayerStore(LayerStore):
         """A store of the first tokens of one KV head."""
         own = {name: x[:, head : head + 1, :count] for name, x in contents.items()}
         found = self.store.empty(SlotStore.of(own, (), ascending=True, packed=True), own["values"])
-        found.evicted = self.evicted
+        found._evicted = self._evicted
         return found
 
     # --- attention -------------------------------------------------------------------------------------------------
@@ -201,8 +199,9 @@ class QuantisedLayerStore(LayerStore):
             return None  # all in full precision: the views are the stored tensors
         out = self._attend_packed(queries, positions, how)
         if out is None:
-            stored = self.dequantised(0), self.dequantised(1), self.positions
-            out, weights = attend_in_float32(queries, positions, how, *stored)
+            keys, values = self._columns
+            stored = keys.scores, values.weighted, self.positions, self.outliers
+            out, weights = attend_to_codes(queries, positions, how, *stored)
             self.attended(weights, positions)
         return out.to(queries.dtype)
 
@@ -283,25 +282,15 @@ class QuantisedStore(ColumnStore):
 
 
 def side(column: Column) -> Side | None:
-    """A column as `quantised_attention` reads it; None in another form (several chunks, joined heads)."""
-    codes, tail = column.chunks[0] if len(column.chunks) == 1 else None, column.tail
-    if not isinstance(codes, ChannelCodes | TokenCodes) or (isinstance(codes, TokenCodes) and codes.heads is not None):
+    """A column as `quantised_attention` reads it; None in another form (no codes, several chunks, joined heads)."""
+    codes = column.chunks[0] if len(column.chunks) == 1 else None
+    if not isinstance(codes, ChannelCodes | TokenCodes) or not codes.tokens:
         return None
-    return Side(_packed(codes, tail.view("x")), tail.view("x"))
-
-
-def _packed(codes: ChannelCodes | TokenCodes, tail: Tensor) -> Packed:
-    per_token = isinstance(codes, TokenCodes)
-    unit = codes.group if isinstance(codes, TokenCodes) else codes.unit
-    bits, queue = codes.quantiser.bits, codes.queue
-    if queue.count:
-        words, scale, minimum = map(queue.view, Group._fields)
-        return Packed(words, scale, minimum, bits, unit, per_token)
-    batch, heads, _, dim = tail.shape
-    entry = (batch, heads, 0, dim // unit if per_token else dim)
-    words = tail.new_empty(*entry, words_for(unit, bits), dtype=torch.int32)
-    scale = tail.new_empty(entry, dtype=codes.quantiser.held_in(tail.dtype))
-    return Packed(words, scale, scale, bits, unit, per_token)
+    if isinstance(codes, TokenCodes) and codes.heads is not None:
+        return None
+    words, scale, minimum = map(codes.queue.view, Group._fields)
+    packed = Packed(words, scale, minimum, codes.quantiser.bits, codes.group, isinstance(codes, TokenCodes))
+    return Side(packed, column.tail.view("x"))
 
 
 def value_group(group: int, dim: int) -> int:

@@ -19,9 +19,9 @@ from kvbench.kernels.decode import decode_attention_flat
 from kvbench.kernels.prompt import one_for_all
 from kvbench.kernels.references import widen
 from kvbench.policies.constants import on_device
-from kvbench.policies.observation import AttentionParams, State
+from kvbench.policies.observation import AttentionParams, SlotInfo, State
 from kvbench.policies.stores.slots import GROWTH, owned, spread_index, take
-from kvbench.policies.stores.store import LayerStore, Segments
+from kvbench.policies.stores.store import LayerStore, Sizes
 
 
 class SlotStore(LayerStore):
@@ -52,6 +52,7 @@ class SlotStore(LayerStore):
         self._bytes: int | None = None  # of the memory, if it was computed
         self._expected: int | None = None  # tokens to come without reserved slots, if their number is known
         self._packed = self._ascending = True
+        self._whole = True  # until several tokens are evicted at once
         self._marked = True  # the free slots have position -1, which is written when positions are read
 
     @classmethod
@@ -119,14 +120,16 @@ class SlotStore(LayerStore):
         return positions
 
     @property
-    def bias(self) -> Tensor | None:
-        return self._view("bias") if "bias" in self.memory else None
+    def slots(self) -> SlotInfo:
+        bias = self._view("bias") if "bias" in self.memory else None
+        return SlotInfo(self._ascending, self._packed and self.starts is None, bias=bias)
 
     @property
     def state(self) -> State:
         return {name: self._view(name) for name in self._statistics}
 
-    def remember(self, state: State) -> None:
+    @state.setter
+    def state(self, state: State) -> None:
         if self.starts is not None:
             slots, taken = self._flat_slots()
             for name, x in state.items():
@@ -139,18 +142,17 @@ class SlotStore(LayerStore):
         lengths = (self.free,) if self.starts is None else (self.starts, self.counts)
         return self._bytes + sum(x.nbytes for x in lengths if x is not None)
 
-    @property
-    def spare_nbytes(self) -> int:
-        empty = self.slots - int((self.positions >= 0).sum())
-        return empty * (sum(x.nbytes for x in self.memory.values()) // max(self.slots, 1))
+    def sizes(self) -> Sizes:
+        named = {name: x.nbytes for name, x in self.memory.items()}
+        kinds = {"full precision": named["keys"] + named["values"], "positions": named["positions"]}
+        return Sizes({**kinds, "statistics": self.nbytes - sum(kinds.values())}, self._spare_nbytes())
 
-    def parts(self) -> dict[str, int]:
-        sizes = {name: x.nbytes for name, x in self.memory.items()}
-        kinds = {"full precision": sizes["keys"] + sizes["values"], "positions": sizes["positions"]}
-        return {**kinds, "statistics": self.nbytes - sum(kinds.values())}
+    def _spare_nbytes(self) -> int:
+        count = self.positions.numel() if self.slots.packed else int((self.positions >= 0).sum())
+        return (self.capacity - count) * (sum(x.nbytes for x in self.memory.values()) // max(self.capacity, 1))
 
     @property
-    def slots(self) -> int:
+    def capacity(self) -> int:
         """Slots of all segments."""
         return self.first.shape[: 3 if self.starts is None else 1].numel()
 
@@ -158,14 +160,6 @@ class SlotStore(LayerStore):
     def first(self) -> Tensor:
         """One of the tensors of the memory, for its number of slots."""
         return next(iter(self.memory.values()))
-
-    @property
-    def packed(self) -> bool:
-        return self._packed and self.starts is None
-
-    @property
-    def ascending(self) -> bool:
-        return self._ascending
 
     # --- append ----------------------------------------------------------------------------------------------------
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
@@ -187,7 +181,7 @@ class SlotStore(LayerStore):
             self._put(self.free, tokens)
             self.free, self._packed, self._marked, self._ascending = None, True, True, False
         elif self.counts is not None:
-            self._reserve()
+            self.reserve()
             self._put(self.counts[..., None], tokens)
             self.counts = self.counts + 1
             self.use(self.used + 1, self.room - 1)
@@ -229,7 +223,7 @@ class SlotStore(LayerStore):
         elif new > 1 and new > room:
             self._lengthen(new, tokens)
         else:
-            self._reserve()
+            self.reserve()
             for name, x in self.memory.items():
                 end = x.narrow(2, used, new)
                 end.copy_(tokens[name]) if name in tokens else end.zero_()
@@ -251,7 +245,7 @@ class SlotStore(LayerStore):
     def expect(self, tokens: int) -> None:
         self._expected = tokens
 
-    def _reserve(self) -> None:
+    def reserve(self) -> None:
         """Reserve slots if none is left, at most as many as tokens are expected."""
         if self.room == 0:
             growth = GROWTH
@@ -263,7 +257,7 @@ class SlotStore(LayerStore):
     def _fill_hole(self, tokens: dict[str, Tensor], absent: bool) -> None:
         """Write one token per KV head into its first empty slot; some sequences may have no token or no such slot."""
         if not bool((self.positions < 0).any(-1).all()):
-            self._reserve()
+            self.reserve()
             self.use(self.used + 1, self.room - 1)
         slots = (self.positions < 0).to(torch.uint8).argmax(-1, keepdim=True)
         if absent:
@@ -310,14 +304,15 @@ class SlotStore(LayerStore):
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
         self._even_out()
         self._store_positions()
-        slots = self._compact(mask, 0 if self._ragged else spare, counts)
-        self.evicted = not self._ragged
-        if self._ragged:
+        ragged = self._ragged and not mask.is_meta
+        slots = self._compact(mask, 0 if ragged else spare, counts)
+        self._whole = False
+        if ragged:
             self._flatten(self.contents(), (self.positions >= 0).sum(-1), spare)
         return slots
 
     def _compact(self, mask: Tensor, spare: int, counts: Sequence[int] | None) -> Tensor:
-        if counts is None or not mask.is_cuda:  # on a GPU, the host would wait for numbers that it has already
+        if counts is None or mask.is_cpu:  # on a GPU, the host would wait for numbers that it has already
             numbers = mask.sum(-1).flatten().tolist()
             most, least = max(numbers), min(numbers)
             assert counts is None or (most, least) == (max(counts), min(counts)), "counts differ from the mask"
@@ -375,19 +370,32 @@ class SlotStore(LayerStore):
         params = how.scaling, how.softcap, how.sliding_window, one_for_all(how.sinks)
         return decode_attention_flat(queries, *stored, self.starts, self.counts, self.used, *params).out
 
-    def with_memory(self, memory: dict[str, Tensor], free: Tensor | None) -> "SlotStore":
-        """The same layer with other memory, where the slots `free` [B,H,1] are empty."""
+    def __getstate__(self) -> dict[str, object]:
+        """The attributes of a copy or a saved store, without views of its memory."""
+        return {**vars(self), "_views": {}}
+
+    def with_memory(self, memory: dict[str, Tensor], free: Tensor | None, counts: Tensor | None = None) -> "SlotStore":
+        """The same layer with a copy of its memory, after appends to it.
+
+        Only the slots `free` [B,H,1] are empty, at position -1; counts [B,H]: slots in use, for flat memory.
+        """
         held = copy(self)
-        held.memory, held.free, held._views, held._bytes = memory, free, {}, None
+        held.memory, held.free, held._bytes, held.lent = memory, free, None, False
+        held.counts = self.counts if counts is None else counts
+        held._marked, held._packed = True, free is None and self.starts is None
+        held._ascending = self._ascending and free is None
         return held
 
-    def segments(self) -> Segments:
-        """The segments of the KV heads, with the memory seen as flat."""
-        one = int(self.free is not None)
-        if self.starts is not None and self.counts is not None:
-            starts, held = self.starts, self.counts - one
-        else:
+    def segments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """[B,H] each, with the memory seen as flat: the starts of segments, their slots in use, and their free slot.
+
+        Without a free slot, it is the next one. The memory has positions afterwards, -1 in free slots.
+        """
+        self._store_positions()
+        self.positions  # noqa: B018 - writes those of free slots
+        starts, counts = self.starts, self.counts
+        if starts is None or counts is None:
             rows, device = self.memory["positions"].shape[:2], self.memory["positions"].device
             starts = torch.arange(rows.numel(), device=device).view(rows) * (self.used + self.room)
-            held = torch.full(rows, self.used - one, device=device)
-        return Segments(starts, held, held if self.free is None else self.free[..., 0], self.used - one)
+            counts = torch.full(rows, self.used, device=device)
+        return starts, counts, counts if self.free is None else self.free[..., 0]

@@ -9,29 +9,20 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from kvbench.policies.observation import AttentionParams, Observation, State
+from kvbench.policies.observation import AttentionParams, Observation, SlotInfo, State
 
 
-class Segments(NamedTuple):
-    """The start of each KV head's slots in flat memory, its number of tokens and its next free slot: [B,H] each.
-
-    most: tokens of the longest head.
+class Sizes(NamedTuple):
+    """Bytes of a store. kinds: all of them, by kind, for tables. spare: those without a token, which are of no kind of
+    their own: slots reserved for later tokens, and slots of evicted ones.
     """
 
-    starts: Tensor
-    held: Tensor
-    free: Tensor
-    most: int
+    kinds: dict[str, int]
+    spare: int
 
 
 class LayerStore(ABC):
     """The tokens of one layer. Slots are addressed per KV head; a slot at position -1 is empty."""
-
-    evicted: bool = False
-    """Whether several tokens were evicted at once, so that slot i may not hold the i-th token."""
-
-    watching: bool = False
-    """Whether `observe` needs the step of the tokens that were just appended."""
 
     # --- contents --------------------------------------------------------------------------------------------------
     @property
@@ -50,27 +41,18 @@ class LayerStore(ABC):
         """[B,H,C] int32 original positions, -1 = empty slot."""
 
     @property
-    def bias(self) -> Tensor | None:
-        """[B,H,C] float32 added to the logits of a slot; None if no slot has one."""
-        return None
+    @abstractmethod
+    def slots(self) -> SlotInfo:
+        """Order and bias of the slots in use; `whole` and `moved` are left to the caller."""
 
     @property
     @abstractmethod
     def state(self) -> State:
-        """Running statistics [B,H,C,G'] by name; call `remember` after a change in place."""
+        """Running statistics [B,H,C,G'] by name; set it again after a change in place."""
 
-    def remember(self, state: State) -> None:  # noqa: B027 - nothing to do if `state` is a view
-        """Store statistics of `state` that were changed in place."""
-
-    @property
+    @state.setter
     @abstractmethod
-    def packed(self) -> bool:
-        """Whether no slot in use is empty."""
-
-    @property
-    @abstractmethod
-    def ascending(self) -> bool:
-        """Whether slots in use are in order of position, with empty ones last."""
+    def state(self, state: State) -> None: ...
 
     # --- bytes -----------------------------------------------------------------------------------------------------
     @property
@@ -78,14 +60,9 @@ class LayerStore(ABC):
     def nbytes(self) -> int:
         """Bytes of all tensors, with spare slots, positions and statistics."""
 
-    @property
     @abstractmethod
-    def spare_nbytes(self) -> int:
-        """Bytes of `nbytes` without a token: slots reserved for later tokens, and slots of evicted tokens."""
-
-    def parts(self) -> dict[str, int]:
-        """The bytes of `nbytes` by kind, for tables."""
-        return {"tokens": self.nbytes}
+    def sizes(self) -> Sizes:
+        """The bytes of `nbytes` by kind, and how many of them hold no token."""
 
     @abstractmethod
     def expect(self, tokens: int) -> None:
@@ -98,16 +75,6 @@ class LayerStore(ABC):
 
         The tensors may be stored without a copy, but not changed: caches of several policies share those of a prompt.
         """
-
-    def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:  # noqa: B027 - optional
-        """See a step's attention before it evicts; prompts: the prompt length of each sequence in tokens, if known."""
-
-    def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
-        """Attention [B,H_q,M,D] of queries [B,H_q,M,D] at positions [B,M] (-1: padding), from the stored form.
-
-        None if attention should read the views `keys`, `values` and `positions` instead.
-        """
-        return None
 
     @abstractmethod
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
@@ -129,7 +96,27 @@ class LayerStore(ABC):
         bias [B,H,n]: the new bias of these slots, for `exact` stores only; other slots keep theirs, 0 at first.
         """
 
-    def settle(self) -> None:  # noqa: B027 - most stores hold tokens as they came
+
+class CompressedStore(LayerStore):
+    """A store that changes the form of its tokens once the prompt is complete, and attends to them in that form."""
+
+    @property
+    def watching(self) -> bool:
+        """Whether `observe` needs the step of the tokens that were just appended."""
+        return False
+
+    def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
+        """See a step's attention before it evicts; prompts: the prompt length of each sequence in tokens, if known."""
+
+    @abstractmethod
+    def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
+        """Attention [B,H_q,M,D] of queries [B,H_q,M,D] at positions [B,M] (-1: padding), from the stored form.
+
+        None if attention should read the views `keys`, `values` and `positions` instead.
+        """
+
+    @abstractmethod
+    def settle(self) -> None:
         """End a step (attended, evicted) after the prompt is complete: bring the tokens into their final form."""
 
 

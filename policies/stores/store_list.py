@@ -10,18 +10,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvbench.policies.observation import AttentionParams, Observation, State
+from kvbench.policies.observation import AttentionParams, Observation, SlotInfo, State
 from kvbench.policies.stores.slots import padded
-from kvbench.policies.stores.store import LayerStore
+from kvbench.policies.stores.store import CompressedStore, Sizes
 
 
-class StoreList(LayerStore):
+class StoreList(CompressedStore):
     """One store per sequence. The views are copies, in which shorter sequences end in empty slots."""
 
-    def __init__(self, members: Sequence[LayerStore]) -> None:
+    def __init__(self, members: Sequence[CompressedStore]) -> None:
         self.members = list(members)
 
-    def _each(self) -> list[tuple[slice, LayerStore]]:
+    def _each(self) -> list[tuple[slice, CompressedStore]]:
         """Each sequence as a slice of the batch, and its store."""
         return [(slice(row, row + 1), held) for row, held in enumerate(self.members)]
 
@@ -43,7 +43,8 @@ class StoreList(LayerStore):
         states = [held.state for held in self.members]
         return {name: padded([state[name] for state in states]) for name in states[0]}
 
-    def remember(self, state: State) -> None:
+    @state.setter
+    def state(self, state: State) -> None:
         for row, held in self._each():
             for name, x in held.state.items():
                 x.copy_(state[name][row, :, : x.shape[2]])
@@ -52,32 +53,21 @@ class StoreList(LayerStore):
     def nbytes(self) -> int:
         return sum(held.nbytes for held in self.members)
 
-    @property
-    def spare_nbytes(self) -> int:
-        return sum(held.spare_nbytes for held in self.members)
-
-    def parts(self) -> dict[str, int]:
-        sizes: Counter[str] = Counter()
-        for held in self.members:
-            sizes.update(held.parts())
-        return dict(sizes)
+    def sizes(self) -> Sizes:
+        sizes = [held.sizes() for held in self.members]
+        kinds: Counter[str] = Counter()
+        for one in sizes:
+            kinds.update(one.kinds)
+        return Sizes(dict(kinds), sum(one.spare for one in sizes))
 
     def expect(self, tokens: int) -> None:
         for held in self.members:
             held.expect(tokens)
 
     @property
-    def evicted(self) -> bool:  # type: ignore[override]
-        return any(held.evicted for held in self.members)
-
-    @property
-    def packed(self) -> bool:
-        members = self.members
-        return all(held.packed for held in members) and len({held.positions.shape[2] for held in members}) == 1
-
-    @property
-    def ascending(self) -> bool:
-        return all(held.ascending for held in self.members)
+    def slots(self) -> SlotInfo:
+        slots, lengths = [held.slots for held in self.members], {held.positions.shape[2] for held in self.members}
+        return SlotInfo(all(one.ascending for one in slots), all(one.packed for one in slots) and len(lengths) == 1)
 
     # --- tokens ----------------------------------------------------------------------------------------------------
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
@@ -113,7 +103,7 @@ class StoreList(LayerStore):
             held.settle()
 
     @property
-    def watching(self) -> bool:  # type: ignore[override]
+    def watching(self) -> bool:
         return any(held.watching for held in self.members)
 
     def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:

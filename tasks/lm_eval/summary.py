@@ -7,7 +7,7 @@ from importlib import import_module
 from statistics import fmean
 from typing import Any
 
-from kvbench.tasks.summary import by_subset
+from kvbench.tasks.scores import by_subset
 from kvbench.tasks.task import Scored
 
 NEEDS_SCORES = False  # some metrics are only defined for all answers together

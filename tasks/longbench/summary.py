@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvbench.tasks.longbench.subsets import PAPER_SETS, SUBSETS
-from kvbench.tasks.summary import by_subset, means, scores_of
-from kvbench.tasks.summary import percent as percent
+from kvbench.tasks.scores import by_subset, means, scores_of
+from kvbench.tasks.scores import percent as percent
 from kvbench.tasks.task import Scored
 
 SUBSETS_BY = "subset"

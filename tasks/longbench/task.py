@@ -109,7 +109,7 @@ class LongBench(Task):
 class LongBenchSuite(TaskSuite):
     """Several subsets in turn. All fields but `name` and `tasks` override the same field of every subset.
 
-    The mean over examples is not the benchmark's average, because subsets differ in size; see `tasks.summary`.
+    The mean over examples is not the benchmark's average, because subsets differ in size; see `tasks.scores`.
     """
 
     shared = ("chat", "truncation", "extended", "official", "data_dir")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvbench.tasks.summary import mean_measures
+from kvbench.tasks.scores import mean_measures
 from kvbench.tasks.task import Scored
 
 

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 from kvbench.tasks.task import Tokenizer
-from kvbench.tasks.text_files import shipped
+from kvbench.tasks.words import shipped
 
 T = TypeVar("T")
 JOIN = "、"  # between questions, also in English prompts

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from kvbench.errors import ConfigError, choice
 from kvbench.tasks.extras import from_extra
-from kvbench.tasks.haystack import read_folder, sentences_of
 from kvbench.tasks.ruler.base import Draws, SizedTask
 from kvbench.tasks.ruler.templates import Draft, Template, needle_line, noise_line, template
 from kvbench.tasks.task import counts
+from kvbench.tasks.words import read_folder, sentences_of
 
 OFFICIAL_FILE = "PaulGrahamEssays.json"
 HAYSTACKS = ("noise", "needle", "essay")

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from kvbench.tasks.predictions import Line, nested, one_of, texts
 from kvbench.tasks.ruler.base import clean_up
-from kvbench.tasks.scores import contains, contains_any
-from kvbench.tasks.summary import percent
+from kvbench.tasks.scores import contains, contains_any, percent
 
 FIELDS = "task, predictions and the references of each"
 

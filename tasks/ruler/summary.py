@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvbench.tasks.summary import by_subset, means, percent, scores_of
+from kvbench.tasks.scores import by_subset, means, percent, scores_of
 from kvbench.tasks.task import Scored
 
 SUBSETS_BY = "task"

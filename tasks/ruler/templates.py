@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvbench.tasks.task import Tokenizer, question_part
-from kvbench.tasks.text_files import shipped
+from kvbench.tasks.words import shipped
 
 
 @dataclass(frozen=True)

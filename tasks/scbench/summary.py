@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvbench.tasks.scbench.predictions import MIXED, score_predictions
-from kvbench.tasks.summary import mean_measures
+from kvbench.tasks.scores import mean_measures
 from kvbench.tasks.task import Scored
 
 

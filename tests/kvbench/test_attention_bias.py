@@ -88,8 +88,8 @@ def test_a_bias_costs_four_bytes_a_slot_and_nothing_where_nobody_asks(cut: list[
             layer.call(*part)
         held.append(layer.cache.nbytes)
         store = layer.cache.layers[0].states[0].store
-        assert sum(store.parts().values()) == store.nbytes
-        assert (store.bias is None) == (policy.merger != Doubles())
+        assert sum(store.sizes().kinds.values()) == store.nbytes
+        assert (store.slots.bias is None) == (policy.merger != Doubles())
     assert held[0] - held[1] == 2 * 8 * 4
 
 

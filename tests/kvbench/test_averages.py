@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.results.averages import average_intervals
-from kvbench.results.metrics import metrics
-from kvbench.results.sample import Sample
+from kvbench.results.metrics import average_intervals, metrics
+from kvbench.results.samples import Sample
 from kvbench.tasks.longbench.subsets import PAPER_SETS
 
 

@@ -12,7 +12,7 @@ import yaml
 from kvbench.claims import main
 from kvbench.papers.claims import PAPERS, Claim, decide, read_claims
 from kvbench.results.load import load_results
-from kvbench.results.sample import Likelihood, Sample
+from kvbench.results.samples import Likelihood, Sample
 
 RUNS = {"model": "pocket", "task": "niah", "budget": 64, "schedule": "prompt", "decode": "evict"}
 CLAIM = Claim("a", "ours is better", "here", {"h2o": "tova"}, RUNS)

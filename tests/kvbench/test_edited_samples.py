@@ -11,8 +11,7 @@ from plotted_runs import sample as plotted_sample
 
 from kvbench.cli import main
 from kvbench.engine.batch import DecodeBatch
-from kvbench.results.sample import Sample
-from kvbench.results.samples import open_samples, read_samples
+from kvbench.results.samples import Sample, open_samples, read_samples
 
 
 def sample(index: int, **fields: Any) -> Sample:

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 import kvbench
-from hydra_plugins.kvbench.sweeper import narrowed
+from hydra_plugins.kvbench.plugins import narrowed
+from kvbench.cli import main
 from kvbench.config.tree import CONF
 from kvbench.run.run_config import run_config
-from kvbench.sweeps.app import main
 
 FORMS = {  # of each the beginning of a line that it prints
     "--cfg job": "budget: 128",
@@ -91,7 +91,7 @@ def test_a_run_that_fails_stops_no_other_and_the_exit_status_says_so(
 
 def test_a_sweeper_gets_the_score_of_every_job(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     got: list[object] = []
-    from hydra_plugins.kvbench.launcher import KvbenchLauncher
+    from hydra_plugins.kvbench.plugins import KvbenchLauncher
 
     launch = KvbenchLauncher.launch
 
@@ -156,7 +156,7 @@ def test_another_choice_leaves_out_the_grids_fields_of_the_replaced_one(argument
 def test_the_defaults_of_python_are_those_of_the_command_line() -> None:
     fields = yaml.safe_load((CONF / "config.yaml").read_text())
     record = run_config().record
-    for key in fields.keys() - {"defaults", "hydra", "allow_mixed"}:
+    for key in fields.keys() - {"defaults", "hydra"}:
         assert record[key] == fields[key], key
 
 

@@ -164,7 +164,7 @@ def test_a_small_budget_holds_no_more_and_says_where_it_bit(bench: Bench) -> Non
 def test_group_means_by_hand() -> None:
     from types import SimpleNamespace
 
-    from kvbench.tasks.summary import summary
+    from kvbench.tasks.scores import summary
 
     def sample(task: str, value: float, by_size: bool) -> Any:
         group = {"name": "both", "weight_by_size": {"acc": by_size}}

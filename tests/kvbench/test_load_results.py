@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from plotted_runs import sample, write_run, write_sweep
 
-from kvbench.results import metrics_file
+from kvbench.results import metrics
 from kvbench.results.load import load_results, read_result
 
 
@@ -19,7 +19,7 @@ def test_numbers_of_other_samples_or_other_code_or_of_some_examples_are_computed
     assert read_result(folder).score == 0.125, "what is read back is what stands there"
     assert read_result(folder, limit=3).score == 1.0
     with monkeypatch.context() as patched:
-        patched.setattr(metrics_file, "_CODE", b"other")
+        patched.setattr(metrics, "_CODE", b"other")
         assert read_result(folder).score == 1.0
     lines = (folder / "samples.jsonl").read_text().splitlines()
     lines[0] = json.dumps({**json.loads(lines[0]), "score": 0.0})

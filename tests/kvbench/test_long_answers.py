@@ -15,7 +15,7 @@ from kvbench.config.tree import CONF, load
 from kvbench.engine.compute import compute_runs
 from kvbench.models.prompts import PromptMaker
 from kvbench.run.run import build_run
-from kvbench.run.sampling import Sampling
+from kvbench.run.run_config import Sampling
 from kvbench.tasks.lm_eval.task import chat_text
 from kvbench.tasks.task import Example, Task
 from kvbench.tools.diagnose import runs_of

@@ -16,10 +16,10 @@ from kvbench.papers.layout import HOLE, longbench, numbers
 from kvbench.papers.matching import differences
 from kvbench.papers.protocol import Plan, plan, runs_of
 from kvbench.policies.describe import describe
-from kvbench.report.frames import Table
+from kvbench.report.table import Table
 from kvbench.results.load import load_results, read_result
 from kvbench.results.result import Result
-from kvbench.results.sample import Sample
+from kvbench.results.samples import Sample
 
 LLAMA, QASPER = "llama31_8b_instruct", "longbench_qasper"
 POCKET = ["model=pocket", "task=niah,niah_multikey", "task.lengths=[512]", "budget=64,128", "block=32"]

@@ -19,7 +19,7 @@ from kvbench.results.columns import COLUMNS, read_table
 from kvbench.results.load import Results, load_results, read_result
 from kvbench.results.metrics import metrics
 from kvbench.results.result import Result
-from kvbench.results.sample import Sample
+from kvbench.results.samples import Sample
 
 MIB = 2**20
 

@@ -14,7 +14,7 @@ from small_cells import small_cell
 from kvbench.cli import main
 from kvbench.config.tree import part_class
 from kvbench.errors import ConfigError
-from kvbench.run import digests
+from kvbench.run import run as run_module
 from kvbench.run.run import build_run
 from kvbench.run.run_config import changed_fields, run_config
 from kvbench.tasks.hub import data_file
@@ -57,7 +57,7 @@ def run(folder: Path, model: Path, *arguments: str) -> int:
 def run_anew(folder: Path, model: Path, *arguments: str) -> int:
     """One command as a fresh process would see it: modules of the folder are read anew."""
     sys.modules.pop("my_scorers", None)
-    digests._code_digest.cache_clear()
+    run_module._code_digest.cache_clear()
     return run(folder, model, *arguments)
 
 
@@ -140,7 +140,7 @@ def test_a_run_of_other_versions_is_continued_only_if_asked_and_tables_say_so(
     assert "begun with other versions (torch 1.13 then" in said
     assert "allow_version_mismatch=true" in said
     assert (own / "runs" / name / "samples.jsonl").read_bytes() == samples
-    assert run(own, tiny_model, "policy=knorm", "limit=2", "allow_mixed=true") == 0
+    assert run(own, tiny_model, "policy=knorm", "limit=2", "allow_version_mismatch=true") == 0
     assert f"mixed versions in {name}: torch 1.13 then" in capsys.readouterr().out
 
 

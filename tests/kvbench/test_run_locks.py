@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.results.locks import RunBusyError, RunLostError, held, is_held
-from kvbench.results.sample import Sample
-from kvbench.results.samples import FILE_NAME, open_samples, read_samples
+from kvbench.results.files import RunBusyError, RunLostError, held, is_held
+from kvbench.results.samples import FILE_NAME, Sample, open_samples, read_samples
 
 
 def sample(index: int, error: str | None = None) -> Sample:
@@ -21,7 +20,7 @@ def sample(index: int, error: str | None = None) -> Sample:
 
 def test_a_stopped_process_keeps_its_run_and_a_killed_one_leaves_it_free(tmp_path: Path) -> None:
     program = (
-        "import sys; from kvbench.results.locks import *\nwith held(Path(sys.argv[1])): print(flush=True), input()"
+        "import sys; from kvbench.results.files import *\nwith held(Path(sys.argv[1])): print(flush=True), input()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], **pipes) as other:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.results.sample import Sample
-from kvbench.results.samples import open_samples, read_samples
+from kvbench.results.samples import Sample, open_samples, read_samples
 
 
 def sample(index: int, output: str = "the answer") -> Sample:

@@ -23,9 +23,9 @@ from kvbench.errors import UsageError
 from kvbench.results.load import read_result
 from kvbench.results.metrics import metrics
 from kvbench.results.pairs import paired
-from kvbench.results.sample import Sample
+from kvbench.results.samples import Sample
 from kvbench.run.run import Run
-from kvbench.run.sampling import Sampling
+from kvbench.run.run_config import Sampling
 from kvbench.tools.diagnose import runs_of
 
 HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}

@@ -93,7 +93,7 @@ def assert_same(held: KVCache, loaded: KVCache) -> None:
         for told, read in ((part.store.state, other.store.state), (part.memory, other.memory)):
             torch.testing.assert_close(told, read, rtol=0, atol=0, equal_nan=True)  # a threshold not yet set is NaN
         assert part.counts == other.counts
-        assert part.store.parts() == other.store.parts()
+        assert part.store.sizes().kinds == other.store.sizes().kinds
     for name in ("nbytes", "spare_nbytes", "peak_nbytes", "seen"):
         assert getattr(held, name) == getattr(loaded, name), name
     assert held.group.progress.prompt == loaded.group.progress.prompt
@@ -211,7 +211,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(
 def test_a_prompt_still_coming_in_is_refused(slug: str, importance: Path, tmp_path: Path) -> None:
     held = KVCache(model().config, built(slug, importance), prompt_length=50)
     model()(torch.tensor([prompt(30)]), past_key_values=held)
-    with pytest.raises(ValueError, match=r"while a prompt comes in: 20 tokens of sequence 0 are to come"):
+    with pytest.raises(ValueError, match=r"only after a whole prompt and between calls of the model"):
         held.save(tmp_path / "cache")
     assert not list(tmp_path.iterdir())
 
@@ -234,20 +234,21 @@ def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
     return edit
 
 
-def class_of_the_store(header: dict[str, Any], name: str) -> None:
-    (held,) = (value for key, value in header["state"]["layers.0"]["dict"] if key == "_store")
+def class_of_the_progress(header: dict[str, Any], name: str) -> None:
+    (held,) = (value for key, value in header["state"]["parts"] if key == "progress")
     held["class"] = name
 
 
+WRONG = r"^.*/cache is damaged, or was not written by KVCache\.save$"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (Path.unlink, r"there is no file .*cache"),
-    "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-100]), r"cache is damaged, or no file of KVCache"),
-    "other tensors": (lambda path: save_file({"x": torch.ones(2)}, path), r"none that KVCache\.save wrote"),
-    "no header": (lambda path: save_file({}, path, {"kvbench": "{}"}), r"its header does not describe.*'format'"),
-    "another format": (edited(lambda header: header.update(format=99)), r"has format 99, this kvbench reads format"),
+    "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-100]), WRONG),
+    "other tensors": (lambda path: save_file({"x": torch.ones(2)}, path), WRONG),
+    "no header": (lambda path: save_file({}, path, {"kvbench": "{}"}), WRONG),
+    "another format": (edited(lambda header: header.update(format=99)), r"has format 99, but .* reads format"),
     "a class of another package": (
-        edited(lambda header: class_of_the_store(header, "os.system")),
-        r"its header does not describe a cache \(KeyError\('os.system'\)\)",
+        edited(lambda header: class_of_the_progress(header, "os.system")),
+        r"contains a os\.system, but only classes of kvbench can be loaded",
     ),
 }
 
@@ -274,17 +275,16 @@ def test_no_bit_is_lost_unnoticed(slug: str, importance: Path, tmp_path: Path) -
     for at in (*range(9, len(whole), len(whole) // 60), len(whole) - 1):
         for damaged in (whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :], whole[:at]):
             path.write_bytes(damaged)
-            with pytest.raises(ValueError, match=r"^.*/cache is (damaged|a safetensors file, but none that)") as said:
+            with pytest.raises(ValueError, match=WRONG):
                 KVCache.load(path, held.config, held.policy)
-            assert "\n" not in str(said.value)
 
 
 @pytest.mark.parametrize(
     ("slug", "fields", "sentence"),
     [
         ("h2o", {"budget": 41}, r"saved for policy\.budget=40, not 41"),
-        ("h2o", {"block": 16}, r"saved for policy\.schedule\.class=.*Prompt, not .*Blocks"),
-        ("full", {"budget": None}, r"saved for policy\.scorer=H2O, not None"),
+        ("h2o", {"block": 16}, r"saved for policy\.schedule=.*Prompt.*, not .*Blocks"),
+        ("full", {"budget": None}, r"saved for policy\.scorer=.*H2O.*, not None"),
     ],
 )
 def test_another_policy_is_refused(
@@ -299,8 +299,8 @@ def test_another_policy_is_refused(
     ("other", "sentence"),
     [
         (lambda: tiny("qwen2").config, r"saved for model\.model_type=llama, not qwen2"),
-        (lambda: tiny(kv_heads=4).config, r"kv_heads_and_head_dim=\[\[2, 8\], \[2, 8\]\], not \[\[4, 8\], \[4, 8\]\]"),
-        (lambda: with_theta(5000.0), r"rope_parameters\.rope_theta=10000\.0, not 5000\.0"),
+        (lambda: tiny(kv_heads=4).config, r"KV heads and head dim=\[\[2, 8\], \[2, 8\]\], not \[\[4, 8\], \[4, 8\]\]"),
+        (lambda: with_theta(5000.0), r"model\.rope_parameters=.*10000\.0.*, not .*5000\.0"),
     ],
 )
 def test_another_model_is_refused(other: Callable[[], Any], sentence: str, filled: KVCache, tmp_path: Path) -> None:

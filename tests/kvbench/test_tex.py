@@ -6,7 +6,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.report.frames import Table, latex, table_of
+from kvbench.report.formats import latex
+from kvbench.report.table import Table, table_of
 
 WORDS = st.text(alphabet="ab1 _%&#$*[]{}~^\\\\-.<", max_size=8)
 

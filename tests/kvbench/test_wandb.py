@@ -19,14 +19,14 @@ from small_cells import SMALL, small_cell
 
 from kvbench.engine.compute import compute_runs
 from kvbench.errors import UsageError
-from kvbench.report.trackers.wandb_logger import WandbLogger, WandbWatch
-from kvbench.report.trackers.watching import Guarded, NoLogger, make_watch
+from kvbench.report.wandb_logger import WandbLogger, WandbWatch
 from kvbench.results.load import read_result
 from kvbench.results.result import Result
-from kvbench.results.sample import Sample
+from kvbench.results.samples import Sample
 from kvbench.run.run import Run
+from kvbench.sweeps.compute import Guarded, NoLogger, make_watch
 
-TARGET = "kvbench.report.trackers.wandb_logger.WandbLogger"
+TARGET = "kvbench.report.wandb_logger.WandbLogger"
 
 
 @pytest.fixture(autouse=True)

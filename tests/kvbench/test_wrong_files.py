@@ -13,7 +13,7 @@ import pytest
 from command_lines import MAINS
 
 from kvbench.errors import UsageError
-from kvbench.results.sample import Sample
+from kvbench.results.samples import Sample
 from kvbench.tasks.text_files import texts
 from kvbench.terminal.command import BROKEN_PIPE, FAILED, WRONG, command
 

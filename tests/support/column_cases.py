@@ -65,7 +65,7 @@ CASES = {
     "empty-slots-and-padding-float32": Case(batch=2, empty=9, padded=6, shuffled=True),
     "padding-longer-than-a-tile-bfloat16": Case(batch=2, new=80, padded=71, empty=50, dtype=torch.bfloat16),
     "everything-float16": Case(
-        group=3, new=70, slots=67, softcap=3.0, sliding_window=30, empty=4, padded=3, dtype=torch.float16
+        group=3, heads=1, new=70, slots=67, softcap=3.0, sliding_window=30, empty=4, padded=3, dtype=torch.float16
     ),
     "widest-head-float32": Case(heads=1, dim=256, new=9, slots=40),
     "one-slot-one-query-float32": Case(new=1, slots=1, dim=1),

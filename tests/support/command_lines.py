@@ -3,8 +3,7 @@
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
-from hydra_plugins.kvbench.launcher import plain
-from hydra_plugins.kvbench.sweeper import narrowed
+from hydra_plugins.kvbench.plugins import narrowed, plain
 from kvbench.config.tree import CONF, load
 from kvbench.run.run_config import RunConfig, typed
 

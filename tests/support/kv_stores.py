@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.observation import AttentionParams, Observation
-from kvbench.policies.stores.store import Store
+from kvbench.policies.stores.store import CompressedStore, Store
 
 
 def stream(
@@ -39,11 +39,12 @@ def feed(
         positions = torch.arange(seen, seen + size).expand(keys.shape[0], -1)
         held.append(keys[:, :, here], values[:, :, here], positions, absent=False)
         seen += size
-        if held.watching and queries is not None:
+        compressed = isinstance(held, CompressedStore)
+        if compressed and held.watching and queries is not None:
             held.observe(observation(held, queries[:, :, here], positions), [prompt or splits_first(splits, keys)])
-        if queries is not None:
+        if compressed and queries is not None:
             held.attend(queries[:, :, here], positions, AttentionParams(keys.shape[-1] ** -0.5))
-        if seen >= (prompt or 0):
+        if compressed and seen >= (prompt or 0):
             held.settle()
     return held
 

@@ -10,8 +10,8 @@ import torch
 
 from kvbench.engine.teacher_forcing import summary
 from kvbench.results.files import write_json, write_yaml
-from kvbench.results.metrics_file import write_metrics
-from kvbench.results.sample import Sample
+from kvbench.results.metrics import write_metrics
+from kvbench.results.samples import Sample
 
 ENVIRONMENT: dict[str, Any] = {
     "packages": {"kvbench": "0.1.0", "torch": "2.13.0", "triton": None},

@@ -5,7 +5,7 @@ import re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.tasks.haystack import hide, largest_fitting, sentences_of
+from kvbench.tasks.words import hide, largest_fitting, sentences_of
 
 SENTENCES = st.lists(st.integers(1, 40).map(lambda size: "x" * size + ". "), min_size=1, max_size=30)
 DEPTHS = st.floats(0, 1)

@@ -10,9 +10,9 @@ from char_tokenizer import CharTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.tasks.haystack import written_sentences
 from kvbench.tasks.niah import Niah, TextNiah
 from kvbench.tasks.task import Example, Tokenizer
+from kvbench.tasks.words import written_sentences
 
 DEPTHS = (0.0, 0.25, 0.5, 1.0)
 

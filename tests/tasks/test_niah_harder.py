@@ -11,7 +11,7 @@ from nltk.stem.porter import PorterStemmer
 
 from kvbench.tasks.niah_harder import ORDINALS, NiahMulti, NiahParaphrased
 from kvbench.tasks.task import Example, Tokenizer
-from kvbench.tasks.text_files import shipped
+from kvbench.tasks.words import shipped
 
 DEPTHS = (0.0, 0.3, 0.7, 1.0)
 FUNCTION_WORDS = {"whose", "is", "in", "the", "to", "next"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from task_data import Answer
 
-from kvbench.tasks.summary import summary
+from kvbench.tasks.scores import summary
 
 
 def test_a_module_of_ones_own_sums_up_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

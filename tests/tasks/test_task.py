@@ -46,7 +46,7 @@ def test_rouge1_recall_counts_stemmed_words_as_often_as_they_stand(output: str, 
 def test_building_tasks_imports_no_evaluation_harness_and_no_stemmer() -> None:
     code = (
         "import sys, kvbench.tasks.niah, kvbench.tasks.suite, kvbench.tasks.ruler.niah, kvbench.tasks.longbench.task, "
-        "kvbench.tasks.summary; heavy = ('lm_eval', 'nltk', 'rouge_score', 'wonderwords', 'jieba', 'huggingface_hub'); "
+        "kvbench.tasks.scores; heavy = ('lm_eval', 'nltk', 'rouge_score', 'wonderwords', 'jieba', 'huggingface_hub'); "
         "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

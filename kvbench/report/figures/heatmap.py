@@ -14,8 +14,8 @@ from kvbench.report.figures.panels import Panel, notes, panels_of
 from kvbench.report.figures.sheet import Paper, Sheet
 from kvbench.report.figures.style import HEAT, INK, Look
 from kvbench.results.result import Result
-from kvbench.results.sample import Sample
-from kvbench.tasks.summary import summary_module
+from kvbench.results.samples import Sample
+from kvbench.tasks.scores import summary_module
 
 Cells = Mapping[tuple[float, float], float]  # by length in tokens and depth in percent: a score from 0 to 1
 

@@ -11,7 +11,7 @@ from kvbench.report.figures.panels import notes, panels_of
 from kvbench.report.figures.sheet import Paper, Sheet
 from kvbench.report.figures.style import Look, by_layer
 from kvbench.results.result import Result
-from kvbench.results.sample import Sample
+from kvbench.results.samples import Sample
 
 
 def held(samples: Sequence[Sample]) -> list[float]:

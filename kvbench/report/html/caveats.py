@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvbench.report.html.tables import Group, budget_text
-from kvbench.results.environment import machine
 from kvbench.results.result import Result
+from kvbench.results.session import machine
 from kvbench.results.statistics import FEWEST
 
 MEMORY = 1.1  # two policies with the same budget cause a note if their bytes differ by more than this ratio

@@ -25,7 +25,7 @@ from kvbench.models.prompts import PromptMaker
 from kvbench.results.files import read_yaml
 from kvbench.results.labels import compressed
 from kvbench.results.result import Result
-from kvbench.results.sample import Sample
+from kvbench.results.samples import Sample
 from kvbench.tasks.task import PlainTokenizer, Task
 
 HEAD, TAIL, AROUND, FOUND = 60, 140, 24, 3  # tokens shown at both ends and around a reference; number of references

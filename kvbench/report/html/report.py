@@ -108,7 +108,7 @@ def _figures(rows: Sequence[Result]) -> list[tuple[str, str]]:
 
 def _facts(rows: Sequence[Result]) -> list[tuple[str, str]]:
     """Versions and settings that are needed to repeat the runs; several values if the runs differ."""
-    from kvbench.results.environment import machine
+    from kvbench.results.session import machine
 
     places = [row.environment for row in rows]
     packages = sorted({name for place in places for name, version in place["packages"].items() if version})

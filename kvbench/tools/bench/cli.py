@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UsageError
-from kvbench.terminal.command import command, our_version
-from kvbench.terminal.console import quiet
+from kvbench.terminal.command import command, our_version, quiet
 from kvbench.terminal.outputs import check_folder
 from kvbench.tools.bench.settings import ABOUT, SWEEP, Settings, experiments, parse
 
@@ -70,7 +70,7 @@ def run(name: str, settings: Settings) -> None:
     import torch
 
     from kvbench.models.loading import pick_device
-    from kvbench.results.environment import environment
+    from kvbench.results.session import environment
     from kvbench.tools.bench import latency, measure, sweep
     from kvbench.tools.bench.model import build
 
@@ -87,6 +87,7 @@ def run(name: str, settings: Settings) -> None:
     stamp = _stamp(environment(device), model_name, str(model.dtype).removeprefix("torch."))
     sys.stdout.write(f"{model_name}, {stamp['dtype']}, {stamp['hardware']}\n")
     path.parent.mkdir(parents=True, exist_ok=True)
+    gc.freeze()  # the libraries' objects: a collection before every measurement would visit them all
     found: list[dict[str, Any]] = []
     for rows in (sweep if shared else latency).rows(model, settings):
         _append(path, pd.DataFrame([{**row, **stamp} for row in rows]))

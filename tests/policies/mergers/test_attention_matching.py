@@ -104,8 +104,8 @@ def test_tokens_that_decoding_evicts_just_go(every: int) -> None:
     for start, end in ((0, 100), *((t, t + 1) for t in range(100, 120))):
         layer.call(*(x[:, :, start:end] for x in (queries, keys, values)))
         store = layer.cache.layers[0].states[0].store
-        assert store.bias is not None
-        now = {int(p): float(b) for p, b in zip(store.positions[0, 0], store.bias[0, 0], strict=True) if p >= 0}
+        assert store.slots.bias is not None
+        now = {int(p): float(b) for p, b in zip(store.positions[0, 0], store.slots.bias[0, 0], strict=True) if p >= 0}
         given = given or now
         assert now == {p: given.get(p, 0.0) for p in now}
     assert any(given.values())

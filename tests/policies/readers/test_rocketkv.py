@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
-from kvbench.cache.read_counts import nbytes_read, tokens_read
+from kvbench.cache.layer import nbytes_read, tokens_read
 from kvbench.cache.reading import PageReads
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.teacher_forcing import continuation_scores
@@ -107,8 +107,8 @@ def reads() -> Iterator[list[Read]]:
     found: list[Read] = []
     attend = PageReads.attend
 
-    def noting(self: PageReads, policy: Any, layer: int, prompts: Any, step: Any) -> Tensor | None:
-        out = attend(self, policy, layer, prompts, step)
+    def noting(self: PageReads, prompts: Any, step: Any) -> Tensor | None:
+        out = attend(self, prompts, step)
         held = (x[0].clone() for x in (step.queries[:, :, 0], step.store.keys, step.store.values, step.store.positions))
         found.append(Read(*held, None if out is None else out[0, :, 0].clone()))
         return out

@@ -91,7 +91,7 @@ def test_bytes_are_those_of_the_formula() -> None:
     held = feed(Gear(), *stream(tokens, heads=heads, dim=dim, dtype=torch.float16))
     numbers = 2 * tokens * heads * dim
     aside = heads * dim * 2 * int(tokens * 0.01 / 2) + tokens * 2 * int(heads * dim * 0.01 / 2)
-    assert held.parts() == {
+    assert held.sizes().kinds == {
         "codes": numbers * 2 // 8,
         "scales and minima": numbers // 128 * 4,
         "full precision": 0,

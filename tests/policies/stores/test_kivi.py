@@ -41,7 +41,7 @@ def test_the_state_does_not_depend_on_how_the_stream_was_split(splits: list[int]
 def test_a_16_bit_stream_is_held_in_16_bits_and_attended_to_in_float32(dtype: torch.dtype) -> None:
     held = feed(Kivi(group=32, residual=32), *stream(200, dim=32, dtype=dtype))
     assert held.keys.dtype == held.values.dtype == dtype
-    assert held.parts()["scales and minima"] == 2 * 2 * 2 * (192 // 32 * 32 + 168)
+    assert held.sizes().kinds["scales and minima"] == 2 * 2 * 2 * (192 // 32 * 32 + 168)
     queries = torch.randn(1, 4, 1, 32).to(dtype)
     expected = plain_attention(queries, held.keys, held.values).to(dtype)
     torch.testing.assert_close(attended(held, queries, 199), expected, rtol=0.02, atol=0.02)
@@ -49,7 +49,7 @@ def test_a_16_bit_stream_is_held_in_16_bits_and_attended_to_in_float32(dtype: to
 
 def test_bytes_are_those_of_the_formula() -> None:
     held = feed(Kivi(), *stream(448, heads=3, dim=128, dtype=torch.float16))
-    assert held.parts() == {
+    assert held.sizes().kinds == {
         "codes": 3 * (384 + 320) * 128 * 2 // 8,
         "scales and minima": 3 * 2 * 2 * (3 * 128 + 320),
         "full precision": 3 * 2 * 128 * (64 + 128),
@@ -61,4 +61,4 @@ def test_bytes_are_those_of_the_formula() -> None:
 def test_a_group_that_does_not_divide_the_head_dimension_is_refused_in_one_sentence() -> None:
     with pytest.raises(ValueError, match="group=32 does not divide the head dimension 80 of the values"):
         feed(Kivi(group=32, residual=32), *stream(64, dim=80))
-    assert feed(Kivi(), *stream(300, dim=80)).parts()["codes"] > 0  # a group beyond the dimension is all of it
+    assert feed(Kivi(), *stream(300, dim=80)).sizes().kinds["codes"] > 0  # a group beyond the dimension is all of it

@@ -98,5 +98,5 @@ def test_heads_of_a_layer_trace_tokens_of_their_own_unless_told_to_share() -> No
 
 def test_pools_are_counted_whole_from_the_first_group_on() -> None:
     held = feed(Ott(), *stream(448, heads=1, dim=128, dtype=torch.float16))
-    assert held.parts()["outlier pool"] == 35 * (2 * 2 * 128 + 4) + 1  # keys, values, slots; one byte says frozen
+    assert held.sizes().kinds["outlier pool"] == 35 * (2 * 2 * 128 + 4) + 1  # keys, values, slots; one byte says frozen
     assert 2 * 448 * 128 * 2 / held.nbytes == pytest.approx(2.923, abs=1e-3)  # the ratio worked out by hand

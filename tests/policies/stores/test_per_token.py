@@ -98,8 +98,8 @@ def test_bytes_are_those_of_the_formula(name: str, number_bytes: int, per_layer:
     whole, grown = (
         feed(store, *stream(50, heads=3, dim=128, dtype=torch.bfloat16), splits) for splits in (None, [30] + [1] * 20)
     )
-    assert whole.nbytes == sum(whole.parts().values()) == bytes_held(whole) == 50 * 3 * number_bytes + per_layer
-    assert grown.nbytes - grown.spare_nbytes == whole.nbytes
+    assert whole.nbytes == sum(whole.sizes().kinds.values()) == bytes_held(whole) == 50 * 3 * number_bytes + per_layer
+    assert grown.nbytes - grown.sizes().spare == whole.nbytes
     assert limit_bits(make_policy(name), cache_shape("llama2_7b")) == pytest.approx(8 * number_bytes / 256)
 
 
@@ -162,8 +162,8 @@ def test_evicting_while_decoding_frees_single_tokens_and_leaves_the_codes_of_the
                 per_slot = vectors + 4 + 4 * (eviction == "h2o")  # position, sum of attention
                 tokens = int((held.positions >= 0).sum())
                 constants = 2 * 4 * (store in ("fp8", "nvfp4")) + 2 * 8 * (held.free is not None)
-                assert held.nbytes - held.spare_nbytes == tokens * per_slot + constants
-                assert held.nbytes == sum(held.parts().values())
+                assert held.nbytes - held.sizes().spare == tokens * per_slot + constants
+                assert held.nbytes == sum(held.sizes().kinds.values())
                 assert tokens == 40 * 2
     cache.audit()
     assert cache.layers[0].positions.max() == 83

@@ -14,8 +14,7 @@ from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
 from kvbench.policies.stores.gear import Gear
-from kvbench.policies.stores.kcvc import Kcvc
-from kvbench.policies.stores.kivi import Kivi
+from kvbench.policies.stores.kivi import Kcvc, Kivi
 from kvbench.policies.stores.ott import Ott
 from kvbench.policies.stores.quantised import QuantisedStore
 from kvbench.policies.stores.zipcache import ZipCache
@@ -70,14 +69,14 @@ def test_a_prompt_stays_exact_until_a_group_is_full(store: QuantisedStore, most:
     held = feed(store, keys, values)
     assert torch.equal(held.keys, keys)
     assert torch.equal(held.values, values)
-    assert held.parts()["codes"] == 0
-    assert feed(store, *stream(most + 1)).parts()["codes"] > 0
+    assert held.sizes().kinds["codes"] == 0
+    assert feed(store, *stream(most + 1)).sizes().kinds["codes"] > 0
 
 
 def check_bytes(cache: KVCache) -> None:
     for layer in cache.layers:
         held = layer.states[0].store
-        assert held.nbytes == sum(held.parts().values()) == bytes_held(held)
+        assert held.nbytes == sum(held.sizes().kinds.values()) == bytes_held(held)
 
 
 def test_zipcaches_probes_are_counted_while_the_prompt_comes_in(model: PreTrainedModel) -> None:

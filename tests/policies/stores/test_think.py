@@ -44,7 +44,7 @@ def test_the_channels_that_go_are_those_of_the_equation(ratio: float, window: in
 def test_bytes_are_those_of_the_channels_held_and_their_list() -> None:
     keys, values = stream(448, heads=3, dim=128, dtype=torch.float16)
     held = feed(ThinK(ratio=0.4), keys, values, queries=torch.randn(1, 6, 448, 128).half())
-    assert held.parts() == {
+    assert held.sizes().kinds == {
         "codes": 0,
         "scales and minima": 0,
         "pruned keys": 3 * (448 - 32) * 77 * 2,  # 128 - floor(51.2) channels

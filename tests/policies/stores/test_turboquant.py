@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_stores import feed, stream
 
-from kvbench.policies.stores.packing import from_bytes, to_bytes
+from kvbench.policies.stores.quantiser import from_bytes, to_bytes
 from kvbench.policies.stores.turboquant import TurboQuant, levels
 
 
@@ -68,14 +68,14 @@ def test_a_token_takes_the_bytes_of_the_formula(bits: int, sketch: bool, dim: in
     store, x = TurboQuant(bits=bits, sketch=sketch), stream(50, heads=3, dim=dim, dtype=torch.float16)
     held, grown = feed(store, *x), feed(store, *x, [30] + [1] * 20)
     vector = dim * bits // 8
-    assert held.parts() == {
+    assert held.sizes().kinds == {
         "codes": 2 * 50 * 3 * vector,
         "norms": 50 * 3 * (2 + 2 + 2 * sketch),
         "scales and minima": 0,
         "full precision": 0,
         "positions": 0,
     }
-    assert held.nbytes == 50 * 3 * (2 * (vector + 2) + 2 * sketch) == grown.nbytes - grown.spare_nbytes
+    assert held.nbytes == 50 * 3 * (2 * (vector + 2) + 2 * sketch) == grown.nbytes - grown.sizes().spare
 
 
 @settings(max_examples=20)

@@ -121,7 +121,7 @@ def test_bytes_are_those_of_the_formula() -> None:
     held = feed(ZipCache(k=0.6, v=0.6), keys, values, queries=queries)
     key_words = 2 * 64 * (-(-600 * 2 // 32) + 400 * 4 // 32)  # every channel fills its last word with zeros
     value_words = 600 * 128 * 2 // 32 + 400 * 128 * 4 // 32
-    assert held.parts() == {
+    assert held.sizes().kinds == {
         "codes": 4 * (key_words + value_words),
         "scales and minima": 2 * 2 * (2 * 2 * 64 + 1000) + 2 * 2 * 64,
         "full precision": 0,

@@ -18,7 +18,7 @@ from kvbench.tasks.needlebench import build
 from kvbench.tasks.needlebench.grids import V1, V2
 from kvbench.tasks.needlebench.summary import heat_map
 from kvbench.tasks.needlebench.task import NeedleBench
-from kvbench.tasks.summary import summary
+from kvbench.tasks.scores import summary
 from kvbench.tasks.task import Example
 
 KINDS = ("single_retrieval", "multi_retrieval", "multi_reasoning")

@@ -11,7 +11,7 @@ from task_data import Answer
 
 from kvbench.tasks.ruler.niah import RulerNiah
 from kvbench.tasks.ruler.question_answering import QuestionAnswering
-from kvbench.tasks.summary import summary
+from kvbench.tasks.scores import summary
 from kvbench.tasks.task import Example, Tokenizer
 
 ESSAY = RulerNiah(name="niah_single_2", haystack="essay", length=3000)

@@ -10,16 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvbench.errors import ConfigError, UsageError, choice, number
-from kvbench.report.trackers.watching import Guarded, NoLogger, SweepCallback
 from kvbench.results.columns import COLUMNS
 from kvbench.results.labels import compressed, flat, moments, names
 from kvbench.results.load import Results, read_result
 from kvbench.results.metrics import mean_kept, running
 from kvbench.results.result import Result
-from kvbench.results.sample import Sample
+from kvbench.results.samples import Sample
 from kvbench.run.run import Run
 
 if TYPE_CHECKING:
@@ -42,6 +41,8 @@ log = logging.getLogger(__name__)
 class WandbLogger:
     """The fields of conf/logger/wandb.yaml."""
 
+    label: ClassVar[str] = "wandb"
+
     project: str = "kvbench"
     entity: str | None = None
     mode: str = "offline"
@@ -55,10 +56,10 @@ class WandbLogger:
         if not isinstance(self.tags, list | tuple) or not all(isinstance(tag, str) for tag in self.tags):
             raise ConfigError("tags", self.tags, why="must be a list of texts: tags=[first,second]")
 
-    def watch(self, sweep: str | None) -> SweepCallback:
-        """A callback that logs to W&B. Raises ConfigError for settings that W&B refuses."""
+    def watch(self, sweep: str | None) -> WandbWatch | None:
+        """A callback that logs to W&B, None if it is disabled. Raises ConfigError for settings that W&B refuses."""
         if self.mode == "disabled":
-            return NoLogger()
+            return None
         import wandb  # imported here: it takes two seconds
 
         try:
@@ -70,10 +71,10 @@ class WandbLogger:
             raise ConfigError("project", self.project, why=f"is refused by W&B: {error}") from error
         if self.mode == "online" and not wandb.login(verify=False, prompt=False):
             raise ConfigError("mode", "online", why="needs `wandb login`, or WANDB_API_KEY; or choose mode=offline")
-        return Guarded(WandbWatch(self, sweep), "wandb")
+        return WandbWatch(self, sweep)
 
 
-class WandbWatch(SweepCallback):
+class WandbWatch:
     """Logs runs to W&B while they are computed; the caller catches errors.
 
     A complete run stays open until its difference from the full cache is known, or until `close`.

@@ -1,0 +1,247 @@
+"""Hydra's plugins of kvbench: composed names, launchers and the sweeper of grids.
+
+`KvbenchSource` has the configurations of models, policies and tasks, including names without a file:
+`policy=caote_knorm` and `policy=snapkv_kivi_g32` are composed of several files, `task=lm_eval/gsm8k` names a task of
+lm-eval, `model=/folder` is a folder. A part may leave fields to the defaults of its class, so these nodes are open:
+`policy.scorer.window=16` needs no `+`; an unknown field is refused when the part is built.
+
+`KvbenchLauncher` (`hydra/launcher=kvbench`, `slurm`) computes the runs of a sweep together: runs of one model and task
+share their prefills and their decoding steps. A run that fails does not stop the others; the table of all runs comes
+last, and the exit status is 1 if a run failed.
+
+Hydra imports this module at each start of any of its applications, so kvbench is imported inside functions.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # its reading of overrides has no public name
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.errors import CompactHydraException, ConfigCompositionException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+CONF = "pkg://kvbench.conf"
+GROUPS = ("model", "policy", "task")
+
+
+class KvbenchSearchPath(SearchPathPlugin):
+    """Puts `KvbenchSource` before kvbench's own configurations; other applications are left alone."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Change the search path of a Hydra application that starts."""
+        if any(element.path == CONF for element in search_path.get_path()):
+            search_path.prepend("kvbench", "kvbench://conf", SearchPathQuery(path=CONF))
+
+
+class KvbenchSource(ConfigSource):
+    """The groups `model`, `policy` and `task`."""
+
+    @staticmethod
+    def scheme() -> str:
+        """The scheme of its entry in the search path."""
+        return "kvbench"
+
+    def available(self) -> bool:
+        """It is part of the package."""
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        """The groups are listed by the source of the files."""
+        return False
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """Composed names cannot be listed: there is no end of them."""
+        return []
+
+    def is_config(self, config_path: str) -> bool:
+        """Whether a name of these groups has a file or is composed of others."""
+        from kvbench.config.presets import composed_config
+        from kvbench.config.tree import find
+
+        group, _, name = config_path.removesuffix(".yaml").partition("/")
+        if group not in GROUPS:
+            return False
+        try:
+            return find(group, name, folders()) is not None or composed_config(group, name, folders()) is not None
+        except ValueError as error:
+            raise ConfigCompositionException(str(error)) from error
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """The configuration of a name, open for fields that it leaves to the defaults of a class."""
+        from kvbench.config.presets import composed_config
+        from kvbench.config.tree import find
+
+        group, _, name = config_path.removesuffix(".yaml").partition("/")
+        file = find(group, name, folders())
+        if file is None:
+            config, header = OmegaConf.create(composed_config(group, name, folders())), {"package": None}
+        else:
+            config, header = OmegaConf.load(file), self._get_header_dict(file.read_text(encoding="utf-8"))
+        OmegaConf.set_struct(config, False)
+        return ConfigResult(config=config, path=f"kvbench://{config_path}", provider=self.provider, header=header)
+
+
+def folders() -> list[Path]:
+    """The folders of --config-dir and hydra.searchpath, which may hold parts of a composed name."""
+    if not GlobalHydra.instance().is_initialized():
+        return []
+    sources = GlobalHydra.instance().config_loader().get_sources()
+    return [Path(source.path) for source in sources if source.scheme() == "file"]
+
+
+class KvbenchLauncher(Launcher):
+    """Composes all jobs of a sweep, groups them, and computes or submits the groups.
+
+    fields: see `kvbench.sweeps.jobs.Launcher`.
+    """
+
+    def __init__(self, **fields: Any) -> None:  # noqa: ANN401
+        self.fields = {k: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for k, v in fields.items()}
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Keep the inputs of `launch`."""
+        self.hydra_context, self.config = hydra_context, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Compute every job; the value of its `JobReturn` is the score, or None if it was only submitted."""
+        setup_globals()
+        loader = self.hydra_context.config_loader
+        configs = [loader.load_sweep_config(self.config, list(overrides)) for overrides in job_overrides]
+        from kvbench.cli import short_errors
+        from kvbench.terminal.command import quiet, share_cores
+
+        share_cores()
+        quiet()
+        with short_errors():
+            from kvbench.sweeps.compute import Composed
+            from kvbench.sweeps.jobs import Launcher as Fields  # torch, which a wrong configuration does not need
+            from kvbench.sweeps.launch import run_sweep
+
+            common = set(job_overrides[0]).intersection(*job_overrides[1:])
+            composed = []
+            for overrides, config in zip(job_overrides, configs, strict=True):
+                choices = dict(config.hydra.runtime.choices)
+                title = " ".join(word for word in overrides if word not in common) or f"policy={choices['policy']}"
+                composed.append(Composed(title, plain(config), choices, folders()))
+            command = shlex.join(["python", "-m", "kvbench", *sys.argv[1:]])
+            found = run_sweep(composed, command, Fields(**self.fields))
+        failed = sum(status.error is not None for status in found)
+        error = CompactHydraException(f"{failed} of {len(found)} runs failed")
+        returns = []
+        for overrides, config, status in zip(job_overrides, configs, found, strict=True):
+            one = JobReturn(overrides=list(overrides), cfg=config, hydra_cfg=config, task_name="kvbench")
+            one.status = JobStatus.COMPLETED if status.error is None else JobStatus.FAILED
+            one.return_value = status.score if status.error is None else error
+            returns.append(one)
+        return returns
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """A composed configuration as plain values, without Hydra's own node."""
+    own = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    values: Any = OmegaConf.to_container(own, resolve=True)
+    return dict(values)
+
+
+Grid = Mapping[str, Any]
+
+
+class GridSweeper(BasicSweeper):
+    """`hydra/sweeper=grids`: a list of grids, each with its own fields, in one launch.
+
+    grids: of each field its value, or a list of values; None: the values of the command line are the only grid.
+    The launcher composes each job once and refuses wrong ones before it computes any.
+    """
+
+    def __init__(
+        self,
+        grids: Sequence[Grid] | None = None,
+        params: dict[str, str] | None = None,
+        max_batch_size: int | None = None,
+    ) -> None:
+        super().__init__(max_batch_size, params)
+        plain: Any = OmegaConf.to_container(grids) if OmegaConf.is_config(grids) else grids
+        self.grids: list[Grid] = plain or []
+
+    def sweep(self, arguments: list[str]) -> Any:  # noqa: ANN401 - as Hydra has it
+        """Launch the jobs of all grids together; their returns."""
+        launcher, self.launcher = self.launcher, _Collector()
+        for line in narrowed(self.grids, arguments):
+            self.batch_index = 0
+            super().sweep(line)
+        jobs, self.launcher = self.launcher.jobs, launcher
+        size = self.max_batch_size or len(jobs)
+        returns = []
+        for start in range(0, len(jobs), size):
+            returns.append(launcher.launch(jobs[start : start + size], initial_job_idx=start))
+        for one in (one for batch in returns for one in batch):
+            _ = one.return_value  # raises the error of a job that failed
+        return returns
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Nothing: the launcher composes every job before it runs the first one."""
+
+
+class _Collector:
+    """Collects the jobs that `BasicSweeper` would launch."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Sequence[str]] = []
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        self.jobs += job_overrides
+        return []
+
+
+def narrowed(grids: Sequence[Grid], arguments: Sequence[str]) -> list[list[str]]:
+    """The overrides of every grid, joined with the command line.
+
+    Values of the command line that the grids have select among theirs; other values replace them. Fields that no grid
+    has are added to all. Where another choice replaces the grid's (`task=niah`), the grid's fields of the replaced one
+    (`task.extended`) are left out.
+    """
+    if not grids:
+        return [list(arguments)]
+    left: list[dict[str, list[str]]] = [{key: _words(value) for key, value in grid.items()} for grid in grids]
+    others = []
+    named = {argument.partition("=")[0] for argument in arguments}
+    for argument in arguments:
+        key, _, text = argument.partition("=")
+        given, known = text.split(","), {word for grid in left for word in grid.get(key, ())}
+        if not known:
+            others.append(argument)
+        elif known.issuperset(given):
+            left = [{**grid, **({key: [w for w in grid[key] if w in given]} if key in grid else {})} for grid in left]
+            left = [grid for grid in left if key not in grid or grid[key]]
+        else:
+            left = [_replaced(grid, key, given, named) if key in grid else grid for grid in left]
+    lines = [[f"{key}={','.join(words)}" for key, words in grid.items()] + others for grid in left]
+    return list({" ".join(line): line for line in lines}.values())
+
+
+def _replaced(grid: Mapping[str, list[str]], key: str, given: list[str], named: set[str]) -> dict[str, list[str]]:
+    """A grid with other values of one key, without the fields below it that the command line does not name."""
+    return {k: v for k, v in grid.items() if not k.startswith(f"{key}.") or k in named} | {key: given}
+
+
+def _words(value: Any) -> list[str]:  # noqa: ANN401 - whatever YAML holds
+    """The values of a field as a command line has them; a list is a list of values."""
+    return [_word(one) for one in value] if isinstance(value, list) else [_word(value)]
+
+
+def _word(value: Any) -> str:  # noqa: ANN401
+    if isinstance(value, list):
+        return f"[{','.join(map(_word, value))}]"
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
