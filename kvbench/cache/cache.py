@@ -21,11 +21,9 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from kvbench.cache import NAME
-from kvbench.cache.arena import can_join
 from kvbench.cache.attention import QKV, attend, attend_to_survivors
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
 from kvbench.cache.caller import check_attention, check_model, check_policy
-from kvbench.cache.device_batch import DeviceBatch
 from kvbench.cache.eviction import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.hook import LayerCall, SharedCall, expect
@@ -89,7 +87,6 @@ class KVCache(Cache):
         several = self._teacher_forced or (policy.store.exact and not policy.evicts)
         self.groups = [PolicyGroup(self.config, policy, prompt_length, several, question)]
         self.one_prompt = False  # all groups process one and the same sequence
-        self._batch: DeviceBatch | None = None  # see `on_device`
         self._evictions = Evictions()
         self._shared = SharedReads(self._layout) if self._layout.owners else None
         self._reader: ReferenceType[nn.Module] | None = None  # the model's first attention module
@@ -151,9 +148,7 @@ class KVCache(Cache):
         """
         if index == 0:
             self._begin_call(new.queries, mask)
-        if self._batch is not None and len(self._batch.groups) == len(self.groups):
-            out: Tensor | None = self._batch.attend(index, new, params)
-        elif len(self.groups) == 1:
+        if len(self.groups) == 1:
             out = self._attend_group(self.groups[0], index, new, params)
         else:
             out = self._attend_groups(index, new, params)
@@ -162,22 +157,17 @@ class KVCache(Cache):
         return new.no_attention(params) if out is None else out
 
     def _attend_groups(self, index: int, new: QKV, params: AttentionParams) -> Tensor | None:
-        """Attention of several groups: once for all if they process one prompt; else at once in the device batch."""
+        """Attention of several groups: once for all if they process one prompt; else one after another."""
         if self.one_prompt:
             new, out = QKV(new.queries, owned(new.keys), owned(new.values)), None  # copied once if they are views
             known: defaultdict[str, StepCache] = defaultdict(dict)
             for group in sorted(self.groups, key=lambda group: group.cost):
                 out = self._attend_group(group, index, new, params, known[group.policy.granularity], out)
             return out
-        found: dict[PolicyGroup, Tensor] = {}
-        if self._batch is not None:
-            inside = [rows for group, rows in self._rows if group in self._batch.groups]
-            out = self._batch.attend(index, QKV(*(torch.cat([x[rows] for rows in inside]) for x in new)), params)
-            found = dict(zip(self._batch.groups, out.split(1), strict=True))
         outs = []
         for group, rows in self._rows:
             own = QKV(*(x[rows] for x in new))
-            out = found[group] if group in found else self._attend_group(group, index, own, params)
+            out = self._attend_group(group, index, own, params)
             outs.append(own.no_attention(params) if out is None else out)
         return torch.cat(outs)
 
@@ -229,16 +219,10 @@ class KVCache(Cache):
         assert mask is None or len(self.groups) == 1, "sequences of several policies are never padded"
         if mask is not None and self._layout.states:
             check_padding(self.group.progress.seen, mask)
-        if self._batch is not None:
-            if queries.shape[2] == 1 and mask is None and self._batch.room > 0:
-                self._batch.begin()
-            else:
-                self.on_device(False)
-        batch = [] if self._batch is None else self._batch.groups
         together = self.one_prompt or len(self.groups) == 1
         self._rows = [(group, slice(None)) for group in self.groups] if together else list(in_order(self.groups))
         for group, rows in self._rows:
-            if group.error is None and group not in batch:
+            if group.error is None:
                 try:
                     group.begin_call(queries[rows], mask, self._is_user_defined)
                 except Exception as error:
@@ -246,9 +230,6 @@ class KVCache(Cache):
 
     def _end_call(self) -> None:
         """End a call after its last layer: carry out the evictions and check the budgets."""
-        if self._batch is not None:
-            self._batch.end()
-            self._batch.count(1)
         for group in self.groups:
             group.progress.before = group.progress.columns
         self._evictions.end_call()
@@ -263,27 +244,6 @@ class KVCache(Cache):
                 except Exception as error:
                     group.fail(error)
 
-    # --- decoding steps of all groups at once ----------------------------------------------------------------------
-    @property
-    def batch(self) -> DeviceBatch | None:
-        """The running batch of decoding steps, if there is one."""
-        return self._batch
-
-    def on_device(self, wanted: bool = True) -> DeviceBatch | None:
-        """Begin or end decoding steps of all groups at once, with their lengths on the device.
-
-        None if no group supports it, or if layers share keys and values or store latents. Any change of the groups
-        ends the batch, and so does a step for which a store must grow.
-        """
-        layout = self._layout
-        if wanted and self._batch is None and not (layout.owners or layout.latent):
-            groups = [group for group in self.groups if can_join(group)]
-            self._batch = DeviceBatch(groups) if groups else None
-        elif not wanted and self._batch is not None:
-            self._batch.close()
-            self._batch = None
-        return self._batch
-
     # --- prompts ---------------------------------------------------------------------------------------------------
     def reset(self) -> None:
         """Remove everything, as in a new cache."""
@@ -296,7 +256,6 @@ class KVCache(Cache):
         the ids of the whole conversation [1,T] these are T - cache.seen tokens. Raises ValueError before the last
         prompt is complete, and for policies that cannot take another prompt.
         """
-        self.on_device(False)
         for policy in (group.policy for group in self.groups if group.policy.evicts):
             check_next_prompt(policy.name, policy.store, policy.allocator)
         self._evictions.end_call()
@@ -320,7 +279,6 @@ class KVCache(Cache):
 
     def save(self, path: str | Path) -> None:
         """Write the cache to one safetensors file, about as large as `nbytes`; errors: `kvbench.cache.saving.save`."""
-        self.on_device(False)
         save(self.config, self.group, Path(path))
 
     @classmethod

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvbench.cache import NAME
-from kvbench.cache.interface import KINDS, InterfaceError, NotATensor, check_interface, uncompiled
+from kvbench.cache.interface import InterfaceError, NotATensor, check_interface, uncompiled
 from kvbench.policies.model_layer import Latents
 from kvbench.policies.observation import AttentionParams
 
@@ -185,14 +185,12 @@ def _contains(words: tuple[str, ...], name: str) -> bool:
 def _window(module: nn.Module, passed: int | None) -> int | None:
     """The sliding window of a layer: what it passes to attention, else what the model's mask has for its type.
 
-    Raises InterfaceError for unsupported types of layers, and for windows that the model does not use.
+    Raises InterfaceError for a window that the model does not use.
     """
     config = module.config
     kinds = getattr(config, "layer_types", None)
     index = getattr(module, "layer_idx", None)  # None where several layers share their attention's weights
     kind = kinds[index] if kinds and index is not None else None
-    if kind not in (None, *KINDS):
-        raise InterfaceError(f"{_name(module)} has a layer of type {kind!r}; supported are {', '.join(KINDS)}")
     window: int | None = getattr(config, "sliding_window", None)
     if kind is None:
         slides = window is not None and getattr(config, "use_sliding_window", True)
@@ -212,33 +210,27 @@ def _window(module: nn.Module, passed: int | None) -> int | None:
 def kvbench_mask(
     *args: Any,  # noqa: ANN401
     attention_mask: Tensor | None = None,
-    q_length: int | None = None,
-    cache_position: Tensor | None = None,
+    q_length: int,
     allow_is_causal_skip: bool = True,
     local_size: int | None = None,
     **kwargs: Any,  # noqa: ANN401
 ) -> Tensor | None:
-    """Which of the call's new tokens are real, bool [B,1,M,1]; None if all are. Causality is decided from positions.
+    """The new tokens of the call that are no padding, bool [B,1,M,1]; None if all are. Attention is causal by position.
 
-    ValueError if the model changes the causal mask (bidirectional blocks, packed sequences, chosen tokens), or for
-    prompts padded on the right, whose next token would follow padding.
+    ValueError if the model changes the causal mask (bidirectional blocks, packed sequences, chosen tokens), or if
+    prompts are padded on the right, where new tokens would follow padding.
     """
-    _EXPECTED.call = None  # of a call that came to no end
+    _EXPECTED.call = None  # of a call that failed
     _EXPECTED.window = local_size
     if not allow_is_causal_skip:
         raise InterfaceError(
             "the model changes the causal mask (packed, bidirectional, crossing or chosen tokens), which kvbench does "
             "not follow"
         )
-    if attention_mask is None or attention_mask.is_meta:  # a model that is tried without numbers has no padding
+    if attention_mask is None or attention_mask.is_meta:  # a trial without numbers has no padding
         return None
-    new = (
-        q_length
-        if q_length is not None
-        else (attention_mask.shape[-1] if cache_position is None else len(cache_position))
-    )
-    real = attention_mask[:, -new:].to(torch.bool)
-    if new > 1 and bool((real.any(-1) & ~real[:, -1]).any()):
+    real = attention_mask[:, -q_length:].to(torch.bool)
+    if q_length > 1 and bool((real.any(-1) & ~real[:, -1]).any()):
         raise ValueError(
             "attention_mask must mark padding on the left only, so that every prompt ends in the last column: "
             'tokenize with padding_side="left"'
