@@ -23,10 +23,11 @@ HARMLESS = {
     "num_items_in_batch",
     "logits_to_keep",
     "layer_idx",
+    "is_causal",  # checked apart
 }
-"""Values other than flags that models hand through to attention and that change nothing over a causal cache."""
+"""Arguments of attention that change nothing over a causal cache."""
 HARMLESS_WORDS = ("output", "return", "rout", "expert", "loss", "label")
-"""Words in the names of arguments about what a model returns, how it routes its experts and how it is trained."""
+"""Words in the names of arguments about a model's outputs, its experts and its training."""
 CHANGING_WORDS = (
     *("sink", "s_aux", "bias", "alibi", "softmax", "softcap", "temperature", "scale"),
     *("mask", "causal", "bidirectional", "window", "block", "chunk", "sparse", "indices", "seq"),
@@ -34,47 +35,45 @@ CHANGING_WORDS = (
 """Words in the names of arguments that change attention, switches included."""
 
 _WINDOWS: WeakKeyDictionary[nn.Module, tuple[int | None, int | None]] = WeakKeyDictionary()
-"""The window that each attention module passed last, and that of its layer: asking a configuration costs more than all
-other checks, and they come at every token in every layer."""
+"""The window that each attention module passed last, and that of its layer, because reading the configuration takes
+longer than all other checks of a layer."""
 
 
 class LayerCall(NotATensor):
     """Stands for a layer's new keys and values, from `cache.update` to the attention function.
 
-    attend: takes the module that attends, queries [B,H_q,M,D], the mask, the attention's parameters.
+    attend: called once with the attention module, queries [B,H_q,M,D], the mask and the attention's parameters. read:
+    called with queries and parameters of later layers that share these keys and values; None if no layer may.
     """
 
     def __init__(
-        self, layer: int, attend: Callable[[nn.Module, Tensor, Tensor | None, AttentionParams], Tensor]
+        self,
+        layer: int,
+        attend: Callable[[nn.Module, Tensor, Tensor | None, AttentionParams], Tensor],
+        read: Callable[[Tensor, AttentionParams], Tensor] | None = None,
     ) -> None:
         self.layer = layer
-        self._attend = attend
+        self._attend, self._read = attend, read
         self._done = False
 
-    def __call__(self, reader: nn.Module, queries: Tensor, mask: Tensor | None, how: AttentionParams) -> Tensor:
-        """The layer's attention output [B,H_q,M,D]. InterfaceError where another layer reads the same keys."""
-        if self._done:
+    def __call__(self, module: nn.Module, queries: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
+        """The attention output [B,H_q,M,D] of the layer, then of its readers. InterfaceError for other readers."""
+        if not self._done:
+            self._done = True
+            return self._attend(module, queries, mask, params)
+        if self._read is None:
             raise InterfaceError(
                 f"the model reads the keys and values of layer {self.layer} in another layer too, which its "
                 "configuration does not say (num_kv_shared_layers)"
             )
-        self._done = True
-        return self._attend(reader, queries, mask, how)
+        return self._read(queries, params)
 
 
 class SharedCall(LayerCall):
-    """The same for a layer whose keys and values later layers read too: `read` takes their queries."""
-
-    def __init__(self, call: LayerCall, read: Callable[[Tensor, AttentionParams], Tensor]) -> None:
-        super().__init__(call.layer, call._attend)
-        self._read = read
-
-    def __call__(self, reader: nn.Module, queries: Tensor, mask: Tensor | None, how: AttentionParams) -> Tensor:
-        """Attention output [B,H_q,M,D] of the owner, which comes first, or of a reader, maybe of the last queries."""
-        return self._read(queries, how) if self._done else super().__call__(reader, queries, mask, how)
+    """The same for a layer with readers."""
 
     def to(self, *args: object, **kwargs: object) -> Self:
-        """Models hand it on to the device of a reader, whose queries go to that of the store instead."""
+        """Models move shared keys to the device of a reader; instead, its queries are moved to that of the store."""
         return self
 
 
@@ -84,12 +83,12 @@ class _Expected(threading.local):
 
 
 _EXPECTED = _Expected()
-"""The call of a layer whose latents the model now expands: what attention gets is then plain tensors. The window of
-the mask that was made last: of all layers, in models that name no types of them."""
+"""The call of a layer with latents, whose attention then gets plain tensors, which the model expands. The window of the
+newest mask, for models without `layer_types`."""
 
 
 def expect(call: LayerCall) -> None:
-    """The next attention is this layer's, whatever keys and values it is given."""
+    """The next attention is that of a layer with latents."""
     _EXPECTED.call = call
 
 
@@ -123,8 +122,8 @@ def kvbench_attention(
 ) -> tuple[Tensor, None]:
     """Attention over what a KVCache layer holds: query [B,H_q,M,D] -> [B,M,H_q,D].
 
-    Honours scaling, softcap, sliding_window and s_aux [H_q] (the logits of attention sinks, as gpt-oss has them);
-    ValueError for anything else that would change attention.
+    Supports scaling, softcap, sliding_window and s_aux [H_q] (logits of attention sinks, as in gpt-oss). ValueError for
+    other arguments that change attention.
     """
     call, latents = (key, None) if isinstance(key, LayerCall) else _latent_call(module, value)
     _refuse_unknown(module, kwargs)
@@ -149,23 +148,27 @@ def _name(module: nn.Module) -> str:
 
 
 def _without_cache(module: nn.Module) -> str:
-    sentence = "kvbench attention reads a KVCache: pass past_key_values=KVCache(model.config, policy)"
+    message = "kvbench attention reads a KVCache: pass past_key_values=KVCache(model.config, policy)"
     if module.training:
-        sentence += (
+        message += (
             "; where one was passed, gradient checkpointing took it away (a layer that is computed twice would store "
             "its tokens twice): call model.gradient_checkpointing_disable() or model.eval()"
         )
-    return sentence
+    return message
 
 
 def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Raise InterfaceError for arguments that change attention, or that could change it.
 
-    What models hand through about their outputs, routing and training is left alone, however new: a switch changes
-    attention only if its name says so. Numbers and tensors of unknown names may be read by attention, so they are not
-    ignored.
+    Arguments about outputs, routing and training are ignored, and so are unknown switches, unless their name is about
+    attention. Numbers and tensors of unknown names may be read by attention, so they are not ignored.
     """
-    unknown = [name for name in kwargs.keys() - HARMLESS if _changes_attention(name, kwargs[name])]
+    unknown = [
+        name
+        for name, value in kwargs.items()
+        if value is not None and value is not False and name not in HARMLESS
+        if _contains(CHANGING_WORDS, name) or not (isinstance(value, bool | str) or _contains(HARMLESS_WORDS, name))
+    ]
     if unknown:
         raise InterfaceError(
             f"{_name(module)} passes {', '.join(sorted(unknown))} to its attention, which kvbench does not support"
@@ -174,16 +177,8 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
         raise InterfaceError(f"{_name(module)} uses attention that is not causal, which kvbench does not support")
 
 
-def _changes_attention(name: str, value: object) -> bool:
-    if value is None or value is False or name == "is_causal":
-        return False
-    return _says_one_of(CHANGING_WORDS, name) or not (
-        isinstance(value, bool | str) or _says_one_of(HARMLESS_WORDS, name)
-    )
-
-
-@lru_cache(maxsize=256)  # a handful of names comes in every layer at every token
-def _says_one_of(words: tuple[str, ...], name: str) -> bool:
+@lru_cache(maxsize=256)  # every layer passes the same few names at every token
+def _contains(words: tuple[str, ...], name: str) -> bool:
     return any(word in name for word in words)
 
 

@@ -20,7 +20,7 @@ from kvbench.kernels.prompt import one_for_all
 from kvbench.kernels.references import widen
 from kvbench.policies.constants import on_device
 from kvbench.policies.observation import AttentionParams, SlotInfo, State
-from kvbench.policies.stores.slots import GROWTH, owned, spread_index, take
+from kvbench.policies.stores.slots import GROWTH, owned, take
 from kvbench.policies.stores.store import LayerStore, Sizes
 
 
@@ -209,7 +209,7 @@ class SlotStore(LayerStore):
             new = tokens.get(name, 0.0)
             if name in tokens or all_names:
                 if self.starts is None:
-                    x.scatter_(2, spread_index(slots, x), new)
+                    x.scatter_(2, slots if x.dim() == 3 else slots[..., None].expand(-1, -1, -1, x.shape[3]), new)
                 else:
                     x[self.starts[..., None] + slots] = new
 
@@ -285,12 +285,14 @@ class SlotStore(LayerStore):
         self._put(slots, new, all_names=False)
 
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
-        if self.starts is not None and rows is None:
-            self.memory["positions"][self.starts[..., None] + slots] = -1
-            self.free = slots
-            return
-        self._even_out()
-        self._store_positions()
+        if self.starts is not None:
+            if rows is None:
+                self.memory["positions"][self.starts[..., None] + slots] = -1
+                self.free = slots
+                return
+            self._even_out()
+        if "positions" not in self.memory:
+            self._store_positions()
         self.free = None
         if rows is None and self._packed:
             self.free, self._marked = slots, False
