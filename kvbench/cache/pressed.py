@@ -46,7 +46,8 @@ class PressedCache(DynamicCache):
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, and of the press's buffer."""
-        return sum(x.nbytes for layer in self.used_layers for x in (layer.keys, layer.values)) + self.buffer_nbytes
+        held: int = sum(x.nbytes for layer in self.used_layers for x in (layer.keys, layer.values))
+        return held + self.buffer_nbytes
 
     @property
     def held_nbytes(self) -> int:
