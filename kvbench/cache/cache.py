@@ -115,12 +115,13 @@ class KVCache(Cache):
         place = self._places[layer_idx]
         if place == 0 and (self.config._attn_implementation != NAME or "kvpress" in sys.modules):
             check_attention(self.config)
-        call = LayerCall(layer_idx, partial(self._called, place, key_states, value_states))
+        attend = partial(self._called, place, key_states, value_states)
+        call = LayerCall(layer_idx, attend)
+        if self._shared is not None and place in self._layout.owned:
+            call = SharedCall(layer_idx, attend, partial(self._read, self._shared, place, key_states.shape[2]))
         if self._layout.latent:  # the model expands latents to keys and values of all heads before its attention
             expect(call)
             return key_states, value_states
-        if self._shared is not None and place in self._layout.owned:
-            call = SharedCall(call, partial(self._read, self._shared, place, key_states.shape[2]))
         return call, call
 
     def _read(self, shared: SharedReads, owner: int, columns: int, queries: Tensor, params: AttentionParams) -> Tensor:

@@ -199,7 +199,9 @@ def _evict_batch(jobs: Sequence[EvictionJob]) -> None:
     _note_not_numbers(jobs, ranking)
     if max(first.excess) > 1 or not first.in_place:
         assert len(jobs) == 1, "layers that evict several tokens are evicted one by one"
-        kept = _compact(first.group, first.layer, ranking, seen.budgets, first.excess, seen.phase, seen)
+        sizes = zip(first.layer.counts, first.excess, seen.sequences.budgets, strict=True)
+        targets = [count if n > 0 else budget for count, n, budget in sizes]
+        kept = _compact(first.group, first.layer, ranking, targets, first.excess, seen.phase, seen)
         if policy.scorer is not None and policy.needs.kept:
             policy.scorer.selected(seen, kept)
         return
@@ -264,13 +266,13 @@ def _compact(
     group: PolicyGroup,
     layer: LayerState,
     ranking: Ranking,
-    budgets: Sequence[int],
+    targets: Sequence[int],
     excess: Sequence[int],
     phase: Phase,
     seen: Observation | None = None,
     per_head: Tensor | None = None,
 ) -> Tensor:
-    """Evict down to the budgets in the sequences with tokens in `excess`, and free the memory.
+    """Evict down to `targets` tokens per KV head in the sequences with tokens in `excess`, and free the memory.
 
     per_head [B,H_kv]: number of slots of each head, if it is known. Returns the kept slots, bool [B,H_kv,T].
     """
@@ -279,11 +281,11 @@ def _compact(
     if per_head is None and policy.allocator.per_head and phase == "decode":
         per_head = ranking.occupied.sum(-1) - ranking.seen.new_tensor(excess)[:, None]  # each keeps its share
     elif per_head is None:
-        per_head = policy.allocator.heads(layer.index, ranking, budgets)
+        per_head = policy.allocator.heads(layer.index, ranking, targets)
     counts: Tensor | int | None = per_head
     if counts is None:
-        equal = len(set(budgets)) == 1
-        counts = budgets[0] if equal else ranking.seen.new_tensor(budgets)[:, None].expand(ranking.scores.shape[:2])
+        equal = len(set(targets)) == 1
+        counts = targets[0] if equal else ranking.seen.new_tensor(targets)[:, None].expand(ranking.scores.shape[:2])
     kept = ranking.select(counts)
     if not all(over):
         kept |= ranking.occupied & ~torch.tensor(over, device=kept.device)[:, None, None]
@@ -299,10 +301,10 @@ def _compact(
         close_gaps(held, kept, seen)
     if group.on_evict is not None:
         group.on_evict(layer, ranking, kept)
-    expected = [b if evicts else count for evicts, b, count in zip(over, budgets, layer.counts, strict=True)]
+    expected = [n if evicts else count for evicts, n, count in zip(over, targets, layer.counts, strict=True)]
     slots = held.keep(kept, policy.schedule.spare, counts=expected if per_head is None else None)
     layer.compacted = True
-    # An allocator may give other numbers than the budgets; the shape has them without a synchronization.
+    # An allocator may give other numbers than the targets; the shape has them without a synchronization.
     most = 0 if policy.allocator.per_head else slots.shape[-1]
     layer.counts = expected if most <= max(expected) else [most] * len(expected)
     if layer.ranking is not None:

@@ -33,7 +33,8 @@ def smooth(scores: Tensor, observation: Observation, window: int, kernel: int, p
     Candidates are the tokens before the newest `window` tokens. All window tokens must be stored; their scores are not
     pooled. At the ends of the candidates, max ignores missing neighbours and avg counts them as zeros.
     """
-    return smooth_along(scores, observation, by_position(observation), window, kernel, pool)
+    order = None if observation.slots.ascending else by_position(observation)
+    return smooth_along(scores, observation, order, window, kernel, pool)
 
 
 def smooth_along(

@@ -40,11 +40,6 @@ class Chunk(ABC):
     def sizes(self) -> dict[str, int]:
         """Bytes of every tensor, by kind."""
 
-    @property
-    def nbytes(self) -> int:
-        """The sum of `sizes`."""
-        return sum(self.sizes().values())
-
 
 class BlockChunk(Chunk):
     """A chunk of which some tokens can be dequantised alone."""
@@ -56,10 +51,13 @@ class BlockChunk(Chunk):
 
     @abstractmethod
     def block(self, some: slice) -> Tensor:
-        """Some of the tokens, [B,H,n,D] float32, in order; start and stop are multiples of `unit`, or the end."""
+        """Some of the tokens, in order, as m groups of n: [B,H,m,n,D] float32.
+
+        The start and the stop are multiples of `unit`, or the end.
+        """
 
     def dequantised(self) -> Tensor:
-        return self.block(slice(0, self.tokens))
+        return self.block(slice(0, self.tokens)).flatten(2, 3)
 
     def scores(self, rows: Tensor) -> Tensor:
         return scores_by_block(rows, self.tokens, self.block, self.unit)
@@ -71,15 +69,15 @@ class BlockChunk(Chunk):
 class Exact(BlockChunk):
     """Tokens x [B,H,N,D] in full precision."""
 
-    def __init__(self, x: Tensor, copy: bool = True) -> None:
-        self._x = x.clone(memory_format=torch.contiguous_format) if copy else x
+    def __init__(self, x: Tensor) -> None:
+        self._x = x.clone(memory_format=torch.contiguous_format)
 
     @property
     def tokens(self) -> int:
         return self._x.shape[2]
 
     def block(self, some: slice) -> Tensor:
-        return widen(self._x[:, :, some])
+        return widen(self._x[:, :, None, some])
 
     def sizes(self) -> dict[str, int]:
         return {"full precision": self._x.nbytes}
@@ -98,10 +96,6 @@ class Codes(BlockChunk):
     @abstractmethod
     def append(self, x: Tensor, dtype: torch.dtype) -> None:
         """Code x [B,H,n,D] of a model in `dtype`."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.queue.nbytes()  # read in every step, hence without the breakdown
 
 
 class GroupCodes(Codes):
@@ -144,7 +138,7 @@ class ChannelCodes(GroupCodes):
             words, count = words[..., some.start // each : -(-some.stop // each)], some.stop - some.start
         else:
             words, scale, minimum = (x[:, :, some.start // count : some.stop // count] for x in (words, scale, minimum))
-        return self.quantiser.dequantise(Group(words, scale, minimum), count).mT.flatten(2, 3)
+        return self.quantiser.dequantise(Group(words, scale, minimum), count).mT
 
 
 class TokenCodes(GroupCodes):
@@ -165,7 +159,8 @@ class TokenCodes(GroupCodes):
     def block(self, some: slice) -> Tensor:
         held = Group(*(self.queue.view(name)[:, :, some] for name in Group._fields))
         x = self.quantiser.dequantise(held, self.group).flatten(-2)
-        return x if self.heads is None else x[:, 0].unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        x = x if self.heads is None else x[:, 0].unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return x[:, :, None]
 
 
 TAIL_GROWTH = 16  # slots; a tail is at most a few hundred tokens long, so moving it this often costs nothing
@@ -188,11 +183,6 @@ class Column:
         """The number of tokens."""
         return self.coded + self.tail.count
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return self.tail.nbytes() + sum(chunk.nbytes for chunk in self.chunks)
-
     def quantise(self, count: int, x: Tensor | None = None, chunk: int = -1) -> None:
         """Quantise the tail's first `count` tokens as they are, or `x` [B,H,count,D] instead of them."""
         if count:
@@ -208,14 +198,17 @@ class Column:
 
     def scores(self, rows: Tensor) -> Tensor:
         """Products [B,H,r,C] of query rows [B,H,r,D] with the tokens."""
-        tail = Exact(self.tail.view("x"), copy=False)
-        return torch.cat([chunk.scores(rows) for chunk in (*self.chunks, tail) if chunk.tokens], dim=-1)
+        found = [chunk.scores(rows) for chunk in self.chunks if chunk.tokens]
+        return torch.cat([*found, rows @ self.tail.view("x").to(rows.dtype).mT], dim=-1)
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Sums [B,H,r,D] of the tokens with weights [B,H,r,C]."""
-        chunks = [chunk for chunk in (*self.chunks, Exact(self.tail.view("x"), copy=False)) if chunk.tokens]
-        own = weights.split([chunk.tokens for chunk in chunks], dim=-1)
-        return torch.stack([chunk.weighted(x) for chunk, x in zip(chunks, own, strict=True)]).sum(0)
+        chunks = [chunk for chunk in self.chunks if chunk.tokens]
+        *coded, exact = weights.split([*(chunk.tokens for chunk in chunks), self.tail.count], dim=-1)
+        sums: Tensor = exact @ self.tail.view("x").to(weights.dtype)
+        for chunk, own in zip(chunks, coded, strict=True):
+            sums += chunk.weighted(own)
+        return sums
 
     def view(self) -> Tensor:
         """[B,H,C,D] in float32 (or float64), dequantised if it was quantised."""

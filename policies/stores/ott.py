@@ -132,10 +132,6 @@ class OttLayerStore(QuantisedLayerStore):
     def kinds(self) -> dict[str, int]:
         return {**super().kinds(), "outlier pool": 0 if self.pools is None else self.pools.nbytes}
 
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + (0 if self.pools is None else self.pools.nbytes)
-
     def flush(self, prompt: bool) -> None:
         keys, values = self._columns
         count = max(keys.tail.count - self.store.residual, 0) // self.store.group * self.store.group

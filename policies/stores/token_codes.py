@@ -77,10 +77,10 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         return {f"{SIDES[side]} {name}": part.contiguous() for name, part in self.store.encode(x, side).items()}
 
     def _block(self, side: int) -> Callable[[slice], Tensor]:
-        """A function of a range of slots: their tokens, rotated, [B,H,n,D] float32."""
+        """A function of a range of slots: their tokens, rotated, [B,H,1,n,D] float32."""
         dim, start = self._like[side].shape[-1], SIDES[side] + " "
         held = {name.removeprefix(start): self._view(name) for name in self.memory if name.startswith(start)}
-        return lambda some: self.store.decode({name: x[:, :, some] for name, x in held.items()}, side, dim)
+        return lambda some: self.store.decode({name: x[:, :, some] for name, x in held.items()}, side, dim)[:, :, None]
 
     def _exact(self) -> Outliers | None:
         """The tokens of this step, which are exact until it is over."""
@@ -91,7 +91,7 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         return Outliers(keys, values, own.to(torch.uint8).argmax(-1).masked_fill(~own.any(-1), -1))
 
     def _dequantised(self, side: int) -> Tensor:
-        x = self._block(side)(slice(None)).to(widen(self._like[side]).dtype)
+        x = self._block(side)(slice(None))[:, :, 0].to(widen(self._like[side]).dtype)
         rotation, exact = self.store.rotation(x), self._exact()
         x = x if rotation is None else x @ rotation.mT
         return (x if exact is None else cover(x, exact[side], exact.slots)).to(self._like[side].dtype)
@@ -160,11 +160,13 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         rotation = self.store.rotation(rows)
         if rotation is not None:
             rows = rows @ rotation
-            exact = exact and Outliers(*(x.to(rows.dtype) @ rotation for x in exact[:2]), exact.slots)
-        keys, values, count = self._block(0), self._block(1), self.positions.shape[2]
+            if exact is not None:
+                keys, values = (x.to(rows.dtype) @ rotation for x in (exact.keys, exact.values))
+                exact = exact._replace(keys=keys, values=values)
+        blocks, count = (self._block(0), self._block(1)), self.positions.shape[2]
         out, _ = attend_to_codes(
-            rows, positions, how, lambda x: scores_by_block(x, count, keys),
-            lambda x: weighted_by_block(x, values), self.positions, exact,
+            rows, positions, how, lambda x: scores_by_block(x, count, blocks[0]),
+            lambda x: weighted_by_block(x, blocks[1]), self.positions, exact,
         )  # fmt: skip
         rotation = self.store.rotation(out)
         return (out if rotation is None else out @ rotation.mT).to(queries.dtype)

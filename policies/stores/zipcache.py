@@ -156,10 +156,6 @@ class ZipCacheLayerStore(QuantisedLayerStore):
         self._prompt = 0
         self._saliency: list[Tensor] = []  # [1,H,n] of the tokens to be quantised now, in blocks
 
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + (0 if self._probes is None else self._probes.nbytes)
-
     def kinds(self) -> dict[str, int]:
         probing = {} if self._probes is None else {"positions": self._probes.nbytes}
         return {**super().kinds(), **probing}  # probes are held during the prompt, which has no other kinds
