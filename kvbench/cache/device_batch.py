@@ -229,6 +229,8 @@ class DeviceBatch(KVCache):
             layer.counts = [layer.counts[0] + taken - (taken == grow > 0)]
             if taken == grow:
                 store.free = self.lengths["free"][layer.index, member.row, None, :, None]
+            if store.counts is not None:
+                store.counts = self.lengths["counts"][layer.index, member.row, None]
 
     def _new_state(self, group: PolicyGroup) -> State:
         """The state of a sequence that is in the arenas, from its layers."""

@@ -163,6 +163,22 @@ def addresses(row: LiveSequence) -> list[int]:
     return [x.data_ptr() for layer in row.cache.group.layers for x in layer.store.memory.values()]
 
 
+@pytest.mark.parametrize("slug", ["h2o", "ada_snapkv", "full"])
+def test_layers_can_be_read_between_two_steps(slug: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, found = model_of(), []
+    for device in (True, False):
+        monkeypatch.setattr(engine, "use_triton", lambda x, device=device: device)
+        flight, read = DecodeBatch(model), list[Any]()
+        (row, *_) = flight.admit(asked(60, 1, 9), policies((slug,), (40, 80)))
+        while flight.in_flight:
+            read.append(flight.nbytes)
+            assert row.cache is not None
+            read.append([layer.positions.sort(-1).values.tolist() for layer in row.cache.attention_layers])
+            flight.step()
+        found.append(read)
+    assert found[0] == found[1]
+
+
 def test_a_sequence_keeps_its_addresses_while_others_come_and_go(as_on_a_gpu: None) -> None:
     model, some = model_of(), policies(("h2o", "full"))
     flight = DecodeBatch(model)
