@@ -16,7 +16,7 @@ from kvbench.policies.layer_budgets import layer_budgets, read_plan
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run
 from kvbench.tasks.task import PlainTokenizer
-from kvbench.terminal.bars import progress
+from kvbench.terminal.command import progress
 
 log = logging.getLogger(__name__)
 

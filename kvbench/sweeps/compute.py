@@ -18,8 +18,7 @@ from kvbench.engine.run_writer import NullCallback, RunCallback
 from kvbench.errors import UsageError
 from kvbench.results.definition import Entry, RunState, examples, write_state
 from kvbench.results.files import RunBusyError, RunLostError
-from kvbench.results.load import read_result
-from kvbench.results.result import Result
+from kvbench.results.result import Result, read_result
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run, build_run
 from kvbench.run.run_config import typed

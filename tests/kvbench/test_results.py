@@ -16,9 +16,8 @@ from kvbench.errors import UsageError
 from kvbench.report.command import main
 from kvbench.report.table import print_table
 from kvbench.results.columns import COLUMNS, read_table
-from kvbench.results.load import Results, load_results, read_result
 from kvbench.results.metrics import metrics
-from kvbench.results.result import Result
+from kvbench.results.result import Result, Results, load_results, read_result
 from kvbench.results.samples import Sample
 
 MIB = 2**20
@@ -310,7 +309,7 @@ def test_below_five_examples_nothing_is_compared(
     said = capsys.readouterr().out
     assert ("-1.000 (" in said, "vs full needs at least 5 shared examples" in said) == (compared, not compared)
     assert ("vs full: on the same examples" in said) == compared, "the footer explains no column that is not there"
-    assert load_results(tmp_path).to_pandas()["score_vs_full"].notna().tolist() == [False, compared]
+    assert kvbench.load_results(tmp_path).to_pandas()["score_vs_full"].notna().tolist() == [False, compared]
 
 
 # --- names, unfinished runs, slices -----------------------------------------------------------------------------------
