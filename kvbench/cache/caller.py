@@ -6,8 +6,8 @@ from weakref import ReferenceType, ref
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from kvbench.cache import NAME
 from kvbench.cache.group import PolicyGroup
-from kvbench.cache.interface import check_attention, check_kind
 from kvbench.cache.registration import unwrap
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
@@ -24,7 +24,12 @@ class Caller:
     def check_attention(self) -> None:
         """Raise ValueError if the model's attention function cannot read this cache."""
         unwrap()
-        check_attention(self._config)
+        if self._config._attn_implementation != NAME:
+            raise ValueError(
+                f"the configuration of this cache has attn_implementation={self._config._attn_implementation!r}, which "
+                f'cannot read a KVCache: call model.set_attn_implementation("{NAME}") first, and make the cache with '
+                "that model.config"
+            )
 
     def check(self, module: nn.Module) -> None:
         """ValueError if the model whose first attention runs is not of the kind the cache was made for, or another."""
@@ -36,7 +41,13 @@ class Caller:
                 "this KVCache holds what another model computed: make a cache for each model, KVCache(model.config, "
                 "policy), or call cache.reset() first"
             )
-        check_kind(self._config, module.config)
+        for field in ("model_type", "num_hidden_layers", "hidden_size"):
+            mine, its = getattr(self._config, field, None), getattr(module.config, field, None)
+            if mine != its:
+                raise ValueError(
+                    f"this KVCache was made from another model's configuration ({field}={mine}, the model has {its}): "
+                    "make it with KVCache(model.config, policy)"
+                )
         self.reader = ref(module)
 
 

@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig
 from kvbench.cache.attention import QKV, LayerStep
 from kvbench.cache.budgets import Budgets
 from kvbench.cache.layout import layout_of
-from kvbench.cache.rotary import uniform_length
 from kvbench.cache.state import LayerState
 from kvbench.cache.steps import BatchStep, Progress
 from kvbench.policies.latents import LatentObservation
@@ -54,10 +53,11 @@ class PolicyGroup:
         question: int | Sequence[int] | None = None,
     ) -> None:
         """several_tokens: a call may bring several tokens after the prompt."""
-        self.names = layout_of(config).attention
+        layout = layout_of(config)
+        self.names = layout.attention
         layers = len(self.names)
         self.policy = policy
-        self.progress = Progress(policy, prompt_length, several_tokens, uniform_length(config), question)
+        self.progress = Progress(policy, prompt_length, several_tokens, layout.uniform_length, question)
         self.budgets = Budgets(policy, layers, self.progress)
         self.layers = [LayerState(policy, index) for index in range(layers)]
         self.shared: dict[str, Tensor] = {}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from kvbench.cache.hook import LayerCall
 from kvbench.cache.interface import InterfaceError
-from kvbench.cache.rotary import uniform_length
+from kvbench.cache.layout import layout_of
 from kvbench.policies.model_layer import Rotation
 from kvbench.policies.observation import AttentionParams
 
@@ -51,7 +51,7 @@ class ReadLayer:
     def __init__(self, reader: nn.Module, like: Tensor) -> None:
         self._reader = ref(reader)
         self._like = like.new_empty(0)
-        self._uniform = uniform_length(self._module().config)
+        self._uniform = layout_of(self._module().config).uniform_length
         self._rotary: nn.Module | None = None
         self._pairs: Pairs | None = None
 

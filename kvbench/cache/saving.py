@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvbench.cache.group import PolicyGroup
-from kvbench.cache.interface import kv_shapes
+from kvbench.cache.layout import kv_shapes
 from kvbench.policies.describe import describe
 from kvbench.policies.policy import Policy
 

@@ -57,7 +57,7 @@ class Progress:
     The newest prompt of sequence b has positions opened[b] to prompt[b] - 1, and its question begins at question[b].
     columns: tokens of all calls, padding included. passed: tokens of extra forward passes over each prompt. forced: a
     call may bring several tokens after the prompt (teacher forcing). rope_switch: number of tokens from which on the
-    model's rotary frequencies depend on the length of a call (`kvbench.cache.rotary`); longer prompts need one call.
+    model's rotary frequencies depend on the length of a call (`kvbench.cache.layout`); longer prompts need one call.
     """
 
     def __init__(

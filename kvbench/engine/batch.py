@@ -21,7 +21,7 @@ from kvbench.cache.cache import BudgetError, KVCache, ScoreError
 from kvbench.cache.device_batch import DeviceBatch
 from kvbench.cache.group import in_order
 from kvbench.cache.join import copied, empty_like, join, pick
-from kvbench.cache.rotary import beyond, uniform_length
+from kvbench.cache.layout import layout_of
 from kvbench.engine.cuda_graph import Recorder, bucket, recorded
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill_prompt
@@ -42,7 +42,7 @@ class DecodeBatch:
     def __init__(self, model: PreTrainedModel, cuda_graph: bool = False, strict: bool = True) -> None:
         self._model = model
         self._recorder = Recorder(model, strict) if cuda_graph else None
-        self._rope_switch = uniform_length(model.config.get_text_config(decoder=True))
+        self._layout = layout_of(model.config)
         self.cache: KVCache | None = None
         self.sequences: list[LiveSequence] = []
         self._joining = 0
@@ -68,7 +68,7 @@ class DecodeBatch:
         return not here or not any(map(self._switches, [request, *here]))
 
     def _switches(self, request: Request) -> bool:
-        return beyond(self._rope_switch, request.input_ids.shape[1] + request.max_new_tokens)
+        return self._layout.rotates_by_length(request.input_ids.shape[1] + request.max_new_tokens)
 
     def shares_prompt(self, first: Request, second: Request) -> bool:
         """Whether one prefill serves both requests: same prompt or context, or a later turn of one conversation."""

@@ -9,7 +9,7 @@ from math import ceil
 
 import torch
 
-from kvbench.cache.layout import attention_layers
+from kvbench.cache.layout import layout_of
 from kvbench.engine import device
 from kvbench.engine.run_writer import RunWriter
 from kvbench.engine.sequence import LiveSequence
@@ -99,7 +99,7 @@ def _kept_share(run: Run, length: int, tokens: int) -> float:
         copies = int(config.num_attention_heads) // int(getattr(config, "num_key_value_heads", None) or 1)
     if policy.budget is None or policy.reader is not None:
         return copies
-    layers = attention_layers(config)
+    layers = len(layout_of(config).attention)
     kept = total_slots(policy, layers, length) / layers
     grown = tokens - length
     if policy.evicts and policy.schedule.decode == "evict":

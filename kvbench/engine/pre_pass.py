@@ -20,7 +20,7 @@ from kvbench.cache.attention import QKV, LayerStep, attend
 from kvbench.cache.cache import KVCache
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.interface import InterfaceError
-from kvbench.cache.layout import attention_layers, continues
+from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.steps import BatchStep
 from kvbench.engine.logits import base_of, prompt_ratings
@@ -115,8 +115,8 @@ def rate_next(cache: KVCache, logits: Tensor, tokens: Tensor) -> None:
 
 def _check_continues(model: PreTrainedModel, cache: KVCache, group: PolicyGroup) -> None:
     """Fail a group that needs several tokens in a later call, if the model resets its recurrent layers there."""
-    wanted = group.policy.pre_pass
-    if (isinstance(wanted, ExtraPasses) or (wanted is not None and cache.seen)) and not continues(model.config):
+    wanted, continues = group.policy.pre_pass, layout_of(model.config).continues
+    if (isinstance(wanted, ExtraPasses) or (wanted is not None and cache.seen)) and not continues:
         group.fail(
             InterfaceError(
                 f"{group.policy.name} needs calls of several tokens after the first, but {type(model).__name__} "
@@ -325,7 +325,7 @@ class _Probe(KVCache):
 
 def _selected(model: PreTrainedModel, ids: Tensor, policy: Policy, choice: PromptChoice) -> Tensor:
     """The tokens [1,k] that a pre-pass selects from a prompt [1,T]; the same tensor if the prompt fits the budget."""
-    layers = attention_layers(model.config)
+    layers = len(layout_of(model.config).attention)
     if choice.layer >= layers:
         last = layers - 1
         raise ValueError(f"{policy.name} filters at layer {choice.layer}, the model has attention layers 0 to {last}")

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.join import fork, together
-from kvbench.cache.layout import continues, in_one_call
-from kvbench.cache.rotary import forget_lengths
+from kvbench.cache.layout import layout_of, reset_rotation
 from kvbench.engine.logits import all_logits, next_logits
 from kvbench.engine.pre_pass import open_cache, pre_pass, rate_next
 from kvbench.engine.sequence import LiveSequence, choose_next
@@ -46,7 +45,7 @@ def prefill(
     """
     begin, total = cache.seen, ids.shape[1]
     if not begin:
-        forget_lengths(model)
+        reset_rotation(model)
     for block in ids.split(size or call_size(model, cache.policy, begin, total), dim=1):
         positions = torch.arange(begin, begin + block.shape[1]).expand_as(block)
         begin += block.shape[1]
@@ -57,9 +56,9 @@ def prefill(
 
 def call_size(model: PreTrainedModel, policy: Policy, begin: int, total: int) -> int:
     """Tokens per call of a prompt of `total` tokens that begins at position `begin`."""
-    if begin and not continues(model.config):
+    if begin and not layout_of(model.config).continues:
         return 1  # a call of several tokens would reset the recurrent layers
-    return total if in_one_call(model.config, begin + total) else policy.schedule.call_size(total)
+    return total if layout_of(model.config).needs_one_call(begin + total) else policy.schedule.call_size(total)
 
 
 def append_prompts(
@@ -97,7 +96,7 @@ def given_size(model: PreTrainedModel, policies: Iterable[Policy], end: int) -> 
     rotate all of a call by the length of the last token, or if it would reset its recurrent layers.
     """
     single = any(policy.rates or not policy.store.exact for policy in policies)
-    return 1 if single or in_one_call(model.config, end) else GIVEN_TOKENS
+    return 1 if single or layout_of(model.config).needs_one_call(end) else GIVEN_TOKENS
 
 
 # --- one prompt, for the sequences of all questions about it ---------------------------------------------------------
@@ -126,7 +125,7 @@ def _batches(model: PreTrainedModel, sequences: Sequences) -> Iterator[list[Live
         schedule, size = sequence.policy.schedule, _block(sequence)
         if isinstance(sequence.policy.pre_pass, PromptChoice | BlockPasses):
             yield [sequence]
-        elif size < total and not in_one_call(model.config, total):
+        elif size < total and not layout_of(model.config).needs_one_call(total):
             blocks.setdefault(size, []).append(sequence)
         elif schedule.order == "attend_then_evict" and len(schedule.steps(0, total, total)) == 1:
             whole.append(sequence)

@@ -92,7 +92,7 @@ def _budget(policy: KVPress, prompt: int) -> int:
 
 def _check_model(model: PreTrainedModel, policy: KVPress) -> None:
     """Raise an error for a model with layers that presses cannot compress."""
-    layout = layout_of(model.config.get_text_config(decoder=True))
+    layout = layout_of(model.config)
     if layout.latent:
         check_latents(policy)
     others = {"recurrent layers": layout.states, "layers that read another's keys and values": layout.owners}

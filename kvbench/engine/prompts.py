@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvbench.cache.layout import attention_layers
+from kvbench.cache.layout import layout_of
 from kvbench.config.tree import refusing_in
 from kvbench.engine.generate import check_turns
 from kvbench.engine.teacher_forcing import is_scored, policy_for
@@ -124,7 +124,7 @@ def check_policy(run: Run, prompts: Sequence[Prompt]) -> None:
                 f"task {run.task.name}: {run.policy_name} needs the position of the question in a prompt, and the "
                 f"question of example {unclear.example.index} cannot be separated from the text before it"
             )
-    layers, lengths = attention_layers(run.checkpoint.config), {n for prompt in prompts for n in prompt.lengths}
+    layers, lengths = len(layout_of(run.checkpoint.config).attention), {n for prompt in prompts for n in prompt.lengths}
     with refusing(f"budget={run.budget}: "):
         if run.policy.evicts:
             for length, asked in {(n, 0 if p.question is None else n - p.question) for p in prompts for n in p.lengths}:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.layer import stacked
-from kvbench.cache.layout import continues
+from kvbench.cache.layout import layout_of
 from kvbench.engine.device import now
 from kvbench.engine.logits import LOGITS_AT_ONCE, surprisal
 from kvbench.engine.pre_pass import open_cache
@@ -159,7 +159,7 @@ def text_scores(model: PreTrainedModel, ids: Tensor, policy: Policy, *, report: 
     cache = WatchedCache(model.config, policy, prompt_length=total)
     cache.watch()
     block = int(policy.schedule.size) if policy.evicts and isinstance(policy.schedule, Blocks) else None
-    size = min(GIVEN_TOKENS, _fitting(model)) if continues(model.config) else 1
+    size = min(GIVEN_TOKENS, _fitting(model)) if layout_of(model.config).continues else 1
     size -= size % (block or 1) if (block or 1) <= size else 0
     scored, done = [], 0
     for out in append_given(model, cache, ids, size, None):

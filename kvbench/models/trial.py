@@ -9,8 +9,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvbench.cache import NAME
 from kvbench.cache.cache import KVCache
-from kvbench.cache.interface import INSTEAD, InterfaceError, check_interface, kv_shapes, model_class_of, written_in
-from kvbench.cache.layout import layout_of
+from kvbench.cache.interface import INSTEAD, NO_INTERFACE, InterfaceError, check_interface, model_class_of
+from kvbench.cache.layout import kv_shapes, layout_of
 from kvbench.config.presets import make_policy
 
 TOKENS = 3
@@ -73,7 +73,7 @@ def layer_shapes(config: PreTrainedConfig) -> dict[int, tuple[int, int, int]]:
 
 def state_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of the states of recurrent layers, per sequence."""
-    if not layout_of(config.get_text_config(decoder=True)).states:
+    if not layout_of(config).states:
         return 0
     model = _without_weights(config, dtype)
     if model is None:
@@ -98,7 +98,7 @@ def _without_weights(config: PreTrainedConfig, dtype: torch.dtype | None = None)
             return model
     except KeyError as error:
         if error.args == (NAME,):  # the model class has its own attention classes
-            raise InterfaceError(written_in(model_class.__name__)) from error
+            raise InterfaceError(f"{model_class.__name__} {NO_INTERFACE}; {INSTEAD}") from error
         raise
 
 

@@ -49,7 +49,7 @@ def test_a_full_cache_takes_another_prompt_only_when_it_is_told(model: Any, leng
 def test_prompt_lookup_and_assistants_are_refused(model: Any) -> None:
     ids = prompt(12) * 2
     for speculation in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": tiny(layers=1)}):
-        with pytest.raises(ValueError, match=r"cannot be cropped .*assistant and prompt-lookup decoding"):
+        with pytest.raises(ValueError, match=r"cannot be cropped.*assisted and prompt-lookup decoding"):
             generated(model, [ids], 6, past_key_values=full(model), **speculation)
 
 

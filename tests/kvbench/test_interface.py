@@ -44,15 +44,19 @@ def small(kind: type[PreTrainedConfig], **fields: object) -> Any:
         (RecurrentGemmaConfig, {}, "^RecurrentGemmaForCausalLM stores the states of its recurrent layers"),
         (MiniMaxConfig, {}, "^MiniMaxForCausalLM stores the states of its recurrent layers"),
         (RwkvConfig, {}, "^RwkvForCausalLM stores the states of its recurrent layers"),
-        (MambaConfig, {}, "^MambaForCausalLM has only recurrent layers"),
-        (DeepseekV32Config, {"n_routed_experts": 8}, "^DeepseekV32ForCausalLM has an indexer that selects the tokens"),
+        (MambaConfig, {}, "^no layer of MambaForCausalLM stores its own keys and values"),
+        (
+            DeepseekV32Config,
+            {"n_routed_experts": 8},
+            "^DeepseekV32ForCausalLM has layers of type [a-z_]*; supported",
+        ),
         (DiffLlamaConfig, {}, "uses keys or values of its cache outside attention .it calls 'chunk'"),
-        (Llama4TextConfig, {}, "attends within chunks of the text.*which kvbench does not support"),
+        (Llama4TextConfig, {}, "has layers of type chunked_attention; supported are full_attention"),
         (BltConfig, None, "^BltForCausalLM has several stacks of layers"),
         (
             Gemma4TextConfig,
             {"layer_types": MIXED, "num_kv_shared_layers": 4},
-            "^every layer of Gemma4ForCausalLM uses the keys and values of another",
+            "^no layer of Gemma4ForCausalLM stores its own keys and values",
         ),
         (RobertaConfig, {"is_decoder": True}, "^RobertaForCausalLM counts positions from 2 "),
         (

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.cache.rotary import uniform_length
+from kvbench.cache.layout import layout_of
 from kvbench.engine.prefill import prefill
 from kvbench.engine.teacher_forcing import text_scores
 
@@ -77,7 +77,7 @@ def test_blocks_and_decoding_are_rotated_as_by_transformers(kind: str, length: i
     ours = [prefill(running, ids[:, :length], held)]
     ours += [running(token, past_key_values=held).logits[:, -1] for token in ids[:, length:].split(1, dim=1)]
     torch.testing.assert_close(torch.cat(ours), expected, rtol=1e-6, atol=1e-6)  # frequencies are in float32
-    assert uniform_length(running.config) == SHORT
+    assert layout_of(running.config).uniform_length == SHORT
 
 
 @torch.inference_mode()
