@@ -41,6 +41,8 @@ from kvbench.results.statistics import FEWEST, Difference
 
 FINISHED, UNFINISHED = "finished", "unfinished"
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Result(Numbers):
@@ -189,11 +191,8 @@ class Result(Numbers):
     @property
     def bits_per_number(self) -> float | None:
         """Bits used for each number of the keys and values of prompt and answer; None without a quantized store."""
-        if (
-            "bits" not in (self.identity["policy"].get("store") or {})
-            or self.cache_bytes is None
-            or not self.full_cache_bytes
-        ):
+        quantized = "bits" in (self.identity["policy"].get("store") or {})
+        if not quantized or self.cache_bytes is None or not self.full_cache_bytes:
             return None
         width = float("".join(filter(str.isdigit, self.identity["dtype"])))
         return width * float((self.cache_bytes - (self.state_bytes or 0)) / self.full_cache_bytes)
@@ -220,13 +219,11 @@ class Result(Numbers):
 
         It has an interval from 5 shared texts on.
         """
-        if self.baseline is None or any(s.likelihood is None for s in (*self.samples, *self.baseline.samples)):
+        pair, full = self.to_full, () if self.baseline is None else self.baseline.samples
+        if pair is None or any(sample.likelihood is None for sample in (*self.samples, *full)):
             return None
-        pair = self.to_full
-        if pair is None:
-            return None
-        full, nll = (token_mean(texts) for texts in zip(*pair.read, strict=True))
-        return NLLGap(nll - full, pair.difference if len(pair.read) >= FEWEST else None, exp(nll) - exp(full))
+        first, nll = (token_mean(texts) for texts in zip(*pair.read, strict=True))
+        return NLLGap(nll - first, pair.difference if len(pair.read) >= FEWEST else None, exp(nll) - exp(first))
 
     @property
     def difference(self) -> Difference | None:
@@ -253,9 +250,6 @@ def numbers(measured: Mapping[str, Any]) -> dict[str, Any]:
     nll = measured["likelihood"] or {}
     others = {name: value for name, value in measured.items() if name != "likelihood"}
     return {**others, "reads": bool(nll), **{k: v for k, v in nll.items() if k not in ("mean_over", "interval")}}
-
-
-log = logging.getLogger(__name__)
 
 
 class Results(Sequence[Result]):
