@@ -16,7 +16,7 @@ from kvbench.engine.compute import compute_runs
 from kvbench.engine.prompts import make_prompts
 from kvbench.engine.run_writer import NullCallback, RunCallback
 from kvbench.errors import UsageError
-from kvbench.results.definition import Entry, RunState, examples, write_state
+from kvbench.results.definition import Entry, RunState, examples, failed_examples, write_state
 from kvbench.results.files import RunBusyError, RunLostError
 from kvbench.results.result import Result, read_result
 from kvbench.results.samples import Sample
@@ -243,12 +243,6 @@ class Recorder:
             write_state(self._out, run.run_id, RunState(run.limit, self._totals.get(run.run_id), error))
         except OSError as reason:  # only `sweep status` reads it
             log.warning("the state of %s cannot be written (%s)", run.run_id, reason.strerror)
-
-
-def failed_examples(folder: Path) -> str | None:
-    """The error message of a run with failed examples; None if all of its examples have scores."""
-    n, failed = examples(folder)
-    return f"{failed} of {n} examples failed, see {folder}" if failed else None
 
 
 def compute(runs: Sequence[Planned], out: Path, tracker: SweepCallback) -> list[str]:

@@ -21,7 +21,7 @@ from kvbench.results.definition import (
     SWEEP_FOLDER,
     Definition,
     Entry,
-    examples,
+    failed_examples,
     is_complete,
     lines,
     read_definition,
@@ -227,8 +227,8 @@ def _status(out: Path, entry: Entry, job: submitit.Job[None] | None, in_task: in
     if is_held(folder):
         word, complete = RUNNING, False
     elif complete:
-        n, failed = examples(folder)
-        word, error = (FAILED, f"{failed} of {n} examples failed, see {folder}") if failed else (FINISHED, None)
+        error = failed_examples(folder)
+        word = FINISHED if error is None else FAILED
     elif job is not None and is_active(job):
         word = QUEUED
     elif state is not None and state.error is not None:
@@ -307,9 +307,8 @@ def launch(out: Path, runs: Sequence[Planned], sweep: Definition, launcher: Laun
 
 def _submit(out: Path, entries: Sequence[Entry], name: str, launcher: Launcher) -> None:
     """Submit the runs that are neither complete nor queued nor running."""
-    left = [one.entry for one in statuses(out, entries) if one.entry.run_id and not one.complete]
-    before = submitted(out)
-    left = [entry for entry in left if entry.key not in before or not is_active(before[entry.key])]
+    found = [one for one in statuses(out, entries) if not one.complete and one.state not in ACTIVE]
+    left = [one.entry for one in found if one.entry.run_id]
     if not left:
         write_message("nothing to submit: all runs are complete, queued or running")
         return
