@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from kvbench.kernels.references import Attention, attention_logits, sink_factor, visible, widen
+from kvbench.kernels.references import Attention, attention_logits, grouped_attention, sink_factor, visible, widen
 
 PAIRS_AT_ONCE = 2**22  # of query and slot, over all query heads: 16 MiB of float32 logits, 4 MiB of mask
 ROWS_OF_A_WINDOW = 256  # queries of a block with a sliding window: it reads window + 256 slots
@@ -99,19 +99,6 @@ def _block(
         out = (rows.to(values.dtype) @ values[:, :, None]).flatten(1, 2)
     groups = queries.shape[1] // nothing.shape[1]
     return out.masked_fill(nothing.repeat_interleave(groups, dim=1)[..., None], 0.0)
-
-
-def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scaling: float) -> Tensor:
-    """SDPA with a group's query heads as rows of their KV head, so that keys and values are never repeated.
-
-    seen [B,H_kv or 1,M,T]: None if every query sees every slot.
-    """
-    batch, query_heads, new, dim = queries.shape
-    heads = keys.shape[1]
-    rows = queries.reshape(batch, heads, query_heads // heads * new, dim)
-    mask = None if seen is None else seen.repeat(1, 1, query_heads // heads, 1)
-    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
-    return out.view(batch, query_heads, new, values.shape[-1])
 
 
 def one_for_all(sinks: Tensor | None) -> Tensor | None:

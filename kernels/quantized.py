@@ -8,7 +8,7 @@ the two outputs are joined by their log-sum-exp. Codes are unpacked two at a tim
 code, so that no integer is converted.
 
 Shapes: B batch, H KV heads, G query heads per KV head, N quantized tokens, R tokens of a tail, E outlier entries, n
-requested tokens, U numbers of a group, W int32 words of a group, D head dim of keys, D_v of values.
+tokens of a part, U numbers of a group, W int32 words of a group, D head dim of keys, D_v of values.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class Packed:
     """Quantised tokens: x = code * scale + minimum; code j of an int32 word is at bits [b*j, b*j + b - 1].
 
     Per channel: groups of `unit` tokens, words [B,H,N/U,D,W], scale and minimum [B,H,N/U,D]. Per token (`per_token`):
-    groups of `unit` channels, words [B,H,N,D/U,W], scale and minimum [B,H,N,D/U]. counts [B,H]: the tokens of each
-    head, if they differ.
+    groups of `unit` channels, words [B,H,N,D/U,W], scale and minimum [B,H,N,D/U].
     """
 
     words: Tensor
@@ -60,61 +59,34 @@ class Packed:
     bits: int
     unit: int
     per_token: bool
-    counts: Tensor | None = None
 
     @property
     def tokens(self) -> int:
-        """The maximum number of tokens of a KV head."""
+        """The number of tokens of a KV head."""
         return self.words.shape[2] * (1 if self.per_token else self.unit)
 
-    def at(self, tokens: Tensor) -> Tensor:
-        """The tokens [B,H,n] of each head, [B,H,n,D] float32."""
-        batch, head = (torch.arange(n, device=tokens.device)[:, None] for n in tokens.shape[:2])
-        channel = torch.arange(self.scale.shape[3] * (self.unit if self.per_token else 1), device=tokens.device)
-        group, place, code = tokens[..., None], channel // self.unit, channel % self.unit
-        if not self.per_token:
-            group, place, code = group // self.unit, channel, group % self.unit
-        at, per_word = (batch[:, None, None], head[:, None], group, place), 32 // self.bits
-        codes = self.words[(*at, code // per_word)] >> code % per_word * self.bits & 2**self.bits - 1
-        x: Tensor = codes * self.scale[at].float() + self.minimum[at].float()
-        return x
+    def after(self, first: int) -> Tensor:
+        """The tokens from number `first` on, [B,H,n,D] float32."""
+        entry = first if self.per_token else first // self.unit
+        words, scale, minimum = (x[:, :, entry:] for x in (self.words, self.scale, self.minimum))
+        shifts = torch.arange(0, 32, self.bits, device=words.device, dtype=torch.int32)
+        codes = ((words[..., None] >> shifts) & (2**self.bits - 1)).flatten(4)[..., : self.unit]
+        x: Tensor = codes * scale[..., None].float() + minimum[..., None].float()
+        return x.flatten(3) if self.per_token else x.mT.flatten(2, 3)[:, :, first % self.unit :]
 
 
 @dataclass(frozen=True)
 class Side:
-    """Keys or values of a layer: codes, then a tail [B,H,R,D] in full precision; counts [B,H] if heads differ."""
+    """Keys or values of a layer: codes, then a tail [B,H,R,D] in full precision."""
 
     packed: Packed
     tail: Tensor
-    counts: Tensor | None = None
 
-    @property
-    def even(self) -> bool:
-        """Whether all KV heads have equal numbers of tokens and of quantized tokens."""
-        return self.counts is None and self.packed.counts is None
-
-    def coded(self) -> Tensor:
-        """The number of quantized tokens of each head, [B,H]."""
-        return self._full(self.packed.tokens) if self.packed.counts is None else self.packed.counts
-
-    def lengths(self) -> Tensor:
-        """The number of tokens of each head, [B,H]."""
-        return self.coded() + (self._full(self.tail.shape[2]) if self.counts is None else self.counts)
-
-    def at(self, tokens: Tensor) -> Tensor:
-        """The tokens [B,H,n] of each head, from codes or the tail, [B,H,n,D] float32; undefined beyond its end."""
-        coded = self.coded()[..., None]
-        found = self.tail.new_zeros(*tokens.shape, self.tail.shape[3], dtype=torch.float32)
-        if self.tail.shape[2]:
-            place = (tokens - coded).clamp(0, self.tail.shape[2] - 1)
-            found = self.tail.gather(2, place[..., None].expand_as(found)).float()
-        if self.packed.tokens:
-            codes = self.packed.at(tokens.clamp(max=self.packed.tokens - 1))
-            found = torch.where((tokens < coded)[..., None], codes, found)
-        return found
-
-    def _full(self, count: int) -> Tensor:
-        return torch.full(self.tail.shape[:2], count, device=self.tail.device)
+    def after(self, first: int) -> Tensor:
+        """The tokens from number `first` on, [B,H,n,D] float32."""
+        coded = self.packed.tokens
+        tail = self.tail[:, :, max(first - coded, 0) :].float()
+        return torch.cat([self.packed.after(first), tail], dim=2) if first < coded else tail
 
 
 class Outliers(NamedTuple):
@@ -235,10 +207,9 @@ def _scaled(
 
 @partial(jit, varying=("coded_tokens", "words", "each"))
 def _attend_codes(
-    q: View, q_pos_ptr: tl.tensor, absent: View, coded_ptr: tl.tensor, words_ptr: tl.tensor, out_ptr: tl.tensor,
-    lse_ptr: tl.tensor, keys: Codes, values: Codes, H: tl.tensor, coded_tokens: tl.tensor, words: tl.tensor,
-    each: tl.tensor, rule: Rule, KEY: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr, G: tl.constexpr,
-    ROWS: tl.constexpr, PRODUCTS: tl.constexpr,
+    q: View, q_pos_ptr: tl.tensor, absent: View, out_ptr: tl.tensor, lse_ptr: tl.tensor, keys: Codes, values: Codes,
+    H: tl.tensor, coded_tokens: tl.tensor, words: tl.tensor, each: tl.tensor, rule: Rule, KEY: tl.constexpr,
+    VALUE: tl.constexpr, TOKENS: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, PRODUCTS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: the quantized tokens of `each` words of one KV head, TOKENS.WORDS at a time, without absent ones.
 
@@ -246,12 +217,7 @@ def _attend_codes(
     """
     row = tl.program_id(0).to(tl.int64)  # of B * H
     part, parts = tl.program_id(1), tl.num_programs(1)
-    if coded_ptr is not None:
-        coded_tokens = tl.load(coded_ptr + row)
-        words = tl.load(words_ptr + row)
     begin = part * each
-    if begin >= words:
-        return
     steps = tl.cdiv(tl.minimum(begin + each, words) - begin, TOKENS.WORDS)
     asked = tl.load(q_pos_ptr + row // H) >= 0  # the query of a padded sequence sees nothing
     heads = tl.arange(0, ROWS)
@@ -303,17 +269,16 @@ def quantised_attention(
 ) -> Attention:
     """Attention of one query per sequence over all tokens of codes, tail and outliers.
 
-    queries [B,H_q,1,D], query_positions [B,1] (-1: padding). Every stored token is visible to the query. Products are
-    float32 for float32 queries, otherwise of float16 numbers, summed in float32. If both sides are per channel, their
-    groups must have the same size. A query at -1 has output 0 and log-sum-exp -inf. Raises ValueError without Triton.
+    queries [B,H_q,1,D], query_positions [B,1] (-1: padding). Every stored token is visible to the query, and each side
+    has quantized tokens. Products are float32 for float32 queries, otherwise of float16 numbers, summed in float32. If
+    both sides are per channel, their groups must have the same size. A query at -1 has output 0 and log-sum-exp -inf.
+    Raises ValueError without Triton.
     """
     require_triton("quantised_attention", queries.device)
     fit_heads("quantised_attention", queries.shape[3], values.tail.shape[3])
     assert queries.shape[2] == 1, "one query per sequence"
-    common = torch.minimum(keys.coded(), values.coded())  # [B,H] tokens with quantized key and value
+    common = min(keys.packed.tokens, values.packed.tokens)  # tokens with quantized key and value
     rest = _attend_to_the_rest(queries, query_positions, keys, values, common, scaling, softcap, outliers)
-    if not (keys.packed.tokens and values.packed.tokens):
-        return rest
     out, log_sum_exp = _attend_to_codes(queries, query_positions, keys, values, common, scaling, softcap, outliers)
     whole = torch.logaddexp(log_sum_exp, rest.log_sum_exp)
     shift = whole.masked_fill(whole == -torch.inf, 0.0)
@@ -324,14 +289,12 @@ def quantised_attention(
 
 
 def _attend_to_the_rest(
-    queries: Tensor, query_positions: Tensor, keys: Side, values: Side, common: Tensor, scaling: float,
+    queries: Tensor, query_positions: Tensor, keys: Side, values: Side, common: int, scaling: float,
     softcap: float | None, outliers: Outliers | None,
 ) -> Attention:  # fmt: skip
     """Attention over the tokens with an exact key or value, and over the outliers."""
-    most = max(keys.tail.shape[2], values.tail.shape[2])
-    tokens = common[..., None] + torch.arange(most, device=common.device)  # [B,H,n]
-    there = tokens < keys.lengths()[..., None]
-    k, v = (side.at(tokens).to(queries.dtype) for side in (keys, values))
+    k, v = (side.after(common).to(queries.dtype) for side in (keys, values))
+    there = torch.ones(k.shape[:3], dtype=torch.bool, device=k.device)
     if outliers is not None:
         k, v = torch.cat([k, outliers.keys.to(k.dtype)], 2), torch.cat([v, outliers.values.to(v.dtype)], 2)
         there = torch.cat([there, outliers.slots >= 0], -1)
@@ -339,25 +302,21 @@ def _attend_to_the_rest(
 
 
 def _attend_to_codes(
-    queries: Tensor, query_positions: Tensor, keys: Side, values: Side, common: Tensor, scaling: float,
+    queries: Tensor, query_positions: Tensor, keys: Side, values: Side, common: int, scaling: float,
     softcap: float | None, outliers: Outliers | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over the tokens with quantized key and value, without outliers: output float32, log-sum-exp."""
-    (batch, query_heads, _, dim), heads, value_dim = queries.shape, common.shape[1], values.tail.shape[3]
+    (batch, query_heads, _, dim), heads, value_dim = queries.shape, keys.tail.shape[1], values.tail.shape[3]
     if not queries.is_cuda and queries.dtype == torch.bfloat16:
         queries = queries.float()  # Triton's interpreter multiplies the bit patterns of bfloat16
     queries = queries if queries.stride(-1) == 1 else queries.contiguous()
     how = tiles(dim, value_dim, queries.dtype)
     key, value, order = _layout(keys.packed, values.packed, (dim, value_dim), how.pop("tokens"))
-    most = min(keys.packed.tokens, values.packed.tokens)
     absent: View | None = None
     if outliers is not None:
-        flags = torch.zeros(batch, heads, most + 1, dtype=torch.uint8, device=queries.device)
-        absent = view(flags.scatter_(-1, outliers.slots.long().masked_fill(outliers.slots < 0, most), 1))
-    words, coded_ptr, words_ptr = -(-most // order.U) * order.WIDTH, None, None
-    if not (keys.even and values.even):
-        coded_ptr = common.to(torch.int32).contiguous()
-        words_ptr = (coded_ptr + order.U - 1) // order.U * order.WIDTH
+        flags = torch.zeros(batch, heads, common + 1, dtype=torch.uint8, device=queries.device)
+        absent = view(flags.scatter_(-1, outliers.slots.long().masked_fill(outliers.slots < 0, common), 1))
+    words = -(-common // order.U) * order.WIDTH
     each = slots_of_a_part(batch * heads, words, order.WORDS, programs_at_once(queries.device))
     each = max(each, -(-words // (PARTS * order.WORDS)) * order.WORDS)
     parts, group = -(-words // each), query_heads // heads
@@ -365,11 +324,11 @@ def _attend_to_codes(
     part_lse = part_out.new_empty(part_out.shape[:3])
     with torch.cuda.device_of(queries):
         _attend_codes[batch * heads, parts](
-            view(queries), query_positions.contiguous(), absent, coded_ptr, words_ptr, part_out, part_lse,
-            _codes(keys.packed), _codes(values.packed), heads, most, words, each, rule_of(scaling, softcap),
+            view(queries), query_positions.contiguous(), absent, part_out, part_lse,
+            _codes(keys.packed), _codes(values.packed), heads, common, words, each, rule_of(scaling, softcap),
             KEY=key, VALUE=value, TOKENS=order, G=group, ROWS=max(ROWS, next_power_of_two(group)), **how,
         )  # fmt: skip
-        return join(part_out, part_lse, queries.float(), heads, words, each, words_ptr)
+        return join(part_out, part_lse, queries.float(), heads, words, each, None)
 
 
 def _layout(keys: Packed, values: Packed, dims: tuple[int, int], tokens: int) -> tuple[Groups, Groups, Groups]:

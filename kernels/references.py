@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 LOG2E = math.log2(math.e)
 FAR = 2.0**100  # so far below other logits that its exponential is exactly 0, even for a distance of one token
@@ -84,6 +85,19 @@ def attention_logits(
     return logits if bias is None else logits + bias[:, :, None, None].to(logits.dtype)
 
 
+def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scaling: float) -> Tensor:
+    """SDPA with a group's query heads as rows of their KV head, so that keys and values are never repeated.
+
+    seen [B,H_kv or 1,M,T]: None if every query sees every slot.
+    """
+    batch, query_heads, new, dim = queries.shape
+    heads = keys.shape[1]
+    rows = queries.reshape(batch, heads, query_heads // heads * new, dim)
+    mask = None if seen is None else seen.repeat(1, 1, query_heads // heads, 1)
+    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
+    return out.view(batch, query_heads, new, values.shape[-1])
+
+
 def sink_factor(log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
     """The share of probability that attention sinks leave to rows with this (natural) log-sum-exp.
 
@@ -105,6 +119,14 @@ def rows_and_sight(
     `sink_factor`; a sink has no slot. bias [B,H_kv,T]: see `attention_logits`.
     """
     logits = attention_logits(queries, keys, scaling, softcap, bias).detach()  # scores of evictions have no gradient
+    return softmax_rows(logits, query_positions, key_positions, sliding_window, packed, sighted, sinks)
+
+
+def softmax_rows(
+    logits: Tensor, query_positions: Tensor, key_positions: Tensor, sliding_window: int | None = None,
+    packed: bool = False, sighted: bool = False, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The softmax of `attention_logits`, in place. Other arguments and result as in `rows_and_sight`."""
     stored = key_positions if packed else key_positions.masked_fill(key_positions < 0, NEVER)
     age = query_positions.to(logits.dtype)[:, None, :, None] - stored.to(logits.dtype)[:, :, None]  # [B,H_kv,M,T]
     # A penalty for invisible slots instead of a mask: filling under a mask costs more than the softmax on a CPU.

@@ -5,11 +5,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+_RECORDED: dict[int, Tensor] = {}
+"""Constants whose addresses are in recorded CUDA graphs, so that they are never freed."""
+
 
 def on_device(numbers: tuple[int, ...] | tuple[bool, ...], device: torch.device) -> Tensor:
     """Whole numbers or flags as a cached tensor [n], int64 or bool. Do not modify it in place."""
     flags = all(isinstance(number, bool) for number in numbers)
-    return _constant(numbers, torch.bool if flags else torch.int64, device)
+    found = _constant(numbers, torch.bool if flags else torch.int64, device)
+    if found.is_cuda and torch.cuda.is_current_stream_capturing():
+        _RECORDED[id(found)] = found
+    return found
 
 
 def on_host(x: Tensor) -> bool:

@@ -24,7 +24,7 @@ from kvbench.kernels.query_sums import (
     window_statistics,
 )
 from kvbench.kernels.references import FEW_QUERIES, Attended, attention_logits, rows_and_sight
-from kvbench.kernels.tiles import use_triton
+from kvbench.kernels.tiles import INTERPRETED, use_triton
 from kvbench.policies.constants import on_device
 from kvbench.policies.model_layer import Rotation
 from kvbench.policies.ranking import protected
@@ -169,11 +169,11 @@ class Observation:
         rows, sight = self._rows_and_sight(window)
         if sight is not None:
             return self.once(("mean", window), lambda: self.window_sums(window).mean(2))
-        return self.once(("mean", window), lambda: rows.sum((2, 3)).div_(self.group))
+        return self.once(("mean", window), lambda: rows.sum((2, 3)).div_(rows.shape[2]))
 
     def window_length(self, window: int) -> int:
         """Number of queries in the window, at most `window`."""
-        return self._newest_queries(window)[0].shape[2]
+        return self._window_call(window)[0].shape[2]
 
     def window_variance(self, window: int) -> Tensor:
         """Unbiased variance of `window_attention` over the queries: [B,H_kv,G,T] float32."""
@@ -193,12 +193,9 @@ class Observation:
 
     def reduces(self, window: int) -> bool:
         """Whether a kernel computes the statistics of a window without its rows: on GPUs, without a bias."""
-        return (
-            self.slots.bias is None
-            and 1 < window <= MOST_QUERIES
-            and use_triton(self.queries)
-            and use_triton(self.keys)
-        )
+        if self.slots.bias is not None or (self.queries.is_cpu and not INTERPRETED):
+            return False
+        return 1 < window <= MOST_QUERIES and use_triton(self.queries) and use_triton(self.keys)
 
     def _by_kernel(self, statistic: Literal["sums", "variance", "entropy"], window: int) -> Tensor:
         """A statistic of the window. The variance and the entropy are computed in one launch with the sums."""
@@ -212,23 +209,22 @@ class Observation:
     def _rows_and_sight(self, window: int) -> tuple[Tensor, Tensor | None]:
         if ("weights", window) not in self.known:
             see_own = self.window is not None and self.window.see_own
-            found = rows_and_sight(*self._window_call(window), self.packed, see_own, self.params.sinks, self.slots.bias)
+            packed = self.slots.packed
+            found = rows_and_sight(*self._window_call(window), packed, see_own, self.params.sinks, self.slots.bias)
             self.known["weights", window], sight = found
             if sight is not None:
                 self.known["sight", window] = sight
         return self.known["weights", window], self.known.get(("sight", window))
 
-    def _newest_queries(self, window: int) -> tuple[Tensor, Tensor]:
-        """Up to `window` newest queries [B,H_q,w,D] and their positions [B,w], oldest first."""
-        if self.window is None:
-            assert self.phase == "decode", "this scorer declares no window"
-            return self.queries, self.query_positions
-        queries, positions, _ = self.window
-        return (queries[:, :, -window:], positions[:, -window:]) if queries.shape[2] > window else (queries, positions)
-
     def _window_call(self, window: int) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float | None, int | None]:
-        """The attention of the window as arguments of kernels."""
-        queries, positions = self._newest_queries(window)
+        """The attention of up to `window` newest queries, oldest first, as arguments of kernels."""
+        queries, positions = self.queries, self.query_positions
+        if self.window is not None:
+            queries, positions, _ = self.window
+            if queries.shape[2] > window:
+                queries, positions = queries[:, :, -window:], positions[:, -window:]
+        else:
+            assert self.phase == "decode", "this scorer declares no window"
         return queries, self.keys, positions, self.positions, *self.params[:3]
 
     # --- attention of this step ------------------------------------------------------------------------------------
@@ -358,7 +354,7 @@ class Observation:
             else:
                 newest = self.positions >= (self.seen - count).to(self.positions.dtype)[:, None, None]
             # A prompt shorter than `count` puts the bound below 0, where empty slots would pass.
-            self.known["newest", count] = newest if self.packed else newest & self.occupied
+            self.known["newest", count] = newest if self.slots.packed else newest & self.occupied
         return self.known["newest", count]
 
     def first(self, count: int) -> Tensor:

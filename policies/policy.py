@@ -111,6 +111,11 @@ class Policy:
             query_heads=self._values_query_heads or self.allocator.needs.query_heads,
         )
 
+    @cached_property
+    def layers_alike(self) -> bool:
+        """Whether all layers can be rows of one batch if each evicts one token after a decoded one."""
+        return self.evicts and self.schedule.one_each and not (self.needs.kept or self.needs.layer)
+
     @property
     def rates(self) -> bool:
         """Whether a pre-pass rates each token from the logits before it, so that tokens are processed one by one."""
@@ -122,28 +127,26 @@ class Policy:
 
     def rank(self, observation: Observation, state: State) -> Ranking:
         """Score every stored token of a layer; a pure function of the observation."""
-        ranking = self._rank_tokens(observation, state)
-        return ranking if self.selection is None else self.selection.rank(ranking)
-
-    def _rank_tokens(self, observation: Observation, state: State) -> Ranking:
         assert self.scorer is not None
-        first, newest = protected_counts(self.scorer, observation.budgets)
+        sequences, slots = observation.sequences, observation.slots
+        first, newest = protected_counts(self.scorer, sequences.budgets)
         if self.schedule.protect == "prompt":
-            first = list(observation.prompts)
+            first = list(sequences.prompts)
         stays = observation.protected(first, newest)
         spared = self.scorer.spares(observation, state, stays)
         stays = stays if spared is None else stays | spared
         if self.needs.evictable:
             observation.evictable = observation.occupied & ~stays
-        scores = observation.scores(self.scorer.score, state, self.scorer.needs.keys)
+        scores = observation.scores(self.scorer.score, state, self.needs.keys)
         if self.needs.ties:
             scores = half_the_bits(scores)
         layer_wide = self.granularity == "layer"
         if layer_wide:
             scores = scores.mean(1, keepdim=True).expand_as(scores)
-        known = observation.packed, observation.slots.ascending
-        if self.value is None:
-            return Ranking(scores, None, observation.positions, stays, observation.seen, spared, *known)
-        valued = self.value.score(self.scorer, scores, observation, state, stays, layer_wide)
-        valued = half_the_bits(valued) if self.needs.ties else valued
-        return Ranking(valued, scores, observation.positions, stays, observation.seen, spared, *known)
+        found, tie_break = scores, None
+        if self.value is not None:
+            valued = self.value.score(self.scorer, scores, observation, state, stays, layer_wide)
+            found, tie_break = half_the_bits(valued) if self.needs.ties else valued, scores
+        how = slots.packed, slots.ascending
+        ranking = Ranking(found, tie_break, observation.positions, stays, observation.seen, spared, *how)
+        return ranking if self.selection is None else self.selection.rank(ranking)

@@ -1,6 +1,6 @@
 """Combines the observations of several layers in one step, so that they are scored together: rows of one batch."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,14 +17,13 @@ PADDED = 0.75  # layers are padded to the longest one if they have at least this
 
 
 class LazyObservation(Observation):
-    """An observation whose tensors are made on first use, because few scorers use all of them.
+    """An observation whose keys and values are made on first use, because few scorers use both.
 
-    load: makes the missing fields, by name. layer is missing if it combines several layers.
+    load: makes them, by name. layer is missing if it combines several layers.
     """
 
-    def __init__(self, load: Mapping[str, Callable[[], Any]], **fields: Any) -> None:  # noqa: ANN401
-        rest: dict[str, Any] = {name: {} for name in ("known", "memory", "shared") if name not in load}
-        self.__dict__.update(rest, _load=load, **fields)
+    def __init__(self, load: Mapping[str, Callable[[], Tensor]], **fields: Any) -> None:  # noqa: ANN401
+        self.__dict__.update({"known": {}, "memory": {}, "shared": {}, "_load": load}, **fields)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         """Called for a field that was not made yet."""
@@ -42,19 +41,20 @@ def stacked(parts: Sequence[Observation]) -> Observation:
         return parts[0]
     first, slots, sequences = parts[0], [part.slots for part in parts], [part.sequences for part in parts]
     same_length = len({part.positions.shape[2] for part in parts}) == 1
+    sinks = [part.params.sinks.expand(len(part.seen), -1) for part in parts if part.params.sinks is not None]
+    windows, window = [part.window for part in parts if part.window is not None], None
+    if windows:
+        queries, places, see_own = zip(*windows, strict=True)
+        window = QueryWindow(torch.cat(queries), torch.cat(places), all(see_own))
     whole = LazyObservation(
-        {
-            "queries": lambda: torch.cat([part.queries for part in parts]),
-            "query_positions": lambda: torch.cat([part.query_positions for part in parts]),
-            "seen": lambda: torch.cat([part.seen for part in parts]),
-            "keys": lambda: padded([part.keys for part in parts]),
-            "values": lambda: padded([part.values for part in parts]),
-            "positions": lambda: padded([part.positions for part in parts], -1),
-            "memory": lambda: {key: torch.cat([part.memory[key] for part in parts]) for key in first.memory},
-        },
+        {"keys": lambda: padded([part.keys for part in parts]), "values": lambda: padded([x.values for x in parts])},
+        queries=torch.cat([part.queries for part in parts]),
+        query_positions=torch.cat([part.query_positions for part in parts]),
+        positions=padded([part.positions for part in parts], -1),
+        seen=torch.cat([part.seen for part in parts]),
         phase=first.phase,
-        params=first.params._replace(sinks=_sinks(parts)),
-        window=None if first.window is None else _window([part.window for part in parts if part.window is not None]),
+        params=first.params._replace(sinks=torch.cat(sinks) if sinks else None),
+        window=window,
         slots=SlotInfo(
             ascending=all(one.ascending for one in slots),
             packed=same_length and all(one.packed for one in slots),
@@ -62,31 +62,17 @@ def stacked(parts: Sequence[Observation]) -> Observation:
             bias=biases([(part.slots.bias, part.positions) for part in parts]),
         ),
         sequences=SequenceInfo(
-            aligned=first.sequences.aligned,
-            last=first.sequences.last if len({one.last for one in sequences}) == 1 else None,
-            opens=tuple(chain.from_iterable(one.opens for one in sequences)),
-            budgets=tuple(chain.from_iterable(one.budgets for one in sequences)),
-            prompts=tuple(chain.from_iterable(one.prompts for one in sequences)),
-            questions=tuple(chain.from_iterable(one.questions for one in sequences)),
+            first.sequences.aligned,
+            first.sequences.last if len({one.last for one in sequences}) == 1 else None,
+            *(tuple(chain.from_iterable(field)) for field in zip(*(one[2:] for one in sequences), strict=True)),
         ),
+        memory={key: torch.cat([part.memory[key] for part in parts]) for key in first.memory},
         shared=first.shared,
     )
     rows = [part.known["rows", 1] for part in parts if ("rows", 1) in part.known]
     if len(rows) == len(parts):
         whole.known["rows", 1] = padded(rows, dim=-1)
     return whole
-
-
-def _sinks(parts: Sequence[Observation]) -> Tensor | None:
-    """[n*B,H_q] logits of attention sinks, with a row for each sequence; None if no layer has sinks."""
-    sinks = [(part.params.sinks, len(part.positions)) for part in parts]
-    rows = [x.expand(size, -1) for x, size in sinks if x is not None]
-    return torch.cat(rows) if rows else None
-
-
-def _window(windows: Sequence[QueryWindow]) -> QueryWindow:
-    queries, positions, see_own = zip(*windows, strict=True)
-    return QueryWindow(torch.cat(queries), torch.cat(positions), all(see_own))
 
 
 def kind(seen: Observation) -> tuple[object, ...]:
@@ -97,16 +83,15 @@ def kind(seen: Observation) -> tuple[object, ...]:
     return seen.phase, *heads, window, seen.keys.dtype, seen.keys.device, *params, id(seen.shared or None)
 
 
-def batches(layers: Sequence[Observation], policy: Policy) -> Iterator[list[int]]:
+def batches(layers: Sequence[Observation], policy: Policy) -> list[list[int]]:
     """Splits layers of one `kind` into batches of similar lengths that fit into the workspace, by index.
 
     A slot takes memory for its key and value, if the policy uses them, and for the attention rows of the window.
     """
     if len(layers) == 1:
-        yield [0]
-        return
+        return [[0]]
     lengths = [seen.positions.shape[2] for seen in layers]
-    rest = sorted(range(len(layers)), key=lambda index: -lengths[index])
+    rest, found = sorted(range(len(layers)), key=lambda index: -lengths[index]), []
     first = layers[0]
     batch, query_heads, _, dim = first.queries.shape
     _, heads, _, value_dim = first.values.shape
@@ -117,6 +102,6 @@ def batches(layers: Sequence[Observation], policy: Policy) -> Iterator[list[int]
     while rest:
         longest = lengths[rest[0]]
         similar = [index for index in rest if lengths[index] >= PADDED * longest]
-        some = sorted(similar[: max(1, space // longest)])
-        yield some
-        rest = [index for index in rest if index not in some]
+        found.append(sorted(similar[: max(1, space // longest)]))
+        rest = [index for index in rest if index not in found[-1]]
+    return found

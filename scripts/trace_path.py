@@ -4,8 +4,8 @@ python scripts/trace_path.py                # the token: pocket model, caote_sna
 python scripts/trace_path.py --list         # the files, and the functions of each
 python scripts/trace_path.py --sweep        # a sweep: two policies, one example
 
-Modules and class bodies, which run once at import, are not counted as functions; a file counts once one of its functions is
-entered.
+Modules and class bodies, which run once at import, are not counted as functions. A file counts once one of its
+functions is entered.
 """
 
 from __future__ import annotations

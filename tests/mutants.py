@@ -77,7 +77,7 @@ MUTANTS = (
     Mutant("audit: positions seen", "(positions >= seen).any()", "(positions > seen).any()"),
     Mutant("budgets: growth in decoding", "if n + tokens < b + every else", "if n + tokens <= b + every else"),
     Mutant("budgets: short prompts", "max(min(budget, old + new), whole)", "max(max(budget, old + new), whole)"),
-    Mutant("eviction: excess of one", "excess = pending.excess\n            if max(excess) > 0:", "excess = pending.excess\n            if max(excess) > 1:"),
+    Mutant("eviction: excess of one", "            if max(job.excess) > 0:", "            if max(job.excess) > 1:"),
     Mutant("planner: memory kept free", "free = (1 - MARGIN) * device.free", "free = (1 + MARGIN) * device.free"),
 )
 # fmt: on

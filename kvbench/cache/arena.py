@@ -1,21 +1,25 @@
-"""The arena of a `DeviceBatch`: the slots of all its sequences in flat tensors, which CUDA graphs can address.
+"""The arenas of a `DeviceBatch`: flat memory for the slots of many sequences, one arena per layer.
 
-Shapes: L layers, S sequences, H KV heads, N slots of a layer, G' statistics of a slot, D head dim.
+A sequence has one range of slots in every layer, with a segment for each KV head. Its range does not move while other
+sequences come and go, so that recorded CUDA graphs stay valid. An arena that is too small is copied into a larger one,
+one layer after another, so that only one layer exists twice at a time.
+
+Shapes: L layers, N slots of the largest arena, H KV heads, G' statistics of a slot, G = H_q / H, D head dim.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.state import LayerState
-from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.slot_store import SlotStore
 
 ENDLESS = 1 << 30  # slots that a sequence may take if it does not evict
+EMPTY, PADDING, FIRST = 0, 1, 2  # slots: always empty, written by padding, the first one of sequences
+LARGER = 1.5  # size of an arena that replaces one, at least
 
 
 def evicts(policy: Policy) -> bool:
@@ -25,7 +29,7 @@ def evicts(policy: Policy) -> bool:
 
 def steps_alike(policy: Policy) -> bool:
     """Whether all decoding steps of a policy are equal: each appends a token, and evicts one or none."""
-    if policy.granularity == "query_head" or policy.reader is not None or policy.merger.needs.bias:
+    if policy.granularity == "query_head" or policy.reader is not None or policy.merger.needs.bias or policy.rates:
         return False
     needs = policy.needs
     return not evicts(policy) or (policy.schedule.one_each and not (needs.model or needs.memory or needs.question))
@@ -38,156 +42,138 @@ def can_join(group: PolicyGroup) -> bool:
         return False
     if len({tuple(layer.memory) for layer in group.layers}) > 1:  # a merger has not seen all layers yet
         return False
-    # Heads with different budgets do not grow alike; the thresholds of a merger begin with its first eviction.
-    if evicting and (policy.allocator.per_head or policy.merger.merges) and not group.at_budget:
+    if evicting and policy.allocator.per_head and not group.at_budget:  # its KV heads do not grow alike
         return False
     shapes = set()
     for layer in group.layers:
         store = layer.store if layer.opened and not layer.unsettled else None
         if type(store) is not SlotStore or store.slots.bias is not None:
             return False
-        if (store.starts is None and not store.slots.packed and store.free is None) or (
-            store.free is None and store.room == 0
-        ):
+        if store.starts is None and not store.slots.packed and store.free is None:
             return False
-        if evicting and (not layer.recent.full or slots_to_grow(group, layer, store) < 0):
+        if evicting and (not layer.recent.full or slots_to_grow(group, layer) < 0):
+            return False
+        if evicting and policy.merger.merges and store.free is None:  # its thresholds begin with its first eviction
             return False
         keys, values = store.memory["keys"], store.memory["values"]
-        shapes.add((keys.shape[-1], values.shape[-1], store.positions.shape[1], keys.device))
+        shapes.add((keys.shape[-1], values.shape[-1], keys.shape[1] if store.starts is None else 0, keys.device))
     return len(shapes) == 1
 
 
-def slots_to_grow(group: PolicyGroup, layer: LayerState, store: SlotStore) -> int:
-    """Slots that a layer takes until each new token replaces an evicted one."""
-    if not evicts(group.policy):
-        return ENDLESS
-    if group.policy.allocator.per_head:
-        return 0 if store.free is not None else 1
-    return group.budgets.of(layer.index, [True])[0] + 1 - store.used
-
-
-@dataclass
-class Arena:
-    """Slots of all layers. The last slot of a layer is always empty: it pads shorter segments.
-
-    keys, values: [N,D] of each layer. positions, statistics: of all layers one after another, -1 = empty, [...,G'] by
-    name and G'. weights: attention [...,G] of the newest queries, alike, if a policy uses it. starts, counts, free,
-    limit [L,S,H]: the start of a segment in its layer, the slots that attention reads, and the one that the next token
-    takes when `limit` slots are in use. before [L,1,1]: slots of earlier layers. places [S,1]: positions of the next
-    tokens. nan [L,S]: whether a score was NaN.
-    """
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    positions: Tensor
-    statistics: dict[tuple[str, int], Tensor]
-    weights: Tensor | None
-    starts: Tensor
-    counts: Tensor
-    free: Tensor
-    limit: Tensor
-    before: Tensor
-    places: Tensor
-    nan: Tensor
-
-
-@dataclass
-class Segment:
-    """The slots of a sequence in a layer. used, room, tokens: at the first step; grow: see `slots_to_grow`."""
-
-    store: SlotStore
-    layer: LayerState
-    grow: int
-    free: Tensor  # of the arena, [1,H,1]
-    evicts: bool
-    used: int = field(init=False)
-    room: int = field(init=False)
-    tokens: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.used, self.room, self.tokens = self.store.used, self.store.room, self.layer.counts[0]
-
-    def update(self, steps: int) -> None:
-        """Set the lengths of store and layer after `steps` steps."""
-        taken = min(steps, self.grow)
-        full = self.evicts and taken == self.grow
-        self.store.use(self.used + taken, self.room - taken)
-        self.store.free = self.free if full else None
-        self.layer.counts = [self.tokens + taken - (full and self.grow > 0)]
-
-
-@dataclass
-class Part:
-    """Consecutive sequences of one rule, `here` among those of the batch.
-
-    window: queries [L,b,H_q,w,D] and positions [L,b,w]. memory: of mergers, [L,b,...] by name. plan: layers that are
-    evicted at once, and parameters of their attention.
-    """
-
-    groups: list[PolicyGroup]
-    here: slice
-    window: list[Tensor] | None
-    memory: dict[str, Tensor]
-    plan: list[tuple[tuple[int, ...], AttentionParams]] | None = None
-
-    @property
-    def policy(self) -> Policy:
-        """The policy of the sequences, whose budgets may differ."""
-        return self.groups[0].policy
-
-
-def lay_out(groups: Sequence[PolicyGroup], grow: Sequence[Sequence[int]]) -> Arena:
-    """Move the layers of the groups into an arena. grow: see `slots_to_grow`, by group and layer."""
-    layers = range(len(groups[0].layers))
-    stores = [[slot_store(group.layers[layer]) for group in groups] for layer in layers]
-    like, sizes = stores[0][0].memory, [sum(store.capacity for store in some) + 1 for some in stores]
-    device, total = like["keys"].device, sum(sizes)
-    before = torch.tensor([0, *sizes[:-1]], device=device).cumsum(0)
-    positions, keys, values, found = torch.full((total,), -1, dtype=torch.int32, device=device), [], [], []
-    statistics: dict[tuple[str, int], Tensor] = {}
-    first = 0
-    for layer, size in zip(layers, sizes, strict=True):  # so that only one layer exists twice at a time
-        keys.append(like["keys"].new_zeros(size, like["keys"].shape[-1]))
-        values.append(like["values"].new_zeros(size, like["values"].shape[-1]))
-        begin, segments = 0, []
-        for place, store in enumerate(stores[layer]):
-            here = slice(begin, begin + store.capacity)
-            there = slice(first + here.start, first + here.stop)
-            memory = {"keys": keys[-1][here], "values": values[-1][here], "positions": positions[there]}
-            for name, x in store.memory.items():
-                if name not in memory:
-                    key = name, x.shape[-1]
-                    statistics.setdefault(key, x.new_zeros(total, x.shape[-1]))
-                    memory[name] = statistics[key][there]
-            moved = _moved(store, memory)
-            groups[place].layers[layer].store, stores[layer][place] = moved, moved
-            starts, held, free, _ = moved.segments()
-            counts = held + (store.free is not None)
-            segments.append((starts + begin, counts, free, counts + grow[place][layer]))
-            begin = here.stop
-        found.append([torch.cat(x) for x in zip(*segments, strict=True)])
-        first += size
-    starts, counts, free, limit = (torch.stack(x) for x in zip(*found, strict=True))
-    reads = any(evicts(group.policy) and group.policy.needs.newest_row for group in groups)
-    wide = groups[0].layers[0].query_heads // starts.shape[2]
-    weights = torch.zeros(total, wide, device=device) if reads else None
-    places = torch.tensor([group.progress.seen for group in groups], device=device)
-    nan = torch.zeros(starts.shape[:2], dtype=torch.bool, device=device)
-    lengths = starts, counts, free, limit, before[:, None, None]
-    return Arena(keys, values, positions, statistics, weights, *lengths, places, nan)
-
-
 def slot_store(layer: LayerState) -> SlotStore:
+    """The store of a layer that can be in an arena."""
     assert isinstance(layer.store, SlotStore)
     return layer.store
 
 
-def _moved(store: SlotStore, memory: dict[str, Tensor]) -> SlotStore:
-    """The same tokens in other memory, [slots,...] by name."""
-    store.positions  # noqa: B018 - marks the free slots
-    views = {name: memory[name].view(x.shape) for name, x in store.memory.items()}
-    for name, x in store.memory.items():
-        views[name].copy_(x)
-    moved = store.with_memory(views, store.free)
-    moved.lent = False
-    return moved
+def slots_to_grow(group: PolicyGroup, layer: LayerState) -> int:
+    """Slots that a layer takes until each new token replaces an evicted one."""
+    if not evicts(group.policy):
+        return ENDLESS
+    if group.policy.allocator.per_head:
+        return 0 if slot_store(layer).free is not None else 1
+    return group.budgets.of(layer.index, [True])[0] + 1 - slot_store(layer).used
+
+
+class Arena:
+    """The arenas of all layers, empty at first, and alike in shapes and dtypes.
+
+    keys, values: [N,D] or shorter, of each layer. positions [L,N] int32, -1 = empty; statistics [L,N,G'] by name and
+    G'; weights [L,N,G]: attention of the newest queries, if a policy uses it. offsets [L,1,1]: of the layers in these
+    tensors. version: changes with the addresses.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.positions = torch.full((layers, FIRST), -1, dtype=torch.int32)
+        self.offsets = torch.zeros(layers, 1, 1, dtype=torch.long)
+        self.statistics: dict[tuple[str, int], Tensor] = {}
+        self.weights: Tensor | None = None
+        self.version = 0
+        self._held: list[dict[LayerState, range]] = [{} for _ in range(layers)]
+
+    def start(self, layer: LayerState) -> int:
+        """The first slot of a sequence in a layer."""
+        return self._held[layer.index][layer].start
+
+    def collect_weights(self, heads: int) -> None:
+        """Store the attention of the newest queries, of `heads` query heads per KV head, from now on."""
+        if self.weights is None:
+            self.weights = torch.zeros(*self.positions.shape, heads, device=self.positions.device)
+
+    def hold(self, index: int, layers: Sequence[LayerState]) -> None:
+        """Move the slots of sequences in one layer into its arena. Layers are held in order the first time."""
+        held, new, first = self._held[index], dict[LayerState, range](), slot_store(layers[0]).memory
+        if index == len(self.keys):
+            self.positions = self.positions.to(first["keys"].device)
+            self.keys.append(first["keys"].new_zeros(FIRST, first["keys"].shape[-1]))
+            self.values.append(first["values"].new_zeros(FIRST, first["values"].shape[-1]))
+        for layer in layers:
+            new[layer] = _gap([*held.values(), *new.values()], slot_store(layer).capacity)
+        end = max(slots.stop for slots in new.values())
+        if end > len(self.keys[index]):
+            self._enlarge(index, max(end, int(LARGER * len(self.keys[index]))))
+        held.update(new)
+        for layer in layers:
+            store = slot_store(layer)
+            store.segments()  # the memory has positions from now on, -1 in free slots
+            for name, x in store.memory.items():
+                if name not in ("keys", "values", "positions"):
+                    self.statistics.setdefault((name, x.shape[-1]), x.new_zeros(*self.positions.shape, x.shape[-1]))
+            self._view(layer, copied=True)
+
+    def release(self, layer: LayerState, last: bool = False) -> None:
+        """Free the slots of a sequence in a layer; and the memory of the layer, if it is the last one."""
+        del self._held[layer.index][layer]
+        if last:
+            for memory in (self.keys, self.values):
+                memory[layer.index] = memory[layer.index].new_empty(0)
+
+    def _enlarge(self, index: int, slots: int) -> None:
+        """Copy the arena of a layer into a larger one. Small tensors are enlarged for all layers."""
+        for memory in (self.keys, self.values):
+            memory[index] = _longer(memory[index], slots, 0)
+        changed = [index]
+        if slots > self.positions.shape[1]:
+            changed = list(range(len(self.keys)))
+            self.positions = _longer(self.positions, slots, 1, fill=-1)
+            self.offsets = torch.arange(len(self.offsets), device=self.positions.device)[:, None, None] * slots
+            self.statistics = {name: _longer(x, slots, 1) for name, x in self.statistics.items()}
+            self.weights = None if self.weights is None else _longer(self.weights, slots, 1)
+        self.version += 1
+        for layer in (layer for index in changed for layer in self._held[index]):
+            self._view(layer, copied=False)
+
+    def _view(self, layer: LayerState, copied: bool) -> None:
+        """Give a layer a store whose memory are views of the arena, into which its tokens are `copied` or are there."""
+        index, here, store = layer.index, self._held[layer.index][layer], slot_store(layer)
+        slots, memory = slice(here.start, here.stop), {}
+        for name, x in store.memory.items():
+            if name in ("keys", "values"):
+                whole = (self.keys if name == "keys" else self.values)[index]
+            else:
+                whole = (self.positions if name == "positions" else self.statistics[name, x.shape[-1]])[index]
+            memory[name] = whole[slots].view(x.shape)
+            if copied:
+                memory[name].copy_(x)
+        layer.store = store.with_memory(memory, store.free)
+
+
+def _gap(taken: Sequence[range], slots: int) -> range:
+    """The first range of free slots; it may exceed the arena."""
+    begin = FIRST
+    for other in sorted(taken, key=lambda other: other.start):
+        if begin + slots <= other.start:
+            break
+        begin = other.stop
+    return range(begin, begin + slots)
+
+
+def _longer(x: Tensor, slots: int, dim: int, fill: int = 0) -> Tensor:
+    """A copy of x that has more slots in one dimension."""
+    shape = list(x.shape)
+    shape[dim] = slots
+    longer = x.new_full(shape, fill)
+    longer.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return longer

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.cache.steps import BatchStep
+from kvbench.cache.progress import BatchStep
 from kvbench.kernels.decode import decode_attention, decodes
-from kvbench.kernels.prompt import attention_behind, grouped_attention, masked_attention, one_for_all, prompt_attention
-from kvbench.kernels.references import visible
-from kvbench.kernels.tiles import use_triton
+from kvbench.kernels.prompt import attention_behind, masked_attention, one_for_all, prompt_attention
+from kvbench.kernels.references import grouped_attention, visible
+from kvbench.kernels.tiles import INTERPRETED, use_triton
 from kvbench.policies.latents import LatentObservation
 from kvbench.policies.model_layer import Latents
 from kvbench.policies.needs import Needs
@@ -35,14 +35,19 @@ class QKV(NamedTuple):
     keys: Tensor
     values: Tensor
 
-    def rows(self, rows: slice) -> "QKV":
-        """The tensors of some sequences."""
-        return self if rows == slice(None) else QKV(*(x[rows] for x in self))
+    def for_query_heads(self) -> "QKV":
+        """Keys and values once per query head, for policies that keep a token set per query head."""
+        group = self.queries.shape[1] // self.keys.shape[1]
+        return QKV(self.queries, *(x.repeat_interleave(group, dim=1) for x in self[1:]))
 
-    def columns(self, columns: slice) -> "QKV":
-        """The tensors of some tokens."""
-        whole = columns == slice(0, self.queries.shape[2])
-        return self if whole else QKV(*(x[:, :, columns] for x in self))
+    def values_of_heads(self, params: AttentionParams) -> Tensor:
+        """The values, or [B,H,m,D] of all heads that latents expand to."""
+        return self.values if params.latents is None else params.latents.expand(self.keys, self.values)[1]
+
+    def no_attention(self, params: AttentionParams) -> Tensor:
+        """The attention output [B,H_q,m,D] of queries that see no token: 0."""
+        dim = self.values.shape[-1] if params.latents is None else params.latents.value_dim
+        return self.values.new_zeros(*self.queries.shape[:3], dim)
 
 
 @dataclass(eq=False)  # not frozen, because a frozen dataclass is slower to create, and every layer and token has one
@@ -142,15 +147,15 @@ def attend(step: LayerStep, needs: Needs) -> Tensor:
 def attend_to_survivors(step: LayerStep, values: Tensor) -> Tensor:
     """Attention of a step after its eviction (CAOTE, eq. 5-7).
 
-    A query that sees no remaining token attends to its own, values [B,H_kv,m,D]. The output of padding is 0.
+    A query that sees no remaining token attends to its own, values [B,H,m,D]. The output of padding is 0.
     """
     now, params = step.now, step.params
     out = attend(replace(step, fresh=False, observe=None), Needs())
     blind = ~visible(now.positions, step.store.positions, params.sliding_window).any(-1)  # [B,H_kv,m]
     blind &= (now.positions >= 0)[:, None]
-    group = out.shape[1] // values.shape[1]
-    own = values.repeat_interleave(group, dim=1)
-    return torch.where(blind.repeat_interleave(group, dim=1)[..., None], own, out)
+    heads = out.shape[1] // values.shape[1], out.shape[1] // blind.shape[1]
+    own, blind = (x.repeat_interleave(n, dim=1) for x, n in zip((values, blind), heads, strict=True))
+    return torch.where(blind[..., None], own, out)
 
 
 def _attend_with_statistics(step: LayerStep, needs: Needs) -> Tensor | None:
@@ -171,12 +176,13 @@ def _attend_with_statistics(step: LayerStep, needs: Needs) -> Tensor | None:
 def _attend(step: LayerStep) -> Tensor:
     """Attention by the first implementation that supports the step."""
     queries, now, params, held = step.queries, step.now, step.params, step.store
-    if not step.fresh and isinstance(held, SlotStore | CompressedStore):  # on heads of different lengths, or on codes
-        out = held.attend(queries, now.positions, params)
+    if not step.fresh and (
+        isinstance(held, CompressedStore) or (isinstance(held, SlotStore) and held.starts is not None)
+    ):
+        out = held.attend(queries, now.positions, params)  # on codes, or on heads of different lengths
         if out is not None:
             return out
-    slots = held.slots
-    window, scale = params.sliding_window, params.scaling
+    slots, window, scale = held.slots, params.sliding_window, params.scaling
     covered = window is None or (now.newest is not None and now.newest < window)  # the window hides no token
     plain = now.aligned and covered and slots.bias is None and params.softcap is None and params.sinks is None
     if step.fresh and plain:
@@ -184,23 +190,32 @@ def _attend(step: LayerStep) -> Tensor:
         return F.scaled_dot_product_attention(
             queries, held.keys, held.values, is_causal=causal, scale=scale, enable_gqa=gqa
         )
+    if (not queries.is_cpu or INTERPRETED) and (out := _attend_by_kernel(step, covered)) is not None:
+        return out
+    if not step.fresh and plain and queries.shape[2] == 1 and slots.packed:
+        return grouped_attention(queries, held.keys, held.values, None, scale)
+    if not step.fresh and plain and _newest_last(step):
+        return attention_behind(queries, held.keys, held.values, scale)
+    call = queries, held.keys, held.values, now.positions, held.positions, scale, params.softcap, window
+    return masked_attention(*call, params.sinks, columns=step.fresh, bias=slots.bias)
+
+
+def _attend_by_kernel(step: LayerStep, covered: bool) -> Tensor | None:
+    """Attention by a kernel for GPUs, None if no kernel supports the step; covered: a sliding window hides no token."""
+    queries, now, params, held = step.queries, step.now, step.params, step.store
+    stored, slots, window = (queries, held.keys, held.values), held.slots, params.sliding_window
+    how = params.scaling, params.softcap
     if not step.fresh and decodes(queries):
         packed = now.aligned and covered and slots.packed
         places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (now.positions, held.positions)
         seen, sinks = None if covered else window, one_for_all(params.sinks)
-        return decode_attention(
-            queries, held.keys, held.values, *places, scale, params.softcap, seen, sinks, packed=packed, bias=slots.bias
-        ).out
-    if not step.fresh and plain and queries.shape[2] == 1 and slots.packed:
-        return grouped_attention(queries, held.keys, held.values, None, scale)
-    call = queries, held.keys, held.values, now.positions, held.positions, scale, params.softcap, window
+        return decode_attention(*stored, *places, *how, seen, sinks, packed=packed, bias=slots.bias).out
     gradients = torch.is_grad_enabled() and queries.requires_grad
-    if slots.bias is None and use_triton(queries) and use_triton(held.values) and not gradients:
-        aligned = now.aligned and (step.fresh or (covered and _newest_last(step)))
-        return prompt_attention(*call, one_for_all(params.sinks), aligned=aligned).out
-    if not step.fresh and plain and _newest_last(step):
-        return attention_behind(queries, held.keys, held.values, scale)
-    return masked_attention(*call, params.sinks, columns=step.fresh, bias=slots.bias)
+    if slots.bias is not None or not use_triton(queries) or not use_triton(held.values) or gradients:
+        return None
+    aligned = now.aligned and (step.fresh or (covered and _newest_last(step)))
+    call = *stored, now.positions, held.positions, *how, window, one_for_all(params.sinks)
+    return prompt_attention(*call, aligned=aligned).out
 
 
 def _newest_last(step: LayerStep) -> bool:

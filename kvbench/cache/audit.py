@@ -4,7 +4,6 @@ Shapes: B batch, L layers, H_kv KV heads, C slots.
 """
 
 from collections.abc import Collection
-from operator import gt
 
 import torch
 from torch import Tensor
@@ -28,12 +27,9 @@ class ScoreError(FloatingPointError):
 
 def check_call(group: PolicyGroup) -> None:
     """BudgetError or ScoreError after a call of the model: the part of the audit that costs no look at the device."""
-    if group.policy.evicts:
-        for row, seen in enumerate(group.progress.seen):
-            promised = group.budgets.promise(row, seen)
-            held = [layer.counts[row] if layer.counts else 0 for layer in group.layers]
-            if any(map(gt, held, promised)):
-                _check_sums(group, row, torch.tensor(held, dtype=torch.float), torch.tensor(promised))
+    for row, seen in enumerate(group.progress.seen if group.policy.evicts else ()):
+        held = [layer.counts[row] if layer.counts else 0 for layer in group.layers]
+        _check_sums(group, row, torch.tensor(held, dtype=torch.float), torch.tensor(group.budgets.promise(row, seen)))
     if group.not_numbers:
         raise _score_error(group)
 

@@ -8,10 +8,12 @@ Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +21,11 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from kvbench.cache import NAME
-from kvbench.cache.arena import can_join
-from kvbench.cache.attention import QKV
+from kvbench.cache.attention import QKV, attend, attend_to_survivors
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
-from kvbench.cache.caller import Caller, check_heads, check_policy
-from kvbench.cache.device_batch import DeviceBatch
+from kvbench.cache.caller import check_attention, check_model, check_policy
 from kvbench.cache.eviction import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
-from kvbench.cache.group_attention import GroupAttention
 from kvbench.cache.hook import LayerCall, SharedCall, expect
 from kvbench.cache.interface import check_interface, uncompiled
 from kvbench.cache.layer import EmptyLayer, KVLayer, stacked
@@ -36,9 +35,10 @@ from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, check_padd
 from kvbench.cache.saving import load, save
 from kvbench.cache.shared import SharedReads
 from kvbench.policies.latents import check_latents
-from kvbench.policies.observation import AttentionParams
+from kvbench.policies.observation import AttentionParams, StepCache
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_next_prompt
+from kvbench.policies.stores.slots import owned
 
 __all__ = ["BudgetError", "KVCache", "ScoreError"]
 
@@ -65,18 +65,6 @@ class KVCache(Cache):
     - Sinks are the first tokens of all, recent windows the newest. In SirLLM, a prompt's first token has surprisal 0.
     - A policy that keeps every token in a quantized store quantizes the new prompt as it does generated tokens. A
       policy that evicts from a quantized store cannot take another prompt.
-
-    Compress a long document once and query it later, in another process or on another machine:
-
-        cache = KVCache(model.config, policy)
-        with torch.inference_mode():
-            model(document, past_key_values=cache)          # ids [1,T]
-        cache.save("document.safetensors")
-
-        cache = KVCache.load("document.safetensors", model.config, policy, device=model.device)
-        ids = torch.cat([document, question], dim=1)        # `generate` takes the ids of the whole conversation
-        cache.next_prompt(question.shape[1])
-        answer = model.generate(ids, past_key_values=cache, max_new_tokens=64, do_sample=False)
     """
 
     _teacher_forced: ClassVar[bool] = False
@@ -93,25 +81,21 @@ class KVCache(Cache):
         check_interface(self.config)
         self._prompt_length, self._question = prompt_length, question
         self._layout = layout_of(self.config)
-        self.groups = [self._new_group(policy)]
+        check_policy(policy)
+        if self._layout.latent:
+            check_latents(policy)
+        several = self._teacher_forced or (policy.store.exact and not policy.evicts)
+        self.groups = [PolicyGroup(self.config, policy, prompt_length, several, question)]
         self.one_prompt = False  # all groups process one and the same sequence
-        self._batch: DeviceBatch | None = None  # see `on_device`
         self._evictions = Evictions()
-        self._caller = Caller(self.config)
-        self._shared = SharedReads(self._layout)
-        self._attention = GroupAttention(self._evictions, self._shared)
+        self._shared = SharedReads(self._layout) if self._layout.owners else None
+        self._reader: ReferenceType[nn.Module] | None = None  # the model's first attention module
+        self._rows = [(group, slice(None)) for group in self.groups]  # of the sequences of every group in a call
         self._places = self._layout.places
         layers: list[Any] = [self._new_layer(index) for index in range(self._layout.layers)]
         self.attention_layers: list[KVLayer] = [layers[index] for index in self._layout.attention]
         super().__init__(layers=layers)
         self._is_user_defined = False  # transformers sets it if `model.generate` receives the cache
-
-    def _new_group(self, policy: Policy) -> PolicyGroup:
-        check_policy(policy)
-        if self._layout.latent:
-            check_latents(policy)
-        several = self._teacher_forced or (policy.store.exact and not policy.evicts)
-        return PolicyGroup(self.config, policy, self._prompt_length, several, self._question)
 
     def _new_layer(self, index: int) -> KVLayer | RecurrentLayer | EmptyLayer:
         """A layer of the model, by its index there."""
@@ -130,27 +114,28 @@ class KVCache(Cache):
         """Pass the new keys and values [B,H_kv,M,D] of a layer, or its latents, to the attention that appends them."""
         place = self._places[layer_idx]
         if place == 0 and (self.config._attn_implementation != NAME or "kvpress" in sys.modules):
-            self._caller.check_attention()
-        call = LayerCall(layer_idx, partial(self._called, place, key_states, value_states))
+            check_attention(self.config)
+        attend = partial(self._called, place, key_states, value_states)
+        call = LayerCall(layer_idx, attend)
+        if self._shared is not None and place in self._layout.owned:
+            call = SharedCall(layer_idx, attend, partial(self._read, self._shared, place, key_states.shape[2]))
         if self._layout.latent:  # the model expands latents to keys and values of all heads before its attention
             expect(call)
             return key_states, value_states
-        if place in self._layout.owned:
-            call = SharedCall(call, partial(self._read, place, key_states.shape[2]))
         return call, call
 
-    def _read(self, owner: int, columns: int, queries: Tensor, params: AttentionParams) -> Tensor:
+    def _read(self, shared: SharedReads, owner: int, columns: int, queries: Tensor, params: AttentionParams) -> Tensor:
         """Attention of a layer that shares the keys and values of `owner`, for the last queries of a call."""
-        out = self._shared.attend(owner, columns, queries, params, dict(self._rows()))
-        if self._shared.all_read:
+        out = shared.attend(owner, columns, queries, params, dict(self._rows))
+        if shared.all_read:
             self._end_call()
         return out
 
     def _called(self, index: int, keys: Tensor, values: Tensor, module: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
         """Called by the attention function. module: the attention module; args: queries, mask, parameters."""
         queries, mask, params = args
-        if index == 0:
-            self._caller.check(module)
+        if index == 0 and (self._reader is None or self._reader() is not module):
+            self._reader = check_model(self.config, self._reader, module)
         if any(group.policy.needs.model for group in self.groups):
             params = params._replace(model=model_layer(module, queries))
         return self.attend(index, QKV(queries, keys, values), mask, params)
@@ -158,103 +143,106 @@ class KVCache(Cache):
     def attend(self, index: int, new: QKV, mask: Tensor | None, params: AttentionParams) -> Tensor:
         """One layer of a call: append, attend, evict as scheduled. Returns the attention output [B,H_q,M,D].
 
-        mask [B,M] bool marks the real tokens of this call, None if all are.
+        The call begins with its first layer and ends with its last. mask [B,M] bool marks the real tokens of this call,
+        None if all are.
         """
-        self._begin(index, new, mask)
-        if not self.groups[0].layers[index].opened:
-            check_heads(self.groups, index, new.keys)
-        if self.one_prompt:
-            out = self._attention.once(self.groups, index, new, params)
+        if index == 0:
+            self._begin_call(new.queries, mask)
+        if len(self.groups) == 1:
+            out = self._attend_group(self.groups[0], index, new, params)
         else:
             out = self._attend_groups(index, new, params)
-        self._end(index)
+        if index == len(self.attention_layers) - 1 and self._shared is None:
+            self._end_call()
+        return new.no_attention(params) if out is None else out
+
+    def _attend_groups(self, index: int, new: QKV, params: AttentionParams) -> Tensor | None:
+        """Attention of several groups: once for all if they process one prompt; else one after another."""
+        if self.one_prompt:
+            new, out = QKV(new.queries, owned(new.keys), owned(new.values)), None  # copied once if they are views
+            known: defaultdict[str, StepCache] = defaultdict(dict)
+            for group in sorted(self.groups, key=lambda group: group.cost):
+                out = self._attend_group(group, index, new, params, known[group.policy.granularity], out)
+            return out
+        outs = []
+        for group, rows in self._rows:
+            own = QKV(*(x[rows] for x in new))
+            out = self._attend_group(group, index, own, params)
+            outs.append(own.no_attention(params) if out is None else out)
+        return torch.cat(outs)
+
+    def _attend_group(
+        self,
+        group: PolicyGroup,
+        index: int,
+        new: QKV,
+        params: AttentionParams,
+        known: StepCache | None = None,
+        found: Tensor | None = None,
+    ) -> Tensor | None:
+        """Attention [B,H_q,M,D] of a group in the steps of a call, with the evictions in between; None after an error.
+
+        known, found: values and attention that were computed for another policy of the same prompt.
+        """
+        layer, policy, shared, out = group.layers[index], group.policy, self._shared, found
+        attends_first = policy.schedule.order == "attend_then_evict"
+        try:
+            for now in group.steps if group.error is None else ():
+                whole = now.columns == slice(0, new.queries.shape[2])
+                some = new if whole else QKV(*(x[:, :, now.columns] for x in new))
+                step = group.append(layer, some, now, params, len(group.steps) == 1, known)
+                if not attends_first:
+                    self._evictions.add(group, layer, step)
+                if found is None:
+                    if attends_first:
+                        part = attend(step, policy.needs)
+                    else:
+                        part = attend_to_survivors(step, some.values_of_heads(params))
+                    if step.alone and whole:
+                        out = part
+                    else:
+                        out = new.no_attention(params) if out is None else out
+                        out[:, :, now.columns] += part
+                    if shared is not None:
+                        shared.add(group, layer, step, some.values)
+                if attends_first:
+                    self._evictions.add(group, layer, step, shared is not None and shared.delays(layer, step))
+        except Exception as error:
+            group.fail(error)
         return out
 
-    def _attend_groups(self, index: int, new: QKV, params: AttentionParams) -> Tensor:
-        """Attention of every group: at once for those in the device batch, one by one for the others."""
-        found, batch = {}, self._batch
-        if batch is not None:
-            if len(batch.groups) == len(self.groups):
-                return batch.attend(index, new, params)
-            rows = [here for group, here in self._rows() if group in batch.groups]
-            inside = QKV(*(torch.cat([x[here] for here in rows]) for x in new))
-            found = dict(zip(batch.groups, batch.attend(index, inside, params).split(1), strict=True))
-        for group, here in self._rows():
-            if group not in found:
-                found[group] = self._attention.attend(group, index, new.rows(here), params)
-        outs = [found[group] for group in self.groups]
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-    def _begin(self, layer: int, new: QKV, mask: Tensor | None) -> None:
-        """Begin a call in its first layer: split it into steps."""
-        if layer != 0:
-            return
+    def _begin_call(self, queries: Tensor, mask: Tensor | None) -> None:
+        """Split a call of queries [B,H_q,M,D] into steps."""
         self._evictions.end_call()  # of a model with layers without a cache at its end
-        if self._layout.owners:
+        if self._shared is not None:
             self._shared.begin()
         assert mask is None or len(self.groups) == 1, "sequences of several policies are never padded"
         if mask is not None and self._layout.states:
             check_padding(self.group.progress.seen, mask)
-        if self._batch is not None:
-            if new.queries.shape[2] == 1 and mask is None and self._batch.room > 0:
-                self._batch.begin()
-            else:
-                self.on_device(False)
-        batch = [] if self._batch is None else self._batch.groups
-        for group, rows in self._rows():
-            if group.error is None and group not in batch:
+        together = self.one_prompt or len(self.groups) == 1
+        self._rows = [(group, slice(None)) for group in self.groups] if together else list(in_order(self.groups))
+        for group, rows in self._rows:
+            if group.error is None:
                 try:
-                    group.begin_call(new.queries[rows], mask, self._is_user_defined)
+                    group.begin_call(queries[rows], mask, self._is_user_defined)
                 except Exception as error:
                     group.fail(error)
 
-    def _end(self, layer: int) -> None:
-        if layer == len(self.attention_layers) - 1 and not self._layout.owners:
-            self._end_call()
-
-    def _rows(self) -> Iterator[tuple[PolicyGroup, slice]]:
-        """Every group, and the rows of its sequences in a call."""
-        return ((group, slice(None)) for group in self.groups) if self.one_prompt else in_order(self.groups)
-
     def _end_call(self) -> None:
         """End a call after its last layer: carry out the evictions and check the budgets."""
-        if self._batch is not None:
-            self._batch.end()
-            self._batch.count(1)
         for group in self.groups:
-            group.layers_done()
+            group.progress.before = group.progress.columns
         self._evictions.end_call()
-        for group in self.groups:
-            if group.error is None and not group.waits_for_pre_pass:
-                self._finish(group)
+        self._finish(group for group in self.groups if not group.waits_for_pre_pass)
 
-    def _finish(self, group: PolicyGroup) -> None:
-        group.end_call()
-        try:
-            check_call(group)
-        except Exception as error:
-            group.fail(error)
-
-    # --- decoding steps of all groups at once ----------------------------------------------------------------------
-    @property
-    def batch(self) -> DeviceBatch | None:
-        """The running batch of decoding steps, if there is one."""
-        return self._batch
-
-    def on_device(self, wanted: bool = True) -> DeviceBatch | None:
-        """Begin or end decoding steps of all groups at once, with their lengths on the device.
-
-        None if no group supports it, or if layers share keys and values or store latents. Any change of the groups
-        ends the batch, and so does a step for which a store must grow.
-        """
-        layout = self._layout
-        if wanted and self._batch is None and not (layout.owners or layout.latent):
-            groups = [group for group in self.groups if can_join(group)]
-            self._batch = DeviceBatch(groups) if groups else None
-        elif not wanted and self._batch is not None:
-            self._batch.close()
-            self._batch = None
-        return self._batch
+    def _finish(self, groups: Iterable[PolicyGroup]) -> None:
+        """The evictions of a call are done: check the budgets."""
+        for group in groups:
+            if group.error is None and group.end_call():
+                try:
+                    check_call(group)
+                except Exception as error:
+                    group.fail(error)
 
     # --- prompts ---------------------------------------------------------------------------------------------------
     def reset(self) -> None:
@@ -268,41 +256,29 @@ class KVCache(Cache):
         the ids of the whole conversation [1,T] these are T - cache.seen tokens. Raises ValueError before the last
         prompt is complete, and for policies that cannot take another prompt.
         """
-        self.on_device(False)
-        for group in self.groups:
-            policy = group.policy
-            if policy.evicts:
-                check_next_prompt(policy.name, policy.store, policy.allocator)
+        for policy in (group.policy for group in self.groups if group.policy.evicts):
+            check_next_prompt(policy.name, policy.store, policy.allocator)
         self._evictions.end_call()
         for group in self.groups:
-            promised = group.budgets.promised()
-            group.progress.open(length, question)
-            group.budgets.reopen(promised)
-            for layer in group.layers:
-                layer.recent.reopen(group.policy.needs.window)
+            group.next_prompt(length, question)
 
     def pre_pass_done(self) -> None:
         """Carry out the evictions that waited for a pre-pass."""
         self._evictions.pre_pass_done()
-        for group in self.groups:
-            if group.waits_for_pre_pass:
-                group.waits_for_pre_pass = False
-                if group.error is None:
-                    self._finish(group)
+        waiting = [group for group in self.groups if group.waits_for_pre_pass]
+        for group in waiting:
+            group.waits_for_pre_pass = False
+        self._finish(waiting)
 
     def expect(self, tokens: int) -> None:
         """Reserve no capacity for more than this number of tokens after the prompt."""
         for group in self.groups:
             for layer in group.layers:
-                layer.expect(tokens)
+                if layer.opened:
+                    layer.store.expect(tokens)
 
     def save(self, path: str | Path) -> None:
-        """Write the cache to one safetensors file, about as large as `nbytes`; see `kvbench.cache.saving`.
-
-        Raises ValueError within a call or a prompt, and for parts of other packages that are not plain data; OSError if
-        the file cannot be written.
-        """
-        self.on_device(False)
+        """Write the cache to one safetensors file, about as large as `nbytes`; errors: `kvbench.cache.saving.save`."""
         save(self.config, self.group, Path(path))
 
     @classmethod
@@ -311,8 +287,7 @@ class KVCache(Cache):
     ) -> Self:
         """The cache that `save` wrote, on `device`. It continues exactly as the saved one.
 
-        config, policy: those of the saved cache. Raises ValueError if the file is missing or damaged, or was saved with
-        another policy or model shape. The weights of the model are not compared.
+        config, policy: those of the saved cache, else ValueError. The weights of the model are not compared.
         """
         cache = cls(config, policy)
         load(cache.config, cache.group, Path(path), device)
@@ -362,7 +337,7 @@ class KVCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen before the running call; between calls, all tokens seen."""
-        return max((group.seen_before for group in self.groups), default=0)
+        return max((group.progress.before for group in self.groups), default=0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Tokens seen by the end of the call, and the first of them."""

@@ -1,129 +1,311 @@
-"""Decoding steps of all dense sequences of a cache at once, with few kernel launches: for a GPU.
+"""Decoding steps of all dense sequences of a model at once, with few kernel launches: for a GPU.
 
-Each layer has one flat memory, an arena. Every KV head of every sequence has a segment of it; the start, the number of
-slots in use and the next free slot of a segment are on the device. So one layer of a step is an append and an attention
-for all sequences, of any policy, budget and length. After the last layer, sequences of one rule (`PolicyGroup.rule`)
-evict together, several layers as rows of one batch. A sequence below its budget grows to one slot more than its budget;
-then every new token replaces an evicted one. The host only counts steps, so that a step can be recorded as a CUDA
-graph. A finished sequence may stay as padding, while its cache is copied.
+Each layer has one flat memory (`kvbench.cache.arena`). Every KV head of every sequence has a segment of it; the start,
+the number of slots in use and the next free slot of a segment are on the device. So one layer of a step is an append
+and an attention for all sequences, of any policy, budget and length. After the last layer, sequences of one rule
+(`PolicyGroup.rule`) evict together (`kvbench.cache.device_eviction`). A sequence below its budget grows to one slot
+more than its budget; then every new token replaces an evicted one. The host only counts steps, so that a step can be
+recorded as a CUDA graph.
 
-Shapes: L layers, S sequences, b of them in a part, k layers evicted at once, n = k * b rows, H_q query heads, H KV
-heads, G = H_q / H, N slots of a layer, T slots of the longest segment, w queries of a window, D head dim.
+A step has one row for each place of a sequence. Sequences of one `Kind` differ in nothing that a recorded step has as a
+constant, so a sequence that is admitted takes the place of a finished one of its kind, and the graph stays valid. For
+that, a kind has 1, 2, 4, 8, 16, 24, 32 and so on places, and empty places are padding: they write to a slot of their
+own, append one token after another there, and are not read. Places are arranged anew, and steps recorded anew, when a
+kind needs more of them, and when most of them are empty. If budgets are shares of the prompt or measured on it, every
+prompt is a kind of its own.
+
+Shapes: L layers, P rows of a step, b of them in a part, H_q query heads, H KV heads, w queries of a window, D head dim.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from copy import copy, deepcopy
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
-from kvbench.cache.arena import ENDLESS, Part, Segment, evicts, lay_out, slot_store, slots_to_grow
+from kvbench.cache.arena import ENDLESS, PADDING, Arena, can_join, evicts, slot_store, slots_to_grow
 from kvbench.cache.attention import QKV
-from kvbench.cache.eviction import layers_alike, observe, select_one
-from kvbench.cache.group import PolicyGroup, keeps_window
+from kvbench.cache.cache import KVCache
+from kvbench.cache.device_eviction import WINDOW, Kind, Part, kind_of
+from kvbench.cache.group import PolicyGroup
+from kvbench.cache.state import LayerState
 from kvbench.kernels.decode import decode_attention_flat
 from kvbench.kernels.prompt import one_for_all
 from kvbench.kernels.references import NewTokens
-from kvbench.policies.constants import on_device
-from kvbench.policies.mergers.merger import Vectors
-from kvbench.policies.observation import AttentionParams, Observation, QueryWindow, SequenceInfo, SlotInfo
-from kvbench.policies.stacked import LazyObservation
+from kvbench.policies.observation import AttentionParams
+from kvbench.policies.policy import Policy
 
-WORKSPACE = 2**29  # bytes of keys, values and attention rows of an eviction in memory at once
+LENGTHS = "starts", "counts", "free", "limit", "nan", "next", "advance"
+
+State = dict[str, Tensor]
+"""What the device has about the row of a sequence, [L or 1,...] by name: `LENGTHS`, windows and memory of mergers."""
 
 
-class DeviceBatch:
-    """The decoding sequences of some groups. Until `close`, only the batch changes their layers.
+@dataclass(eq=False)
+class Member:
+    """A sequence of the batch, and its row in a step.
 
-    replayable: a step needs nothing but its tokens.
+    longest: bound of the length of its segments. room: steps until a store needs more slots. steps: since the lengths
+    of its stores were last updated.
     """
 
-    def __init__(self, groups: Sequence[PolicyGroup]) -> None:
-        """Move the layers of the groups into an arena; see `can_join`."""
-        self.groups = list(groups)
-        self.replayable = not any(group.policy.rates for group in groups)
-        self._grow = [[slots_to_grow(group, layer, slot_store(layer)) for layer in group.layers] for group in groups]
-        self.slots = slots = lay_out(groups, self._grow)
-        self._segments: list[list[Segment]] = []
-        for place, group in enumerate(self.groups):
-            free = slots.free[:, place : place + 1, :, None]
-            layers = zip(group.layers, self._grow[place], free, strict=True)
-            some = [Segment(slot_store(layer), layer, grow, one, evicts(group.policy)) for layer, grow, one in layers]
-            self._segments.append(some)
-        self._steps = 0
-        self._stopped: dict[int, int] = {}  # finished sequences, and the number of steps before
-        every = [segment for some in self._segments for segment in some]
-        self._longest = max(segment.used + min(segment.grow, segment.room) for segment in every)
-        self._least_room = min((segment.room for segment in every if segment.grow > segment.room), default=ENDLESS)
-        self._last_growth = max(min(segment.grow, segment.room) for segment in every)
-        self._advance = torch.ones_like(slots.places)  # tokens that a sequence appends in a step
-        self._next = slots.free.clone()  # [L,S,H] the slots of the new tokens
-        sizes = [len(keys) for keys in slots.keys]
-        self._ends = (slots.before.flatten() + torch.tensor(sizes, device=slots.before.device) - 1)[:, None, None, None]
-        self._columns = torch.arange(self._longest, device=slots.positions.device)
-        self._positions = slots.positions.split(sizes)
-        self._weights = None if slots.weights is None else slots.weights.split(sizes)
-        self._of_layers = list(zip(*(x.unbind() for x in (slots.starts, slots.counts, self._next)), strict=True))
-        self._attended: list[tuple[Tensor, AttentionParams]] = []  # queries [S,H_q,1,D] of the layers so far
-        self._parts = list(self._split())
-        for some in self._segments:
-            for segment in some:
-                segment.store._packed, segment.store._marked = False, True
-        self.count(0)
+    group: PolicyGroup
+    kind: Kind
+    longest: int
+    room: int
+    row: int = -1
+    steps: int = 0
 
-    def _split(self) -> Iterator[Part]:
-        """Neighbours that evict by one rule, in layers of one kind."""
 
-        def kind(group: PolicyGroup) -> object:
-            memory = tuple((name, x.shape) for layer in group.layers for name, x in layer.memory.items())
-            widths = tuple((name, x.shape[-1]) for name, x in slot_store(group.layers[0]).memory.items())
-            alone = group if group.policy.needs.kept else None  # layers exchange data about one sequence
-            return alone, group.rule, evicts(group.policy), memory, widths
+def bucket(sequences: int) -> int:
+    """The number of places for this many sequences of a kind: the next one of 1, 2, 4, 8, 16, 24, 32 and so on."""
+    return 1 << (sequences - 1).bit_length() if sequences <= 8 else -(-sequences // 8) * 8
 
-        end = 0
-        for _, some in groupby(self.groups, key=kind):
-            groups = list(some)
-            begin, end = end, end + len(groups)
-            layers = [[group.layers[index] for group in groups] for index in range(len(groups[0].layers))]
-            window = None
-            if evicts(groups[0].policy) and layers[0][0].recent.held is not None:
-                held = [[layer.recent.held for layer in row if layer.recent.held is not None] for row in layers]
-                window = [torch.stack([torch.cat([pair[i] for pair in row]) for row in held]) for i in (0, 1)]
-            names = layers[0][0].memory
-            memory = {
-                name: torch.stack([torch.cat([layer.memory[name] for layer in row]) for row in layers])
-                for name in names
-            }
-            yield Part(groups, slice(begin, end), window, memory)
+
+class DeviceBatch(KVCache):
+    """A cache of sequences that decode together, one token of each in every call of the model.
+
+    Between `admit` and `free`, only the batch changes the layers of a sequence. lengths: what the device knows of all
+    rows, by name: `starts`, `counts`, `free`, `limit` [L,P,H]: the start of a segment, the slots that attention reads,
+    and the one that the next token takes when `limit` slots are in use; `nan` [L,P]: whether a score was NaN; `next`
+    [1,P,1]: positions of the next tokens; `advance` [1,P,1]: 1, 0 for padding.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config, Policy(name="full"))
+        self.groups.clear()
+        self._supported = not (self._layout.owners or self._layout.latent)
+        self._padded = not self._layout.states  # recurrent layers have no states of padding
+        self._members: dict[PolicyGroup, Member] = {}
+        self._attended: list[tuple[Tensor, AttentionParams]] = []  # queries [P,H_q,1,D] of the layers so far
+        self._arrangements = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._arena = Arena(len(self.attention_layers))
+        self._longest = 0  # bound of the length of a segment
+        self._kinds: list[Kind] = []  # of the rows
+        self._empty: dict[Kind, State] = {}  # of padding
+        self._parts: list[Part] = []
+        self.lengths: State = {}
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Changes when a recorded step is not valid any more."""
+        return self._arrangements, self._longest, self._arena.version
+
+    @property
+    def rows(self) -> list[PolicyGroup | None]:
+        """The sequence of every row of a step; None for padding."""
+        of_rows = {member.row: group for group, member in self._members.items()}
+        return [of_rows.get(row) for row in range(len(self._kinds))]
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of the next tokens [P,1]."""
+        return self.lengths["next"][0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the sequences would hold without the batch."""
+        for member in self._members.values():
+            self._update(member)
+        return super().nbytes
+
+    # --- sequences come and go -------------------------------------------------------------------------------------
+    def admit(self, groups: Sequence[PolicyGroup]) -> None:
+        """Before every step: take over those of the sequences that can join, and lengthen stores without free slots."""
+        states: dict[PolicyGroup, State] = {}
+        for member in self._members.values():
+            if member.steps == member.room:
+                states |= self._lengthen(member)
+        joining = [group for group in groups if can_join(group)] if self._supported else []
+        if joining:
+            states |= self._enter(joining)
+        taken = {member.row for member in self._members.values()}
+        for group, state in states.items():
+            member = self._members[group]
+            empty = (row for row, kind in enumerate(self._kinds) if kind == member.kind and row not in taken)
+            member.row = next(empty, -1)
+            if member.row >= 0:
+                taken.add(member.row)
+                self._write(member.row, state)
+        spare = len(self._kinds) - len(self._members)
+        if any(member.row < 0 for member in self._members.values()) or spare > len(self._members) * self._padded:
+            self._arrange(states)
+        self._longest = max([self._longest, *(member.longest for member in self._members.values())])
+
+    def free(self, group: PolicyGroup) -> None:
+        """Return a sequence's layers, as they would be without the batch, in memory of their own."""
+        member = self._members[group]
+        self._update(member)
+        state = {name: x.clone() for name, x in self._state(member.row)}
+        for layer in group.layers:
+            self._return(member, layer)
+            self._arena.release(layer, last=len(self._members) == 1)
+            if WINDOW[0] in state:
+                queries, positions = (state[name][layer.index, None] for name in WINDOW)
+                layer.recent.held = queries, positions
+            layer.memory = {name: state[name][layer.index, None] for name in layer.memory}
+            group.note_bytes(layer.index)
+        group.nan_flags = dict(enumerate(state["nan"][:, None]))
+        group.states = {name: x.clone() for name, x in group.states.items()}
+        self._write(member.row, self._empty[member.kind])
+        del self._members[group]
+        self.groups.remove(group)
+        if not self.groups:
+            self._clear()
+
+    def count(self) -> None:
+        """Count a step, as the device did."""
+        for member in self._members.values():
+            member.steps += 1
+            member.group.progress.tick(1)
+
+    def _enter(self, groups: Sequence[PolicyGroup]) -> dict[PolicyGroup, State]:
+        """Move the layers of sequences into the arenas; returns the states of their rows."""
+        for group in groups:
+            for layer in group.layers:
+                if slots_to_grow(group, layer) > 0:
+                    slot_store(layer).reserve()
+        for index in range(len(self.attention_layers)):
+            self._arena.hold(index, [group.layers[index] for group in groups])
+        states = {}
+        for group in groups:
+            states[group] = state = self._new_state(group)
+            self._members[group] = member = _member(group)
+            self.groups.append(group)
+            self._empty.setdefault(member.kind, _padding(state))
+            if member.kind.policy.needs.newest_row:
+                self._arena.collect_weights(group.layers[0].query_heads // state["starts"].shape[1])
+        return states
+
+    def _lengthen(self, member: Member) -> dict[PolicyGroup, State]:
+        """Give a sequence more slots where it has none; returns its state if it needs a place of another kind."""
+        group = member.group
+        self._update(member)
+        for layer in group.layers:
+            if slots_to_grow(group, layer) > 0 and slot_store(layer).room == 0:
+                self._return(member, layer)
+                self._arena.release(layer)
+                slot_store(layer).reserve()
+                self._arena.hold(layer.index, [layer])
+        self.lengths["starts"][:, member.row] = self._new_state(group)["starts"]
+        now = _member(group)
+        member.longest, member.room = now.longest, now.room
+        if now.kind == member.kind:
+            return {}
+        state = {name: x.clone() for name, x in self._state(member.row)}
+        self._write(member.row, self._empty[member.kind])
+        self._empty.setdefault(now.kind, _padding(state))
+        member.kind, member.row = now.kind, -1
+        return {group: state}
+
+    def _return(self, member: Member, layer: LayerState) -> None:
+        """Give a layer a copy of its store, as it would be without the batch."""
+        store, index = slot_store(layer), layer.index
+        free, counts = (self.lengths[name][index, member.row].clone() for name in ("free", "counts"))
+        layer.store = store.with_memory(
+            {name: x.clone() for name, x in store.memory.items()},
+            None if store.free is None else free[None, :, None],
+            None if store.counts is None else counts[None],
+        )
+
+    def _update(self, member: Member) -> None:
+        """Update the lengths that the host has of a sequence."""
+        group, steps, member.steps = member.group, member.steps, 0
+        member.room -= steps
+        for layer in group.layers if steps else ():
+            store, grow = slot_store(layer), slots_to_grow(group, layer)
+            taken = min(steps, grow)
+            store.use(store.used + taken, store.room - taken)
+            layer.counts = [layer.counts[0] + taken - (taken == grow > 0)]
+            if taken == grow:
+                store.free = self.lengths["free"][layer.index, member.row, None, :, None]
+
+    def _new_state(self, group: PolicyGroup) -> State:
+        """The state of a sequence that is in the arenas, from its layers."""
+        segments, layers = [], group.layers
+        for layer in layers:
+            starts, counts, free = slot_store(layer).segments()
+            segments.append((starts + self._arena.start(layer), counts, free, counts + slots_to_grow(group, layer)))
+        state = dict(zip(LENGTHS, map(torch.cat, zip(*segments, strict=True)), strict=False))
+        state["nan"] = state["starts"].new_zeros(len(layers), dtype=torch.bool)
+        state["next"], state["advance"] = (state["starts"].new_tensor([x]) for x in (group.progress.seen, [1]))
+        if not evicts(group.policy):
+            return state
+        windows = [layer.recent.held for layer in layers if layer.recent.held is not None]
+        if windows:
+            state |= {name: torch.cat([window[i] for window in windows]) for i, name in enumerate(WINDOW)}
+        return state | {name: torch.cat([layer.memory[name] for layer in layers]) for name in layers[0].memory}
+
+    # --- places ----------------------------------------------------------------------------------------------------
+    def _state(self, row: int) -> Iterator[tuple[str, Tensor]]:
+        """Everything that the device has about a row, by name: views [L or 1,...]."""
+        for name, x in self.lengths.items():
+            yield name, x[:, row]
+        for part in self._parts:
+            if part.rows.start <= row < part.rows.stop:
+                for name, x in part.state.items():
+                    yield name, x[:, row - part.rows.start]
+
+    def _write(self, row: int, state: State) -> None:
+        """Write the state of a row."""
+        for name, x in self._state(row):
+            x.copy_(state[name])
+
+    def _arrange(self, states: dict[PolicyGroup, State]) -> None:
+        """Give every kind its places, and every sequence one of them. states: of sequences without a place."""
+        waiting: dict[Kind, list[Member]] = {}
+        for member in self._members.values():
+            waiting.setdefault(member.kind, []).append(member)
+            if member.row >= 0:
+                states[member.group] = {name: x.clone() for name, x in self._state(member.row)}
+        places = Counter({kind: bucket(len(some)) if self._padded else len(some) for kind, some in waiting.items()})
+        as_before = places | Counter(self._kinds)  # the larger number of each
+        if self._padded and as_before.total() <= 2 * len(self._members):
+            places = as_before
+        rules = list(dict.fromkeys(kind.rule for kind in places))
+        self._kinds = sorted(places.elements(), key=lambda kind: rules.index(kind.rule))
+        self._empty = {kind: self._empty[kind] for kind in places}
+        self.groups.clear()
+        found = []
+        for row, kind in enumerate(self._kinds):
+            found.append(self._empty[kind])
+            if waiting.get(kind):
+                member = waiting[kind].pop(0)
+                member.row, found[row] = row, states[member.group]
+                self.groups.append(member.group)
+        self.lengths = {name: torch.stack([one[name] for one in found], 1) for name in LENGTHS}
+        self._new = torch.zeros_like(self.lengths["free"])  # [L,P,H] the slots of the new tokens
+        per_layer = (x.unbind() for x in (self.lengths["starts"], self.lengths["counts"], self._new))
+        self._of_layers = list(zip(*per_layer, strict=True))
+        self._arrangements, self._longest, self._parts = self._arrangements + 1, 0, []
+        for rule, rows in groupby(range(len(found)), lambda row: self._kinds[row].rule):
+            here = list(rows)
+            if rule is not None:
+                own = [name for name in found[here[0]] if name not in LENGTHS]
+                state = {name: torch.stack([found[row][name] for row in here], 1) for name in own}
+                kinds, span = [self._kinds[row] for row in here], slice(here[0], here[-1] + 1)
+                self._parts.append(Part(kinds, span, self._arena, self.lengths, state))
 
     # --- a step ----------------------------------------------------------------------------------------------------
-    def begin(self) -> None:
-        """Take a slot for the next token of every sequence in all layers."""
-        slots = self.slots
-        grows = slots.counts < slots.limit
-        torch.where(grows, slots.counts, slots.free, out=self._next)
-        slots.counts += grows
-        there = (slots.starts + slots.before + self._next).flatten()
-        slots.positions.scatter_(0, there, slots.places.int().expand_as(self._next).flatten())
-        for x in slots.statistics.values():
-            x.index_fill_(0, there, 0)
-        if slots.weights is not None:
-            slots.weights.zero_()
-        for group in self.groups:
-            group.begin_step()
-        self._attended.clear()
-
-    def attend(self, layer: int, new: QKV, params: AttentionParams) -> Tensor:
-        """Append the new keys and values [S,H,1,D] of a layer and attend: [S,H_q,1,D]."""
-        slots, (starts, counts, following) = self.slots, self._of_layers[layer]
+    def attend(self, index: int, new: QKV, mask: Tensor | None, params: AttentionParams) -> Tensor:
+        """Append the new keys and values [P,H,1,D] of a layer and attend: [P,H_q,1,D]; evict after the last layer."""
+        assert mask is None, "decoded tokens are not padded"
+        if index == 0:
+            self._take_slots()
+        arena, (starts, counts, slots) = self._arena, self._of_layers[index]
         self._attended.append((new.queries, params))
-        return decode_attention_flat(
+        out = decode_attention_flat(
             new.queries,
-            slots.keys[layer],
-            slots.values[layer],
-            slots.places,
-            self._positions[layer],
+            arena.keys[index],
+            arena.values[index],
+            self.positions,
+            arena.positions[index],
             starts,
             counts,
             self._longest,
@@ -131,218 +313,46 @@ class DeviceBatch:
             params.softcap,
             params.sliding_window,
             one_for_all(params.sinks),
-            sums=None if self._weights is None else self._weights[layer],
-            new_tokens=NewTokens(new.keys, new.values, following),
+            sums=None if arena.weights is None else arena.weights[index],
+            new_tokens=NewTokens(new.keys, new.values, slots),
         ).out
+        if index == len(self.attention_layers) - 1:
+            queries, how = zip(*self._attended, strict=True)
+            newest = torch.stack(queries) if self._parts else new.queries
+            for part in self._parts:
+                part.evict(newest[:, part.rows], how)
+            self.lengths["next"] += self.lengths["advance"]
+        return out
 
-    def end(self) -> None:
-        """Evict after the last layer."""
-        evicting = [part for part in self._parts if evicts(part.policy)]
-        if evicting:
-            queries, params = zip(*self._attended, strict=True)
-            newest = torch.stack(queries)
-            for part in evicting:
-                if part.plan is None:
-                    part.plan = list(self._plan(part, newest, params))
-                for layers, how in part.plan:
-                    self._evict(part, layers, how, _of(newest[:, part.here], layers))
-        self.slots.places += self._advance
-
-    @property
-    def room(self) -> int:
-        """Steps until a store must grow; 0 if every sequence is finished."""
-        return 0 if len(self._stopped) == len(self.groups) else self._least_room - self._steps
-
-    def count(self, steps: int) -> None:
-        """Count steps, as the device did; negative to undo."""
-        before, self._steps = self._steps, self._steps + steps
-        grew = min(before, self._steps) <= self._last_growth
-        for place, (group, segments) in enumerate(zip(self.groups, self._segments, strict=True)):
-            if place not in self._stopped:
-                group.progress.tick(steps)
-                for segment in segments if grew else ():
-                    segment.update(self._steps)
-
-    def halt(self, place: int) -> None:
-        """Keep a finished sequence as padding: it repeats its last step, and its slots are not used any more."""
-        self.slots.limit[:, place] = self.slots.counts[:, place]
-        self._advance[place] = 0
-        self._stopped[place] = self._steps
-
-    def copied(self, group: PolicyGroup) -> PolicyGroup:
-        """A copy of a group, as it would be without the batch."""
-        found = copy(group)
-        memo = {id(group.policy): group.policy}
-        found.progress, found.budgets = deepcopy((group.progress, group.budgets), memo)
-        found.states = {name: x.clone() for name, x in group.states.items()}
-        found.shared, found.not_numbers = {}, dict(group.not_numbers)
-        self._leave(group, found, copies=True)
-        return found
-
-    def close(self) -> None:
-        """Return the layers to their groups, as they would be without the batch."""
-        for group in self.groups:
-            self._leave(group, group, copies=False)
-            for layer in group.layers:
-                group.note_bytes(layer.index)
-
-    def _leave(self, group: PolicyGroup, target: PolicyGroup, copies: bool) -> None:
-        """Set the layers of `target` to those of a group, with copied lengths, and copied slots if `copies`."""
-        place = self.groups.index(group)
-        part = next(part for part in self._parts if place < part.here.stop)
-        row, layers = slice(place - part.here.start, place - part.here.start + 1), []
-        for before in group.layers:
-            layer, store, index = copy(before), slot_store(before), before.index
-            memory = {name: x.clone() if copies else x for name, x in store.memory.items()}
-            free = None if store.free is None else store.free.clone()
-            own = store.with_memory(memory, free)
-            own.counts = None if store.counts is None else self.slots.counts[index, place : place + 1].clone()
-            own._packed, own._ascending = free is None and store.starts is None, store._ascending and free is None
-            layer.store, layer.counts, layer.recent = own, list(before.counts), copy(before.recent)
-            if part.window is not None:
-                queries, positions = (x[index, row].clone() for x in part.window)
-                layer.recent.held = queries, positions
-            layer.memory = {name: x[index, row].clone() for name, x in part.memory.items()}
-            layers.append(layer)
-        target.layers = layers
-        target.nan_flags = dict(enumerate(self.slots.nan[:, place : place + 1].clone()))
-
-    # --- eviction --------------------------------------------------------------------------------------------------
-    def _plan(
-        self, part: Part, queries: Tensor, params: Sequence[AttentionParams]
-    ) -> Iterator[tuple[tuple[int, ...], AttentionParams]]:
-        """Layers with equal attention, as many at once as fit the workspace, and the parameters of their attention."""
-        equal: dict[object, list[int]] = {}
-        for index, how in enumerate(params):
-            equal.setdefault((*how[:3], how.sinks is None), []).append(index)
-        policy, rows, heads = part.policy, len(part.groups), self.slots.starts.shape[2]
-        window, reads = policy.needs.queries_decoding, policy.value is not None or policy.merger.merges
-        numbers = queries.shape[2] * max(1, window) + (2 * heads * queries.shape[-1] if window or reads else 0)
-        at_once = max(1, WORKSPACE // (4 * rows * self._longest * numbers)) if layers_alike(policy) else 1
-        for some in equal.values():
-            for begin in range(0, len(some), at_once):
-                chosen, how = tuple(some[begin : begin + at_once]), params[some[begin]]
-                if how.sinks is not None:
-                    sinks = torch.cat([x for index in chosen if (x := params[index].sinks) is not None])
-                    how = how._replace(sinks=sinks.repeat_interleave(rows, dim=0))
-                yield chosen, how
-
-    def _evict(self, part: Part, layers: tuple[int, ...], how: AttentionParams, queries: Tensor) -> None:
-        """Evict in some layers of a part; queries [k,b,H_q,1,D]."""
-        slots, policy, (count, rows) = self.slots, part.policy, queries.shape[:2]
-        starts, counts, free, limit = (
-            _of(x[:, part.here], layers) for x in (slots.starts, slots.counts, slots.free, slots.limit)
-        )
-        before = _of(slots.before, layers)
-        there = self._columns < counts[..., None]  # [k,b,H,T]
-        begin = starts + before
-        where = torch.where(there, begin[..., None] + self._columns, _of(self._ends, layers))
-        seen = self._observe(part, layers, how, queries, where, where - before[..., None])
-        widths = {name: x.shape[-1] for name, x in slot_store(part.groups[0].layers[0]).memory.items()}
-        names = {name: slots.statistics[name, widths[name]] for name in policy.needs.statistics}
-        where = where.flatten(0, 1)
-        state = {name: x[where] for name, x in names.items()}
-        if state:
-            observe(policy, seen, state)
-            for name, x in state.items():
-                names[name][where] = x
-        growing = any(self._grow[place][index] for place in range(part.here.start, part.here.stop) for index in layers)
-        evicting = (counts == limit).flatten(0, 1)[:, :1, None] if growing else None
-        memory = {name: _of(x, layers).flatten(0, 1) for name, x in part.memory.items()}
-        vectors = [Vectors([seen.keys]), Vectors([seen.values])] if policy.merger.merges else ()
-        ranking = policy.rank(seen, state)
-        _put(slots.nan[:, part.here], layers, _of(slots.nan[:, part.here], layers) | ranking.broken().view(count, rows))
-        index = layers[0] if len(layers) == 1 else -1
-        chosen, merged = select_one(policy, ranking, seen, state, vectors, memory, evicting, index)
-        for name, x in memory.items():
-            own = x.view(count, rows, *x.shape[1:])
-            part.memory.setdefault(name, own.new_zeros(len(slots.keys), *own.shape[1:]))
-            _put(part.memory[name], layers, own)
-        if merged is not None:
-            into = (starts.flatten(0, 1)[..., None] + merged[0]).view(count, -1)
-            for stored, new in zip((slots.keys, slots.values), merged[1:], strict=True):
-                for layer, slot, x in zip(layers, into, new.reshape(count, -1, new.shape[-1]), strict=True):
-                    stored[layer].index_copy_(0, slot, x.to(stored[layer].dtype))
-        chosen = chosen.view(starts.shape)
-        evicted = (begin + chosen).flatten()
-        if evicting is None:
-            slots.positions.index_fill_(0, evicted, -1)
-        else:
-            full = counts == limit
-            chosen = torch.where(full, chosen, free)
-            slots.positions[evicted] = slots.positions[evicted].masked_fill(full.flatten(), -1)
-        _put(slots.free[:, part.here], layers, chosen)
-
-    def _observe(
-        self,
-        part: Part,
-        layers: tuple[int, ...],
-        how: AttentionParams,
-        queries: Tensor,
-        where: Tensor,
-        inside: Tensor,
-    ) -> Observation:
-        """Some layers of a part as n rows; where, inside [k,b,H,T]: their slots in all layers, and in each layer."""
-        slots, policy, groups, count = self.slots, part.policy, part.groups, len(layers)
-        budgets = tuple(group.budgets.of(index, [True])[0] for index in layers for group in groups)
-        places = slots.places[part.here].repeat(count, 1)
-        shared = groups[0].shared
-        if policy.rates:
-            shared = {"ratings": torch.cat([group.shared["ratings"] for group in groups]).repeat(count, 1)}
-
-        def rows(memory: list[Tensor]) -> Tensor:
-            return torch.cat([memory[layer][own] for layer, own in zip(layers, inside, strict=True)])
-
-        seen = LazyObservation(
-            {"keys": lambda: rows(slots.keys), "values": lambda: rows(slots.values)},
-            layer=layers[0],
-            queries=queries.flatten(0, 1),
-            query_positions=places,
-            positions=slots.positions[where.flatten(0, 1)],
-            seen=places[:, 0] + 1,
-            phase="decode",
-            params=how,
-            window=self._window(part, layers, queries, places, budgets),
-            slots=SlotInfo(ascending=False, whole=False),
-            sequences=SequenceInfo(
-                aligned=True,
-                opens=(True,) * len(places),
-                budgets=budgets,
-                prompts=tuple(group.progress.prompt[0] for group in groups) * count,
-            ),
-            shared=shared,
-        )
-        if policy.needs.newest_row:
-            assert slots.weights is not None
-            seen.store_weights(slots.weights[where.flatten(0, 1)].transpose(-1, -2)[:, :, :, None])
-        return seen
-
-    def _window(
-        self, part: Part, layers: tuple[int, ...], queries: Tensor, places: Tensor, budgets: Sequence[int]
-    ) -> QueryWindow | None:
-        """Append queries [k,b,H_q,1,D] at places [n,1] to the window of a part and return it for n rows."""
-        if part.window is None:
-            return None
-        found = []
-        for x, new, dim in zip(part.window, (queries, places.view(*queries.shape[:2], 1)), (3, 2), strict=True):
-            own = torch.cat([_of(x, layers).narrow(dim, 1, x.shape[dim] - 1), new], dim)
-            _put(x, layers, own)
-            found.append(own.flatten(0, 1))
-        real = all(group.layers[0].recent.real for group in part.groups)
-        window, positions = found
-        return QueryWindow(window, positions, see_own=real and keeps_window(part.policy, budgets))
+    def _take_slots(self) -> None:
+        """Take a slot for the next token of every row in all layers."""
+        arena, lengths = self._arena, self.lengths
+        self._attended.clear()
+        grows = lengths["counts"] < lengths["limit"]
+        torch.where(grows, lengths["counts"], lengths["free"], out=self._new)
+        lengths["counts"] += grows
+        there = (lengths["starts"] + arena.offsets + self._new).flatten()
+        arena.positions.view(-1).scatter_(0, there, lengths["next"].int().expand_as(self._new).flatten())
+        for x in arena.statistics.values():
+            x.flatten(0, 1).index_fill_(0, there, 0)
+        if arena.weights is not None:
+            arena.weights.zero_()
 
 
-def _of(x: Tensor, layers: tuple[int, ...]) -> Tensor:
-    """Some layers of a tensor [L,...]: [k,...], a view if they follow one another."""
-    first, last = layers[0], layers[-1]
-    return x[first : last + 1] if last - first + 1 == len(layers) else x[on_device(layers, x.device)]
+def _member(group: PolicyGroup) -> Member:
+    """A sequence as its stores are now."""
+    room, longest = ENDLESS, 0
+    for layer in group.layers:
+        store, grow = slot_store(layer), slots_to_grow(group, layer)
+        longest = max(longest, store.used + min(grow, store.room))
+        if grow > store.room:
+            room = min(room, store.room)
+    longest = 1 << (longest - 1).bit_length()  # so that it seldom changes
+    kind = kind_of(group, longest) if evicts(group.policy) else Kind()
+    return Member(group, kind, kind.slots or longest, room)
 
 
-def _put(x: Tensor, layers: tuple[int, ...], new: Tensor) -> None:
-    """Write some layers [k,...] into a tensor [L,...]."""
-    first, last = layers[0], layers[-1]
-    if last - first + 1 == len(layers):
-        x[first : last + 1].copy_(new)
-    else:
-        x.index_copy_(0, on_device(layers, x.device), new)
+def _padding(state: State) -> State:
+    """The state of an empty place where one with this state may be: one slot in use, overwritten by every token."""
+    slots = {"starts": PADDING, "counts": 1, "limit": 1}
+    return {name: torch.full_like(x, slots.get(name, 0)) for name, x in state.items()}

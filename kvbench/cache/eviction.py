@@ -9,8 +9,7 @@ Shapes: n layers, B sequences, H_q query heads, H_kv KV heads, T slots of the lo
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from kvbench.cache.group import PolicyGroup
 from kvbench.cache.rerotate import close_gaps
 from kvbench.cache.state import LayerState
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
-from kvbench.policies.constants import on_device, on_host
+from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.merger import Eviction, OneEviction, Vectors
 from kvbench.policies.observation import Memory, Observation, Phase, State
 from kvbench.policies.policy import Policy
@@ -32,60 +31,24 @@ from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import padded
 from kvbench.policies.stores.store_list import StoreList
 
+READ_AT_ONCE = ("cpu",)
+"""Types of devices whose numbers the host reads without a wait."""
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(eq=False)
 class EvictionJob:
-    """A layer step after which sequences may hold more tokens than their budget."""
+    """A layer step after which sequences may hold more tokens than their budget.
+
+    in_place: an evicted token leaves its slot to the next one, while decoding and in a prompt's blocks of one token. A
+    prompt's first eviction compacts the layer, and so does every eviction after which it grows. excess: tokens per KV
+    head to evict, for each sequence; 0 if it evicts nothing in this step.
+    """
 
     group: PolicyGroup
     layer: LayerState
     step: LayerStep
-
-    @property
-    def policy(self) -> Policy:
-        """The policy of the group."""
-        return self.group.policy
-
-    @property
-    def rows(self) -> int:
-        """Number of sequences."""
-        return len(self.layer.counts)
-
-    @cached_property
-    def excess(self) -> list[int]:
-        """Tokens per KV head to evict, for each sequence; 0 if it evicts nothing in this step."""
-        now, budgets = self.step.now, self.step.observation.budgets
-        excess = [n - b if due else 0 for due, n, b in zip(now.evicts, self.layer.counts, budgets, strict=True)]
-        every = self.policy.schedule.every
-        return excess if every == 1 or now.phase != "decode" else [n if n >= every else 0 for n in excess]
-
-    @property
-    def in_place(self) -> bool:
-        """Whether an evicted token leaves its slot to the next one: while decoding, and in a prompt's blocks of one.
-
-        A prompt's first eviction compacts the layer, and so does every eviction after which it grows.
-        """
-        if self.step.now.phase == "decode":
-            return True
-        store = self.layer.store
-        flat = isinstance(store, SlotStore) and store.starts is not None
-        return self.layer.compacted and not (flat or self.policy.allocator.per_head) and layers_alike(self.policy)
-
-    @property
-    def as_batch(self) -> bool:
-        """Whether it can wait for the end of the call, to be one batch with other layers.
-
-        In a prompt only if the layer has its final size: before, it may hold many more tokens than its budget.
-        """
-        step, store = self.step, self.layer.store
-        single = step.alone and step.now.aligned and step.queries.shape[2] == 1
-        dense = isinstance(store, StoreList) or (isinstance(store, SlotStore) and store.starts is None)
-        return single and dense and layers_alike(self.policy) and self.in_place
-
-
-def layers_alike(policy: Policy) -> bool:
-    """Whether all layers can be rows of one batch if each evicts one token after a decoded one."""
-    return policy.evicts and policy.schedule.one_each and not (policy.needs.kept or policy.needs.layer)
+    in_place: bool
+    excess: list[int] = field(default_factory=list)
 
 
 class Evictions:
@@ -101,17 +64,23 @@ class Evictions:
 
         shared: other layers read this layer and have not attended yet.
         """
-        now, job = step.now, EvictionJob(group, layer, step)
+        now, policy, store = step.now, layer.policy, layer.store
+        flat = isinstance(store, SlotStore) and store.starts is not None
+        alike = policy.layers_alike and not (flat or policy.allocator.per_head)
+        job = EvictionJob(group, layer, step, now.phase == "decode" or (alike and layer.compacted))
         if shared:
             self._shared.append(job)
             return
         if step.observe is not None:
-            if job.as_batch and step.params.latents is None:
-                self._end_of_call.append(job)
-                return
-            if job.as_batch:  # not later: latents expanded in all layers would need more memory than the cache
-                evict([job])
-            elif group.policy.pre_pass is not None and now.phase != "decode":
+            # In a prompt only if the layer has its final size: before, it may hold many more tokens than its budget.
+            single = step.alone and now.aligned and step.queries.shape[2] == 1
+            dense = isinstance(store, SlotStore | StoreList) and not flat
+            if job.in_place and policy.layers_alike and single and dense:  # rows of one batch with other layers
+                if step.params.latents is None:
+                    self._end_of_call.append(job)
+                    return
+                evict([job])  # not later: latents expanded in all layers would need more memory than the cache
+            elif policy.pre_pass is not None and now.phase != "decode":
                 layer.unsettled = True
                 without = replace(step.observation, queries=step.queries[:, :, :0].clone(), known={})
                 self._pre_pass.append(replace(job, step=replace(step, observe=lambda _: without)))
@@ -147,19 +116,27 @@ class Evictions:
 
 def _evict_or_rank(job: EvictionJob) -> None:
     """Evict, or rank a prompt if an allocator divides the budget after the last layer."""
-    group, layer, now, allocator = job.group, job.layer, job.step.now, job.policy.allocator
+    layer, now, allocator = job.layer, job.step.now, job.group.policy.allocator
     if now.phase == "decode" or not isinstance(allocator, StatisticAllocator | JointAllocator):
         evict([job])
         return
     _observe(job)
     if any(now.evicts):
-        layer.ranking = job.policy.rank(job.step.observation, layer.store.state)
+        layer.ranking = layer.policy.rank(job.step.observation, layer.store.state)
         _note_not_numbers([job], layer.ranking)
         layer.unsettled = True
         if isinstance(allocator, StatisticAllocator):
             _measure(job, allocator)
-        elif layer.index == len(group.layers) - 1:
+        elif layer.index == len(job.group.layers) - 1:
             _compact_jointly(job, allocator)
+
+
+def _excess(job: EvictionJob) -> list[int]:
+    """Tokens per KV head to evict, for each sequence: all beyond its budget, `every` at once while decoding."""
+    now, budgets, schedule = job.step.now, job.step.observation.sequences.budgets, job.group.policy.schedule
+    least = schedule.every if now.phase == "decode" else 1
+    beyond = [n - b if due else 0 for due, n, b in zip(now.evicts, job.layer.counts, budgets, strict=True)]
+    return [n if n >= least else 0 for n in beyond]
 
 
 def evict(due: Sequence[EvictionJob]) -> None:
@@ -170,7 +147,10 @@ def evict(due: Sequence[EvictionJob]) -> None:
     equal: dict[object, list[EvictionJob]] = {}
     for job in due:
         try:
-            _observe(job)
+            needs = job.group.policy.needs
+            if needs.statistics or needs.memory:
+                _observe(job)
+            job.excess = _excess(job)
             if max(job.excess) > 0:
                 single = len(due) > 1 and min(job.excess) == max(job.excess) == 1
                 memory = tuple((name, x.shape[1:]) for name, x in job.layer.memory.items())
@@ -179,7 +159,7 @@ def evict(due: Sequence[EvictionJob]) -> None:
         except Exception as error:
             job.group.fail(error)
     for jobs in equal.values():
-        for indices in batches([job.step.observation for job in jobs], jobs[0].policy):
+        for indices in batches([job.step.observation for job in jobs], jobs[0].group.policy):
             some = [jobs[index] for index in indices]
             try:
                 _evict_batch(some)
@@ -190,12 +170,13 @@ def evict(due: Sequence[EvictionJob]) -> None:
 
 def _observe(job: EvictionJob) -> None:
     """Let the scorer update its running statistics and its memory."""
-    policy, held = job.policy, job.layer.store
+    policy, held, seen = job.group.policy, job.layer.store, job.step.observation
     if policy.needs.statistics or policy.needs.memory:
-        state, seen = held.state, job.step.observation
+        state = held.state
         observe(policy, seen, state)
         held.state = state
-        _store_memory([job], seen.memory if policy.needs.memory else {})
+        if policy.needs.memory:
+            _store_memory([job], seen.memory)
 
 
 def observe(policy: Policy, seen: Observation, state: State) -> None:
@@ -208,10 +189,9 @@ def observe(policy: Policy, seen: Observation, state: State) -> None:
 
 def _evict_batch(jobs: Sequence[EvictionJob]) -> None:
     """Score and evict in layers of one kind, as rows of one batch."""
-    first, policy = jobs[0], jobs[0].policy
+    first, policy = jobs[0], jobs[0].group.policy
     for job in jobs:
-        layer = job.layer
-        layer.counts = [count - max(n, 0) for count, n in zip(layer.counts, job.excess, strict=True)]
+        job.layer.counts = [count - n for count, n in zip(job.layer.counts, job.excess, strict=True)]
     stores = [job.layer.store for job in jobs]
     seen, states = stacked([job.step.observation for job in jobs]), [store.state for store in stores]
     state = {name: padded([one[name] for one in states]) for name in states[0]}
@@ -219,7 +199,9 @@ def _evict_batch(jobs: Sequence[EvictionJob]) -> None:
     _note_not_numbers(jobs, ranking)
     if max(first.excess) > 1 or not first.in_place:
         assert len(jobs) == 1, "layers that evict several tokens are evicted one by one"
-        kept = _compact(first.group, first.layer, ranking, seen.budgets, first.excess, seen.phase, seen)
+        sizes = zip(first.layer.counts, first.excess, seen.sequences.budgets, strict=True)
+        targets = [count if n > 0 else budget for count, n, budget in sizes]
+        kept = _compact(first.group, first.layer, ranking, targets, first.excess, seen.phase, seen)
         if policy.scorer is not None and policy.needs.kept:
             policy.scorer.selected(seen, kept)
         return
@@ -233,8 +215,9 @@ def _evict_batch(jobs: Sequence[EvictionJob]) -> None:
         vectors = Vectors([store.keys for store in stores]), Vectors([store.values for store in stores])
     index, packed = first.layer.index if len(jobs) == 1 else -1, all(store.slots.packed for store in stores)
     slots, merged = select_one(policy, ranking, seen, state, vectors, memory, evicting, index, packed)
-    _store_memory(jobs, memory)
-    rows = [job.rows for job in jobs]
+    if memory:
+        _store_memory(jobs, memory)
+    rows = [len(job.excess) for job in jobs]
     if merged is not None:
         for store, *new in zip(stores, *(x.split(rows) for x in merged), strict=True):
             store.write(*new)
@@ -275,7 +258,7 @@ def select_one(
 def _store_memory(jobs: Sequence[EvictionJob], memory: Memory) -> None:
     """Store the memory [n*B,...] of scorer or merger in its layers."""
     for name, x in memory.items():
-        for job, own in zip(jobs, x.split([job.rows for job in jobs]), strict=True):
+        for job, own in zip(jobs, x.split([len(job.layer.counts) for job in jobs]), strict=True):
             job.layer.memory[name] = own.clone() if len(jobs) > 1 else own
 
 
@@ -283,13 +266,13 @@ def _compact(
     group: PolicyGroup,
     layer: LayerState,
     ranking: Ranking,
-    budgets: Sequence[int],
+    targets: Sequence[int],
     excess: Sequence[int],
     phase: Phase,
     seen: Observation | None = None,
     per_head: Tensor | None = None,
 ) -> Tensor:
-    """Evict down to the budgets in the sequences with tokens in `excess`, and free the memory.
+    """Evict down to `targets` tokens per KV head in the sequences with tokens in `excess`, and free the memory.
 
     per_head [B,H_kv]: number of slots of each head, if it is known. Returns the kept slots, bool [B,H_kv,T].
     """
@@ -298,11 +281,11 @@ def _compact(
     if per_head is None and policy.allocator.per_head and phase == "decode":
         per_head = ranking.occupied.sum(-1) - ranking.seen.new_tensor(excess)[:, None]  # each keeps its share
     elif per_head is None:
-        per_head = policy.allocator.heads(layer.index, ranking, budgets)
+        per_head = policy.allocator.heads(layer.index, ranking, targets)
     counts: Tensor | int | None = per_head
     if counts is None:
-        equal = len(set(budgets)) == 1
-        counts = budgets[0] if equal else ranking.seen.new_tensor(budgets)[:, None].expand(ranking.scores.shape[:2])
+        equal = len(set(targets)) == 1
+        counts = targets[0] if equal else ranking.seen.new_tensor(targets)[:, None].expand(ranking.scores.shape[:2])
     kept = ranking.select(counts)
     if not all(over):
         kept |= ranking.occupied & ~torch.tensor(over, device=kept.device)[:, None, None]
@@ -318,10 +301,10 @@ def _compact(
         close_gaps(held, kept, seen)
     if group.on_evict is not None:
         group.on_evict(layer, ranking, kept)
-    expected = [b if evicts else count for evicts, b, count in zip(over, budgets, layer.counts, strict=True)]
+    expected = [n if evicts else count for evicts, n, count in zip(over, targets, layer.counts, strict=True)]
     slots = held.keep(kept, policy.schedule.spare, counts=expected if per_head is None else None)
     layer.compacted = True
-    # An allocator may give other numbers than the budgets; the shape has them without a synchronization.
+    # An allocator may give other numbers than the targets; the shape has them without a synchronization.
     most = 0 if policy.allocator.per_head else slots.shape[-1]
     layer.counts = expected if most <= max(expected) else [most] * len(expected)
     if layer.ranking is not None:
@@ -358,7 +341,7 @@ def _compact_to_share(group: PolicyGroup, layer: LayerState, rows: Sequence[bool
 
 def _compact_jointly(job: EvictionJob, allocator: JointAllocator) -> None:
     """Evict from all layers, down to the slots that an allocator chose for every layer and head together."""
-    group, excess = job.group, job.excess
+    group, excess = job.group, _excess(job)
     budgets = [group.budgets.of(layer.index, job.step.now.evicts) for layer in group.layers]
     slots = allocator.heads_of_all([layer.ranking for layer in group.layers if layer.ranking is not None], budgets)
     for layer, budget, heads in zip(group.layers, budgets, slots, strict=True):
@@ -382,10 +365,10 @@ def _note_not_numbers(jobs: Sequence[EvictionJob], ranking: Ranking) -> None:
 
     The host does not wait for decoding steps on a GPU: their flags are read by the audit at the end.
     """
-    later = jobs[0].step.now.phase == "decode" and not on_host(ranking.scores)
+    later = jobs[0].step.now.phase == "decode" and ranking.scores.device.type not in READ_AT_ONCE
     if not later and not bool(ranking.scores.sum().isnan()):  # a tenth of the time of checking each score
         return
-    flags = ranking.broken().split([job.rows for job in jobs])
+    flags = ranking.broken().split([len(job.layer.counts) for job in jobs])
     for job, own in zip(jobs, flags, strict=True):
         group, index = job.group, job.layer.index
         if later:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from operator import gt
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvbench.cache.attention import QKV, LayerStep
-from kvbench.cache.budgets import Budgets
 from kvbench.cache.layout import layout_of
+from kvbench.cache.progress import BatchStep, Budgets, Progress
 from kvbench.cache.state import LayerState
-from kvbench.cache.steps import BatchStep, Progress
 from kvbench.policies.latents import LatentObservation
 from kvbench.policies.observation import (
     MOVED,
@@ -37,11 +37,12 @@ _RULES: dict[object, object] = {}
 class PolicyGroup:
     """Sequences under one policy. The engine has one sequence per group; `model.generate` has a batch in one group.
 
-    names: the model's indices of the layers. shared: data that scorers of several layers exchange within a call.
-    states: of recurrent layers, [B,...] by name. isolated: an error is stored in `error` instead of raised, so that
-    other groups continue. peak_nbytes: the most bytes held at any time. on_change: called with a layer's index after
-    every change of its contents. on_evict: called with a layer, its scores and the kept slots, bool [B,H_kv,T], before
-    several tokens are evicted. not_numbers: sequences with a NaN score, and the first layer that had one.
+    names: the model's indices of the layers. steps: those of the running call. shared: data that scorers of several
+    layers exchange within a call. states: of recurrent layers, [B,...] by name. isolated: an error is stored in `error`
+    instead of raised, so that other groups continue. peak_nbytes: the most bytes held at any time. on_change: called
+    with a layer's index after every change of its contents. on_evict: called with a layer, its scores and the kept
+    slots, bool [B,H_kv,T], before several tokens are evicted. not_numbers: sequences with a NaN score, and the first
+    layer that had one.
     """
 
     def __init__(
@@ -72,8 +73,7 @@ class PolicyGroup:
         self.nan_flags: dict[int, Tensor] = {}  # [B] bool by layer: NaN scores of decoding steps on a GPU
         self._expected_size = len(prompt_length) if isinstance(prompt_length, Sequence) else 1
         self._ratings: Tensor | None = None  # of the token of the next call
-        self._steps: list[BatchStep] = []
-        self._seen_before: int | None = None  # by the running call
+        self.steps: list[BatchStep] = []
         self._bytes = [0] * layers
         self._total_bytes = 0
 
@@ -88,19 +88,22 @@ class PolicyGroup:
             return object()
 
     @property
+    def cost(self) -> tuple[bool, bool]:
+        """Of several policies of one prompt, the one with the lowest cost computes the attention for all.
+
+        That is one with KV heads as they are, and with sums over the attention of the prompt.
+        """
+        return self.policy.granularity == "query_head", self.policy.needs.sums is None
+
+    @property
     def size(self) -> int:
         """Number of sequences."""
         return len(self.progress.seen) or self._expected_size
 
     @property
-    def seen_before(self) -> int:
-        """Tokens seen before the running call; between calls, all tokens seen."""
-        return self.progress.columns if self._seen_before is None else self._seen_before
-
-    @property
     def within_call(self) -> bool:
         """Whether a call of the model is running, or its evictions wait for a pre-pass."""
-        return self._seen_before is not None or self.waits_for_pre_pass
+        return self.progress.before != self.progress.columns or self.waits_for_pre_pass
 
     @property
     def at_budget(self) -> bool:
@@ -114,10 +117,13 @@ class PolicyGroup:
             raise error
         self.error = error
 
-    @property
-    def steps(self) -> list[BatchStep]:
-        """The steps of the running call."""
-        return self._steps
+    def next_prompt(self, length: int | Sequence[int], question: int | Sequence[int] | None) -> None:
+        """Begin another prompt, see `KVCache.next_prompt`."""
+        promised = self.budgets.promised()
+        self.progress.open(length, question)
+        self.budgets.reopen(promised)
+        for layer in self.layers:
+            layer.recent.reopen(self.policy.needs.window)
 
     # --- one call of the model -------------------------------------------------------------------------------------
     def begin_call(self, queries: Tensor, mask: Tensor | None, generating: bool = False) -> None:
@@ -125,10 +131,9 @@ class PolicyGroup:
 
         generating: the caller is `model.generate`.
         """
-        self.begin_step()
-        before = self.progress.columns
-        self._steps = self.progress.split(queries.shape[0], queries.shape[2], mask, queries.device, generating)
-        self._seen_before = before
+        if self.policy.pre_pass is not None:
+            self.begin_step()
+        self.steps = self.progress.split(queries.shape[0], queries.shape[2], mask, queries.device, generating)
 
     def begin_step(self) -> None:
         """ValueError if the policy has a pre-pass, which `model.generate` does not run."""
@@ -149,7 +154,7 @@ class PolicyGroup:
 
     def append(
         self,
-        index: int,
+        layer: LayerState,
         new: QKV,
         now: BatchStep,
         params: AttentionParams,
@@ -160,31 +165,44 @@ class PolicyGroup:
 
         known: values that were computed for another policy in the same step.
         """
-        policy, layer = self.policy, self.layers[index]
+        policy, decodes = self.policy, now.phase == "decode"
+        if policy.granularity == "query_head":
+            new = new.for_query_heads()
+        if not layer.counts:
+            if self.layers[0].opened and policy.granularity != "query_head":
+                heads = self.layers[0].store.keys.shape[1]
+                policy.allocator.check_heads([*[heads] * (len(self.layers) - 1), new.keys.shape[1]])
+            layer.open(new)
+        if now.positions.device != new.queries.device:
+            now = now.to(new.queries.device)
         held, fresh = layer.store, not any(layer.counts)
-        held.append(new.keys, new.values, now.places, absent=not now.aligned)
+        held.append(new.keys, new.values, now.positions, absent=not now.aligned)
         layer.counts = [n + more for n, more in zip(layer.counts, now.counts, strict=True)]
         step = LayerStep(new.queries, now, params, held, fresh, alone=alone)
         if layer.pages is not None:
             layer.pages.update(step, layer.counts, self.progress.prompt)
-            if now.phase == "decode":
+            if decodes:
                 step.read = partial(layer.pages.attend, self.progress.prompt)
         if isinstance(held, CompressedStore) and held.watching:
             held.observe(self._observe(layer, None, step), self.progress.prompt)
-        if policy.scorer is not None and (now.phase != "decode" or any(now.evicts)):
-            if policy.needs.question and now.phase != "decode":
+        if policy.scorer is not None and (not decodes or any(now.evicts)):
+            if policy.needs.question and not decodes:
                 spans = zip(self.progress.question, self.progress.prompt, strict=True)
                 layer.recent.reopen(max(policy.needs.window, *(end - begin for begin, end in spans)))
             window = layer.recent.add(new.queries, now.positions, now.aligned)
             step.observe, step.known = partial(self._observe, layer, window), known
-        self.note_bytes(index)
+        self.note_bytes(layer.index)
         return step
 
     def _observe(self, layer: LayerState, recent: tuple[Tensor, Tensor] | None, step: LayerStep) -> Observation:
         """The observation of a step; recent: the queries and positions of the window."""
         now, held, policy, progress = step.now, step.store, self.policy, self.progress
-        kind = Observation if step.params.latents is None else LatentObservation
-        budgets = self.budgets.of(layer.index, now.evicts, now.ends) if policy.evicts else ()
+        kind, seen = Observation, held
+        if step.params.latents is not None:
+            kind, seen = LatentObservation, step.attended
+        budgets: tuple[int, ...] = ()
+        if policy.scorer is not None:
+            budgets = self.budgets.of(layer.index, now.evicts, None if now.phase == "decode" else now.ends)
         window = None
         if recent is not None:
             window = QueryWindow(*recent, see_own=layer.recent.real and keeps_window(policy, budgets))
@@ -192,8 +210,8 @@ class PolicyGroup:
             layer=layer.index,
             queries=step.queries,
             query_positions=now.positions,
-            keys=step.attended.keys,
-            values=step.attended.values,
+            keys=seen.keys,
+            values=seen.values,
             positions=held.positions,
             seen=now.seen,
             phase=now.phase,
@@ -216,14 +234,19 @@ class PolicyGroup:
             known={} if step.known is None else step.known,
         )
 
-    def layers_done(self) -> None:
-        """The last layer has attended."""
-        self._seen_before = None
+    def end_call(self) -> bool:
+        """The evictions of a call are done. Returns whether the audit has to look at it.
 
-    def end_call(self) -> None:
-        """The evictions of a call are done."""
+        It has to if a layer holds more tokens than its policy promised, or if a score was NaN.
+        """
         self.shared.clear()
-        self._steps = []
+        self.steps = []
+        if self.policy.scorer is not None:
+            for row, seen in enumerate(self.progress.seen):
+                held = (layer.counts[row] if layer.counts else 0 for layer in self.layers)
+                if any(map(gt, held, self.budgets.promise(row, seen))):
+                    return True
+        return bool(self.not_numbers)
 
     def finish_step(self, layer: LayerState, now: BatchStep) -> None:
         """A step and its eviction are done: drop queries that later steps do not use, and settle the store."""
@@ -274,7 +297,7 @@ class PolicyGroup:
 
     def rated(self, ratings: Tensor) -> None:
         """Store the ratings [B,T] of the prompt in the running call."""
-        (prompt,) = self._steps
+        (prompt,) = self.steps
         self.shared["ratings"] = ratings[:, prompt.columns]
 
 

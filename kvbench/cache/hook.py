@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvbench.cache import NAME
-from kvbench.cache.interface import KINDS, InterfaceError, NotATensor, check_interface, uncompiled
+from kvbench.cache.interface import InterfaceError, NotATensor, check_interface, uncompiled
 from kvbench.policies.model_layer import Latents
 from kvbench.policies.observation import AttentionParams
 
@@ -23,10 +23,11 @@ HARMLESS = {
     "num_items_in_batch",
     "logits_to_keep",
     "layer_idx",
+    "is_causal",  # checked apart
 }
-"""Values other than flags that models hand through to attention and that change nothing over a causal cache."""
+"""Arguments of attention that change nothing over a causal cache."""
 HARMLESS_WORDS = ("output", "return", "rout", "expert", "loss", "label")
-"""Words in the names of arguments about what a model returns, how it routes its experts and how it is trained."""
+"""Words in the names of arguments about a model's outputs, its experts and its training."""
 CHANGING_WORDS = (
     *("sink", "s_aux", "bias", "alibi", "softmax", "softcap", "temperature", "scale"),
     *("mask", "causal", "bidirectional", "window", "block", "chunk", "sparse", "indices", "seq"),
@@ -34,47 +35,45 @@ CHANGING_WORDS = (
 """Words in the names of arguments that change attention, switches included."""
 
 _WINDOWS: WeakKeyDictionary[nn.Module, tuple[int | None, int | None]] = WeakKeyDictionary()
-"""The window that each attention module passed last, and that of its layer: asking a configuration costs more than all
-other checks, and they come at every token in every layer."""
+"""The window that each attention module passed last, and that of its layer, because reading the configuration takes
+longer than all other checks of a layer."""
 
 
 class LayerCall(NotATensor):
     """Stands for a layer's new keys and values, from `cache.update` to the attention function.
 
-    attend: takes the module that attends, queries [B,H_q,M,D], the mask, the attention's parameters.
+    attend: called once with the attention module, queries [B,H_q,M,D], the mask and the attention's parameters. read:
+    called with queries and parameters of later layers that share these keys and values; None if no layer may.
     """
 
     def __init__(
-        self, layer: int, attend: Callable[[nn.Module, Tensor, Tensor | None, AttentionParams], Tensor]
+        self,
+        layer: int,
+        attend: Callable[[nn.Module, Tensor, Tensor | None, AttentionParams], Tensor],
+        read: Callable[[Tensor, AttentionParams], Tensor] | None = None,
     ) -> None:
         self.layer = layer
-        self._attend = attend
+        self._attend, self._read = attend, read
         self._done = False
 
-    def __call__(self, reader: nn.Module, queries: Tensor, mask: Tensor | None, how: AttentionParams) -> Tensor:
-        """The layer's attention output [B,H_q,M,D]. InterfaceError where another layer reads the same keys."""
-        if self._done:
+    def __call__(self, module: nn.Module, queries: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
+        """The attention output [B,H_q,M,D] of the layer, then of its readers. InterfaceError for other readers."""
+        if not self._done:
+            self._done = True
+            return self._attend(module, queries, mask, params)
+        if self._read is None:
             raise InterfaceError(
                 f"the model reads the keys and values of layer {self.layer} in another layer too, which its "
                 "configuration does not say (num_kv_shared_layers)"
             )
-        self._done = True
-        return self._attend(reader, queries, mask, how)
+        return self._read(queries, params)
 
 
 class SharedCall(LayerCall):
-    """The same for a layer whose keys and values later layers read too: `read` takes their queries."""
-
-    def __init__(self, call: LayerCall, read: Callable[[Tensor, AttentionParams], Tensor]) -> None:
-        super().__init__(call.layer, call._attend)
-        self._read = read
-
-    def __call__(self, reader: nn.Module, queries: Tensor, mask: Tensor | None, how: AttentionParams) -> Tensor:
-        """Attention output [B,H_q,M,D] of the owner, which comes first, or of a reader, maybe of the last queries."""
-        return self._read(queries, how) if self._done else super().__call__(reader, queries, mask, how)
+    """The same for a layer with readers."""
 
     def to(self, *args: object, **kwargs: object) -> Self:
-        """Models hand it on to the device of a reader, whose queries go to that of the store instead."""
+        """Models move shared keys to the device of a reader; instead, its queries are moved to that of the store."""
         return self
 
 
@@ -84,22 +83,20 @@ class _Expected(threading.local):
 
 
 _EXPECTED = _Expected()
-"""The call of a layer whose latents the model now expands: what attention gets is then plain tensors. The window of
-the mask that was made last: of all layers, in models that name no types of them."""
+"""The call of a layer with latents, whose attention then gets plain tensors, which the model expands. The window of the
+newest mask, for models without `layer_types`."""
 
 
 def expect(call: LayerCall) -> None:
-    """The next attention is this layer's, whatever keys and values it is given."""
+    """The next attention is that of a layer with latents."""
     _EXPECTED.call = call
 
 
-def _call_of(module: nn.Module, key: LayerCall | Tensor, value: LayerCall | Tensor) -> tuple[LayerCall, Latents | None]:
-    """The call that an attention belongs to, and, where it is given expanded tensors, what expands the layer's latents.
+def _latent_call(module: nn.Module, value: LayerCall | Tensor) -> tuple[LayerCall, Latents]:
+    """The call of a layer whose attention receives expanded tensors, and the expansion of its latents.
 
     Raises ValueError for attention without a cache, and for a model without a method that expands latents.
     """
-    if isinstance(key, LayerCall):
-        return key, None
     call, _EXPECTED.call = _EXPECTED.call, None
     if call is None or isinstance(value, LayerCall) or call.layer != module.layer_idx:
         raise ValueError(_without_cache(module))
@@ -125,10 +122,10 @@ def kvbench_attention(
 ) -> tuple[Tensor, None]:
     """Attention over what a KVCache layer holds: query [B,H_q,M,D] -> [B,M,H_q,D].
 
-    Honours scaling, softcap, sliding_window and s_aux [H_q] (the logits of attention sinks, as gpt-oss has them);
-    ValueError for anything else that would change attention.
+    Supports scaling, softcap, sliding_window and s_aux [H_q] (logits of attention sinks, as in gpt-oss). ValueError for
+    other arguments that change attention.
     """
-    call, latents = _call_of(module, key, value)
+    call, latents = (key, None) if isinstance(key, LayerCall) else _latent_call(module, value)
     _refuse_unknown(module, kwargs)
     passed, window = _WINDOWS.get(module, (..., None))
     if passed != sliding_window:
@@ -151,23 +148,27 @@ def _name(module: nn.Module) -> str:
 
 
 def _without_cache(module: nn.Module) -> str:
-    sentence = "kvbench attention reads a KVCache: pass past_key_values=KVCache(model.config, policy)"
+    message = "kvbench attention reads a KVCache: pass past_key_values=KVCache(model.config, policy)"
     if module.training:
-        sentence += (
+        message += (
             "; where one was passed, gradient checkpointing took it away (a layer that is computed twice would store "
             "its tokens twice): call model.gradient_checkpointing_disable() or model.eval()"
         )
-    return sentence
+    return message
 
 
 def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Raise InterfaceError for arguments that change attention, or that could change it.
 
-    What models hand through about their outputs, routing and training is left alone, however new: a switch changes
-    attention only if its name says so. Numbers and tensors of unknown names may be read by attention, so they are not
-    ignored.
+    Arguments about outputs, routing and training are ignored, and so are unknown switches, unless their name is about
+    attention. Numbers and tensors of unknown names may be read by attention, so they are not ignored.
     """
-    unknown = [name for name in kwargs.keys() - HARMLESS if _changes_attention(name, kwargs[name])]
+    unknown = [
+        name
+        for name, value in kwargs.items()
+        if value is not None and value is not False and name not in HARMLESS
+        if _contains(CHANGING_WORDS, name) or not (isinstance(value, bool | str) or _contains(HARMLESS_WORDS, name))
+    ]
     if unknown:
         raise InterfaceError(
             f"{_name(module)} passes {', '.join(sorted(unknown))} to its attention, which kvbench does not support"
@@ -176,30 +177,20 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
         raise InterfaceError(f"{_name(module)} uses attention that is not causal, which kvbench does not support")
 
 
-def _changes_attention(name: str, value: object) -> bool:
-    if value is None or value is False or name == "is_causal":
-        return False
-    return _says_one_of(CHANGING_WORDS, name) or not (
-        isinstance(value, bool | str) or _says_one_of(HARMLESS_WORDS, name)
-    )
-
-
-@lru_cache(maxsize=256)  # a handful of names comes in every layer at every token
-def _says_one_of(words: tuple[str, ...], name: str) -> bool:
+@lru_cache(maxsize=256)  # every layer passes the same few names at every token
+def _contains(words: tuple[str, ...], name: str) -> bool:
     return any(word in name for word in words)
 
 
 def _window(module: nn.Module, passed: int | None) -> int | None:
     """The sliding window of a layer: what it passes to attention, else what the model's mask has for its type.
 
-    Raises InterfaceError for unsupported types of layers, and for windows that the model does not use.
+    Raises InterfaceError for a window that the model does not use.
     """
     config = module.config
     kinds = getattr(config, "layer_types", None)
     index = getattr(module, "layer_idx", None)  # None where several layers share their attention's weights
     kind = kinds[index] if kinds and index is not None else None
-    if kind not in (None, *KINDS):
-        raise InterfaceError(f"{_name(module)} has a layer of type {kind!r}; supported are {', '.join(KINDS)}")
     window: int | None = getattr(config, "sliding_window", None)
     if kind is None:
         slides = window is not None and getattr(config, "use_sliding_window", True)
@@ -219,33 +210,27 @@ def _window(module: nn.Module, passed: int | None) -> int | None:
 def kvbench_mask(
     *args: Any,  # noqa: ANN401
     attention_mask: Tensor | None = None,
-    q_length: int | None = None,
-    cache_position: Tensor | None = None,
+    q_length: int,
     allow_is_causal_skip: bool = True,
     local_size: int | None = None,
     **kwargs: Any,  # noqa: ANN401
 ) -> Tensor | None:
-    """Which of the call's new tokens are real, bool [B,1,M,1]; None if all are. Causality is decided from positions.
+    """The new tokens of the call that are no padding, bool [B,1,M,1]; None if all are. Attention is causal by position.
 
-    ValueError if the model changes the causal mask (bidirectional blocks, packed sequences, chosen tokens), or for
-    prompts padded on the right, whose next token would follow padding.
+    ValueError if the model changes the causal mask (bidirectional blocks, packed sequences, chosen tokens), or if
+    prompts are padded on the right, where new tokens would follow padding.
     """
-    _EXPECTED.call = None  # of a call that came to no end
+    _EXPECTED.call = None  # of a call that failed
     _EXPECTED.window = local_size
     if not allow_is_causal_skip:
         raise InterfaceError(
             "the model changes the causal mask (packed, bidirectional, crossing or chosen tokens), which kvbench does "
             "not follow"
         )
-    if attention_mask is None or attention_mask.is_meta:  # a model that is tried without numbers has no padding
+    if attention_mask is None or attention_mask.is_meta:  # a trial without numbers has no padding
         return None
-    new = (
-        q_length
-        if q_length is not None
-        else (attention_mask.shape[-1] if cache_position is None else len(cache_position))
-    )
-    real = attention_mask[:, -new:].to(torch.bool)
-    if new > 1 and bool((real.any(-1) & ~real[:, -1]).any()):
+    real = attention_mask[:, -q_length:].to(torch.bool)
+    if q_length > 1 and bool((real.any(-1) & ~real[:, -1]).any()):
         raise ValueError(
             "attention_mask must mark padding on the left only, so that every prompt ends in the last column: "
             'tokenize with padding_side="left"'

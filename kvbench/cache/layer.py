@@ -1,4 +1,4 @@
-"""A layer of the cache as transformers and users see it: what all sequences hold there.
+"""The layers of a cache with the interface of transformers: their contents for all sequences.
 
 Shapes: B batch, H_kv KV heads, C slots, D head dim.
 """
@@ -12,21 +12,18 @@ from transformers.cache_utils import CacheLayerMixin
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.interface import NoRollback
 from kvbench.cache.state import LayerState
-from kvbench.policies.stores.slots import biases, padded
+from kvbench.policies.stores.slots import padded
 
 
 def stacked(kept: Sequence[Tensor]) -> Tensor:
-    """Tokens held by each layer, [B,H_kv] or [H_kv], as one tensor [L,...]. ValueError where their KV heads differ."""
+    """Tokens held by each layer, [B,H_kv] or [H_kv], as one tensor [L,...]. ValueError if layers differ in KV heads."""
     heads = [layer.shape[-1] for layer in kept]
     if len(set(heads)) > 1:
         raise ValueError(
-            f"the layers have {min(heads)} to {max(heads)} KV heads, so no one tensor says what they hold: ask "
-            "each of cache.attention_layers for its kept_tokens()"
+            f"the layers have {min(heads)} to {max(heads)} KV heads, so their tokens do not fit "
+            "one tensor: call kept_tokens() of each layer of cache.attention_layers"
         )
     return torch.stack(list(kept))
-
-
-POSITION_NBYTES = 4
 
 
 class EmptyLayer(NoRollback):
@@ -43,7 +40,7 @@ class EmptyLayer(NoRollback):
 
 
 class KVLayer(NoRollback, CacheLayerMixin):
-    """One layer of all sequences; those that hold fewer tokens end in empty slots."""
+    """An attention layer for all sequences. Sequences with fewer tokens than others have empty slots at the end."""
 
     is_sliding = False
     supports_early_init = False
@@ -54,12 +51,12 @@ class KVLayer(NoRollback, CacheLayerMixin):
 
     @property
     def states(self) -> list[LayerState]:
-        """What the layer holds, by policy."""
+        """The contents for each group of sequences."""
         return [group.layers[self._index] for group in self._groups]
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether the first token came."""
+        """Whether a token was appended."""
         return all(state.opened for state in self.states)
 
     @property
@@ -71,11 +68,6 @@ class KVLayer(NoRollback, CacheLayerMixin):
     def values(self) -> Tensor | None:  # type: ignore[override]
         """[B,H_kv,C,D] as attention sees them, None before the first token."""
         return padded([state.store.values for state in self.states]) if self.is_initialized else None
-
-    @property
-    def bias(self) -> Tensor | None:
-        """[B,H_kv,C] float32 that attention adds to the logits of a slot, None where no slot has one."""
-        return biases([(state.store.slots.bias, state.store.positions) for state in self.states if state.opened])
 
     @property
     def positions(self) -> Tensor:
@@ -100,21 +92,19 @@ class KVLayer(NoRollback, CacheLayerMixin):
 
     # --- the interface of transformers ---------------------------------------------------------------------------
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: stores are opened by the first tokens."""
+        """Nothing to do: the first tokens create the stores."""
 
     def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        raise ValueError("a layer of a KVCache takes tokens through its cache: cache.update(keys, values, layer)")
+        raise ValueError("a layer of a KVCache is updated by its cache: cache.update(keys, values, layer)")
 
     def get_seq_length(self) -> int:
-        return max((group.seen_before for group in self._groups), default=0)
+        return max((group.progress.before for group in self._groups), default=0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.23
 
 
 def tokens_read(group: PolicyGroup) -> list[list[int]] | None:
@@ -125,14 +115,14 @@ def tokens_read(group: PolicyGroup) -> list[list[int]] | None:
 
 def nbytes_read(group: PolicyGroup) -> int | None:
     """Bytes of their keys, values and positions, and of the data that selected them, in all layers; None as above."""
-    total = 0
+    total, position = 0, 4
     for layer in group.layers:
         if layer.pages is None or layer.pages.read is None:
             return None
         tokens = int(layer.pages.read[0].sum())
         key, value = (x.shape[-1] * x.element_size() for x in (layer.store.keys, layer.store.values))
-        total += tokens * (key + value + POSITION_NBYTES) + layer.pages.nbytes_scanned // group.size
+        total += tokens * (key + value + position) + layer.pages.nbytes_scanned // group.size
         if group.policy.reader is not None and group.policy.reader.reads_keys:  # keys of tokens that were not selected
             others = layer.counts[0] * layer.store.keys.shape[1] - tokens
-            total += others * (key + POSITION_NBYTES)
+            total += others * (key + position)
     return total

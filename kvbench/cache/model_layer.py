@@ -1,18 +1,17 @@
-"""A layer of the model, for parts that need it: its rotation of queries and keys, and its output projection.
+"""The rotation and the output projection of a layer of the model, for parts of policies that need them.
 
-Attention is handed its module alone, which knows the configuration but not the model. So the rotary embedding is made
-anew from both, by the class the model's own code has for it, and is tried on the module: two random tokens go through
-its projections with and without a rotation. Families differ in which numbers of a head are pairs, and some layers of a
-family do not rotate at all; the trial finds out, and what it cannot explain is refused. A model that was cast after it
-was loaded (`model.half()` casts its frequencies too) rotates otherwise than its configuration says, which nothing here
-can see: load it in the dtype it is to have.
+An attention module knows the configuration but not the model, so the rotary embedding is created from the class in the
+model's code. Families differ in which channels of a head are pairs, and some layers do not rotate. A trial determines
+this: the module projects two random tokens with and without a rotation. InterfaceError if no known rotation explains
+the result. A model that was cast after loading (`model.half()` also casts frequencies) rotates differently, which is
+not detected: load it in its final dtype.
 
-Shapes: B batch, H heads, n tokens, R rotated numbers of a head.
+Shapes: B batch, H heads, n tokens, D head dim.
 """
 
 import sys
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -25,154 +24,142 @@ from kvbench.policies.model_layer import Rotation
 from kvbench.policies.observation import AttentionParams
 
 PROJECTIONS = ("o_proj", "out_proj", "dense")
-PLACES = (1, 3)  # positions of the tokens of the trial
+POSITIONS = (1, 3)  # of the tokens of the trial
 
-_LAYERS: WeakKeyDictionary[nn.Module, "ReadLayer"] = WeakKeyDictionary()
-
-
-class Pairs(NamedTuple):
-    """Which numbers of cos and sin, as the model's embedding gives them, rotate a head's pairs, and which are pairs."""
-
-    numbers: slice
-    interleaved: bool
+_LAYERS: WeakKeyDictionary[nn.Module, "RealLayer"] = WeakKeyDictionary()
 
 
-def model_layer(reader: nn.Module, like: Tensor) -> "ReadLayer":
-    """The layer of an attention module; like: a tensor of the dtype and on the device of its queries."""
-    known = _LAYERS.get(reader)
-    if known is None or not known.is_like(like):
-        known = _LAYERS[reader] = ReadLayer(reader, like)
+def model_layer(module: nn.Module, like: Tensor) -> "RealLayer":
+    """The layer of an attention module. like: a tensor with the dtype and device of its queries."""
+    known = _LAYERS.get(module)
+    if known is None or (known.like.dtype, known.like.device) != (like.dtype, like.device):
+        known = _LAYERS[module] = RealLayer(module, like.new_empty(0))
     return known
 
 
-class ReadLayer:
-    """What an attention module, which it does not keep alive, does beside attention."""
+class RealLayer:
+    """The rotation and the output projection of an attention module, which it does not keep alive."""
 
-    def __init__(self, reader: nn.Module, like: Tensor) -> None:
-        self._reader = ref(reader)
-        self._like = like.new_empty(0)
-        self._uniform = layout_of(self._module().config).uniform_length
+    def __init__(self, module: nn.Module, like: Tensor) -> None:
+        self.like = like
+        self._ref = ref(module)
+        self._uniform = layout_of(self._module.config).uniform_length
         self._rotary: nn.Module | None = None
-        self._pairs: Pairs | None = None
+        self._pairs: tuple[slice, bool] | None = None  # see `_try_out`
 
-    def is_like(self, other: Tensor) -> bool:
-        """Whether the model still computes in this dtype and on this device."""
-        return (self._like.dtype, self._like.device) == (other.dtype, other.device)
+    @property
+    def _module(self) -> Any:  # noqa: ANN401 - a module's attributes have no type
+        module = self._ref()
+        assert module is not None, "the model was deleted"
+        return module
 
     def rotation(self, positions: Tensor) -> Rotation:
         """The layer's rotation at positions [B,H,n]. Raises InterfaceError if it cannot be determined."""
         if self._rotary is None:
-            rotary = self._made()
+            rotary = self._new_rotary()
             try:
-                self._pairs = self._tried(rotary)
+                self._pairs = self._try_out(rotary)
             except InterfaceError:
                 raise
-            except Exception as error:  # whatever a module's own code makes of a trial apart from its model
-                raise self._refused(f"cannot be tried apart from its model ({error})") from error
+            except Exception as error:  # any error of a module that is called outside of its model
+                raise self._error(f"cannot be called outside of its model ({error})") from error
             self._rotary = rotary
-        if self._pairs is None:  # the layer does not rotate
-            none = self._like.new_zeros(*positions.shape, 0)
+        if self._pairs is None:
+            none = self.like.new_zeros(*positions.shape, 0)
             return Rotation(none, none)
         if self._uniform is not None and positions.numel() and int(positions.max()) >= self._uniform:
-            raise self._refused(f"rotates calls beyond {self._uniform} tokens by their length")
+            raise self._error(f"rotates calls beyond {self._uniform} tokens by their length")
+        channels, interleaved = self._pairs
         cos, sin = self._cos_sin(self._rotary, positions.flatten(1))
-        numbers, interleaved = self._pairs
-        cos, sin = (x[..., numbers].unflatten(1, positions.shape[1:]) for x in (cos, sin))
+        cos, sin = (x[..., channels].unflatten(1, positions.shape[1:]) for x in (cos, sin))
         return Rotation(cos, sin, interleaved)
 
     def output_projection(self) -> Tensor:
-        """[H_q,D,hidden]. Raises InterfaceError for a layer whose projection is no plain matrix."""
-        reader = self._module()
-        heads, hidden = reader.config.num_attention_heads, reader.config.hidden_size
-        weights = [getattr(getattr(reader, name, None), "weight", None) for name in PROJECTIONS]
-        for weight in weights:
+        """[H_q,D,hidden]. Raises InterfaceError unless the projection is a plain matrix."""
+        module = self._module
+        heads, hidden = module.config.num_attention_heads, module.config.hidden_size
+        for name in PROJECTIONS:
+            weight = getattr(getattr(module, name, None), "weight", None)
             if not isinstance(weight, Tensor) or weight.is_meta or not weight.is_floating_point():
                 continue
             if weight.dim() == 2 and weight.shape[0] == hidden and weight.shape[1] % heads == 0:
                 found: Tensor = weight.detach().T.unflatten(0, (heads, -1))
                 return found
-        raise self._refused(f"has no output projection ({', '.join(PROJECTIONS)}) that is a plain matrix at hand")
+        raise self._error(f"has no output projection ({', '.join(PROJECTIONS)}) that is a plain matrix")
 
-    # --- how it rotates --------------------------------------------------------------------------------------------
-    def _made(self) -> nn.Module:
-        """The rotary embedding of the model's code, for this configuration."""
-        reader = self._module()
-        kind, known = type(reader), {"self", "x", "position_ids", "layer_type"}
+    def _new_rotary(self) -> nn.Module:
+        """A rotary embedding of the model's own class."""
+        kind = type(self._module)
         family, code = kind.__name__.removesuffix("Attention"), sys.modules[kind.__module__]
         rotary = getattr(code, f"{family}RotaryEmbedding", None) or getattr(code, f"{family}TextRotaryEmbedding", None)
+        known = {"self", "x", "position_ids", "layer_type"}
         if rotary is None or not signature(rotary.forward).parameters.keys() <= known:
-            raise self._refused("has no rotary embedding that kvbench knows")
-        made: nn.Module = rotary(config=reader.config).to(self._like.device)
+            raise self._error("has no rotary embedding that kvbench knows")
+        made: nn.Module = rotary(config=self._module.config).to(self.like.device)
         return made
 
     def _cos_sin(self, rotary: nn.Module, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The model's own cos and sin at positions [B,n]."""
-        more = {}
+        more, module = {}, self._module
         if "layer_type" in signature(rotary.forward).parameters:
-            reader = self._module()
-            more["layer_type"] = reader.config.layer_types[reader.layer_idx]
-        cos, sin = rotary(self._like, positions, **more)
+            more["layer_type"] = module.config.layer_types[module.layer_idx]
+        cos, sin = rotary(self.like, positions, **more)
         return cos, sin
 
     @torch.no_grad()
-    def _tried(self, rotary: nn.Module) -> Pairs | None:
-        """Which pairs explain what the layer does to two random tokens; None: it does nothing to them."""
-        reader, like = self._module(), self._like
-        drawn = torch.randn(1, 2, reader.config.hidden_size, generator=torch.Generator().manual_seed(0))
-        dtype = next((weight.dtype for weight in reader.parameters() if weight.is_floating_point()), like.dtype)
-        tokens = drawn.to(like.device, dtype)
-        cos, sin = self._cos_sin(rotary, torch.tensor([PLACES], device=like.device))
-        plain = self._projected(tokens, torch.ones_like(cos), torch.zeros_like(sin))
-        rotated = self._projected(tokens, cos, sin)
-        if all(_same(x, y) for x, y in zip(plain, rotated, strict=True)):
+    def _try_out(self, rotary: nn.Module) -> tuple[slice, bool] | None:
+        """The channels of cos and sin that rotate, and whether pairs are neighbours; None without a rotation."""
+        module, like = self._module, self.like
+        drawn = torch.randn(1, 2, module.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), like.dtype)
+        tokens, positions = drawn.to(like.device, dtype), torch.tensor([POSITIONS], device=like.device)
+        cos, sin = self._cos_sin(rotary, positions)
+        plain = self._projected(tokens, positions, torch.ones_like(cos), torch.zeros_like(sin))
+        rotated = self._projected(tokens, positions, cos, sin)
+        if all(map(_equal, plain, rotated)):
             return None
         half = cos.shape[-1] // 2
-        for numbers in (slice(0, half), slice(0, None, 2), slice(None)):
+        for channels in (slice(0, half), slice(0, None, 2), slice(None)):
             for interleaved in (False, True):
-                found = Rotation(cos[:, None, :, numbers], sin[:, None, :, numbers], interleaved)
+                found = Rotation(cos[:, None, :, channels], sin[:, None, :, channels], interleaved)
                 fits = 2 * found.cos.shape[-1] <= plain[0].shape[-1]
-                if fits and all(_same(found.apply(x), y) for x, y in zip(plain, rotated, strict=True)):
-                    return Pairs(numbers, interleaved)
-        raise self._refused("rotates queries and keys in a way that kvbench does not know")
+                if fits and all(map(_equal, map(found.apply, plain), rotated)):
+                    return channels, interleaved
+        raise self._error("rotates queries and keys in an unknown way")
 
-    def _projected(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [1,H_q,2,D] and keys [1,H_kv,2,D] that the module hands to its attention with these cos and sin."""
-        reader, taken = self._module(), _Taken()
-        takes = signature(type(reader).forward).parameters
-        if "position_embeddings" not in takes:
-            raise self._refused("is not handed a rotary embedding")
+    def _projected(self, tokens: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [1,H_q,2,D] and keys [1,H_kv,2,D] that the module computes with these cos and sin."""
+        parameters, cache = signature(type(self._module).forward).parameters, _Recorder()
+        if "position_embeddings" not in parameters:
+            raise self._error("does not receive a rotary embedding")
         given = {"hidden_states": tokens, "position_embeddings": (cos, sin), "attention_mask": None}
-        if "position_ids" in takes:  # Mistral 3 sharpens its queries by their place
-            given["position_ids"] = torch.tensor([PLACES], device=tokens.device)
-        reader.forward(**given, **{"layer_past" if "layer_past" in takes else "past_key_values": taken})
-        return taken.queries, taken.keys
+        if "position_ids" in parameters:  # Mistral 3 scales queries by position
+            given["position_ids"] = positions
+        given["layer_past" if "layer_past" in parameters else "past_key_values"] = cache
+        self._module.forward(**given)
+        return cache.queries, cache.keys
 
-    def _module(self) -> Any:  # noqa: ANN401 - a module's attributes have no type
-        reader = self._reader()
-        assert reader is not None, "the model is gone, and its cache asks for it"
-        return reader
-
-    def _refused(self, why: str) -> InterfaceError:
+    def _error(self, why: str) -> InterfaceError:
         return InterfaceError(
-            f"{type(self._module()).__name__} {why}, and the policy reads it: use another policy, such as snapkv, or "
-            "a model such as Llama, Qwen3 or Mistral"
+            f"{type(self._module).__name__} {why}, and the policy needs it: use another policy, such as snapkv, or a "
+            "model such as Llama, Qwen3 or Mistral"
         )
 
 
-class _Taken:
-    """In place of a cache and of attention: takes what a module's projections give."""
+class _Recorder:
+    """A cache that records the keys and queries of one call, and returns zeros as attention."""
 
     def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[LayerCall, LayerCall]:
         self.keys, self._values = keys, values
         call = LayerCall(0, self._attend)
         return call, call
 
-    def _attend(self, reader: nn.Module, queries: Tensor, mask: Tensor | None, how: AttentionParams) -> Tensor:
+    def _attend(self, module: nn.Module, queries: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
         self.queries = queries
         return self._values.new_zeros(*queries.shape[:3], self._values.shape[-1])
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
-    """Equal but for the rounding of the model's dtype."""
+def _equal(x: Tensor, y: Tensor) -> bool:
+    """Whether tensors are equal up to rounding."""
     within = 16 * torch.finfo(y.dtype).eps * float(y.abs().max())
     return bool((x.to(torch.float64) - y.to(torch.float64)).abs().max() <= within)

@@ -1,4 +1,4 @@
-"""transformers' cache as presses of kvpress compress it.
+"""The transformers cache of kvpress's presses.
 
 Shapes: B batch, L layers, H_kv KV heads.
 """
@@ -16,18 +16,20 @@ from kvbench.cache.layer import stacked
 
 
 def kept_by_layer(cache: KVCache | PressedCache) -> list[Tensor]:
-    """[B,H_kv] tokens held by each layer that has any; of presses masked ones too."""
+    """[B,H_kv] tokens held by each attention layer, masked tokens included."""
     if isinstance(cache, KVCache):
         return [layer.kept_tokens().cpu() for layer in cache.attention_layers]
-    return [torch.full(layer.keys.shape[:2], layer.keys.shape[2]) for layer in cache.read]
+    return [torch.full(layer.keys.shape[:2], layer.keys.shape[2]) for layer in cache.used_layers]
 
 
 class PressedCache(DynamicCache):
-    """A transformers cache whose tokens per KV head and bytes are counted from its tensors.
+    """A transformers cache with the sizes of a KVCache, counted from its tensors.
 
-    buffer_nbytes: bytes of hidden states or scores that a press keeps while decoding. masked: [L][H_kv] held tokens
-    whose keys the press masks; None if it masks none.
+    seen: tokens seen. buffer_nbytes: bytes of hidden states or scores that a press holds while decoding. masked:
+    [L][H_kv] held tokens with keys that the press masks; None if it masks none.
     """
+
+    spare_nbytes = state_nbytes = 0  # no memory is reserved, and models with recurrent layers are refused
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,35 +39,25 @@ class PressedCache(DynamicCache):
         self.masked: list[list[int]] | None = None
 
     @property
+    def used_layers(self) -> list[Any]:
+        """The layers with keys and values."""
+        return [layer for layer in self.layers if getattr(layer, "keys", None) is not None]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of keys and values, and of the press's buffer."""
-        held: int = sum(x.nbytes for layer in self.read for x in (layer.keys, layer.values))
+        held: int = sum(x.nbytes for layer in self.used_layers for x in (layer.keys, layer.values))
         return held + self.buffer_nbytes
 
     @property
     def held_nbytes(self) -> int:
-        """The same: it reserves none."""
+        """The same as `nbytes`."""
         return self.nbytes
 
-    @property
-    def state_nbytes(self) -> int:
-        """Bytes of recurrent layers' states: models that have any are refused."""
-        return 0
-
-    @property
-    def spare_nbytes(self) -> int:
-        """Bytes reserved but unused."""
-        return 0
-
     def kept_tokens(self) -> Tensor:
-        """[L,B,H_kv] tokens held, masked ones too. ValueError where layers differ in their number of KV heads."""
+        """[L,B,H_kv] tokens held, masked tokens included. ValueError if layers differ in their number of KV heads."""
         return stacked(kept_by_layer(self))
 
     def note_bytes(self) -> None:
-        """Keep the peak true."""
+        """Update the peak."""
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-
-    @property
-    def read(self) -> list[Any]:
-        """The layers that hold something."""
-        return [layer for layer in self.layers if getattr(layer, "keys", None) is not None]

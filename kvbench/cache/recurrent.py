@@ -1,7 +1,7 @@
-"""Recurrent and convolutional layers: a state of one size for each sequence, which no policy makes smaller.
+"""Recurrent and convolutional layers, with a state of constant size per sequence that no policy reduces.
 
-A state goes with its sequence: every group holds those of its own rows, and where several groups are called together
-a layer shows them as one tensor, of which each group then holds its rows. So models may write into what they are shown.
+Every group holds the states of its own sequences. For a call of several groups, a layer concatenates them once, and the
+groups then hold views of the result, because models may change a state in place.
 
 Shapes: B batch, D channels, M new tokens.
 """
@@ -20,10 +20,7 @@ from kvbench.cache.layout import Layout
 
 
 class RecurrentLayer(NoRollback, LinearAttentionCacheLayerMixin):
-    """The states of one layer for all sequences, in the form that transformers uses.
-
-    index: the layer's, in the model.
-    """
+    """The states of one layer for all sequences, with the interface of transformers. index: in the model."""
 
     is_compileable = False
     is_croppable = False
@@ -34,103 +31,99 @@ class RecurrentLayer(NoRollback, LinearAttentionCacheLayerMixin):
         self._name = str(index)
         self._continues = layout.continues
         self.number_of_states = layout.states[index]
-        self._shown: dict[str, tuple[Tensor, list[Tensor]]] = {}
+        self._joined: dict[str, tuple[Tensor, Sequence[Tensor]]] = {}  # states of all groups, and their parts
 
     @property
     def conv_states(self) -> Mapping[int, Tensor | None]:  # type: ignore[override]
         """The newest inputs of each convolution, [B,D,kernel]."""
-        return {number: self._held(f"conv.{number}") for number in range(self.number_of_states)}
+        return {number: self._state(f"conv.{number}") for number in range(self.number_of_states)}
 
     @property
     def recurrent_states(self) -> Mapping[int, Tensor | None]:  # type: ignore[override]
         """The state of each recurrence, [B,...]."""
-        return {number: self._held(f"recurrent.{number}") for number in range(self.number_of_states)}
+        return {number: self._state(f"recurrent.{number}") for number in range(self.number_of_states)}
 
     @property
     def has_previous_state(self) -> Mapping[int, bool]:  # type: ignore[override]
-        """Whether a token came."""
-        return {number: held is not None for number, held in self.conv_states.items()}
+        """Whether there was a token before this call."""
+        return {number: state is not None for number, state in self.conv_states.items()}
 
     def lazy_initialization(self, *args: object, **kwargs: object) -> None:
-        """Nothing to do: the first tokens make the states."""
+        """Nothing to do: the first update creates a state."""
 
     def update_conv_state(
-        self,
-        conv_states: Tensor,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-        **kwargs: object,
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
     ) -> Tensor:
-        """Take in the inputs [B,D,M] of new tokens; returns those that the convolution sees, older ones before them."""
-        before = self._held(f"conv.{state_idx}")
-        if before is not None and conv_states.shape[-1] > 1 and not self._continues:
-            raise InterfaceError(
-                f"a call brings {conv_states.shape[-1]} tokens after others, but the model begins its recurrent layers "
-                "anew at every call of several tokens: a prompt has to come in one call, what follows token by token"
-            )
-        size = (conv_kernel_size or conv_states.shape[-1]) if before is None else before.shape[-1]
-        seen = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
-        if seen.shape[-1] < size:
-            seen = F.pad(seen, (size - seen.shape[-1], 0))
-        self._hold(f"conv.{state_idx}", seen[..., -size:])
-        return seen
+        """Append the inputs [B,D,M] of new tokens; returns all inputs of the convolution, earlier ones first."""
+        before, new = self._state(f"conv.{state_idx}"), conv_states.shape[-1]
+        if before is None:
+            size, inputs = conv_kernel_size or new, conv_states
+        else:
+            size, inputs = before.shape[-1], torch.cat([before, conv_states], dim=-1)
+            if new > 1 and not self._continues:
+                raise InterfaceError(
+                    f"a call brings {new} tokens after others, but the recurrent layers of this model restart at every "
+                    "call of several tokens: pass the prompt in one call, and later tokens one by one"
+                )
+        if inputs.shape[-1] < size:
+            inputs = F.pad(inputs, (size - inputs.shape[-1], 0))
+        self._set(f"conv.{state_idx}", inputs[..., -size:])
+        return inputs
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object) -> Tensor:
-        """Hold these states [B,...] from now on."""
-        self._hold(f"recurrent.{state_idx}", recurrent_states)
+        """Replace a state [B,...]."""
+        self._set(f"recurrent.{state_idx}", recurrent_states)
         return recurrent_states
 
-    def _held(self, state: str) -> Tensor | None:
+    def _state(self, name: str) -> Tensor | None:
         """A state of all sequences, None before the first token."""
-        name = f"{self._name}.{state}"
+        name = f"{self._name}.{name}"
         for group in self._groups:
             group.free_state(name)
         parts = [group.states[name] for group in self._groups if name in group.states]
-        if not parts:
-            return None
-        if len(parts) == 1:
-            self._shown.pop(name, None)
-            return parts[0]
-        shown, rows = self._shown.get(name, (None, []))
-        if shown is None or len(rows) != len(parts) or any(x is not y for x, y in zip(rows, parts, strict=True)):
-            shown = torch.cat(parts)
-            rows = list(shown.split([len(part) for part in parts]))
-            self._shown[name] = shown, rows
-            for group, part in zip(self._groups, rows, strict=True):
+        if len(parts) <= 1:
+            return parts[0] if parts else None
+        joined, known = self._joined.get(name, (parts[0], ()))
+        if list(map(id, known)) != list(map(id, parts)):
+            joined = torch.cat(parts)
+            known = joined.split([len(part) for part in parts])
+            self._joined[name] = joined, known
+            for group, part in zip(self._groups, known, strict=True):
                 group.states[name] = part
-        return shown
+        return joined
 
-    def _hold(self, state: str, new: Tensor) -> None:
-        held = self._held(state)
-        if held is not None:
-            held.copy_(new)
+    def _set(self, name: str, new: Tensor) -> None:
+        """Replace a state in place, or create it."""
+        state = self._state(name)
+        if state is not None:
+            state.copy_(new)
             return
         sizes = [group.size for group in self._groups]
-        alone, one_prompt = len(sizes) == 1, len(new) < sum(sizes)
-        parts = [new] * len(sizes) if alone or one_prompt else new.split(sizes)
+        one_prompt = len(new) < sum(sizes)
+        parts = [new] * len(sizes) if one_prompt or len(sizes) == 1 else new.split(sizes)
         for group, part in zip(self._groups, parts, strict=True):
-            group.hold_state(f"{self._name}.{state}", part.clone())
+            group.hold_state(f"{self._name}.{name}", part.clone())
 
 
 class RecurrentKVLayer(KVLayer, RecurrentLayer):
-    """A layer with a recurrent state beside keys and values. place: among the layers with keys and values."""
+    """A layer with a recurrent state, and with keys and values. place: among the attention layers."""
 
     def __init__(self, groups: Sequence[PolicyGroup], place: int, index: int, layout: Layout) -> None:
         KVLayer.__init__(self, groups, place)
         RecurrentLayer.__init__(self, groups, index, layout)
 
     def lazy_initialization(self, *args: object, **kwargs: object) -> None:
-        """Nothing to do: the first tokens make stores and states."""
+        """Nothing to do, as in both base classes."""
 
 
 def check_padding(seen: Sequence[int], mask: Tensor) -> None:
-    """ValueError where a call of several tokens pads a sequence that has seen some: its states would take padding in.
+    """ValueError if a later prompt of a batch is padded, because padding would change the states.
 
-    seen: tokens of every sequence; mask [B,M] bool marks the real ones of the call."""
-    padded = (~mask).any(-1).tolist() if mask.shape[1] > 1 else []
-    for row, (before, some) in enumerate(zip(seen, padded, strict=False)):
-        if before and some:
+    seen: tokens of every sequence before the call; mask [B,M] bool marks the real tokens of the call.
+    """
+    for row, (before, padded) in enumerate(zip(seen, (~mask).any(-1).tolist(), strict=False)):
+        if before and padded and mask.shape[1] > 1:
             raise ValueError(
-                f"sequence {row} is padded after the {before} tokens it has seen, and the states of this model's "
-                "recurrent layers would take padding in: give later prompts of a batch one length, or each alone"
+                f"sequence {row} is padded after the {before} tokens it has seen, which would change the states of "
+                "recurrent layers: pass later prompts of equal length, or one by one"
             )

@@ -1,8 +1,10 @@
-"""Keys that stay move together: rotated to places that follow each other, up to the newest token's.
+"""Rotate kept keys to consecutive positions, up to that of the newest token.
 
-A rotary embedding knows the distance of a key and a query alone. So kept keys at T - b, ..., T - 1 and later tokens at
-T, T + 1, ... read as keys at 0, ..., b - 1 and later tokens at b, b + 1, ... do, and the model counts on as it did.
-Shapes: B batch, H_kv KV heads, n kept slots of the head that has most.
+Attention depends only on the distance between a key and a query. Kept keys at T - b, ..., T - 1 with later tokens at T,
+T + 1, ... therefore give the same attention as keys at 0, ..., b - 1 with later tokens at b, b + 1, ..., and the model
+continues to count positions as before.
+
+Shapes: B batch, H_kv KV heads, n kept slots of the head with the most.
 """
 
 import torch
@@ -15,18 +17,19 @@ from kvbench.policies.stores.store import LayerStore
 
 
 def close_gaps(held: LayerStore, kept: Tensor, seen: Observation) -> None:
-    """Rotate the keys of the kept slots, bool [B,H_kv,T], each head's to places without gaps behind each other.
+    """Rotate the keys of the kept slots, bool [B,H_kv,T], to consecutive positions in each head.
 
-    How far a token was moved is its statistic `MOVED`. Raises ValueError for a layer with a sliding window.
+    The statistic `MOVED` records by how many positions a token was moved. Raises ValueError for a layer with a sliding
+    window.
     """
     if seen.params.sliding_window is not None:
         raise ValueError(
-            "rerotate=true moves keys closer, but the model's sliding window hides tokens by where they were read: use "
+            "rerotate=true moves keys, but the model's sliding window hides tokens by their original position: use "
             "rerotate=false, or a model without a sliding window"
         )
     slots, present = in_order(kept, held.positions)
     rank = torch.arange(slots.shape[-1], device=slots.device).where(present, 0)
-    slots = torch.where(present, slots, slots[..., :1])  # beyond a head's own number its first token, once more
+    slots = torch.where(present, slots, slots[..., :1])  # padding of shorter heads repeats their first token
     positions, state = held.positions.gather(-1, slots).long(), held.state
     before = positions + state[MOVED][..., 0].gather(-1, slots).long()
     after = seen.seen[:, None, None] - present.sum(-1, keepdim=True) + rank

@@ -53,8 +53,7 @@ class SharedReads:
 
     def delays(self, layer: LayerState, step: LayerStep) -> bool:
         """Whether an eviction waits for readers: that of an owner or a later layer, so that their order is kept."""
-        owned = self._layout.owned
-        return bool(owned) and step.alone and layer.index >= min(owned)
+        return step.alone and layer.index >= min(self._layout.owned)
 
     def add(self, group: PolicyGroup, layer: LayerState, step: LayerStep, values: Tensor) -> None:
         """Store a step if the layer is an owner; values: of the step's tokens."""

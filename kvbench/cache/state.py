@@ -74,9 +74,9 @@ class RecentQueries:
 class LayerState:
     """The contents of one layer: tokens, statistics, and the observation window.
 
-    counts: tokens held per KV head, for each sequence. memory: data of scorer and merger per sequence. ranking: the
-    scores of a prompt until its budget is known. unsettled: the eviction of a complete prompt is still due. pages: for
-    sparse attention. compacted: several tokens were evicted at once.
+    counts: tokens held per KV head, for each sequence; empty before the first token. memory: data of scorer and merger
+    per sequence. ranking: the scores of a prompt until its budget is known. unsettled: the eviction of a complete
+    prompt is still due. pages: for sparse attention. compacted: several tokens were evicted at once.
     """
 
     def __init__(self, policy: Policy, index: int) -> None:
@@ -90,27 +90,17 @@ class LayerState:
         self.recent = RecentQueries(policy.needs.window)
         self.pages = None if policy.reader is None else PageReads(policy, index)
         self.query_heads = 0
-        self._store: LayerStore | None = None
+        self.store: LayerStore  # set by `open`
 
     @property
     def opened(self) -> bool:
         """Whether a token was appended."""
-        return self._store is not None
-
-    @property
-    def store(self) -> LayerStore:
-        """The store, after the first token."""
-        assert self._store is not None, "the layer holds no token yet"
-        return self._store
-
-    @store.setter
-    def store(self, store: LayerStore) -> None:
-        self._store = store
+        return bool(self.counts)
 
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor held: keys, values, positions, running statistics, observation window."""
-        held = 0 if self._store is None else self._store.nbytes
+        held = self.store.nbytes if self.counts else 0
         ranking = 0 if self.ranking is None else self.ranking.nbytes
         memory = sum(x.nbytes for x in self.memory.values()) if self.memory else 0
         pages = 0 if self.pages is None else self.pages.nbytes
@@ -119,28 +109,17 @@ class LayerState:
     @property
     def spare_nbytes(self) -> int:
         """Bytes reserved but unused: capacity for new tokens, and the slots of evicted ones."""
-        return 0 if self._store is None else self._store.sizes().spare
+        return self.store.sizes().spare if self.counts else 0
 
     @property
     def positions(self) -> Tensor:
         """LongTensor [B,H_kv,C]: original position of each slot, -1 = empty."""
-        return torch.empty(0, 0, 0, dtype=torch.long) if self._store is None else self._store.positions.long()
+        return self.store.positions.long() if self.counts else torch.empty(0, 0, 0, dtype=torch.long)
 
-    def expect(self, tokens: int) -> None:
-        """Reserve capacity for no more than this number of later tokens."""
-        if self._store is not None:
-            self._store.expect(tokens)
-
-    def prepare(self, new: QKV) -> QKV:
-        """The new tokens as the policy stores them: once per query head if each keeps its own set."""
-        if self.policy.granularity == "query_head":
-            group = new.queries.shape[1] // new.keys.shape[1]
-            keys, values = (x.repeat_interleave(group, dim=1) for x in (new.keys, new.values))
-            new = QKV(new.queries, keys, values)
-        if self._store is None:
-            self.query_heads = new.queries.shape[1]
-            self.counts = [0] * new.keys.shape[0]
-            width = self.query_heads // new.keys.shape[1] if self.policy.needs.query_heads else 1
-            store = self.policy.store.for_layer(self.index)
-            self._store = store.open(new.keys, new.values, self.policy.needs.statistics, width)
-        return new
+    def open(self, new: QKV) -> None:
+        """Open the store of a layer without tokens, for tensors like these."""
+        self.query_heads = new.queries.shape[1]
+        self.counts = [0] * new.keys.shape[0]
+        width = self.query_heads // new.keys.shape[1] if self.policy.needs.query_heads else 1
+        store = self.policy.store.for_layer(self.index)
+        self.store = store.open(new.keys, new.values, self.policy.needs.statistics, width)

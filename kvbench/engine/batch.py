@@ -1,16 +1,14 @@
 """The decode batch: sequences of any policy, budget, length and example take their decoding steps together.
 
-Each sequence has the same tokens, kept positions, bytes and audit as in a batch of one: exactly on a CPU, and up to the
-rounding of its kernels on a GPU.
-
-With CUDA graphs, a finished sequence leaves a copy of its cache and stays in the batch as padding. Padding is removed
-when the other sequences fit a smaller `bucket`, when a store has to grow, and when sequences are admitted: 32 sequences
-that finish one after another are recorded 7 times instead of 32.
+On a GPU, sequences with dense stores are in a `DeviceBatch`, whose steps may be recorded as CUDA graphs; all others,
+and all on a CPU, are in a plain cache. Each of both is one call of the model. Each sequence has the same tokens, kept
+positions, bytes and audit as in a batch of one: exactly on a CPU, and up to the rounding of its kernels on a GPU.
 
 Shapes: S sequences, T prompt tokens, V vocabulary.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from itertools import chain
 
 import torch
@@ -19,10 +17,9 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import BudgetError, KVCache, ScoreError
 from kvbench.cache.device_batch import DeviceBatch
-from kvbench.cache.group import in_order
-from kvbench.cache.join import copied, empty_like, join, pick
+from kvbench.cache.join import empty_like
 from kvbench.cache.layout import layout_of
-from kvbench.engine.cuda_graph import Recorder, bucket, recorded
+from kvbench.engine.cuda_graph import Recorder
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill_prompt
 from kvbench.engine.sequence import LiveSequence, Request, choose_next
@@ -30,11 +27,11 @@ from kvbench.kernels.tiles import use_triton
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.random import with_example_seed
 
-JOIN_STEPS = 3  # steps after an admission until all sequences can decode on the device as one batch
+Decode = Callable[[Tensor, Tensor, KVCache], Tensor]
 
 
 class DecodeBatch:
-    """The sequences in flight on one model. `sequences` are those of `cache` in this order, padding included.
+    """The `sequences` in flight on one model.
 
     cuda_graph: decoding steps are recorded and replayed. strict: see `Recorder`.
     """
@@ -43,19 +40,19 @@ class DecodeBatch:
         self._model = model
         self._recorder = Recorder(model, strict) if cuda_graph else None
         self._layout = layout_of(model.config)
-        self.cache: KVCache | None = None
+        self._plain: KVCache | None = None
+        self.device: DeviceBatch | None = None
         self.sequences: list[LiveSequence] = []
-        self._joining = 0
 
     @property
     def in_flight(self) -> int:
         """Number of sequences that are being decoded."""
-        return sum(not sequence.done for sequence in self.sequences)
+        return len(self.sequences)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all sequences and of the padding, which is freed at the next admission."""
-        return 0 if self.cache is None else self.cache.nbytes
+        """Bytes of all sequences, each as if it was alone."""
+        return sum(cache.nbytes for cache in (self._plain, self.device) if cache is not None)
 
     # --- admission -------------------------------------------------------------------------------------------------
     def can_admit(self, request: Request) -> bool:
@@ -64,7 +61,7 @@ class DecodeBatch:
         A model whose rotary frequencies depend on the length of a call (longrope, dynamic NTK) decodes a sequence
         beyond the length of the switch alone, so that no other sequence changes its frequencies.
         """
-        here = [sequence.request for sequence in self.sequences if not sequence.done]
+        here = [sequence.request for sequence in self.sequences]
         return not here or not any(map(self._switches, [request, *here]))
 
     def _switches(self, request: Request) -> bool:
@@ -92,7 +89,6 @@ class DecodeBatch:
         """Admit questions about one context, or samples of one prompt (`shares_prompt`), with one prefill."""
         assert all(map(self.can_admit, requests))
         assert all(self.shares_prompt(requests[0], request) for request in requests[1:])
-        self.drop(())
         sequences = [[_new_sequence(request, policy) for policy in policies] for request in requests]
         prefill_prompt(self._model, sequences)
         self.start(chain(*sequences))
@@ -111,105 +107,67 @@ class DecodeBatch:
                 _audit(sequence)
                 continue
             assert sequence.cache is not None
-            if self.cache is None:
-                self.cache = empty_like(sequence.cache)
-            self.cache.groups += sequence.cache.groups
+            if self._plain is None:
+                self._plain = empty_like(sequence.cache)
+            self._plain.groups += sequence.cache.groups
             self.sequences.append(sequence)
-        if self.cache is not None:
-            before = self.sequences
-            self.sequences = [before[place] for place in join(self.cache)]
-        self._joining = JOIN_STEPS
 
     # --- decoding --------------------------------------------------------------------------------------------------
     @torch.inference_mode()
     def step(self) -> list[LiveSequence]:
-        """Append the last token of every sequence and choose its next one, in one call. Returns finished sequences."""
-        batch = self._recorded()
-        if batch is None or batch.room == 0:
-            self.drop(())
-        assert self.cache is not None, "no sequence is in flight"
-        if self._joining:
-            self._joining -= 1
-        elif use_triton(self.sequences[0].request.input_ids):
-            self.cache.on_device()
-        sequences = self.sequences
-        live = {place: sequence for place, sequence in enumerate(sequences) if not sequence.done}
-        device = sequences[0].request.input_ids.device
-        tokens = torch.tensor([[sequence.tokens[-1]] for sequence in sequences], device=device)
-        places = torch.tensor([[sequence.position] for sequence in sequences], device=device)
-        self._prepare(self.cache, tokens)
+        """Append the last token of every sequence and choose its next one. Returns the sequences that finish."""
+        assert self._plain is not None, "no sequence is in flight"
+        sequences = {sequence.cache.group: sequence for sequence in self.sequences if sequence.cache is not None}
+        eager, plain = partial(next_logits, self._model), self._plain
         try:
-            if self._recorder is None or self._joining:
-                logits = next_logits(self._model, tokens, places, self.cache)
-            else:
-                logits = self._recorder.step(self.cache, tokens, places)
-        except Exception as error:
-            for sequence in live.values():
-                sequence.error = error
-            return self._finish(live)
-        self._assign_errors(self.cache)
+            if use_triton(self.sequences[0].request.input_ids):
+                self.device = self.device or DeviceBatch(plain.config)
+                self.device.admit(plain.groups)
+                plain.groups[:] = [group for group in plain.groups if group not in self.device.groups]
+            if plain.groups:
+                self._decode(plain, [sequences[group] for group in plain.groups], eager)
+            if self.device is not None and self.device.groups:
+                rows = [None if group is None else sequences[group] for group in self.device.rows]
+                self._decode(self.device, rows, self._recorder or eager)
+                self.device.count()
+        except Exception as error:  # the lengths on the device may be wrong, and layers in two places
+            self.device = None
+            for sequence in self.sequences:
+                sequence.error = sequence.error or error
+        ended = [sequence for sequence in self.sequences if sequence.done]
+        self.drop(ended)
+        for sequence in ended:
+            _audit(sequence)
+        return ended
+
+    def _decode(self, cache: KVCache, rows: Sequence[LiveSequence | None], logits_of: Decode) -> None:
+        """One call of the model for the sequences of a cache; None: a row is padding."""
+        live = {row: sequence for row, sequence in enumerate(rows) if sequence is not None}
+        device = self.sequences[0].request.input_ids.device
+        tokens = torch.tensor([[0 if one is None else one.tokens[-1]] for one in rows], device=device)
+        places = torch.tensor([[0 if one is None else one.position] for one in rows], device=device)
+        for row, sequence in live.items():
+            if sequence.logits is not None and sequence.cache is not None:
+                sequence.cache.group.rate_next(sequence.logits, tokens[row : row + 1])
+        logits = logits_of(tokens, places, cache)
         for sequence in live.values():
+            assert sequence.cache is not None
+            sequence.error = sequence.cache.group.error
             sequence.position += 1
             sequence.decode_steps += 1
-        choose_next(list(live.values()), logits if len(live) == len(sequences) else logits[list(live)])
-        return self._finish(live)
+        choose_next(list(live.values()), logits if len(live) == len(rows) else logits[list(live)])
 
-    def _prepare(self, cache: KVCache, tokens: Tensor) -> None:
-        """Give groups whose policies rate tokens the logits before the next tokens [S,1]."""
-        for group, here in in_order(cache.groups):
-            if group.policy.rates:
-                logits = torch.cat([one.logits for one in self.sequences[here] if one.logits is not None])
-                group.rate_next(logits, tokens[here])
-
-    def _assign_errors(self, cache: KVCache) -> None:
-        """Give the error of a failed group to the sequences that caused it, or to all of them if none is known."""
-        for group, here in in_order(cache.groups):
-            error, sequences = group.error, self.sequences[here]
-            if error is None:
-                continue
-            failed = sequences
-            if isinstance(error, ScoreError):
-                group.error, failed = None, [sequences[index] for index in error.sequences]
-            elif isinstance(error, BudgetError):
-                first, group.error = here.start or 0, None
-                failed = [one for index, one in enumerate(sequences) if _breaks_budget(cache, first + index)]
-            for sequence in failed or sequences:
-                sequence.error = error
-
+    @torch.inference_mode()
     def drop(self, sequences: Collection[LiveSequence]) -> None:
-        """Remove sequences from the batch, and the padding."""
-        places = [n for n, one in enumerate(self.sequences) if not (one.done or one in sequences)]
-        if self.cache is not None and len(places) < len(self.sequences):
-            self.cache = pick(self.cache, places) if places else None
-            self.sequences = [self.sequences[place] for place in places]
-
-    def _finish(self, live: Mapping[int, LiveSequence]) -> list[LiveSequence]:
-        """The finished ones of the live sequences, by place, each with its own cache; remove them or pad with them."""
-        assert self.cache is not None
-        ended = {place: sequence for place, sequence in live.items() if sequence.done}
-        if not ended:
-            return []
-        pads = self._pad(ended)
-        for place, sequence in ended.items():
-            sequence.cache = copied(self.cache, place) if pads else pick(self.cache, [place])
-        if not pads:
-            self.drop(())
-        for sequence in ended.values():
-            _audit(sequence)
-        return list(ended.values())
-
-    def _pad(self, ended: Mapping[int, LiveSequence]) -> bool:
-        """Keep finished sequences as padding, unless the others fit a smaller bucket."""
-        batch = self._recorded()
-        if batch is None or bucket(self.in_flight) < len(self.sequences) or any(one.error for one in ended.values()):
-            return False
-        for place in ended:
-            batch.halt(place)
-        return batch.room > 0
-
-    def _recorded(self) -> DeviceBatch | None:
-        """The batch on the device, if steps are recorded."""
-        return None if self._recorder is None or self.cache is None else recorded(self.cache)
+        """Remove sequences from the batch; each has its own cache then."""
+        for sequence in sequences:
+            self.sequences.remove(sequence)
+            assert sequence.cache is not None
+            group = sequence.cache.group
+            if self._plain is not None and group in self._plain.groups:
+                self._plain.groups.remove(group)
+            if self.device is not None and group in self.device.groups:
+                self.device.free(group)
 
 
 def _new_sequence(request: Request, policy: Policy) -> LiveSequence:
@@ -217,19 +175,10 @@ def _new_sequence(request: Request, policy: Policy) -> LiveSequence:
     return LiveSequence(request, policy if request.example is None else with_example_seed(policy, *request.example))
 
 
-def _breaks_budget(cache: KVCache, place: int) -> bool:
-    """Whether one sequence of a cache holds more than its policy allows."""
-    try:
-        pick(cache, [place]).audit()
-    except BudgetError:
-        return True
-    return False
-
-
 def _audit(sequence: LiveSequence) -> None:
-    """Set the error of a finished sequence that holds more than its policy allows."""
+    """Set the error of a finished sequence that holds more than its policy allows, or whose scores were NaN."""
     if sequence.error is None and sequence.cache is not None:
         try:
             sequence.cache.audit()
-        except BudgetError as error:
+        except (BudgetError, ScoreError) as error:
             sequence.error = error

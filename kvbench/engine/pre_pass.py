@@ -22,7 +22,7 @@ from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.interface import InterfaceError
 from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
-from kvbench.cache.steps import BatchStep
+from kvbench.cache.progress import BatchStep
 from kvbench.engine.logits import base_of, prompt_ratings
 from kvbench.policies.layer_budgets import total_slots
 from kvbench.policies.needs import Needs
@@ -265,16 +265,13 @@ class _PassCache(KVCache):
             params = params._replace(model=model_layer(reader, queries))
         return self.attend(index, QKV(queries, keys, values), mask, params)
 
-    def _begin(self, layer: int, new: QKV, mask: Tensor | None) -> None:
-        """A pass is not a call of the cache."""
-
-    def _end(self, layer: int) -> None:
-        """A pass is not a call of the cache."""
-
     def attend(self, index: int, new: QKV, mask: Tensor | None, params: AttentionParams) -> Tensor:
         layer = self.stored.layers[index]
-        new, store, now = layer.prepare(new), layer.store, self.now.to(new.keys.device)
-        own = {"keys": new.keys, "values": new.values, "positions": now.places[:, None].expand(new.keys.shape[:3])}
+        if self.stored.policy.granularity == "query_head":
+            new = new.for_query_heads()
+        store, now = layer.store, self.now.to(new.keys.device)
+        places = now.positions.to(torch.int32)[:, None].expand(new.keys.shape[:3])
+        own = {"keys": new.keys, "values": new.values, "positions": places}
         stored = {"keys": store.keys, "values": store.values, "positions": store.positions}
         if store.slots.bias is not None:
             stored["bias"], own["bias"] = store.slots.bias, torch.zeros(new.keys.shape[:3], device=new.keys.device)
@@ -284,7 +281,8 @@ class _PassCache(KVCache):
         both = {name: torch.cat([x, own[name]], dim=2) for name, x in stored.items()}
         step = LayerStep(new.queries, now, params, SlotStore.of(both, (), store.slots.ascending), fresh=False)
         out = attend(step, Needs())
-        self._shared.add(self.group, layer, step, new.values)
+        if self._shared is not None:
+            self._shared.add(self.group, layer, step, new.values)
         observed = PassStep(
             layer=index,
             queries=new.queries,

@@ -12,7 +12,7 @@ from kvbench.policies.policy import Policy
 
 def can_record(policy: Policy) -> bool:
     """Whether a decoding step of this policy depends only on the token and changes only tensors on the device."""
-    return policy.store.replayable and not policy.rates and steps_alike(policy)
+    return policy.store.replayable and steps_alike(policy)
 
 
 def check_graph(policy: Policy, device: torch.device) -> None:

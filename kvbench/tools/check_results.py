@@ -15,9 +15,8 @@ from statistics import fmean
 from tempfile import gettempdir
 from typing import Any
 
-from kvbench.cache.budgets import Budgets
 from kvbench.cache.layout import layout_of
-from kvbench.cache.steps import Progress
+from kvbench.cache.progress import Budgets, Progress
 from kvbench.engine.prompts import blank, prompts_for
 from kvbench.errors import UsageError
 from kvbench.models.prompts import Prompt

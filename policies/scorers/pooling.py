@@ -33,7 +33,8 @@ def smooth(scores: Tensor, observation: Observation, window: int, kernel: int, p
     Candidates are the tokens before the newest `window` tokens. All window tokens must be stored; their scores are not
     pooled. At the ends of the candidates, max ignores missing neighbours and avg counts them as zeros.
     """
-    return smooth_along(scores, observation, by_position(observation), window, kernel, pool)
+    order = None if observation.slots.ascending else by_position(observation)
+    return smooth_along(scores, observation, order, window, kernel, pool)
 
 
 def smooth_along(
@@ -43,7 +44,7 @@ def smooth_along(
     candidates = scores.shape[-1] - window
     if pool == "none" or candidates < 1:
         return scores
-    if observation.packed:  # every head has the same number of candidates: no masks
+    if observation.slots.packed:  # every head has the same number of candidates: no masks
         if order is None:
             return torch.cat([_pooled(scores[..., :candidates], kernel, pool), scores[..., candidates:]], dim=-1)
         first = order[..., :candidates]

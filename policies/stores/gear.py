@@ -14,8 +14,7 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, number, whole_number
-from kvbench.policies.stores.codes import ChannelCodes, Chunk, Exact, TokenCodes
-from kvbench.policies.stores.column import Column
+from kvbench.policies.stores.codes import ChannelCodes, Chunk, Column, Exact, TokenCodes
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
 from kvbench.policies.stores.slot_store import SlotStore
 
@@ -103,6 +102,36 @@ class Block(Chunk):
             left, right = (widen(f) for f in self._factors)
             x[:, :, : self._coded] += left @ right.mT
         return x
+
+    def scores(self, rows: Tensor) -> Tensor:
+        assert self._keys
+        chunks = [chunk for chunk in (self._codes, self._exact) if chunk.tokens]
+        scores = torch.cat([chunk.scores(rows) for chunk in chunks], dim=-1)
+        if self._sparse is not None:
+            places, excess = (x[:, :, None].expand(-1, -1, rows.shape[2], -1, -1) for x in self._sparse)
+            scores.scatter_add_(-1, places.flatten(3).long(), (excess.to(rows.dtype) * rows[..., None, :]).flatten(3))
+        if self._factors is not None:
+            left, right = (f.to(rows.dtype) for f in self._factors)
+            scores[..., : self._coded] += rows @ right @ left.mT
+        return scores
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        assert not self._keys, "all values of a block are coded"
+        if not self._coded:
+            return self._exact.weighted(weights)
+        sums = self._codes.weighted(weights)
+        heads, dim = sums.shape[1], sums.shape[3]
+        if self._sparse is not None:
+            places, excess = (x[0, 0] for x in self._sparse)  # [2*each,T], places among the H*D channels
+            places = places.long()
+            own = weights[0].permute(0, 2, 1)[places // dim, torch.arange(places.shape[1], device=places.device)]
+            flat = sums.new_zeros(heads * dim, weights.shape[2])
+            flat.index_add_(0, places.flatten(), (own * excess.to(own.dtype)[..., None]).flatten(0, 1))
+            sums += flat.view(1, heads, dim, -1).mT
+        if self._factors is not None:
+            left, right = (f.to(weights.dtype) for f in self._factors)
+            sums += weights @ left @ right.mT
+        return sums
 
     def sizes(self) -> dict[str, int]:
         sizes = Counter(self._codes.sizes())

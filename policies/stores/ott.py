@@ -14,7 +14,8 @@ from kvbench.kernels.quantized import Outliers
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, layers_exist, whole_number, whole_numbers
 from kvbench.policies.draws import uniform_draws
-from kvbench.policies.stores.column import Column
+from kvbench.policies.stores.code_attention import cover
+from kvbench.policies.stores.codes import Column
 from kvbench.policies.stores.kivi import kivi_columns
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore, value_group
 from kvbench.policies.stores.quantiser import NOT_FINITE
@@ -110,13 +111,6 @@ class Pools:
             mean = (x * inlier).sum(3, keepdim=True) / inlier.sum(3, keepdim=True)
         return torch.where(traced[..., None], mean, x).flatten(2, 3)
 
-    def cover(self, x: Tensor, exact: Tensor) -> Tensor:
-        """Tokens x [B,H,C,D] with the exact ones [B,H,n+A,D] in their slots."""
-        count = x.shape[2]
-        slots = self.slots.long().masked_fill(self.slots < 0, count)
-        padded = torch.nn.functional.pad(x, (0, 0, 0, 1))
-        return padded.scatter_(2, slots[..., None].expand(-1, -1, -1, x.shape[-1]), exact.to(x.dtype))[:, :, :count]
-
 
 def _appended(numbers: Tensor, more: Tensor, chosen: Tensor) -> Tensor:
     """numbers [B,H,A], of which the first are in use and the others -1, followed by the chosen ones of more [B,H,n]."""
@@ -138,10 +132,6 @@ class OttLayerStore(QuantisedLayerStore):
     def kinds(self) -> dict[str, int]:
         return {**super().kinds(), "outlier pool": 0 if self.pools is None else self.pools.nbytes}
 
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + (0 if self.pools is None else self.pools.nbytes)
-
     def flush(self, prompt: bool) -> None:
         keys, values = self._columns
         count = max(keys.tail.count - self.store.residual, 0) // self.store.group * self.store.group
@@ -162,7 +152,8 @@ class OttLayerStore(QuantisedLayerStore):
 
     def dequantised(self, side: int) -> Tensor:
         x = super().dequantised(side)
-        return x if self.pools is None else self.pools.cover(x, self.pools.values if side else self.pools.keys)
+        exact = self.outliers
+        return x if exact is None else cover(x, exact[side], exact.slots)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ Shapes: B batch, H KV heads, r = G * M query rows per KV head, C tokens of the l
 """
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,10 +16,8 @@ from kvbench.kernels.quantized import Outliers, Packed, Side, quantised_attentio
 from kvbench.kernels.references import sink_factor
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.observation import AttentionParams, SlotInfo, State
-from kvbench.policies.stores.code_attention import attend_in_float32
-from kvbench.policies.stores.codes import ChannelCodes, Codes, TokenCodes
-from kvbench.policies.stores.column import Column
-from kvbench.policies.stores.packing import words_for
+from kvbench.policies.stores.code_attention import attend_to_codes
+from kvbench.policies.stores.codes import ChannelCodes, Codes, Column, TokenCodes
 from kvbench.policies.stores.quantiser import Group, Metadata, Quantiser
 from kvbench.policies.stores.queue import Queue
 from kvbench.policies.stores.slot_store import SlotStore
@@ -94,22 +91,20 @@ class QuantisedLayerStore(CompressedStore):
             return Sizes(self.kinds(), self._held.sizes().spare)
         return Sizes(self.kinds(), sum(queue.spare_nbytes for queue in self._queues()))
 
-    def kinds(self) -> dict[str, int]:
-        """The bytes of `nbytes` by kind."""
-        if self._held is not None:
-            return {"full precision": self._held.nbytes} if self.in_prompt else self._held.sizes().kinds
-        sizes = Counter({"codes": 0, "scales and minima": 0, "full precision": 0, "positions": self._places.nbytes()})
-        for column in self._columns:
-            sizes["full precision"] += column.tail.nbytes()
-            for chunk in column.chunks:
-                sizes.update(chunk.sizes())
-        return dict(sizes)
-
     @property
     def nbytes(self) -> int:
+        return sum(self.kinds().values())
+
+    def kinds(self) -> dict[str, int]:
+        """The bytes of every tensor, by kind."""
         if self._held is not None:
-            return self._held.nbytes
-        return sum(column.nbytes for column in self._columns) + self._places.nbytes()
+            return {"full precision": self._held.nbytes} if self.in_prompt else self._held.sizes().kinds
+        kinds = {"codes": 0, "scales and minima": 0, "full precision": 0, "positions": self._places.nbytes()}
+        for column in self._columns:
+            kinds["full precision"] += column.tail.nbytes()
+            for kind, size in (item for chunk in column.chunks for item in chunk.sizes().items()):
+                kinds[kind] = kinds.get(kind, 0) + size
+        return kinds
 
     def expect(self, tokens: int) -> None:
         if self._held is not None:
@@ -203,8 +198,9 @@ class QuantisedLayerStore(CompressedStore):
             return None  # all in full precision: the views are the stored tensors
         out = self._attend_packed(queries, positions, how)
         if out is None:
-            stored = self.dequantised(0), self.dequantised(1), self.positions
-            out, weights = attend_in_float32(queries, positions, how, *stored)
+            keys, values = self._columns
+            stored = keys.scores, values.weighted, self.positions, self.outliers
+            out, weights = attend_to_codes(queries, positions, how, *stored)
             self.attended(weights, positions)
         return out.to(queries.dtype)
 
@@ -285,25 +281,15 @@ class QuantisedStore(ColumnStore):
 
 
 def side(column: Column) -> Side | None:
-    """A column as `quantised_attention` reads it; None in another form (several chunks, joined heads)."""
-    codes, tail = column.chunks[0] if len(column.chunks) == 1 else None, column.tail
-    if not isinstance(codes, ChannelCodes | TokenCodes) or (isinstance(codes, TokenCodes) and codes.heads is not None):
+    """A column as `quantised_attention` reads it; None in another form (no codes, several chunks, joined heads)."""
+    codes = column.chunks[0] if len(column.chunks) == 1 else None
+    if not isinstance(codes, ChannelCodes | TokenCodes) or not codes.tokens:
         return None
-    return Side(_packed(codes, tail.view("x")), tail.view("x"))
-
-
-def _packed(codes: ChannelCodes | TokenCodes, tail: Tensor) -> Packed:
-    per_token = isinstance(codes, TokenCodes)
-    unit = codes.group if isinstance(codes, TokenCodes) else codes.unit
-    bits, queue = codes.quantiser.bits, codes.queue
-    if queue.count:
-        words, scale, minimum = map(queue.view, Group._fields)
-        return Packed(words, scale, minimum, bits, unit, per_token)
-    batch, heads, _, dim = tail.shape
-    entry = (batch, heads, 0, dim // unit if per_token else dim)
-    words = tail.new_empty(*entry, words_for(unit, bits), dtype=torch.int32)
-    scale = tail.new_empty(entry, dtype=codes.quantiser.held_in(tail.dtype))
-    return Packed(words, scale, scale, bits, unit, per_token)
+    if isinstance(codes, TokenCodes) and codes.heads is not None:
+        return None
+    words, scale, minimum = map(codes.queue.view, Group._fields)
+    packed = Packed(words, scale, minimum, codes.quantiser.bits, codes.group, isinstance(codes, TokenCodes))
+    return Side(packed, column.tail.view("x"))
 
 
 def value_group(group: int, dim: int) -> int:

@@ -1,10 +1,14 @@
-"""The group quantiser of all stores: asymmetric min-max, with a scale and a minimum for each group.
+"""The group quantiser of all stores, and codes of a few bits packed in words or bytes.
 
-Shapes: n numbers of a group, W int32 words of their codes (see `packing`).
+Code j of an int32 word is at bits [b*j, b*j + b - 1], lowest bits first; a row that does not fill its last word ends in
+zeros. Words are read as little-endian bytes. Source: the layout of KIVI's packing (jy-yuan/KIVI, quant/new_pack.py).
+
+Shapes: n numbers of a group, W = ceil(n * b / 32) int32 words of their codes of b bits, F = 8 / b codes per byte.
 """
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -12,9 +16,10 @@ from torch import Tensor
 
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, choice
-from kvbench.policies.stores.packing import pack, unpack
 
 BITS = (2, 4, 8)
+WORD = 32
+TOGETHER = {1: torch.int64, 2: torch.int32, 4: torch.int16}  # by bits: the integer as long as the F codes of a byte
 NOT_FINITE = "keys or values to be quantised contain NaN or infinity"
 Metadata = Literal["auto", "float16", "float32"]
 
@@ -83,3 +88,79 @@ def check_range(low: Tensor, high: Tensor, scale: Tensor, minimum: Tensor) -> No
     largest = float(torch.maximum(low.abs(), high.abs()).max())
     held_in = str(scale.dtype).removeprefix("torch.")
     raise ValueError(f"keys or values up to {largest:.3g} do not fit {held_in} scales and minima: use metadata=float32")
+
+
+def words_for(count: int, bits: int) -> int:
+    """The number of int32 words of `count` codes of `bits` bits."""
+    return -(-count * bits // WORD)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes [..., n], each below 2**bits, as int32 words [..., W]."""
+    count = codes.shape[-1]
+    missing = words_for(count, bits) * WORD // bits - count
+    codes = torch.nn.functional.pad(codes, (0, missing)).contiguous()
+    if bits == 8:
+        return codes.view(torch.int32)
+    # The codes of a byte, read as one integer, times this factor have that byte on top: 15 times as fast as adding up.
+    each = 8 // bits
+    factor = sum(1 << (8 * (each - 1) - (8 - bits) * j) for j in range(each))
+    packed = (codes.view(TOGETHER[bits]) * factor).view(torch.uint8)[..., each - 1 :: each]
+    return packed.contiguous().view(torch.int32)
+
+
+def unpack(words: Tensor, bits: int, count: int) -> Tensor:
+    """The first `count` codes of each row: int32 words [..., W] -> uint8 [..., count]."""
+    return _codes(words.contiguous().view(torch.uint8), bits, count)
+
+
+def _codes(held: Tensor, bits: int, count: int) -> Tensor:
+    """The first `count` codes of each row of bytes [..., W], uint8 [..., count]."""
+    if bits < 8:  # one look-up per byte: twice as fast as shifts and masks
+        found = _codes_of_bytes(bits, held.device).index_select(0, held.flatten().int())
+        held = found.view(held.shape).view(torch.uint8)
+    return held[..., :count]
+
+
+@lru_cache
+def _codes_of_bytes(bits: int, device: torch.device) -> Tensor:
+    """[256]: the F codes of every byte, one code in each byte of an integer."""
+    with torch.inference_mode(False):  # an inference tensor could not be used outside of inference mode
+        shifts = torch.arange(0, 8, bits)
+        codes = (torch.arange(256)[:, None] >> shifts) & (2**bits - 1)
+        found: Tensor = codes.to(torch.uint8).view(TOGETHER[bits]).flatten().to(device)
+        return found
+
+
+def to_bytes(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes [...,D] of any number of bits as bytes [...,W]: D * bits / 8 of them if 8 divides D."""
+    parts = []
+    for width in _widths(bits):
+        plane = codes & (2**width - 1)
+        parts.append(pack(plane, width).view(torch.uint8)[..., : -(-codes.shape[-1] * width // 8)])
+        codes = codes >> width if width < 8 else codes
+    return torch.cat(parts, dim=-1)
+
+
+def from_bytes(packed: Tensor, bits: int, dim: int) -> Tensor:
+    """The inverse of `to_bytes`: bytes [...,W] -> uint8 codes [...,D]."""
+    widths = _widths(bits)
+    parts = packed.split([-(-dim * width // 8) for width in widths], dim=-1)
+    found, low = _codes(parts[0], widths[0], dim), widths[0]
+    for width, part in zip(widths[1:], parts[1:], strict=True):
+        found, low = found | _codes(part, width, dim) << low, low + width
+    return found
+
+
+def look_up(packed: Tensor, bits: int, table: Tensor, dim: int) -> Tensor:
+    """The number in `table` [2^bits] of each code: bytes [...,W] of `to_bytes` -> [...,D]."""
+    if bits != 4:
+        return table.index_select(0, from_bytes(packed, bits, dim).flatten().int()).view(*packed.shape[:-1], dim)
+    pairs = torch.view_as_complex(torch.stack([table.repeat(16), table.repeat_interleave(16)], dim=-1))  # of each byte
+    found = torch.view_as_real(pairs.index_select(0, packed.flatten().int()))
+    return found.view(*packed.shape[:-1], -1)[..., :dim]
+
+
+def _widths(bits: int) -> list[int]:
+    """The powers of two that sum to `bits`: codes of 3 bits are packed as two bits and one."""
+    return [width for width in (8, 4, 2, 1) if bits & width]

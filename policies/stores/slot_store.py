@@ -20,8 +20,8 @@ from kvbench.kernels.prompt import one_for_all
 from kvbench.kernels.references import widen
 from kvbench.policies.constants import on_device
 from kvbench.policies.observation import AttentionParams, SlotInfo, State
-from kvbench.policies.stores.slots import GROWTH, owned, spread_index, take
-from kvbench.policies.stores.store import LayerStore, Segments, Sizes
+from kvbench.policies.stores.slots import GROWTH, owned, take
+from kvbench.policies.stores.store import LayerStore, Sizes
 
 
 class SlotStore(LayerStore):
@@ -181,7 +181,7 @@ class SlotStore(LayerStore):
             self._put(self.free, tokens)
             self.free, self._packed, self._marked, self._ascending = None, True, True, False
         elif self.counts is not None:
-            self._reserve()
+            self.reserve()
             self._put(self.counts[..., None], tokens)
             self.counts = self.counts + 1
             self.use(self.used + 1, self.room - 1)
@@ -209,7 +209,7 @@ class SlotStore(LayerStore):
             new = tokens.get(name, 0.0)
             if name in tokens or all_names:
                 if self.starts is None:
-                    x.scatter_(2, spread_index(slots, x), new)
+                    x.scatter_(2, slots if x.dim() == 3 else slots[..., None].expand(-1, -1, -1, x.shape[3]), new)
                 else:
                     x[self.starts[..., None] + slots] = new
 
@@ -223,7 +223,7 @@ class SlotStore(LayerStore):
         elif new > 1 and new > room:
             self._lengthen(new, tokens)
         else:
-            self._reserve()
+            self.reserve()
             for name, x in self.memory.items():
                 end = x.narrow(2, used, new)
                 end.copy_(tokens[name]) if name in tokens else end.zero_()
@@ -245,7 +245,7 @@ class SlotStore(LayerStore):
     def expect(self, tokens: int) -> None:
         self._expected = tokens
 
-    def _reserve(self) -> None:
+    def reserve(self) -> None:
         """Reserve slots if none is left, at most as many as tokens are expected."""
         if self.room == 0:
             growth = GROWTH
@@ -257,7 +257,7 @@ class SlotStore(LayerStore):
     def _fill_hole(self, tokens: dict[str, Tensor], absent: bool) -> None:
         """Write one token per KV head into its first empty slot; some sequences may have no token or no such slot."""
         if not bool((self.positions < 0).any(-1).all()):
-            self._reserve()
+            self.reserve()
             self.use(self.used + 1, self.room - 1)
         slots = (self.positions < 0).to(torch.uint8).argmax(-1, keepdim=True)
         if absent:
@@ -285,12 +285,14 @@ class SlotStore(LayerStore):
         self._put(slots, new, all_names=False)
 
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
-        if self.starts is not None and rows is None:
-            self.memory["positions"][self.starts[..., None] + slots] = -1
-            self.free = slots
-            return
-        self._even_out()
-        self._store_positions()
+        if self.starts is not None:
+            if rows is None:
+                self.memory["positions"][self.starts[..., None] + slots] = -1
+                self.free = slots
+                return
+            self._even_out()
+        if "positions" not in self.memory:
+            self._store_positions()
         self.free = None
         if rows is None and self._packed:
             self.free, self._marked = slots, False
@@ -374,19 +376,28 @@ class SlotStore(LayerStore):
         """The attributes of a copy or a saved store, without views of its memory."""
         return {**vars(self), "_views": {}}
 
-    def with_memory(self, memory: dict[str, Tensor], free: Tensor | None) -> "SlotStore":
-        """The same layer with other memory, where the slots `free` [B,H,1] are empty."""
+    def with_memory(self, memory: dict[str, Tensor], free: Tensor | None, counts: Tensor | None = None) -> "SlotStore":
+        """The same layer with a copy of its memory, after appends to it.
+
+        Only the slots `free` [B,H,1] are empty, at position -1; counts [B,H]: slots in use, for flat memory.
+        """
         held = copy(self)
-        held.memory, held.free, held._bytes = memory, free, None
+        held.memory, held.free, held._bytes, held.lent = memory, free, None, False
+        held.counts = self.counts if counts is None else counts
+        held._marked, held._packed = True, free is None and self.starts is None
+        held._ascending = self._ascending and free is None
         return held
 
-    def segments(self) -> Segments:
-        """The segments of the KV heads, with the memory seen as flat."""
-        one = int(self.free is not None)
-        if self.starts is not None and self.counts is not None:
-            starts, held = self.starts, self.counts - one
-        else:
+    def segments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """[B,H] each, with the memory seen as flat: the starts of segments, their slots in use, and their free slot.
+
+        Without a free slot, it is the next one. The memory has positions afterwards, -1 in free slots.
+        """
+        self._store_positions()
+        self.positions  # noqa: B018 - writes those of free slots
+        starts, counts = self.starts, self.counts
+        if starts is None or counts is None:
             rows, device = self.memory["positions"].shape[:2], self.memory["positions"].device
             starts = torch.arange(rows.numel(), device=device).view(rows) * (self.used + self.room)
-            held = torch.full(rows, self.used - one, device=device)
-        return Segments(starts, held, held if self.free is None else self.free[..., 0], self.used - one)
+            counts = torch.full(rows, self.used, device=device)
+        return starts, counts, counts if self.free is None else self.free[..., 0]

@@ -12,18 +12,6 @@ from torch import Tensor
 from kvbench.policies.observation import AttentionParams, Observation, SlotInfo, State
 
 
-class Segments(NamedTuple):
-    """The start of each KV head's slots in flat memory, its number of tokens and its next free slot: [B,H] each.
-
-    most: tokens of the longest head.
-    """
-
-    starts: Tensor
-    held: Tensor
-    free: Tensor
-    most: int
-
-
 class Sizes(NamedTuple):
     """Bytes of a store. kinds: all of them, by kind, for tables. spare: those without a token, which are of no kind of
     their own: slots reserved for later tokens, and slots of evicted ones.

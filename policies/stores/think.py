@@ -13,8 +13,8 @@ from torch import Tensor
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Observation
-from kvbench.policies.stores.codes import Codes
-from kvbench.policies.stores.column import Column
+from kvbench.policies.stores.code_attention import scores_by_block
+from kvbench.policies.stores.codes import Codes, Column
 from kvbench.policies.stores.quantised import ColumnStore, QuantisedLayerStore
 from kvbench.policies.stores.slot_store import SlotStore
 
@@ -35,17 +35,17 @@ class PrunedKeys(Codes):
         assert self.channels is not None, "channels are chosen before keys are held"
         return self.channels.long()[:, :, None].expand(-1, -1, rows, -1)
 
-    def dequantised(self) -> Tensor:
-        x = widen(self.queue.view("x"))
-        return x.new_zeros(*x.shape[:3], self.dim).scatter_(-1, self._index(x.shape[2]), x)
+    def block(self, some: slice) -> Tensor:
+        x = widen(self.queue.view("x")[:, :, some])
+        return x.new_zeros(*x.shape[:3], self.dim).scatter_(-1, self._index(x.shape[2]), x)[:, :, None]
+
+    def scores(self, rows: Tensor) -> Tensor:
+        own = rows.gather(-1, self._index(rows.shape[2]))
+        return scores_by_block(own, self.tokens, lambda some: self.queue.view("x")[:, :, None, some])
 
     def sizes(self) -> dict[str, int]:
         channels = 0 if self.channels is None else self.channels.nbytes
         return {"pruned keys": self.queue.nbytes("x"), "channels": channels}
-
-    @property
-    def nbytes(self) -> int:
-        return self.queue.nbytes() + (0 if self.channels is None else self.channels.nbytes)
 
 
 class ThinKLayerStore(QuantisedLayerStore):
@@ -56,10 +56,6 @@ class ThinKLayerStore(QuantisedLayerStore):
     def __init__(self, store: "ThinK", dense: SlotStore, keys: Column, values: Column) -> None:
         super().__init__(store, dense, keys, values)
         self._squares: Tensor | None = None  # [1,H,D] of the window's queries, summed over them and the group
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + (0 if self._squares is None else self._squares.nbytes)
 
     def kinds(self) -> dict[str, int]:
         squares = {} if self._squares is None else {"statistics": self._squares.nbytes}

@@ -4,16 +4,17 @@ Shapes: B batch, H KV heads, C slots, n tokens, D head dim.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from kvbench.kernels.quantized import Outliers
 from kvbench.kernels.references import widen
 from kvbench.policies.constants import on_host
 from kvbench.policies.observation import AttentionParams
-from kvbench.policies.stores.code_attention import attend_in_float32
+from kvbench.policies.stores.code_attention import attend_to_codes, cover, scores_by_block, weighted_by_block
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import CompressedStore, LayerStore, Sizes, Store
 
@@ -75,23 +76,25 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         check_finite(x)
         return {f"{SIDES[side]} {name}": part.contiguous() for name, part in self.store.encode(x, side).items()}
 
-    def _vectors(self, side: int, like: Tensor) -> Tensor:
-        """All tokens, rotated, in the dtype of `like`: [B,H,C,D]; the tokens of this step are exact."""
+    def _block(self, side: int) -> Callable[[slice], Tensor]:
+        """A function of a range of slots: their tokens, rotated, [B,H,1,n,D] float32."""
         dim, start = self._like[side].shape[-1], SIDES[side] + " "
         held = {name.removeprefix(start): self._view(name) for name in self.memory if name.startswith(start)}
-        x = self.store.decode(held, side, dim).to(like.dtype)
-        if self._fresh:
-            rotation, exact, places = self.store.rotation(x), self._fresh[side].to(x.dtype), self._fresh[2]
-            own = self.positions[..., None] == places.masked_fill(places < 0, -2)[:, None, None]
-            column = own.to(torch.uint8).argmax(-1)[..., None].expand_as(x)
-            exact = exact if rotation is None else exact @ rotation
-            x = torch.where(own.any(-1, keepdim=True), exact.gather(2, column), x)
-        return x
+        return lambda some: self.store.decode({name: x[:, :, some] for name, x in held.items()}, side, dim)[:, :, None]
+
+    def _exact(self) -> Outliers | None:
+        """The tokens of this step, which are exact until it is over."""
+        if not self._fresh:
+            return None
+        keys, values, places = self._fresh
+        own = self.positions[:, :, None] == places.masked_fill(places < 0, -2)[:, None, :, None]  # [B,H,n,C]
+        return Outliers(keys, values, own.to(torch.uint8).argmax(-1).masked_fill(~own.any(-1), -1))
 
     def _dequantised(self, side: int) -> Tensor:
-        x = self._vectors(side, widen(self._like[side]))
-        rotation = self.store.rotation(x)
-        return (x if rotation is None else x @ rotation.mT).to(self._like[side].dtype)
+        x = self._block(side)(slice(None))[:, :, 0].to(widen(self._like[side]).dtype)
+        rotation, exact = self.store.rotation(x), self._exact()
+        x = x if rotation is None else x @ rotation.mT
+        return (x if exact is None else cover(x, exact[side], exact.slots)).to(self._like[side].dtype)
 
     @property
     def keys(self) -> Tensor:
@@ -153,10 +156,18 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
         if not self.coded:
             return None
-        rotation = self.store.rotation(widen(queries))
-        rows = queries if rotation is None else widen(queries) @ rotation
-        keys, values = (self._vectors(side, widen(rows)) for side in range(2))
-        out, _ = attend_in_float32(rows, positions, how, keys, values, self.positions)
+        rows, exact = widen(queries), self._exact()
+        rotation = self.store.rotation(rows)
+        if rotation is not None:
+            rows = rows @ rotation
+            if exact is not None:
+                own = (x.to(rows.dtype) @ rotation for x in (exact.keys, exact.values))
+                exact = Outliers(*own, slots=exact.slots)
+        keys, values, count = self._block(0), self._block(1), self.positions.shape[2]
+        out, _ = attend_to_codes(
+            rows, positions, how, lambda x: scores_by_block(x, count, keys),
+            lambda x: weighted_by_block(x, values), self.positions, exact,
+        )  # fmt: skip
         rotation = self.store.rotation(out)
         return (out if rotation is None else out @ rotation.mT).to(queries.dtype)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.constants import on_host
-from kvbench.policies.stores.packing import from_bytes, to_bytes
+from kvbench.policies.stores.quantiser import from_bytes, look_up, to_bytes
 from kvbench.policies.stores.token_codes import TokenCodeStore
 
 LLOYD_STEPS = 1000  # levels of up to 5 bits move by less than 1e-7 in the last of them
@@ -110,7 +110,7 @@ class TurboQuant(TokenCodeStore):
 
     def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
         _, gaussian, own_levels, _ = self._constants(side, held["norm"].new_empty(dim, dtype=torch.float32))
-        found = own_levels[from_bytes(held["codes"], self._bits(side), dim).int()]
+        found = look_up(held["codes"], self._bits(side), own_levels, dim)
         if "signs" in held:
             signs = from_bytes(held["signs"], 1, dim).to(found.dtype).mul_(2).sub_(1)
             found = found + (math.sqrt(math.pi / 2) / dim * held["left"].float())[..., None] * (signs @ gaussian)

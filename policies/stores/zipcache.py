@@ -15,11 +15,9 @@ from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Observation
-from kvbench.policies.stores.codes import ChannelCodes, Chunk, TokenCodes
-from kvbench.policies.stores.column import Column
-from kvbench.policies.stores.packing import pack, unpack
+from kvbench.policies.stores.codes import ChannelCodes, Chunk, Column, TokenCodes
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
-from kvbench.policies.stores.quantiser import Quantiser
+from kvbench.policies.stores.quantiser import Quantiser, pack, unpack
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import take
 
@@ -127,6 +125,17 @@ class Mixed(Chunk):
         x = torch.cat([x for x in self._parts() if x is not None], dim=2)
         return take(x, self._places())
 
+    def scores(self, rows: Tensor) -> Tensor:
+        rows = rows if self._scales is None else rows * widen(self._scales)
+        scores = torch.cat([codes.scores(rows) for codes in self._codes if codes.tokens], dim=-1)
+        return scores.gather(-1, self._places()[:, :, None].expand_as(scores))
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        own = torch.empty_like(weights).scatter_(-1, self._places()[:, :, None].expand_as(weights), weights)
+        parts = zip(self._codes, own.split([self._count - self._size, self._size], dim=-1), strict=True)
+        out = torch.stack([codes.weighted(x) for codes, x in parts if codes.tokens]).sum(0)
+        return out if self._scales is None else out * widen(self._scales)
+
     def sizes(self) -> dict[str, int]:
         sizes = Counter({"token kinds": self._words.nbytes})
         for codes in self._codes:
@@ -146,10 +155,6 @@ class ZipCacheLayerStore(QuantisedLayerStore):
         self._probes: Tensor | None = None
         self._prompt = 0
         self._saliency: list[Tensor] = []  # [1,H,n] of the tokens to be quantised now, in blocks
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + (0 if self._probes is None else self._probes.nbytes)
 
     def kinds(self) -> dict[str, int]:
         probing = {} if self._probes is None else {"positions": self._probes.nbytes}

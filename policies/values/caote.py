@@ -108,7 +108,7 @@ class Caote(ValueAware):
         protected: Tensor,
         layer_wide: bool,
     ) -> Tensor:
-        counted = None if observation.packed else observation.occupied
+        counted = None if observation.slots.packed else observation.occupied
         if self.norm_domain == "candidates":
             counted = observation.occupied & ~protected
         values, never_negative = observation.values, scorer.needs.never_negative

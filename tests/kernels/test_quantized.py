@@ -17,11 +17,9 @@ from kvbench.policies.stores.quantised import side
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 FAST = (
-    "no-value-in-codes",
     "outliers-and-softcap-4-bits",
     "8-bits-odd-head",
     "groups-that-end-inside-a-word",
-    "ragged-heads",
     "a-sequence-that-asks-nothing",
     "bfloat16",
 )

@@ -141,7 +141,7 @@ def test_another_attention_cannot_read_the_cache() -> None:
     running: Any = tiny()
     running.set_attn_implementation("sdpa")
     held = KVCache(running.config, make_policy("full"))
-    with pytest.raises(ValueError, match=r"attention with 'sdpa'.*set_attn_implementation\(\"kvbench\"\) first"):
+    with pytest.raises(ValueError, match=r"attn_implementation='sdpa'.*set_attn_implementation\(\"kvbench\"\) first"):
         running(torch.tensor([prompt(5)]), past_key_values=held)
 
 

@@ -11,7 +11,6 @@ from kv_runs import Run, run_greedy
 from torch import Tensor
 
 from kvbench import KVCache, make_policy
-from kvbench.cache import eviction as pending_module
 from kvbench.cache.state import RecentQueries
 from kvbench.policies.observation import AttentionParams, Observation, SequenceInfo, SlotInfo
 from kvbench.policies.policy import Policy
@@ -43,7 +42,7 @@ def policy(slug: str, budget: int = 40) -> Policy:
 @contextmanager
 def apart() -> Iterator[None]:
     """Every layer by itself."""
-    with mock.patch.object(pending_module, "layers_alike", return_value=False):
+    with mock.patch.object(Policy, "layers_alike", property(lambda policy: False)):
         yield
 
 
@@ -82,15 +81,6 @@ def test_side_by_side_is_what_each_layer_does_alone(slug: str, fields: dict[str,
     assert_same(together, alone)
 
 
-@contextmanager
-def compacting() -> Iterator[None]:
-    """A prompt's evictions compact the layer, however few tokens go."""
-    with mock.patch.object(
-        pending_module.EvictionJob, "in_place", property(lambda due: due.step.now.phase == "decode")
-    ):
-        yield
-
-
 @pytest.mark.parametrize(("slug", "block"), [("h2o", 1), ("roco", 23), ("caote_snapkv", 23), ("fastcaote_tova", 1)])
 def test_a_prompts_blocks_of_one_token_give_up_one_in_place(slug: str, block: int) -> None:
     fields = {"window": 6} if slug == "caote_snapkv" else {}
@@ -99,7 +89,7 @@ def test_a_prompts_blocks_of_one_token_give_up_one_in_place(slug: str, block: in
     calls: list[int] = []
     with counted(calls):
         in_place = run_greedy(model, ids, chosen, 5)
-    with compacting():
+    with apart():  # a prompt's evictions compact the layer, however few tokens go
         compacted = run_greedy(model, ids, chosen, 5)
     assert calls.count(3) == (4 + 70 - 41 if block == 1 else 4 + 1)  # all layers at once from the second eviction on
     assert_same(in_place, compacted)

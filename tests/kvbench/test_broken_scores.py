@@ -10,7 +10,9 @@ from kv_models import prompt, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench import make_policy
+from kvbench import KVCache, ScoreError, make_policy
+from kvbench.cache import eviction
+from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
@@ -78,3 +80,36 @@ def test_other_rows_go_on(at: int) -> None:
     for row in (right, other):
         assert row.error is None
         assert row.tokens == alone.tokens[0]
+
+
+def test_a_decoding_step_on_a_gpu_does_not_read_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It flags them on the device. The audit reads the flags, although the token was evicted since."""
+    monkeypatch.setattr(eviction, "READ_AT_ONCE", ())
+    running = model()
+    cached = KVCache(running.config, policy(at=LENGTH + 1))
+    with torch.inference_mode():
+        running(torch.tensor([prompt(LENGTH, 1)]), past_key_values=cached)
+        cached.audit()
+        for token in range(5):
+            running(torch.tensor([[token + 7]]), past_key_values=cached)
+    assert not any((layer.positions == LENGTH + 1).any() for layer in cached.layers)
+    with pytest.raises(ScoreError, match="divided gave tokens of layer 0") as raised:
+        cached.audit()
+    assert raised.value.sequences == {0}
+    cached.audit()  # the error was reported
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["sequence by sequence", "all at once"])
+def test_flags_of_a_gpu_end_their_own_sequence(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "READ_AT_ONCE", ())
+    monkeypatch.setattr(engine, "use_triton", lambda x: at_once)
+    running, good = model(), make_policy("knorm", BUDGET, decode="evict")
+    alone = generate_tokens(running, asked(1).input_ids, good, max_new_tokens=6)
+    flight = DecodeBatch(running)
+    wrong, right = flight.admit(asked(1), [policy(at=LENGTH + 1), good])
+    while flight.in_flight:
+        flight.step()
+    assert isinstance(wrong.error, ScoreError)
+    assert "divided gave tokens of layer 0" in str(wrong.error)
+    assert right.error is None
+    assert right.tokens == alone.tokens[0]

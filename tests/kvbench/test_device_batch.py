@@ -7,16 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from kv_hybrids import tiny_hybrid
 from kv_models import prompt, tiny
+from live_bytes import Live
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbench import KVCache, make_policy
-from kvbench.cache import cache as cache_module
+from kvbench.cache import device_batch
+from kvbench.cache.device_batch import DeviceBatch
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill
-from kvbench.engine.sequence import Request
+from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.policies.policy import Policy
 
 BUDGETS = (40, 56)
@@ -40,18 +44,25 @@ def asked(length: int, seed: int, new: int) -> Request:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches decode at once, and no number is read back from the device."""
+    """Sequences decode in a `DeviceBatch`, and no number is read back from the device."""
     monkeypatch.setattr(engine, "use_triton", lambda x: True)
     monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
-    monkeypatch.setattr("kvbench.cache.eviction.on_host", lambda x: False)
+    monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
 
 
-def decoded(model: Any, some: Sequence[Policy]) -> list[Any]:
-    """What every sequence of two examples is in the end; the second joins later and ends earlier."""
+def decoded(model: Any, some: Sequence[Policy], most: list[int] | None = None) -> list[Any]:
+    """What every sequence of three examples is in the end; the later ones join later and end earlier.
+
+    most: the number of sequences on the device in every step.
+    """
     flight, rows = DecodeBatch(model), []
-    for seed, length, new in ((1, 90, 20), (2, 71, 9)):
+    for seed, length, new in ((1, 90, 20), (2, 71, 9), (3, 80, 6)):
         rows += flight.admit(asked(length, seed, new), some)
-        flight.step()
+        for _ in range(seed):
+            flight.step()
+            if most is not None:
+                assert flight.device is not None
+                most.append(len(flight.device.groups) / flight.in_flight)
     while flight.in_flight:
         flight.step()
     return [(row.error, row.tokens, *held(row.cache)) for row in rows]
@@ -59,8 +70,9 @@ def decoded(model: Any, some: Sequence[Policy]) -> list[Any]:
 
 def held(cache: KVCache | None) -> tuple[Any, ...]:
     assert cache is not None
-    positions = [layer.positions.sort(-1).values.tolist() for layer in cache.layers]
-    counts = [state.counts for layer in cache.layers for state in layer.states]
+    cache.audit()
+    positions = [layer.positions.sort(-1).values.tolist() for layer in cache.attention_layers]
+    counts = [state.counts for layer in cache.attention_layers for state in layer.states]
     return positions, counts, cache.nbytes, cache.peak_nbytes, cache.spare_nbytes
 
 
@@ -69,14 +81,11 @@ def held(cache: KVCache | None) -> tuple[Any, ...]:
 def test_every_sequence_is_what_it_is_group_by_group(
     slugs: Sequence[str], family: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, some = model_of(family), policies(slugs)
+    model, some, joined = model_of(family), policies(slugs), list[int]()
     if "random" in slugs:  # beside others that evict layer by layer
         some += [make_policy("kvec", budget, window=6, decode="evict") for budget in BUDGETS]
-    opened: list[int] = []
-    made = cache_module.DeviceBatch
-    monkeypatch.setattr(cache_module, "DeviceBatch", lambda groups: (opened.append(len(groups)), made(groups))[1])
-    together = decoded(model, some)
-    assert opened, "batches were taken at once"
+    together = decoded(model, some, joined)
+    assert max(joined) > 0.3
     monkeypatch.setattr(engine, "use_triton", lambda x: False)
     assert together == decoded(model, some)
 
@@ -85,39 +94,46 @@ def test_every_sequence_is_what_it_is_group_by_group(
 def test_sequences_below_their_budget_decode_in_the_same_launches(
     slugs: Sequence[str], as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts of 90 and 71 tokens, budgets of 40, 96 and 120: some sequences reach their budget on the way."""
-    model, some = model_of(), policies(slugs, (40, 96, 120))
-    joined: list[int] = []
-    made = cache_module.DeviceBatch
-    monkeypatch.setattr(cache_module, "DeviceBatch", lambda groups: (joined.append(len(groups)), made(groups))[1])
-    groups = KVCache.on_device
-
-    def all_join(cache: KVCache, wanted: bool = True) -> Any:
-        found = groups(cache, wanted)
-        assert not wanted or found is None or len(found.groups) == len(cache.groups)
-        return found
-
-    monkeypatch.setattr(KVCache, "on_device", all_join)
-    together = decoded(model, some)
-    assert joined, "batches were taken at once"
+    """Prompts of 90, 71 and 80 tokens, budgets of 40, 96 and 120: some sequences reach their budget on the way."""
+    model, some, joined = model_of(), policies(slugs, (40, 96, 120)), list[int]()
+    monkeypatch.setattr("kvbench.policies.stores.slot_store.GROWTH", 8)
+    together = decoded(model, some, joined)
+    assert min(joined) == 1, "all sequences are on the device in every step"
     monkeypatch.setattr(engine, "use_triton", lambda x: False)
     assert together == decoded(model, some)
 
 
-def test_a_cache_may_leave_the_device_between_any_two_tokens() -> None:
+@pytest.mark.parametrize("family", ["nemotron_h", "zaya"])
+def test_recurrent_states_stay_with_their_sequences(
+    family: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, joined = tiny_hybrid(family), list[int]()
+    model.set_attn_implementation("kvbench")
+    together = decoded(model, policies(("full", "h2o")), joined)
+    assert max(joined) == 1
+    monkeypatch.setattr(engine, "use_triton", lambda x: False)
+    assert together == decoded(model, policies(("full", "h2o")))
+
+
+def test_a_sequence_may_leave_the_device_between_any_two_tokens() -> None:
     model, policy = model_of(), make_policy("caote_snapkv", 40, window=6)
     found = []
-    for switches in (False, True):
+    for device in (False, True):
         cache = KVCache(model.config, policy, prompt_length=60)
+        batch, (group,) = DeviceBatch(model.config), cache.groups
         with torch.inference_mode():
             logits, tokens = prefill(model, torch.tensor([prompt(60)]), cache), []
             for index in range(14):
-                if switches:
-                    cache.on_device(index % 5 < 3)
+                on_device = device and index % 5 < 3
+                if on_device:
+                    batch.admit([] if batch.groups else [group])
+                elif batch.groups:
+                    batch.free(group)
+                assert bool(batch.groups) == on_device
                 tokens.append(logits.argmax(-1, keepdim=True))
-                logits = next_logits(model, tokens[-1], torch.tensor([[60 + index]]), cache)
-        cache.on_device(False)
-        cache.audit()
+                logits = next_logits(model, tokens[-1], torch.tensor([[60 + index]]), batch if on_device else cache)
+                if on_device:
+                    batch.count()
         found.append(([int(token) for token in tokens], *held(cache)))
     assert found[0] == found[1]
 
@@ -137,8 +153,86 @@ def test_the_attention_sums_of_h2o_are_those_of_the_plain_path(
 
 
 def sums(cache: KVCache | None) -> list[Tensor]:
-    """What attention each token of every layer drew, in the order of their positions, [1,H,T,1]."""
+    """The attention that each token of every layer received, in the order of their positions, [1,H,T,1]."""
     assert cache is not None
     stores = [layer.states[0].store for layer in cache.attention_layers]
     places = [store.positions.argsort(-1)[..., None] for store in stores]
     return [store.state["attention_sum"].gather(2, order) for store, order in zip(stores, places, strict=True)]
+
+
+def addresses(row: LiveSequence) -> list[int]:
+    assert row.cache is not None
+    return [x.data_ptr() for layer in row.cache.group.layers for x in layer.store.memory.values()]
+
+
+def test_a_sequence_keeps_its_addresses_while_others_come_and_go(as_on_a_gpu: None) -> None:
+    model, some = model_of(), policies(("h2o", "full"))
+    flight = DecodeBatch(model)
+    (first, *_), (other, *_) = (flight.admit(asked(60, seed, new), some) for seed, new in ((1, 30), (2, 4)))
+    flight.step()
+    before = addresses(first), addresses(other)
+    while not other.done:
+        flight.step()
+    again, *_ = flight.admit(asked(60, 3, 4), some)
+    flight.step()
+    assert addresses(first) == before[0]
+    assert addresses(again) == before[1], "it has the slots of the finished sequence"
+    assert addresses(other) != before[1], "the finished sequence has memory of its own"
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations on tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_launch_of_attention_serves_all_budgets_and_operations_do_not_grow_with_sequences(
+    as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two policies, three budgets, of which a prompt of 60 tokens is below one; 6 and 12 sequences."""
+    launches = list[int]()
+    attention = device_batch.decode_attention_flat
+    monkeypatch.setattr(
+        device_batch, "decode_attention_flat", lambda *args, **how: (launches.append(1), attention(*args, **how))[1]
+    )
+    model, some, found = model_of(layers=4), policies(("tova", "h2o"), (40, 50, 100)), []
+    for examples in (1, 2):
+        flight = DecodeBatch(model)
+        for seed in range(examples):
+            flight.admit(asked(60, seed, 9), some)
+        for _ in range(3):
+            flight.step()
+        launches.clear()
+        device = flight.device
+        assert device is not None
+        assert len(device.groups) == 6 * examples
+        tokens = torch.zeros(len(device.rows), 1, dtype=torch.long)
+        with torch.inference_mode(), Operations() as operations:
+            next_logits(model, tokens, device.positions, device)
+        found.append((len(launches), operations.count))
+    assert found[0][0] == 4, "one launch in each layer"
+    assert found[0] == found[1]
+
+
+def test_the_arenas_are_hardly_larger_than_their_sequences_and_freed_with_the_last(as_on_a_gpu: None) -> None:
+    """Bytes alive while sequences are admitted, grow and finish: at most 1.6 of the most that they hold themselves."""
+    model, some = model_of(query_heads=1, kv_heads=1, layers=4), policies(("h2o", "full"), (120,))
+    with Live() as live:
+        DecodeBatch(model).admit(asked(200, 9, 2), some)  # weights are counted as they are first used
+        before, alive, own = live.now, list[int](), list[int]()
+        flight, rows = DecodeBatch(model), []
+        for seed in range(8):
+            rows += flight.admit(asked(200, seed, 6 + 2 * seed), some)
+            flight.step()
+            alive.append(live.now - before)
+            own.append(flight.nbytes + sum(row.cache.nbytes for row in rows if row.done and row.cache is not None))
+        while flight.in_flight:
+            flight.step()
+        assert max(alive) < 1.6 * max(own)
+        assert live.now - before <= 1.02 * sum(row.cache.nbytes for row in rows if row.cache is not None)

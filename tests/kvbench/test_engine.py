@@ -185,13 +185,11 @@ def test_a_run_that_breaks_only_in_company_is_completed_by_itself(
     def breaking(flight: rows.DecodeBatch) -> list[Any]:
         crowded = flight.in_flight > 3
         ended = step(flight)
-        for row in flight.sequences if crowded else ():
-            if row.policy is some[1].policy:
-                row.error = RuntimeError("not beside others")
-        if not crowded:
-            return ended
-        live = {place: row for place, row in enumerate(flight.sequences) if row not in ended}
-        return [*ended, *flight._finish(live)]
+        broken = [row for row in flight.sequences if crowded and row.policy is some[1].policy]
+        for row in broken:
+            row.error = RuntimeError("not beside others")
+        flight.drop(broken)
+        return [*ended, *broken]
 
     monkeypatch.setattr(rows.DecodeBatch, "step", breaking)
     completed(compute_runs(some))

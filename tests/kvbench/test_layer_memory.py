@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache
-from kvbench.cache.join import fork, pick, together
+from kvbench.cache.join import fork, together
 from kvbench.engine.logits import next_logits
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
@@ -95,8 +95,9 @@ def test_a_file_a_copy_and_a_batch_hold_it(model: PreTrainedModel, tmp_path: Pat
         for again in (KVCache.load(tmp_path / "cache", model.config, POLICY), fork(cache)):
             assert torch.equal(decoded(model, again, [5, 6, 7, 8]), plain[row])
         assert counts(cache) == [[len(ids)]] * 2, "a copy shares nothing"
-    batch = together([filled(model, [ids]) for ids in PROMPTS])
+    caches = [filled(model, [ids]) for ids in PROMPTS]
+    batch = together(caches)
     assert counts(batch) == [[length] for length in LENGTHS for _ in range(2)]
     torch.testing.assert_close(decoded(model, batch, [5, 6]), torch.cat(plain)[:, :2])
     assert counts(batch) == [[length + 2] for length in LENGTHS for _ in range(2)]
-    torch.testing.assert_close(decoded(model, pick(batch, [1]), [7, 8]), plain[1][:, 2:])
+    torch.testing.assert_close(decoded(model, caches[1], [7, 8]), plain[1][:, 2:])

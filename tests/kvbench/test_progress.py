@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench import make_policy
-from kvbench.cache.steps import BatchStep, Progress
+from kvbench.cache.progress import BatchStep, Progress
 from kvbench.policies.schedule import Blocks, Prompt, Schedule, Step
 
 CPU = torch.device("cpu")

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import pytest
@@ -42,6 +43,7 @@ def _blind(module: object, query: Tensor, key: Tensor, *args: Any, **kwargs: Any
 @pytest.mark.parametrize("together", [False, True])
 def test_kvpress_may_be_imported_at_any_time(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It wraps every attention function and reads the shape of the keys, which a layer of ours does not have."""
+    monkeypatch.setitem(sys.modules, "kvpress", ModuleType("kvpress"))
     monkeypatch.setattr(_blind, "__module__", "kvpress.attention_patch")
     model, policy, ids = prepare(tiny()), make_policy("snapkv", 8, window=2), torch.tensor([prompt(20)])
     ALL_ATTENTION_FUNCTIONS["kvbench"] = _blind

@@ -90,7 +90,7 @@ def test_a_second_prompt_moves_what_was_moved_on() -> None:
 @pytest.mark.parametrize(
     ("family", "slug", "fields", "sentence"),
     [
-        ("mistral", "snapkv", {"window": 8}, "the model's sliding window hides tokens by where they were read"),
+        ("mistral", "snapkv", {"window": 8}, "the model's sliding window hides tokens by their original position"),
         ("llama", "cake", {"window": 8}, "but the allocator of cake evicts no layer"),
         ("llama", "tova", {"order": "evict_then_attend"}, "rerotate=true needs order=attend_then_evict"),
         ("llama", "tova", {"rerotate": 1.5}, "rerotate must be true or false, got 1.5"),

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from kvbench import make_policy, preset_names
 from kvbench.cache import eviction as evict_module
-from kvbench.cache import eviction as pending_module
 from kvbench.cache.cache import BudgetError
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
@@ -151,7 +150,7 @@ def test_a_broken_promise_ends_its_own_rows(where: str) -> None:
         if some[0].group.policy is not policies[1] or (where == "decode") != (some[0].step.now.phase == "decode"):
             evict(some)
 
-    alone = mock.patch.object(pending_module, "layers_alike", return_value=False)
+    alone = mock.patch.object(Policy, "layers_alike", property(lambda policy: False))
     with mock.patch.object(evict_module, "_evict_batch", broken), alone:
         rows = DecodeBatch(model)
         first = rows.admit(asked(64, 1), policies)

@@ -122,7 +122,7 @@ def test_every_kv_head_holds_the_budget(family: str, slug: str, fields: dict[str
         model_of(family), torch.tensor([prompt(45)]), make_policy(slug, BUDGET, **fields), max_new_tokens=NEW
     )
     assert held(done.cache) == alike(family, tokens)
-    with pytest.raises(ValueError, match=r"^the layers have 1 to 2 KV heads, .* ask each of cache.attention_layers"):
+    with pytest.raises(ValueError, match=r"^the layers have 1 to 2 KV heads, .* call kept_tokens\(\) of each layer"):
         done.cache.kept_tokens()
 
 

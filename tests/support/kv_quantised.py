@@ -14,7 +14,7 @@ from kvbench.kernels.references import Attention
 
 @dataclass(frozen=True)
 class Case:
-    """One call: keys and values in codes up to a token, then a tail; heads of different lengths where `ragged`."""
+    """One call: keys and values in codes up to a token, then a tail."""
 
     batch: int = 1
     heads: int = 1
@@ -31,21 +31,11 @@ class Case:
     softcap: float | None = None
     metadata: torch.dtype = torch.float16
     dtype: torch.dtype = torch.float32
-    ragged: bool = False
     padded: bool = False  # the last sequence asks nothing
 
     def draw(self, seed: int, device: str = "cpu") -> dict[str, Any]:
         """Arguments by name: tails are strided views, codes parts of a larger tensor, as a queue hands them over."""
         random = torch.Generator().manual_seed(seed)
-        key_counts = value_counts = key_tail = value_tail = None
-        if self.ragged:
-            shape = (self.batch, self.heads)
-            key_counts = torch.randint(0, self.keys // self.unit + 1, shape, generator=random) * self.unit
-            each = self.unit if not self.value_unit else 1
-            value_counts = torch.randint(0, self.values // each + 1, shape, generator=random) * each
-            longest = torch.maximum(key_counts, value_counts)
-            lengths = longest + torch.randint(1, 20, shape, generator=random)
-            key_tail, value_tail = lengths - key_counts, lengths - value_counts
         outliers = None
         if self.outliers:
             slots = torch.stack(
@@ -61,8 +51,8 @@ class Case:
         positions = torch.full((self.batch, 1), self.tokens)
         positions[-1] = -1 if self.padded else self.tokens
         sides = (
-            (self.keys, self.dim, self.unit, False, key_counts, key_tail),
-            (self.values, self.value_dim, self.value_unit or self.unit, self.value_unit > 0, value_counts, value_tail),
+            (self.keys, self.dim, self.unit, False),
+            (self.values, self.value_dim, self.value_unit or self.unit, self.value_unit > 0),
         )
         keys, values = (self._side(*side, random, device) for side in sides)
         return {
@@ -75,21 +65,16 @@ class Case:
             "outliers": outliers,
         }
 
-    def _side(
-        self, coded: int, dim: int, unit: int, per_token: bool, counts: Tensor | None, tail: Tensor | None,
-        random: torch.Generator, device: str,
-    ) -> Side:  # fmt: skip
+    def _side(self, coded: int, dim: int, unit: int, per_token: bool, random: torch.Generator, device: str) -> Side:
         entries, groups = (coded, dim // unit) if per_token else (coded // unit, dim)
         shape = (self.batch, self.heads, entries + 3, groups)
         words = torch.randint(-(2**31), 2**31, (*shape, -(-unit * self.bits // 32)), generator=random)
         scale = torch.rand(shape, generator=random).mul(3 / 2**self.bits).to(device, self.metadata)
         minimum = torch.randn(shape, generator=random).to(device, self.metadata)
         words, scale, minimum = (x[:, :, 2 : 2 + entries] for x in (words.to(device, torch.int32), scale, minimum))
-        exact = self.tokens - coded if tail is None else int(tail.max())
         return Side(
-            Packed(words, scale, minimum, self.bits, unit, per_token, None if counts is None else counts.to(device)),
-            self._tokens(exact, dim, random, device),
-            None if tail is None else tail.to(device),
+            Packed(words, scale, minimum, self.bits, unit, per_token),
+            self._tokens(self.tokens - coded, dim, random, device),
         )
 
     def _tokens(self, count: int, dim: int, random: torch.Generator, device: str) -> Tensor:
@@ -100,7 +85,6 @@ class Case:
 ATTENTION = {
     "one-scale-per-value": Case(batch=2, heads=2, keys=128, values=128, tokens=140),
     "values-behind-keys-as-in-kivi": Case(keys=384, values=150, tokens=390, group=1),
-    "no-value-in-codes": Case(keys=128, values=0, tokens=131),
     "outliers": Case(outliers=9, group=3),
     "outliers-and-softcap-4-bits": Case(bits=4, unit=64, outliers=5, softcap=3.0, group=8),
     "8-bits-odd-head": Case(bits=8, unit=32, dim=80, value_dim=80, value_unit=80, keys=96, values=96, tokens=100),
@@ -109,10 +93,6 @@ ATTENTION = {
     "small-groups": Case(unit=32, value_unit=16, group=7, keys=64, values=64, tokens=67, outliers=3),
     "groups-that-end-inside-a-word": Case(unit=10, value_unit=8, keys=30, values=27, tokens=35, dim=24, value_dim=24),
     "values-per-channel-as-in-kcvc": Case(unit=24, value_unit=0, bits=4, keys=72, values=72, tokens=75),
-    "ragged-heads": Case(batch=2, heads=2, ragged=True),
-    "ragged-heads-small-groups-softcap": Case(
-        batch=2, heads=2, ragged=True, unit=16, value_unit=0, keys=64, values=64, tokens=80, softcap=2.0
-    ),
     "a-sequence-that-asks-nothing": Case(batch=2, padded=True, keys=128, values=128, tokens=140, outliers=4),
     "bfloat16": Case(dtype=torch.bfloat16),
     "float16-tail-only-in-values": Case(dtype=torch.float16, keys=128, values=3, tokens=128),
@@ -128,9 +108,7 @@ def quantised_attention_ref(
     outliers: Outliers | None = None,
 ) -> Attention:  # fmt: skip
     """The definition: dequantise, put the outliers in their places, attend in float32."""
-    tokens = torch.arange(int(keys.lengths().max()), device=queries.device).expand(*keys.tail.shape[:2], -1)
-    seen = tokens < keys.lengths()[..., None]  # [B,H,C]
-    k, v = (side.at(tokens) for side in (keys, values))
+    k, v = keys.after(0), values.after(0)
     if outliers is not None:
         for b, h, e in (outliers.slots >= 0).nonzero().tolist():
             slot = outliers.slots[b, h, e]
@@ -139,7 +117,7 @@ def quantised_attention_ref(
     rows = queries.float().reshape(batch, k.shape[1], -1, dim)
     logits = rows @ k.transpose(-1, -2) * scaling
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~(seen & (query_positions >= 0)[..., None])[:, :, None], -torch.inf)
+    logits = logits.masked_fill((query_positions < 0)[:, None, None], -torch.inf)
     log_sum_exp = logits.logsumexp(-1)
     out = (logits - log_sum_exp[..., None]).exp().nan_to_num(0.0) @ v
     return Attention(out.view(batch, query_heads, new, -1).to(queries.dtype), log_sum_exp.view(batch, query_heads, new))

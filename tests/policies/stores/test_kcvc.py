@@ -3,7 +3,7 @@
 import torch
 from kv_stores import feed
 
-from kvbench.policies.stores.kcvc import Kcvc
+from kvbench.policies.stores.kivi import Kcvc
 
 
 def test_values_per_channel_by_hand() -> None:

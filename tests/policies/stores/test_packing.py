@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.policies.stores.packing import pack, unpack
+from kvbench.policies.stores.quantiser import pack, unpack
 
 BITS = st.sampled_from([1, 2, 4, 8])
 

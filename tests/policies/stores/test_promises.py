@@ -14,8 +14,7 @@ from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
 from kvbench.policies.stores.gear import Gear
-from kvbench.policies.stores.kcvc import Kcvc
-from kvbench.policies.stores.kivi import Kivi
+from kvbench.policies.stores.kivi import Kcvc, Kivi
 from kvbench.policies.stores.ott import Ott
 from kvbench.policies.stores.quantised import QuantisedStore
 from kvbench.policies.stores.zipcache import ZipCache

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvbench.policies.stores.packing import unpack
-from kvbench.policies.stores.quantiser import Quantiser
+from kvbench.policies.stores.quantiser import Quantiser, unpack
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.cache.attention import LayerStep, attend
-from kvbench.cache.steps import BatchStep
+from kvbench.cache.progress import BatchStep
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.dense import Dense

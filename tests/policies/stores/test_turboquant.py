@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_stores import feed, stream
 
-from kvbench.policies.stores.packing import from_bytes, to_bytes
+from kvbench.policies.stores.quantiser import from_bytes, to_bytes
 from kvbench.policies.stores.turboquant import TurboQuant, levels
 
 
