@@ -1,6 +1,6 @@
 """The scheduler: admits sequences while memory allows, decodes them as one batch, and delivers their samples.
 
-Runs that cannot share a batch are computed by `one_by_one`. Both write all runs of an example together.
+A run that is computed by itself has a batch of one sequence. All runs of an example are written together.
 """
 
 from __future__ import annotations
@@ -8,30 +8,32 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby, islice, takewhile
+from typing import NoReturn
 
 from kvbench.engine import device
 from kvbench.engine.answers import (
     FAILURES,
     OUT_OF_MEMORY,
     OWN_ERRORS,
-    Completion,
     answered,
     as_memory_error,
-    conversation,
+    computed_whole,
     failed,
     message,
     request_for,
-    run_alone,
+    rounded,
+    units,
 )
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.device import now
-from kvbench.engine.generate import Conversation
 from kvbench.engine.memory import MemoryPlanner
+from kvbench.engine.prompts import in_batch
 from kvbench.engine.run_writer import RunWriter
-from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.engine.sequence import History, LiveSequence, Request
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt
 from kvbench.results.samples import Sample
@@ -63,16 +65,23 @@ class WorkItem:
 
     @property
     def missing(self) -> list[RunWriter]:
-        """The runs for which it is still to be computed."""
+        """The runs for which its sample is still to be computed."""
         return [run for run in self.runs if not run.ended and not run.has(self.index)]
 
 
 def work_items(runs: Sequence[RunWriter]) -> list[WorkItem]:
     """Every example that one of the runs needs, in order. The runs have equal prompts, up to their limits."""
     longest = max((run.prompts for run in runs), key=len, default=())
-    missing = [(run, set(run.missing)) for run in runs]
-    needing = (tuple(run for run, indices in missing if index in indices) for index in range(len(longest)))
+    needed = [(run, set(_needed(run))) for run in runs if not run.ended]
+    needing = (tuple(run for run, indices in needed if index in indices) for index in range(len(longest)))
     return [WorkItem(i, prompt, some) for i, (prompt, some) in enumerate(zip(longest, needing, strict=True)) if some]
+
+
+def _needed(run: RunWriter) -> Iterator[int]:
+    """The missing examples of a run, and the turns whose answers are in the history of a missing one."""
+    for index in run.missing:
+        earlier = len(run.prompts[index].turns) - 1 if run.prompts[index].own else 0
+        yield from range(index - earlier, index + 1)
 
 
 class OrderedWriter:
@@ -91,16 +100,27 @@ class OrderedWriter:
 
 @dataclass
 class _Waiting:
-    """An example and the runs for which it is not admitted yet."""
+    """An example and the runs for which it is not admitted yet. conversation: see `WorkItem`."""
 
     prompt: Prompt
     runs: list[RunWriter]
+    conversation: int
     request: Request | None = None
 
     @property
     def live(self) -> list[RunWriter]:
-        """The runs that still need it from the batch."""
+        """The runs that still need it."""
         return [run for run in self.runs if not (run.ended or run.run_alone)]
+
+
+def _one_by_one(items: Sequence[WorkItem]) -> Iterator[_Waiting]:
+    """Every item for one run after the other; a run computes all turns of a conversation before the next run."""
+    for number, group in groupby(items, key=lambda item: item.conversation):
+        turns = list(group)
+        for run in {run: None for turn in turns for run in turn.runs}:
+            for turn in sorted(turns, key=lambda turn: turn.prompt.sample or 0):
+                if run in turn.runs:
+                    yield _Waiting(turn.prompt, [run], number)
 
 
 @dataclass
@@ -108,13 +128,18 @@ class _InFlight:
     """A sequence in flight: its run, its seconds, and the number of other sequences that were computed with it."""
 
     run: RunWriter
-    prompt: Prompt
+    waited: _Waiting
     admitted_with: int  # sequences of one admission, including itself
     prefill_seconds: float
-    prefilled: bool = True  # False if it used the context that another question prefilled
+    recomputed: int  # prompt tokens that had been computed for an earlier question
     decode_seconds: float = 0.0
     most_in_flight: int = 1  # maximum number of sequences in flight at one time, including itself
     admitted_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt of its example."""
+        return self.waited.prompt
 
     @property
     def live(self) -> bool:
@@ -131,18 +156,26 @@ class Scheduler:
     """Computes the examples of some runs: sequences are admitted while memory allows, and removed when they finish.
 
     A sequence that exceeds its budget or has NaN logits is a failed sample of its run. A sequence that ran out of
-    memory is admitted again with a smaller batch. After any other error the run is computed alone, after the batch.
+    memory is admitted again with a smaller batch. After any other error in a batch, the run is computed alone later.
+    An error of a sequence that is alone is the error of its sample or of its run. limit: maximum number of sequences in
+    a batch; None: as memory allows; 1: each run by itself, so that its seconds are its own.
     """
 
     def __init__(
-        self, loaded: LoadedModel, items: Sequence[WorkItem], planner: MemoryPlanner, totals: Totals, advance: Advance
+        self, loaded: LoadedModel, items: Sequence[WorkItem], limit: int | None, totals: Totals, advance: Advance
     ) -> None:
-        self._loaded, self._planner, self._totals, self._advance = loaded, planner, totals, advance
-        graph = any(run.run.cuda_graph for item in items for run in item.runs)
-        self._batch = DecodeBatch(loaded.model, graph, strict=False)
-        self._waiting = deque(_Waiting(item.prompt, list(item.runs)) for item in items)
+        self._loaded, self._totals, self._advance = loaded, totals, advance
+        self._planner = MemoryPlanner(limit)
+        self._graph = any(run.run.cuda_graph for item in items for run in item.runs)
+        self._batch = self._new_batch()
+        together = (_Waiting(item.prompt, list(item.runs), item.conversation) for item in items)
+        self._waiting = deque(_one_by_one(items) if limit == 1 else together)
         self._in_flight: dict[LiveSequence, _InFlight] = {}
+        self._histories: dict[tuple[int, RunWriter, int | None], History] = {}  # by conversation, run and sample
         self._writer = OrderedWriter(items)
+
+    def _new_batch(self) -> DecodeBatch:
+        return DecodeBatch(self._loaded.model, self._graph, strict=False)
 
     def work(self) -> None:
         """Compute everything except runs that are to be computed alone. Raises BatchError if a whole batch failed."""
@@ -150,7 +183,6 @@ class Scheduler:
             self._fill()
             if self._in_flight:
                 self._step()
-            self._writer.write()
 
     # --- admission -------------------------------------------------------------------------------------------------
     def _fill(self) -> None:
@@ -164,6 +196,9 @@ class Scheduler:
             if not runs:
                 self._waiting.popleft()
                 continue
+            if not in_batch(runs[0].run, first.prompt):
+                self._compute_whole(self._waiting.popleft(), runs[0])
+                continue
             if not self._batch.can_admit(self._request(first)):
                 return
             some = [first, *self._questions(first, runs)]
@@ -172,7 +207,7 @@ class Scheduler:
             if not count:
                 return
             if count < len(runs):
-                self._waiting[0] = _Waiting(first.prompt, runs[count:], first.request)
+                self._waiting[0] = replace(first, runs=runs[count:])
                 self._admit([first], runs[:count])
                 continue
             some = some[: count // len(runs)]
@@ -183,7 +218,7 @@ class Scheduler:
     def _questions(self, first: _Waiting, runs: Sequence[RunWriter]) -> list[_Waiting]:
         """The next questions for the same runs that can share the prefill of the first one's context."""
         context = first.prompt.context_hash
-        if context is None:
+        if context is None or first.prompt.turns:
             return []
         following = islice(self._waiting, 1, None)
         found = takewhile(lambda one: one.prompt.context_hash == context and one.live == runs, following)
@@ -194,30 +229,64 @@ class Scheduler:
             waiting.request = request_for(waiting.runs[0].run, self._loaded, waiting.prompt)
         return waiting.request
 
+    def _compute_whole(self, waiting: _Waiting, run: RunWriter) -> None:
+        """Compute an example that cannot be part of a batch; its group of runs has a limit of 1."""
+        shown = 0
+
+        def report(done: int) -> None:
+            nonlocal shown
+            self._advance(done - shown)
+            shown = done
+
+        self._deliver(run, waiting.prompt, lambda: computed_whole(run.run, self._loaded, waiting.prompt, report))
+        report(units(waiting.prompt))
+        self._writer.write()
+
     def _admit(self, some: Sequence[_Waiting], runs: Sequence[RunWriter]) -> None:
         """Prefill a prompt, or a context and some questions about it, for some runs."""
-        run, model, before = runs[0].run, self._loaded.model, self._batch.nbytes
-        prompt, count = some[0].prompt, len(some) * len(runs)
+        first, run, model, before = some[0], runs[0].run, self._loaded.model, self._batch.nbytes
+        count = len(some) * len(runs)
+        requests, histories = list(map(self._request, some)), [self._history(first, run) for run in runs]
+        if first.prompt.turns and not first.prompt.own and self._continues(first, runs):
+            requests = [replace(requests[0], next_turn="golden")]
         device.reset_peak(run.device)
         allocated, began = device.peak(run.device), now(model)
         try:
-            sequences = self._batch.admit_questions(list(map(self._request, some)), [run.run.policy for run in runs])
+            sequences = self._batch.admit_questions(requests, [run.run.policy for run in runs], histories)
         except Exception as error:
-            raise BatchError(message(error)) from error
+            self._fail(error, [(run, one.prompt) for one in some for run in runs])
+            return
         seconds = now(model) - began
-        self._totals.prefilled(len(prompt.ids), count, seconds)
+        self._totals.prefilled(len(first.prompt.ids), count, seconds)
         if allocated is not None:
             taken = (device.peak(run.device) or 0) - allocated
-            self._planner.measured(prompt, run, taken - (self._batch.nbytes - before))
+            self._planner.measured(first.prompt, run, taken - (self._batch.nbytes - before))
         for one, answers in zip(some, sequences, strict=True):
-            for sequence, writer in zip(answers, runs, strict=True):
-                self._in_flight[sequence] = _InFlight(writer, one.prompt, count, seconds, one is some[0])
+            for sequence, writer, history in zip(answers, runs, histories, strict=True):
+                known = one.prompt.known if one is first else 0
+                recomputed = known if history is None else history.recomputed
+                self._in_flight[sequence] = _InFlight(writer, one, count, seconds, recomputed)
                 self._planner.admitted(sequence, writer, one.prompt)
+                if sequence.history is not None and sequence.error is None:
+                    self._histories[one.conversation, writer, one.prompt.sample] = sequence.history
         in_flight = self._batch.in_flight
         for sequence, flight in self._in_flight.items():
             flight.most_in_flight = max(flight.most_in_flight, in_flight + sequence.done)
         self._finish([sequence for sequence in self._in_flight if sequence.done])
         self._advance(0, f"{in_flight} sequences, prompts")
+
+    # --- conversations ---------------------------------------------------------------------------------------------
+    def _history(self, waiting: _Waiting, run: RunWriter) -> History | None:
+        """The turns before this one under a run's policy, if they were computed. Histories of others are freed."""
+        self._histories = {key: one for key, one in self._histories.items() if key[0] == waiting.conversation}
+        found = self._histories.pop((waiting.conversation, run, waiting.prompt.sample), None)
+        return found if found is not None and found.turns < len(waiting.prompt.turns) else None
+
+    def _continues(self, waiting: _Waiting, runs: Iterable[RunWriter]) -> bool:
+        """Whether a later turn of the conversation is waiting for one of the runs."""
+        found = takewhile(lambda one: one.conversation == waiting.conversation, self._waiting)
+        later = [one for one in found if len(one.prompt.turns) > len(waiting.prompt.turns)]
+        return any(run in one.runs for one in later for run in runs)
 
     # --- decoding --------------------------------------------------------------------------------------------------
     def _step(self) -> None:
@@ -226,7 +295,8 @@ class Scheduler:
         try:
             ended = self._batch.step()
         except Exception as error:
-            raise BatchError(message(error)) from error
+            self._fail(error, [])
+            return
         seconds = time.perf_counter() - began
         self._totals.stepped(sequences, seconds)
         for flight in self._in_flight.values():
@@ -245,16 +315,58 @@ class Scheduler:
             if not flight.live:
                 continue
             if error is None or flight.alone or isinstance(error, OWN_ERRORS):
-                with flight.run.isolated():
-                    flight.run.deliver(_sample(flight, sequence))
-                    self._advance(1)
+                self._keep_own_history(flight, sequence)
+                self._deliver(flight.run, flight.prompt, partial(_sample, flight, sequence))
             elif isinstance(error, OUT_OF_MEMORY):
-                self._waiting.appendleft(_Waiting(flight.prompt, [flight.run]))
+                self._waiting.appendleft(replace(flight.waited, runs=[flight.run]))
                 self._planner.ran_out(in_flight)
             else:
                 flight.run.run_alone = True
                 log.warning("%s: %s; it is computed by itself, after the others", flight.run.run_id, message(error))
         self._drop_unwanted()
+        self._writer.write()
+
+    def _keep_own_history(self, flight: _InFlight, sequence: LiveSequence) -> None:
+        """Keep the cache of an answer that is part of the history of a later turn."""
+        prompt, waited = flight.prompt, flight.waited
+        if (
+            sequence.error is None
+            and sequence.cache is not None
+            and prompt.own
+            and self._continues(waited, [flight.run])
+        ):
+            pending = sequence.tokens[sequence.decode_steps :]
+            again = sum(prompt.turns) if flight.run.has(prompt.example.index) else 0
+            history = History(sequence.cache, len(prompt.turns), pending, again)
+            self._histories[waited.conversation, flight.run, prompt.sample] = history
+
+    def _deliver(self, run: RunWriter, prompt: Prompt, compute: Callable[[], Sample]) -> None:
+        """Deliver the sample of an example, or end its run by an error that is not one of the example."""
+        wanted = not run.has(prompt.example.index)
+        with run.isolated():
+            try:
+                sample = compute()
+            except Exception as caught:
+                error = as_memory_error(caught)
+                if not isinstance(error, FAILURES):
+                    raise
+                sample = failed(run.run, prompt, error)
+            run.deliver(sample)
+            if wanted and in_batch(run.run, prompt):
+                self._advance(1)
+
+    def _fail(self, error: Exception, admitted: Sequence[tuple[RunWriter, Prompt]]) -> None:
+        """An error of the batch and of sequences that are being admitted. Raises BatchError if they are several."""
+        flights = [*((flight.run, flight.prompt) for flight in self._in_flight.values()), *admitted]
+        if len(flights) > 1:
+            raise BatchError(message(error)) from error
+        self._batch = self._new_batch()
+        for sequence, flight in self._in_flight.items():
+            self._planner.finished(sequence, flight.run, flight.prompt, None)
+        self._in_flight.clear()
+        for run, prompt in flights:
+            self._deliver(run, prompt, partial(_raise, error))
+        self._writer.write()
 
     def _drop_unwanted(self) -> None:
         """Remove the sequences of runs that ended or are to be computed alone."""
@@ -270,55 +382,27 @@ class Scheduler:
             self._planner.finished(sequence, flight.run, flight.prompt, None)
 
 
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
 def _sample(flight: _InFlight, sequence: LiveSequence) -> Sample:
-    """The sample of a finished sequence. Raises an error that ends its run."""
-    run = flight.run.run
-    if isinstance(sequence.error, FAILURES):
-        return failed(run, flight.prompt, sequence.error)
+    """The sample of a finished sequence. Raises the sequence's error."""
     if sequence.error is not None:
         raise sequence.error
     assert sequence.cache is not None
-    done = Completion(
-        sequence.tokens,
-        sequence.cache,
-        sequence.decode_steps,
-        sequence.sharing,
-        flight.most_in_flight,
-        recomputed=flight.prompt.known if flight.prefilled else 0,
-        prefill_seconds=flight.prefill_seconds if flight.alone else None,
-        decode_seconds=flight.decode_seconds if flight.alone else None,
-        device_peak_bytes=device.peak(run.device) if flight.alone else None,
+    run, prompt = flight.run.run, flight.prompt
+    sample = replace(
+        answered(run, prompt, sequence.tokens, sequence.cache, sequence.decode_steps),
+        recomputed_tokens=None if prompt.example.shared is None else flight.recomputed,
+        shared_prefill=sequence.sharing,
+        rows_in_flight=flight.most_in_flight,
     )
-    return answered(run, flight.prompt, done)
-
-
-def one_by_one(loaded: LoadedModel, items: Sequence[WorkItem], advance: Advance) -> None:
-    """Compute examples one after another, each run by itself, so that its seconds are its own."""
-    writer = OrderedWriter(items)
-    for run in {run for item in items for run in item.runs}:
-        run.run_alone = False  # here every run is waited for
-    for _, some in groupby(items, key=lambda item: item.conversation):
-        turns = list(some)
-        for run in {run: None for turn in turns for run in turn.missing}:
-            talks: dict[int | None, Conversation | None] = {}  # by sample
-            for turn in turns:
-                if run in turn.missing:
-                    with run.isolated():
-                        number = turn.prompt.sample
-                        talk = talks.pop(number, None) or conversation(run.run, loaded, turn.prompt)
-                        sample = run_alone(run.run, loaded, turn.prompt, _Report(advance), talk)
-                        run.deliver(sample)
-                        if not sample.error:  # after an error the state of the cache is unknown
-                            talks[number] = talk
-                    writer.write()
-
-
-class _Report:
-    """Advances a bar by the units since the last call."""
-
-    def __init__(self, advance: Advance) -> None:
-        self._advance, self._shown = advance, 0
-
-    def __call__(self, done: int) -> None:
-        self._advance(done - self._shown)
-        self._shown = done
+    if not flight.alone:
+        return sample
+    return replace(
+        sample,
+        prefill_seconds=rounded(flight.prefill_seconds),
+        decode_seconds=rounded(flight.decode_seconds),
+        device_peak_bytes=device.peak(run.device),
+    )

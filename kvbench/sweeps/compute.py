@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvbench.config.tree import build, refusing_in
 from kvbench.engine.compute import compute_runs
 from kvbench.engine.prompts import make_prompts
-from kvbench.engine.run_writer import NullCallback, RunCallback
+from kvbench.engine.run_writer import RunCallback
 from kvbench.errors import UsageError
 from kvbench.results.definition import Entry, RunState, examples, failed_examples, write_state
 from kvbench.results.files import RunBusyError, RunLostError
@@ -136,19 +136,15 @@ def is_expected(error: BaseException) -> bool:
 
 
 # --- trackers (`logger=`) --------------------------------------------------------------------------------------------
-class SweepCallback(RunCallback, Protocol):
+class SweepCallback(RunCallback):
     """A run callback with a method for the end of a sweep."""
 
     def close(self, records: Sequence[Result] = ()) -> None:
         """Called at the end. records: all finished runs of the sweep; empty if this process computed only some."""
-        ...
 
 
-class NoLogger(NullCallback):
+class NoLogger(SweepCallback):
     """`logger=none`."""
-
-    def close(self, records: Sequence[Result] = ()) -> None:
-        """Do nothing."""
 
 
 def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepCallback:
@@ -167,7 +163,7 @@ def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepCallback:
     return NoLogger() if callback is None else Guarded(callback, getattr(tracker, "label", type(tracker).__name__))
 
 
-class Guarded:
+class Guarded(SweepCallback):
     """Calls another callback until its first error, which is logged as a warning, so that a tracker never fails a run.
 
     name: of the tracker, for the warning.
@@ -204,8 +200,8 @@ class Guarded:
 
 
 # --- computing -------------------------------------------------------------------------------------------------------
-class Recorder:
-    """A `RunCallback` that writes the state of every run of the sweep in `out` and prints errors, then calls another.
+class Recorder(RunCallback):
+    """Writes the state of every run of the sweep in `out` and prints errors, then calls another.
 
     titles: of the runs, by run id.
     """
