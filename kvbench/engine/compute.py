@@ -19,7 +19,7 @@ from kvbench.engine.teacher_forcing import is_scored
 from kvbench.models.loading import LoadedModel, load
 from kvbench.results.session import Totals, environment, record
 from kvbench.run.run import Run
-from kvbench.terminal.bars import meter
+from kvbench.terminal.command import meter
 
 OPEN_RUNS = 200
 """Runs whose files are open at one time: macOS allows 256 open files per process."""
