@@ -132,7 +132,6 @@ class DecodeBatch:
             if self.device is not None and self.device.groups:
                 rows = [None if group is None else sequences[group] for group in self.device.rows]
                 self._decode(self.device, rows, self._recorder or eager)
-                self.device.count()
         except Exception as error:  # the lengths on the device may be wrong, and layers in two places
             self.device = None
             for sequence in self.sequences:

@@ -20,7 +20,7 @@ from kvbench.engine.work import work_items
 from kvbench.models.loading import LoadedModel, load
 from kvbench.results.session import Totals, environment, record
 from kvbench.run.run import Run
-from kvbench.terminal.bars import meter
+from kvbench.terminal.command import meter
 
 OPEN_RUNS = 200
 """Runs whose files are open at one time: macOS allows 256 open files per process."""

@@ -19,7 +19,7 @@ from kvbench.policies.press import KVPress
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run
 from kvbench.tasks.task import PlainTokenizer
-from kvbench.terminal.bars import progress
+from kvbench.terminal.command import progress
 
 log = logging.getLogger(__name__)
 

@@ -111,7 +111,7 @@ class History:
 class LiveSequence:
     """One request under one policy, and its answer so far.
 
-    cache: None if it could not be created, and while the sequence is part of a batch. position: of the next token.
+    cache: None if it could not be created; up to date when the sequence has finished. position: of the next token.
     sharing: number of sequences that used the same prefill. decode_steps: tokens fed after the prompt. tokens: the
     answer without EOS. complete: the answer has ended. error: the exception that ended it early; the other fields are
     then undefined. logits: [1,V] after the last token, for policies that rate tokens. history: of a conversation: the

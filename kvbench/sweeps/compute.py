@@ -16,10 +16,9 @@ from kvbench.engine.compute import compute_runs
 from kvbench.engine.prompts import make_prompts
 from kvbench.engine.run_writer import RunCallback
 from kvbench.errors import UsageError
-from kvbench.results.definition import Entry, RunState, examples, write_state
+from kvbench.results.definition import Entry, RunState, examples, failed_examples, write_state
 from kvbench.results.files import RunBusyError, RunLostError
-from kvbench.results.load import read_result
-from kvbench.results.result import Result
+from kvbench.results.result import Result, read_result
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run, build_run
 from kvbench.run.run_config import typed
@@ -240,12 +239,6 @@ class Recorder(RunCallback):
             write_state(self._out, run.run_id, RunState(run.limit, self._totals.get(run.run_id), error))
         except OSError as reason:  # only `sweep status` reads it
             log.warning("the state of %s cannot be written (%s)", run.run_id, reason.strerror)
-
-
-def failed_examples(folder: Path) -> str | None:
-    """The error message of a run with failed examples; None if all of its examples have scores."""
-    n, failed = examples(folder)
-    return f"{failed} of {n} examples failed, see {folder}" if failed else None
 
 
 def compute(runs: Sequence[Planned], out: Path, tracker: SweepCallback) -> list[str]:

@@ -205,7 +205,7 @@ class Column:
         """Sums [B,H,r,D] of the tokens with weights [B,H,r,C]."""
         chunks = [chunk for chunk in self.chunks if chunk.tokens]
         *coded, exact = weights.split([*(chunk.tokens for chunk in chunks), self.tail.count], dim=-1)
-        sums = exact @ self.tail.view("x").to(weights.dtype)
+        sums: Tensor = exact @ self.tail.view("x").to(weights.dtype)
         for chunk, own in zip(chunks, coded, strict=True):
             sums += chunk.weighted(own)
         return sums

@@ -21,7 +21,7 @@ from kvbench.engine.run_writer import RunCallback
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.ranking import Ranking
 from kvbench.report.table import notes, results_table
-from kvbench.results.load import read_result
+from kvbench.results.result import read_result
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run
 from kvbench.tools.diagnose import runs_of
