@@ -252,7 +252,7 @@ class PolicyGroup:
         """A step and its eviction are done: drop queries that later steps do not use, and settle the store."""
         if now.phase != "decode":
             if now.prompt_done and (any(now.evicts) or self.policy.schedule.decode == "grow"):
-                layer.recent.limit(self.policy.needs.queries_decoding)
+                layer.recent.limit(self.policy.needs.window_decoding or 0)
             layer.recent.copy()
         self.settle(layer, now)
 

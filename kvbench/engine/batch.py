@@ -25,7 +25,6 @@ from kvbench.engine.prefill import prefill_prompt
 from kvbench.engine.sequence import History, LiveSequence, Request, advance
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.policy import Policy
-from kvbench.policies.scorers.random import with_example_seed
 
 Decode = Callable[[Tensor, Tensor, KVCache], Tensor]
 
@@ -172,7 +171,7 @@ class DecodeBatch:
 
 def _new_sequence(request: Request, policy: Policy) -> LiveSequence:
     """A sequence before its prefill, whose policy uses the random numbers of its example."""
-    return LiveSequence(request, policy if request.example is None else with_example_seed(policy, *request.example))
+    return LiveSequence(request, policy if request.example is None else policy.for_example(*request.example))
 
 
 def _audit(sequence: LiveSequence) -> None:
