@@ -29,8 +29,13 @@ from kvbench.results.samples import KeptHeads, Sample, kept_heads
 from kvbench.run.run import Run
 from kvbench.run.run_config import Sampling
 
+
+class HistoryError(RuntimeError):
+    """The history of a conversation has no answer to an earlier turn."""
+
+
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
-OWN_ERRORS = (BudgetError, FloatingPointError)
+OWN_ERRORS = (BudgetError, FloatingPointError, HistoryError)
 """Errors of one sequence that do not depend on the other sequences of its batch."""
 FAILURES = (*OWN_ERRORS, *OUT_OF_MEMORY)
 """Errors that fail one example of a run, and not the run."""

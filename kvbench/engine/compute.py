@@ -14,8 +14,9 @@ from typing import Any
 from kvbench.engine.answers import units
 from kvbench.engine.prompts import in_batch, prompts_for
 from kvbench.engine.run_writer import RunCallback, RunWriter
-from kvbench.engine.scheduler import BatchError, Scheduler, work_items
+from kvbench.engine.scheduler import Scheduler
 from kvbench.engine.teacher_forcing import is_scored
+from kvbench.engine.work import work_items
 from kvbench.models.loading import LoadedModel, load
 from kvbench.results.session import Totals, environment, record
 from kvbench.run.run import Run
@@ -126,10 +127,7 @@ def _compute_batch(loaded: LoadedModel, limit: int | None, writers: Sequence[Run
     totals = Totals()
     try:
         with meter(_title(writers), total, total - sum(missing), unit) as advance:
-            try:
-                Scheduler(loaded, work_items(writers), limit, totals, advance).work()
-            except BatchError as error:
-                log.warning("a batch failed (%s): the missing examples are computed one by one", error)
+            Scheduler(loaded, work_items(writers), limit, totals, advance).work()
             for writer in writers:
                 writer.run_alone = False
             Scheduler(loaded, work_items(writers), 1, Totals(), advance).work()  # what the batch has left

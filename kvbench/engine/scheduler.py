@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby, islice, takewhile
+from itertools import islice, takewhile
 from typing import NoReturn
 
 from kvbench.engine import device
@@ -19,6 +19,7 @@ from kvbench.engine.answers import (
     FAILURES,
     OUT_OF_MEMORY,
     OWN_ERRORS,
+    HistoryError,
     answered,
     as_memory_error,
     computed_whole,
@@ -34,6 +35,7 @@ from kvbench.engine.memory import MemoryPlanner
 from kvbench.engine.prompts import in_batch
 from kvbench.engine.run_writer import RunWriter
 from kvbench.engine.sequence import History, LiveSequence, Request
+from kvbench.engine.work import OrderedWriter, WorkItem, one_by_one
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt
 from kvbench.results.samples import Sample
@@ -46,89 +48,12 @@ MAX_WAIT = 30.0
 log = logging.getLogger(__name__)
 
 
-class BatchError(RuntimeError):
-    """An error of a whole batch that cannot be assigned to one of its sequences."""
-
-
-@dataclass(frozen=True)
-class WorkItem:
-    """One example and the runs that need it."""
-
-    index: int
-    prompt: Prompt
-    runs: tuple[RunWriter, ...]
-
-    @property
-    def conversation(self) -> int:
-        """A number that all turns of a conversation share: the example of its first turn."""
-        return self.index // self.runs[0].run.samples - max(0, len(self.prompt.turns) - 1)
-
-    @property
-    def missing(self) -> list[RunWriter]:
-        """The runs for which its sample is still to be computed."""
-        return [run for run in self.runs if not run.ended and not run.has(self.index)]
-
-
-def work_items(runs: Sequence[RunWriter]) -> list[WorkItem]:
-    """Every example that one of the runs needs, in order. The runs have equal prompts, up to their limits."""
-    longest = max((run.prompts for run in runs), key=len, default=())
-    needed = [(run, set(_needed(run))) for run in runs if not run.ended]
-    needing = (tuple(run for run, indices in needed if index in indices) for index in range(len(longest)))
-    return [WorkItem(i, prompt, some) for i, (prompt, some) in enumerate(zip(longest, needing, strict=True)) if some]
-
-
-def _needed(run: RunWriter) -> Iterator[int]:
-    """The missing examples of a run, and the turns whose answers are in the history of a missing one."""
-    for index in run.missing:
-        earlier = len(run.prompts[index].turns) - 1 if run.prompts[index].own else 0
-        yield from range(index - earlier, index + 1)
-
-
-class OrderedWriter:
-    """Writes an example once all of its runs have it, so that the runs of a killed sweep have the same examples."""
-
-    def __init__(self, items: Sequence[WorkItem]) -> None:
-        self._open = deque(items)
-
-    def write(self) -> None:
-        """Write every example that is complete after complete ones; runs that are computed alone are not waited for."""
-        while self._open and all(run.run_alone for run in self._open[0].missing):
-            item = self._open.popleft()
-            for run in item.runs:
-                run.write(before=item.index + 1)
-
-
-@dataclass
-class _Waiting:
-    """An example and the runs for which it is not admitted yet. conversation: see `WorkItem`."""
-
-    prompt: Prompt
-    runs: list[RunWriter]
-    conversation: int
-    request: Request | None = None
-
-    @property
-    def live(self) -> list[RunWriter]:
-        """The runs that still need it."""
-        return [run for run in self.runs if not (run.ended or run.run_alone)]
-
-
-def _one_by_one(items: Sequence[WorkItem]) -> Iterator[_Waiting]:
-    """Every item for one run after the other; a run computes all turns of a conversation before the next run."""
-    for number, group in groupby(items, key=lambda item: item.conversation):
-        turns = list(group)
-        for run in {run: None for turn in turns for run in turn.runs}:
-            for turn in sorted(turns, key=lambda turn: turn.prompt.sample or 0):
-                if run in turn.runs:
-                    yield _Waiting(turn.prompt, [run], number)
-
-
 @dataclass
 class _InFlight:
     """A sequence in flight: its run, its seconds, and the number of other sequences that were computed with it."""
 
     run: RunWriter
-    waited: _Waiting
+    item: WorkItem
     admitted_with: int  # sequences of one admission, including itself
     prefill_seconds: float
     recomputed: int  # prompt tokens that had been computed for an earlier question
@@ -139,7 +64,7 @@ class _InFlight:
     @property
     def prompt(self) -> Prompt:
         """The prompt of its example."""
-        return self.waited.prompt
+        return self.item.prompt
 
     @property
     def live(self) -> bool:
@@ -168,8 +93,7 @@ class Scheduler:
         self._planner = MemoryPlanner(limit)
         self._graph = any(run.run.cuda_graph for item in items for run in item.runs)
         self._batch = self._new_batch()
-        together = (_Waiting(item.prompt, list(item.runs), item.conversation) for item in items)
-        self._waiting = deque(_one_by_one(items) if limit == 1 else together)
+        self._waiting = deque(one_by_one(items) if limit == 1 else items)
         self._in_flight: dict[LiveSequence, _InFlight] = {}
         self._histories: dict[tuple[int, RunWriter, int | None], History] = {}  # by conversation, run and sample
         self._writer = OrderedWriter(items)
@@ -178,7 +102,7 @@ class Scheduler:
         return DecodeBatch(self._loaded.model, self._graph, strict=False)
 
     def work(self) -> None:
-        """Compute everything except runs that are to be computed alone. Raises BatchError if a whole batch failed."""
+        """Compute everything except runs that are to be computed alone (`RunWriter.run_alone`)."""
         while self._waiting or self._in_flight:
             self._fill()
             if self._in_flight:
@@ -215,7 +139,7 @@ class Scheduler:
                 self._waiting.popleft()
             self._admit(some, runs)
 
-    def _questions(self, first: _Waiting, runs: Sequence[RunWriter]) -> list[_Waiting]:
+    def _questions(self, first: WorkItem, runs: Sequence[RunWriter]) -> list[WorkItem]:
         """The next questions for the same runs that can share the prefill of the first one's context."""
         context = first.prompt.context_hash
         if context is None or first.prompt.turns:
@@ -224,12 +148,12 @@ class Scheduler:
         found = takewhile(lambda one: one.prompt.context_hash == context and one.live == runs, following)
         return list(takewhile(lambda one: self._batch.shares_prompt(self._request(first), self._request(one)), found))
 
-    def _request(self, waiting: _Waiting) -> Request:
-        if waiting.request is None:
-            waiting.request = request_for(waiting.runs[0].run, self._loaded, waiting.prompt)
-        return waiting.request
+    def _request(self, item: WorkItem) -> Request:
+        if item.request is None:
+            item.request = request_for(item.runs[0].run, self._loaded, item.prompt)
+        return item.request
 
-    def _compute_whole(self, waiting: _Waiting, run: RunWriter) -> None:
+    def _compute_whole(self, item: WorkItem, run: RunWriter) -> None:
         """Compute an example that cannot be part of a batch; its group of runs has a limit of 1."""
         shown = 0
 
@@ -238,15 +162,20 @@ class Scheduler:
             self._advance(done - shown)
             shown = done
 
-        self._deliver(run, waiting.prompt, lambda: computed_whole(run.run, self._loaded, waiting.prompt, report))
-        report(units(waiting.prompt))
+        self._deliver(run, item.prompt, lambda: computed_whole(run.run, self._loaded, item.prompt, report))
+        report(units(item.prompt))
         self._writer.write()
 
-    def _admit(self, some: Sequence[_Waiting], runs: Sequence[RunWriter]) -> None:
+    def _admit(self, some: Sequence[WorkItem], runs: Sequence[RunWriter]) -> None:
         """Prefill a prompt, or a context and some questions about it, for some runs."""
         first, run, model, before = some[0], runs[0].run, self._loaded.model, self._batch.nbytes
         count = len(some) * len(runs)
         requests, histories = list(map(self._request, some)), [self._history(first, run) for run in runs]
+        if first.prompt.own and len(first.prompt.turns) > 1 and None in histories:  # runs with own answers are alone
+            error = HistoryError("the answer of an earlier turn failed, so this turn has no history")
+            self._deliver(runs[0], first.prompt, partial(_raise, error))
+            self._writer.write()
+            return
         if first.prompt.turns and not first.prompt.own and self._continues(first, runs):
             requests = [replace(requests[0], next_turn="golden")]
         device.reset_peak(run.device)
@@ -276,16 +205,16 @@ class Scheduler:
         self._advance(0, f"{in_flight} sequences, prompts")
 
     # --- conversations ---------------------------------------------------------------------------------------------
-    def _history(self, waiting: _Waiting, run: RunWriter) -> History | None:
+    def _history(self, item: WorkItem, run: RunWriter) -> History | None:
         """The turns before this one under a run's policy, if they were computed. Histories of others are freed."""
-        self._histories = {key: one for key, one in self._histories.items() if key[0] == waiting.conversation}
-        found = self._histories.pop((waiting.conversation, run, waiting.prompt.sample), None)
-        return found if found is not None and found.turns < len(waiting.prompt.turns) else None
+        self._histories = {key: one for key, one in self._histories.items() if key[0] == item.conversation}
+        found = self._histories.pop((item.conversation, run, item.prompt.sample), None)
+        return found if found is not None and found.turns < len(item.prompt.turns) else None
 
-    def _continues(self, waiting: _Waiting, runs: Iterable[RunWriter]) -> bool:
+    def _continues(self, item: WorkItem, runs: Iterable[RunWriter]) -> bool:
         """Whether a later turn of the conversation is waiting for one of the runs."""
-        found = takewhile(lambda one: one.conversation == waiting.conversation, self._waiting)
-        later = [one for one in found if len(one.prompt.turns) > len(waiting.prompt.turns)]
+        found = takewhile(lambda one: one.conversation == item.conversation, self._waiting)
+        later = [one for one in found if len(one.prompt.turns) > len(item.prompt.turns)]
         return any(run in one.runs for one in later for run in runs)
 
     # --- decoding --------------------------------------------------------------------------------------------------
@@ -318,27 +247,21 @@ class Scheduler:
                 self._keep_own_history(flight, sequence)
                 self._deliver(flight.run, flight.prompt, partial(_sample, flight, sequence))
             elif isinstance(error, OUT_OF_MEMORY):
-                self._waiting.appendleft(replace(flight.waited, runs=[flight.run]))
+                self._waiting.appendleft(replace(flight.item, runs=[flight.run]))
                 self._planner.ran_out(in_flight)
             else:
-                flight.run.run_alone = True
-                log.warning("%s: %s; it is computed by itself, after the others", flight.run.run_id, message(error))
+                self._compute_alone_later(flight.run, error)
         self._drop_unwanted()
         self._writer.write()
 
     def _keep_own_history(self, flight: _InFlight, sequence: LiveSequence) -> None:
         """Keep the cache of an answer that is part of the history of a later turn."""
-        prompt, waited = flight.prompt, flight.waited
-        if (
-            sequence.error is None
-            and sequence.cache is not None
-            and prompt.own
-            and self._continues(waited, [flight.run])
-        ):
+        prompt, item = flight.prompt, flight.item
+        if sequence.error is None and sequence.cache is not None and prompt.own and self._continues(item, [flight.run]):
             pending = sequence.tokens[sequence.decode_steps :]
             again = sum(prompt.turns) if flight.run.has(prompt.example.index) else 0
             history = History(sequence.cache, len(prompt.turns), pending, again)
-            self._histories[waited.conversation, flight.run, prompt.sample] = history
+            self._histories[item.conversation, flight.run, prompt.sample] = history
 
     def _deliver(self, run: RunWriter, prompt: Prompt, compute: Callable[[], Sample]) -> None:
         """Deliver the sample of an example, or end its run by an error that is not one of the example."""
@@ -356,27 +279,29 @@ class Scheduler:
                 self._advance(1)
 
     def _fail(self, error: Exception, admitted: Sequence[tuple[RunWriter, Prompt]]) -> None:
-        """An error of the batch and of sequences that are being admitted. Raises BatchError if they are several."""
-        flights = [*((flight.run, flight.prompt) for flight in self._in_flight.values()), *admitted]
-        if len(flights) > 1:
-            raise BatchError(message(error)) from error
-        self._batch = self._new_batch()
+        """An error of the batch, or of sequences that are being admitted: the batch begins anew without them."""
+        failed = [*((flight.run, flight.prompt) for flight in self._in_flight.values()), *admitted]
         for sequence, flight in self._in_flight.items():
             self._planner.finished(sequence, flight.run, flight.prompt, None)
         self._in_flight.clear()
-        for run, prompt in flights:
-            self._deliver(run, prompt, partial(_raise, error))
+        self._batch = self._new_batch()
+        for run, prompt in failed:
+            if len(failed) == 1:
+                self._deliver(run, prompt, partial(_raise, error))
+            else:
+                self._compute_alone_later(run, error)
         self._writer.write()
+
+    def _compute_alone_later(self, run: RunWriter, error: Exception) -> None:
+        """Compute a run after the batch: only by itself an error is known to be its own."""
+        if not run.run_alone:
+            run.run_alone = True
+            log.warning("%s: %s; it is computed by itself, after the others", run.run_id, message(error))
 
     def _drop_unwanted(self) -> None:
         """Remove the sequences of runs that ended or are to be computed alone."""
         unwanted = {sequence: flight for sequence, flight in self._in_flight.items() if not flight.live}
-        if not unwanted:
-            return
-        try:
-            self._batch.drop(unwanted)
-        except Exception as error:
-            raise BatchError(message(error)) from error
+        self._batch.drop(unwanted)
         for sequence, flight in unwanted.items():
             del self._in_flight[sequence]
             self._planner.finished(sequence, flight.run, flight.prompt, None)
