@@ -12,7 +12,7 @@ import yaml
 from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
 from kvbench.report.formats import FORMATS, write
 from kvbench.report.table import Table, text
-from kvbench.results.load import load_results
+from kvbench.results.result import load_results
 from kvbench.terminal.command import Parser, command, log_to_stderr, pairs, terminal_width
 from kvbench.terminal.outputs import check_output
 

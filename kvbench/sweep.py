@@ -14,7 +14,18 @@ import yaml
 
 from kvbench.errors import UsageError
 from kvbench.results.definition import read_definition
-from kvbench.sweeps.jobs import ACTIVE, FAILED, LEFT, NO_PROCESS, Launcher, Status, print_statuses, statuses
+from kvbench.sweeps.jobs import (
+    ACTIVE,
+    FAILED,
+    LEFT,
+    NO_PROCESS,
+    Launcher,
+    Status,
+    launch,
+    print_statuses,
+    statuses,
+    wait,
+)
 from kvbench.terminal.command import FAILED as EXIT_FAILED
 from kvbench.terminal.command import Parser, command, log_to_stderr, pairs, share_cores
 
@@ -41,8 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "resume":
         return _exit_code(resume(out, options.fields))
     if options.command == "wait":
-        from kvbench.sweeps.launch import wait  # torch, which `status` does not need
-
         return _exit_code(wait(out, read_definition(out).runs))
     found = statuses(out, read_definition(out).runs)
     if options.command == "status":
@@ -72,8 +81,7 @@ def resume(out: Path, fields: Sequence[str]) -> list[Status]:
     os.chdir(definition.folder)  # the paths in its runs are relative to it
     sys.path.insert(0, definition.folder)  # so are the user's own modules
     share_cores()
-    from kvbench.sweeps.compute import Planned, rebuilt
-    from kvbench.sweeps.launch import launch  # torch, which the other commands do not need
+    from kvbench.sweeps.compute import Planned, rebuilt  # torch, which the other commands do not need
 
     runs = [rebuilt(entry, here) if launcher.in_process else Planned(entry) for entry in left]
     return launch(here, runs, definition, launcher)

@@ -84,7 +84,7 @@ class Check:
     def outputs(self, *arguments: str) -> list[dict[str, Any]]:
         """The samples of all runs of a kvbench command, in the order of their folders."""
         out = self.scratch / f"runs{len(list(self.scratch.iterdir()))}"
-        self.run("-c", PROGRAM, f"model={self.model}", f"device={self.device}", f"out={out}", *arguments)
+        self.run("-c", PROGRAM, *arguments, f"model={self.model}", f"device={self.device}", f"out={out}")
         files = sorted(out.rglob("samples.jsonl"), key=lambda file: file.parent.name.rpartition("-")[0])
         return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
 

@@ -18,7 +18,7 @@ import yaml
 from matplotlib.ticker import ScalarFormatter
 
 from kvbench.papers.claims import PAPERS, decide, read_claims
-from kvbench.results.load import load_results
+from kvbench.results.result import load_results
 from kvbench.results.statistics import mean_interval, paired_difference
 
 mpl.use("Agg")

@@ -125,9 +125,8 @@ class KvbenchLauncher(Launcher):
         share_cores()
         quiet()
         with short_errors():
-            from kvbench.sweeps.compute import Composed
-            from kvbench.sweeps.jobs import Launcher as Fields  # torch, which a wrong configuration does not need
-            from kvbench.sweeps.launch import run_sweep
+            from kvbench.sweeps import jobs
+            from kvbench.sweeps.compute import Composed  # torch, which a wrong configuration does not need
 
             common = set(job_overrides[0]).intersection(*job_overrides[1:])
             composed = []
@@ -136,7 +135,7 @@ class KvbenchLauncher(Launcher):
                 title = " ".join(word for word in overrides if word not in common) or f"policy={choices['policy']}"
                 composed.append(Composed(title, plain(config), choices, folders()))
             command = shlex.join(["python", "-m", "kvbench", *sys.argv[1:]])
-            found = run_sweep(composed, command, Fields(**self.fields))
+            found = jobs.run_sweep(composed, command, jobs.Launcher(**self.fields))
         failed = sum(status.error is not None for status in found)
         error = CompactHydraException(f"{failed} of {len(found)} runs failed")
         returns = []

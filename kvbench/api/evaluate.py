@@ -18,7 +18,7 @@ from kvbench.errors import ConfigError, UsageError
 from kvbench.models.given import borrowed, given_model, given_name
 from kvbench.models.loading import GivenModel
 from kvbench.policies.policy import Policy
-from kvbench.results.load import read_result
+from kvbench.results.result import read_result
 from kvbench.run.run import build_run, check_files
 from kvbench.run.run_config import run_config
 from kvbench.tasks.task import Task

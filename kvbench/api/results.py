@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 from kvbench.report.formats import html
 from kvbench.report.html.report import write_report
 from kvbench.report.table import pivot, results_table, text
-from kvbench.results import load
+from kvbench.results import result
+from kvbench.results.columns import frame
 from kvbench.results.result import Result
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-class Results(load.Results):
+class Results(result.Results):
     """Results as rows: `results[0].score`, `results[:3]`, `len(results)`. Printing them shows the table.
 
     `to_pandas()` has all numbers; `table()` and `pivot()` have the text of tables. All three are DataFrames, which
@@ -31,6 +32,13 @@ class Results(load.Results):
         super().__init__(rows, in_order)
         self.folder = folder
         self._owned = owned
+
+    def to_pandas(self, by: Sequence[str] = ()) -> pd.DataFrame:
+        """A DataFrame with one row for each result and all columns, including one for each field that differs.
+
+        by: metadata keys (task, length, depth, ...); each of their values adds a row.
+        """
+        return frame(self.by(by))
 
     def table(self) -> pd.DataFrame:
         """The printed table: columns that differ between the rows, scores with their intervals, as text."""
@@ -58,4 +66,4 @@ def load_results(folder: str | Path) -> Results:
 
     Runs that cannot be read are left out, with a warning. Raises ValueError if no run can be read.
     """
-    return Results(load.load_results(Path(folder)), Path(folder))
+    return Results(result.load_results(Path(folder)), Path(folder))

@@ -111,8 +111,7 @@ class DeviceBatch(KVCache):
     @property
     def nbytes(self) -> int:
         """Bytes that the sequences would hold without the batch."""
-        for member in self._members.values():
-            self._update(member)
+        self.update_lengths()
         return super().nbytes
 
     # --- sequences come and go -------------------------------------------------------------------------------------
@@ -159,11 +158,16 @@ class DeviceBatch(KVCache):
         if not self.groups:
             self._clear()
 
-    def count(self) -> None:
-        """Count a step, as the device did."""
+    def count(self, steps: int) -> None:
+        """Count steps that the device took; negative to undo."""
         for member in self._members.values():
-            member.steps += 1
-            member.group.progress.tick(1)
+            member.steps += steps
+            member.group.progress.tick(steps)
+
+    def update_lengths(self) -> None:
+        """Bring the lengths that layers have on the host up to date, so that they can be read between two steps."""
+        for member in self._members.values():
+            self._update(member)
 
     def _enter(self, groups: Sequence[PolicyGroup]) -> dict[PolicyGroup, State]:
         """Move the layers of sequences into the arenas; returns the states of their rows."""
@@ -225,6 +229,8 @@ class DeviceBatch(KVCache):
             layer.counts = [layer.counts[0] + taken - (taken == grow > 0)]
             if taken == grow:
                 store.free = self.lengths["free"][layer.index, member.row, None, :, None]
+            if store.counts is not None:
+                store.counts = self.lengths["counts"][layer.index, member.row, None]
 
     def _new_state(self, group: PolicyGroup) -> State:
         """The state of a sequence that is in the arenas, from its layers."""
@@ -322,6 +328,7 @@ class DeviceBatch(KVCache):
             for part in self._parts:
                 part.evict(newest[:, part.rows], how)
             self.lengths["next"] += self.lengths["advance"]
+            self.count(1)
         return out
 
     def _take_slots(self) -> None:

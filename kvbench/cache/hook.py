@@ -99,7 +99,7 @@ def _latent_call(module: nn.Module, value: LayerCall | Tensor) -> tuple[LayerCal
     """
     call, _EXPECTED.call = _EXPECTED.call, None
     if call is None or isinstance(value, LayerCall) or call.layer != module.layer_idx:
-        raise ValueError(_without_cache(module))
+        raise ValueError("kvbench attention reads a KVCache: pass past_key_values=KVCache(model.config, policy)")
     expand: Any = getattr(module, "expand_kv", None)
     if expand is None:
         raise InterfaceError(f"{_name(module)} does not say how it expands its latents (it has no expand_kv)")
@@ -145,16 +145,6 @@ def kvbench_attention(
 
 def _name(module: nn.Module) -> str:
     return type(module).__name__
-
-
-def _without_cache(module: nn.Module) -> str:
-    message = "kvbench attention reads a KVCache: pass past_key_values=KVCache(model.config, policy)"
-    if module.training:
-        message += (
-            "; where one was passed, gradient checkpointing took it away (a layer that is computed twice would store "
-            "its tokens twice): call model.gradient_checkpointing_disable() or model.eval()"
-        )
-    return message
 
 
 def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ class RealLayer:
     def __init__(self, module: nn.Module, like: Tensor) -> None:
         self.like = like
         self._ref = ref(module)
-        self._uniform = layout_of(module.config).uniform_length
+        self._uniform = layout_of(self._module.config).uniform_length
         self._rotary: nn.Module | None = None
         self._pairs: tuple[slice, bool] | None = None  # see `_try_out`
 

@@ -46,12 +46,10 @@ class PressedCache(DynamicCache):
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, and of the press's buffer."""
-        return sum(x.nbytes for layer in self.used_layers for x in (layer.keys, layer.values)) + self.buffer_nbytes
+        held: int = sum(x.nbytes for layer in self.used_layers for x in (layer.keys, layer.values))
+        return held + self.buffer_nbytes
 
-    @property
-    def held_nbytes(self) -> int:
-        """The same as `nbytes`."""
-        return self.nbytes
+    held_nbytes = nbytes
 
     def kept_tokens(self) -> Tensor:
         """[L,B,H_kv] tokens held, masked tokens included. ValueError if layers differ in their number of KV heads."""

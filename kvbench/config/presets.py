@@ -35,18 +35,8 @@ def preset_names() -> list[str]:
 
 
 def policy_config(slug: str, folders: Sequence[Path] = ()) -> Config:
-    """The configuration of a policy's name, files and composed names alike. Raises UsageError if it is unknown.
-
-    folders: searched before conf/ for `policy/` and `wrapper/` (--config-dir).
-    """
-    config = read("policy", slug, folders) if find("policy", slug, folders) else composed(slug, folders)
-    if config is None:
-        wrappers = ", ".join(f"{name}_" for name in names("wrapper", folders))
-        raise UsageError(
-            f"policy={slug} does not exist (allowed: {', '.join(names('policy', folders))}; {wrappers} can be put "
-            "before a policy that scores)"
-        )
-    return {**config, "name": slug}
+    """The configuration of a policy's name with the name. Raises UsageError if it is unknown."""
+    return {**named_config("policy", slug, folders), "name": slug}
 
 
 def composed(slug: str, folders: Sequence[Path] = ()) -> Config | None:
@@ -266,4 +256,10 @@ def composed_config(group: str, name: str, folders: Sequence[Path] = ()) -> Conf
 def named_config(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
     """The configuration of `group=name`, of a file or composed. Raises UsageError if there is none."""
     found = None if find(group, name, folders) else composed_config(group, name, folders)
+    if found is None and group == "policy" and not find(group, name, folders):
+        wrappers = ", ".join(f"{one}_" for one in names("wrapper", folders))
+        raise UsageError(
+            f"policy={name} does not exist (allowed: {', '.join(names(group, folders))}; {wrappers} can be put before "
+            "a policy that scores)"
+        )
     return read(group, name, folders) if found is None else found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -16,7 +16,7 @@ from kvbench.cache.cache import BudgetError, KVCache
 from kvbench.cache.layer import nbytes_read, tokens_read
 from kvbench.cache.pressed import PressedCache, kept_by_layer
 from kvbench.engine import device
-from kvbench.engine.generate import Conversation, Generation, generate, limited
+from kvbench.engine.generate import generate
 from kvbench.engine.prompts import blank
 from kvbench.engine.sequence import Request, TokenSampler
 from kvbench.engine.teacher_forcing import is_scored, score_pair, score_prompt
@@ -29,8 +29,13 @@ from kvbench.results.samples import KeptHeads, Sample, kept_heads
 from kvbench.run.run import Run
 from kvbench.run.run_config import Sampling
 
+
+class HistoryError(RuntimeError):
+    """The history of a conversation has no answer to an earlier turn."""
+
+
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
-OWN_ERRORS = (BudgetError, FloatingPointError)
+OWN_ERRORS = (BudgetError, FloatingPointError, HistoryError)
 """Errors of one sequence that do not depend on the other sequences of its batch."""
 FAILURES = (*OWN_ERRORS, *OUT_OF_MEMORY)
 """Errors that fail one example of a run, and not the run."""
@@ -39,25 +44,6 @@ WITH_KEPT_HEADS = 20
 """Examples of a run whose samples list the kept tokens for reports; the other samples stay small."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Completion:
-    """The answer to one example under one policy: new tokens, the cache at the end, and how it was computed.
-
-    shared_prefill, rows_in_flight: see `Sample`. recomputed: prompt tokens that an earlier question about the same
-    context had prefilled too. Seconds and device_peak_bytes are None in a batch with other sequences.
-    """
-
-    tokens: Sequence[int]
-    cache: KVCache | PressedCache
-    decode_steps: int
-    shared_prefill: int = 1
-    rows_in_flight: int = 1
-    recomputed: int = 0
-    prefill_seconds: float | None = None
-    decode_seconds: float | None = None
-    device_peak_bytes: int | None = None
 
 
 def units(prompt: Prompt) -> int:
@@ -81,6 +67,7 @@ def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
         turns=prompt.turns,
         dictated=prompt.dictated,
         example=(run.seed, prompt.draw),
+        next_turn="own" if prompt.own else None,
     )
 
 
@@ -95,25 +82,21 @@ def _sampler(run: Run, prompt: Prompt) -> Callable[[], TokenSampler] | None:
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------
-def answered(run: Run, prompt: Prompt, done: Completion) -> Sample:
-    """The sample of an example with a generated answer."""
-    tokens = list(done.tokens[len(prompt.dictated) :])
-    output = answer(run.checkpoint.tokenizer(), tokens, run.task.task_of(prompt.example).stop)
-    own_history = prompt.own and isinstance(done.cache, KVCache)  # then earlier answers of the model count too
-    processed = done.cache.seen if own_history else len(prompt.ids) + done.decode_steps
+def answered(
+    run: Run, prompt: Prompt, tokens: Sequence[int], cache: KVCache | PressedCache, decode_steps: int
+) -> Sample:
+    """The sample of an example with a generated answer, without the fields about the batch in which it was computed."""
+    generated = list(tokens[len(prompt.dictated) :])
+    output = answer(run.checkpoint.tokenizer(), generated, run.task.task_of(prompt.example).stop)
+    own_history = prompt.own and isinstance(cache, KVCache)  # then earlier answers of the model count too
+    processed = cache.seen if own_history else len(prompt.ids) + decode_steps
     return replace(
         blank(prompt),
         **_scored(run, output, prompt),
-        **_cache_fields(run, done.cache, processed),
-        recomputed_tokens=None if prompt.example.shared is None else done.recomputed,
-        generated_tokens=len(tokens),
-        decode_steps=done.decode_steps,
-        shared_prefill=done.shared_prefill,
-        rows_in_flight=done.rows_in_flight,
-        prefill_seconds=_rounded(done.prefill_seconds),
-        decode_seconds=_rounded(done.decode_seconds),
-        device_peak_bytes=done.device_peak_bytes,
-        kept_heads=_kept_heads(run, prompt, done.cache),
+        **_cache_fields(run, cache, processed),
+        generated_tokens=len(generated),
+        decode_steps=decode_steps,
+        kept_heads=_kept_heads(run, prompt, cache),
     )
 
 
@@ -181,70 +164,33 @@ def _kept_heads(run: Run, prompt: Prompt, cache: KVCache | PressedCache) -> Kept
     return kept_heads((layer.positions[0] for layer in cache.attention_layers), len(prompt.ids))
 
 
-def _rounded(seconds: float | None) -> float | None:
+def rounded(seconds: float | None) -> float | None:
+    """Seconds to the microsecond."""
     return None if seconds is None else round(seconds, 6)
 
 
-# --- one example at a time -------------------------------------------------------------------------------------------
-def conversation(run: Run, loaded: LoadedModel, prompt: Prompt) -> Conversation | None:
-    """The conversation of an example, which keeps the cache between its turns; None if it is not part of one."""
-    if not prompt.turns:
-        return None
-    encoder = Encoder(run.checkpoint.tokenizer())
-    policy = with_example_seed(run.policy, run.seed, prompt.draw)
-    return Conversation(loaded.model, policy, prompt.own, encoder, run.cuda_graph)
+# --- examples that are computed as a whole: given tokens that are scored, and presses of kvpress ---------------------
+def computed_whole(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
+    """The sample of an example that cannot be part of a batch. report: called with the number of tokens scored so far.
 
-
-def run_alone(
-    run: Run,
-    loaded: LoadedModel,
-    prompt: Prompt,
-    report: Callable[[int], None],
-    talk: Conversation | None = None,
-) -> Sample:
-    """The sample of an example that is computed by itself. report: called with the units done so far.
-
-    talk: the example's conversation (`conversation`); earlier turns that it has not had yet are computed first.
+    Raises the error of the example.
     """
     device.reset_peak(run.device)
-    try:
-        if prompt.pairs:
-            sample = _score_pairs(run, loaded, prompt)
-        elif is_scored(prompt):
-            sample = _score_prompt(run, loaded, prompt, report)
-        else:
-            sample = _generate(run, loaded, prompt, talk)
-        sample = replace(sample, device_peak_bytes=device.peak(run.device))
-    except Exception as caught:
-        error = as_memory_error(caught)
-        if not isinstance(error, FAILURES):
-            raise
-        sample = failed(run, prompt, error)
-    report(units(prompt))
-    return sample
-
-
-def _generate(run: Run, loaded: LoadedModel, prompt: Prompt, talk: Conversation | None) -> Sample:
-    request, recomputed = request_for(run, loaded, prompt), prompt.known
-    if talk is None:
-        done = generate(loaded.model, [request], run.policy, run.cuda_graph)
+    if prompt.pairs:
+        sample = _score_pairs(run, loaded, prompt)
+    elif is_scored(prompt):
+        sample = _score_prompt(run, loaded, prompt, report)
     else:
-        done, recomputed = _continue(talk, request, prompt)
-    seconds = done.prefill_seconds, done.decode_seconds
-    return answered(run, prompt, Completion(done.tokens[0], done.cache, done.decode_steps, 1, 1, recomputed, *seconds))
-
-
-def _continue(talk: Conversation, request: Request, prompt: Prompt) -> tuple[Generation, int]:
-    """The answer of a turn, and the tokens of earlier turns that were computed again for it."""
-    assert prompt.example.shared is not None
-    limits = [turn.most for turn in prompt.example.shared.follow_ups or ()]
-    missing = range(talk.turns, len(limits))
-    for turn in missing:
-        if prompt.own:
-            talk.ask(limited(request, limits[turn]), request.prompts[turn])
-        else:
-            talk.skip(request.prompts[turn])
-    return talk.ask(request, request.prompts[-1]), sum(prompt.turns[turn] for turn in missing)
+        done = generate(loaded.model, [request_for(run, loaded, prompt)], run.policy)
+        sample = replace(
+            answered(run, prompt, done.tokens[0], done.cache, done.decode_steps),
+            prefill_seconds=rounded(done.prefill_seconds),
+            decode_seconds=rounded(done.decode_seconds),
+            recomputed_tokens=None if prompt.example.shared is None else prompt.known,
+            shared_prefill=1,
+            rows_in_flight=1,
+        )
+    return replace(sample, device_peak_bytes=device.peak(run.device))
 
 
 def _score_pairs(run: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
@@ -267,8 +213,8 @@ def _score_pairs(run: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
         **_scored(run, json.dumps(outputs), prompt),
         **{**longest, **overall},
         generated_tokens=0,
-        prefill_seconds=_rounded(prefill_seconds),
-        decode_seconds=_rounded(decode_seconds),
+        prefill_seconds=rounded(prefill_seconds),
+        decode_seconds=rounded(decode_seconds),
     )
 
 
@@ -280,7 +226,7 @@ def _score_prompt(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callabl
     return replace(
         blank(prompt),
         **_cache_fields(run, scores.cache, processed),
-        prefill_seconds=_rounded(scores.prefill_seconds),
-        decode_seconds=_rounded(scores.decode_seconds),
+        prefill_seconds=rounded(scores.prefill_seconds),
+        decode_seconds=rounded(scores.decode_seconds),
         likelihood=likelihood,
     )

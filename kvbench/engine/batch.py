@@ -22,7 +22,7 @@ from kvbench.cache.layout import layout_of
 from kvbench.engine.cuda_graph import Recorder
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill_prompt
-from kvbench.engine.sequence import LiveSequence, Request, choose_next
+from kvbench.engine.sequence import History, LiveSequence, Request, advance
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.random import with_example_seed
@@ -68,12 +68,8 @@ class DecodeBatch:
         return self._layout.rotates_by_length(request.input_ids.shape[1] + request.max_new_tokens)
 
     def shares_prompt(self, first: Request, second: Request) -> bool:
-        """Whether one prefill serves both requests: same prompt or context, or a later turn of one conversation."""
-        if first.turns:
-            read = first.input_ids.shape[1]
-            continued = second.turns[: len(first.turns)] == first.turns
-            return continued and torch.equal(second.input_ids[:, :read], first.input_ids) and not self._switches(second)
-        if second.turns or first.context_tokens != second.context_tokens:
+        """Whether one prefill serves both requests: they have the same prompt or context."""
+        if first.turns or second.turns or first.context_tokens != second.context_tokens:
             return False
         return torch.equal(first.prompt, second.prompt) and not any(map(self._switches, (first, second)))
 
@@ -85,11 +81,18 @@ class DecodeBatch:
         return self.admit_questions([request], policies)[0]
 
     @torch.inference_mode()
-    def admit_questions(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[LiveSequence]]:
-        """Admit questions about one context, or samples of one prompt (`shares_prompt`), with one prefill."""
+    def admit_questions(
+        self, requests: Sequence[Request], policies: Sequence[Policy], histories: Sequence[History | None] = ()
+    ) -> list[list[LiveSequence]]:
+        """Admit questions about one context, or samples of one prompt (`shares_prompt`), with one prefill.
+
+        histories: for a turn of a conversation, the turns before it under each policy; they are continued in place.
+        """
         assert all(map(self.can_admit, requests))
         assert all(self.shares_prompt(requests[0], request) for request in requests[1:])
         sequences = [[_new_sequence(request, policy) for policy in policies] for request in requests]
+        for sequence, history in zip(sequences[0], histories, strict=False):
+            sequence.history = history
         prefill_prompt(self._model, sequences)
         self.start(chain(*sequences))
         return sequences
@@ -129,7 +132,6 @@ class DecodeBatch:
             if self.device is not None and self.device.groups:
                 rows = [None if group is None else sequences[group] for group in self.device.rows]
                 self._decode(self.device, rows, self._recorder or eager)
-                self.device.count()
         except Exception as error:  # the lengths on the device may be wrong, and layers in two places
             self.device = None
             for sequence in self.sequences:
@@ -153,9 +155,7 @@ class DecodeBatch:
         for sequence in live.values():
             assert sequence.cache is not None
             sequence.error = sequence.cache.group.error
-            sequence.position += 1
-            sequence.decode_steps += 1
-        choose_next(list(live.values()), logits if len(live) == len(rows) else logits[list(live)])
+        advance(list(live.values()), logits if len(live) == len(rows) else logits[list(live)])
 
     @torch.inference_mode()
     def drop(self, sequences: Collection[LiveSequence]) -> None:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import clear_frames
 from typing import Any
 
 from kvbench.engine.answers import units
-from kvbench.engine.memory import MemoryPlanner
-from kvbench.engine.prompts import is_generated, prompts_for
-from kvbench.engine.run_writer import NullCallback, RunCallback, RunWriter
-from kvbench.engine.scheduler import BatchError, Scheduler, one_by_one, work_items
+from kvbench.engine.prompts import in_batch, prompts_for
+from kvbench.engine.run_writer import RunCallback, RunWriter
+from kvbench.engine.scheduler import Scheduler
 from kvbench.engine.teacher_forcing import is_scored
+from kvbench.engine.work import work_items
 from kvbench.models.loading import LoadedModel, load
-from kvbench.policies.press import KVPress
 from kvbench.results.session import Totals, environment, record
 from kvbench.run.run import Run
-from kvbench.terminal.bars import meter
+from kvbench.terminal.command import meter
 
 OPEN_RUNS = 200
 """Runs whose files are open at one time: macOS allows 256 open files per process."""
@@ -45,7 +44,7 @@ def compute_runs(runs: Sequence[Run], callback: RunCallback | None = None) -> li
     (`engine.rows`), and their samples are written together. After an interrupt the files are complete up to the last
     example that all runs have.
     """
-    groups = grouped(runs, NullCallback() if callback is None else callback)
+    groups = grouped(runs, callback or RunCallback())
     for group in groups:
         for start in range(0, len(group), OPEN_RUNS):
             _compute(group[start : start + OPEN_RUNS])
@@ -100,7 +99,11 @@ def _compute_missing(writers: Sequence[RunWriter]) -> None:
     for writer in writers:
         with writer.isolated():
             writer.begin(here)
-    for limit, some in _batches([writer for writer in writers if not writer.ended]):
+    batches: defaultdict[tuple[int | None, bool], list[RunWriter]] = defaultdict(list)
+    for writer in writers:
+        if not writer.ended:
+            batches[_limit(writer), writer.run.cuda_graph].append(writer)  # recorded steps are not mixed with others
+    for (limit, _), some in batches.items():
         _compute_batch(loaded, limit, some)
     for writer in writers:
         with writer.isolated():
@@ -108,36 +111,28 @@ def _compute_missing(writers: Sequence[RunWriter]) -> None:
                 writer.finish()
 
 
-def _batches(writers: Sequence[RunWriter]) -> Iterator[tuple[int | None, list[RunWriter]]]:
-    """The runs by the maximum size of their batch (None: as memory allows); 1: one by one.
+def _limit(writer: RunWriter) -> int | None:
+    """The maximum size of a run's batch; None: as memory allows.
 
-    Runs that score given tokens, conversations with the model's own answers, and presses of kvpress are computed one by
-    one. Steps that are recorded as CUDA graphs are not mixed with others.
+    1 for runs that score given tokens, for conversations with the model's own answers, and for presses of kvpress.
     """
-    batches: defaultdict[tuple[int | None, bool], list[RunWriter]] = defaultdict(list)
-    for writer in writers:
-        batched = all(is_generated(prompt) and not prompt.own for prompt in writer.prompts)
-        batched = batched and not isinstance(writer.run.policy, KVPress)
-        batches[writer.run.rows if batched else 1, writer.run.cuda_graph].append(writer)
-    for (limit, _), some in batches.items():
-        yield limit, some
+    batched = all(in_batch(writer.run, prompt) and not prompt.own for prompt in writer.prompts)
+    return writer.run.rows if batched else 1
 
 
 def _compute_batch(loaded: LoadedModel, limit: int | None, writers: Sequence[RunWriter]) -> None:
-    items, totals = work_items(writers), Totals()
+    missing = [units(prompt) for writer in writers for prompt in map(writer.prompts.__getitem__, writer.missing)]
     total = sum(units(prompt) for writer in writers for prompt in writer.prompts)
-    done = total - sum(units(item.prompt) * len(item.runs) for item in items)
+    unit = "tokens" if any(is_scored(prompt) for writer in writers for prompt in writer.prompts) else "examples"
+    totals = Totals()
     try:
-        unit = "tokens" if any(is_scored(prompt) for writer in writers for prompt in writer.prompts) else "examples"
-        with meter(_title(writers), total, done, unit) as advance:
-            if limit != 1:
-                try:
-                    Scheduler(loaded, items, MemoryPlanner(limit), totals, advance).work()
-                except BatchError as error:
-                    log.warning("a batch failed (%s): the missing examples are computed one by one", error)
-            one_by_one(loaded, items, advance)  # all examples, or those that the scheduler has left
+        with meter(_title(writers), total, total - sum(missing), unit) as advance:
+            Scheduler(loaded, work_items(writers), limit, totals, advance).work()
+            for writer in writers:
+                writer.run_alone = False
+            Scheduler(loaded, work_items(writers), 1, Totals(), advance).work()  # what the batch has left
     finally:
-        if totals.rows:
+        if totals.rows and limit != 1:
             log.info("%s", totals)
             record({writer.folder: writer.run_id for writer in writers}, totals)
 

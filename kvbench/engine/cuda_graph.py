@@ -28,7 +28,7 @@ class Recorder:
 
     def __init__(self, model: PreTrainedModel, strict: bool = True) -> None:
         self._model, self._strict = model, strict
-        self._called: tuple[KVCache | None, int] = None, 0  # the batch of the last step, and its version
+        self._called: tuple[object, ...] = ()  # the batch of the last step, and its version
         self._graph: torch.cuda.CUDAGraph | None = None
         self.failed = False
 
@@ -43,11 +43,12 @@ class Recorder:
             return next_logits(self._model, tokens, places, batch)
         self._tokens.copy_(tokens)
         self._graph.replay()
+        batch.count(1)
         return self._logits
 
     def _record(self, batch: DeviceBatch, tokens: Tensor) -> torch.cuda.CUDAGraph | None:
         """Record a step, which computes nothing; None after a warning if that failed."""
-        self._tokens, graph = tokens.clone(), torch.cuda.CUDAGraph()
+        self._tokens, graph, seen = tokens.clone(), torch.cuda.CUDAGraph(), batch.seen
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._logits = next_logits(self._model, self._tokens, batch.positions, batch)
@@ -57,4 +58,6 @@ class Recorder:
                 raise ValueError(f"{why}: use engine.cuda_graph=false") from error
             log.warning("%s: steps are not recorded", why)
             self.failed = True
+        finally:
+            batch.count(seen - batch.seen)
         return None if self.failed else graph

@@ -1,10 +1,10 @@
-"""Generation under a policy: prefill, then decoding steps of a batch, for one or more prompts or for a conversation.
+"""Generation under a policy for one or more prompts: prefill, then decoding steps of a batch.
 
 Shapes: B batch, T prompt tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,18 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
-from kvbench.cache.join import fork, together
+from kvbench.cache.join import together
 from kvbench.cache.pressed import PressedCache
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.device import now
-from kvbench.engine.pre_pass import open_cache
-from kvbench.engine.prefill import append_prompts, prefill
 from kvbench.engine.press import generate_with_press
-from kvbench.engine.sequence import LiveSequence, Request, TokenSampler, choose_next
+from kvbench.engine.sequence import Request, TokenSampler
 from kvbench.models.replay import can_replay, check_graph
 from kvbench.policies.policy import Policy
-from kvbench.policies.policy_checks import check_next_prompt
-from kvbench.policies.pre_passes.pre_pass import PromptChoice, TextEncoder
 from kvbench.policies.press import KVPress
 
 
@@ -97,18 +93,13 @@ def generate(
         if len(requests) != 1:
             raise ValueError(f"{policy.name} compresses one sequence at a time, got {len(requests)}")
         began = now(model)
-        tokens, pressed, prefilled, steps = generate_with_press(model, requests[0], policy)
-        return Generation([tokens], pressed, prefilled - began, now(model) - prefilled, steps)
+        one, pressed, prefilled = generate_with_press(model, requests[0], policy)
+        return Generation([one.tokens], pressed, prefilled - began, now(model) - prefilled, one.decode_steps)
     if cuda_graph:
         check_graph(policy, model.device)
         can_replay(model.config, required=True)
     batch, began = DecodeBatch(model, cuda_graph), now(model)
     sequences = [sequence for (sequence,) in batch.admit_each(requests, [policy])]
-    return _decode(model, batch, sequences, began)
-
-
-def _decode(model: PreTrainedModel, batch: DecodeBatch, sequences: Sequence[LiveSequence], began: float) -> Generation:
-    """Decode until every sequence has ended. Raises the error of the first one that failed."""
     prefilled = now(model)
     while batch.in_flight and not any(sequence.error for sequence in sequences):
         batch.step()
@@ -132,74 +123,3 @@ def padding(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
             "attention_mask must mark padding on the left only, so that every prompt ends in the last column"
         )
     return mask
-
-
-# --- conversations ---------------------------------------------------------------------------------------------------
-def check_turns(policy: Policy) -> None:
-    """Raise ValueError if a policy cannot compress another prompt after the first one."""
-    if isinstance(policy, KVPress):
-        raise ValueError(f"{policy.name} is a press of kvpress, which compresses a single prompt: use mode=scdq")
-    if isinstance(policy.pre_pass, PromptChoice):
-        raise ValueError(f"{policy.name} rewrites a prompt before it is read, so none can follow it: use mode=scdq")
-    if policy.schedule.late:
-        raise ValueError(
-            f"{policy.name} evicts only once a token after a prompt has attended to all of it (late=true), and in a "
-            "conversation the next prompt follows: use another schedule or policy"
-        )
-    if policy.evicts:
-        check_next_prompt(policy.name, policy.store, policy.allocator)
-
-
-class Conversation:
-    """The turns of one conversation in order; each turn continues from the cache after the turn before it.
-
-    own: the model's own answers stay in the cache. Otherwise the prompts contain the answers, and generated tokens are
-    discarded. turns: number of turns so far.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, policy: Policy, own: bool, encoder: TextEncoder | None, cuda_graph: bool = False
-    ) -> None:
-        check_turns(policy)
-        self.turns = 0
-        self._model, self._policy, self._own, self._encoder = model, policy, own, encoder
-        self._graph = cuda_graph
-        self._cache: KVCache | None = None
-        self._pending: list[int] = []  # tokens of the last answer that the cache does not have yet
-
-    @torch.inference_mode()
-    def ask(self, request: Request, prompt: Tensor) -> Generation:
-        """Append the prompt [1,T] of the next turn, and generate as the request says."""
-        began = now(self._model)
-        logits = self._append(prompt)
-        assert self._cache is not None
-        cache = self._cache if self._own else fork(self._cache)
-        if not self._own:
-            cache.expect(request.max_new_tokens - 1)  # the last token is never stored
-        sequence = LiveSequence(request, self._policy, cache, position=cache.seen)
-        choose_next([sequence], logits)
-        batch = DecodeBatch(self._model, self._graph)
-        batch.start([sequence])
-        done = _decode(self._model, batch, [sequence], began)
-        if self._own:
-            self._cache, self._pending = sequence.cache, sequence.tokens[sequence.decode_steps :]
-        return done
-
-    @torch.inference_mode()
-    def skip(self, prompt: Tensor) -> None:
-        """Append the prompt [1,T] of the next turn without an answer."""
-        self._append(prompt)
-
-    def _append(self, prompt: Tensor) -> Tensor:
-        """The logits [1,V] after the prompt of the next turn."""
-        self.turns += 1
-        if self._cache is None:
-            prompt, self._cache = open_cache(self._model, prompt, self._policy, KVCache)
-            return prefill(self._model, prompt, self._cache, self._encoder)
-        ids = torch.cat([prompt.new_tensor([self._pending]), prompt], dim=1)
-        return append_prompts(self._model, self._cache, prompt[:0], [ids], self._encoder)
-
-
-def limited(request: Request, tokens: int) -> Request:
-    """The request for an earlier turn: greedy decoding of at most `tokens` tokens."""
-    return replace(request, max_new_tokens=tokens, sampler=None, dictated=())

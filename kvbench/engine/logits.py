@@ -9,23 +9,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from kvbench.cache.cache import KVCache
+from kvbench.cache.pressed import PressedCache
 
 LOGITS_AT_ONCE = 2**24  # 64 MiB of float32: the logits of a long prompt are never in memory at once
 
 
-def next_logits(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+def next_logits(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
     """The logits [B,V] after new tokens, ids [B,M] at positions [B,M]."""
     return all_logits(model, ids, positions, cache, keep=1)[:, -1]
 
 
-def all_logits(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: KVCache, keep: int = 0) -> Tensor:
+def all_logits(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: Cache, keep: int = 0) -> Tensor:
     """The logits [B,M,V] after each of the new tokens ids [B,M] at positions [B,M]. keep: only the last ones."""
     positions = positions.to(ids.device)
+    more = (
+        {"cache_position": positions[0]} if isinstance(cache, PressedCache) else {}
+    )  # kvpress detects a prefill by it
     logits: Tensor = model(
-        input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=keep
+        input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=keep, **more
     ).logits
     return logits
 

@@ -18,7 +18,7 @@ from kvbench.cache.join import fork, together
 from kvbench.cache.layout import layout_of, reset_rotation
 from kvbench.engine.logits import all_logits, next_logits
 from kvbench.engine.pre_pass import open_cache, pre_pass, rate_next
-from kvbench.engine.sequence import LiveSequence, choose_next
+from kvbench.engine.sequence import History, LiveSequence, choose_next
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PromptChoice, TextEncoder
 from kvbench.run.run import check_context
@@ -61,16 +61,6 @@ def call_size(model: PreTrainedModel, policy: Policy, begin: int, total: int) ->
     return total if layout_of(model.config).needs_one_call(begin + total) else policy.schedule.call_size(total)
 
 
-def append_prompts(
-    model: PreTrainedModel, cache: KVCache, logits: Tensor, prompts: Iterable[Tensor], encoder: TextEncoder | None
-) -> Tensor:
-    """Append further prompts [1,T] of a conversation; returns the logits [1,V] after the last, or the given ones."""
-    for ids in prompts:
-        cache.next_prompt(ids.shape[1])
-        logits = prefill(model, ids, cache, encoder)
-    return logits
-
-
 def append_given(
     model: PreTrainedModel, cache: KVCache, tokens: Tensor, size: int, logits: Tensor | None, keep: int = 0
 ) -> Iterator[Tensor]:
@@ -103,9 +93,13 @@ def given_size(model: PreTrainedModel, policies: Iterable[Policy], end: int) -> 
 def prefill_prompt(model: PreTrainedModel, questions: Sequence[Sequences]) -> None:
     """Prefill a prompt and choose the token after it, for the sequences of every question about it.
 
-    The sequences of all questions have the same policies in the same order, except for the seeds of random numbers. A
-    sequence that fails has its error afterwards.
+    The sequences of all questions have the same policies in the same order, except for the seeds of random numbers.
+    Turns of a conversation come one at a time. A sequence that fails has its error afterwards.
     """
+    if questions[0][0].request.turns:
+        assert len(questions) == 1, "turns continue from different caches"
+        _prefill_turn(model, questions[0])
+        return
     shared: dict[LiveSequence, Sequences] = {}
     for sequences in zip(*questions, strict=True):
         if all(sequence.policy == sequences[0].policy for sequence in sequences[1:]):
@@ -142,13 +136,7 @@ def _prefill_questions(model: PreTrainedModel, questions: Sequence[Sequences]) -
     """Prefill for the sequences of the first question, copy their caches for the others, and append the questions."""
     first, *others = questions
     try:
-        ids = _open(model, first)
-        opened = [sequence for sequence in first if sequence.cache is not None]
-        sharing = len(opened) * len(questions)
-        logits = _prefill(model, opened, ids) if opened else ids
-        if first[0].request.turns:
-            _prefill_turns(model, questions, logits, sharing)
-            return
+        logits, opened = _prefill(model, first)
         for question in others:
             for sequence, source in zip(question, first, strict=True):
                 sequence.cache = None if source.cache is None else fork(source.cache)
@@ -156,6 +144,7 @@ def _prefill_questions(model: PreTrainedModel, questions: Sequence[Sequences]) -
     except Exception as error:  # of the model or the memory: it ends these sequences and no others
         _fail(chain(*questions), error)
         return
+    sharing = len(opened) * len(questions)
     for question in questions:
         _start([sequence for sequence in question if sequence.cache is not None], logits, sharing, model)
 
@@ -163,6 +152,23 @@ def _prefill_questions(model: PreTrainedModel, questions: Sequence[Sequences]) -
 def _fail(sequences: Iterable[LiveSequence], error: Exception) -> None:
     for sequence in sequences:
         sequence.error = sequence.error or error
+
+
+def _prefill(model: PreTrainedModel, sequences: Sequences) -> tuple[Tensor, list[LiveSequence]]:
+    """Create the caches of sequences and prefill their prompt; also the sequences whose caches could be created.
+
+    The logits after the prompt: [1,V] if all sequences share one call, [S,V] if they prefill in blocks.
+    """
+    ids = _open(model, sequences)
+    opened = [sequence for sequence in sequences if sequence.cache is not None]
+    caches = [sequence.cache for sequence in opened if sequence.cache is not None]
+    if not caches:
+        return ids, []
+    size = call_size(model, caches[0].policy, 0, ids.shape[1])
+    whole = size >= ids.shape[1]
+    cache = together(caches, whole and len(caches) > 1)
+    prompts = ids.expand(1 if whole else len(caches), -1)
+    return prefill(model, prompts, cache, sequences[0].request.encoder, size), opened
 
 
 def _open(model: PreTrainedModel, sequences: Sequences) -> Tensor:
@@ -181,39 +187,42 @@ def _open(model: PreTrainedModel, sequences: Sequences) -> Tensor:
     return ids
 
 
-def _prefill(model: PreTrainedModel, sequences: Sequences, ids: Tensor) -> Tensor:
-    """The logits after the prompt [1,T]: [1,V] if all sequences share one call, [S,V] if they prefill in blocks."""
-    caches = [sequence.cache for sequence in sequences if sequence.cache is not None]
-    size = call_size(model, caches[0].policy, 0, ids.shape[1])
-    whole = size >= ids.shape[1]
-    cache = together(caches, whole and len(caches) > 1)
-    return prefill(model, ids.expand(1 if whole else len(caches), -1), cache, sequences[0].request.encoder, size)
+def _prefill_turn(model: PreTrainedModel, sequences: Sequences) -> None:
+    """Append the prompts of a conversation up to this turn to the history of each sequence; choose the next tokens.
 
-
-def _prefill_turns(model: PreTrainedModel, questions: Sequence[Sequences], logits: Tensor, sharing: int) -> None:
-    """Append the later turns of a conversation, each question's to a copy of the cache before it, and choose tokens.
-
-    So no cache has the answer of another question. logits [1 or S,V]: after the first prompt.
+    Sequences without a history begin with the first prompt, in calls that they share.
     """
-    opened = [sequences for sequences in zip(*questions, strict=True) if sequences[0].cache is not None]
-    for place, sequences in enumerate(opened):
-        done, row, before = 1, logits[place % len(logits)][None], None
-        for sequence in sequences:
-            if before is not None:
-                assert before.cache is not None
-                sequence.cache, sequence.error = fork(before.cache), before.error
-            prompts, cache = sequence.request.prompts, sequence.cache
-            if cache is not None and sequence.error is None:
-                try:
-                    row = append_prompts(model, cache, row, prompts[done:], sequence.request.encoder)
-                except Exception as error:
-                    sequence.error = error
-            done, before, sequence.logits = len(prompts), sequence, row
-    for sequences in zip(*questions, strict=True):
-        for sequence in sequences:
-            sequence.error = sequence.error or sequences[0].error
-            if sequence.error is None and sequence.logits is not None:
-                _start([sequence], sequence.logits, sharing, model)
+    for batch in _batches(model, [sequence for sequence in sequences if sequence.history is None]):
+        try:
+            logits, opened = _prefill(model, batch)
+        except Exception as error:
+            _fail(batch, error)
+            continue
+        for index, sequence in enumerate(opened):
+            assert sequence.cache is not None
+            sequence.history, sequence.sharing = History(sequence.cache), len(opened)
+            sequence.logits = logits[index % len(logits)][None]
+    for sequence in sequences:
+        if sequence.error is None and sequence.history is not None:
+            try:
+                _append_turns(model, sequence, sequence.history)
+            except Exception as error:
+                sequence.error = error
+
+
+def _append_turns(model: PreTrainedModel, sequence: LiveSequence, history: History) -> None:
+    """Append the prompts that a conversation does not have yet, and choose the next token."""
+    request, logits = sequence.request, sequence.logits
+    pending = history.pending
+    for ids in request.prompts[history.turns :]:
+        prompt = torch.cat([ids.new_tensor([pending]), ids], dim=1) if pending else ids
+        history.cache.next_prompt(prompt.shape[1])
+        logits, pending = prefill(model, prompt, history.cache, request.encoder), ()
+    assert logits is not None, "a turn has a prompt of its own"
+    sequence.cache, sequence.history = history.cache, None
+    if request.next_turn == "golden":
+        sequence.history = History(fork(history.cache), len(request.turns))
+    _start([sequence], logits, sequence.sharing, model)
 
 
 def _start(sequences: Sequences, logits: Tensor, sharing: int, model: PreTrainedModel) -> None:
@@ -227,7 +236,7 @@ def _start(sequences: Sequences, logits: Tensor, sharing: int, model: PreTrained
         return
     for sequence in sequences:
         assert sequence.cache is not None
-        sequence.sharing = max(sequence.sharing, sharing)
+        sequence.sharing = sharing
         sequence.position, sequence.error = sequence.cache.seen, sequence.cache.group.error
     choose_next(sequences, logits)
 
@@ -239,7 +248,7 @@ def _append_question(model: PreTrainedModel, sequences: Sequences, logits: Tenso
     """
     request = sequences[0].request
     question = request.later
-    for sequence in sequences:
+    for sequence in sequences if request.next_turn != "own" else ():
         assert sequence.cache is not None
         sequence.cache.expect(question.shape[1] + request.max_new_tokens - 1)  # the last token is never stored
     if question.shape[1] == 0:

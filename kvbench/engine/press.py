@@ -19,7 +19,8 @@ from kvbench.cache.audit import BudgetError
 from kvbench.cache.layout import layout_of
 from kvbench.cache.pressed import PressedCache, kept_by_layer
 from kvbench.engine.device import now
-from kvbench.engine.sequence import LiveSequence, Request, choose_next
+from kvbench.engine.logits import next_logits
+from kvbench.engine.sequence import LiveSequence, Request, advance, choose_next
 from kvbench.errors import UsageError
 from kvbench.policies.latents import check_latents
 from kvbench.policies.press import KVPress, decoding_part, ratio_for
@@ -29,8 +30,8 @@ log = logging.getLogger(__name__)
 
 def generate_with_press(
     model: PreTrainedModel, request: Request, policy: KVPress
-) -> tuple[list[int], PressedCache, float, int]:
-    """Generate as kvpress's pipeline does: new tokens, the cache, the time at the end of prefill, decoding steps.
+) -> tuple[LiveSequence, PressedCache, float]:
+    """Generate as kvpress's pipeline does: the finished sequence, its cache, and the time at the end of prefill.
 
     The press compresses the whole prompt, or the context before a question. Raises UsageError with the press's message
     if it cannot compress the prompt or the model.
@@ -42,7 +43,7 @@ def generate_with_press(
     decodes = _decodes(press)
     with _attention_of(model, policy.attention):
         with _press_errors(policy), _compressing_prompt(press, model), _recording_peak(model, cache, press):
-            logits = _call(model, prompt, 0, cache)
+            logits = _append(model, sequence, prompt, cache)
         sequence.position = cache.get_seq_length() if _rerotates(press) else prompt.shape[1]
         cache.note_bytes()
         if not decodes:
@@ -52,22 +53,25 @@ def generate_with_press(
                 contexts.enter_context(press(model))
                 contexts.enter_context(_recording_peak(model, cache, press))
             for tokens in _question_calls(request.later, cache, decodes):
-                logits = _call(model, tokens, sequence.position, cache)
-                sequence.position += tokens.shape[1]
+                logits = _append(model, sequence, tokens, cache)
             choose_next([sequence], logits)
             prefilled = now(model)
             while not sequence.done:
-                last = torch.tensor([[sequence.tokens[-1]]], device=prompt.device)
-                logits = _call(model, last, sequence.position, cache)
-                sequence.position, sequence.decode_steps = sequence.position + 1, sequence.decode_steps + 1
-                choose_next([sequence], logits)
+                last, place = (torch.tensor([[number]]) for number in (sequence.tokens[-1], sequence.position))
+                advance([sequence], next_logits(model, last.to(prompt.device), place, cache))
         cache.note_bytes()
         cache.masked = _masked(model, cache)
     if sequence.error is not None:
         raise sequence.error
     cache.seen = request.input_ids.shape[1] + sequence.decode_steps
     _audit(policy, press, cache, sequence.decode_steps, request.later.shape[1])
-    return sequence.tokens, cache, prefilled, sequence.decode_steps
+    return sequence, cache, prefilled
+
+
+def _append(model: PreTrainedModel, sequence: LiveSequence, tokens: Tensor, cache: PressedCache) -> Tensor:
+    """Append given tokens [1,M] to a sequence; the logits [1,V] after them."""
+    begin, sequence.position = sequence.position, sequence.position + tokens.shape[1]
+    return next_logits(model, tokens, torch.arange(begin, sequence.position)[None], cache)
 
 
 def press_for(policy: KVPress, tokens: int) -> Any:  # noqa: ANN401 - a package without types
@@ -102,20 +106,6 @@ def _check_model(model: PreTrainedModel, policy: KVPress) -> None:
                 f"{policy.name} of kvpress compresses models whose layers all keep the keys and values of every token, "
                 f"and {type(model).__name__} has {kind}: use a policy of kvbench's own"
             )
-
-
-def _call(model: PreTrainedModel, ids: Tensor, position: int, cache: PressedCache) -> Tensor:
-    """The logits [1,V] after tokens [1,M], the first one at `position`."""
-    positions = torch.arange(position, position + ids.shape[1], device=ids.device)
-    logits: Tensor = model(
-        input_ids=ids,
-        position_ids=positions[None],
-        cache_position=positions,  # kvpress detects a prefill by it, and transformers does not pass it on by itself
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits
-    return logits[:, -1]
 
 
 @contextmanager

@@ -8,15 +8,18 @@ from dataclasses import dataclass, field, replace
 
 from kvbench.cache.layout import layout_of
 from kvbench.config.tree import refusing_in
-from kvbench.engine.generate import check_turns
 from kvbench.engine.teacher_forcing import is_scored, policy_for
 from kvbench.errors import UsageError, refusing
 from kvbench.models.prompts import Prompt, PromptMaker
 from kvbench.policies.layer_budgets import layer_budgets, read_plan
+from kvbench.policies.policy import Policy
+from kvbench.policies.policy_checks import check_next_prompt
+from kvbench.policies.pre_passes.pre_pass import PromptChoice
+from kvbench.policies.press import KVPress
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run
 from kvbench.tasks.task import PlainTokenizer
-from kvbench.terminal.bars import progress
+from kvbench.terminal.command import progress
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +112,11 @@ def is_generated(prompt: Prompt) -> bool:
     return not is_scored(prompt) and not prompt.pairs
 
 
+def in_batch(run: Run, prompt: Prompt) -> bool:
+    """Whether an answer is generated from a cache of kvbench; otherwise the example is computed as a whole."""
+    return is_generated(prompt) and not isinstance(run.policy, KVPress)
+
+
 def check_policy(run: Run, prompts: Sequence[Prompt]) -> None:
     """Raise UsageError if a run's policy or sampling cannot be used with its prompts."""
     sampling = None if run.sampling is None or run.sampling.greedy else run.sampling
@@ -133,11 +141,26 @@ def check_policy(run: Run, prompts: Sequence[Prompt]) -> None:
             read_plan(run.policy, length)
     with refusing(f"task {run.task.name}: "):
         if any(prompt.turns for prompt in prompts):
-            check_turns(run.policy)
+            _check_turns(run.policy)
             if any(prompt.own for prompt in prompts) and sampling is not None:
                 raise ValueError("history=own needs greedy decoding, because a turn repeats the answers before it")
         for prompt in filter(is_scored, prompts):
             policy_for(run.policy, prompt)
+
+
+def _check_turns(policy: Policy) -> None:
+    """Raise ValueError if a policy cannot compress another prompt after the first one."""
+    if isinstance(policy, KVPress):
+        raise ValueError(f"{policy.name} is a press of kvpress, which compresses a single prompt: use mode=scdq")
+    if isinstance(policy.pre_pass, PromptChoice):
+        raise ValueError(f"{policy.name} rewrites a prompt before it is read, so none can follow it: use mode=scdq")
+    if policy.schedule.late:
+        raise ValueError(
+            f"{policy.name} evicts only once a token after a prompt has attended to all of it (late=true), and in a "
+            "conversation the next prompt follows: use another schedule or policy"
+        )
+    if policy.evicts:
+        check_next_prompt(policy.name, policy.store, policy.allocator)
 
 
 def blank(prompt: Prompt) -> Sample:

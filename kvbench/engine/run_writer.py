@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvbench.engine.prompts import blank, check_policy
 from kvbench.engine.teacher_forcing import policy_for, scores_whole_text
@@ -35,33 +35,17 @@ _DATA = {
 log = logging.getLogger(__name__)
 
 
-class RunCallback(Protocol):
+class RunCallback:
     """Follows runs while they are computed, for example for a dashboard. An exception in a method ends the run."""
 
     def started(self, run: Run, done: Sequence[Sample], total: int) -> None:
         """A run starts; `total` of its examples include the samples `done` that are on disk."""
-        ...
 
     def finished(self, run: Run, sample: Sample) -> None:
         """One more sample of a run is on disk."""
-        ...
 
     def ended(self, run: Run, error: Exception | None) -> None:
         """A run is complete, or ended with an error."""
-        ...
-
-
-class NullCallback:
-    """Ignores every event."""
-
-    def started(self, run: Run, done: Sequence[Sample], total: int) -> None:
-        """Do nothing."""
-
-    def finished(self, run: Run, sample: Sample) -> None:
-        """Do nothing."""
-
-    def ended(self, run: Run, error: Exception | None) -> None:
-        """Do nothing."""
 
 
 class RunWriter:
@@ -146,8 +130,8 @@ class RunWriter:
             log.info("%s: continues with example %d", self.run_id, next(iter(self._left), len(self._done)))
 
     def deliver(self, sample: Sample) -> None:
-        """Store a computed sample until it is written."""
-        if not self.ended:
+        """Store a computed sample until it is written; a sample that is on disk already changes nothing."""
+        if not self.ended and sample.index in self._left:
             self._ready[sample.index] = sample
 
     def write(self, before: int | None = None) -> None:

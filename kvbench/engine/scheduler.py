@@ -1,6 +1,6 @@
 """The scheduler: admits sequences while memory allows, decodes them as one batch, and delivers their samples.
 
-Runs that cannot share a batch are computed by `one_by_one`. Both write all runs of an example together.
+A run that is computed by itself has a batch of one sequence. All runs of an example are written together.
 """
 
 from __future__ import annotations
@@ -8,35 +8,39 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import groupby, islice, takewhile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice, takewhile
+from typing import NoReturn
 
 from kvbench.engine import device
 from kvbench.engine.answers import (
     FAILURES,
     OUT_OF_MEMORY,
     OWN_ERRORS,
-    Completion,
+    HistoryError,
     answered,
     as_memory_error,
-    conversation,
+    computed_whole,
     failed,
     message,
     request_for,
-    run_alone,
+    rounded,
+    units,
 )
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.device import now
-from kvbench.engine.generate import Conversation
 from kvbench.engine.memory import MemoryPlanner
+from kvbench.engine.prompts import in_batch
 from kvbench.engine.run_writer import RunWriter
-from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.engine.sequence import History, LiveSequence, Request
+from kvbench.engine.work import OrderedWriter, WorkItem, one_by_one
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt
 from kvbench.results.samples import Sample
 from kvbench.results.session import Totals
-from kvbench.terminal.bars import Advance
+from kvbench.terminal.command import Advance
 
 MAX_WAIT = 30.0
 """Seconds that the oldest sequence may wait for prefills of others: about the time lost if the process is killed."""
@@ -44,77 +48,23 @@ MAX_WAIT = 30.0
 log = logging.getLogger(__name__)
 
 
-class BatchError(RuntimeError):
-    """An error of a whole batch that cannot be assigned to one of its sequences."""
-
-
-@dataclass(frozen=True)
-class WorkItem:
-    """One example and the runs that need it."""
-
-    index: int
-    prompt: Prompt
-    runs: tuple[RunWriter, ...]
-
-    @property
-    def conversation(self) -> int:
-        """A number that all turns of a conversation share: the example of its first turn."""
-        return self.index // self.runs[0].run.samples - max(0, len(self.prompt.turns) - 1)
-
-    @property
-    def missing(self) -> list[RunWriter]:
-        """The runs for which it is still to be computed."""
-        return [run for run in self.runs if not run.ended and not run.has(self.index)]
-
-
-def work_items(runs: Sequence[RunWriter]) -> list[WorkItem]:
-    """Every example that one of the runs needs, in order. The runs have equal prompts, up to their limits."""
-    longest = max((run.prompts for run in runs), key=len, default=())
-    missing = [(run, set(run.missing)) for run in runs]
-    needing = (tuple(run for run, indices in missing if index in indices) for index in range(len(longest)))
-    return [WorkItem(i, prompt, some) for i, (prompt, some) in enumerate(zip(longest, needing, strict=True)) if some]
-
-
-class OrderedWriter:
-    """Writes an example once all of its runs have it, so that the runs of a killed sweep have the same examples."""
-
-    def __init__(self, items: Sequence[WorkItem]) -> None:
-        self._open = deque(items)
-
-    def write(self) -> None:
-        """Write every example that is complete after complete ones; runs that are computed alone are not waited for."""
-        while self._open and all(run.run_alone for run in self._open[0].missing):
-            item = self._open.popleft()
-            for run in item.runs:
-                run.write(before=item.index + 1)
-
-
-@dataclass
-class _Waiting:
-    """An example and the runs for which it is not admitted yet."""
-
-    prompt: Prompt
-    runs: list[RunWriter]
-    request: Request | None = None
-
-    @property
-    def live(self) -> list[RunWriter]:
-        """The runs that still need it from the batch."""
-        return [run for run in self.runs if not (run.ended or run.run_alone)]
-
-
 @dataclass
 class _InFlight:
     """A sequence in flight: its run, its seconds, and the number of other sequences that were computed with it."""
 
     run: RunWriter
-    prompt: Prompt
+    item: WorkItem
     admitted_with: int  # sequences of one admission, including itself
     prefill_seconds: float
-    prefilled: bool = True  # False if it used the context that another question prefilled
+    recomputed: int  # prompt tokens that had been computed for an earlier question
     decode_seconds: float = 0.0
     most_in_flight: int = 1  # maximum number of sequences in flight at one time, including itself
     admitted_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt of its example."""
+        return self.item.prompt
 
     @property
     def live(self) -> bool:
@@ -131,26 +81,32 @@ class Scheduler:
     """Computes the examples of some runs: sequences are admitted while memory allows, and removed when they finish.
 
     A sequence that exceeds its budget or has NaN logits is a failed sample of its run. A sequence that ran out of
-    memory is admitted again with a smaller batch. After any other error the run is computed alone, after the batch.
+    memory is admitted again with a smaller batch. After any other error in a batch, the run is computed alone later.
+    An error of a sequence that is alone is the error of its sample or of its run. limit: maximum number of sequences in
+    a batch; None: as memory allows; 1: each run by itself, so that its seconds are its own.
     """
 
     def __init__(
-        self, loaded: LoadedModel, items: Sequence[WorkItem], planner: MemoryPlanner, totals: Totals, advance: Advance
+        self, loaded: LoadedModel, items: Sequence[WorkItem], limit: int | None, totals: Totals, advance: Advance
     ) -> None:
-        self._loaded, self._planner, self._totals, self._advance = loaded, planner, totals, advance
-        graph = any(run.run.cuda_graph for item in items for run in item.runs)
-        self._batch = DecodeBatch(loaded.model, graph, strict=False)
-        self._waiting = deque(_Waiting(item.prompt, list(item.runs)) for item in items)
+        self._loaded, self._totals, self._advance = loaded, totals, advance
+        self._planner = MemoryPlanner(limit)
+        self._graph = any(run.run.cuda_graph for item in items for run in item.runs)
+        self._batch = self._new_batch()
+        self._waiting = deque(one_by_one(items) if limit == 1 else items)
         self._in_flight: dict[LiveSequence, _InFlight] = {}
+        self._histories: dict[tuple[int, RunWriter, int | None], History] = {}  # by conversation, run and sample
         self._writer = OrderedWriter(items)
 
+    def _new_batch(self) -> DecodeBatch:
+        return DecodeBatch(self._loaded.model, self._graph, strict=False)
+
     def work(self) -> None:
-        """Compute everything except runs that are to be computed alone. Raises BatchError if a whole batch failed."""
+        """Compute everything except runs that are to be computed alone (`RunWriter.run_alone`)."""
         while self._waiting or self._in_flight:
             self._fill()
             if self._in_flight:
                 self._step()
-            self._writer.write()
 
     # --- admission -------------------------------------------------------------------------------------------------
     def _fill(self) -> None:
@@ -164,6 +120,9 @@ class Scheduler:
             if not runs:
                 self._waiting.popleft()
                 continue
+            if not in_batch(runs[0].run, first.prompt):
+                self._compute_whole(self._waiting.popleft(), runs[0])
+                continue
             if not self._batch.can_admit(self._request(first)):
                 return
             some = [first, *self._questions(first, runs)]
@@ -172,7 +131,7 @@ class Scheduler:
             if not count:
                 return
             if count < len(runs):
-                self._waiting[0] = _Waiting(first.prompt, runs[count:], first.request)
+                self._waiting[0] = replace(first, runs=runs[count:])
                 self._admit([first], runs[:count])
                 continue
             some = some[: count // len(runs)]
@@ -180,44 +139,83 @@ class Scheduler:
                 self._waiting.popleft()
             self._admit(some, runs)
 
-    def _questions(self, first: _Waiting, runs: Sequence[RunWriter]) -> list[_Waiting]:
+    def _questions(self, first: WorkItem, runs: Sequence[RunWriter]) -> list[WorkItem]:
         """The next questions for the same runs that can share the prefill of the first one's context."""
         context = first.prompt.context_hash
-        if context is None:
+        if context is None or first.prompt.turns:
             return []
         following = islice(self._waiting, 1, None)
         found = takewhile(lambda one: one.prompt.context_hash == context and one.live == runs, following)
         return list(takewhile(lambda one: self._batch.shares_prompt(self._request(first), self._request(one)), found))
 
-    def _request(self, waiting: _Waiting) -> Request:
-        if waiting.request is None:
-            waiting.request = request_for(waiting.runs[0].run, self._loaded, waiting.prompt)
-        return waiting.request
+    def _request(self, item: WorkItem) -> Request:
+        if item.request is None:
+            item.request = request_for(item.runs[0].run, self._loaded, item.prompt)
+        return item.request
 
-    def _admit(self, some: Sequence[_Waiting], runs: Sequence[RunWriter]) -> None:
+    def _compute_whole(self, item: WorkItem, run: RunWriter) -> None:
+        """Compute an example that cannot be part of a batch; its group of runs has a limit of 1."""
+        shown = 0
+
+        def report(done: int) -> None:
+            nonlocal shown
+            self._advance(done - shown)
+            shown = done
+
+        self._deliver(run, item.prompt, lambda: computed_whole(run.run, self._loaded, item.prompt, report))
+        report(units(item.prompt))
+        self._writer.write()
+
+    def _admit(self, some: Sequence[WorkItem], runs: Sequence[RunWriter]) -> None:
         """Prefill a prompt, or a context and some questions about it, for some runs."""
-        run, model, before = runs[0].run, self._loaded.model, self._batch.nbytes
-        prompt, count = some[0].prompt, len(some) * len(runs)
+        first, run, model, before = some[0], runs[0].run, self._loaded.model, self._batch.nbytes
+        count = len(some) * len(runs)
+        requests, histories = list(map(self._request, some)), [self._history(first, run) for run in runs]
+        if first.prompt.own and len(first.prompt.turns) > 1 and None in histories:  # runs with own answers are alone
+            error = HistoryError("the answer of an earlier turn failed, so this turn has no history")
+            self._deliver(runs[0], first.prompt, partial(_raise, error))
+            self._writer.write()
+            return
+        if first.prompt.turns and not first.prompt.own and self._continues(first, runs):
+            requests = [replace(requests[0], next_turn="golden")]
         device.reset_peak(run.device)
         allocated, began = device.peak(run.device), now(model)
         try:
-            sequences = self._batch.admit_questions(list(map(self._request, some)), [run.run.policy for run in runs])
+            sequences = self._batch.admit_questions(requests, [run.run.policy for run in runs], histories)
         except Exception as error:
-            raise BatchError(message(error)) from error
+            self._fail(error, [(run, one.prompt) for one in some for run in runs])
+            return
         seconds = now(model) - began
-        self._totals.prefilled(len(prompt.ids), count, seconds)
+        self._totals.prefilled(len(first.prompt.ids), count, seconds)
         if allocated is not None:
             taken = (device.peak(run.device) or 0) - allocated
-            self._planner.measured(prompt, run, taken - (self._batch.nbytes - before))
+            self._planner.measured(first.prompt, run, taken - (self._batch.nbytes - before))
         for one, answers in zip(some, sequences, strict=True):
-            for sequence, writer in zip(answers, runs, strict=True):
-                self._in_flight[sequence] = _InFlight(writer, one.prompt, count, seconds, one is some[0])
+            for sequence, writer, history in zip(answers, runs, histories, strict=True):
+                known = one.prompt.known if one is first else 0
+                recomputed = known if history is None else history.recomputed
+                self._in_flight[sequence] = _InFlight(writer, one, count, seconds, recomputed)
                 self._planner.admitted(sequence, writer, one.prompt)
+                if sequence.history is not None and sequence.error is None:
+                    self._histories[one.conversation, writer, one.prompt.sample] = sequence.history
         in_flight = self._batch.in_flight
         for sequence, flight in self._in_flight.items():
             flight.most_in_flight = max(flight.most_in_flight, in_flight + sequence.done)
         self._finish([sequence for sequence in self._in_flight if sequence.done])
         self._advance(0, f"{in_flight} sequences, prompts")
+
+    # --- conversations ---------------------------------------------------------------------------------------------
+    def _history(self, item: WorkItem, run: RunWriter) -> History | None:
+        """The turns before this one under a run's policy, if they were computed. Histories of others are freed."""
+        self._histories = {key: one for key, one in self._histories.items() if key[0] == item.conversation}
+        found = self._histories.pop((item.conversation, run, item.prompt.sample), None)
+        return found if found is not None and found.turns < len(item.prompt.turns) else None
+
+    def _continues(self, item: WorkItem, runs: Iterable[RunWriter]) -> bool:
+        """Whether a later turn of the conversation is waiting for one of the runs."""
+        found = takewhile(lambda one: one.conversation == item.conversation, self._waiting)
+        later = [one for one in found if len(one.prompt.turns) > len(item.prompt.turns)]
+        return any(run in one.runs for one in later for run in runs)
 
     # --- decoding --------------------------------------------------------------------------------------------------
     def _step(self) -> None:
@@ -226,7 +224,8 @@ class Scheduler:
         try:
             ended = self._batch.step()
         except Exception as error:
-            raise BatchError(message(error)) from error
+            self._fail(error, [])
+            return
         seconds = time.perf_counter() - began
         self._totals.stepped(sequences, seconds)
         for flight in self._in_flight.values():
@@ -245,80 +244,90 @@ class Scheduler:
             if not flight.live:
                 continue
             if error is None or flight.alone or isinstance(error, OWN_ERRORS):
-                with flight.run.isolated():
-                    flight.run.deliver(_sample(flight, sequence))
-                    self._advance(1)
+                self._keep_own_history(flight, sequence)
+                self._deliver(flight.run, flight.prompt, partial(_sample, flight, sequence))
             elif isinstance(error, OUT_OF_MEMORY):
-                self._waiting.appendleft(_Waiting(flight.prompt, [flight.run]))
+                self._waiting.appendleft(replace(flight.item, runs=[flight.run]))
                 self._planner.ran_out(in_flight)
             else:
-                flight.run.run_alone = True
-                log.warning("%s: %s; it is computed by itself, after the others", flight.run.run_id, message(error))
+                self._compute_alone_later(flight.run, error)
         self._drop_unwanted()
+        self._writer.write()
+
+    def _keep_own_history(self, flight: _InFlight, sequence: LiveSequence) -> None:
+        """Keep the cache of an answer that is part of the history of a later turn."""
+        prompt, item = flight.prompt, flight.item
+        if sequence.error is None and sequence.cache is not None and prompt.own and self._continues(item, [flight.run]):
+            pending = sequence.tokens[sequence.decode_steps :]
+            again = sum(prompt.turns) if flight.run.has(prompt.example.index) else 0
+            history = History(sequence.cache, len(prompt.turns), pending, again)
+            self._histories[item.conversation, flight.run, prompt.sample] = history
+
+    def _deliver(self, run: RunWriter, prompt: Prompt, compute: Callable[[], Sample]) -> None:
+        """Deliver the sample of an example, or end its run by an error that is not one of the example."""
+        wanted = not run.has(prompt.example.index)
+        with run.isolated():
+            try:
+                sample = compute()
+            except Exception as caught:
+                error = as_memory_error(caught)
+                if not isinstance(error, FAILURES):
+                    raise
+                sample = failed(run.run, prompt, error)
+            run.deliver(sample)
+            if wanted and in_batch(run.run, prompt):
+                self._advance(1)
+
+    def _fail(self, error: Exception, admitted: Sequence[tuple[RunWriter, Prompt]]) -> None:
+        """An error of the batch, or of sequences that are being admitted: the batch begins anew without them."""
+        failed = [*((flight.run, flight.prompt) for flight in self._in_flight.values()), *admitted]
+        for sequence, flight in self._in_flight.items():
+            self._planner.finished(sequence, flight.run, flight.prompt, None)
+        self._in_flight.clear()
+        self._batch = self._new_batch()
+        for run, prompt in failed:
+            if len(failed) == 1:
+                self._deliver(run, prompt, partial(_raise, error))
+            else:
+                self._compute_alone_later(run, error)
+        self._writer.write()
+
+    def _compute_alone_later(self, run: RunWriter, error: Exception) -> None:
+        """Compute a run after the batch: only by itself an error is known to be its own."""
+        if not run.run_alone:
+            run.run_alone = True
+            log.warning("%s: %s; it is computed by itself, after the others", run.run_id, message(error))
 
     def _drop_unwanted(self) -> None:
         """Remove the sequences of runs that ended or are to be computed alone."""
         unwanted = {sequence: flight for sequence, flight in self._in_flight.items() if not flight.live}
-        if not unwanted:
-            return
-        try:
-            self._batch.drop(unwanted)
-        except Exception as error:
-            raise BatchError(message(error)) from error
+        self._batch.drop(unwanted)
         for sequence, flight in unwanted.items():
             del self._in_flight[sequence]
             self._planner.finished(sequence, flight.run, flight.prompt, None)
 
 
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
 def _sample(flight: _InFlight, sequence: LiveSequence) -> Sample:
-    """The sample of a finished sequence. Raises an error that ends its run."""
-    run = flight.run.run
-    if isinstance(sequence.error, FAILURES):
-        return failed(run, flight.prompt, sequence.error)
+    """The sample of a finished sequence. Raises the sequence's error."""
     if sequence.error is not None:
         raise sequence.error
     assert sequence.cache is not None
-    done = Completion(
-        sequence.tokens,
-        sequence.cache,
-        sequence.decode_steps,
-        sequence.sharing,
-        flight.most_in_flight,
-        recomputed=flight.prompt.known if flight.prefilled else 0,
-        prefill_seconds=flight.prefill_seconds if flight.alone else None,
-        decode_seconds=flight.decode_seconds if flight.alone else None,
-        device_peak_bytes=device.peak(run.device) if flight.alone else None,
+    run, prompt = flight.run.run, flight.prompt
+    sample = replace(
+        answered(run, prompt, sequence.tokens, sequence.cache, sequence.decode_steps),
+        recomputed_tokens=None if prompt.example.shared is None else flight.recomputed,
+        shared_prefill=sequence.sharing,
+        rows_in_flight=flight.most_in_flight,
     )
-    return answered(run, flight.prompt, done)
-
-
-def one_by_one(loaded: LoadedModel, items: Sequence[WorkItem], advance: Advance) -> None:
-    """Compute examples one after another, each run by itself, so that its seconds are its own."""
-    writer = OrderedWriter(items)
-    for run in {run for item in items for run in item.runs}:
-        run.run_alone = False  # here every run is waited for
-    for _, some in groupby(items, key=lambda item: item.conversation):
-        turns = list(some)
-        for run in {run: None for turn in turns for run in turn.missing}:
-            talks: dict[int | None, Conversation | None] = {}  # by sample
-            for turn in turns:
-                if run in turn.missing:
-                    with run.isolated():
-                        number = turn.prompt.sample
-                        talk = talks.pop(number, None) or conversation(run.run, loaded, turn.prompt)
-                        sample = run_alone(run.run, loaded, turn.prompt, _Report(advance), talk)
-                        run.deliver(sample)
-                        if not sample.error:  # after an error the state of the cache is unknown
-                            talks[number] = talk
-                    writer.write()
-
-
-class _Report:
-    """Advances a bar by the units since the last call."""
-
-    def __init__(self, advance: Advance) -> None:
-        self._advance, self._shown = advance, 0
-
-    def __call__(self, done: int) -> None:
-        self._advance(done - self._shown)
-        self._shown = done
+    if not flight.alone:
+        return sample
+    return replace(
+        sample,
+        prefill_seconds=rounded(flight.prefill_seconds),
+        decode_seconds=rounded(flight.decode_seconds),
+        device_peak_bytes=device.peak(run.device),
+    )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from random import Random
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -44,7 +45,9 @@ class Request:
     tokens generated so far. sampler: makes the random numbers of one answer; None: greedy decoding. turns: number of
     prompt tokens of each turn of a conversation, of which the last turn is answered. dictated: tokens with which the
     answer begins; they count towards max_new_tokens and min_new_tokens. example: seed of the run and index of the
-    example, for policies that use random numbers; None: their own seed. Raises ValueError for an empty prompt.
+    example, for policies that use random numbers; None: their own seed. next_turn: what the next turn of a conversation
+    continues from: "golden": a copy of the cache before the answer; "own": the cache after the answer; None: no turn
+    follows. Raises ValueError for an empty prompt.
     """
 
     input_ids: Tensor
@@ -59,6 +62,7 @@ class Request:
     turns: tuple[int, ...] = ()
     dictated: tuple[int, ...] = ()
     example: tuple[int, int] | None = None
+    next_turn: Literal["golden", "own"] | None = None
 
     def __post_init__(self) -> None:
         if self.input_ids.shape[1] == 0:
@@ -89,14 +93,29 @@ class Request:
         return tuple(self.input_ids[:, end - size : end] for size, end in ends)
 
 
+@dataclass
+class History:
+    """The first `turns` turns of a conversation in a cache, from which its next turn continues.
+
+    pending: tokens of the last answer that are not in the cache. recomputed: prompt tokens that an earlier process had
+    computed too.
+    """
+
+    cache: KVCache
+    turns: int = 1
+    pending: Sequence[int] = ()
+    recomputed: int = 0
+
+
 @dataclass(eq=False)
 class LiveSequence:
     """One request under one policy, and its answer so far.
 
-    cache: None if it could not be created, and while the sequence is part of a batch. position: of the next token.
+    cache: None if it could not be created; up to date when the sequence has finished. position: of the next token.
     sharing: number of sequences that used the same prefill. decode_steps: tokens fed after the prompt. tokens: the
     answer without EOS. complete: the answer has ended. error: the exception that ended it early; the other fields are
-    then undefined. logits: [1,V] after the last token, for policies that rate tokens.
+    then undefined. logits: [1,V] after the last token, for policies that rate tokens. history: of a conversation: the
+    turns before this one; after the prefill, what the next turn continues from.
     """
 
     request: Request
@@ -109,6 +128,7 @@ class LiveSequence:
     complete: bool = False
     error: Exception | None = None
     logits: Tensor | None = field(default=None, repr=False)
+    history: History | None = None
 
     def __post_init__(self) -> None:
         self.sampler = None if self.request.sampler is None else self.request.sampler()
@@ -141,6 +161,14 @@ class LiveSequence:
             self.tokens.append(token)
             generated = self.tokens[len(request.dictated) :]
             self.complete = len(self.tokens) >= request.max_new_tokens or bool(request.stop and request.stop(generated))
+
+
+def advance(sequences: Sequence[LiveSequence], logits: Tensor) -> None:
+    """Count a decoding step of every sequence, and choose the next tokens; logits [S,V] after the last ones."""
+    for sequence in sequences:
+        sequence.position += 1
+        sequence.decode_steps += 1
+    choose_next(sequences, logits)
 
 
 def choose_next(sequences: Sequence[LiveSequence], logits: Tensor) -> None:

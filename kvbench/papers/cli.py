@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.small:
             options.overrides = [*small(options.table, options.overrides), *options.overrides]
         from kvbench.papers.compare import compare
-        from kvbench.results.load import load_results
+        from kvbench.results.result import load_results
 
         folder = options.runs if options.command == "compare" else pairs(options.overrides, "limit=5").get("out", OUT)
         if options.command == "run":

@@ -16,7 +16,7 @@ from kvbench.report.formats import FORMATS, write
 from kvbench.report.table import chosen, pivot, results_table, text
 from kvbench.results.columns import COLUMNS, frame
 from kvbench.results.files import atomic_write
-from kvbench.results.load import load_results
+from kvbench.results.result import load_results
 from kvbench.terminal.command import Parser, command, terminal_width
 from kvbench.terminal.outputs import check_output
 

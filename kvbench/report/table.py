@@ -18,8 +18,7 @@ from rich.text import Text
 from kvbench.errors import UsageError
 from kvbench.results.columns import frame as tidy
 from kvbench.results.labels import budget_order, in_words, text_of
-from kvbench.results.load import Results
-from kvbench.results.result import FINISHED, Result
+from kvbench.results.result import FINISHED, Result, Results
 from kvbench.results.statistics import FEWEST
 from kvbench.terminal.command import terminal_width
 

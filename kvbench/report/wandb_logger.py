@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvbench.errors import ConfigError, UsageError, choice, number
 from kvbench.results.columns import COLUMNS
 from kvbench.results.labels import compressed, flat, moments, names
-from kvbench.results.load import Results, read_result
 from kvbench.results.metrics import mean_kept, running
-from kvbench.results.result import Result
+from kvbench.results.result import Result, Results, read_result
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -101,19 +101,13 @@ def read_definition(folder: Path) -> Definition:
     path = folder / FILE_NAME
     try:
         values = read_yaml(path)
-        runs = tuple(map(_entry, values.pop("runs" if "runs" in values else "cells")))  # cells: of old versions
+        runs = tuple(Entry(**{**run, "changed": tuple(run["changed"])}) for run in values.pop("runs"))
         return Definition(**{**values, "commands": tuple(values["commands"])}, runs=runs)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{folder} holds no sweep: there is no {FILE_NAME}") from None
     except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"{path} cannot be read: {reason}") from error
-
-
-def _entry(run: dict[str, Any]) -> Entry:
-    known = {f.name for f in fields(Entry)}
-    values: dict[str, Any] = {key: value for key, value in run.items() if key in known}
-    return Entry(**{**values, "changed": tuple(values["changed"])} if "changed" in values else values)
 
 
 def sweep_name(out: Path, experiment: str | None) -> str:
@@ -123,15 +117,14 @@ def sweep_name(out: Path, experiment: str | None) -> str:
 
 def _values(entry: Entry, known: dict[str, Any]) -> dict[str, Any]:
     """An entry as plain data. Equal mappings become one object, which YAML writes once."""
-    values = {f.name: getattr(entry, f.name) for f in fields(entry)}
+    values: dict[str, Any] = {**vars(entry), "changed": list(entry.changed)}
     for name in ("config", "identity"):
-        tree = values[name]
-        values[name] = None if tree is None else {key: _shared(value, known) for key, value in tree.items()}
-    return {**values, "changed": list(entry.changed)}
-
-
-def _shared(value: Any, known: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever YAML holds
-    return known.setdefault(json.dumps(value, sort_keys=True), value) if isinstance(value, dict) else value
+        tree = values[name] or {}
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                tree = {**tree, key: known.setdefault(json.dumps(value, sort_keys=True), value)}
+        values[name] = tree or None
+    return values
 
 
 @dataclass(frozen=True)
@@ -179,6 +172,12 @@ def examples(folder: Path) -> tuple[int, int]:
         return 0, 0
     n, failed = _counted(folder / SAMPLES, stat.st_mtime_ns, stat.st_size)
     return (n, failed) if n >= summarized else (0, 0)
+
+
+def failed_examples(folder: Path) -> str | None:
+    """The error message of a run with failed examples; None if all of its examples have scores."""
+    n, failed = examples(folder)
+    return f"{failed} of {n} examples failed, see {folder}" if failed else None
 
 
 @lru_cache(maxsize=10_000)

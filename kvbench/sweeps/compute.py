@@ -9,17 +9,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvbench.config.tree import build, refusing_in
 from kvbench.engine.compute import compute_runs
 from kvbench.engine.prompts import make_prompts
-from kvbench.engine.run_writer import NullCallback, RunCallback
+from kvbench.engine.run_writer import RunCallback
 from kvbench.errors import UsageError
-from kvbench.results.definition import Entry, RunState, examples, write_state
+from kvbench.results.definition import Entry, RunState, examples, failed_examples, write_state
 from kvbench.results.files import RunBusyError, RunLostError
-from kvbench.results.load import read_result
-from kvbench.results.result import Result
+from kvbench.results.result import Result, read_result
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run, build_run
 from kvbench.run.run_config import typed
@@ -137,19 +136,15 @@ def is_expected(error: BaseException) -> bool:
 
 
 # --- trackers (`logger=`) --------------------------------------------------------------------------------------------
-class SweepCallback(RunCallback, Protocol):
+class SweepCallback(RunCallback):
     """A run callback with a method for the end of a sweep."""
 
     def close(self, records: Sequence[Result] = ()) -> None:
         """Called at the end. records: all finished runs of the sweep; empty if this process computed only some."""
-        ...
 
 
-class NoLogger(NullCallback):
+class NoLogger(SweepCallback):
     """`logger=none`."""
-
-    def close(self, records: Sequence[Result] = ()) -> None:
-        """Do nothing."""
 
 
 def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepCallback:
@@ -168,7 +163,7 @@ def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepCallback:
     return NoLogger() if callback is None else Guarded(callback, getattr(tracker, "label", type(tracker).__name__))
 
 
-class Guarded:
+class Guarded(SweepCallback):
     """Calls another callback until its first error, which is logged as a warning, so that a tracker never fails a run.
 
     name: of the tracker, for the warning.
@@ -205,8 +200,8 @@ class Guarded:
 
 
 # --- computing -------------------------------------------------------------------------------------------------------
-class Recorder:
-    """A `RunCallback` that writes the state of every run of the sweep in `out` and prints errors, then calls another.
+class Recorder(RunCallback):
+    """Writes the state of every run of the sweep in `out` and prints errors, then calls another.
 
     titles: of the runs, by run id.
     """
@@ -244,12 +239,6 @@ class Recorder:
             write_state(self._out, run.run_id, RunState(run.limit, self._totals.get(run.run_id), error))
         except OSError as reason:  # only `sweep status` reads it
             log.warning("the state of %s cannot be written (%s)", run.run_id, reason.strerror)
-
-
-def failed_examples(folder: Path) -> str | None:
-    """The error message of a run with failed examples; None if all of its examples have scores."""
-    n, failed = examples(folder)
-    return f"{failed} of {n} examples failed, see {folder}" if failed else None
 
 
 def compute(runs: Sequence[Planned], out: Path, tracker: SweepCallback) -> list[str]:

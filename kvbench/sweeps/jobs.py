@@ -1,25 +1,46 @@
-"""Jobs of a sweep: groups of runs that another process computes, through submitit; and the progress of all runs."""
+"""Launches the runs of a sweep and follows them: computed in this process, or in jobs, through submitit.
+
+A job is a group of runs that another process computes, on this machine or on SLURM. torch and pandas are imported
+inside functions, because `python -m kvbench.sweep status` needs neither.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import choice, whole_number
-from kvbench.results.definition import SWEEP_FOLDER, Entry, examples, is_complete, lines, read_definition, read_state
+from kvbench.errors import UsageError, choice, whole_number
+from kvbench.results.definition import (
+    SWEEP_FOLDER,
+    Definition,
+    Entry,
+    failed_examples,
+    is_complete,
+    lines,
+    read_definition,
+    read_state,
+    sweep_name,
+    write_definition,
+)
 from kvbench.results.files import is_held
+from kvbench.results.session import versions
+from kvbench.terminal.command import quiet, share_cores, write_message
 
 if TYPE_CHECKING:
     import submitit
 
+    from kvbench.sweeps.compute import Composed, Planned
+
 
 JOBS = "jobs"
+POLL_SECONDS = 1.0
 NO_PROCESS = "NO PROCESS AND NO RESULT"
 """submitit's state of a local job that another process started."""
 
@@ -73,8 +94,6 @@ class Job:
 
     def __call__(self) -> None:
         """Compute the missing examples. Raises RuntimeError if a run failed, so that SLURM reports a failed job."""
-        from kvbench.terminal.command import quiet, share_cores
-
         share_cores()
         quiet()
         definition = read_definition(self.out)
@@ -208,8 +227,8 @@ def _status(out: Path, entry: Entry, job: submitit.Job[None] | None, in_task: in
     if is_held(folder):
         word, complete = RUNNING, False
     elif complete:
-        n, failed = examples(folder)
-        word, error = (FAILED, f"{failed} of {n} examples failed, see {folder}") if failed else (FINISHED, None)
+        error = failed_examples(folder)
+        word = FINISHED if error is None else FAILED
     elif job is not None and is_active(job):
         word = QUEUED
     elif state is not None and state.error is not None:
@@ -232,3 +251,105 @@ def print_statuses(found: Sequence[Status]) -> None:
     counts = Counter(one.state for one in found)
     listed = ", ".join(f"{counts[s]} {s}" for s in (FINISHED, RUNNING, QUEUED, FAILED, LEFT) if counts[s])
     sys.stdout.write(f"{len(found)} run{'s' * (len(found) != 1)}: {listed}\n")
+
+
+# --- launching -------------------------------------------------------------------------------------------------------
+def run_sweep(composed: Sequence[Composed], command: str, launcher: Launcher) -> list[Status]:
+    """Compute or submit the runs of a sweep and print their table; the status of each configuration, in order."""
+    from kvbench.run.run import out_folder
+    from kvbench.sweeps.compute import plan, print_plan
+
+    out = out_folder(_same("out", composed))
+    _same("logger", composed)
+    runs, keys = plan(composed, elsewhere=launcher.cluster == "slurm")
+    if any(one.config["dry_run"] is True for one in composed):
+        print_plan(runs)
+        found = [Status(one.entry, FINISHED) for one in runs]
+    else:
+        name = sweep_name(out, composed[0].choices.get("experiment"))
+        entries = tuple(one.entry for one in runs)
+        sweep = Definition(name, (command,), str(Path.cwd()), vars(launcher), versions(), entries)
+        found = launch(out, runs, write_definition(out, sweep), launcher)
+    by_key = {status.entry.key: status for status in found}
+    return [by_key[key] for key in keys]
+
+
+def _same(name: str, composed: Sequence[Composed]) -> Any:  # noqa: ANN401 - a value of the configuration
+    """The value that all configurations of a sweep must share. Raises UsageError."""
+    values = [one.config[name] for one in composed]
+    if any(value != values[0] for value in values):
+        raise UsageError(f"{name} must be the same for all runs of a sweep")
+    return values[0]
+
+
+def launch(out: Path, runs: Sequence[Planned], sweep: Definition, launcher: Launcher) -> list[Status]:
+    """Compute or submit planned runs of a sweep; a run that fails does not stop the others."""
+    entries = [one.entry for one in runs]
+    if launcher.in_process:
+        from kvbench.results.result import read_result
+        from kvbench.sweeps.compute import NoLogger, compute, make_watch
+
+        tracker = make_watch(entries[0].config["logger"], sweep.name)
+        try:
+            compute(runs, out, tracker)
+        except KeyboardInterrupt:
+            print_results(out, entries)
+            raise
+        finally:
+            tracked = () if isinstance(tracker, NoLogger) else statuses(out, sweep.runs)
+            tracker.close([read_result(out / one.entry.key, one.entry.limit) for one in tracked if one.complete])
+        return print_results(out, entries)
+    _submit(out, entries, sweep.name, launcher)
+    if launcher.wait:
+        return wait(out, entries)
+    return [Status(entry, FINISHED, error=entry.error) for entry in entries]
+
+
+def _submit(out: Path, entries: Sequence[Entry], name: str, launcher: Launcher) -> None:
+    """Submit the runs that are neither complete nor queued nor running."""
+    found = [one for one in statuses(out, entries) if not one.complete and one.state not in ACTIVE]
+    left = [one.entry for one in found if one.entry.run_id]
+    if not left:
+        write_message("nothing to submit: all runs are complete, queued or running")
+        return
+    jobs = submit(out, name, left, launcher)
+    ids = ", ".join(job.job_id for job in jobs)
+    sys.stdout.write(f"submitted {len(left)} runs in {len(jobs)} jobs: {ids}\n")
+    if not launcher.wait:
+        sys.stdout.write(f"python -m kvbench.sweep status {out}\npython -m kvbench.sweep wait {out}\n")
+
+
+def wait(out: Path, entries: Sequence[Entry]) -> list[Status]:
+    """Wait until no job of these runs is queued or running, and print errors and the table."""
+    keys = {entry.key for entry in entries}
+    jobs = {job.job_id: job for key, job in submitted(out).items() if key in keys}
+    while any(is_active(job) for job in jobs.values()):
+        time.sleep(POLL_SECONDS)
+    found = print_results(out, entries)
+    for status in found:
+        if status.error is not None:
+            write_message(f"{status.entry.title}: {status.error}")
+    return found
+
+
+def print_results(out: Path, entries: Sequence[Entry]) -> list[Status]:
+    """Print the table of all complete runs; the status of each run, with its score, or the reason why it has none."""
+    from kvbench.results.result import read_result
+
+    found, results = [], []
+    for status in statuses(out, entries):
+        if status.complete:
+            results.append(read_result(out / status.entry.key, status.entry.limit))
+            status = replace(status, score=results[-1].value)
+        elif status.error is None:
+            word = "is computed by another process" if status.state in ACTIVE else "is not finished"
+            status = replace(status, error=f"the run {word}; the same command continues it")
+        found.append(status)
+    if results:
+        from kvbench.report.table import print_table  # pandas
+
+        print_table(results)
+    if len(results) > 1:
+        sys.stdout.write(f"results: {out}\n")
+    sys.stdout.flush()
+    return found

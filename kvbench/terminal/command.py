@@ -1,4 +1,4 @@
-"""The frame of every command: error messages, exit codes, signals, arguments, logging."""
+"""The frame of every command: error messages, exit codes, signals, arguments, logging, progress bars."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from kvbench.errors import UsageError
 
@@ -65,6 +66,7 @@ def terminal_width() -> int | None:
 
 FAILED, WRONG, BROKEN_PIPE = 1, 2, 141
 DEBUG = "KVBENCH_DEBUG"
+LINE_SECONDS = 60.0  # between two lines of a progress bar in a log file
 
 
 class Terminated(KeyboardInterrupt):
@@ -177,3 +179,60 @@ def pairs(arguments: Sequence[str], example: str) -> dict[str, str]:
             raise UsageError(f"{argument}: {key} is given twice, give it one value")
         found[key] = value
     return found
+
+
+Item = TypeVar("Item")
+
+
+class Advance(Protocol):
+    """Advances a bar by a number of units. note: text after the bar until the next note. total: the end, once known."""
+
+    def __call__(self, units: int, note: str | None = None, total: int | None = None) -> None: ...
+
+
+def progress(items: Iterable[Item], title: str, total: int | None = None, done: int = 0) -> Iterator[Item]:
+    """Yield `items` with a progress bar on stderr. total: number of items; done: number of items finished before."""
+    with meter(title, total, done) as advance:
+        for item in items:
+            yield item
+            advance(1)
+
+
+@contextmanager
+def meter(title: str, total: int | None = None, done: int = 0, unit: str = "") -> Iterator[Advance]:
+    """A bar on stderr or in a notebook, and the function that advances it from `done` towards `total`.
+
+    unit: the counted units, in the plural ("tokens").
+    """
+    from tqdm.auto import tqdm  # imports asyncio and more, which `--help` need not wait for
+
+    shown = "ipykernel" in sys.modules or sys.stderr.isatty()
+    bar = tqdm(desc=title, total=total, initial=done, unit=f" {unit}" if unit else "it", leave=False,
+               dynamic_ncols=True, disable=not shown)  # fmt: skip
+    began = written = time.monotonic()
+    count, behind = done, ""
+
+    def advance(units: int, note: str | None = None, total: int | None = None) -> None:
+        nonlocal count, behind, written
+        count += units
+        bar.total = bar.total if total is None else total
+        bar.update(units)
+        behind = behind if note is None else note
+        if note is not None:
+            bar.set_postfix_str(note)
+        now = time.monotonic()
+        if shown or now - written < LINE_SECONDS:
+            return
+        written = now
+        of = "" if bar.total is None else f" of {bar.total}"
+        left = ""
+        if bar.total is not None and count > done:  # at the average speed so far
+            seconds = (now - began) * max(0, bar.total - count) / (count - done)
+            left = f"{tqdm.format_interval(seconds)} left"
+        notes = ", ".join(filter(None, [left, behind]))
+        line = f"{title}: {count}{of}{f' {unit}' if unit else ''}{f' ({notes})' if notes else ''}"
+        sys.stderr.write(f"kvbench: {line}\n")
+        sys.stderr.flush()
+
+    with bar:
+        yield advance

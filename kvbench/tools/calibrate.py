@@ -62,7 +62,7 @@ def calibrate(calibration: Calibration, fields: Sequence[str], output: Path, con
     """Write the calibration of a model from the prompts of a task; returns the number of texts. Raises UsageError."""
     from kvbench.engine.prompts import make_prompts
     from kvbench.models.loading import load
-    from kvbench.terminal.bars import progress
+    from kvbench.terminal.command import progress
     from kvbench.tools.diagnose import runs_of
 
     if any(field.startswith("policy=") for field in fields):

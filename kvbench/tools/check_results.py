@@ -24,9 +24,8 @@ from kvbench.policies.allocators.allocator import JointAllocator, StatisticAlloc
 from kvbench.policies.layer_budgets import read_plan
 from kvbench.policies.press import KVPress
 from kvbench.results.files import read_yaml
-from kvbench.results.load import read_result
 from kvbench.results.metrics import metrics, summed_up
-from kvbench.results.result import Result
+from kvbench.results.result import Result, read_result
 from kvbench.results.samples import FILE_NAME, Sample
 from kvbench.run.run import Run, build_run, digest_of
 from kvbench.run.run_config import set_field, typed

@@ -49,7 +49,7 @@ def diagnose(name: str, fields: Sequence[str], config_dir: str | None = None) ->
     from kvbench.engine.prompts import make_prompts
     from kvbench.models.loading import load
     from kvbench.models.prompts import Prompt
-    from kvbench.terminal.bars import progress
+    from kvbench.terminal.command import progress
     from kvbench.tools.diagnostics.probe import Probe
 
     module = import_module(f"kvbench.tools.diagnostics.{name}")

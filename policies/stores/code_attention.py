@@ -27,20 +27,21 @@ def blocks(tokens: int, heads: int, unit: int, device: torch.device) -> Iterator
 
 def scores_by_block(rows: Tensor, tokens: int, block: Callable[[slice], Tensor], unit: int = 1) -> Tensor:
     """Products [B,H,r,C] of query rows [B,H,r,D] with C tokens; block: some of them, dequantised, [B,H,m,n,D]."""
-    out = rows.new_empty(*rows.shape[:3], tokens)
+    found = []
     for some in blocks(tokens, rows.shape[1], unit, rows.device):
         products = rows[:, :, None] @ block(some).to(rows.dtype).mT  # [B,H,m,r,n]
-        out[..., some] = products.transpose(2, 3).flatten(3)
-    return out
+        found.append(products.transpose(2, 3).flatten(3))
+    return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
 
 def weighted_by_block(weights: Tensor, block: Callable[[slice], Tensor], unit: int = 1) -> Tensor:
     """Sums [B,H,r,D] of C tokens with weights [B,H,r,C]; block: some of them, dequantised, [B,H,m,n,D]."""
-    found = []
+    sums = []
     for some in blocks(weights.shape[3], weights.shape[1], unit, weights.device):
         x = block(some).to(weights.dtype)
-        found.append((weights[..., some].unflatten(3, x.shape[2:4]).transpose(2, 3) @ x).sum(2))
-    return torch.stack(found).sum(0)
+        products = weights[..., some].unflatten(3, x.shape[2:4]).transpose(2, 3) @ x  # [B,H,m,r,D]
+        sums.append(products.sum(2))
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
 
 def cover(x: Tensor, exact: Tensor, slots: Tensor) -> Tensor:

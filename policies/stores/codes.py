@@ -69,8 +69,8 @@ class BlockChunk(Chunk):
 class Exact(BlockChunk):
     """Tokens x [B,H,N,D] in full precision."""
 
-    def __init__(self, x: Tensor, copy: bool = True) -> None:
-        self._x = x.clone(memory_format=torch.contiguous_format) if copy else x
+    def __init__(self, x: Tensor) -> None:
+        self._x = x.clone(memory_format=torch.contiguous_format)
 
     @property
     def tokens(self) -> int:
@@ -198,14 +198,17 @@ class Column:
 
     def scores(self, rows: Tensor) -> Tensor:
         """Products [B,H,r,C] of query rows [B,H,r,D] with the tokens."""
-        tail = Exact(self.tail.view("x"), copy=False)
-        return torch.cat([chunk.scores(rows) for chunk in (*self.chunks, tail) if chunk.tokens], dim=-1)
+        found = [chunk.scores(rows) for chunk in self.chunks if chunk.tokens]
+        return torch.cat([*found, rows @ self.tail.view("x").to(rows.dtype).mT], dim=-1)
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Sums [B,H,r,D] of the tokens with weights [B,H,r,C]."""
-        chunks = [chunk for chunk in (*self.chunks, Exact(self.tail.view("x"), copy=False)) if chunk.tokens]
-        own = weights.split([chunk.tokens for chunk in chunks], dim=-1)
-        return torch.stack([chunk.weighted(x) for chunk, x in zip(chunks, own, strict=True)]).sum(0)
+        chunks = [chunk for chunk in self.chunks if chunk.tokens]
+        *coded, exact = weights.split([*(chunk.tokens for chunk in chunks), self.tail.count], dim=-1)
+        sums: Tensor = exact @ self.tail.view("x").to(weights.dtype)
+        for chunk, own in zip(chunks, coded, strict=True):
+            sums += chunk.weighted(own)
+        return sums
 
     def view(self) -> Tensor:
         """[B,H,C,D] in float32 (or float64), dequantised if it was quantised."""

@@ -105,9 +105,8 @@ class Block(Chunk):
 
     def scores(self, rows: Tensor) -> Tensor:
         assert self._keys
-        if not self._coded:
-            return self._exact.scores(rows)
-        scores = torch.cat([self._codes.scores(rows), self._exact.scores(rows)], dim=-1)
+        chunks = [chunk for chunk in (self._codes, self._exact) if chunk.tokens]
+        scores = torch.cat([chunk.scores(rows) for chunk in chunks], dim=-1)
         if self._sparse is not None:
             places, excess = (x[:, :, None].expand(-1, -1, rows.shape[2], -1, -1) for x in self._sparse)
             scores.scatter_add_(-1, places.flatten(3).long(), (excess.to(rows.dtype) * rows[..., None, :]).flatten(3))

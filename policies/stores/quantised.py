@@ -4,7 +4,6 @@ Shapes: B batch, H KV heads, r = G * M query rows per KV head, C tokens of the l
 """
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -100,12 +99,12 @@ class QuantisedLayerStore(CompressedStore):
         """The bytes of every tensor, by kind."""
         if self._held is not None:
             return {"full precision": self._held.nbytes} if self.in_prompt else self._held.sizes().kinds
-        kinds = Counter({"codes": 0, "scales and minima": 0, "full precision": 0, "positions": self._places.nbytes()})
+        kinds = {"codes": 0, "scales and minima": 0, "full precision": 0, "positions": self._places.nbytes()}
         for column in self._columns:
             kinds["full precision"] += column.tail.nbytes()
-            for chunk in column.chunks:
-                kinds.update(chunk.sizes())
-        return dict(kinds)
+            for kind, size in (item for chunk in column.chunks for item in chunk.sizes().items()):
+                kinds[kind] = kinds.get(kind, 0) + size
+        return kinds
 
     def expect(self, tokens: int) -> None:
         if self._held is not None:

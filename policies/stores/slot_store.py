@@ -74,10 +74,9 @@ class SlotStore(LayerStore):
             fill = -1 if name == "positions" else 0
             copied = self.memory[name][slots]
             return copied.masked_fill_(~taken.view(*taken.shape, *[1] * (copied.dim() - 3)), fill)
-        view = self._views.get(name)
-        if view is None:
-            view = self._views[name] = self.memory[name].narrow(2, 0, self.used)
-        return view
+        if name not in self._views:
+            self._views[name] = self.memory[name].narrow(2, 0, self.used)
+        return self._views[name]
 
     def _flat_slots(self) -> tuple[Tensor, Tensor]:
         """The flat slot of each segment's slots, [B,H,used], and which of them are in use."""
@@ -163,8 +162,7 @@ class SlotStore(LayerStore):
 
     # --- append ----------------------------------------------------------------------------------------------------
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
-        new = keys.shape[2]
-        if self.starts is not None and (new > 1 or absent):
+        if self.starts is not None and (keys.shape[2] > 1 or absent):
             self._even_out()
         self._enter({"keys": keys, "values": values}, positions, absent)
 
@@ -395,9 +393,8 @@ class SlotStore(LayerStore):
         """
         self._store_positions()
         self.positions  # noqa: B018 - writes those of free slots
-        starts, counts = self.starts, self.counts
+        starts, counts, places = self.starts, self.counts, self.memory["positions"]
         if starts is None or counts is None:
-            rows, device = self.memory["positions"].shape[:2], self.memory["positions"].device
-            starts = torch.arange(rows.numel(), device=device).view(rows) * (self.used + self.room)
-            counts = torch.full(rows, self.used, device=device)
+            starts = torch.arange(0, places.numel(), places.shape[2], device=places.device).view(places.shape[:2])
+            counts = torch.full_like(starts, self.used)
         return starts, counts, counts if self.free is None else self.free[..., 0]

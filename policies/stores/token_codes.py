@@ -161,12 +161,12 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         if rotation is not None:
             rows = rows @ rotation
             if exact is not None:
-                own = (x.to(rows.dtype) @ rotation for x in (exact.keys, exact.values))
-                exact = Outliers(*own, slots=exact.slots)
-        keys, values, count = self._block(0), self._block(1), self.positions.shape[2]
+                keys, values = (x.to(rows.dtype) @ rotation for x in (exact.keys, exact.values))
+                exact = exact._replace(keys=keys, values=values)
+        blocks, count = (self._block(0), self._block(1)), self.positions.shape[2]
         out, _ = attend_to_codes(
-            rows, positions, how, lambda x: scores_by_block(x, count, keys),
-            lambda x: weighted_by_block(x, values), self.positions, exact,
+            rows, positions, how, lambda x: scores_by_block(x, count, blocks[0]),
+            lambda x: weighted_by_block(x, blocks[1]), self.positions, exact,
         )  # fmt: skip
         rotation = self.store.rotation(out)
         return (out if rotation is None else out @ rotation.mT).to(queries.dtype)

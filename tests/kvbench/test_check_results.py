@@ -10,8 +10,8 @@ import pytest
 
 from kvbench.cli import main as run
 from kvbench.results.files import read_yaml, write_yaml
-from kvbench.results.load import read_result
 from kvbench.results.metrics import write_metrics
+from kvbench.results.result import read_result
 from kvbench.run.run import digest_of
 from kvbench.tools.check_results import main
 

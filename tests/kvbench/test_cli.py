@@ -16,7 +16,7 @@ from shown_tables import shown_rows
 
 from kvbench import BudgetError
 from kvbench.cli import main
-from kvbench.engine.generate import generate
+from kvbench.engine.batch import DecodeBatch
 
 SECONDS = {"prefill_seconds", "decode_seconds"}
 SMALL = ("task.lengths=[700]", "task.depths=[0.0,0.5,1.0]", "task.repeats=1", "task.max_new_tokens=8")
@@ -117,15 +117,15 @@ def test_a_sweep_ends_with_one_table_and_goes_on_after_a_failed_cell(here: Here,
 def test_an_example_that_broke_its_budget_is_recorded_and_spoils_the_score(
     here: Here, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
+    calls, admit = [], DecodeBatch.admit_questions
 
     def breaking(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
             raise BudgetError("layer 0 holds 65 of 64")
-        return generate(*arguments, **options)
+        return admit(*arguments, **options)
 
-    monkeypatch.setattr("kvbench.engine.answers.generate", breaking)
+    monkeypatch.setattr(DecodeBatch, "admit_questions", breaking)
     arguments = (f"model={tiny_model}", "policy=knorm", "budget=64", "out=runs", "engine.rows=1", *SMALL)
     done = here(*arguments)
     assert done.returncode == 1

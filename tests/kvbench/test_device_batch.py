@@ -50,19 +50,19 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
 
 
-def decoded(model: Any, some: Sequence[Policy], most: list[int] | None = None) -> list[Any]:
+def decoded(model: Any, some: Sequence[Policy], shares: list[float] | None = None) -> list[Any]:
     """What every sequence of three examples is in the end; the later ones join later and end earlier.
 
-    most: the number of sequences on the device in every step.
+    shares: of the sequences, on the device in every step.
     """
     flight, rows = DecodeBatch(model), []
     for seed, length, new in ((1, 90, 20), (2, 71, 9), (3, 80, 6)):
         rows += flight.admit(asked(length, seed, new), some)
         for _ in range(seed):
             flight.step()
-            if most is not None:
+            if shares is not None:
                 assert flight.device is not None
-                most.append(len(flight.device.groups) / flight.in_flight)
+                shares.append(len(flight.device.groups) / flight.in_flight)
     while flight.in_flight:
         flight.step()
     return [(row.error, row.tokens, *held(row.cache)) for row in rows]
@@ -81,7 +81,7 @@ def held(cache: KVCache | None) -> tuple[Any, ...]:
 def test_every_sequence_is_what_it_is_group_by_group(
     slugs: Sequence[str], family: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, some, joined = model_of(family), policies(slugs), list[int]()
+    model, some, joined = model_of(family), policies(slugs), list[float]()
     if "random" in slugs:  # beside others that evict layer by layer
         some += [make_policy("kvec", budget, window=6, decode="evict") for budget in BUDGETS]
     together = decoded(model, some, joined)
@@ -95,7 +95,7 @@ def test_sequences_below_their_budget_decode_in_the_same_launches(
     slugs: Sequence[str], as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of 90, 71 and 80 tokens, budgets of 40, 96 and 120: some sequences reach their budget on the way."""
-    model, some, joined = model_of(), policies(slugs, (40, 96, 120)), list[int]()
+    model, some, joined = model_of(), policies(slugs, (40, 96, 120)), list[float]()
     monkeypatch.setattr("kvbench.policies.stores.slot_store.GROWTH", 8)
     together = decoded(model, some, joined)
     assert min(joined) == 1, "all sequences are on the device in every step"
@@ -107,7 +107,7 @@ def test_sequences_below_their_budget_decode_in_the_same_launches(
 def test_recurrent_states_stay_with_their_sequences(
     family: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, joined = tiny_hybrid(family), list[int]()
+    model, joined = tiny_hybrid(family), list[float]()
     model.set_attn_implementation("kvbench")
     together = decoded(model, policies(("full", "h2o")), joined)
     assert max(joined) == 1
@@ -132,8 +132,6 @@ def test_a_sequence_may_leave_the_device_between_any_two_tokens() -> None:
                 assert bool(batch.groups) == on_device
                 tokens.append(logits.argmax(-1, keepdim=True))
                 logits = next_logits(model, tokens[-1], torch.tensor([[60 + index]]), batch if on_device else cache)
-                if on_device:
-                    batch.count()
         found.append(([int(token) for token in tokens], *held(cache)))
     assert found[0] == found[1]
 
@@ -163,6 +161,22 @@ def sums(cache: KVCache | None) -> list[Tensor]:
 def addresses(row: LiveSequence) -> list[int]:
     assert row.cache is not None
     return [x.data_ptr() for layer in row.cache.group.layers for x in layer.store.memory.values()]
+
+
+@pytest.mark.parametrize("slug", ["h2o", "ada_snapkv", "full"])
+def test_layers_can_be_read_between_two_steps(slug: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, found = model_of(), []
+    for device in (True, False):
+        monkeypatch.setattr(engine, "use_triton", lambda x, device=device: device)
+        flight, read = DecodeBatch(model), list[Any]()
+        (row, *_) = flight.admit(asked(60, 1, 9), policies((slug,), (40, 80)))
+        while flight.in_flight:
+            read.append(flight.nbytes)
+            assert row.cache is not None
+            read.append([layer.positions.sort(-1).values.tolist() for layer in row.cache.attention_layers])
+            flight.step()
+        found.append(read)
+    assert found[0] == found[1]
 
 
 def test_a_sequence_keeps_its_addresses_while_others_come_and_go(as_on_a_gpu: None) -> None:

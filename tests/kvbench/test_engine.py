@@ -17,11 +17,11 @@ from torch import Tensor
 from kvbench.engine import batch as rows
 from kvbench.engine import device as device_memory
 from kvbench.engine.compute import Ending, compute_runs, grouped
-from kvbench.engine.run_writer import NullCallback
+from kvbench.engine.run_writer import RunCallback
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.ranking import Ranking
 from kvbench.report.table import notes, results_table
-from kvbench.results.load import read_result
+from kvbench.results.result import read_result
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run
 from kvbench.tools.diagnose import runs_of
@@ -122,7 +122,7 @@ def test_samples_say_how_they_ran_and_give_seconds_only_where_they_are_theirs(ce
 
 def test_runs_that_differ_in_more_than_their_policy_share_nothing_but_the_model(cells: Build) -> None:
     some = [*cells("full,tova"), *cells("full", "seed=1"), *cells("tova", "task.max_new_tokens=7")]
-    assert [[run.run_id for run in group] for group in grouped(some, NullCallback())] == [
+    assert [[run.run_id for run in group] for group in grouped(some, RunCallback())] == [
         [some[0].run_id, some[1].run_id],
         [some[2].run_id],
         [some[3].run_id],
@@ -239,7 +239,7 @@ def test_a_context_is_read_once_for_all_runs_and_all_that_is_asked_about_it(tiny
     assert (session["prefills"], session["rows"]) == (2, 12)
 
 
-class Told(NullCallback):
+class Told(RunCallback):
     """Notes what it is told; interrupts when told of a certain number of examples."""
 
     def __init__(self, after: int | None = None) -> None:
@@ -266,7 +266,7 @@ def test_an_interrupt_leaves_whole_files_with_all_that_was_computed(cells: Build
     completed(compute_runs(some))
 
 
-class Killing(NullCallback):
+class Killing(RunCallback):
     """Kills the process, as nothing can be caught, once five examples were told."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from kvbench.report.html.examples import LEVELS, examples
 from kvbench.report.html.prompts import prompts_of
 from kvbench.report.html.report import html_report, main, write_report
 from kvbench.report.html.tables import groups, in_order, marks, matrices
-from kvbench.results.load import load_results
+from kvbench.results.result import load_results
 from kvbench.results.samples import Sample, counts, kept_heads
 
 HOSTILE = '</script><script>window.broken = 1</script><img src="http://evil.test/x.png" onerror="window.broken = 1">'

@@ -22,7 +22,7 @@ from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.generate import Conversation, Generation, generate_tokens
+from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.engine.prefill import prefill
 from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.engine.teacher_forcing import continuation_scores, text_scores
@@ -284,8 +284,8 @@ def test_pre_passes_that_such_a_family_cannot_follow_are_refused_in_a_sentence()
     needs = "needs calls of several tokens after the first, but JambaForCausalLM resets its recurrent layers at every"
     with pytest.raises(ValueError, match=f"^kvzip {needs} such call: use another"):
         alone("jamba", prompt(37), make_policy("kvzip", BUDGET))
-    turns = Conversation(model("jamba"), make_policy("sirllm", BUDGET), own=True, encoder=None)
-    first, second = torch.tensor([prompt(37)]), torch.tensor([prompt(9)])
-    assert len(turns.ask(Request(first, NEW), first).tokens[0]) == NEW
-    with pytest.raises(ValueError, match=f"^sirllm {needs} such call: use another"):
-        turns.ask(Request(second, NEW), second)
+    first, both = (Request(torch.tensor([prompt(sum(turns))]), NEW, turns=turns) for turns in ((37,), (37, 9)))
+    policies = [make_policy("sirllm", BUDGET)]
+    (answered,), (failed,) = (DecodeBatch(model("jamba")).admit(request, policies) for request in (first, both))
+    assert answered.error is None
+    assert str(failed.error).startswith(f"sirllm {needs} such call: use another")

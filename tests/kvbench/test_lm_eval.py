@@ -13,7 +13,7 @@ import pytest
 from lm_eval import simple_evaluate
 
 from kvbench.cli import main
-from kvbench.results.load import read_result
+from kvbench.results.result import read_result
 from kvbench.tasks.lm_eval.load import manager, provide_squad_metrics, rows_from
 
 

@@ -7,7 +7,7 @@ import pytest
 from plotted_runs import sample, write_run, write_sweep
 
 from kvbench.results import metrics
-from kvbench.results.load import load_results, read_result
+from kvbench.results.result import load_results, read_result
 
 
 def test_numbers_of_other_samples_or_other_code_or_of_some_examples_are_computed(

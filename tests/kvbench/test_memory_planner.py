@@ -12,7 +12,7 @@ import torch
 from kvbench.engine import device as device_memory
 from kvbench.engine.device import Allocator
 from kvbench.engine.memory import MemoryPlanner, sequence_bytes
-from kvbench.engine.run_writer import NullCallback, RunWriter
+from kvbench.engine.run_writer import RunCallback, RunWriter
 from kvbench.models.prompts import Prompt
 from kvbench.run.run import Run
 from kvbench.tasks.task import Example
@@ -42,7 +42,7 @@ def runs(tiny_model: Path, tmp_path: Path) -> list[RunWriter]:
         fields = [f"model={tiny_model}", f"policy={slug}", f"out={tmp_path}", "task=niah", f"budget={BUDGET}"]
         fields += ["device=cpu", *(["policy.scorer.window=6"] if slug == "snapkv" else [])]
         cells += [replace(cell, device=torch.device("cuda")) for cell in runs_of(fields)] * 6
-    return [RunWriter(f"{number}", [cell], NullCallback()) for number, cell in enumerate(cells)]
+    return [RunWriter(f"{number}", [cell], RunCallback()) for number, cell in enumerate(cells)]
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from kvbench.papers.matching import differences
 from kvbench.papers.protocol import Plan, plan, runs_of
 from kvbench.policies.describe import describe
 from kvbench.report.table import Table
-from kvbench.results.load import load_results, read_result
-from kvbench.results.result import Result
+from kvbench.results.result import Result, load_results, read_result
 from kvbench.results.samples import Sample
 
 LLAMA, QASPER = "llama31_8b_instruct", "longbench_qasper"

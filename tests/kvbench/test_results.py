@@ -15,10 +15,9 @@ from plotted_runs import sample as plotted_sample
 from kvbench.errors import UsageError
 from kvbench.report.command import main
 from kvbench.report.table import print_table
-from kvbench.results.columns import COLUMNS, read_table
-from kvbench.results.load import Results, load_results, read_result
+from kvbench.results.columns import COLUMNS, frame, read_table
 from kvbench.results.metrics import metrics
-from kvbench.results.result import Result
+from kvbench.results.result import Result, Results, load_results, read_result
 from kvbench.results.samples import Sample
 
 MIB = 2**20
@@ -310,7 +309,7 @@ def test_below_five_examples_nothing_is_compared(
     said = capsys.readouterr().out
     assert ("-1.000 (" in said, "vs full needs at least 5 shared examples" in said) == (compared, not compared)
     assert ("vs full: on the same examples" in said) == compared, "the footer explains no column that is not there"
-    assert load_results(tmp_path).to_pandas()["score_vs_full"].notna().tolist() == [False, compared]
+    assert frame(load_results(tmp_path))["score_vs_full"].notna().tolist() == [False, compared]
 
 
 # --- names, unfinished runs, slices -----------------------------------------------------------------------------------
@@ -322,7 +321,7 @@ def test_names_are_plain_whatever_stands_beside_them_and_what_differs_has_column
         write_run(runs, "caote_snapkv", [sample(0, 1.0)], task_fields={"lengths": lengths})
     write_run(runs, "tova", [sample(0, 1.0)], generation={"decoding": "sampled"}, seed=3)
     found = load_results(runs)
-    table = found.to_pandas()
+    table = frame(found)
     assert table.groupby("policy")["n"].sum().to_dict() == {"snapkv": 2, "caote_snapkv": 2, "tova": 1}
     assert (set(table["model"]), set(table["task"])) == ({"pocket"}, {"niah"})
     assert table[table["policy"] == "snapkv"]["policy.scorer.window"].tolist() == [16, 32]

@@ -20,9 +20,9 @@ import kvbench
 from kvbench.engine.compute import compute_runs
 from kvbench.engine.sequence import TokenSampler, filtered, sampled
 from kvbench.errors import UsageError
-from kvbench.results.load import read_result
 from kvbench.results.metrics import metrics
 from kvbench.results.pairs import paired
+from kvbench.results.result import read_result
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run
 from kvbench.run.run_config import Sampling

@@ -14,7 +14,9 @@ from shared_context_files import ROWS, write
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import kvbench
+from kvbench import BudgetError
 from kvbench.cli import main
+from kvbench.engine.batch import DecodeBatch
 from kvbench.models.prompts import PromptMaker
 from kvbench.tasks.scbench.task import SCBench
 from kvbench.tasks.task import PlainTokenizer
@@ -123,6 +125,24 @@ def test_alone_and_after_a_kill_every_turn_comes_out_the_same(mode: str, run: Ru
         assert [line["recomputed_tokens"] for line in (*lines[: TURNS + 1], *lines[TURNS + 2 :])] == [0] * 5
         for other in (whole[policy], alone[policy]):
             assert list(map(result, lines)) == list(map(result, other))
+
+
+def test_a_turn_after_a_failed_answer_of_the_model_fails_too_and_is_computed_by_the_next_command(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, admit, calls = run("own", out="whole"), DecodeBatch.admit_questions, []
+
+    def failing(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:  # the second turn of the first conversation
+            raise BudgetError("layer 0 holds 41 of 40")
+        return admit(*arguments)
+
+    monkeypatch.setattr(DecodeBatch, "admit_questions", failing)
+    errors = [line["error"] for line in run("own", fails=1)["full"]]
+    earlier = "HistoryError: the answer of an earlier turn failed, so this turn has no history"
+    assert errors == [None, "BudgetError: layer 0 holds 41 of 40", earlier, None, None, None]
+    assert list(map(result, run("own")["full"])) == list(map(result, whole["full"]))
 
 
 def test_sampled_turns_come_out_the_same_alone_and_together(run: Run) -> None:

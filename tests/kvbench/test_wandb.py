@@ -20,8 +20,7 @@ from small_cells import SMALL, small_cell
 from kvbench.engine.compute import compute_runs
 from kvbench.errors import UsageError
 from kvbench.report.wandb_logger import WandbLogger, WandbWatch
-from kvbench.results.load import read_result
-from kvbench.results.result import Result
+from kvbench.results.result import Result, read_result
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run
 from kvbench.sweeps.compute import Guarded, NoLogger, make_watch

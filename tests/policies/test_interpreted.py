@@ -48,8 +48,8 @@ def test_h2o_keeps_the_same_tokens_with_its_weights_out_of_the_kernel(interpret:
 
 @pytest.mark.slow("interprets kernels")
 def test_sequences_of_several_budgets_keep_the_same_tokens(interpret: Interpreter) -> None:
-    """For three steps, budget by budget, they come to stand together; then follow three of all at once."""
-    case = {"slugs": ("tova",), "budgets": (34, 40), "lengths": (48,)}
+    """A prompt of 48 tokens, which one of the budgets exceeds; all sequences decode in one launch per layer."""
+    case = {"slugs": ("tova",), "budgets": (34, 60), "lengths": (48,)}
     got, expected = interpret(run_rows, **case), run_rows(**case)
     assert got["tokens"] == expected["tokens"]
     assert got["kept"] == expected["kept"]

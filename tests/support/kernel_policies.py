@@ -43,7 +43,7 @@ def run_rows(slugs: Sequence[str], budgets: Sequence[int], lengths: Sequence[int
     policies = [make_policy(slug, budget, schedule="prompt") for slug in slugs for budget in budgets]
     rows, flight = [], DecodeBatch(model)
     for seed, length in enumerate(lengths):
-        rows += flight.admit(Request(torch.tensor([prompt(length, seed)]), 7, encoder=CodePoints()), policies)
+        rows += flight.admit(Request(torch.tensor([prompt(length, seed)]), 5, encoder=CodePoints()), policies)
     while flight.in_flight:
         flight.step()
     for row in rows:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.device_batch import DeviceBatch
 from kvbench.cache.layer import KVLayer
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
@@ -92,6 +93,8 @@ def run_greedy(model: PreTrainedModel, prompts: Sequence[Sequence[int]], policy:
     ids, mask = left_padded(prompts)
 
     def note(cache: KVCache) -> None:
+        if isinstance(cache, DeviceBatch):
+            cache.update_lengths()
         progress = [group.progress for group in cache.groups]
         calls.append((kept_now(cache), [pair for one in progress for pair in zip(one.prompt, one.seen, strict=True)]))
 

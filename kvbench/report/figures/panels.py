@@ -10,8 +10,7 @@ from kvbench.errors import UsageError
 from kvbench.report.figures.style import Look, family, palette
 from kvbench.results.columns import read_table
 from kvbench.results.labels import in_words
-from kvbench.results.load import Results, load_results
-from kvbench.results.result import Result
+from kvbench.results.result import Result, Results, load_results
 
 
 @dataclass(frozen=True)

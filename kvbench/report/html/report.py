@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
     check_output(options.output, (".html",))
-    from kvbench.results.load import load_results
+    from kvbench.results.result import load_results
 
     results = load_results(options.folder)
     nbytes = write_report(results, options.folder, options.output)
