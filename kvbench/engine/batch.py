@@ -124,7 +124,8 @@ class DecodeBatch:
         eager, plain = partial(next_logits, self._model), self._plain
         try:
             if use_triton(self.sequences[0].request.input_ids):
-                self.device = self.device or DeviceBatch(plain.config)
+                if self.device is None:
+                    self.device = DeviceBatch(plain.config)
                 self.device.admit(plain.groups)
                 plain.groups[:] = [group for group in plain.groups if group not in self.device.groups]
             if plain.groups:
@@ -132,8 +133,8 @@ class DecodeBatch:
             if self.device is not None and self.device.groups:
                 rows = [None if group is None else sequences[group] for group in self.device.rows]
                 self._decode(self.device, rows, self._recorder or eager)
-        except Exception as error:  # the lengths on the device may be wrong, and layers in two places
-            self.device = None
+        except Exception as error:  # both caches are in the middle of a call
+            self._plain = self.device = None
             for sequence in self.sequences:
                 sequence.error = sequence.error or error
         ended = [sequence for sequence in self.sequences if sequence.done]
