@@ -119,9 +119,7 @@ class PolicyGroup:
 
     def next_prompt(self, length: int | Sequence[int], question: int | Sequence[int] | None) -> None:
         """Begin another prompt, see `KVCache.next_prompt`."""
-        promised = self.budgets.promised()
-        self.progress.open(length, question)
-        self.budgets.reopen(promised)
+        self.budgets.reopen(length, question)
         for layer in self.layers:
             layer.recent.reopen(self.policy.needs.window)
 
