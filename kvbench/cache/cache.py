@@ -7,10 +7,12 @@ One token in one layer: `update` returns a `LayerCall`, which the attention func
 Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots, D head dim.
 """
 
+import copy
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Self
 from weakref import ReferenceType
@@ -23,11 +25,10 @@ from transformers.cache_utils import Cache
 from kvbench.cache import NAME
 from kvbench.cache.attention import QKV, attend, attend_to_survivors
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
-from kvbench.cache.caller import check_attention, check_model, check_policy
 from kvbench.cache.eviction import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.hook import LayerCall, SharedCall, expect
-from kvbench.cache.interface import check_interface, uncompiled
+from kvbench.cache.interface import check_attention, check_interface, check_model, check_policy, uncompiled
 from kvbench.cache.layer import EmptyLayer, KVLayer, stacked
 from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
@@ -343,10 +344,13 @@ class KVCache(Cache):
         """Tokens seen by the end of the call, and the first of them."""
         return self.get_seq_length() + query_length, 0
 
+    def kept_by_layer(self) -> list[Tensor]:
+        """[B,H_kv] tokens held by each attention layer, on the CPU."""
+        return [layer.kept_tokens().cpu() for layer in self.attention_layers]
+
     def kept_tokens(self) -> Tensor:
         """[L,B,H_kv] tokens held by the attention layers. ValueError if layers differ in their number of KV heads."""
-        first = self.attention_layers[0].positions.device  # layers may be on several devices
-        return stacked([layer.kept_tokens().to(first) for layer in self.attention_layers])
+        return stacked(self.kept_by_layer())
 
     def audit(self) -> None:
         """Raise BudgetError unless every layer holds at most what its policy promises, at valid positions.
@@ -356,3 +360,29 @@ class KVCache(Cache):
         self._evictions.end_call()
         for group in self.groups:
             audit(group)
+
+
+# --- several caches as one, and copies ------------------------------------------------------------------------------
+# The engine has one sequence per group, so that sequences are added and removed without a copy.
+def empty_like(cache: KVCache) -> KVCache:
+    """A cache of the same kind for the same model, without sequences."""
+    found = type(cache)(cache.config, Policy(name="full"))
+    found.groups.clear()
+    return found
+
+
+def fork(cache: KVCache) -> KVCache:
+    """A copy of a cache with its own tensors, so that each can continue with another question."""
+    shared = [cache.config, *chain.from_iterable((group.policy, group.error) for group in cache.groups)]
+    return copy.deepcopy(cache, {id(part): part for part in shared})
+
+
+def together(caches: Sequence[KVCache], one_prompt: bool = False) -> KVCache:
+    """One cache with the sequences of several, which it does not copy.
+
+    one_prompt: all groups process one and the same sequence, a whole prompt as one step that attends before it evicts.
+    """
+    found = empty_like(caches[0])
+    found.groups += [group for cache in caches for group in cache.groups]
+    found.one_prompt = one_prompt
+    return found

@@ -3,23 +3,13 @@
 Shapes: B batch, L layers, H_kv KV heads.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvbench.cache.cache import KVCache
 from kvbench.cache.layer import stacked
-
-
-def kept_by_layer(cache: KVCache | PressedCache) -> list[Tensor]:
-    """[B,H_kv] tokens held by each attention layer, masked tokens included."""
-    if isinstance(cache, KVCache):
-        return [layer.kept_tokens().cpu() for layer in cache.attention_layers]
-    return [torch.full(layer.keys.shape[:2], layer.keys.shape[2]) for layer in cache.used_layers]
 
 
 class PressedCache(DynamicCache):
@@ -51,9 +41,13 @@ class PressedCache(DynamicCache):
 
     held_nbytes = nbytes
 
+    def kept_by_layer(self) -> list[Tensor]:
+        """[B,H_kv] tokens held by each layer, masked tokens included."""
+        return [torch.full(layer.keys.shape[:2], layer.keys.shape[2]) for layer in self.used_layers]
+
     def kept_tokens(self) -> Tensor:
         """[L,B,H_kv] tokens held, masked tokens included. ValueError if layers differ in their number of KV heads."""
-        return stacked(kept_by_layer(self))
+        return stacked(self.kept_by_layer())
 
     def note_bytes(self) -> None:
         """Update the peak."""

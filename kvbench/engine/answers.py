@@ -14,7 +14,7 @@ import torch
 
 from kvbench.cache.cache import BudgetError, KVCache
 from kvbench.cache.layer import nbytes_read, tokens_read
-from kvbench.cache.pressed import PressedCache, kept_by_layer
+from kvbench.cache.pressed import PressedCache
 from kvbench.engine import device
 from kvbench.engine.generate import generate
 from kvbench.engine.prompts import blank
@@ -119,7 +119,7 @@ def as_memory_error(error: Exception) -> Exception:
 
 def evicted(cache: KVCache | PressedCache, tokens: int) -> bool:
     """Whether a KV head of a cache of one sequence holds fewer tokens than were processed, which are >= `tokens`."""
-    return min(int(layer.min()) for layer in kept_by_layer(cache)) < max(tokens, cache.seen)
+    return min(int(layer.min()) for layer in cache.kept_by_layer()) < max(tokens, cache.seen)
 
 
 def _scored(run: Run, output: str, prompt: Prompt) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def _scored(run: Run, output: str, prompt: Prompt) -> dict[str, Any]:
 def _cache_fields(run: Run, cache: KVCache | PressedCache, processed: int) -> dict[str, Any]:
     """What a cache holds at the end, and held at its peak. processed: tokens that `full` would hold."""
     fields: dict[str, Any] = {
-        "kept_tokens": [layer[0].tolist() for layer in kept_by_layer(cache)],
+        "kept_tokens": [layer[0].tolist() for layer in cache.kept_by_layer()],
         "cache_bytes": cache.held_nbytes,
         "peak_bytes": cache.peak_nbytes,
         "spare_bytes": cache.spare_nbytes,

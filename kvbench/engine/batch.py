@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.cache import BudgetError, KVCache, ScoreError
+from kvbench.cache.cache import BudgetError, KVCache, ScoreError, empty_like
 from kvbench.cache.device_batch import DeviceBatch
-from kvbench.cache.join import empty_like
 from kvbench.cache.layout import layout_of
 from kvbench.engine.cuda_graph import Recorder
 from kvbench.engine.logits import next_logits

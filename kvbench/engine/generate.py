@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.cache import KVCache
-from kvbench.cache.join import together
+from kvbench.cache.cache import KVCache, together
 from kvbench.cache.pressed import PressedCache
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.device import now

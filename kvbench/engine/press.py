@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.audit import BudgetError
 from kvbench.cache.layout import layout_of
-from kvbench.cache.pressed import PressedCache, kept_by_layer
+from kvbench.cache.pressed import PressedCache
 from kvbench.engine.device import now
 from kvbench.engine.logits import next_logits
 from kvbench.engine.sequence import LiveSequence, Request, advance, choose_next
@@ -174,7 +174,7 @@ def _question_calls(later: Tensor, cache: PressedCache, decodes: bool) -> Sequen
     A press that compresses while decoding counts calls, so it gets all of them in one call, as in kvpress's pipeline.
     Otherwise they are called one by one: layers may hold different numbers of tokens, and a call has one mask.
     """
-    together = decodes and len({int(layer.max()) for layer in kept_by_layer(cache)}) == 1
+    together = decodes and len({int(layer.max()) for layer in cache.kept_by_layer()}) == 1
     if later.shape[1] == 0:
         return ()
     return (later,) if together else later.split(1, dim=1)
@@ -206,7 +206,7 @@ def _audit(policy: KVPress, press: Any, cache: PressedCache, steps: int, questio
     decoder = decoding_part(press)
     if decoder is None or policy.budget is None or steps + bool(question) < decoder.compression_interval:
         return
-    most, allowed = max(int(layer.max()) for layer in kept_by_layer(cache)), decoder.target_size
+    most, allowed = max(int(layer.max()) for layer in cache.kept_by_layer()), decoder.target_size
     if most > allowed + decoder.compression_interval:
         raise BudgetError(
             f"{policy.kind} holds {most} tokens per KV head, but its target size is {allowed} and its compression "
@@ -227,7 +227,7 @@ def _is(press: object, *names: str) -> bool:
 
 def _warn_if_masked(policy: KVPress, cache: PressedCache, tokens: int) -> None:
     """Log once that a press holds more than its budget."""
-    kept = float(torch.cat(kept_by_layer(cache), dim=1).float().mean())
+    kept = float(torch.cat(cache.kept_by_layer(), dim=1).float().mean())
     if policy.budget is not None and kept > max(_budget(policy, tokens), 1) + 1:
         _warn(policy.kind)
 

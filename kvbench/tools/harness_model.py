@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvbench.cache.cache import KVCache
-from kvbench.cache.pressed import PressedCache, kept_by_layer
+from kvbench.cache.pressed import PressedCache
 from kvbench.config.presets import make_policy
 from kvbench.config.tree import find, read
 from kvbench.engine.answers import evicted
@@ -123,7 +123,7 @@ class KVBenchLM(HFLM):
         return {"model_record": self._record, **policy, "requests": len(found), **means}
 
     def _measure(self, cache: KVCache | PressedCache, tokens: int, rows: int = 1) -> None:
-        kept = float(torch.cat(kept_by_layer(cache), dim=1).float().mean())
+        kept = float(torch.cat(cache.kept_by_layer(), dim=1).float().mean())
         counts = {"requests_with_eviction": float(evicted(cache, tokens)), "kept_tokens": kept}
         sizes = {"cache_bytes": cache.held_nbytes / rows, "peak_bytes": cache.peak_nbytes / rows}
         self._requests.append(counts | sizes)
