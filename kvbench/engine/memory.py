@@ -44,7 +44,7 @@ class MemoryPlanner:
     def fits(self, prompts: Sequence[Prompt], runs: Sequence[RunWriter], in_flight: int, nbytes: int) -> int:
         """How many sequences may enter with one prefill, among the prompts in order, each for all runs.
 
-        0 if not even the first prompt fits for all runs beside the sequences in flight, which have `nbytes` bytes.
+        0 if not even the first prompt fits for all runs in addition to the sequences in flight, which have `nbytes` bytes.
         """
         most = self._limit or max(DEFAULT_SEQUENCES, len(runs))
         run = runs[0].run

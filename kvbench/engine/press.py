@@ -190,7 +190,7 @@ def _buffered(press: Any) -> int:  # noqa: ANN401 - a package without types
 
 
 def _masked(model: PreTrainedModel, cache: PressedCache) -> list[list[int]] | None:
-    """Held tokens whose keys a press masks, by layer and KV head; None if it masks none."""
+    """Number of tokens in the cache whose keys a press masks, by layer and KV head; None if it masks none."""
     found = [[0] * layer.keys.shape[1] for layer in cache.used_layers]
     for module in _attention_modules(model):
         triples = getattr(module, "masked_key_indices", None)  # batch, KV head and slot of each
