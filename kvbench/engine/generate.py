@@ -16,7 +16,7 @@ from kvbench.cache.cache import KVCache
 from kvbench.cache.join import together
 from kvbench.cache.pressed import PressedCache
 from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.device import now
+from kvbench.engine.logits import now
 from kvbench.engine.press import generate_with_press
 from kvbench.engine.sequence import Request, TokenSampler
 from kvbench.models.replay import can_replay, check_graph

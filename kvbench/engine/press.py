@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from kvbench.cache.audit import BudgetError
 from kvbench.cache.layout import layout_of
 from kvbench.cache.pressed import PressedCache, kept_by_layer
-from kvbench.engine.device import now
-from kvbench.engine.logits import next_logits
+from kvbench.engine.logits import next_logits, now
 from kvbench.engine.sequence import LiveSequence, Request, advance, choose_next
 from kvbench.errors import UsageError
 from kvbench.policies.latents import check_latents

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.layout import layout_of
-from kvbench.engine.device import now
-from kvbench.engine.logits import LOGITS_AT_ONCE, surprisal
+from kvbench.engine.logits import LOGITS_AT_ONCE, now, surprisal
 from kvbench.engine.pre_pass import open_cache
 from kvbench.engine.prefill import GIVEN_TOKENS, append_given, given_size, prefill
 from kvbench.engine.sequence import NOT_A_NUMBER
