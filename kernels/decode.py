@@ -300,11 +300,6 @@ def _launch(
     return Attention(out.to(kept), log_sum_exp, logits if weights else None)
 
 
-def decodes(queries: Tensor) -> bool:
-    """Whether a step of queries [B,H_q,M,D] is computed by the kernel: one query, on a GPU, without gradients."""
-    return queries.shape[2] == 1 and use_triton(queries) and not (torch.is_grad_enabled() and queries.requires_grad)
-
-
 @torch.no_grad()
 def decode_attention(
     queries: Tensor,

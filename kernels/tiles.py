@@ -55,6 +55,11 @@ def use_triton(x: Tensor) -> bool:
     return (x.is_cuda or INTERPRETED) and x.dtype != torch.float64
 
 
+def decodes(queries: Tensor) -> bool:
+    """Whether a step of queries [B,H_q,M,D] is computed by the kernel: one query, on a GPU, without gradients."""
+    return queries.shape[2] == 1 and use_triton(queries) and not (torch.is_grad_enabled() and queries.requires_grad)
+
+
 def jit(function: Callable[..., Any], varying: Sequence[str] = ()) -> Any:  # noqa: ANN401
     """`triton.jit`, or the function itself without Triton; every launch calls `require_triton` first.
 

@@ -1,7 +1,6 @@
 """Requirements of parts. The cache computes and stores only what the parts of a policy require."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 
@@ -56,11 +55,6 @@ class Needs:
     infinite: bool = False
     ties: bool = False
     kv_heads_only: bool = False
-
-    @cached_property
-    def queries_decoding(self) -> int:
-        """Number of newest queries that are stored after prefill."""
-        return self.window if self.window_decoding is None else self.window_decoding
 
 
 class Protected(NamedTuple):

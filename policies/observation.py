@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvbench.kernels.decode import decode_attention, decodes
+from kvbench.kernels.decode import decode_attention
 from kvbench.kernels.prompt import one_for_all, prompt_attention
 from kvbench.kernels.query_sums import (
     MOST_QUERIES,
@@ -24,7 +24,7 @@ from kvbench.kernels.query_sums import (
     window_statistics,
 )
 from kvbench.kernels.references import FEW_QUERIES, Attended, attention_logits, rows_and_sight
-from kvbench.kernels.tiles import INTERPRETED, use_triton
+from kvbench.kernels.tiles import INTERPRETED, decodes, use_triton
 from kvbench.policies.constants import on_device
 from kvbench.policies.model_layer import Rotation
 from kvbench.policies.ranking import protected

@@ -94,10 +94,11 @@ class Policy:
 
     @cached_property
     def needs(self) -> Needs:
-        """The combined requirements of the parts."""
+        """The combined requirements of the parts; `window_decoding` is a number if the policy evicts."""
         if self.scorer is None:
             return Needs()
         own = self.scorer.needs
+        decoding = own.window if own.window_decoding is None else own.window_decoding
         found = () if self.pre_pass is None else self.pre_pass.statistics
         rotates = self.schedule.rerotate
         model = own.model or rotates or (self.value is not None and self.value.needs.model)
@@ -105,7 +106,7 @@ class Policy:
             own,
             statistics=tuple(dict.fromkeys((*own.statistics, *found, *[MOVED] * rotates))),
             window=max(own.window, self.allocator.needs.window, self.merger.needs.window),
-            window_decoding=own.queries_decoding if self.schedule.decode == "evict" else 0,
+            window_decoding=decoding if self.schedule.decode == "evict" else 0,
             model=model,
             layer=own.layer or self.merger.needs.layer or model,
             query_heads=self._values_query_heads or self.allocator.needs.query_heads,
@@ -124,6 +125,11 @@ class Policy:
     @property
     def _values_query_heads(self) -> bool:
         return self.value is not None and (self.value.needs.query_heads or self.granularity == "layer")
+
+    def for_example(self, run_seed: int, example: int) -> "Policy":
+        """The policy for one example of a run, whose scorer may use other random numbers than for other examples."""
+        scorer = None if self.scorer is None else self.scorer.for_example(run_seed, example)
+        return self if scorer is self.scorer else replace(self, scorer=scorer)
 
     def rank(self, observation: Observation, state: State) -> Ranking:
         """Score every stored token of a layer; a pure function of the observation."""

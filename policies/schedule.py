@@ -79,10 +79,10 @@ class Schedule(ABC):
     def prompt_steps(self, first: int, last: int, prompt: int) -> Iterator[Step]:
         """Steps for prompt tokens [first, last) of a call, with last <= prompt."""
 
-    def steps(self, first: int, count: int, prompt: int) -> list[Step]:
+    def steps(self, first: int, count: int, prompt: int, single: bool = False) -> list[Step]:
         """The steps in which one sequence's next `count` tokens, the first at position `first`, are appended.
 
-        prompt: its prompt length in tokens. With decode=evict, decoded tokens are appended one by one.
+        prompt: its prompt length in tokens. single: decoded tokens are appended one by one, as with decode=evict.
         ValueError if a call ends inside a block with order=evict_then_attend.
         """
         last = first + count
@@ -95,8 +95,10 @@ class Schedule(ABC):
             )
         evicts = self.decode == "evict"
         decoded = range(max(first, boundary), last)
-        if evicts:
-            steps += [Step(p, p + 1, True, True, "prompt" if self.late and p == prompt else "decode") for p in decoded]
+        if evicts or single:
+            steps += [
+                Step(p, p + 1, True, evicts, "prompt" if self.late and p == prompt else "decode") for p in decoded
+            ]
         elif decoded:
             steps.append(Step(decoded.start, last, True, False, "decode"))
         return steps

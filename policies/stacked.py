@@ -95,7 +95,7 @@ def batches(layers: Sequence[Observation], policy: Policy) -> list[list[int]]:
     first = layers[0]
     batch, query_heads, _, dim = first.queries.shape
     _, heads, _, value_dim = first.values.shape
-    window, merges = policy.needs.queries_decoding, policy.merger.merges
+    window, merges = policy.needs.window_decoding or 0, policy.merger.merges
     numbers = query_heads * max(1, window) + (heads * dim if window or merges else 0)
     numbers += heads * value_dim if policy.value is not None or merges else 0
     space = WORKSPACE.get(first.keys.device.type, WORKSPACE_GPU) // (4 * batch * numbers)

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.cache.progress import BatchStep
-from kvbench.kernels.decode import decode_attention, decodes
+from kvbench.kernels.decode import decode_attention
 from kvbench.kernels.prompt import attention_behind, masked_attention, one_for_all, prompt_attention
 from kvbench.kernels.references import grouped_attention, visible
-from kvbench.kernels.tiles import INTERPRETED, use_triton
+from kvbench.kernels.tiles import INTERPRETED, decodes, use_triton
 from kvbench.policies.latents import LatentObservation
 from kvbench.policies.model_layer import Latents
 from kvbench.policies.needs import Needs

@@ -86,7 +86,7 @@ class Part:
         for index, how in enumerate(params):
             alike = (*how[:3], how.sinks is None) if policy.layers_alike else index
             equal.setdefault(alike, []).append(index)
-        window, reads = policy.needs.queries_decoding, policy.value is not None or policy.merger.merges
+        window, reads = policy.needs.window_decoding or 0, policy.value is not None or policy.merger.merges
         numbers = queries.shape[2] * max(1, window) + (2 * heads * queries.shape[-1] if window or reads else 0)
         at_once = max(1, WORKSPACE // (4 * rows * len(self._columns) * numbers))
         for some in equal.values():

@@ -119,9 +119,7 @@ class PolicyGroup:
 
     def next_prompt(self, length: int | Sequence[int], question: int | Sequence[int] | None) -> None:
         """Begin another prompt, see `KVCache.next_prompt`."""
-        promised = self.budgets.promised()
-        self.progress.open(length, question)
-        self.budgets.reopen(promised)
+        self.budgets.reopen(length, question)
         for layer in self.layers:
             layer.recent.reopen(self.policy.needs.window)
 
@@ -252,7 +250,7 @@ class PolicyGroup:
         """A step and its eviction are done: drop queries that later steps do not use, and settle the store."""
         if now.phase != "decode":
             if now.prompt_done and (any(now.evicts) or self.policy.schedule.decode == "grow"):
-                layer.recent.limit(self.policy.needs.queries_decoding)
+                layer.recent.limit(self.policy.needs.window_decoding or 0)
             layer.recent.copy()
         self.settle(layer, now)
 

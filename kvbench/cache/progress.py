@@ -164,13 +164,8 @@ class Progress:
     def _steps(self, row: int, count: int) -> list[Step]:
         """The steps of the next `count` tokens of a sequence; the schedule counts from the start of its prompt."""
         begin = self.opened[row]
-        steps = self._policy.schedule.steps(self.seen[row] - begin, count, self.prompt[row] - begin)
-        if self._policy.reader is not None:  # sparse attention selects the tokens of each decoded query separately
-            steps = [
-                step._replace(start=place, end=place + 1) if step.phase == "decode" else step
-                for step in steps
-                for place in (range(step.start, step.end) if step.phase == "decode" else (step.start,))
-            ]
+        single = self._policy.reader is not None  # sparse attention selects the tokens of each decoded query separately
+        steps = self._policy.schedule.steps(self.seen[row] - begin, count, self.prompt[row] - begin, single)
         return [s._replace(start=s.start + begin, end=s.end + begin) for s in steps] if begin else steps
 
     def _step(self, row: tuple[Step | None, ...], positions: Tensor, ends: list[int], aligned: bool) -> BatchStep:
@@ -280,12 +275,10 @@ class Budgets:
         self._before: dict[int, list[int]] = {}  # allowed when the newest prompt began
         self._after: dict[int, list[int]] = {}  # allowed after the eviction of the newest prompt, once it is asked for
 
-    def promised(self) -> dict[int, list[int]]:
-        """The most tokens per KV head that each layer may hold now, by sequence."""
-        return {row: self.promise(row, seen) for row, seen in enumerate(self._progress.seen) if self._policy.evicts}
-
-    def reopen(self, before: dict[int, list[int]]) -> None:
-        """Begin another prompt after the tokens promised `before`. Its budgets are computed when it is complete."""
+    def reopen(self, length: int | Sequence[int], question: int | Sequence[int] | None) -> None:
+        """Begin another prompt, see `Progress.open`. Its budgets are computed when it is complete."""
+        before = {row: self.promise(row, seen) for row, seen in enumerate(self._progress.seen) if self._policy.evicts}
+        self._progress.open(length, question)
         self._before = before
         for computed in (self._rows, self._statistics, self._after):
             computed.clear()

@@ -1,6 +1,6 @@
 """Save a cache to one safetensors file, and load it.
 
-A tensor is stored under the path of its attribute, such as "cache.layers.0._store.memory.keys". The file's metadata
+A tensor is stored under the path of its attribute, such as "cache.layers.0.store.memory.keys". The file's metadata
 contain, as JSON, all other attributes of the objects, and the model and the policy of the cache.
 """
 

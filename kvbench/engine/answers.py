@@ -24,7 +24,6 @@ from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
 from kvbench.models.tokens import Encoder
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
-from kvbench.policies.scorers.random import with_example_seed
 from kvbench.results.samples import KeptHeads, Sample, kept_heads
 from kvbench.run.run import Run
 from kvbench.run.run_config import Sampling
@@ -196,7 +195,7 @@ def computed_whole(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callab
 def _score_pairs(run: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
     """The sample of an example whose continuations are scored, each with a new cache."""
     outputs, fields, prefill_seconds, decode_seconds = [], [], 0.0, 0.0
-    policy = with_example_seed(run.policy, run.seed, prompt.draw)
+    policy = run.policy.for_example(run.seed, prompt.draw)
     for pair in prompt.pairs:
         scores = score_pair(loaded.model, pair, policy, Encoder(run.checkpoint.tokenizer()))
         outputs.append([scores.logprob, bool(scores.greedy.all())])
@@ -221,7 +220,7 @@ def _score_pairs(run: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
 def _score_prompt(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
     """The sample of an example whose tokens are given and scored."""
     encoder = Encoder(run.checkpoint.tokenizer())
-    policy = with_example_seed(run.policy, run.seed, prompt.draw)
+    policy = run.policy.for_example(run.seed, prompt.draw)
     scores, likelihood, processed = score_prompt(loaded.model, prompt, policy, report=report, encoder=encoder)
     return replace(
         blank(prompt),

@@ -25,7 +25,6 @@ from kvbench.engine.prefill import prefill_prompt
 from kvbench.engine.sequence import History, LiveSequence, Request, advance
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.policy import Policy
-from kvbench.policies.scorers.random import with_example_seed
 
 Decode = Callable[[Tensor, Tensor, KVCache], Tensor]
 
@@ -124,7 +123,8 @@ class DecodeBatch:
         eager, plain = partial(next_logits, self._model), self._plain
         try:
             if use_triton(self.sequences[0].request.input_ids):
-                self.device = self.device or DeviceBatch(plain.config)
+                if self.device is None:
+                    self.device = DeviceBatch(plain.config)
                 self.device.admit(plain.groups)
                 plain.groups[:] = [group for group in plain.groups if group not in self.device.groups]
             if plain.groups:
@@ -132,8 +132,8 @@ class DecodeBatch:
             if self.device is not None and self.device.groups:
                 rows = [None if group is None else sequences[group] for group in self.device.rows]
                 self._decode(self.device, rows, self._recorder or eager)
-        except Exception as error:  # the lengths on the device may be wrong, and layers in two places
-            self.device = None
+        except Exception as error:  # both caches are in the middle of a call
+            self._plain = self.device = None
             for sequence in self.sequences:
                 sequence.error = sequence.error or error
         ended = [sequence for sequence in self.sequences if sequence.done]
@@ -172,7 +172,7 @@ class DecodeBatch:
 
 def _new_sequence(request: Request, policy: Policy) -> LiveSequence:
     """A sequence before its prefill, whose policy uses the random numbers of its example."""
-    return LiveSequence(request, policy if request.example is None else with_example_seed(policy, *request.example))
+    return LiveSequence(request, policy if request.example is None else policy.for_example(*request.example))
 
 
 def _audit(sequence: LiveSequence) -> None:

@@ -152,7 +152,7 @@ def _recent(policy: Policy, shape: CacheShape, dim: int, length: int, batch: int
     if policy.evicts:
         queries = torch.empty(batch, shape.query_heads, length, dim, dtype=shape.dtype, device="meta")
         recent.add(queries, torch.empty(batch, length, dtype=torch.long, device="meta"), aligned=True)
-        recent.limit(policy.needs.queries_decoding)
+        recent.limit(policy.needs.window_decoding or 0)
         recent.copy()
     return recent.nbytes
 

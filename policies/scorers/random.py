@@ -1,6 +1,7 @@
 """Random eviction: a baseline for every policy."""
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 from torch import Tensor
 
@@ -8,7 +9,6 @@ from kvbench.policies.checks import whole_number
 from kvbench.policies.draws import combined_seed, uniform_draws
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.scorer import Scorer
 
 
@@ -19,7 +19,7 @@ class Random(Scorer):
         s_j = u("seed", "layer", "head", j), 0 <= u < 1
 
     The draw is a hash, not a generator's next number: it depends neither on the batch nor on how the prompt was split.
-    A benchmark run uses different draws for every example and sampled answer (`with_example_seed`).
+    A benchmark run uses different draws for every example and sampled answer (`for_example`).
 
     seed: seed of the draws.
     """
@@ -34,10 +34,5 @@ class Random(Scorer):
     def score(self, observation: Observation, state: State) -> Tensor:
         return uniform_draws(self.seed, observation.layer, observation.positions)
 
-
-def with_example_seed(policy: Policy, run_seed: int, example: int) -> Policy:
-    """The policy for one example of a run: a `Random` scorer's seed is combined with the run's seed and the example."""
-    scorer = policy.scorer
-    if not isinstance(scorer, Random):
-        return policy
-    return replace(policy, scorer=replace(scorer, seed=combined_seed(scorer.seed, run_seed, example)))
+    def for_example(self, run_seed: int, example: int) -> Self:
+        return replace(self, seed=combined_seed(self.seed, run_seed, example))

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -57,6 +58,10 @@ class Scorer(ABC):
 
         NaN raises an error on a CPU (`Ranking.broken`), unless the token is protected.
         """
+
+    def for_example(self, run_seed: int, example: int) -> Self:
+        """The scorer for one example of a run; only scorers with random numbers differ between examples."""
+        return self
 
     def selected(self, observation: Observation, kept: Tensor) -> None:  # noqa: B027 - most scorers ignore it
         """Called after each eviction with the kept slots, bool [B,H_kv,T], if `needs.kept`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -50,12 +51,14 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
 
 
-def decoded(model: Any, some: Sequence[Policy], shares: list[float] | None = None) -> list[Any]:
+def decoded(
+    model: Any, some: Sequence[Policy], shares: list[float] | None = None, flight: DecodeBatch | None = None
+) -> list[Any]:
     """What every sequence of three examples is in the end; the later ones join later and end earlier.
 
     shares: of the sequences, on the device in every step.
     """
-    flight, rows = DecodeBatch(model), []
+    flight, rows = flight or DecodeBatch(model), []
     for seed, length, new in ((1, 90, 20), (2, 71, 9), (3, 80, 6)):
         rows += flight.admit(asked(length, seed, new), some)
         for _ in range(seed):
@@ -161,6 +164,24 @@ def sums(cache: KVCache | None) -> list[Tensor]:
 def addresses(row: LiveSequence) -> list[int]:
     assert row.cache is not None
     return [x.data_ptr() for layer in row.cache.group.layers for x in layer.store.memory.values()]
+
+
+@pytest.mark.parametrize("device", [True, False])
+def test_a_failed_step_ends_its_sequences_and_leaves_nothing_behind(
+    device: bool, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "use_triton", lambda x: device)
+    model, some = model_of(layers=4), policies(("h2o", "tova"))
+    expected, flight = decoded(model, some), DecodeBatch(model)
+    rows = flight.admit(asked(60, 1, 9), some)
+    flight.step()
+    error = RuntimeError("no memory is left")
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[2], "forward", Mock(side_effect=error))
+        assert flight.step() == rows
+    assert [row.error for row in rows] == [error] * 4
+    assert (flight.in_flight, flight.nbytes) == (0, 0)
+    assert decoded(model, some, flight=flight) == expected
 
 
 @pytest.mark.parametrize("slug", ["h2o", "ada_snapkv", "full"])

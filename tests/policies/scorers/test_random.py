@@ -8,7 +8,6 @@ from kv_crafted import Crafted, drawn
 
 from kvbench import evaluate, make_policy
 from kvbench.policies.draws import uniform_draws
-from kvbench.policies.scorers.random import with_example_seed
 
 PLACES = torch.arange(2000).expand(1, 1, -1)
 
@@ -39,7 +38,7 @@ def test_draws_are_spread_evenly_over_the_text() -> None:
 def test_every_example_and_every_run_loses_other_tokens() -> None:
     """Half of 2000 tokens stay: two independent halves share 500 give or take 5 standard deviations (11.2)."""
     policy = make_policy("random", 1000)
-    drawn_anew = [with_example_seed(policy, seed, example) for seed, example in ((0, 0), (0, 1), (1, 0), (0, 0))]
+    drawn_anew = [policy.for_example(seed, example) for seed, example in ((0, 0), (0, 1), (1, 0), (0, 0))]
     first, example, run, again = (torch.topk(uniform_draws(p.scorer.seed, 0, PLACES), 1000).indices for p in drawn_anew)
     assert torch.equal(first, again)
     for other in (example, run):
