@@ -15,8 +15,8 @@ import torch
 from kvbench.cache.cache import BudgetError, KVCache
 from kvbench.cache.layer import nbytes_read, tokens_read
 from kvbench.cache.pressed import PressedCache
-from kvbench.engine import device
 from kvbench.engine.generate import generate
+from kvbench.engine.memory import peak, reset_peak
 from kvbench.engine.prompts import blank
 from kvbench.engine.sequence import Request, TokenSampler
 from kvbench.engine.teacher_forcing import is_scored, score_pair, score_prompt
@@ -174,7 +174,7 @@ def computed_whole(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callab
 
     Raises the error of the example.
     """
-    device.reset_peak(run.device)
+    reset_peak(run.device)
     if prompt.pairs:
         sample = _score_pairs(run, loaded, prompt)
     elif is_scored(prompt):
@@ -189,7 +189,7 @@ def computed_whole(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callab
             shared_prefill=1,
             rows_in_flight=1,
         )
-    return replace(sample, device_peak_bytes=device.peak(run.device))
+    return replace(sample, device_peak_bytes=peak(run.device))
 
 
 def _score_pairs(run: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvbench.cache.cache import KVCache, together
 from kvbench.cache.pressed import PressedCache
 from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.device import now
+from kvbench.engine.logits import now
 from kvbench.engine.press import generate_with_press
 from kvbench.engine.sequence import Request, TokenSampler
 from kvbench.models.replay import can_replay, check_graph

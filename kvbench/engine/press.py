@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from kvbench.cache.audit import BudgetError
 from kvbench.cache.layout import layout_of
 from kvbench.cache.pressed import PressedCache
-from kvbench.engine.device import now
-from kvbench.engine.logits import next_logits
+from kvbench.engine.logits import next_logits, now
 from kvbench.engine.sequence import LiveSequence, Request, advance, choose_next
 from kvbench.errors import UsageError
 from kvbench.policies.latents import check_latents
@@ -190,7 +189,7 @@ def _buffered(press: Any) -> int:  # noqa: ANN401 - a package without types
 
 
 def _masked(model: PreTrainedModel, cache: PressedCache) -> list[list[int]] | None:
-    """Held tokens whose keys a press masks, by layer and KV head; None if it masks none."""
+    """Number of tokens in the cache whose keys a press masks, by layer and KV head; None if it masks none."""
     found = [[0] * layer.keys.shape[1] for layer in cache.used_layers]
     for module in _attention_modules(model):
         triples = getattr(module, "masked_key_indices", None)  # batch, KV head and slot of each

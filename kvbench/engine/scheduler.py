@@ -14,7 +14,6 @@ from functools import partial
 from itertools import islice, takewhile
 from typing import NoReturn
 
-from kvbench.engine import device
 from kvbench.engine.answers import (
     FAILURES,
     OUT_OF_MEMORY,
@@ -30,8 +29,8 @@ from kvbench.engine.answers import (
     units,
 )
 from kvbench.engine.batch import DecodeBatch
-from kvbench.engine.device import now
-from kvbench.engine.memory import MemoryPlanner
+from kvbench.engine.logits import now
+from kvbench.engine.memory import MemoryPlanner, peak, reset_peak
 from kvbench.engine.prompts import in_batch
 from kvbench.engine.run_writer import RunWriter
 from kvbench.engine.sequence import History, LiveSequence, Request
@@ -178,8 +177,8 @@ class Scheduler:
             return
         if first.prompt.turns and not first.prompt.own and self._continues(first, runs):
             requests = [replace(requests[0], next_turn="golden")]
-        device.reset_peak(run.device)
-        allocated, began = device.peak(run.device), now(model)
+        reset_peak(run.device)
+        allocated, began = peak(run.device), now(model)
         try:
             sequences = self._batch.admit_questions(requests, [run.run.policy for run in runs], histories)
         except Exception as error:
@@ -188,7 +187,7 @@ class Scheduler:
         seconds = now(model) - began
         self._totals.prefilled(len(first.prompt.ids), count, seconds)
         if allocated is not None:
-            taken = (device.peak(run.device) or 0) - allocated
+            taken = (peak(run.device) or 0) - allocated
             self._planner.measured(first.prompt, run, taken - (self._batch.nbytes - before))
         for one, answers in zip(some, sequences, strict=True):
             for sequence, writer, history in zip(answers, runs, histories, strict=True):
@@ -329,5 +328,5 @@ def _sample(flight: _InFlight, sequence: LiveSequence) -> Sample:
         sample,
         prefill_seconds=rounded(flight.prefill_seconds),
         decode_seconds=rounded(flight.decode_seconds),
-        device_peak_bytes=device.peak(run.device),
+        device_peak_bytes=peak(run.device),
     )

@@ -17,10 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
-from kvbench.cache.layer import stacked
 from kvbench.cache.layout import layout_of
-from kvbench.engine.device import now
-from kvbench.engine.logits import LOGITS_AT_ONCE, surprisal
+from kvbench.engine.logits import LOGITS_AT_ONCE, now, surprisal
 from kvbench.engine.pre_pass import open_cache
 from kvbench.engine.prefill import GIVEN_TOKENS, append_given, given_size, prefill
 from kvbench.engine.sequence import NOT_A_NUMBER
@@ -32,6 +30,10 @@ from kvbench.policies.schedule import Blocks
 from kvbench.results.samples import Likelihood
 
 Report = Callable[[int], None]
+
+
+def _ignore(tokens: int) -> None:
+    """The default report of progress: none."""
 
 
 @dataclass(frozen=True)
@@ -56,24 +58,19 @@ class Scores:
         return -self.logprobs
 
     @property
-    def most_kept(self) -> Tensor:
-        """[L,H_kv] the most tokens held while tokens were scored. ValueError if layers differ in their KV heads."""
-        return stacked(self.cache.most_kept)
-
-    @property
     def logprob(self) -> float:
         """Sum of log p of all tokens, in nats."""
         return float(self.logprobs.double().sum())
 
 
 class WatchedCache(KVCache):
-    """A cache that records the most tokens that each layer and KV head held since `watch` was called."""
+    """A cache that records the most tokens that each layer and KV head kept since `watch` was called."""
 
     _teacher_forced = True
     _most: dict[int, Tensor] | None = None
 
     def watch(self) -> None:
-        """Start to record, with the tokens held now."""
+        """Start to record, with the tokens kept now."""
         self._most = {}
         self.group.on_change = self._record
         for index, layer in enumerate(self.attention_layers):
@@ -82,15 +79,15 @@ class WatchedCache(KVCache):
 
     @property
     def most_kept(self) -> list[Tensor]:
-        """[H_kv] of each layer: the most tokens held at any time, over all sequences."""
+        """[H_kv] of each layer: the most tokens kept at any time, over all sequences."""
         assert self._most, "nothing was recorded"
         return [self._most[index].cpu() for index in range(len(self.attention_layers))]
 
     def _record(self, index: int) -> None:
         """Called whenever a layer has appended or evicted tokens."""
         assert self._most is not None
-        held = self.attention_layers[index].kept_tokens().amax(0)
-        self._most[index] = torch.maximum(self._most.get(index, held), held)
+        kept = self.attention_layers[index].kept_tokens().amax(0)
+        self._most[index] = torch.maximum(self._most.get(index, kept), kept)
 
 
 @torch.inference_mode()
@@ -100,15 +97,14 @@ def continuation_scores(
     continuation: Tensor,
     policy: Policy,
     *,
-    block: int | None = None,
-    report: Report | None = None,
+    report: Report = _ignore,
     encoder: TextEncoder | None = None,
 ) -> Scores:
     """Compress the prompt [1,T] as generation does, then score the continuation [1,M] with decoding steps.
 
-    block: maximum number of continuation tokens in one call. A call has several tokens only if the result is that of
-    single tokens: a cache that evicts while decoding evicts after each of them. report: called with the number of
-    tokens so far after every call. encoder: tokenizer for pre-passes that contain text.
+    A call has several tokens of the continuation only if the result is that of single tokens: a cache that evicts while
+    decoding evicts after each of them. report: called with the number of tokens so far after every call. encoder:
+    tokenizer for pre-passes that contain text.
     Raises BudgetError if the cache holds more than the policy allows, ValueError for an empty prompt or continuation.
     """
     if len(prompt) != 1 or len(continuation) != 1 or not prompt.shape[1] or not continuation.shape[1]:
@@ -116,8 +112,6 @@ def continuation_scores(
             "one prompt and one continuation are scored at a time, each with at least one token; got "
             f"{list(prompt.shape)} and {list(continuation.shape)} tokens"
         )
-    if block is not None and block < 1:
-        raise ValueError(f"block={block} is not allowed, it must be a number of tokens of at least 1")
     began = now(model)
     prompt, cache = open_cache(model, prompt, policy, WatchedCache)
     logits = prefill(model, prompt, cache, encoder)
@@ -126,15 +120,13 @@ def continuation_scores(
     cache.expect(fed.shape[1])
     cache.watch()
     prefilled = now(model)
-    if report is not None:
-        report(done)
-    size = min(given_size(model, [policy], done + fed.shape[1]), _fitting(model), block or GIVEN_TOKENS)
+    report(done)
+    size = min(given_size(model, [policy], done + fed.shape[1]), _fitting(model))
     for out in append_given(model, cache, fed, size, logits) if fed.shape[1] else ():
         following = continuation[0, done - prompt.shape[1] + 1 :][: out.shape[1]]
         scored.append(_score(out[0], following))
         done += out.shape[1]
-        if report is not None:
-            report(done)
+        report(done)
     logprobs, greedy = _joined(scored)
     decoded = now(model)
     cache.audit()
@@ -142,7 +134,7 @@ def continuation_scores(
 
 
 @torch.inference_mode()
-def text_scores(model: PreTrainedModel, ids: Tensor, policy: Policy, *, report: Report | None = None) -> Scores:
+def text_scores(model: PreTrainedModel, ids: Tensor, policy: Policy, *, report: Report = _ignore) -> Scores:
     """Score every token of a text [1,T] except the first, while the policy evicts after every block of its schedule.
 
     A block is scored before its eviction, so that its tokens attend to the budget and to up to m - 1 tokens of the
@@ -168,8 +160,7 @@ def text_scores(model: PreTrainedModel, ids: Tensor, policy: Policy, *, report: 
         scored.append(_score(out[0, : len(following)], following))
         if block is None or done % block == 0 or done == total:
             cache.audit()
-        if report is not None:
-            report(done)
+        report(done)
     logprobs, greedy = _joined(scored)
     return Scores(logprobs, greedy, cache, now(model) - began, block=block)
 
@@ -207,7 +198,7 @@ def score_prompt(
     prompt: Prompt,
     policy: Policy,
     *,
-    report: Report | None = None,
+    report: Report = _ignore,
     encoder: TextEncoder | None = None,
 ) -> tuple[Scores, Likelihood, int]:
     """Score the given tokens of an example: scores, their summary, and the number of tokens that the model processed.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine import batch as rows
-from kvbench.engine import device as device_memory
+from kvbench.engine import memory as device_memory
 from kvbench.engine.compute import Ending, compute_runs, grouped
 from kvbench.engine.run_writer import RunCallback
 from kvbench.policies.allocators.uniform import Uniform

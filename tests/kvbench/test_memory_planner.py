@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbench.engine import device as device_memory
-from kvbench.engine.device import Allocator
-from kvbench.engine.memory import MemoryPlanner, sequence_bytes
+from kvbench.engine import memory as device_memory
+from kvbench.engine.memory import Allocator, MemoryPlanner, sequence_bytes
 from kvbench.engine.run_writer import RunCallback, RunWriter
 from kvbench.models.prompts import Prompt
 from kvbench.run.run import Run
