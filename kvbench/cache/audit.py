@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvbench.cache.group import PolicyGroup
 from kvbench.policies.allocators.allocator import JointAllocator
-from kvbench.policies.layer_budgets import read_plan
+from kvbench.policies.policy import read_plan
 from kvbench.policies.readers.reader import Reader
 
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.allocators.allocator import StatisticAllocator
-from kvbench.policies.layer_budgets import layer_budgets, leaves_whole, shared_budgets
 from kvbench.policies.observation import Phase
-from kvbench.policies.policy import Policy
+from kvbench.policies.policy import Policy, layer_budgets, leaves_whole, shared_budgets
 from kvbench.policies.policy_checks import least_budget
 from kvbench.policies.schedule import Step
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from kvbench.cache.attention import LayerStep
 from kvbench.kernels.prompt import masked_attention
 from kvbench.kernels.references import visible
-from kvbench.policies.layer_budgets import budget_tokens, read_plan
 from kvbench.policies.observation import State
-from kvbench.policies.policy import Policy
+from kvbench.policies.policy import Policy, budget_tokens, read_plan
 from kvbench.policies.readers.reader import Reader, Reading, ReadPlan
 from kvbench.policies.stores.slots import take
 from kvbench.policies.stores.store import LayerStore

@@ -19,7 +19,7 @@ from kvbench.engine.generate import generate
 from kvbench.engine.memory import peak, reset_peak
 from kvbench.engine.prompts import blank
 from kvbench.engine.sequence import Request, TokenSampler
-from kvbench.engine.teacher_forcing import is_scored, score_pair, score_prompt
+from kvbench.engine.teacher_forcing import score_pair, score_prompt
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
 from kvbench.models.tokens import Encoder
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 def units(prompt: Prompt) -> int:
     """Units of the progress bar: 1, or the tokens of a text that is scored, which can take an hour."""
-    return len(prompt.ids) + (0 if prompt.target is None else len(prompt.target)) if is_scored(prompt) else 1
+    return len(prompt.ids) + (0 if prompt.target is None else len(prompt.target)) if prompt.is_scored else 1
 
 
 def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
@@ -177,7 +177,7 @@ def computed_whole(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callab
     reset_peak(run.device)
     if prompt.pairs:
         sample = _score_pairs(run, loaded, prompt)
-    elif is_scored(prompt):
+    elif prompt.is_scored:
         sample = _score_prompt(run, loaded, prompt, report)
     else:
         done = generate(loaded.model, [request_for(run, loaded, prompt)], run.policy)

@@ -13,10 +13,8 @@ from typing import Any
 
 from kvbench.engine.answers import units
 from kvbench.engine.prompts import in_batch, prompts_for
-from kvbench.engine.run_writer import RunCallback, RunWriter
+from kvbench.engine.run_writer import RunCallback, RunWriter, work_items
 from kvbench.engine.scheduler import Scheduler
-from kvbench.engine.teacher_forcing import is_scored
-from kvbench.engine.work import work_items
 from kvbench.models.loading import LoadedModel, load
 from kvbench.results.session import Totals, environment, record
 from kvbench.run.run import Run
@@ -123,7 +121,7 @@ def _limit(writer: RunWriter) -> int | None:
 def _compute_batch(loaded: LoadedModel, limit: int | None, writers: Sequence[RunWriter]) -> None:
     missing = [units(prompt) for writer in writers for prompt in map(writer.prompts.__getitem__, writer.missing)]
     total = sum(units(prompt) for writer in writers for prompt in writer.prompts)
-    unit = "tokens" if any(is_scored(prompt) for writer in writers for prompt in writer.prompts) else "examples"
+    unit = "tokens" if any(prompt.is_scored for writer in writers for prompt in writer.prompts) else "examples"
     totals = Totals()
     try:
         with meter(_title(writers), total, total - sum(missing), unit) as advance:

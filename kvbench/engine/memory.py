@@ -17,7 +17,7 @@ from kvbench.cache.layout import layout_of
 from kvbench.engine.run_writer import RunWriter
 from kvbench.engine.sequence import LiveSequence
 from kvbench.models.prompts import Prompt
-from kvbench.policies.layer_budgets import total_slots
+from kvbench.policies.policy import total_slots
 from kvbench.run.run import Run
 
 DEFAULT_SEQUENCES = 512

@@ -24,10 +24,9 @@ from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.progress import BatchStep
 from kvbench.engine.logits import base_of, prompt_ratings
-from kvbench.policies.layer_budgets import total_slots
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
-from kvbench.policies.policy import Policy
+from kvbench.policies.policy import Policy, total_slots
 from kvbench.policies.pre_passes.pre_pass import (
     BlockPasses,
     ExtraPasses,

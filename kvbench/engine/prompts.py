@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from kvbench.cache.layout import layout_of
 from kvbench.config.tree import refusing_in
-from kvbench.engine.teacher_forcing import is_scored, policy_for
+from kvbench.engine.teacher_forcing import policy_for
 from kvbench.errors import UsageError, refusing
 from kvbench.models.prompts import Prompt, PromptMaker
-from kvbench.policies.layer_budgets import layer_budgets, read_plan
-from kvbench.policies.policy import Policy
+from kvbench.policies.policy import Policy, layer_budgets, read_plan
 from kvbench.policies.policy_checks import check_next_prompt
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.press import KVPress
@@ -109,7 +108,7 @@ def _each_sample(prompt: Prompt, samples: int) -> list[Prompt]:
 
 def is_generated(prompt: Prompt) -> bool:
     """Whether the model generates an answer to an example, instead of scoring given tokens."""
-    return not is_scored(prompt) and not prompt.pairs
+    return not prompt.is_scored and not prompt.pairs
 
 
 def in_batch(run: Run, prompt: Prompt) -> bool:
@@ -144,7 +143,7 @@ def check_policy(run: Run, prompts: Sequence[Prompt]) -> None:
             _check_turns(run.policy)
             if any(prompt.own for prompt in prompts) and sampling is not None:
                 raise ValueError("history=own needs greedy decoding, because a turn repeats the answers before it")
-        for prompt in filter(is_scored, prompts):
+        for prompt in (prompt for prompt in prompts if prompt.is_scored):
             policy_for(run.policy, prompt)
 
 

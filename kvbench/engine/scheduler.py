@@ -32,9 +32,8 @@ from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.logits import now
 from kvbench.engine.memory import MemoryPlanner, peak, reset_peak
 from kvbench.engine.prompts import in_batch
-from kvbench.engine.run_writer import RunWriter
+from kvbench.engine.run_writer import OrderedWriter, RunWriter, WorkItem, one_by_one
 from kvbench.engine.sequence import History, LiveSequence, Request
-from kvbench.engine.work import OrderedWriter, WorkItem, one_by_one
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt
 from kvbench.results.samples import Sample

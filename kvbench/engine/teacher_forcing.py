@@ -207,7 +207,7 @@ def score_prompt(
     """
     ids = prompt.ids[None].to(model.device, torch.long)
     policy = policy_for(policy, prompt)
-    if scores_whole_text(prompt):
+    if prompt.is_whole_text:
         scores = text_scores(model, ids, policy, report=report)
         return scores, summary(scores.nll, 1, scores.block, scores.cache.most_kept), ids.shape[1]
     if prompt.target is None:
@@ -235,17 +235,6 @@ def summary(nll: Tensor, first: int, block: int | None, most_kept: Iterable[Tens
     )
 
 
-def is_scored(prompt: Prompt) -> bool:
-    """Whether the tokens of an example are given and scored, so that nothing is generated."""
-    return prompt.target is not None or prompt.example.reading is not None
-
-
-def scores_whole_text(prompt: Prompt) -> bool:
-    """Whether all tokens but the first are scored, while the policy evicts block by block."""
-    reading = prompt.example.reading
-    return prompt.target is None and reading is not None and reading.prompt_tokens is None
-
-
 def policy_for(policy: Policy, prompt: Prompt) -> Policy:
     """The policy with the block size of the example's task.
 
@@ -258,9 +247,9 @@ def policy_for(policy: Policy, prompt: Prompt) -> Policy:
             blocks = Blocks(decode=old.decode, order=old.order, late=old.late, size=block)
             policy = replace(policy, schedule=blocks)
         except ValueError as error:
-            instead = " and score what follows a prompt (prompt_tokens)" if scores_whole_text(prompt) else ""
+            instead = " and score what follows a prompt (prompt_tokens)" if prompt.is_whole_text else ""
             raise ValueError(f"block={block}: {error}; leave block out (null){instead}") from error
-    if scores_whole_text(prompt):
+    if prompt.is_whole_text:
         check_blocks(policy)
     return policy
 

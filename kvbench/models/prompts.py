@@ -78,6 +78,17 @@ class Prompt:
         return int(str(self.context_hash)[:15], 16) + (self.sample or 0)
 
     @property
+    def is_scored(self) -> bool:
+        """Whether its tokens are given and scored, so that nothing is generated."""
+        return self.target is not None or self.example.reading is not None
+
+    @property
+    def is_whole_text(self) -> bool:
+        """Whether all tokens but the first are scored, while the policy evicts block by block."""
+        reading = self.example.reading
+        return self.target is None and reading is not None and reading.prompt_tokens is None
+
+    @property
     def own(self) -> bool:
         """Whether the history of the conversation has the model's own answers, which are not part of ids."""
         return self.example.shared is not None and self.example.shared.own

@@ -21,8 +21,7 @@ from kvbench.errors import refusing
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.latents import check_latents
-from kvbench.policies.layer_budgets import layer_budgets
-from kvbench.policies.policy import Policy
+from kvbench.policies.policy import Policy, layer_budgets
 from kvbench.policies.policy_checks import check_layers
 from kvbench.policies.press import KVPress
 from kvbench.policies.stores.store import CompressedStore, LayerStore

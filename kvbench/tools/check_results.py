@@ -21,7 +21,7 @@ from kvbench.engine.prompts import blank, prompts_for
 from kvbench.errors import UsageError
 from kvbench.models.prompts import Prompt
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
-from kvbench.policies.layer_budgets import read_plan
+from kvbench.policies.policy import read_plan
 from kvbench.policies.press import KVPress
 from kvbench.results.files import read_yaml
 from kvbench.results.metrics import metrics, summed_up

@@ -8,8 +8,7 @@ import pytest
 from kvbench import make_policy
 from kvbench.policies.allocators.ada import Ada
 from kvbench.policies.allocators.uniform import Uniform
-from kvbench.policies.layer_budgets import layer_budgets
-from kvbench.policies.policy import Policy
+from kvbench.policies.policy import Policy, layer_budgets
 from kvbench.policies.schedule import Blocks, Prompt
 from kvbench.policies.scorers.snapkv import SnapKV
 from kvbench.policies.values.caote import Caote

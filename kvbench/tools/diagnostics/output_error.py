@@ -13,9 +13,8 @@ from torch import Tensor
 from kvbench.cache.attention import QKV
 from kvbench.cache.cache import KVCache
 from kvbench.config.presets import make_policy
-from kvbench.policies.layer_budgets import total_slots
 from kvbench.policies.observation import AttentionParams
-from kvbench.policies.policy import Policy
+from kvbench.policies.policy import Policy, total_slots
 from kvbench.report.figures.style import by_layer, legend_below, looks_of
 from kvbench.tools.diagnostics.probe import Probe
 
