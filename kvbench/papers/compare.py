@@ -32,7 +32,6 @@ ELSEWHERE = (
     "dtype",
     "seed",
     "allow_version_mismatch",
-    "allow_mixed",
     "debug",
     "launcher",
     "logger",
