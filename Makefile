@@ -56,6 +56,7 @@ lint: $(READY)  ## check style and types; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/mutants.py --locate > /dev/null
 
 docs: $(READY)  ## the documentation into site/: links are strict, all is local
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
