@@ -100,7 +100,10 @@ class Observation:
 
     @property
     def prompts(self) -> tuple[int, ...]:
-        """The prompt length of each sequence, with all earlier tokens."""
+        """The prompt length of each sequence, with all earlier tokens.
+
+        Empty while decoding on a GPU, unless the policy has a pre-pass or `schedule.protect` is "prompt".
+        """
         return self.sequences.prompts
 
     @property
