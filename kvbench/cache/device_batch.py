@@ -68,7 +68,7 @@ def bucket(sequences: int) -> int:
 class DeviceBatch(KVCache):
     """A cache of sequences that decode together, one token of each in every call of the model.
 
-    Between `admit` and `free`, only the batch changes the layers of a sequence. lengths: what the device knows of all
+    Between `admit` and `free`, only the batch changes the layers of a sequence. lengths: data on the device about all
     rows, by name: `starts`, `counts`, `free`, `limit` [L,P,H]: the start of a segment, the slots that attention reads,
     and the one that the next token takes when `limit` slots are in use; `nan` [L,P]: whether a score was NaN; `next`
     [1,P,1]: positions of the next tokens; `advance` [1,P,1]: 1, 0 for padding.

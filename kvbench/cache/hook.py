@@ -102,7 +102,7 @@ def _latent_call(module: nn.Module, value: LayerCall | Tensor) -> tuple[LayerCal
         raise ValueError("kvbench attention reads a KVCache: pass past_key_values=KVCache(model.config, policy)")
     expand: Any = getattr(module, "expand_kv", None)
     if expand is None:
-        raise InterfaceError(f"{_name(module)} does not say how it expands its latents (it has no expand_kv)")
+        raise InterfaceError(f"{_name(module)} has no method expand_kv, which expands its latents")
     return call, Latents(expand, value.shape[-1])
 
 
