@@ -129,14 +129,12 @@ class PolicyGroup:
 
         generating: the caller is `model.generate`.
         """
-        if self.policy.pre_pass is not None:
-            self.begin_step()
+        if self.policy.pre_pass is not None and not self.waits_for_pre_pass:
+            self._check_pre_pass()
         self.steps = self.progress.split(queries.shape[0], queries.shape[2], mask, queries.device, generating)
 
-    def begin_step(self) -> None:
-        """ValueError if the policy has a pre-pass, which `model.generate` does not run."""
-        if self.policy.pre_pass is None or self.waits_for_pre_pass:
-            return
+    def _check_pre_pass(self) -> None:
+        """Take the ratings of the next token. ValueError without what a pre-pass gives: `model.generate` runs none."""
         if self.progress.in_prompt:
             raise ValueError(
                 f"{self.policy.name} needs an extra forward pass over the prompt before it evicts, but model.generate "

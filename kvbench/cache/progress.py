@@ -116,8 +116,11 @@ class Progress:
         """
         first, late, aligned = self.seen, self._policy.schedule.late, mask is None and len(set(self.seen)) <= 1
         if aligned and new == 1 and self.columns > 1 and first[0] >= max(self.prompt) + late:
-            steps = [self._decoded(batch, first[0], device)]
-            self.seen = [first[0] + 1] * batch
+            place, evicts = first[0], self._policy.schedule.decode == "evict"
+            positions, ends = torch.full((batch, 1), place, device=device), [place + 1] * batch
+            decoded = Step(place, place + 1, opens=True, evicts=evicts, phase="decode")
+            steps = [self._step((decoded,) * batch, positions, ends, aligned=True)]
+            self.seen = ends
         else:
             counts = [new] * batch if mask is None else mask.sum(-1).tolist()
             if not self.seen:
@@ -128,22 +131,6 @@ class Progress:
         self.columns += new
         self._last = new
         return steps
-
-    def _decoded(self, batch: int, place: int, device: torch.device) -> BatchStep:
-        """The step of one decoded token, at the same position in every sequence."""
-        return BatchStep(
-            columns=slice(0, 1),
-            positions=torch.full((batch, 1), place, device=device),
-            opens=(True,) * batch,
-            evicts=(self._policy.schedule.decode == "evict",) * batch,
-            seen=torch.full((batch,), place + 1, device=device),
-            ends=(place + 1,) * batch,
-            counts=(1,) * batch,
-            phase="decode",
-            prompt_done=True,
-            aligned=True,
-            newest=place,
-        )
 
     def _scheduled(self, counts: list[int], new: int, mask: Tensor | None, device: torch.device) -> list[BatchStep]:
         """The steps of a call by the schedule of every sequence, which brings its next `counts` tokens."""

@@ -20,7 +20,7 @@ from kvbench.kernels.prompt import one_for_all
 from kvbench.kernels.references import widen
 from kvbench.policies.constants import on_device
 from kvbench.policies.observation import AttentionParams, SlotInfo, State
-from kvbench.policies.stores.slots import GROWTH, owned, take
+from kvbench.policies.stores.slots import GROWTH, owned, spread_index, take
 from kvbench.policies.stores.store import LayerStore, Sizes
 
 
@@ -207,7 +207,7 @@ class SlotStore(LayerStore):
             new = tokens.get(name, 0.0)
             if name in tokens or all_names:
                 if self.starts is None:
-                    x.scatter_(2, slots if x.dim() == 3 else slots[..., None].expand(-1, -1, -1, x.shape[3]), new)
+                    x.scatter_(2, spread_index(slots, x), new)
                 else:
                     x[self.starts[..., None] + slots] = new
 
