@@ -27,6 +27,7 @@ from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
 from kvbench.policies.stacked import batches, kind, stacked
+from kvbench.policies.stores.paged import PagedStore
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import padded
 from kvbench.policies.stores.store_list import StoreList
@@ -117,11 +118,12 @@ class Evictions:
 def _evict_or_rank(job: EvictionJob) -> None:
     """Evict, or rank a prompt if an allocator divides the budget after the last layer."""
     layer, now, allocator = job.layer, job.step.now, job.group.policy.allocator
-    if now.phase == "decode" or not isinstance(allocator, StatisticAllocator | JointAllocator):
+    alone = now.phase == "decode" and not (isinstance(allocator, JointAllocator) and not allocator.per_head)
+    if alone or not isinstance(allocator, StatisticAllocator | JointAllocator):
         evict([job])
         return
     _observe(job)
-    if any(now.evicts):
+    if any(now.evicts) and (now.phase != "decode" or max(_excess(job)) > 0):
         layer.ranking = layer.policy.rank(job.step.observation, layer.store.state)
         _note_not_numbers([job], layer.ranking)
         layer.unsettled = True
@@ -301,11 +303,14 @@ def _compact(
         close_gaps(held, kept, seen)
     if group.on_evict is not None:
         group.on_evict(layer, ranking, kept)
+    paged = isinstance(held, PagedStore)
+    if paged and per_head is not None:  # whole pages may hold fewer tokens than the target
+        targets = per_head.amax(-1).tolist()
     expected = [n if evicts else count for evicts, n, count in zip(over, targets, layer.counts, strict=True)]
     slots = held.keep(kept, policy.schedule.spare, counts=expected if per_head is None else None)
     layer.compacted = True
     # An allocator may give other numbers than the targets; the shape has them without a synchronization.
-    most = 0 if policy.allocator.per_head else slots.shape[-1]
+    most = 0 if policy.allocator.per_head or paged else slots.shape[-1]
     layer.counts = expected if most <= max(expected) else [most] * len(expected)
     if layer.ranking is not None:
         layer.ranking = ranking.at(slots, held.positions, held.slots.packed)
@@ -343,12 +348,12 @@ def _compact_jointly(job: EvictionJob, allocator: JointAllocator) -> None:
     """Evict from all layers, down to the slots that an allocator chose for every layer and head together."""
     group, excess = job.group, _excess(job)
     budgets = [group.budgets.of(layer.index, job.step.now.evicts) for layer in group.layers]
-    slots = allocator.heads_of_all([layer.ranking for layer in group.layers if layer.ranking is not None], budgets)
-    for layer, budget, heads in zip(group.layers, budgets, slots, strict=True):
+    rankings = allocator.rank_of_all([layer.ranking for layer in group.layers if layer.ranking is not None])
+    slots = allocator.heads_of_all(rankings, budgets)
+    for layer, ranking, budget, heads in zip(group.layers, rankings, budgets, slots, strict=True):
         if max(excess) > 0:
-            assert layer.ranking is not None
-            heads = heads.to(layer.ranking.scores.device)
-            _compact(group, layer, layer.ranking, budget, excess, "prompt", per_head=heads)
+            heads = heads.to(ranking.scores.device)
+            _compact(group, layer, ranking, budget, excess, "prompt", per_head=heads)
             group.note_bytes(layer.index)
     _settle_all(job)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvbench.errors import UsageError
 from kvbench.report.formats import FORMATS, write
+from kvbench.report.price import price_table
 from kvbench.report.table import chosen, pivot, results_table, text
 from kvbench.results.columns import COLUMNS, frame
 from kvbench.results.files import atomic_write
@@ -39,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser("python -m kvbench.results", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
     columns = "columns:\n" + "\n".join(f"  {column.name:20}  {column.meaning}" for column in COLUMNS)
-    usage = "%(prog)s folder [-o OUTPUT] [--by KEY ...]\n  [--columns A,B,C | --pivot budget|task]"
+    usage = "%(prog)s folder [-o OUTPUT] [--by KEY ...]\n  [--columns A,B,C | --pivot budget|task | --price]"
     one_table = "write one table of all runs below a folder"
     collect = commands.add_parser("collect", help=one_table, usage=usage, description=_COLLECT, epilog=columns)
     collect.add_argument("folder", type=Path, help="folder of runs, such as results/runs")
@@ -50,6 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     kinds.add_argument("--columns", type=_names, default=[], metavar="A,B,C", help="select columns, in this order")
     across = "one row per policy, one column per budget (scores with intervals) or per task (scores x 100, average)"
     kinds.add_argument("--pivot", choices=["budget", "task"], help=across)
+    price = "price of an engine's constraint: whole pages and shared token sets against own token sets of each scorer"
+    kinds.add_argument("--price", action="store_true", help=price)
     return parser
 
 
@@ -65,6 +68,8 @@ def collect_table(options: argparse.Namespace) -> str:
     output, tidy = options.output, options.output is not None and options.output.suffix in TIDY
     if output is not None:
         check_output(output, (*TIDY, *FORMATS))
+    if options.price and tidy:
+        raise UsageError(f"--price is for {', '.join(FORMATS)}; {output.suffix} has one row per run")
     if options.pivot and tidy:
         raise UsageError(f"--pivot {options.pivot} is for {', '.join(FORMATS)}; {output.suffix} has one row per run")
     rows = load_results(options.folder).by(options.by)
@@ -80,8 +85,12 @@ def collect_table(options: argparse.Namespace) -> str:
         except OSError as error:
             raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
     else:
-        wide = chosen(rows, options.columns) if options.columns else results_table(rows)
-        shown = pivot(rows, options.pivot) if options.pivot else wide
+        if options.price:
+            shown = price_table(rows)
+        elif options.pivot:
+            shown = pivot(rows, options.pivot)
+        else:
+            shown = chosen(rows, options.columns) if options.columns else results_table(rows)
         if output is None:
             return text(shown, terminal_width())
         write(shown, output)

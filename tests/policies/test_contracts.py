@@ -28,7 +28,7 @@ def members(contract: type) -> set[str]:
         (Scorer, 9),
         (Allocator, 9),
         (StatisticAllocator, 13),
-        (JointAllocator, 10),
+        (JointAllocator, 11),
         (Merger, 4),
         (ValueAware, 2),
         (Selection, 1),
