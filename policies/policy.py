@@ -132,9 +132,10 @@ class Policy:
         return self.value is not None and (self.value.needs.query_heads or self.granularity == "layer")
 
     def for_example(self, run_seed: int, example: int) -> "Policy":
-        """The policy for one example of a run, whose scorer may use other random numbers than for other examples."""
-        scorer = None if self.scorer is None else self.scorer.for_example(run_seed, example)
-        return self if scorer is self.scorer else replace(self, scorer=scorer)
+        """The policy for one example of a run: scorers and mergers that draw numbers per token draw others."""
+        parts = {"scorer": self.scorer, "merger": self.merger}
+        drawn = {name: part.for_example(run_seed, example) for name, part in parts.items() if part is not None}
+        return self if all(drawn[name] is parts[name] for name in drawn) else replace(self, **drawn)
 
     def rank(self, observation: Observation, state: State) -> Ranking:
         """Score every stored token of a layer; a pure function of the observation."""
