@@ -117,7 +117,7 @@ class LayerState:
         return self.store.positions.long() if self.counts else torch.empty(0, 0, 0, dtype=torch.long)
 
     def open(self, new: QKV) -> None:
-        """Open the store of a layer without tokens, for tensors like these. ValueError for a shape it does not support."""
+        """Open the store of a layer without tokens, for tensors like these. ValueError for a wrong shape."""
         self.policy.store.check_shape(new.keys.shape[1], new.values.shape[-1])
         self.query_heads = new.queries.shape[1]
         self.counts = [0] * new.keys.shape[0]

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from kv_crafted import Crafted, drawn
-
 from kv_models import prompt, tiny
 
 from kvbench import evaluate, generate, make_policy
