@@ -133,9 +133,10 @@ class Policy:
 
     def for_example(self, run_seed: int, example: int) -> "Policy":
         """The policy for one example of a run: scorers and mergers that draw numbers per token draw others."""
-        parts = {"scorer": self.scorer, "merger": self.merger}
-        drawn = {name: part.for_example(run_seed, example) for name, part in parts.items() if part is not None}
-        return self if all(drawn[name] is parts[name] for name in drawn) else replace(self, **drawn)
+        scorer = None if self.scorer is None else self.scorer.for_example(run_seed, example)
+        merger = self.merger.for_example(run_seed, example)
+        same = scorer is self.scorer and merger is self.merger
+        return self if same else replace(self, scorer=scorer, merger=merger)
 
     def rank(self, observation: Observation, state: State) -> Ranking:
         """Score every stored token of a layer; a pure function of the observation."""

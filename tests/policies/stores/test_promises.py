@@ -25,9 +25,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "kcvc": {"group": 8, "residual": 8},
     "gear": {"group": 8, "gap": 12},
     "zipcache": {"gap": 12},
-    "nvfp4": {"group": 8},
 }
-STORES = {name: SMALL.get(name, {}) for name in stores()}
+STORES = {name: SMALL.get(name, {}) for name in stores()} | {"nvfp4": {"group": 8}}
 
 
 LENGTHS = (50, 31, 9)
