@@ -1,6 +1,6 @@
 """`samples.jsonl`, the append-only file of a run's finished examples, one `Sample` per line.
 
-The lines are in order. A line is on disk (synced) when `append` returns, which the scheduler calls as soon as the example
+The lines are in order. A line is on disk (synced) when `append` returns, which is called as soon as the example
 and those before it are computed; `engine.save_seconds` limits how many have started and are not on disk. Metrics and
 tables are computed from the lines.
 """

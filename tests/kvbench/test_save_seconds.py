@@ -1,4 +1,4 @@
-"""engine.save_seconds: what a killed process may lose, and that samples are written while other examples are computed."""
+"""engine.save_seconds: what a killed process may lose; samples are written while other examples are computed."""
 
 import json
 import subprocess
