@@ -223,7 +223,8 @@ def block_mask(query_places: Tensor, key_places: Tensor, sliding_window: int | N
 def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
     """flex_attention compiled for any lengths; without compilation it builds all logits."""
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True, backend=backend)
-    return torch._dynamo.config.patch(CONSTANTS)(compiled)
+    constant: Callable[..., Any] = torch._dynamo.config.patch(CONSTANTS)(compiled)
+    return constant
 
 
 def flex_prompt_attention(
