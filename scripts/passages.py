@@ -1,4 +1,4 @@
-"""Cut passages of a book at equal distances: python scripts/passages.py BOOK.txt FILE.jsonl. Perplexity tasks read the file."""
+"""Cut passages of a book at equal distances, for perplexity tasks: python scripts/passages.py BOOK.txt FILE.jsonl."""
 
 import json
 import sys

@@ -40,7 +40,9 @@ CLAIMS = {  # table of runs: claims that its task can decide, and the fields tha
         (["cake/near-lossless-1024", "kvec/near-full-1024"], {**ON_NEEDLES, "budget": [1024]}),
         (["today/two-and-a-half-bits"], ON_NEEDLES),
     ],
-    "needles_context": [(["today/kvzip-question-unknown"], {**ON_NEEDLES, "budget": [256, 1024], "compress": "context"})],
+    "needles_context": [
+        (["today/kvzip-question-unknown"], {**ON_NEEDLES, "budget": [256, 1024], "compress": "context"}),
+    ],
 }  # fmt: skip
 SHOWN = ["full", "streamingllm", "random", "h2o", "tova", "snapkv", "ada_snapkv", "cake", "expected_attention", "kvec"]
 BYTES = ["full", "fp8", "int8", "nvfp4", "kivi", "turboquant", "snapkv", "kvzip", "kvzip_fp8"]
@@ -154,7 +156,7 @@ def claims(runs: Path, model: str) -> pd.DataFrame:
 
 
 def leaderboard(table: pd.DataFrame) -> pd.DataFrame:
-    """A row for each policy and budget: the score of every task, their mean, and the bytes as a share of the full cache.
+    """A row for each policy and budget: the score of every task, their mean, and the share of the full cache's bytes.
 
     Only tasks of which the full cache solves 0.3 or more. A policy without one of these tasks has no average and is
     left out.
