@@ -52,7 +52,8 @@ class Progress:
 
     The newest prompt of sequence b has positions opened[b] to prompt[b] - 1, and its question begins at question[b].
     columns: tokens of all calls, padding included; before: those before the running call. passed: tokens of extra
-    forward passes over each prompt. forced: a call may bring several tokens after the prompt (teacher forcing).
+    forward passes over each prompt; passed_entries: those they add to the footprint (`kvbench.cache.footprint`).
+    forced: a call may bring several tokens after the prompt (teacher forcing).
     rope_switch: number of tokens from which on the model's rotary frequencies depend on the length of a call
     (`kvbench.cache.layout`); longer prompts need one call.
     """
@@ -75,6 +76,7 @@ class Progress:
         self.prompt: list[int] = []
         self.question: list[int] = []
         self.passed: list[int] = []
+        self.passed_entries: list[float] = []
         self.columns = self.before = 0
         self._last = 0  # columns of the last call
 
@@ -195,6 +197,7 @@ class Progress:
         self.question = self._questions(self._given_question, self.prompt)
         self.seen, self.opened = [0] * batch, [0] * batch
         self.passed = self.passed or [0] * batch
+        self.passed_entries = self.passed_entries or [0.0] * batch
 
     def _lengths(self, length: int | Sequence[int], batch: int) -> list[int]:
         """The prompt length of each sequence. ValueError for an invalid length."""
