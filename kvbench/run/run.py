@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvbench import __version__
 from kvbench.cache.layout import layout_of
 from kvbench.config.presets import SCHEDULE, build_policy, scheduled
 from kvbench.config.tree import build, find, refusing_in
@@ -337,7 +337,7 @@ def _own_code() -> str:
     files = [path for name in FOLDERS for path in sorted((package / name).resolve().rglob("*.py"))]
     gc.disable()  # a syntax tree has 100,000s of objects, none of which is garbage yet: half the time
     try:
-        return version("kvbench") + "".join(map(_source, files))
+        return __version__ + "".join(map(_source, files))
     finally:
         gc.enable()
 
