@@ -285,19 +285,19 @@ def _compact(
 
     per_head [B,H_kv]: number of slots of each head, if it is known. Returns the kept slots, bool [B,H_kv,T].
     """
-    policy, held = layer.policy, layer.store
+    policy, held, device = layer.policy, layer.store, ranking.seen.device
     over = [n > 0 for n in excess]
     if per_head is None and policy.allocator.per_head and phase == "decode":
-        per_head = ranking.occupied.sum(-1) - ranking.seen.new_tensor(excess)[:, None]  # each keeps its share
+        per_head = ranking.occupied.sum(-1) - on_device(tuple(excess), device)[:, None]  # each keeps its share
     elif per_head is None:
         per_head = policy.allocator.heads(layer.index, ranking, targets)
     counts: Tensor | int | None = per_head
     if counts is None:
         equal = len(set(targets)) == 1
-        counts = targets[0] if equal else ranking.seen.new_tensor(targets)[:, None].expand(ranking.scores.shape[:2])
+        counts = targets[0] if equal else on_device(tuple(targets), device)[:, None].expand(ranking.scores.shape[:2])
     kept = ranking.select(counts)
     if not all(over):
-        kept |= ranking.occupied & ~torch.tensor(over, device=kept.device)[:, None, None]
+        kept |= ranking.occupied & ~on_device(tuple(over), device)[:, None, None]
     if policy.merger.merges:
         evicted = ranking.occupied & ~kept
         view = layer.index, phase, held.keys, held.values, held.positions, held.state

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.layout import layout_of
-from kvbench.engine.logits import LOGITS_AT_ONCE, now, surprisal
+from kvbench.engine.logits import LOGITS_AT_ONCE, now
 from kvbench.engine.pre_pass import open_cache
 from kvbench.engine.prefill import GIVEN_TOKENS, append_given, given_size, prefill
 from kvbench.engine.sequence import NOT_A_NUMBER
@@ -26,6 +26,7 @@ from kvbench.models.prompts import Prompt
 from kvbench.models.tokens import Pair
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice, TextEncoder
+from kvbench.policies.pre_passes.surprisal import surprisal
 from kvbench.policies.schedule import Blocks
 from kvbench.results.samples import Likelihood
 

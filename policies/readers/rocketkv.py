@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import whole_number
+from kvbench.policies.constants import on_device
 from kvbench.policies.observation import State
 from kvbench.policies.readers.reader import Reader, Reading, ReadPlan, channel_bounds
 
@@ -71,7 +72,7 @@ class RocketKV(Reader):
         sizes = queries.abs()
         order = sizes.mean(2).argsort(dim=-1, descending=True, stable=True)
         ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-        count = ranks.new_tensor(self._channels_of(reading))[:, None, None]
+        count = on_device(tuple(self._channels_of(reading)), ranks.device)[:, None, None]
         read = torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, ranks < count)[:, :, None]  # [B,H_kv,1,D]
         partial = queries * read
         up = queries.sum(2, keepdim=True) > 0
@@ -95,6 +96,6 @@ class RocketKV(Reader):
         """Visible tokens of each page, [B,H_kv,P]."""
         plans = [self.plan(b, prompt) for b, prompt in zip(reading.budgets, reading.prompts, strict=True)]
         seen = reading.visible.long()
-        size = seen.new_tensor([plan.page for plan in plans])[:, None, None]
+        size = on_device(tuple(plan.page for plan in plans), seen.device)[:, None, None]
         page_of = (torch.arange(seen.shape[-1], device=seen.device) // size).expand_as(seen)
         return seen.new_zeros(*seen.shape[:2], pages).scatter_add_(-1, page_of, seen)

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench import KVCache, make_policy
-from kvbench.engine.logits import surprisal
 from kvbench.engine.pre_pass import pre_pass, rate_next
 from kvbench.engine.prefill import prefill
 from kvbench.policies.policy import Policy
+from kvbench.policies.pre_passes.surprisal import surprisal
 
 LAYERS, KV_HEADS, BUDGET = 2, 2, 40
 TURNS, ANSWER = (56, 21, 70), 5  # a long prompt, one shorter than most windows, one that is long again
