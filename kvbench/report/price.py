@@ -13,7 +13,8 @@ from kvbench.results.pairs import paired
 from kvbench.results.result import Result
 from kvbench.results.statistics import FEWEST
 
-COLUMNS = (
+NAMES = ("model", "task", "policy")
+COLUMNS = (*NAMES, "budget", "unit", "heads", "free", "kept", "MiB", "score", "own", "price (95% CI)")
     *["model", "task", "policy", "budget", "unit", "heads", "free", "kept", "MiB", "score", "own"],
     "price (95% CI)",
 )
@@ -33,7 +34,7 @@ def price_table(rows: Sequence[Result]) -> Table:
             "no run with the prefix paged_ has a run of the same scorer, task and budget with own token sets beside "
             "it: run both, for example with experiment=engines"
         )
-    table = table_of(COLUMNS, cells, "price of the constraint", left=COLUMNS[:3])
+    table = table_of(COLUMNS, cells, "price of the constraint", left=NAMES)
     return replace(table, notes=(NOTE,))
 
 
