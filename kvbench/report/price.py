@@ -15,9 +15,6 @@ from kvbench.results.statistics import FEWEST
 
 NAMES = ("model", "task", "policy")
 COLUMNS = (*NAMES, "budget", "unit", "heads", "free", "kept", "MiB", "score", "own", "price (95% CI)")
-    *["model", "task", "policy", "budget", "unit", "heads", "free", "kept", "MiB", "score", "own"],
-    "price (95% CI)",
-)
 NOTE = (
     "price: score with own token sets minus the score with this set, same scorer and examples, *: the 95% interval "
     "excludes 0; kept: tokens per KV head; MiB: cache, whole pages"
