@@ -58,6 +58,7 @@ class Evictions:
         self._shared: list[EvictionJob] = []  # of layers that later layers of the call read
         self._end_of_call: list[EvictionJob] = []
         self._pre_pass: list[EvictionJob] = []
+        self._unsettled: list[EvictionJob] = []  # evicted, but their queries have not attended yet
 
     def add(self, group: PolicyGroup, layer: LayerState, step: LayerStep, shared: bool = False) -> None:
         """Evict after a layer has attended, or as soon as all inputs of the eviction are known.
@@ -87,6 +88,10 @@ class Evictions:
             else:
                 _evict_or_rank(job)
         group.finish_step(layer, now)
+        if policy.schedule.order == "attend_then_evict":
+            group.settle(layer, now)
+        else:
+            self._unsettled.append(job)
 
     def end_call(self) -> None:
         """Carry out the evictions that waited for the last layer."""
@@ -100,6 +105,10 @@ class Evictions:
         evict(due)
         for job in due:
             job.group.finish_step(job.layer, job.step.now)
+        due, self._unsettled = [*due, *self._unsettled], []
+        for job in due:
+            if job.group.error is None:
+                job.group.settle(job.layer, job.step.now)
 
     def pre_pass_done(self) -> None:
         """Carry out the evictions that waited for a pre-pass."""

@@ -1,6 +1,8 @@
 """`samples.jsonl`, the append-only file of a run's finished examples, one `Sample` per line.
 
-The lines are in order, and each is on disk before the next example starts. Metrics and tables are computed from them.
+The lines are in order. A line is on disk (synced) when `append` returns, which is called as soon as the example
+and those before it are computed; `engine.save_seconds` limits how many have started and are not on disk. Metrics and
+tables are computed from the lines.
 """
 
 from __future__ import annotations
