@@ -29,7 +29,7 @@ def members(contract: type) -> set[str]:
         (Allocator, 9),
         (StatisticAllocator, 13),
         (JointAllocator, 11),
-        (Merger, 4),
+        (Merger, 5),
         (ValueAware, 2),
         (Selection, 1),
         (Reader, 9),
