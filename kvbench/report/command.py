@@ -14,12 +14,8 @@ from pathlib import Path
 from kvbench.errors import UsageError
 from kvbench.report.changes import changes_table
 from kvbench.report.formats import FORMATS, write
-<<<<<<< HEAD
 from kvbench.report.price import price_table
-from kvbench.report.table import chosen, pivot, results_table, text
-=======
 from kvbench.report.table import Table, chosen, pivot, results_table, text
->>>>>>> main
 from kvbench.results.columns import COLUMNS, frame
 from kvbench.results.files import atomic_write
 from kvbench.results.result import Result, load_results
@@ -45,11 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser("python -m kvbench.results", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
     columns = "columns:\n" + "\n".join(f"  {column.name:20}  {column.meaning}" for column in COLUMNS)
-<<<<<<< HEAD
-    usage = "%(prog)s folder [-o OUTPUT] [--by KEY ...]\n  [--columns A,B,C | --pivot budget|task | --price]"
-=======
-    usage = "%(prog)s folder [-o OUTPUT] [--by KEY ...]\n  [--columns A,B,C | --changes | --pivot budget|task]"
->>>>>>> main
+    usage = "%(prog)s folder [-o OUTPUT] [--by KEY ...]\n  [--columns A,B,C | --changes | --price | --pivot budget|task]"
     one_table = "write one table of all runs below a folder"
     collect = commands.add_parser("collect", help=one_table, usage=usage, description=_COLLECT, epilog=columns)
     collect.add_argument("folder", type=Path, help="folder of runs, such as results/runs")
@@ -79,16 +71,9 @@ def collect_table(options: argparse.Namespace) -> str:
     output, tidy = options.output, options.output is not None and options.output.suffix in TIDY
     if output is not None:
         check_output(output, (*TIDY, *FORMATS))
-<<<<<<< HEAD
-    if options.price and tidy:
-        raise UsageError(f"--price is for {', '.join(FORMATS)}; {output.suffix} has one row per run")
-    if options.pivot and tidy:
-        raise UsageError(f"--pivot {options.pivot} is for {', '.join(FORMATS)}; {output.suffix} has one row per run")
-=======
-    if (options.pivot or options.changes) and tidy:
-        kind = "--changes" if options.changes else f"--pivot {options.pivot}"
+    if tidy and (options.pivot or options.changes or options.price):
+        kind = "--changes" if options.changes else "--price" if options.price else f"--pivot {options.pivot}"
         raise UsageError(f"{kind} is for {', '.join(FORMATS)}; {output.suffix} has one row per run")
->>>>>>> main
     rows = load_results(options.folder).by(options.by)
     known = dict.fromkeys([*(column.name for column in COLUMNS), *(key for row in rows for key in row.differs)])
     for name in options.columns:
@@ -102,16 +87,7 @@ def collect_table(options: argparse.Namespace) -> str:
         except OSError as error:
             raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
     else:
-<<<<<<< HEAD
-        if options.price:
-            shown = price_table(rows)
-        elif options.pivot:
-            shown = pivot(rows, options.pivot)
-        else:
-            shown = chosen(rows, options.columns) if options.columns else results_table(rows)
-=======
         shown = _table(rows, options)
->>>>>>> main
         if output is None:
             return text(shown, terminal_width())
         write(shown, output)
@@ -122,6 +98,8 @@ def _table(rows: Sequence[Result], options: argparse.Namespace) -> Table:
     """The table for people that the options select."""
     if options.pivot:
         return pivot(rows, options.pivot)
+    if options.price:
+        return price_table(rows)
     if options.changes:
         return changes_table(rows)
     return chosen(rows, options.columns) if options.columns else results_table(rows)
