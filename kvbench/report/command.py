@@ -41,7 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser("python -m kvbench.results", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
     columns = "columns:\n" + "\n".join(f"  {column.name:20}  {column.meaning}" for column in COLUMNS)
-    usage = "%(prog)s folder [-o OUTPUT] [--by KEY ...]\n  [--columns A,B,C | --changes | --price | --pivot budget|task]"
+    usage = (
+        "%(prog)s folder [-o OUTPUT] [--by KEY ...]\n  [--columns A,B,C | --changes | --price | --pivot budget|task]"
+    )
     one_table = "write one table of all runs below a folder"
     collect = commands.add_parser("collect", help=one_table, usage=usage, description=_COLLECT, epilog=columns)
     collect.add_argument("folder", type=Path, help="folder of runs, such as results/runs")
