@@ -6,8 +6,8 @@ Fields have the same names as in `python -m kvbench`. The texts are the prompts 
   qfilters      main query direction of each KV head, for policy=qfilters policy.scorer.filters=FILE (.safetensors)
   triattention  mean query and mean query size of each head, for policy=triattention policy.scorer.stats=FILE (.pt, the
                 format of the authors)
-  kvzap         linear gate that predicts KVzip's scores, for policy=kvzap policy.scorer.gate=FILE (.safetensors); prints
-                R^2 of every layer on tokens held out
+  kvzap         linear gate that predicts KVzip's scores, for policy=kvzap policy.scorer.gate=FILE (.safetensors);
+                prints R^2 of every layer on tokens held out
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def calibrate(calibration: Calibration, fields: Sequence[str], output: Path, con
     texts = [prompt.ids.long() for prompt in make_prompts(cell)]
     loaded = load(cell.checkpoint, cell.device)
     metadata = {"model": cell.checkpoint.spec.name, "task": cell.task.name}
-    encoder = Encoder(loaded.tokenizer)
+    encoder = Encoder(cell.checkpoint.tokenizer())
     calibration.write(loaded.model, progress(texts, "texts", len(texts)), encoder, output, metadata)
     return len(texts)
 

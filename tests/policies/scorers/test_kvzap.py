@@ -4,19 +4,24 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from golden import Case, cases
+from golden import Case, cases, recorded_file
 from kv_models import prompt, tiny
 from kv_runs import run_greedy
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import kvbench
 from kvbench import KVCache, make_policy
 from kvbench.cache.inputs import watch_inputs
 from kvbench.errors import ConfigError
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.kvzap import KVzap
+from kvbench.policies.scorers.kvzap_targets import KVzapTargets
+from kvbench.tools.calibrate import main as calibrate
+from kvbench.tools.kvzap_gate import read_text
 
 
 def gate_file(folder: Path, weights: dict[str, torch.Tensor], **metadata: str) -> str:
@@ -30,7 +35,8 @@ def small(case: Case) -> PreTrainedModel:
     from transformers import CONFIG_MAPPING
 
     shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 97}
-    shape |= {"intermediate_size": 48, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    tied = bool((case["model/lm_head.weight"] == case["model/model.embed_tokens.weight"]).all())
+    shape |= {"intermediate_size": 48, "num_hidden_layers": 2, "tie_word_embeddings": tied}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[case["kind"]](**shape)).eval().float()
     weights = {name.removeprefix("model/"): x for name, x in case.items() if name.startswith("model/")}
     missing = model.load_state_dict(weights, strict=False)
@@ -153,6 +159,33 @@ def test_a_gate_of_fast_kvzip_is_that_of_kvpress(tmp_path: Path) -> None:
 
 
 def test_the_recorded_targets_and_their_ridge_regression() -> None:
+    with np.load(recorded_file("kvzap_targets.npz")) as arrays:
+        case: Case = {name: torch.from_numpy(arrays[name]) for name in arrays.files} | {"kind": "llama"}
+    first, last, repeat, end = case["spans"].tolist()
+    targets = KVzapTargets((first, last), (repeat, end), share=0.0)
+    model = small(case)
+    model.set_attn_implementation("kvbench")
+    read_text(model, case["ids"], targets)
+    for layer, moments in targets.found.items():
+        x, y = (case[name][:, layer].double() for name in "Xy")
+        torch.testing.assert_close(moments.y, y.sum(0), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(moments.xy, x.mT @ y, rtol=1e-4, atol=1e-3)
+        weight, bias = moments.ridge()
+        torch.testing.assert_close(weight, case[f"ridge_W/{layer}"], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(bias, case[f"ridge_b/{layer}"], rtol=1e-3, atol=1e-4)
 
-    for case in cases("kvzap_targets.npz"):
-        raise AssertionError(case)
+
+def test_a_calibration_writes_a_gate_with_percentiles_that_a_threshold_reads(tmp_path: Path) -> None:
+    gate = tmp_path / "gate.safetensors"
+    fields = ["kvzap", "model=pocket", "task=niah", "task.lengths=[256]", "limit=6", "-o", str(gate)]
+    assert calibrate(fields) == 0
+    rows = kvbench.evaluate(
+        "pocket",
+        policies=[make_policy("kvzap", gate=str(gate), tau=None, keep=0.5, **{"allocator.window": 16})],
+        limit=3,
+        lengths=[256],
+    )
+    assert rows[0].budget is None
+    assert rows[0].n_failed == 0
+    share = rows[0].kept_tokens / (sum(s.prompt_tokens for s in rows[0].samples) / 3)
+    assert 0.2 < share < 0.9
