@@ -28,6 +28,7 @@ from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
 from kvbench.policies.stacked import batches, kind, stacked
+from kvbench.policies.stores.paged import PagedStore
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import padded
 from kvbench.policies.stores.store_list import StoreList
@@ -69,6 +70,7 @@ class Evictions:
         self._shared: list[EvictionJob] = []  # of layers that later layers of the call read
         self._end_of_call: list[EvictionJob] = []
         self._pre_pass: list[EvictionJob] = []
+        self._unsettled: list[EvictionJob] = []  # evicted, but their queries have not attended yet
 
     def add(self, group: PolicyGroup, layer: LayerState, step: LayerStep, shared: bool = False) -> None:
         """Evict after a layer has attended, or as soon as all inputs of the eviction are known.
@@ -98,6 +100,10 @@ class Evictions:
             else:
                 self._evict_or_rank(job)
         group.finish_step(layer, now)
+        if policy.schedule.order == "attend_then_evict":
+            group.settle(layer, now)
+        else:
+            self._unsettled.append(job)
 
     def share(self) -> None:
         """Divide the budgets among the layers that were measured since the last call, and evict.
@@ -133,6 +139,10 @@ class Evictions:
         evict(due)
         for job in due:
             job.group.finish_step(job.layer, job.step.now)
+        due, self._unsettled = [*due, *self._unsettled], []
+        for job in due:
+            if job.group.error is None:
+                job.group.settle(job.layer, job.step.now)
 
     def pre_pass_done(self) -> None:
         """Carry out the evictions that waited for a pre-pass."""
@@ -150,11 +160,12 @@ class Evictions:
 def _evict_or_rank(job: EvictionJob) -> Measured | None:
     """Evict, or rank a prompt and measure it if an allocator divides the budget among the layers."""
     layer, now, allocator = job.layer, job.step.now, job.group.policy.allocator
-    if now.phase == "decode" or not isinstance(allocator, StatisticAllocator | JointAllocator):
+    alone = now.phase == "decode" and not (isinstance(allocator, JointAllocator) and not allocator.per_head)
+    if alone or not isinstance(allocator, StatisticAllocator | JointAllocator):
         evict([job])
         return None
     _observe(job)
-    if any(now.evicts):
+    if any(now.evicts) and (now.phase != "decode" or max(_excess(job)) > 0):
         layer.ranking = layer.policy.rank(job.step.observation, layer.store.state)
         _note_not_numbers([job], layer.ranking)
         layer.unsettled = True
@@ -336,11 +347,14 @@ def _compact(
         close_gaps(held, kept, seen)
     if group.on_evict is not None:
         group.on_evict(layer, ranking, kept)
+    paged = isinstance(held, PagedStore)
+    if paged and per_head is not None:  # whole pages may hold fewer tokens than the target
+        targets = per_head.amax(-1).tolist()
     expected = [n if evicts else count for evicts, n, count in zip(over, targets, layer.counts, strict=True)]
     slots = held.keep(kept, policy.schedule.spare, counts=expected if per_head is None else None)
     layer.compacted = True
     # An allocator may give other numbers than the targets; the shape has them without a synchronization.
-    most = 0 if policy.allocator.per_head else slots.shape[-1]
+    most = 0 if policy.allocator.per_head or paged else slots.shape[-1]
     layer.counts = expected if most <= max(expected) else [most] * len(expected)
     if layer.ranking is not None:
         layer.ranking = ranking.at(slots, held.positions, held.slots.packed)
@@ -382,12 +396,12 @@ def _compact_jointly(job: EvictionJob, allocator: JointAllocator) -> None:
     """Evict from all layers, down to the slots that an allocator chose for every layer and head together."""
     group, excess = job.group, _excess(job)
     budgets = [group.budgets.of(layer.index, job.step.now.evicts) for layer in group.layers]
-    slots = allocator.heads_of_all([layer.ranking for layer in group.layers if layer.ranking is not None], budgets)
-    for layer, budget, heads in zip(group.layers, budgets, slots, strict=True):
+    rankings = allocator.rank_of_all([layer.ranking for layer in group.layers if layer.ranking is not None])
+    slots = allocator.heads_of_all(rankings, budgets)
+    for layer, ranking, budget, heads in zip(group.layers, rankings, budgets, slots, strict=True):
         if max(excess) > 0:
-            assert layer.ranking is not None
-            heads = heads.to(layer.ranking.scores.device)
-            _compact(group, layer, layer.ranking, budget, excess, "prompt", per_head=heads)
+            heads = heads.to(ranking.scores.device)
+            _compact(group, layer, ranking, budget, excess, "prompt", per_head=heads)
             group.note_bytes(layer.index)
     _settle_all(job)
 

@@ -17,6 +17,7 @@ from kvbench.policies.observation import Phase
 from kvbench.policies.policy import Policy, layer_budgets, leaves_whole, shared_budgets
 from kvbench.policies.policy_checks import least_budget
 from kvbench.policies.schedule import Step
+from kvbench.policies.selections.pages import Pages
 
 
 @dataclass(eq=False)  # not frozen, because a frozen dataclass is slower to create
@@ -52,7 +53,8 @@ class Progress:
 
     The newest prompt of sequence b has positions opened[b] to prompt[b] - 1, and its question begins at question[b].
     columns: tokens of all calls, padding included; before: those before the running call. passed: tokens of extra
-    forward passes over each prompt. forced: a call may bring several tokens after the prompt (teacher forcing).
+    forward passes over each prompt; passed_entries: those they add to the footprint (`kvbench.cache.footprint`).
+    forced: a call may bring several tokens after the prompt (teacher forcing).
     rope_switch: number of tokens from which on the model's rotary frequencies depend on the length of a call
     (`kvbench.cache.layout`); longer prompts need one call.
     """
@@ -75,6 +77,7 @@ class Progress:
         self.prompt: list[int] = []
         self.question: list[int] = []
         self.passed: list[int] = []
+        self.passed_entries: list[float] = []
         self.columns = self.before = 0
         self._last = 0  # columns of the last call
 
@@ -195,6 +198,7 @@ class Progress:
         self.question = self._questions(self._given_question, self.prompt)
         self.seen, self.opened = [0] * batch, [0] * batch
         self.passed = self.passed or [0] * batch
+        self.passed_entries = self.passed_entries or [0.0] * batch
 
     def _lengths(self, length: int | Sequence[int], batch: int) -> list[int]:
         """The prompt length of each sequence. ValueError for an invalid length."""
@@ -335,6 +339,8 @@ class Budgets:
         held, every, tokens = self._after[row], schedule.every, seen - prompt - schedule.late
         if schedule.decode == "grow" or tokens == 0:
             return [n + tokens for n in held]
+        if isinstance(self._policy.selection, Pages):  # whole pages, of which the newest may be short, leave later
+            return [min(n + tokens, b + every - 1) for n, b in zip(held, self._rows[row], strict=True)]
         return [  # a layer evicts `every` tokens at once, whenever it holds that many beyond its budget
             n + tokens if n + tokens < b + every else b + (tokens - max(1, b + every - n)) % every
             for n, b in zip(held, self._rows[row], strict=True)

@@ -61,6 +61,7 @@ class Run:
     config: Mapping[str, Any]  # the resolved configuration
     compress: str = "prompt"  # or "context": the text before the question
     rows: int | None = None  # most sequences in a batch; 1: one by one; None: as many as memory allows
+    save_seconds: float = 10  # an example is on disk this long after it started: see `Pace`
     changed: tuple[str, ...] = ()  # fields of the identity that differ from the presets
     sampling: Sampling | None = None  # None: as the task defines it
     samples: int = 1  # answers to each prompt; limit and samples count answers
@@ -162,6 +163,7 @@ def build_run(config: RunConfig) -> Run:
         config=config.record,
         compress=compress,
         rows=config.engine.rows,
+        save_seconds=config.engine.save_seconds,
         changed=changed_fields(config) + (() if checkpoint.dtype == checkpoint.stored_dtype else ("dtype",)),
         sampling=sampling,
         samples=samples,
