@@ -9,6 +9,7 @@ Shapes: B = 1 sequence, H_kv KV heads, T slots, n slots of a share.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ def _order(layer: LayerState, share: int) -> None:
     in_order = ranking.ascending and ranking.packed
     order = preference(ranking.scores, ranking.tie_break, ranking.positions, ranking.protected, in_order)[..., :share]
     store.replace({name: take(x, order) for name, x in store.contents().items()}, ascending=False)
-    kept = {name: x.gather(-1, order) for name, x in _tensors(ranking)}
+    kept: dict[str, Any] = {name: x.gather(-1, order) for name, x in _tensors(ranking)}
     layer.ranking = replace(ranking, **kept, positions=store.positions, packed=True, ascending=False, ordered=True)
     layer.counts, layer.compacted = [share], True
 
@@ -104,7 +105,7 @@ def _cut(layers: Sequence[LayerState], shares: Sequence[int]) -> None:
         store, ranking = _store(layer), layer.ranking
         assert ranking is not None
         own = {name: part[index] for name, part in parts.items()}
-        ranked = {name: own.pop(name) for name, _ in _tensors(ranking)}
+        ranked: dict[str, Any] = {name: own.pop(name) for name, _ in _tensors(ranking)}
         store.replace(own, ascending=False)
         layer.ranking, layer.counts = replace(ranking, **ranked, positions=store.positions), [share]
 
