@@ -1,6 +1,7 @@
 """kvbench measures what a smaller KV cache costs in quality, and verifies that the cache was smaller."""
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from kvbench.cache.registration import register_with_transformers
@@ -57,6 +58,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
     """Public names load on first use, so that `python -m kvbench --help` need not import torch."""
+    if name == "__version__":
+        return version("kvbench")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -38,7 +38,7 @@ from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt
 from kvbench.results.samples import Sample
 from kvbench.results.session import Totals
-from kvbench.terminal.command import Advance
+from kvbench.terminal.progress import Advance
 
 MAX_WAIT = 30.0
 """Seconds that the oldest sequence may wait for prefills of others: about the time lost if the process is killed."""

@@ -15,9 +15,9 @@ from matplotlib.text import Text
 from plotted_runs import POLICIES, described, read, sample, write_run
 
 from kvbench.plot import main
-from kvbench.report.command import main as results
 from kvbench.report.figures import heatmap, layers, nll, panels, score
 from kvbench.report.figures.sheet import Paper
+from kvbench.results.__main__ import main as results
 from kvbench.results.result import Result
 
 
