@@ -13,8 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 from weakref import ReferenceType
 
 import torch
@@ -33,12 +32,11 @@ from kvbench.cache.layer import EmptyLayer, KVLayer, stacked
 from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, check_padding
-from kvbench.cache.saving import load, save
 from kvbench.cache.shared import SharedReads
 from kvbench.policies.latents import check_latents
 from kvbench.policies.observation import AttentionParams, StepCache
 from kvbench.policies.policy import Policy
-from kvbench.policies.policy_checks import check_next_prompt
+from kvbench.policies.policy_checks import check_layers, check_next_prompt
 from kvbench.policies.stores.slots import owned
 
 __all__ = ["BudgetError", "KVCache", "ScoreError"]
@@ -85,6 +83,7 @@ class KVCache(Cache):
         check_policy(policy)
         if self._layout.latent:
             check_latents(policy)
+        check_layers(len(self._layout.attention), policy.store, policy.pre_pass)
         several = self._teacher_forced or (policy.store.exact and not policy.evicts)
         self.groups = [PolicyGroup(self.config, policy, prompt_length, several, question)]
         self.one_prompt = False  # all groups process one and the same sequence
@@ -277,22 +276,6 @@ class KVCache(Cache):
             for layer in group.layers:
                 if layer.opened:
                     layer.store.expect(tokens)
-
-    def save(self, path: str | Path) -> None:
-        """Write the cache to one safetensors file, about as large as `nbytes`; errors: `kvbench.cache.saving.save`."""
-        save(self.config, self.group, Path(path))
-
-    @classmethod
-    def load(
-        cls, path: str | Path, config: PreTrainedConfig, policy: Policy, device: torch.device | str = "cpu"
-    ) -> Self:
-        """The cache that `save` wrote, on `device`. It continues exactly as the saved one.
-
-        config, policy: those of the saved cache, else ValueError. The weights of the model are not compared.
-        """
-        cache = cls(config, policy)
-        load(cache.config, cache.group, Path(path), device)
-        return cache
 
     # --- contents --------------------------------------------------------------------------------------------------
     @property

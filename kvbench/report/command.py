@@ -10,11 +10,12 @@ from pathlib import Path
 import click
 
 from kvbench.errors import UsageError
+from kvbench.report.changes import changes_table
 from kvbench.report.formats import FORMATS, write
-from kvbench.report.table import chosen, pivot, results_table, text
+from kvbench.report.table import Table, chosen, pivot, results_table, text
 from kvbench.results.columns import COLUMNS, frame
 from kvbench.results.files import atomic_write
-from kvbench.results.result import load_results
+from kvbench.results.result import Result, load_results
 from kvbench.terminal.command import PATH, Command, terminal_width
 from kvbench.terminal.outputs import check_output
 
@@ -34,47 +35,59 @@ _COLUMNS = "\n".join(f"  {column.name:20}  {column.meaning}" for column in COLUM
     "--by", multiple=True, metavar="KEY", help="Add a row for each value of metadata: task, length, depth ..."
 )
 @click.option("--columns", metavar="A,B,C", help="Select columns, in this order.")
+@click.option("--changes", is_flag=True, help="What each policy changes against full: answers, length, KV footprint.")
 @click.option(
     "--pivot",
     type=click.Choice(["budget", "task"]),
     help="A row per policy, a column per budget (scores with intervals) or per task (scores x 100, average).",
 )
-def collect(folder: Path, output: Path | None, by: Sequence[str], columns: str | None, pivot: str | None) -> None:
+def collect(
+    folder: Path, output: Path | None, by: Sequence[str], columns: str | None, changes: bool, pivot: str | None
+) -> None:
     """Write or print the table. Raises UsageError."""
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
-    if columns is not None and pivot is not None:
-        raise click.UsageError("--pivot is not allowed with --columns")
-    chosen_columns = [name.strip() for name in (columns or "").split(",") if name.strip()]
-    if columns is not None and not chosen_columns:
+    kinds = {"--columns": columns is not None, "--changes": changes, "--pivot": pivot is not None}
+    given = [name for name, is_given in kinds.items() if is_given]
+    if len(given) > 1:
+        raise click.UsageError(f"{given[1]} is not allowed with {given[0]}")
+    names = [name.strip() for name in (columns or "").split(",") if name.strip()]
+    if columns is not None and not names:
         raise click.UsageError(f"--columns {columns!r} has no column name")
-    sys.stdout.write(collect_table(folder, output, by, chosen_columns, pivot))
-
-
-def collect_table(
-    folder: Path, output: Path | None, by: Sequence[str], columns: Sequence[str], across: str | None
-) -> str:
-    """Write the table and return a message, or return the table if there is no output file. Raises UsageError."""
     tidy = output is not None and output.suffix in TIDY
     if output is not None:
         check_output(output, (*TIDY, *FORMATS))
-        if across and tidy:
-            raise UsageError(f"--pivot {across} is for {', '.join(FORMATS)}; {output.suffix} has one row per run")
+        if (pivot or changes) and tidy:
+            kind = "--changes" if changes else f"--pivot {pivot}"
+            raise UsageError(f"{kind} is for {', '.join(FORMATS)}; {output.suffix} has one row per run")
     rows = load_results(folder).by(by)
     known = dict.fromkeys([*(column.name for column in COLUMNS), *(key for row in rows for key in row.differs)])
-    for name in columns:
+    for name in names:
         if name not in known:
             raise UsageError(f"--columns {name} is not a column (allowed: {', '.join(known)})")
     if output is not None and tidy:
-        table = frame(rows, columns)
-        try:
-            with atomic_write(output) as temporary:
-                (table.to_csv if output.suffix == ".csv" else table.to_parquet)(temporary, index=False)
-        except OSError as error:
-            raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
+        _write_tidy(rows, names, output)
     else:
-        wide = chosen(rows, columns) if columns else results_table(rows)
-        shown = pivot(rows, across) if across else wide
+        shown = _table(rows, names, changes, pivot)
         if output is None:
-            return text(shown, terminal_width())
+            sys.stdout.write(text(shown, terminal_width()))
+            return
         write(shown, output)
-    return f"{len(rows)} rows -> {output}\n"
+    sys.stdout.write(f"{len(rows)} rows -> {output}\n")
+
+
+def _write_tidy(rows: Sequence[Result], names: Sequence[str], output: Path) -> None:
+    table = frame(rows, names)
+    try:
+        with atomic_write(output) as temporary:
+            (table.to_csv if output.suffix == ".csv" else table.to_parquet)(temporary, index=False)
+    except OSError as error:
+        raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
+
+
+def _table(rows: Sequence[Result], names: Sequence[str], changes: bool, across: str | None) -> Table:
+    """The table for people that the options select."""
+    if across:
+        return pivot(rows, across)
+    if changes:
+        return changes_table(rows)
+    return chosen(rows, names) if names else results_table(rows)

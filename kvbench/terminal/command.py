@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from kvbench import __version__
 from kvbench.errors import UsageError
 
 
@@ -151,7 +151,7 @@ class Command(click.Command):
         for word in args:
             if word.startswith("-"):
                 option = word if word in several else ""
-            words += [option, word] if option and option not in (word, words[-1]) else [word]
+            words += [option, word] if option and word != option and words[-1] != option else [word]
         return super().parse_args(ctx, words)
 
 
@@ -234,7 +234,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 def our_version() -> str:
     """The output of --version."""
-    return f"kvbench {version('kvbench')}"
+    return f"kvbench {__version__}"
 
 
 def pairs(arguments: Sequence[str], example: str) -> dict[str, str]:

@@ -40,9 +40,9 @@ def layer_budgets(
         equal: dict[tuple[float, ...], list[str]] = {}  # policies with the same layers are one line
         for row, layers in own.items():
             equal.setdefault(tuple(layers), []).append(row.line)
-        for layers, lines in equal.items():
+        for tokens, lines in equal.items():
             label = ", ".join(map(sheet.paper.name, lines)) if len(lines) > 1 else lines[0]
-            axes.plot(layers, label=label, **looks[lines[0]].plot)
+            axes.plot(tokens, label=label, **looks[lines[0]].plot)
         by_layer(axes)
         axes.set_ylim(bottom=0)
         sheet.set_title(axes, title)

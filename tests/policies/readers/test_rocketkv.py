@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.cache import fork
 from kvbench.cache.hook import prepare
 from kvbench.cache.layer import nbytes_read, tokens_read
 from kvbench.cache.reading import PageReads
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
 
 def sizes(budget: int, length: int, max_new: int = MAX_NEW, dim: int = DIM, official: bool = False) -> Sizes:
     total = length + max_new
-    c = total / budget
+    c = max(1, total / budget)
     capacity = max(int(total / c ** min(0.2 + 0.06 * math.log2(c), 0.8)), min(2 * max_new, total))
     c2 = max(1, capacity / budget)
     page = math.ceil(math.sqrt(c2))
@@ -189,7 +189,7 @@ def test_rows_of_a_padded_batch_keep_and_read_what_they_do_alone() -> None:
     cache.audit()
 
 
-def test_blocks_keep_within_the_plan_and_a_saved_cache_goes_on(tmp_path: Path) -> None:
+def test_blocks_keep_within_the_plan_and_a_copied_cache_goes_on() -> None:
     model, ids, own = prepare(tiny()), torch.tensor([prompt(72)]), sizes(12, 60)
     blocks = run_greedy(model, [ids[0, :60].tolist()], rocket(12, schedule="blocks", block=16), 3).of_row(0)
     assert all(len(head) == own.kept + 2 for layer in blocks[-1] for head in layer)
@@ -198,8 +198,7 @@ def test_blocks_keep_within_the_plan_and_a_saved_cache_goes_on(tmp_path: Path) -
     with torch.inference_mode():
         for part in ids.split([60, *[1] * 12], dim=1):
             if len(out) == 5:
-                cache.save(tmp_path / "cache.safetensors")
-                cache = KVCache.load(tmp_path / "cache.safetensors", model.config, rocket(12))
+                cache = fork(cache)
             out.append(model(part, past_key_values=cache).logits[:, -1])
     forced = continuation_scores(model, ids[:, :60], ids[:, 60:], rocket(12))
     expected = torch.stack([x[0].log_softmax(-1)[t] for x, t in zip(out, ids[0, 60:], strict=False)])
@@ -207,12 +206,11 @@ def test_blocks_keep_within_the_plan_and_a_saved_cache_goes_on(tmp_path: Path) -
 
 
 def test_a_prompt_within_the_capacity_is_the_full_cache() -> None:
-    """Also one that is shorter than the observation window."""
+    """Also one that is shorter than the observation window, and at any larger budget."""
     model: PreTrainedModel = prepare(tiny())
-    for length in (3, 20):
-        got, full = (
-            run_greedy(model, [prompt(length)], policy, MAX_NEW) for policy in (rocket(64), make_policy("full"))
-        )
+    for length, budget in ((3, 64), (20, 64), (100, 1000), (100, 10**6), (100, 2**31 - 1)):
+        policies = rocket(budget), make_policy("full")
+        got, full = (run_greedy(model, [prompt(length)], policy, MAX_NEW) for policy in policies)
         assert (got.tokens, got.kept) == (full.tokens, full.kept)
 
 
