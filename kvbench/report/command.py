@@ -6,13 +6,16 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from kvbench.errors import UsageError
 from kvbench.report.changes import changes_table
 from kvbench.report.formats import FORMATS, write
-from kvbench.report.table import Table, chosen, pivot, results_table, text
+from kvbench.report.price import price_table
+from kvbench.report.table import Table, chosen, results_table, text
+from kvbench.report.table import pivot as pivoted
 from kvbench.results.columns import COLUMNS, frame
 from kvbench.results.files import atomic_write
 from kvbench.results.result import Result, load_results
@@ -36,18 +39,17 @@ _COLUMNS = "\n".join(f"  {column.name:20}  {column.meaning}" for column in COLUM
 )
 @click.option("--columns", metavar="A,B,C", help="Select columns, in this order.")
 @click.option("--changes", is_flag=True, help="What each policy changes against full: answers, length, KV footprint.")
+@click.option("--price", is_flag=True, help="Price of an engine's constraint: whole pages and shared token sets.")
 @click.option(
     "--pivot",
     type=click.Choice(["budget", "task"]),
     help="A row per policy, a column per budget (scores with intervals) or per task (scores x 100, average).",
 )
-def collect(
-    folder: Path, output: Path | None, by: Sequence[str], columns: str | None, changes: bool, pivot: str | None
-) -> None:
+def collect(folder: Path, output: Path | None, by: Sequence[str], columns: str | None, **kinds: Any) -> None:  # noqa: ANN401
     """Write or print the table. Raises UsageError."""
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
-    kinds = {"--columns": columns is not None, "--changes": changes, "--pivot": pivot is not None}
-    given = [name for name, is_given in kinds.items() if is_given]
+    found = {"columns": columns is not None, **kinds}
+    given = [f"--{name}" + f" {value}" * isinstance(value, str) for name, value in found.items() if value]
     if len(given) > 1:
         raise click.UsageError(f"{given[1]} is not allowed with {given[0]}")
     names = [name.strip() for name in (columns or "").split(",") if name.strip()]
@@ -56,9 +58,8 @@ def collect(
     tidy = output is not None and output.suffix in TIDY
     if output is not None:
         check_output(output, (*TIDY, *FORMATS))
-        if (pivot or changes) and tidy:
-            kind = "--changes" if changes else f"--pivot {pivot}"
-            raise UsageError(f"{kind} is for {', '.join(FORMATS)}; {output.suffix} has one row per run")
+        if any(kinds.values()) and tidy:
+            raise UsageError(f"{given[0]} is for {', '.join(FORMATS)}; {output.suffix} has one row per run")
     rows = load_results(folder).by(by)
     known = dict.fromkeys([*(column.name for column in COLUMNS), *(key for row in rows for key in row.differs)])
     for name in names:
@@ -67,7 +68,7 @@ def collect(
     if output is not None and tidy:
         _write_tidy(rows, names, output)
     else:
-        shown = _table(rows, names, changes, pivot)
+        shown = _table(rows, names, **kinds)
         if output is None:
             sys.stdout.write(text(shown, terminal_width()))
             return
@@ -84,10 +85,12 @@ def _write_tidy(rows: Sequence[Result], names: Sequence[str], output: Path) -> N
         raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
 
 
-def _table(rows: Sequence[Result], names: Sequence[str], changes: bool, across: str | None) -> Table:
+def _table(rows: Sequence[Result], names: Sequence[str], changes: bool, price: bool, pivot: str | None) -> Table:
     """The table for people that the options select."""
-    if across:
-        return pivot(rows, across)
+    if pivot:
+        return pivoted(rows, pivot)
+    if price:
+        return price_table(rows)
     if changes:
         return changes_table(rows)
     return chosen(rows, names) if names else results_table(rows)
