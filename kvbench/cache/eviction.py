@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.attention import LayerStep
+from kvbench.cache.cascade import OnItsWay, can_cut, cut_to_shares, on_its_way
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.rerotate import close_gaps
 from kvbench.cache.state import LayerState
@@ -53,10 +54,20 @@ class EvictionJob:
     excess: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A ranked layer of a prompt, and the allocator's statistic of it [B,k], which is on its way to the host."""
+
+    job: EvictionJob
+    allocator: StatisticAllocator
+    statistic: OnItsWay
+
+
 class Evictions:
     """The evictions of a cache that wait, in the order in which they became due."""
 
     def __init__(self) -> None:
+        self._measured: list[Measured] = []  # shared out before the next layer appends its tokens
         self._shared: list[EvictionJob] = []  # of layers that later layers of the call read
         self._end_of_call: list[EvictionJob] = []
         self._pre_pass: list[EvictionJob] = []
@@ -88,12 +99,34 @@ class Evictions:
                 without = replace(step.observation, queries=step.queries[:, :, :0].clone(), known={})
                 self._pre_pass.append(replace(job, step=replace(step, observe=lambda _: without)))
             else:
-                _evict_or_rank(job)
+                self._evict_or_rank(job)
         group.finish_step(layer, now)
         if policy.schedule.order == "attend_then_evict":
             group.settle(layer, now)
         else:
             self._unsettled.append(job)
+
+    def share(self) -> None:
+        """Divide the budgets among the layers that were measured since the last call, and evict.
+
+        This is later than the measurement, so that a GPU works on the rest of the layer while the host waits for it.
+        """
+        due, self._measured = self._measured, []
+        for measured in due:
+            group = measured.job.group
+            if group.error is None:
+                try:
+                    _share(measured)
+                except Exception as error:
+                    group.fail(error)
+
+    def _evict_or_rank(self, job: EvictionJob) -> None:
+        """Evict, or rank a prompt; if an allocator divides the budget by a statistic of the layers, `share` evicts."""
+        measured = _evict_or_rank(job)
+        if measured is not None:
+            self._measured.append(measured)
+            if job.layer.index == len(job.group.layers) - 1:
+                self.share()
 
     def end_call(self) -> None:
         """Carry out the evictions that waited for the last layer."""
@@ -119,31 +152,33 @@ class Evictions:
             if job.group.error is None:
                 job.layer.unsettled = False
                 try:
-                    _evict_or_rank(job)
+                    self._evict_or_rank(job)
                 except Exception as error:
                     job.group.fail(error)
                 job.group.settle(job.layer, job.step.now)
 
 
-def _evict_or_rank(job: EvictionJob) -> None:
-    """Evict, or rank a prompt if an allocator divides the budget after the last layer."""
+def _evict_or_rank(job: EvictionJob) -> Measured | None:
+    """Evict, or rank a prompt and measure it if an allocator divides the budget among the layers."""
     layer, now, allocator = job.layer, job.step.now, job.group.policy.allocator
     if isinstance(allocator, Threshold):
         _evict_below(job, allocator)
-        return
+        return None
     alone = now.phase == "decode" and not (isinstance(allocator, JointAllocator) and not allocator.per_head)
     if alone or not isinstance(allocator, StatisticAllocator | JointAllocator):
         evict([job])
-        return
+        return None
     _observe(job)
     if any(now.evicts) and (now.phase != "decode" or max(_excess(job)) > 0):
         layer.ranking = layer.policy.rank(job.step.observation, layer.store.state)
         _note_not_numbers([job], layer.ranking)
         layer.unsettled = True
         if isinstance(allocator, StatisticAllocator):
-            _measure(job, allocator)
-        elif layer.index == len(job.group.layers) - 1:
+            without = replace(job, step=replace(job.step, observe=None))  # frees the queries of the prompt
+            return Measured(without, allocator, on_its_way(allocator.measure(job.step.observation, layer.store.state)))
+        if layer.index == len(job.group.layers) - 1:
             _compact_jointly(job, allocator)
+    return None
 
 
 def _evict_below(job: EvictionJob, allocator: Threshold) -> None:
@@ -347,16 +382,20 @@ def _compact(
 
 
 # --- budgets that depend on all layers -----------------------------------------------------------------------------
-def _measure(job: EvictionJob, allocator: StatisticAllocator) -> None:
+def _share(found: Measured) -> None:
     """Divide the budget among the layers measured so far: after each layer if the allocator cascades, else once."""
-    group, layer, rows = job.group, job.layer, job.step.now.evicts
-    over_budget = group.budgets.exceeded(rows)
-    group.budgets.measured(over_budget, allocator.measure(job.step.observation, layer.store.state))
-    last = layer.index == len(group.layers) - 1
-    if allocator.cascades or last:
+    job, group = found.job, found.job.group
+    over_budget = group.budgets.exceeded(job.step.now.evicts)
+    group.budgets.measured(over_budget, found.statistic())
+    last = job.layer.index == len(group.layers) - 1
+    if found.allocator.cascades or last:
         group.budgets.share(over_budget)
-        for ranked in group.layers[: layer.index + 1]:
-            _compact_to_share(group, ranked, over_budget)
+        ranked = group.layers[: job.layer.index + 1]
+        if found.allocator.cascades and can_cut(group):
+            cut_to_shares(group, ranked, over_budget, last)
+        else:
+            for layer in ranked:
+                _compact_to_share(group, layer, over_budget)
     if last:
         _settle_all(job)
 
