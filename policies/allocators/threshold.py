@@ -57,6 +57,7 @@ class Threshold(Allocator):
 
     def marked(self, ranking: Ranking) -> Ranking:
         """The ranking with all tokens that stay, and only these, protected."""
+        assert self.tau is not None, "set by `with_threshold`"
         near = protected(ranking.positions, ranking.seen, [0], [self.window])
         return replace(ranking, protected=ranking.occupied & ((ranking.scores >= self.tau) | ranking.protected | near))
 

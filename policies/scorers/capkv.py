@@ -66,4 +66,5 @@ class CapKV(AttentionScorer):
         scaled = values[:, :, None] * ((weights + self.epsilon) * among).sqrt()[..., None]
         capacity = scaled.mT @ scaled + torch.eye(values.shape[-1], dtype=values.dtype, device=values.device)
         solved = torch.linalg.solve(capacity, values.mT[:, :, None].expand(-1, -1, mean.shape[2], -1, -1))
-        return weights * (values.mT[:, :, None] * solved).sum(-2)
+        leverage: Tensor = (values.mT[:, :, None] * solved).sum(-2)
+        return weights * leverage

@@ -144,4 +144,5 @@ def _fast_kvzip(gate: Gate, x: Tensor) -> Tensor:
     )  # [B,M,H,G,n] and [B,M,H,1,n]
     logit = (queries * keys).sum(-1) * dim**-0.5 + gate["b"][:, 0]  # [B,M,H,G]
     base = torch.einsum("bmhgn,hsn->bmhgs", queries, gate["k_base"][:, 0]) * dim**-0.5
-    return (1 / (1 + (base - logit[..., None]).exp().sum(-1))).mean(-1)
+    found: Tensor = (1 / (1 + (base - logit[..., None]).exp().sum(-1))).mean(-1)
+    return found

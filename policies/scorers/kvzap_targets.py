@@ -22,10 +22,10 @@ class Moments:
     """Sums over tokens for the regression of one layer, in float64, and the tokens held out from it."""
 
     count: int = 0
-    x: Tensor | None = None
-    y: Tensor | None = None
-    xx: Tensor | None = None
-    xy: Tensor | None = None
+    x: Tensor = field(default_factory=lambda: torch.zeros(()))
+    y: Tensor = field(default_factory=lambda: torch.zeros(()))
+    xx: Tensor = field(default_factory=lambda: torch.zeros(()))
+    xy: Tensor = field(default_factory=lambda: torch.zeros(()))
     held_out: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, x: Tensor, y: Tensor, held_out: Tensor) -> None:
@@ -33,14 +33,11 @@ class Moments:
         self.held_out.append((x[held_out].float().cpu(), y[held_out].float().cpu()))
         x, y = (part[~held_out].double().cpu() for part in (x, y))
         self.count += len(x)
-        for name, new in (("x", x.sum(0)), ("y", y.sum(0)), ("xx", x.mT @ x), ("xy", x.mT @ y)):
-            old = getattr(self, name)
-            setattr(self, name, new if old is None else old + new)
+        self.x, self.y = self.x + x.sum(0), self.y + y.sum(0)
+        self.xx, self.xy = self.xx + x.mT @ x, self.xy + x.mT @ y
 
     def ridge(self, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
         """Weights [H,hidden] and biases [H] of the ridge regression with intercept, float64."""
-        assert self.x is not None
-        assert self.y is not None
         mean_x, mean_y = self.x / self.count, self.y / self.count
         centred = self.xx - self.count * mean_x[:, None] * mean_x
         both = self.xy - self.count * mean_x[:, None] * mean_y
@@ -92,12 +89,15 @@ class KVzapTargets(Scorer):
         found = None
         for begin in range(self.repeat[0], self.repeat[1], QUERIES):
             some = slice(begin, min(begin + QUERIES, self.repeat[1]))
-            call = observation.queries[:, :, some], observation.keys, observation.query_positions[:, some]
-            rows = attention_rows(*call, observation.positions, *params[:4])[0, ..., first:last]  # [H,G,m,n]
+            queries, places = observation.queries[:, :, some], observation.query_positions[:, some]
+            how = params.scaling, params.softcap, params.sliding_window, params.sinks
+            rows = attention_rows(queries, observation.keys, places, observation.positions, *how)
+            rows = rows[0, ..., first:last]  # [H,G,m,n]
             most = (rows * norms[:, :, None] / given[some, None]).amax((1, 2))
             found = most if found is None else torch.maximum(found, most)
         assert found is not None
-        return found.clamp(min=LEAST).log().mT
+        targets: Tensor = found.clamp(min=LEAST).log().mT
+        return targets
 
     def score(self, observation: Observation, state: State) -> Tensor:
         return observation.positions.float()
