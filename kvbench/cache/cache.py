@@ -13,8 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 from weakref import ReferenceType
 
 import torch
@@ -33,7 +32,6 @@ from kvbench.cache.layer import EmptyLayer, KVLayer, stacked
 from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, check_padding
-from kvbench.cache.saving import load, save
 from kvbench.cache.shared import SharedReads
 from kvbench.policies.latents import check_latents
 from kvbench.policies.observation import AttentionParams, StepCache
@@ -277,22 +275,6 @@ class KVCache(Cache):
             for layer in group.layers:
                 if layer.opened:
                     layer.store.expect(tokens)
-
-    def save(self, path: str | Path) -> None:
-        """Write the cache to one safetensors file, about as large as `nbytes`; errors: `kvbench.cache.saving.save`."""
-        save(self.config, self.group, Path(path))
-
-    @classmethod
-    def load(
-        cls, path: str | Path, config: PreTrainedConfig, policy: Policy, device: torch.device | str = "cpu"
-    ) -> Self:
-        """The cache that `save` wrote, on `device`. It continues exactly as the saved one.
-
-        config, policy: those of the saved cache, else ValueError. The weights of the model are not compared.
-        """
-        cache = cls(config, policy)
-        load(cache.config, cache.group, Path(path), device)
-        return cache
 
     # --- contents --------------------------------------------------------------------------------------------------
     @property

@@ -52,7 +52,7 @@ def composed(slug: str, folders: Sequence[Path] = ()) -> Config | None:
             store = store_of("_".join(words[first:last]), folders)
             if store is not None:
                 return _with_store(slug, "_".join(words[:first]), "_".join(words[first:last]), words[last:], folders)
-    wrapper = next((name for name in names("wrapper", folders) if slug.startswith(f"{name}_")), "")
+    wrapper = max((name for name in names("wrapper", folders) if slug.startswith(f"{name}_")), key=len, default="")
     base = slug.removeprefix(f"{wrapper}_")
     if wrapper and (find("policy", base, folders) or composed(base, folders) is not None):
         return _with_wrapper(slug, wrapper, policy_config(base, folders), folders)

@@ -25,8 +25,9 @@ from kvbench.config.presets import SCHEDULE, build_policy, scheduled
 from kvbench.config.tree import build, find, refusing_in
 from kvbench.errors import ConfigError, UsageError, refusing
 from kvbench.models.cache_shapes import check_shape
+from kvbench.models.files import ModelSpec, check_sha256
 from kvbench.models.given import checkpoint_of
-from kvbench.models.loading import Checkpoint, ModelSpec, locate, pick_device
+from kvbench.models.loading import Checkpoint, locate, pick_device
 from kvbench.models.prompts import COMPRESS
 from kvbench.models.replay import can_record, can_replay, check_graph
 from kvbench.policies.checks import choice, whole_number
@@ -273,11 +274,13 @@ def _model_spec(config: RunConfig) -> ModelSpec:
             value = fields.get(field)
             if value == "":
                 raise ConfigError(field, value, why="must be text or null")
-            if value is not None and (spec.bundled or (path is not None and field != "path")):
+            ignored = path is not None and field != "path" and spec.sha256 is None  # else path is a copy of that file
+            if value is not None and (spec.bundled or ignored):
                 read = f"model.path={path}" if path is not None else f"the folder of model={config.names['model']}"
                 raise ConfigError(field, value, why=f"has no effect: {read} is read instead")
         if (spec.hub_id or "").count("/") > 1:
             raise ConfigError("hub_id", spec.hub_id, why="is not allowed, it must be owner/name")
+        check_sha256(spec)
         if spec.shape is not None:
             check_shape(spec.shape)
         if spec.max_prompt_tokens is not None:

@@ -21,7 +21,8 @@ from kvbench.engine.answers import evicted
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.teacher_forcing import score_pair
 from kvbench.errors import UsageError, refusing
-from kvbench.models.loading import ModelSpec, load, locate, pick_device
+from kvbench.models.files import ModelSpec
+from kvbench.models.loading import load, locate, pick_device
 from kvbench.models.prompts import end_tokens, stop_test
 from kvbench.models.tokens import Encoder, Pair
 from kvbench.policies.describe import describe
@@ -130,10 +131,10 @@ class KVBenchLM(HFLM):
 
 
 def _spec(pretrained: str) -> ModelSpec:
-    """A model of conf/model, a folder, or a model of the Hub."""
+    """A model of conf/model, a folder or a GGUF file, or a model of the Hub."""
     if find("model", pretrained):
         return ModelSpec(name=pretrained, **read("model", pretrained))
     folder = Path(pretrained).expanduser()
-    if folder.is_dir():
+    if folder.exists():
         return ModelSpec(name=folder.resolve().name, path=pretrained)
     return ModelSpec(name=pretrained, hub_id=pretrained)

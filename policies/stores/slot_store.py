@@ -371,7 +371,7 @@ class SlotStore(LayerStore):
         return decode_attention_flat(queries, *stored, self.starts, self.counts, self.used, *params).out
 
     def __getstate__(self) -> dict[str, object]:
-        """The attributes of a copy or a saved store, without views of its memory."""
+        """The attributes of a copy, without views of its memory."""
         return {**vars(self), "_views": {}}
 
     def with_memory(self, memory: dict[str, Tensor], free: Tensor | None, counts: Tensor | None = None) -> "SlotStore":

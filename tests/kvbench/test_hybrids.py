@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,20 +163,6 @@ def test_rows_of_one_batch_are_what_they_are_alone(family: str) -> None:
     finished(flight)
     for row in found:
         assert_alone(family, row)
-
-
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2", "zamba"])
-def test_a_saved_cache_goes_on_as_the_one_that_was_saved(family: str, tmp_path: Path) -> None:
-    running, ids = model(family), torch.tensor([prompt(40)])
-    for policy in POLICIES[:2]:
-        held = KVCache(running.config, policy)
-        read(running, held, ids[:, :34], 34)
-        held.save(tmp_path / "cache.safetensors")
-        loaded = KVCache.load(tmp_path / "cache.safetensors", running.config, policy)
-        assert loaded.nbytes == held.nbytes
-        expected = read(running, held, ids[:, 34:], *[1] * 6)
-        assert torch.equal(read(running, loaded, ids[:, 34:], *[1] * 6), expected)
-        assert kept_now(loaded) == kept_now(held)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from kv_simulate import simulate
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.cache import fork
 from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
 
@@ -79,14 +79,13 @@ def test_a_store_that_is_read_three_times_is_counted_once() -> None:
     assert cache.held_nbytes == 2 * 45 * (2 * 8 * (16 + 8 + 8) + 3 * 4)
 
 
-def test_later_prompts_saved_caches_and_contexts_go_on(tmp_path: Path) -> None:
+def test_later_prompts_copies_and_contexts_go_on() -> None:
     model, policy = model_of("gemma4"), make_policy("snapkv", 20, window=6)
     first, second = torch.tensor([prompt(45, 1)]), torch.tensor([prompt(30, 2)])
     cache = KVCache(model.config, policy)
     with torch.no_grad():
         model(first, past_key_values=cache)
-        cache.save(tmp_path / "cache.safetensors")
-        again = KVCache.load(tmp_path / "cache.safetensors", model.config, policy)
+        again = fork(cache)
         for one in (cache, again):
             one.next_prompt(30)
         logits, its = (model(second, past_key_values=one).logits for one in (cache, again))

@@ -1,7 +1,6 @@
 """Quest: what a decoded query reads against plain loops, and what is counted of it."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from kv_runs import bytes_held, run_greedy
 from torch import Tensor
 
 from kvbench import BudgetError, KVCache, make_policy
+from kvbench.cache.cache import fork
 from kvbench.cache.hook import prepare
 from kvbench.cache.layer import nbytes_read, tokens_read
 from kvbench.engine.batch import DecodeBatch
@@ -106,15 +106,14 @@ def test_rows_of_a_batch_and_sequences_in_flight_read_what_they_read_alone(famil
         assert found[row][2].error is None
 
 
-def test_saved_forced_and_asked_about_a_context_it_goes_on_as_it_would(tmp_path: Path) -> None:
+def test_copied_forced_and_asked_about_a_context_it_goes_on_as_it_would() -> None:
     model, ids = prepare(tiny()), torch.tensor([prompt(50)])
     cache = KVCache(model.config, quest(), prompt_length=30)
     out: list[Tensor] = []
     with torch.inference_mode():
         for part in ids.split([30, *[1] * 20], dim=1):
             if len(out) == 11:
-                cache.save(tmp_path / "cache.safetensors")
-                cache = KVCache.load(tmp_path / "cache.safetensors", model.config, quest())
+                cache = fork(cache)
             out.append(model(part, past_key_values=cache).logits[:, -1])
     forced = continuation_scores(model, ids[:, :30], ids[:, 30:], quest())
     expected = torch.stack([x[0].log_softmax(-1)[t] for x, t in zip(out, ids[0, 30:], strict=False)])

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.cache import fork
 from kvbench.cache.hook import prepare
 from kvbench.cache.layer import nbytes_read, tokens_read
 from kvbench.cache.reading import PageReads
@@ -189,7 +189,7 @@ def test_rows_of_a_padded_batch_keep_and_read_what_they_do_alone() -> None:
     cache.audit()
 
 
-def test_blocks_keep_within_the_plan_and_a_saved_cache_goes_on(tmp_path: Path) -> None:
+def test_blocks_keep_within_the_plan_and_a_copied_cache_goes_on() -> None:
     model, ids, own = prepare(tiny()), torch.tensor([prompt(72)]), sizes(12, 60)
     blocks = run_greedy(model, [ids[0, :60].tolist()], rocket(12, schedule="blocks", block=16), 3).of_row(0)
     assert all(len(head) == own.kept + 2 for layer in blocks[-1] for head in layer)
@@ -198,8 +198,7 @@ def test_blocks_keep_within_the_plan_and_a_saved_cache_goes_on(tmp_path: Path) -
     with torch.inference_mode():
         for part in ids.split([60, *[1] * 12], dim=1):
             if len(out) == 5:
-                cache.save(tmp_path / "cache.safetensors")
-                cache = KVCache.load(tmp_path / "cache.safetensors", model.config, rocket(12))
+                cache = fork(cache)
             out.append(model(part, past_key_values=cache).logits[:, -1])
     forced = continuation_scores(model, ids[:, :60], ids[:, 60:], rocket(12))
     expected = torch.stack([x[0].log_softmax(-1)[t] for x, t in zip(out, ids[0, 60:], strict=False)])
