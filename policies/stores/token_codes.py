@@ -34,6 +34,7 @@ class TokenCodeStore(Store):
     Sides: 0 for keys, 1 for values.
     """
 
+    replayable = True
     kinds: ClassVar[Mapping[str, str]] = {"codes": "codes"}
     """Name of a tensor of `encode`: its kind in tables of bytes, by default "scales and minima"."""
 
@@ -150,6 +151,22 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         """Whether the slots hold codes."""
         return "keys" not in self.memory
 
+    @property
+    def token_memory(self) -> dict[str, Tensor]:
+        return {name: x for name, x in self.memory.items() if name.partition(" ")[0] in SIDES}
+
+    @property
+    def step_format(self) -> object:
+        """As of a dense layer; scales of layers are part of the store."""
+        dims = [x.shape[-1] for x in self._like]
+        fitting = self.coded and all(fits(form, dim) for dim in dims if (form := self.store.format(0)) is not None)
+        return (self.store, *dims) if fitting and self.store.replayable else None
+
+    @property
+    def step_nbytes(self) -> int:
+        """Bytes of the exact token of a decoding step: key, value and position."""
+        return 8 + sum(x.shape[1] * x.shape[-1] * x.itemsize for x in self._like)
+
     # --- codes -----------------------------------------------------------------------------------------------------
     def _block(self, side: int) -> Callable[[slice], Tensor]:
         """A function of a range of slots: their tokens, rotated, [B,H,1,n,D] float32."""
@@ -252,13 +269,12 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
 
     def _attend_in_kernel(self, queries: Tensor, positions: Tensor, how: AttentionParams, exact: Outliers) -> Tensor:
         """Attention of one query over the memory as flat segments; its token was encoded by `append`."""
-        memory = {name: x.flatten(0, 2) for name, x in self.memory.items()}
-        starts = torch.arange(0, self.capacity, self.first.shape[2], device=queries.device).view(self.first.shape[:2])
+        memory = {name: x.flatten(0, 2) for name, x in self.token_memory.items()}
         new = NewTokens(exact.keys, exact.values, exact.slots[..., 0])
-        self.positions  # noqa: B018 - writes those of free slots
-        places = positions, memory.get("positions")
-        segments = starts, torch.full_like(starts, self.used)
-        return self.store.decode_step(queries, new, memory, places, segments, self.used, how, write=False)
+        places = positions, self.slot_positions().flatten() if "positions" in self.memory else None
+        return self.store.decode_step(
+            queries, new, memory, places, self.segments()[:2], self.used, how, write=False
+        )
 
 
 def encoded(store: TokenCodeStore, x: Tensor, side: int) -> dict[str, Tensor]:
