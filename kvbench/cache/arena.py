@@ -85,8 +85,9 @@ def slots_to_grow(group: PolicyGroup, layer: LayerState) -> int:
 class Arena:
     """The arenas of all layers, empty at first, and alike in shapes and dtypes.
 
-    memory: keys and values, or their codes, of each layer by name, [N,...] or shorter. positions [L,N] int32, -1 = empty; statistics [L,N,G'] by name and
-    G'; weights [L,N,G]: attention of the newest queries, if a policy uses it. offsets [L,1,1]: of the layers in these
+    memory: keys and values, or their codes, of each layer by name, [N,...] or shorter. positions [L,N] int32, -1 =
+    empty; statistics [L,N,G'] by name and G'; weights [L,N,G]: attention of the newest queries, if a policy uses it.
+    offsets [L,1,1]: of the layers in these
     tensors. version: changes with the addresses.
     """
 

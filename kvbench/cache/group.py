@@ -269,7 +269,7 @@ class PolicyGroup:
             self.on_change(index)
 
     def note_step(self) -> None:
-        """Update the peak for decoding steps of a `DeviceBatch`, in which a store of codes has its newest token twice."""
+        """Update the peak for decoding steps of a `DeviceBatch`, where codes have the newest token twice."""
         held = self.layers[-1].store
         twice = held.step_nbytes if isinstance(held, TokenCodeLayerStore) else 0
         self.peak_nbytes = max(self.peak_nbytes, self._total_bytes + twice)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import ConfigError
+from kvbench.kernels.code_formats import Format
 from kvbench.kernels.references import widen
-from kvbench.kernels.token_codes import Format
 from kvbench.policies.checks import choice, number, whole_number
 from kvbench.policies.stores.quantised import value_group
 from kvbench.policies.stores.quantiser import from_bytes, look_up, to_bytes

@@ -10,11 +10,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvbench.kernels.code_formats import Coded, Format, fits
 from kvbench.kernels.prompt import one_for_all
 from kvbench.kernels.quantized import Outliers
 from kvbench.kernels.references import NewTokens, append, decode_attention_flat_ref, widen
 from kvbench.kernels.tiles import decodes
-from kvbench.kernels.token_codes import Coded, Format, append_codes, decode_codes, fits
+from kvbench.kernels.token_codes import append_codes, decode_codes
 from kvbench.policies.constants import on_host
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.code_attention import attend_to_codes, cover, scores_by_block, weighted_by_block
@@ -266,15 +267,12 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         rotation = self.store.rotation(out)
         return (out if rotation is None else out @ rotation.mT).to(queries.dtype)
 
-
     def _attend_in_kernel(self, queries: Tensor, positions: Tensor, how: AttentionParams, exact: Outliers) -> Tensor:
         """Attention of one query over the memory as flat segments; its token was encoded by `append`."""
         memory = {name: x.flatten(0, 2) for name, x in self.token_memory.items()}
         new = NewTokens(exact.keys, exact.values, exact.slots[..., 0])
         places = positions, self.slot_positions().flatten() if "positions" in self.memory else None
-        return self.store.decode_step(
-            queries, new, memory, places, self.segments()[:2], self.used, how, write=False
-        )
+        return self.store.decode_step(queries, new, memory, places, self.segments()[:2], self.used, how, write=False)
 
 
 def encoded(store: TokenCodeStore, x: Tensor, side: int) -> dict[str, Tensor]:

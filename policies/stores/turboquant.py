@@ -12,8 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvbench.kernels.code_formats import Format
 from kvbench.kernels.references import widen
-from kvbench.kernels.token_codes import Format
 from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.constants import on_host
 from kvbench.policies.stores.per_token import WHOLE
