@@ -30,6 +30,7 @@ from kvbench.cache.arena import ENDLESS, PADDING, Arena, can_join, evicts, slot_
 from kvbench.cache.attention import QKV
 from kvbench.cache.cache import KVCache
 from kvbench.cache.device_eviction import WINDOW, Kind, Part, kind_of
+from kvbench.cache.footprint import decoded
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.state import LayerState
 from kvbench.kernels.decode import decode_attention_flat
@@ -234,6 +235,7 @@ class DeviceBatch(KVCache):
         for layer in group.layers if steps else ():
             store, grow = slot_store(layer), slots_to_grow(group, layer)
             taken = min(steps, grow)
+            layer.footprint = [layer.footprint[0] + decoded(layer.counts[0], steps, max(0, grow - 1))]
             store.use(store.used + taken, store.room - taken)
             layer.counts = [layer.counts[0] + taken - (taken == grow > 0)]
             if taken == grow:

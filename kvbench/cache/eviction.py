@@ -58,6 +58,7 @@ class Evictions:
         self._shared: list[EvictionJob] = []  # of layers that later layers of the call read
         self._end_of_call: list[EvictionJob] = []
         self._pre_pass: list[EvictionJob] = []
+        self._unsettled: list[EvictionJob] = []  # evicted, but their queries have not attended yet
 
     def add(self, group: PolicyGroup, layer: LayerState, step: LayerStep, shared: bool = False) -> None:
         """Evict after a layer has attended, or as soon as all inputs of the eviction are known.
@@ -87,6 +88,10 @@ class Evictions:
             else:
                 _evict_or_rank(job)
         group.finish_step(layer, now)
+        if policy.schedule.order == "attend_then_evict":
+            group.settle(layer, now)
+        else:
+            self._unsettled.append(job)
 
     def end_call(self) -> None:
         """Carry out the evictions that waited for the last layer."""
@@ -100,6 +105,10 @@ class Evictions:
         evict(due)
         for job in due:
             job.group.finish_step(job.layer, job.step.now)
+        due, self._unsettled = [*due, *self._unsettled], []
+        for job in due:
+            if job.group.error is None:
+                job.group.settle(job.layer, job.step.now)
 
     def pre_pass_done(self) -> None:
         """Carry out the evictions that waited for a pre-pass."""
@@ -276,19 +285,19 @@ def _compact(
 
     per_head [B,H_kv]: number of slots of each head, if it is known. Returns the kept slots, bool [B,H_kv,T].
     """
-    policy, held = layer.policy, layer.store
+    policy, held, device = layer.policy, layer.store, ranking.seen.device
     over = [n > 0 for n in excess]
     if per_head is None and policy.allocator.per_head and phase == "decode":
-        per_head = ranking.occupied.sum(-1) - ranking.seen.new_tensor(excess)[:, None]  # each keeps its share
+        per_head = ranking.occupied.sum(-1) - on_device(tuple(excess), device)[:, None]  # each keeps its share
     elif per_head is None:
         per_head = policy.allocator.heads(layer.index, ranking, targets)
     counts: Tensor | int | None = per_head
     if counts is None:
         equal = len(set(targets)) == 1
-        counts = targets[0] if equal else ranking.seen.new_tensor(targets)[:, None].expand(ranking.scores.shape[:2])
+        counts = targets[0] if equal else on_device(tuple(targets), device)[:, None].expand(ranking.scores.shape[:2])
     kept = ranking.select(counts)
     if not all(over):
-        kept |= ranking.occupied & ~torch.tensor(over, device=kept.device)[:, None, None]
+        kept |= ranking.occupied & ~on_device(tuple(over), device)[:, None, None]
     if policy.merger.merges:
         evicted = ranking.occupied & ~kept
         view = layer.index, phase, held.keys, held.values, held.positions, held.state

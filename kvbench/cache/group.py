@@ -174,6 +174,7 @@ class PolicyGroup:
             now = now.to(new.queries.device)
         held, fresh = layer.store, not any(layer.counts)
         held.append(new.keys, new.values, now.positions, absent=not now.aligned)
+        layer.count_entries(now.counts)
         layer.counts = [n + more for n, more in zip(layer.counts, now.counts, strict=True)]
         step = LayerStep(new.queries, now, params, held, fresh, alone=alone)
         if layer.pages is not None:
@@ -246,12 +247,11 @@ class PolicyGroup:
         return bool(self.not_numbers)
 
     def finish_step(self, layer: LayerState, now: BatchStep) -> None:
-        """A step and its eviction are done: drop queries that later steps do not use, and settle the store."""
+        """A step and its eviction are done: drop queries that later steps do not use."""
         if now.phase != "decode":
             if now.prompt_done and (any(now.evicts) or self.policy.schedule.decode == "grow"):
                 layer.recent.limit(self.policy.needs.window_decoding or 0)
             layer.recent.copy()
-        self.settle(layer, now)
 
     def settle(self, layer: LayerState, now: BatchStep) -> None:
         """After a complete prompt the store takes its final form, such as quantized codes."""
@@ -273,6 +273,18 @@ class PolicyGroup:
         held = self.layers[-1].store
         twice = held.step_nbytes if isinstance(held, TokenCodeLayerStore) else 0
         self.peak_nbytes = max(self.peak_nbytes, self._total_bytes + twice)
+
+    def footprint(self, kept: Sequence[Sequence[int]], decode_steps: int) -> float:
+        """Entries held, summed over the fed tokens and those of pre-passes: mean over layers and KV heads.
+
+        kept [L][H_kv]: tokens held at the end of the only sequence. The host counts the mean budget of a layer; where
+        its heads hold another number (official roundings), the difference at the end counts for every decoding step.
+        """
+        heads = [len(layer) for layer in kept]
+        counted = sum(h * layer.footprint[0] for h, layer in zip(heads, self.layers, strict=True))
+        held = sum(h * layer.counts[0] for h, layer in zip(heads, self.layers, strict=True))
+        entries = counted + (sum(map(sum, kept)) - held) * decode_steps
+        return entries / sum(heads) + self.progress.passed_entries[0]
 
     # --- recurrent states ------------------------------------------------------------------------------------------
     @property

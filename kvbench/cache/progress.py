@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.constants import changing
 from kvbench.policies.observation import Phase
 from kvbench.policies.policy import Policy, layer_budgets, leaves_whole, shared_budgets
 from kvbench.policies.policy_checks import least_budget
@@ -51,7 +52,8 @@ class Progress:
 
     The newest prompt of sequence b has positions opened[b] to prompt[b] - 1, and its question begins at question[b].
     columns: tokens of all calls, padding included; before: those before the running call. passed: tokens of extra
-    forward passes over each prompt. forced: a call may bring several tokens after the prompt (teacher forcing).
+    forward passes over each prompt; passed_entries: those they add to the footprint (`kvbench.cache.footprint`).
+    forced: a call may bring several tokens after the prompt (teacher forcing).
     rope_switch: number of tokens from which on the model's rotary frequencies depend on the length of a call
     (`kvbench.cache.layout`); longer prompts need one call.
     """
@@ -74,6 +76,7 @@ class Progress:
         self.prompt: list[int] = []
         self.question: list[int] = []
         self.passed: list[int] = []
+        self.passed_entries: list[float] = []
         self.columns = self.before = 0
         self._last = 0  # columns of the last call
 
@@ -135,7 +138,7 @@ class Progress:
     def _scheduled(self, counts: list[int], new: int, mask: Tensor | None, device: torch.device) -> list[BatchStep]:
         """The steps of a call by the schedule of every sequence, which brings its next `counts` tokens."""
         rows = [self._steps(row, count) if count else [] for row, count in enumerate(counts)]
-        offsets = torch.tensor(self.seen, device=device)[:, None]
+        offsets = changing(self.seen, device)[:, None]
         aligned = mask is None and len(set(self.seen)) == 1 and len(set(map(tuple, rows))) == 1
         if mask is None:
             positions = offsets + torch.arange(new, device=device)
@@ -144,7 +147,7 @@ class Progress:
         steps, ends = [], list(self.seen)
         for row in zip_longest(*rows):
             ends = [step.end if step else end for step, end in zip(row, ends, strict=True)]
-            steps.append(self._step(row, positions, ends, aligned))
+            steps.append(self._step(row, positions, ends, aligned, padded=mask is not None))
         return steps
 
     def _steps(self, row: int, count: int) -> list[Step]:
@@ -154,17 +157,23 @@ class Progress:
         steps = self._policy.schedule.steps(self.seen[row] - begin, count, self.prompt[row] - begin, single)
         return [s._replace(start=s.start + begin, end=s.end + begin) for s in steps] if begin else steps
 
-    def _step(self, row: tuple[Step | None, ...], positions: Tensor, ends: list[int], aligned: bool) -> BatchStep:
+    def _step(
+        self, row: tuple[Step | None, ...], positions: Tensor, ends: list[int], aligned: bool, padded: bool = False
+    ) -> BatchStep:
         """One step of every sequence, None for a sequence without one; positions [B,M] of the call's tokens."""
         if aligned and row[0] is not None:
             columns = slice(row[0].start - self.seen[0], row[0].end - self.seen[0])
             positions = positions[:, columns]
         else:
             start, end = ([getattr(step, edge, 0) for step in row] for edge in ("start", "end"))
-            begin, until = positions.new_tensor(start)[:, None], positions.new_tensor(end)[:, None]
+            begin, until = (changing(edge, positions.device)[:, None] for edge in (start, end))
             here = (positions >= begin) & (positions < until)
-            used = here.any(0).nonzero()
-            columns = slice(int(used[0]), int(used[-1]) + 1)
+            if padded:
+                used = here.any(0).nonzero()
+                columns = slice(int(used[0]), int(used[-1]) + 1)
+            else:
+                spans = [(s.start - seen, s.end - seen) for s, seen in zip(row, self.seen, strict=True) if s]
+                columns = slice(min(first for first, _ in spans), max(last for _, last in spans))
             positions = torch.where(here, positions, -1)[:, columns]
         phase: Phase = next((step.phase for step in row if step and step.phase != "decode"), "decode")
         return BatchStep(
@@ -172,7 +181,7 @@ class Progress:
             positions=positions,
             opens=tuple(bool(step and step.opens) for step in row),
             evicts=tuple(bool(step and step.evicts) for step in row),
-            seen=positions.new_tensor(ends),
+            seen=changing(ends, positions.device),
             ends=tuple(ends),
             counts=tuple(step.end - step.start if step else 0 for step in row),
             phase=phase,
@@ -188,6 +197,7 @@ class Progress:
         self.question = self._questions(self._given_question, self.prompt)
         self.seen, self.opened = [0] * batch, [0] * batch
         self.passed = self.passed or [0] * batch
+        self.passed_entries = self.passed_entries or [0.0] * batch
 
     def _lengths(self, length: int | Sequence[int], batch: int) -> list[int]:
         """The prompt length of each sequence. ValueError for an invalid length."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvbench.cache.attention import LayerStep
 from kvbench.kernels.prompt import masked_attention
 from kvbench.kernels.references import visible
+from kvbench.policies.constants import on_device
 from kvbench.policies.observation import State
 from kvbench.policies.policy import Policy, budget_tokens, read_plan
 from kvbench.policies.readers.reader import Reader, Reading, ReadPlan
@@ -64,7 +65,7 @@ class PageReads:
         self.summarised = list(counts)
         pages = torch.arange(first, last, device=store.positions.device)[:, None]
         within = torch.arange(max(sizes), device=pages.device)
-        size = pages.new_tensor(sizes)[:, None, None, None]
+        size = on_device(tuple(sizes), pages.device)[:, None, None, None]
         here = (pages * size + within).expand(-1, store.positions.shape[1], -1, -1)  # [B,H_kv,P',p]
         flat = here.clamp(max=slots - 1).flatten(2)
         keys = take(store.keys, flat).unflatten(2, here.shape[2:])
@@ -94,6 +95,7 @@ class PageReads:
                 visible=chosen,
                 scaling=params.scaling,
                 softcap=params.softcap,
+                sinks=params.sinks,
                 budgets=tuple(budget_tokens(policy, length) for length in prompts),
                 prompts=tuple(prompts),
             )
@@ -115,8 +117,8 @@ class PageReads:
 def chosen_slots(reader: Reader, reading: Reading, plans: Sequence[ReadPlan]) -> Tensor:
     """The slots that are read, bool [B,H_kv,T]; plans: of each sequence."""
     seen, scores, cuts = reading.visible, reader.score(reading), plans[0].cuts
-    limits = torch.tensor([(plan.page, plan.tokens) for plan in plans], device=seen.device)
-    page, tokens = limits[:, None, None].unbind(-1)
+    limits = zip(*((plan.page, plan.tokens) for plan in plans), strict=True)
+    page, tokens = (on_device(numbers, seen.device)[:, None, None] for numbers in limits)
     page_of = (torch.arange(seen.shape[-1], device=seen.device) // page).expand_as(seen)  # of each slot
     if cuts:  # rank slots instead of pages
         scores, present, most = scores.gather(-1, page_of), seen, tokens

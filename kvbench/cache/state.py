@@ -3,10 +3,13 @@
 Shapes: B batch, H_q query heads, H_kv KV heads, C slots, D head dim.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kvbench.cache.attention import QKV
+from kvbench.cache.footprint import fed
 from kvbench.cache.reading import PageReads
 from kvbench.policies.observation import Memory
 from kvbench.policies.policy import Policy
@@ -74,7 +77,8 @@ class RecentQueries:
 class LayerState:
     """The contents of one layer: tokens, statistics, and the observation window.
 
-    counts: tokens held per KV head, for each sequence; empty before the first token. memory: data of scorer and merger
+    counts: tokens held per KV head, for each sequence; empty before the first token. footprint: entries held, summed
+    over the tokens of each sequence (`kvbench.cache.footprint`). memory: data of scorer and merger
     per sequence. ranking: the scores of a prompt until its budget is known. unsettled: the eviction of a complete
     prompt is still due. pages: for sparse attention. compacted: several tokens were evicted at once.
     """
@@ -83,6 +87,7 @@ class LayerState:
         self.policy = policy
         self.index = index
         self.counts: list[int] = []
+        self.footprint: list[int] = []
         self.memory: Memory = {}
         self.ranking: Ranking | None = None
         self.unsettled = False
@@ -116,10 +121,16 @@ class LayerState:
         """LongTensor [B,H_kv,C]: original position of each slot, -1 = empty."""
         return self.store.positions.long() if self.counts else torch.empty(0, 0, 0, dtype=torch.long)
 
+    def count_entries(self, tokens: Sequence[int]) -> None:
+        """Add the entries that `tokens` new tokens of each sequence find, themselves included, to the footprint."""
+        each = zip(self.footprint, self.counts, tokens, strict=True)
+        self.footprint = [total + fed(held, new) for total, held, new in each]
+
     def open(self, new: QKV) -> None:
-        """Open the store of a layer without tokens, for tensors like these."""
+        """Open the store of a layer without tokens, for tensors like these. ValueError for a wrong shape."""
+        self.policy.store.check_shape(new.keys.shape[1], new.values.shape[-1])
         self.query_heads = new.queries.shape[1]
-        self.counts = [0] * new.keys.shape[0]
+        self.counts, self.footprint = [0] * new.keys.shape[0], [0] * new.keys.shape[0]
         width = self.query_heads // new.keys.shape[1] if self.policy.needs.query_heads else 1
         store = self.policy.store.for_layer(self.index)
         self.store = store.open(new.keys, new.values, self.policy.needs.statistics, width)

@@ -9,6 +9,7 @@ Shapes: B batch, T prompt tokens, H_q query heads, H_kv KV heads, n tokens of a 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvbench.cache.attention import QKV, LayerStep, attend
 from kvbench.cache.cache import KVCache
+from kvbench.cache.footprint import fed
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.interface import InterfaceError
 from kvbench.cache.layout import layout_of
@@ -58,6 +60,7 @@ def open_cache(
     cache = kind(model.config, policy, prompt_length=[ids.shape[1]], question=question)
     if passed is not None:
         cache.group.progress.passed = [passed]
+        cache.group.progress.passed_entries = [float(fed(0, passed))]
     return ids, cache
 
 
@@ -193,6 +196,7 @@ class _NoEncoder:
 def _copy_statistics(first: PolicyGroup, group: PolicyGroup, wanted: ExtraPasses) -> None:
     """Copy the results of the passes for one group to another with the same tokens."""
     group.progress.passed = list(first.progress.passed)
+    group.progress.passed_entries = list(first.progress.passed_entries)
     for target, source in zip(group.layers, first.layers, strict=True):
         state, computed = target.store.state, source.store.state
         for name in wanted.statistics:
@@ -225,6 +229,7 @@ def _run_pass(model: PreTrainedModel, group: PolicyGroup, wanted: ExtraPasses, r
         ids = torch.tensor([one.tokens], device=model.device)
         base_of(model)(input_ids=ids, position_ids=positions, past_key_values=over, use_cache=True)
     group.progress.passed[row] += new
+    group.progress.passed_entries[row] += fmean(fed(layer.counts[row], new) for layer in group.layers)
 
 
 class _PassCache(KVCache):

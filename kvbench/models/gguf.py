@@ -192,9 +192,9 @@ def check_metadata(name: str, metadata: dict[str, Any], tensors: list[str], conf
 
 
 def _known_splitters() -> set[str]:
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
 
-    return {*GGUF_PRE_TOKENIZER_SPLITS, *_SPLITS_AS_GPT2}
+    return {*getattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS", ()), *_SPLITS_AS_GPT2}  # the table is newer than 5.17
 
 
 def _check_window(name: str, metadata: dict[str, Any], config: Any) -> None:  # noqa: ANN401

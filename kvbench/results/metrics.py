@@ -117,6 +117,8 @@ def _ms_per_token(sample: Sample) -> float | None:
 
 def _cut(sample: Sample) -> float | None:
     """1.0 if an answer ended at its token limit, else 0.0; None if its length or limit is unknown."""
+    if sample.finish_reason is not None:
+        return float(sample.finish_reason == "length")
     if sample.generated_tokens is None or not sample.max_new_tokens:
         return None
     return float(sample.generated_tokens >= sample.max_new_tokens)

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvbench import __version__
 from kvbench.cache.layout import layout_of
 from kvbench.config.presets import SCHEDULE, build_policy, scheduled
 from kvbench.config.tree import build, find, refusing_in
@@ -61,6 +61,7 @@ class Run:
     config: Mapping[str, Any]  # the resolved configuration
     compress: str = "prompt"  # or "context": the text before the question
     rows: int | None = None  # most sequences in a batch; 1: one by one; None: as many as memory allows
+    save_seconds: float = 10  # an example is on disk this long after it started: see `Pace`
     changed: tuple[str, ...] = ()  # fields of the identity that differ from the presets
     sampling: Sampling | None = None  # None: as the task defines it
     samples: int = 1  # answers to each prompt; limit and samples count answers
@@ -162,6 +163,7 @@ def build_run(config: RunConfig) -> Run:
         config=config.record,
         compress=compress,
         rows=config.engine.rows,
+        save_seconds=config.engine.save_seconds,
         changed=changed_fields(config) + (() if checkpoint.dtype == checkpoint.stored_dtype else ("dtype",)),
         sampling=sampling,
         samples=samples,
@@ -335,7 +337,7 @@ def _own_code() -> str:
     files = [path for name in FOLDERS for path in sorted((package / name).resolve().rglob("*.py"))]
     gc.disable()  # a syntax tree has 100,000s of objects, none of which is garbage yet: half the time
     try:
-        return version("kvbench") + "".join(map(_source, files))
+        return __version__ + "".join(map(_source, files))
     finally:
         gc.enable()
 

@@ -27,6 +27,7 @@ LINES = {
     "bogus=3": "Could not override 'bogus'",
     "engine=null": "engine=null is not allowed, set its fields",
     "engine.rows=0": "engine.rows must be a whole number of at least 1, got 0",
+    "engine.save_seconds=-1": "engine.save_seconds must be a number of at least 0, got -1",
     "--config-dir=/nowhere": "Additional config directory '/nowhere' not found",
     "policy=snapk": "Could not find 'policy/snapk'",
     "policy.schedule=blocks": "write schedule=blocks",
