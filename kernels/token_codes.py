@@ -89,12 +89,15 @@ def _attend_codes(
     store_part(out_ptr, lse_ptr, places, heads < G, top, total, out * v_factor, value_dims, VALUE.D)
 
 
-def tiles(dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Tokens of a tile and launch options. Products of 16-bit models are of float16 numbers, summed in float32."""
+def tiles(dim: int, dtype: torch.dtype, table: bool) -> dict[str, Any]:
+    """Tokens of a tile and launch options. Products of 16-bit models are of float16 numbers, summed in float32.
+
+    table: look-ups of a table would be staged in shared memory too, 32 KiB a stage.
+    """
     if dtype == torch.float32:
         return {"BLOCK_T": 16, "PRODUCTS": tl.float32, "num_warps": 4 if dim <= 128 else 8, "num_stages": 2}
     sizes = {"BLOCK_T": 64, "num_warps": 4} if dim <= 128 else {"BLOCK_T": 32, "num_warps": 8}
-    return {**sizes, "PRODUCTS": tl.float16, "num_stages": 3}
+    return {**sizes, "PRODUCTS": tl.float16, "num_stages": 2 if table else 3}
 
 
 @torch.no_grad()
@@ -116,7 +119,7 @@ def decode_codes(
     if not queries.is_cuda and queries.dtype == torch.bfloat16:  # the interpreter multiplies bit patterns
         queries, dtype = queries.float(), dtype or queries.dtype
         new_tokens = new_tokens._replace(keys=new_tokens.keys.float(), values=new_tokens.values.float())
-    sizes = tiles(max(key.BLOCK_D, value.BLOCK_D), dtype or queries.dtype)
+    sizes = tiles(max(key.BLOCK_D, value.BLOCK_D), dtype or queries.dtype, "table" in (key.KIND, value.KIND))
     pairs = batch * heads
     each = slots_of_a_part(pairs, most, sizes["BLOCK_T"], programs_at_once(queries.device), SLOTS_A_PART)
     parts = max(1, -(-most // each))

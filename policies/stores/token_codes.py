@@ -35,7 +35,6 @@ class TokenCodeStore(Store):
     Sides: 0 for keys, 1 for values.
     """
 
-    replayable = True
     kinds: ClassVar[Mapping[str, str]] = {"codes": "codes"}
     """Name of a tensor of `encode`: its kind in tables of bytes, by default "scales and minima"."""
 
@@ -46,6 +45,10 @@ class TokenCodeStore(Store):
     @abstractmethod
     def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
         """The vectors of `encode`, still rotated: [B,H,n,D] float32."""
+
+    @property
+    def replayable(self) -> bool:  # type: ignore[override]
+        return self.format(0) is not None
 
     def format(self, side: int) -> Format | None:
         """The format of the codes, if the kernels for GPUs can read it."""
@@ -90,18 +93,18 @@ class TokenCodeStore(Store):
         i-th slot of a segment are i). segments: starts and counts [B,H]; `most` bounds the counts. Nothing waits for a
         GPU, so that the step can be recorded.
         """
-        dims, rotation = (new.keys.shape[-1], new.values.shape[-1]), self.rotation(widen(queries))
+        dims, rotation = (new.keys.shape[-1], new.values.shape[-1]), self.rotation(queries)
         keys, values = (self.coded(memory, side, dim) for side, dim in enumerate(dims))
         if keys is None or values is None or not decodes(queries):
             return self._decode_step_ref(queries, new, memory, places, segments, most, how, write)
+        if write and not self.encodes:
+            self._append(memory, new, segments[0])
         wide, dtype = queries, queries.dtype
         if rotation is not None:
             wide, *tokens = rotated(rotation, queries, new.keys, new.values)
             new = new._replace(keys=tokens[0], values=tokens[1])
         if write and self.encodes:
             append_codes(keys, values, segments[0], new)
-        elif write:
-            self._append(memory, new, segments[0])
         out = decode_codes(
             wide, keys, values, *places, *segments, most, how.scaling, new, how.softcap, how.sliding_window,
             one_for_all(how.sinks), dtype,
@@ -123,13 +126,13 @@ class TokenCodeStore(Store):
         """The definition of `decode_step`: dequantize all tokens, put the new ones in their places, attend."""
         if write:
             self._append(memory, new, segments[0])
-        numbers = [decoded(self, memory, side, x) for side, x in enumerate(new[:2])]
+        keys, values = decoded(self, memory, 0, new.keys), decoded(self, memory, 1, new.values)
         positions, (starts, counts) = places[1], segments
         if positions is None:
-            positions = torch.arange(len(numbers[0]), device=starts.device)
+            positions = torch.arange(len(keys), device=starts.device)
             positions = positions - starts.flatten().repeat_interleave(len(positions) // starts.numel())
         out = decode_attention_flat_ref(
-            widen(queries), *numbers, places[0], positions, starts, counts, most, how.scaling, how.softcap,
+            widen(queries), keys, values, places[0], positions, starts, counts, most, how.scaling, how.softcap,
             how.sliding_window, one_for_all(how.sinks), new_tokens=new,
         ).out  # fmt: skip
         return out.to(queries.dtype)
@@ -157,11 +160,11 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         return {name: x for name, x in self.memory.items() if name.partition(" ")[0] in SIDES}
 
     @property
-    def step_format(self) -> object:
+    def step_format(self) -> tuple[object, ...] | None:
         """As of a dense layer; scales of layers are part of the store."""
-        dims = [x.shape[-1] for x in self._like]
-        fitting = self.coded and all(fits(form, dim) for dim in dims if (form := self.store.format(0)) is not None)
-        return (self.store, *dims) if fitting and self.store.replayable else None
+        dims, form = [x.shape[-1] for x in self._like], self.store.format(0)
+        fitting = self.coded and form is not None and all(fits(form, dim) for dim in dims)
+        return (self.store, *dims) if fitting else None
 
     @property
     def step_nbytes(self) -> int:
@@ -250,7 +253,7 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         if not self.coded:
             return None
         exact = self._exact()
-        if exact is not None and exact.slots.shape[2] == 1 and decodes(queries):
+        if exact is not None and exact.slots.shape[2] == 1 and decodes(queries) and self.step_format is not None:
             return self._attend_in_kernel(queries, positions, how, exact)
         rows = widen(queries)
         rotation = self.store.rotation(rows)
@@ -292,7 +295,8 @@ def decoded(store: TokenCodeStore, memory: Mapping[str, Tensor], side: int, like
 
 def rotated(rotation: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
     """Vectors [B,H,1,D] of several kinds, multiplied by the rotation in one launch."""
-    return (torch.cat(heads, dim=1).to(rotation.dtype) @ rotation).split([x.shape[1] for x in heads], dim=1)
+    whole = torch.cat(heads, dim=1).to(rotation.dtype) @ rotation
+    return tuple(whole.split([x.shape[1] for x in heads], dim=1))
 
 
 def check_finite(x: Tensor) -> None:

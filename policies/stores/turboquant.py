@@ -94,10 +94,6 @@ class TurboQuant(TokenCodeStore):
     def rotation(self, like: Tensor) -> Tensor:
         return self._constants(0, like)[0].mT
 
-    @property
-    def replayable(self) -> bool:  # type: ignore[override]
-        return not self.sketch
-
     def format(self, side: int) -> Format | None:
         return None if self.sketch else Format("table", self.bits, WHOLE)
 
