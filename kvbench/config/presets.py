@@ -64,9 +64,11 @@ def _with_wrapper(slug: str, wrapper: str, config: Config, folders: Sequence[Pat
     added = read("wrapper", wrapper, folders)
     if added.get("value") and config.get("value"):
         raise UsageError(f"policy={slug} is not allowed: {config['name']} is value-aware already")
-    schedule = added.pop("schedule", None)
-    if schedule and not needs_whole_prompt(config):
-        config["schedule"] = _moved(config.get("schedule") or {}, schedule["_target_"]) | schedule
+    schedule, own = added.pop("schedule", {}), config.get("schedule") or {}
+    if "_target_" not in schedule:  # only how it evicts while decoding, if it does
+        config["schedule"] = {**own, **schedule} if own.get("decode", "evict") == "evict" else own
+    elif not needs_whole_prompt(config):
+        config["schedule"] = _moved(own, schedule["_target_"]) | schedule
     return {**config, **_filled(added, {"allocator": {"_target_": UNIFORM}, **config})}
 
 
