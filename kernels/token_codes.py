@@ -95,7 +95,7 @@ def tiles(dim: int, dtype: torch.dtype, table: bool) -> dict[str, Any]:
     table: look-ups of a table would be staged in shared memory too, 32 KiB a stage.
     """
     if dtype == torch.float32:
-        return {"BLOCK_T": 16, "PRODUCTS": tl.float32, "num_warps": 8 if dim <= 128 else 16, "num_stages": 2}
+        return {"BLOCK_T": 16, "PRODUCTS": tl.float32, "num_warps": 8, "num_stages": 2, "maxnreg": 255}
     sizes = {"BLOCK_T": 64, "num_warps": 4} if dim <= 128 else {"BLOCK_T": 32, "num_warps": 8}
     return {**sizes, "PRODUCTS": tl.float16, "num_stages": 2 if table else 3}
 
