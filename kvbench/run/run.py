@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 
 from kvbench import __version__
 from kvbench.cache.layout import layout_of
-from kvbench.config.presets import SCHEDULE, build_policy, scheduled
+from kvbench.config.presets import SCHEDULE, build_policy, check_method, named_config, scheduled
 from kvbench.config.tree import build, find, refusing_in
 from kvbench.errors import ConfigError, UsageError, refusing
 from kvbench.models.cache_shapes import check_shape
@@ -240,6 +240,9 @@ def _policy(config: RunConfig) -> Policy:
     if not isinstance(parts.get("schedule", {}), Mapping):
         schedule = parts["schedule"]
         raise ConfigError("policy.schedule", schedule, why=f"is not a part, write schedule={schedule}")
+    with suppress(UsageError):  # a name of the caller
+        preset = named_config("policy", config.names["policy"], config.folders)
+        check_method(preset, parts)
     if config.budget is not None:
         with refusing():
             check_budget(config.budget)  # also of a policy that does not use it
