@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from math import inf
+from numbers import Integral, Real
 from pathlib import PurePath
+from typing import Any
 
 LARGEST = 2**53
 """The largest whole number that JSON and Parquet readers represent exactly."""
@@ -42,6 +45,13 @@ class ConfigError(UsageError):
         return ConfigError(".".join((*place, self.field)), self.value, self.allowed, self.why)
 
 
+def unknown(field: str, name: str, allowed: Sequence[str], more: str = "") -> UsageError:
+    """The error for a name that does not exist, with the nearest names first. more: other allowed names, in words."""
+    near = get_close_matches(name, allowed, n=3, cutoff=0.6)
+    guess = f": did you mean {' or '.join(', '.join(near).rsplit(', ', 1))}?" if near else ""
+    return UsageError(f"{field}={name} does not exist{guess} (allowed: {', '.join(allowed)}{more})")
+
+
 @contextmanager
 def refusing(prefix: str = "") -> Iterator[None]:
     """Turn the ValueError of a check of the user's input into a UsageError, with `prefix` before its message."""
@@ -66,6 +76,15 @@ def whole_number(name: str, value: object, least: float, most: int = LARGEST) ->
         raise ConfigError(name, value, f"a whole number of at least {least}")
     if value > most:
         raise ConfigError(name, value, f"at most {most}")
+
+
+def as_python(value: Any) -> Any:  # noqa: ANN401 - any value of a field
+    """Numbers of other packages, such as NumPy's, as int or float; other values, and those in lists, likewise."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(as_python, value))
+    if isinstance(value, Integral) and not isinstance(value, int):
+        return int(value)
+    return float(value) if isinstance(value, Real) and not isinstance(value, int | float) else value
 
 
 def number(name: str, value: object, low: float, high: float = inf, *, below: float = inf) -> None:

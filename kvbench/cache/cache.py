@@ -34,6 +34,7 @@ from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, check_padding
 from kvbench.cache.shared import SharedReads
+from kvbench.errors import as_python
 from kvbench.policies.latents import check_latents
 from kvbench.policies.observation import AttentionParams, StepCache
 from kvbench.policies.policy import Policy
@@ -77,6 +78,11 @@ class KVCache(Cache):
         prompt_length: int | Sequence[int] | None = None,
         question: int | Sequence[int] | None = None,
     ) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            raise ValueError(
+                f"config must be a model's configuration, KVCache(model.config, policy), got a {type(config).__name__}"
+            )
+        prompt_length, question = as_python((prompt_length, question))
         self.config = config.get_text_config(decoder=True)
         check_interface(self.config)
         self._prompt_length, self._question = prompt_length, question
@@ -157,6 +163,7 @@ class KVCache(Cache):
         """
         if index == 0:
             self._begin_call(new.queries, mask)
+        self._evictions.share()
         if len(self.groups) == 1:
             out = self._attend_group(self.groups[0], index, new, params)
         else:
@@ -269,7 +276,7 @@ class KVCache(Cache):
             check_next_prompt(policy.name, policy.store, policy.allocator)
         self._evictions.end_call()
         for group in self.groups:
-            group.next_prompt(length, question)
+            group.next_prompt(*as_python((length, question)))
 
     def pre_pass_done(self) -> None:
         """Carry out the evictions that waited for a pre-pass."""

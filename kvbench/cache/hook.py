@@ -43,8 +43,8 @@ longer than all other checks of a layer."""
 class LayerCall(NotATensor):
     """Stands for a layer's new keys and values, from `cache.update` to the attention function.
 
-    attend: called once with the attention module, queries [B,H_q,M,D], the columns and the attention's parameters. read:
-    called with queries and parameters of later layers that share these keys and values; None if no layer may.
+    attend: called once with the attention module, queries [B,H_q,M,D], the columns and the attention's parameters.
+    read: called with queries and parameters of later layers that share these keys and values; None if no layer may.
     """
 
     def __init__(
@@ -232,8 +232,8 @@ def kvbench_mask(
         return None
     if kv_length is not None and attention_mask.shape[-1] != kv_length:
         raise ValueError(
-            f"attention_mask has {attention_mask.shape[-1]} columns, but the cache has seen {seen} tokens (evicted ones "
-            f"included) and the call brings {q_length}: pass a mask with {kv_length} columns, or none without padding"
+            f"attention_mask has {attention_mask.shape[-1]} columns, but the cache has seen {seen} tokens "
+            f"(evicted ones included) and the call brings {q_length}: pass a mask with {kv_length} columns, or none without padding"
         )
     return attention_mask.to(torch.bool)[:, None, :, None]
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from kv_crafted import observed
-from kv_models import prompt, tiny
+from kv_models import left_padded, prompt, tiny
 from kv_runs import run_greedy
 from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
 
-from kvbench import make_policy
+from kvbench import KVCache, make_policy
 from kvbench.engine.generate import generate_tokens
 from kvbench.policies.model_layer import Rotation
 from kvbench.policies.policy import Policy
