@@ -47,13 +47,16 @@ def generate(
     samples: answers per row, which are neighbours in the result. seed: of sampled tokens and of policies that draw
     numbers per token (`random`, CaM), which also differ between rows and samples; a `KVCache` in `model.generate` has
     only the policy's own seed. `tokens` of the result are the answers, `cache` is the cache at the end.
-    Warns of more tokens than the model has positions. Raises ValueError for a wrong value, BudgetError if the cache holds more than the policy allows.
+    Warns of more tokens than the model has positions. Raises ValueError for a wrong value, BudgetError if the cache
+    holds more than the policy allows.
     """
     max_new_tokens, min_new_tokens, seed = as_python((max_new_tokens, min_new_tokens, seed))
     _check(model, prompt, policy, tokenizer, attention_mask, stop)
     whole_number("max_new_tokens", max_new_tokens, 1)
     whole_number("min_new_tokens", min_new_tokens, 0)
     whole_number("seed", seed, 0)
+    if context_tokens is not None:
+        whole_number("context_tokens", context_tokens, 1)
     if isinstance(prompt, str):
         assert tokenizer is not None
         prompt = torch.tensor([encode(tokenizer, prompt)])
@@ -99,9 +102,12 @@ def _check(model: object, prompt: object, policy: object, tokenizer: object, mas
     if isinstance(prompt, Tensor) and (prompt.dim() != 2 or not prompt.numel() or prompt.is_floating_point()):
         got = f"{str(prompt.dtype).removeprefix('torch.')} {list(prompt.shape)}"
         raise ConfigError("prompt", got, "a text or token ids [B,T] of at least one token (ids[None] for one row)")
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if isinstance(prompt, Tensor) and not 0 <= int(prompt.min()) <= int(prompt.max()) < vocabulary:
+        raise ConfigError("prompt", [int(prompt.min()), int(prompt.max())], f"token ids from 0 to {vocabulary - 1}")
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != getattr(prompt, "shape", None)):
-        got = list(mask.shape) if isinstance(mask, Tensor) else type(mask)
-        raise ConfigError("attention_mask", got, "a tensor [B,T] with the shape of the token ids")
+        shape: object = list(mask.shape) if isinstance(mask, Tensor) else type(mask)
+        raise ConfigError("attention_mask", shape, "a tensor [B,T] with the shape of the token ids")
 
 
 def _warn_of_positions(model: PreTrainedModel, tokens: int) -> None:

@@ -34,7 +34,7 @@ from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, check_padding
 from kvbench.cache.shared import SharedReads
-from kvbench.errors import as_python
+from kvbench.errors import ConfigError, as_python
 from kvbench.policies.latents import check_latents
 from kvbench.policies.observation import AttentionParams, StepCache
 from kvbench.policies.policy import Policy
@@ -79,9 +79,7 @@ class KVCache(Cache):
         question: int | Sequence[int] | None = None,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
-            raise ValueError(
-                f"config must be a model's configuration, KVCache(model.config, policy), got a {type(config).__name__}"
-            )
+            raise ConfigError("config", type(config), "a model's configuration, as in KVCache(model.config, policy)")
         prompt_length, question = as_python((prompt_length, question))
         self.config = config.get_text_config(decoder=True)
         check_interface(self.config)
@@ -99,6 +97,7 @@ class KVCache(Cache):
         self._reader: ReferenceType[nn.Module] | None = None  # the model's first attention module
         self._rows = [(group, slice(None)) for group in self.groups]  # of the sequences of every group in a call
         self._places = self._layout.places
+        self._dtype: torch.dtype | None = None
         self._shifts: dict[int, int] = {}  # positions in the model minus those of the cache, see `real_columns`
         layers: list[Any] = [self._new_layer(index) for index in range(self._layout.layers)]
         self.attention_layers: list[KVLayer] = [layers[index] for index in self._layout.attention]
@@ -146,13 +145,20 @@ class KVCache(Cache):
             self._reader = check_model(self.config, self._reader, module)
         if any(group.policy.needs.model for group in self.groups):
             params = params._replace(model=model_layer(module, queries))
-        mask = self._real(columns, *queries.shape[0:3:2]) if index == 0 else None
+        mask = self._real(columns, queries) if index == 0 else None
         return self.attend(index, QKV(queries, keys, values), mask, params)
 
-    def _real(self, columns: Columns, batch: int, new: int) -> Tensor | None:
+    def _real(self, columns: Columns, queries: Tensor) -> Tensor | None:
         """The new tokens of a call that are no padding; sequences of the engine are checked and have none."""
         if not self.groups or self.groups[0].isolated:
             return None
+        if self._dtype not in (None, queries.dtype):
+            raise ValueError(
+                f"this KVCache holds numbers in {self._dtype}, but the model computes in {queries.dtype} now: make a "
+                "new cache after the model was converted"
+            )
+        self._dtype = queries.dtype
+        batch, _, new, _ = queries.shape
         return real_columns(columns, self.groups[0].progress.seen, batch, new, self._shifts)
 
     def attend(self, index: int, new: QKV, mask: Tensor | None, params: AttentionParams) -> Tensor:

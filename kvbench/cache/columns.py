@@ -74,5 +74,6 @@ def _check_positions(
             raise ValueError(
                 f"position_ids of sequence {row} do not continue those of its earlier tokens: got "
                 f"{found + seen[row]} where {shifts[row] + seen[row]} follows. Positions count every token seen, "
-                "evicted ones included: leave position_ids out, and give attention_mask a column for each of them"
+                "evicted ones included: leave position_ids out, give attention_mask a column for each of them, and "
+                "do not set use_cache=False"
             )

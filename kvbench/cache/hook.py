@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from kvbench.cache import NAME
 from kvbench.cache.columns import Columns
 from kvbench.cache.interface import InterfaceError, NotATensor, check_interface, uncompiled
+from kvbench.cache.layout import layout_of
 from kvbench.policies.model_layer import Latents
 from kvbench.policies.observation import AttentionParams
 
@@ -99,6 +100,12 @@ def _latent_call(module: nn.Module, value: LayerCall | Tensor) -> tuple[LayerCal
     Raises ValueError for attention without a cache, and for a model without a method that expands latents.
     """
     call, _EXPECTED.call = _EXPECTED.call, None
+    switch = layout_of(module.config).uniform_length if isinstance(value, Tensor) else None
+    if call is None and switch is not None and value.shape[2] > switch:
+        raise InterfaceError(
+            f"model.generate of this model computes a text again without its cache where it exceeds {switch} tokens "
+            "(longrope), so it cannot use a KVCache there: use kvbench.generate"
+        )
     if call is None or isinstance(value, LayerCall) or call.layer != module.layer_idx:
         raise ValueError("kvbench attention reads a KVCache: pass past_key_values=KVCache(model.config, policy)")
     expand: Any = getattr(module, "expand_kv", None)
@@ -233,7 +240,8 @@ def kvbench_mask(
     if kv_length is not None and attention_mask.shape[-1] != kv_length:
         raise ValueError(
             f"attention_mask has {attention_mask.shape[-1]} columns, but the cache has seen {seen} tokens "
-            f"(evicted ones included) and the call brings {q_length}: pass a mask with {kv_length} columns, or none without padding"
+            f"(evicted ones included) and the call brings {q_length}: pass a mask with {kv_length} columns, or none "
+            "without padding"
         )
     return attention_mask.to(torch.bool)[:, None, :, None]
 
