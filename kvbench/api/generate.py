@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,7 +103,8 @@ def _check(model: object, prompt: object, policy: object, tokenizer: object, mas
     if isinstance(prompt, Tensor) and (prompt.dim() != 2 or not prompt.numel() or prompt.is_floating_point()):
         got = f"{str(prompt.dtype).removeprefix('torch.')} {list(prompt.shape)}"
         raise ConfigError("prompt", got, "a text or token ids [B,T] of at least one token (ids[None] for one row)")
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary = embeddings.weight.shape[0]
     if isinstance(prompt, Tensor) and not 0 <= int(prompt.min()) <= int(prompt.max()) < vocabulary:
         raise ConfigError("prompt", [int(prompt.min()), int(prompt.max())], f"token ids from 0 to {vocabulary - 1}")
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != getattr(prompt, "shape", None)):

@@ -100,8 +100,9 @@ def _latent_call(module: nn.Module, value: LayerCall | Tensor) -> tuple[LayerCal
     Raises ValueError for attention without a cache, and for a model without a method that expands latents.
     """
     call, _EXPECTED.call = _EXPECTED.call, None
-    switch = layout_of(module.config).uniform_length if isinstance(value, Tensor) else None
-    if call is None and switch is not None and value.shape[2] > switch:
+    config: Any = module.config
+    switch = layout_of(config).uniform_length
+    if call is None and switch is not None and isinstance(value, Tensor) and value.shape[2] > switch:
         raise InterfaceError(
             f"model.generate of this model computes a text again without its cache where it exceeds {switch} tokens "
             "(longrope), so it cannot use a KVCache there: use kvbench.generate"

@@ -49,8 +49,8 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert type(policy.budget) is int
     assert make_policy("snapkv", np.float32(0.25), window=np.int16(8)).budget == 0.25
     assert make_policy("fp8", key_scales=[np.float64(1), np.float32(2)]).store.key_scales == [1.0, 2.0]
-    rows = evaluate("pocket", policies="tova", budgets=np.array([32, 64]), tasks="niah", limit=np.int64(1)).rows
-    assert [row["budget"] for row in rows] == [32, 64]
+    found = evaluate("pocket", policies="tova", budgets=np.array([32, 64]), tasks="niah", limit=np.int64(1))
+    assert found.to_pandas()["budget"].tolist() == [32, 64]
 
 
 def test_a_text_beyond_the_model_s_positions_is_generated_with_a_warning() -> None:
