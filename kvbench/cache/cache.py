@@ -148,6 +148,7 @@ class KVCache(Cache):
         """
         if index == 0:
             self._begin_call(new.queries, mask)
+        self._evictions.share()
         if len(self.groups) == 1:
             out = self._attend_group(self.groups[0], index, new, params)
         else:

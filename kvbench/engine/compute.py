@@ -18,7 +18,7 @@ from kvbench.engine.scheduler import Scheduler
 from kvbench.models.loading import LoadedModel, load
 from kvbench.results.session import Totals, environment, record
 from kvbench.run.run import Run
-from kvbench.terminal.command import meter
+from kvbench.terminal.progress import meter
 
 OPEN_RUNS = 200
 """Runs whose files are open at one time: macOS allows 256 open files per process."""

@@ -21,8 +21,9 @@ import torch
 
 from kvbench import __version__
 from kvbench.cache.layout import layout_of
+from kvbench.config.compose import find
+from kvbench.config.parts import build, refusing_in
 from kvbench.config.presets import SCHEDULE, build_policy, scheduled
-from kvbench.config.tree import build, find, refusing_in
 from kvbench.errors import ConfigError, UsageError, refusing
 from kvbench.models.cache_shapes import check_shape
 from kvbench.models.files import ModelSpec, check_sha256
