@@ -1,7 +1,7 @@
 """The countdown problem: its depth-first search as text, and the official score of an answer.
 
-Source: Ye et al. 2025, arXiv 2501.05414; princeton-pli/LongProc at 78e873a, longproc/countdown_evaluator.py. The model's
-equations are parsed, never evaluated as code.
+Source: Ye et al. 2025, arXiv 2501.05414; princeton-pli/LongProc at 78e873a, longproc/countdown_evaluator.py. Equations
+of the model are parsed, never evaluated as code.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 LARGEST = 2000
+AROUND = 12  # line ends of a reference outside of its log
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
@@ -46,7 +47,8 @@ def _search(numbers: list[int], target: int, level: int, log: list[str]) -> list
         level += 1
     for one, two, rest in _choices(numbers):
         if len(numbers) > 2:
-            log.append(f"\n{_indent(level)}Pick two numbers ({one}, {two}) (numbers left: {rest}). Try possible operations.")
+            picked = f"Pick two numbers ({one}, {two}) (numbers left: {rest})"
+            log.append(f"\n{_indent(level)}{picked}. Try possible operations.")
         large, small = max(one, two), min(one, two)
         for sign in OPERATORS:
             found = _try(large, sign, small, rest, target, level + 1, log)
@@ -55,7 +57,9 @@ def _search(numbers: list[int], target: int, level: int, log: list[str]) -> list
     return None
 
 
-def _try(large: int, sign: str, small: int, rest: list[int], target: int, level: int, log: list[str]) -> list[str] | None:
+def _try(
+    large: int, sign: str, small: int, rest: list[int], target: int, level: int, log: list[str]
+) -> list[str] | None:
     """One operation: the equations to the target, or None; adds to the log."""
     line = f"\n{_indent(level)}Try {large} {sign} {small}"
     if sign == "/" and small == 0:
@@ -95,7 +99,7 @@ def draw(rng: random.Random, shortest: int, longest: int) -> tuple[list[int], in
     while True:
         numbers, target = [rng.randint(1, 49) for _ in range(4)], rng.randint(10, 50)
         found = reference(numbers, target)
-        if found is not None and shortest <= found.count("\n") - 12 <= longest:
+        if found is not None and shortest <= found.count("\n") - AROUND <= longest:
             return numbers, target, found
 
 

@@ -14,8 +14,10 @@ from kvbench.tasks.longproc import countdown
 
 Metrics = dict[str, float]
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_TOM = re.compile(r"\b(a|an|the|on|in|at|the|step|thinks|think|believes|believe|is|are|of|location|know|knows|belief)\b")
-_SOLVED = "\n\nNow we have found the target"
+_TOM = re.compile(
+    r"\b(a|an|the|on|in|at|the|step|thinks|think|believes|believe|is|are|of|location|know|knows|belief)\b"
+)
+_LOG = "# Search Procedure"
 
 
 def tagged(text: str, tag: str) -> str | None:
@@ -43,7 +45,7 @@ def path_traversal(output: str, reference: str) -> Metrics:
 
 
 def tom_tracking(output: str, reference: str) -> Metrics:
-    """Beliefs: the lines that begin with "-", equal after normalisation; else the share before the first that differs."""
+    """Beliefs: lines that begin with "-", equal after normalisation; else the share before the first difference."""
     found, wanted = _beliefs(output), _beliefs(reference)
     if found == wanted:
         return accuracy(True, 1.0, True)
@@ -53,7 +55,8 @@ def tom_tracking(output: str, reference: str) -> Metrics:
 
 
 def _beliefs(text: str) -> list[str]:
-    lines = (line.split("-", 1)[1] for line in text.strip().split("\n") if line.startswith("-"))
+    kept = "\n".join(line for line in text.splitlines() if line.strip().startswith("-")).strip()
+    lines = (line.split("-", 1)[1] for line in kept.split("\n") if line.startswith("-"))  # an indented one is lost
     return [plain for line in lines if (plain := _plain_belief(line))]
 
 
@@ -102,5 +105,7 @@ def countdown_score(output: str, numbers: Sequence[int], target: int, reference:
     solution = tagged(output, "Solution")
     if solution is not None and countdown.solves(numbers, target, solution):
         return accuracy(True, 1.0, True)
-    log, wanted = (text.split("# Search Procedure")[-1].split(_SOLVED)[0] for text in (output, reference))
-    return accuracy(False, countdown.followed(log, wanted), solution is not None)
+    if _LOG not in output:
+        return accuracy(False, 0.0, solution is not None)
+    wanted = reference.split(_LOG)[-1].split("Now we have found the target")[0]
+    return accuracy(False, countdown.followed(output.split(_LOG)[-1], wanted), solution is not None)

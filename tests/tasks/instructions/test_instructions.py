@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvbench.config.tree import build, read
+from kvbench.config.compose import read
+from kvbench.config.parts import build
 from kvbench.models.spans import token_spans
 from kvbench.results.samples import kept_spans
 from kvbench.tasks.instructions.task import REFUSAL, leakage
