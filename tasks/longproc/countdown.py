@@ -141,7 +141,7 @@ def _value(text: str) -> Fraction:
 
 def _evaluate(node: ast.expr) -> Fraction:
     signs = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return Fraction(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
         value = _evaluate(node.operand)

@@ -155,7 +155,7 @@ def test_missing_data_and_permissions_are_named(tmp_path: Path, words: Tokenizer
     ):
         with pytest.raises(ValueError, match=said):
             list(task("countdown", **fields).examples(words, 0))
-    with pytest.raises(ValueError, match="size=.8k. does not exist for pseudo_to_code"):
+    with pytest.raises(ValueError, match=r"size=.8k. does not exist for pseudo_to_code"):
         task("pseudo_to_code", size="8k")
 
 
