@@ -155,6 +155,9 @@ def numbers_of(
     numbers = numbers.to(PRODUCTS)
     if HOW.GROUP > 0:
         T: tl.constexpr = codes.shape[0]
+        GROUPS: tl.constexpr = HOW.BLOCK_D // HOW.GROUP  # Triton 3.6 does not accept fields in a shape
+        GROUP: tl.constexpr = HOW.GROUP
+        BLOCK_D: tl.constexpr = HOW.BLOCK_D
         scale = _scales(scale_ptr, slots, there, HOW)
         if HOW.KIND == "zero point":
             bits = scale.to(tl.int32, bitcast=True)
@@ -162,8 +165,8 @@ def numbers_of(
             scale = (bits & -16).to(tl.float32, bitcast=True)
         if HOW.E4M3_SCALES:
             scale = from_e4m3(scale, HOW.NATIVE)
-        grouped = tl.reshape(numbers, (T, HOW.BLOCK_D // HOW.GROUP, HOW.GROUP))
-        numbers = tl.reshape(grouped * scale.to(PRODUCTS)[:, :, None], (T, HOW.BLOCK_D))
+        grouped = tl.reshape(numbers, (T, GROUPS, GROUP))
+        numbers = tl.reshape(grouped * scale.to(PRODUCTS)[:, :, None], (T, BLOCK_D))
     return numbers
 
 
@@ -208,9 +211,10 @@ def _store_codes(ptr: tl.tensor, codes: tl.tensor, BITS: tl.constexpr, HOW: tl.c
     WIDTH: tl.constexpr = 8 if BITS >= 8 else (4 if BITS >= 4 else (2 if BITS >= 2 else 1))
     EACH: tl.constexpr = 8 // WIDTH
     BYTES: tl.constexpr = (HOW.D * WIDTH + 7) // 8
-    plane = tl.reshape(codes & ((1 << WIDTH) - 1), (HOW.BLOCK_D // EACH, EACH))
+    WORDS: tl.constexpr = HOW.BLOCK_D // EACH
+    plane = tl.reshape(codes & ((1 << WIDTH) - 1), (WORDS, EACH))
     bytes = tl.sum(plane << (tl.arange(0, EACH) * WIDTH)[None, :], 1)
-    column = tl.arange(0, HOW.BLOCK_D // EACH)
+    column = tl.arange(0, WORDS)
     tl.store(ptr + column, bytes.to(tl.uint8), mask=column < BYTES)
     if BITS > WIDTH:
         _store_codes(ptr + BYTES, codes >> WIDTH, BITS - WIDTH, HOW)
@@ -250,19 +254,21 @@ def encode(
         tl.store(scale_ptr + dims, bits.to(tl.float32, bitcast=True), mask=dims < 1)
     elif HOW.KIND == "e2m1":
         GROUPS: tl.constexpr = HOW.BLOCK_D // HOW.GROUP
-        blocks = tl.reshape(x, (GROUPS, HOW.GROUP))
+        GROUP: tl.constexpr = HOW.GROUP
+        BLOCK_D: tl.constexpr = HOW.BLOCK_D
+        blocks = tl.reshape(x, (GROUPS, GROUP))
         most = tl.max(tl.abs(blocks), 1)
         own = _to_e4m3(tl.math.div_rn(most, LEVELS * factor + most * 0))
         group = tl.arange(0, GROUPS)
         tl.store(scale_ptr + group, own, mask=group < HOW.SCALES)
         step = (from_e4m3(own, HOW.NATIVE).to(tl.float32) * factor)[:, None] + blocks * 0
         blocks = tl.where(step == 0, 0.0, tl.math.div_rn(blocks, tl.where(step == 0, 1.0, step)))
-        codes = _to_e2m1(tl.reshape(blocks, (HOW.BLOCK_D,)))
+        codes = _to_e2m1(tl.reshape(blocks, (BLOCK_D,)))
     else:
         norm = tl.sqrt_rn(tl.sum(x * x, 0))
         tl.store(scale_ptr + dims, (norm + x * 0).to(tl.float16), mask=dims < 1)
         unit = tl.math.div_rn(x, tl.where(norm == 0, 1.0, norm) + x * 0)
-        codes = tl.zeros([HOW.BLOCK_D], tl.int32)
+        codes = dims * 0
         for level in range((1 << HOW.BITS) - 1):
             bound = (tl.load(table_ptr + level) + tl.load(table_ptr + level + 1)) / 2
             codes += (unit > bound).to(tl.int32)

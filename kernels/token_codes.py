@@ -69,7 +69,7 @@ def _attend_codes(
     top = tl.where(exact, capped(own, cap), float("-inf"))
     total = tl.where(exact, 1.0, 0.0)
     # Sums are of numbers without their factor; the exact value is divided by it instead.
-    out = tl.zeros([ROWS, VALUE.BLOCK_D], tl.float32) + (v.to(tl.float32) / v_factor)[None, :]
+    out = (heads * 0.0)[:, None] + (v.to(tl.float32) / v_factor)[None, :]
     query = query.to(PRODUCTS)
     for step in range(tl.cdiv(end - begin, BLOCK_T)):
         slots = begin + step * BLOCK_T + tl.arange(0, BLOCK_T)
