@@ -76,6 +76,7 @@ class Engine:
     rows: int | None = None
     save_seconds: float = 10
     cuda_graph: bool | str = False
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class RunConfig:
             whole_number("engine.rows", self.engine.rows, 1)
         number("engine.save_seconds", self.engine.save_seconds, 0)
         choice("engine.cuda_graph", self.engine.cuda_graph, True, False, "auto")
+        choice("engine.compile", self.engine.compile, True, False)
 
     @property
     def record(self) -> Config:

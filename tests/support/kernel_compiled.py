@@ -107,6 +107,8 @@ def launches(everything: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         if wide:
             sliding = {**how, "sliding_window": 64, "softcap": 50.0}
             yield f"column sums in any order, {name}", partial(query_sums.column_sums, **sliding)
+            alone = {**how, "sliding_window": 64}
+            yield f"column sums of a window, {name}", partial(query_sums.column_sums, **alone)
             yield f"moments, {name}", partial(query_sums.attention_moments, **how)
             yield f"window of 32, {name}", partial(query_sums.window_statistics, **sums(dtype, dim, 32))
 
@@ -129,6 +131,7 @@ def decode_cases(dtype: torch.dtype, dim: int, wide: bool) -> dict[str, dict[str
             "soft cap, window and sinks": {
                 **dense, "softcap": 50.0, "sliding_window": 64, "sinks": torch.zeros(H_KV * G)
             },
+            "window and sinks": {**dense, "sliding_window": 64, "sinks": torch.zeros(H_KV * G)},
             "flat": flat,
         }  # fmt: skip
     return cases
