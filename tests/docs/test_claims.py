@@ -29,7 +29,7 @@ OF_OTHERS = {"field", "by", "max_new_tokens", "num_fewshot", "question", "config
 """Arguments of Python functions, and the placeholder of a field."""
 COMMANDS = {"threads", "lengths", "budgets", "policies", "new_tokens", "rounds", "model"}
 """Fields of kvbench.bench and kvbench.memory."""
-OF_OLD = ("debug", "scale", "turn")
+OF_OLD = ("debug", "scale", "turn", "policy.readers")
 """Fields that a page says are removed, and a field of results."""
 USERS = {
     "my_conf/policy/mine.yaml",
