@@ -25,7 +25,17 @@ PAGES = [
 ]
 FIELD = re.compile(r"(?<![\w.~/\"'\[-])\+{0,2}([a-z_][\w.]*)=")
 FILE = re.compile(r"`([\w./-]+\.(?:py|md|yaml|csv|svg|sh|gz))`")
-OF_OTHERS = {"field", "by", "max_new_tokens", "num_fewshot", "question", "config_dir", "prompt_length", "page"}
+OF_OTHERS = {
+    "field",
+    "by",
+    "max_new_tokens",
+    "num_fewshot",
+    "question",
+    "config_dir",
+    "prompt_length",
+    "page",
+    "output_attentions",
+}
 """Arguments of Python functions, and the placeholder of a field."""
 COMMANDS = {"threads", "lengths", "budgets", "policies", "new_tokens", "rounds", "model"}
 """Fields of kvbench.bench and kvbench.memory."""
