@@ -167,7 +167,8 @@ def test_gsm8k_answers_and_perplexity_of_full_are_those_of_lm_eval(
 ) -> None:
     if not GSM8K.is_file():
         pytest.skip("needs ../shared/data/gsm8k_test.jsonl")
-    fields: dict[str, Any] = {"task.data_dir": str(GSM8K), "task.num_fewshot": 0, "task.gen_kwargs": {"max_gen_toks": 24}}
+    fields: dict[str, Any] = {"task.data_dir": str(GSM8K), "task.num_fewshot": 0}
+    fields["task.gen_kwargs"] = {"max_gen_toks": 24}
     path = {} if checkpoint.spec.path is None else {"model.path": checkpoint.spec.path}
     evaluate(checkpoint.spec.name, policies="full", tasks="lm_eval/gsm8k", limit=3, out=tmp_path, **fields, **path)
     (file,) = tmp_path.glob("*/samples.jsonl")
