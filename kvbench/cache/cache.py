@@ -357,6 +357,13 @@ class KVCache(Cache):
         """[L,B,H_kv] tokens held by the attention layers. ValueError if layers differ in their number of KV heads."""
         return stacked(self.kept_by_layer())
 
+    def __repr__(self) -> str:
+        kept = self.kept_by_layer()
+        tokens = sum(float(layer.sum()) for layer in kept) / max(1, sum(layer.numel() for layer in kept))
+        held = f"{tokens:,.1f} of {self.seen:,} tokens per KV head, {self.held_nbytes / 2**20:,.2f} MiB"
+        budget = "" if self.policy.budget is None else f", budget {self.policy.budget:g}"
+        return f"<KVCache {self.policy.name or 'policy'}{budget}: {held} in {len(kept)} layers>"
+
     def audit(self) -> None:
         """Raise BudgetError unless every layer holds at most what its policy promises, at valid positions.
 
