@@ -35,6 +35,8 @@ OF_OTHERS = {
     "prompt_length",
     "page",
     "output_attentions",
+    "chat_template_args",
+    "think_end",
 }
 """Arguments of Python functions, and the placeholder of a field."""
 COMMANDS = {"threads", "lengths", "budgets", "policies", "new_tokens", "rounds", "model"}
