@@ -1,9 +1,8 @@
 """The attention function and the mask function registered with transformers under the name `kvbench`."""
 
 import threading
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any, Protocol, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,34 +38,33 @@ _WINDOWS: WeakKeyDictionary[nn.Module, tuple[int | None, int | None]] = WeakKeyD
 longer than all other checks of a layer."""
 
 
-class LayerCall(NotATensor):
-    """Stands for a layer's new keys and values, from `cache.update` to the attention function.
+class LayerCaller(Protocol):
+    """A cache whose layers are called by the attention function."""
 
-    attend: called once with the attention module, queries [B,H_q,M,D], the mask and the attention's parameters. read:
-    called with queries and parameters of later layers that share these keys and values; None if no layer may.
+    def called(
+        self, call: "LayerCall", module: nn.Module, queries: Tensor, mask: Tensor | None, params: AttentionParams
+    ) -> Tensor:
+        """The attention output [B,H_q,M,D] of queries [B,H_q,M,D]; mask [B,M] bool marks the real tokens."""
+
+
+class LayerCall(NotATensor):
+    """Stands for a layer's new keys and values [B,H_kv,M,D], from `cache.update` to the attention function.
+
+    index: of the layer in the model. shared: whether later layers read these keys and values. done: the layer itself
+    has attended.
     """
 
-    def __init__(
-        self,
-        layer: int,
-        attend: Callable[[nn.Module, Tensor, Tensor | None, AttentionParams], Tensor],
-        read: Callable[[Tensor, AttentionParams], Tensor] | None = None,
-    ) -> None:
-        self.layer = layer
-        self._attend, self._read = attend, read
-        self._done = False
+    def __init__(self, cache: LayerCaller, index: int, keys: Tensor, values: Tensor, shared: bool = False) -> None:
+        self.cache, self.index, self.shared, self.done = cache, index, shared, False
+        self.new_keys, self.new_values = keys, values
 
-    def __call__(self, module: nn.Module, queries: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
-        """The attention output [B,H_q,M,D] of the layer, then of its readers. InterfaceError for other readers."""
-        if not self._done:
-            self._done = True
-            return self._attend(module, queries, mask, params)
-        if self._read is None:
+    def check_reader(self) -> None:
+        """InterfaceError for a second layer that reads these keys and values, unless the configuration has it."""
+        if self.done and not self.shared:
             raise InterfaceError(
-                f"the model reads the keys and values of layer {self.layer} in another layer too, which its "
+                f"the model reads the keys and values of layer {self.index} in another layer too, which its "
                 "configuration does not say (num_kv_shared_layers)"
             )
-        return self._read(queries, params)
 
 
 class SharedCall(LayerCall):
@@ -98,7 +96,7 @@ def _latent_call(module: nn.Module, value: LayerCall | Tensor) -> tuple[LayerCal
     Raises ValueError for attention without a cache, and for a model without a method that expands latents.
     """
     call, _EXPECTED.call = _EXPECTED.call, None
-    if call is None or isinstance(value, LayerCall) or call.layer != module.layer_idx:
+    if call is None or isinstance(value, LayerCall) or call.index != module.layer_idx:
         raise ValueError("kvbench attention reads a KVCache: pass past_key_values=KVCache(model.config, policy)")
     expand: Any = getattr(module, "expand_kv", None)
     if expand is None:
@@ -140,7 +138,8 @@ def kvbench_attention(
     sinks = None if s_aux is None else s_aux.detach()[None]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     how = AttentionParams(scale, softcap, window, sinks, latents=latents)
-    return call(module, query, attention_mask, how).transpose(1, 2).contiguous(), None
+    call.check_reader()
+    return call.cache.called(call, module, query, attention_mask, how).transpose(1, 2).contiguous(), None
 
 
 def _name(module: nn.Module) -> str:
@@ -220,7 +219,7 @@ def kvbench_mask(
     if attention_mask is None or attention_mask.is_meta:  # a trial without numbers has no padding
         return None
     real = attention_mask[:, -q_length:].to(torch.bool)
-    if q_length > 1 and bool((real.any(-1) & ~real[:, -1]).any()):
+    if q_length > 1 and bool((real[:, :-1] & ~real[:, 1:]).any()):
         raise ValueError(
             "attention_mask must mark padding on the left only, so that every prompt ends in the last column: "
             'tokenize with padding_side="left"'

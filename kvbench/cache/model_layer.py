@@ -150,13 +150,15 @@ class _Recorder:
     """A cache that records the keys and queries of one call, and returns zeros as attention."""
 
     def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[LayerCall, LayerCall]:
-        self.keys, self._values = keys, values
-        call = LayerCall(0, self._attend)
+        self.keys = keys
+        call = LayerCall(self, 0, keys, values)
         return call, call
 
-    def _attend(self, module: nn.Module, queries: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
-        self.queries = queries
-        return self._values.new_zeros(*queries.shape[:3], self._values.shape[-1])
+    def called(
+        self, call: LayerCall, module: nn.Module, queries: Tensor, mask: Tensor | None, params: AttentionParams
+    ) -> Tensor:
+        self.queries, values = queries, call.new_values
+        return values.new_zeros(*queries.shape[:3], values.shape[-1])
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:

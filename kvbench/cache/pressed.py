@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvbench.cache.layer import stacked
+from kvbench.cache.views import stacked
 
 
 class PressedCache(DynamicCache):

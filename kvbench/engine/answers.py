@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from kvbench.cache.cache import BudgetError, KVCache
-from kvbench.cache.layer import nbytes_read, tokens_read
 from kvbench.cache.pressed import PressedCache
+from kvbench.cache.reading import nbytes_read, tokens_read
 from kvbench.engine.generate import generate
 from kvbench.engine.memory import peak, reset_peak
 from kvbench.engine.prompts import blank
@@ -142,11 +142,11 @@ def _cache_fields(run: Run, cache: KVCache | PressedCache, processed: int) -> di
         "evicted": float(evicted(cache, processed)),
     }
     if run.policy.pre_pass is not None and isinstance(cache, KVCache):
-        fields["pre_pass_tokens"] = cache.group.progress.passed[0]
+        fields["pre_pass_tokens"] = cache.sequence.passed
     if isinstance(cache, PressedCache):
         fields["masked_tokens"] = cache.masked
     if run.policy.reader is not None and isinstance(cache, KVCache):
-        fields |= {"read_tokens": tokens_read(cache.group), "read_bytes": nbytes_read(cache.group)}
+        fields |= {"read_tokens": tokens_read(cache.sequence), "read_bytes": nbytes_read(cache.sequence)}
     return fields
 
 

@@ -201,7 +201,7 @@ def test_scores_that_are_nan_end_their_sequence_only(counts: Counts) -> None:
         flight.step()
     assert flight.device is not None
     with torch.inference_mode():
-        for x in (layer.store.memory["attention_sum"] for layer in first.cache.group.layers):
+        for x in (layer.store.memory["attention_sum"] for layer in first.cache.sequence.layers):
             x.fill_(torch.nan)
     while flight.in_flight:
         flight.step()

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from kvbench import KVCache, make_policy
 from kvbench.cache.cache import fork
 from kvbench.cache.hook import prepare
-from kvbench.cache.layer import nbytes_read, tokens_read
-from kvbench.cache.reading import PageReads
+from kvbench.cache.reading import PageReads, nbytes_read, tokens_read
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.teacher_forcing import continuation_scores
 from kvbench.policies.policy import Policy
@@ -107,8 +106,8 @@ def reads() -> Iterator[list[Read]]:
     found: list[Read] = []
     attend = PageReads.attend
 
-    def noting(self: PageReads, prompts: Any, step: Any) -> Tensor | None:
-        out = attend(self, prompts, step)
+    def noting(self: PageReads, step: Any, prompt: int) -> Tensor | None:
+        out = attend(self, step, prompt)
         held = (x[0].clone() for x in (step.queries[:, :, 0], step.store.keys, step.store.values, step.store.positions))
         found.append(Read(*held, None if out is None else out[0, :, 0].clone()))
         return out
@@ -142,7 +141,7 @@ def test_a_decoded_query_attends_to_the_tokens_of_its_largest_approximate_attent
             assert read.out is not None
             torch.testing.assert_close(read.out[2 * head : 2 * head + 2], expected)
     assert cut > 0, "no page was cut"
-    counts = tokens_read(run.cache.group)  # type: ignore[union-attr]
+    counts = tokens_read(run.cache.sequence)  # type: ignore[union-attr]
     assert counts == [[own.attended] * 2] * 2
 
 
