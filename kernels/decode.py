@@ -84,7 +84,11 @@ def _attend(
         return
     end = tl.minimum(begin + each, length)
     k, v = of_head(held.k, kv_row, H_kv, start), of_head(held.v, kv_row, H_kv, start)
-    k_pos, bias = of_head(held.positions, kv_row, H_kv, start), of_head(held.bias, kv_row, H_kv, start)
+    k_pos, bias = None, None  # Triton 3.6 passes no None to a function
+    if held.positions is not None:
+        k_pos = of_head(held.positions, kv_row, H_kv, start)
+    if held.bias is not None:
+        bias = of_head(held.bias, kv_row, H_kv, start)
     if new_slots_ptr is not None:  # the program that reads the new token's slot writes it first
         slot = tl.load(new_slots_ptr + kv_row)
         _append(k, of_head(new_k, kv_row, H_kv, 0), slot, begin, end, DIMS.D, DIMS.WHOLE)

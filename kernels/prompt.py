@@ -1,8 +1,9 @@
 """Attention of a prompt, with its log-sum-exp, from which statistics over all queries are computed, and any mask.
 
-GPU: PyTorch's fused kernels for plain causal attention in 16 bits, for whole prompts and for blocks after older tokens;
-flex_attention for soft caps, sliding windows, padding and slots in any order. CPU, or with gradients: PyTorch, some
-queries at a time, so that no mask of all queries by all slots is built.
+GPU: PyTorch's fused kernels for plain causal attention, of whole prompts, and in 16 bits of blocks after older tokens;
+flex_attention in 16 bits for soft caps, sliding windows, padding and slots in any order. CPU, other calls in float32,
+heads of fewer than 16 numbers, or with gradients: PyTorch, some queries at a time, so that no mask of all queries by
+all slots is built.
 
 Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, m of a block, T slots, D head dim, D' value
 dim.
@@ -17,12 +18,24 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from kvbench.kernels.references import Attention, attention_logits, grouped_attention, sink_factor, visible, widen
+from kvbench.kernels.references import (
+    LOGITS_AT_ONCE_GPU,
+    Attention,
+    attention_logits,
+    grouped_attention,
+    sink_factor,
+    visible,
+    widen,
+)
 
 PAIRS_AT_ONCE = 2**22  # of query and slot, over all query heads: 16 MiB of float32 logits, 4 MiB of mask
 ROWS_OF_A_WINDOW = 256  # queries of a block with a sliding window: it reads window + 256 slots
-LOGITS_AT_ONCE = 2**22  # of `prompt_attention` in PyTorch
+LOGITS_AT_ONCE = 2**22  # of `prompt_attention` in PyTorch on a CPU
 FLASH, CUDNN = 1, 3  # torch.nn.attention.SDPBackend: the two that return their log-sum-exp and support grouped heads
+SMALLEST_FLEX_HEAD = 16  # flex_attention refuses smaller heads, and finds no kernel for large ones in float32
+CONSTANTS = {"specialize_float": True, "recompile_limit": 64}
+"""Settings of torch.compile. A soft cap is a constant of its kernel, because Inductor cannot compile a variable one.
+Every combination of heads, cap and window has its own kernel; by default only the first 8 are compiled."""
 BLOCK = 128  # queries and slots of a block that flex_attention computes or skips
 LATE = 2**30  # a position later than every query
 
@@ -133,9 +146,21 @@ def _library_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: f
 
     For a whole prompt this is the kernel that PyTorch's own attention would choose, so that attention does not
     depend on whether a policy needs sums. For a block of a prompt it is flash attention with its causal mask
-    aligned to the last query and the last slot.
+    aligned to the last query and the last slot. In float32 it is the memory-efficient kernel, for whole prompts.
     """
-    grouped = queries.shape[1] != keys.shape[1]
+    group = queries.shape[1] // keys.shape[1]
+    grouped = group > 1
+    if queries.dtype == torch.float32:
+        if queries.shape[2] != keys.shape[2]:
+            return None
+        keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))  # it takes no grouped heads
+        params = torch.backends.cuda.SDPAParams(queries, keys, values, None, 0.0, True, False)
+        if not torch.backends.cuda.can_use_efficient_attention(params):
+            return None
+        out, log_sum_exp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            queries, keys, values, None, True, 0.0, True, scale=scaling
+        )
+        return Attention(out, log_sum_exp[..., : queries.shape[2]])  # padded to a multiple of 32
     if queries.shape[2] == keys.shape[2]:
         chosen: int | None = torch._fused_sdp_choice(
             queries, keys, values, None, 0.0, True, scale=scaling, enable_gqa=grouped
@@ -195,10 +220,11 @@ def block_mask(query_places: Tensor, key_places: Tensor, sliding_window: int | N
 
 
 @lru_cache(maxsize=1)
-def _compiled_flex() -> Callable[..., Any]:
+def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
     """flex_attention compiled for any lengths; without compilation it builds all logits."""
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
-    return compiled
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True, backend=backend)
+    constant: Callable[..., Any] = torch._dynamo.config.patch(CONSTANTS)(compiled)
+    return constant
 
 
 def flex_prompt_attention(
@@ -222,7 +248,7 @@ def flex_prompt_attention(
     def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, slot: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
-    attend: Any = _compiled_flex() if q.is_cuda else flex_attention
+    attend: Any = compiled_flex() if q.is_cuda else flex_attention
     out, aux = attend(
         q, k, v, score_mod=None if softcap is None else capped, block_mask=mask, scale=scaling, enable_gqa=group > 1,
         return_aux=AuxRequest(lse=True),
@@ -257,18 +283,25 @@ def prompt_attention(
     padding, empty slot. sinks [H_q]: logits that are part of the softmax but not of the output. aligned: every slot is
     occupied, in order of position in every sequence, the queries are the tokens of the last M slots, and a sliding
     window counts slots; positions are then not read. A query that sees nothing, not even a sink, has output 0 and
-    log-sum-exp +inf, so that its weights are 0. CUDA: a fused kernel of PyTorch, otherwise flex_attention. CPU,
-    float64: PyTorch.
+    log-sum-exp +inf, so that its weights are 0. CUDA: a fused kernel of PyTorch, otherwise flex_attention, or PyTorch
+    where that has no kernel. CPU, float64: PyTorch.
     """
     call = scaling, softcap, sliding_window, sinks
-    if not queries.is_cuda or queries.dtype == torch.float64:
-        at_once = max(1, LOGITS_AT_ONCE // (queries.shape[0] * queries.shape[1] * keys.shape[2]))
-        parts = zip(queries.split(at_once, 2), query_positions.split(at_once, 1), strict=True)
-        some = [prompt_attention_ref(q, keys, values, at, key_positions, *call) for q, at in parts]
-        return Attention(torch.cat([part.out for part in some], 2), torch.cat([part.log_sum_exp for part in some], 2))
     inside = sliding_window is None or sliding_window >= keys.shape[2]
-    if aligned and inside and softcap is None and sinks is None and queries.element_size() == 2:
+    plain = aligned and inside and softcap is None and sinks is None
+    if plain and queries.is_cuda and queries.dtype != torch.float64:
         out = _library_attention(queries, keys, values, scaling)
         if out is not None:
             return out
-    return flex_prompt_attention(queries, keys, values, query_positions, key_positions, *call, aligned)
+    if queries.is_cuda and has_flex_kernel(queries, values):
+        return flex_prompt_attention(queries, keys, values, query_positions, key_positions, *call, aligned)
+    most = LOGITS_AT_ONCE_GPU if queries.is_cuda else LOGITS_AT_ONCE
+    at_once = max(1, most // (queries.shape[0] * queries.shape[1] * keys.shape[2]))
+    parts = zip(queries.split(at_once, 2), query_positions.split(at_once, 1), strict=True)
+    some = [prompt_attention_ref(q, keys, values, at, key_positions, *call) for q, at in parts]
+    return Attention(torch.cat([part.out for part in some], 2), torch.cat([part.log_sum_exp for part in some], 2))
+
+
+def has_flex_kernel(queries: Tensor, values: Tensor) -> bool:
+    """Whether flex_attention has a kernel for the dtype and the heads of a call."""
+    return queries.element_size() == 2 and min(queries.shape[-1], values.shape[-1]) >= SMALLEST_FLEX_HEAD

@@ -95,7 +95,7 @@ def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, seen: Tenso
     rows = queries.reshape(batch, heads, query_heads // heads * new, dim)
     mask = None if seen is None else seen.repeat(1, 1, query_heads // heads, 1)
     out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
-    return out.view(batch, query_heads, new, values.shape[-1])
+    return out.reshape(batch, query_heads, new, values.shape[-1])  # on a GPU it may be strided
 
 
 def sink_factor(log_sum_exp: Tensor, sinks: Tensor) -> Tensor:

@@ -92,12 +92,9 @@ def at_head(x: tl.tensor, row: tl.tensor, heads: tl.tensor) -> tl.tensor:
 
 
 @jit
-def of_head(x: View | None, row: tl.tensor, heads: tl.tensor, first: tl.tensor) -> View | None:
-    """The part of x of KV head `row`, from slot `first` on; None for None."""
-    own = None
-    if x is not None:
-        own = View(at_head(x, row, heads) + first * x.row, 0, 0, x.row, x.dim)
-    return own
+def of_head(x: View, row: tl.tensor, heads: tl.tensor, first: tl.tensor) -> View:
+    """The part of x of KV head `row`, from slot `first` on."""
+    return View(at_head(x, row, heads) + first * x.row, 0, 0, x.row, x.dim)
 
 
 @jit

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvbench.results.result import Result
     from kvbench.tasks.task import Task
 
+__version__ = "0.1.0"  # read from here, because a checkout that is not installed has no metadata
 _HOMES = {
     "Allocator": "kvbench.policies.allocators.allocator",
     "BudgetError": "kvbench.cache.cache",

@@ -1,5 +1,6 @@
-"""Small constant tensors, copied to a device once, because every copy from the host synchronises the GPU."""
+"""Small tensors of the host's numbers on a device, without a copy for which the host would wait."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -16,6 +17,14 @@ def on_device(numbers: tuple[int, ...] | tuple[bool, ...], device: torch.device)
     if found.is_cuda and torch.cuda.is_current_stream_capturing():
         _RECORDED[id(found)] = found
     return found
+
+
+def changing(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Whole numbers that differ from step to step as a tensor [n], int64."""
+    if len(set(numbers)) == 1:
+        return torch.full((len(numbers),), numbers[0], device=device)
+    pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
 
 
 def on_host(x: Tensor) -> bool:

@@ -132,9 +132,11 @@ class Policy:
         return self.value is not None and (self.value.needs.query_heads or self.granularity == "layer")
 
     def for_example(self, run_seed: int, example: int) -> "Policy":
-        """The policy for one example of a run, whose scorer may use other random numbers than for other examples."""
+        """The policy for one example of a run: scorers and mergers that draw numbers per token draw others."""
         scorer = None if self.scorer is None else self.scorer.for_example(run_seed, example)
-        return self if scorer is self.scorer else replace(self, scorer=scorer)
+        merger = self.merger.for_example(run_seed, example)
+        same = scorer is self.scorer and merger is self.merger
+        return self if same else replace(self, scorer=scorer, merger=merger)
 
     def rank(self, observation: Observation, state: State) -> Ranking:
         """Score every stored token of a layer; a pure function of the observation."""

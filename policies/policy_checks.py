@@ -43,6 +43,11 @@ def check_value(name: str, value: ValueAware | None, scorer: Scorer | None, quer
             f"{name} scores KV heads, not query heads, so gqa=group_l2, gqa=score_mean and granularity=layer "
             "with a value-aware wrapper are not supported; use gqa=alpha_mean"
         )
+    if value.needs.window > scorer.needs.window:
+        raise ValueError(
+            f"{name} weighs values by the attention of a window of queries, and its scorer {type(scorer).__name__} has "
+            "none: use a scorer with window=, such as snapkv, or another wrapper, such as critical_"
+        )
 
 
 def check_schedule(name: str, schedule: Schedule, scorer: Scorer, allocator: Allocator) -> None:

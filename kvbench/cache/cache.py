@@ -35,7 +35,7 @@ from kvbench.cache.views import EmptyLayer, KVLayer, stacked
 from kvbench.policies.latents import check_latents
 from kvbench.policies.observation import AttentionParams, StepCache
 from kvbench.policies.policy import Policy
-from kvbench.policies.policy_checks import check_next_prompt
+from kvbench.policies.policy_checks import check_layers, check_next_prompt
 from kvbench.policies.stores.slots import owned
 
 __all__ = ["BudgetError", "KVCache", "ScoreError"]
@@ -82,6 +82,7 @@ class KVCache(Cache):
         check_policy(policy)
         if self._layout.latent:
             check_latents(policy)
+        check_layers(len(self._layout.attention), policy.store, policy.pre_pass)
         several = self._teacher_forced or (policy.store.exact and not policy.evicts)
         self._settings = self.config, policy, several
         self.sequences: list[Sequence] = []

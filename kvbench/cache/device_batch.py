@@ -30,6 +30,7 @@ from transformers import PreTrainedConfig
 from kvbench.cache.arena import ENDLESS, PADDING, Arena, can_join, evicts, slot_store, slots_to_grow
 from kvbench.cache.cache import KVCache
 from kvbench.cache.device_eviction import WINDOW, Kind, Part, kind_of
+from kvbench.cache.footprint import decoded
 from kvbench.cache.layer import Layer
 from kvbench.cache.sequence import Sequence
 from kvbench.kernels.decode import decode_attention_flat
@@ -225,6 +226,7 @@ class DeviceBatch(KVCache):
         for layer in sequence.layers if steps else ():
             store, grow = slot_store(layer), slots_to_grow(sequence, layer)
             taken = min(steps, grow)
+            layer.footprint += decoded(layer.count, steps, max(0, grow - 1))
             store.use(store.used + taken, store.room - taken)
             layer.count += taken - (taken == grow > 0)
             if taken == grow:

@@ -34,6 +34,7 @@ class Evictions:
         self._shared: list[Step] = []  # of layers that later layers of the call read
         self._end_of_call: list[Step] = []
         self._pre_pass: list[Step] = []
+        self._unsettled: list[Step] = []  # evicted, but their queries have not attended yet
 
     def add(self, step: Step, shared: bool = False) -> None:
         """Evict after a layer has attended, or as soon as all inputs of the eviction are known.
@@ -62,6 +63,10 @@ class Evictions:
             else:
                 _evict_or_rank(step)
         step.sequence.finish_step(step)
+        if policy.schedule.order == "attend_then_evict":
+            step.sequence.settle(layer, step)
+        else:
+            self._unsettled.append(step)
 
     def end_call(self) -> None:
         """Carry out the evictions that waited for the last layer."""
@@ -75,6 +80,10 @@ class Evictions:
         evict(due)
         for step in due:
             step.sequence.finish_step(step)
+        due, self._unsettled = [*due, *self._unsettled], []
+        for step in due:
+            if step.sequence.error is None:
+                step.sequence.settle(step.layer, step)
 
     def pre_pass_done(self) -> None:
         """Carry out the evictions that waited for a pre-pass."""

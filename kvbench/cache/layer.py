@@ -6,6 +6,7 @@ Shapes: H_q query heads, H_kv KV heads, C slots, D head dim.
 import torch
 from torch import Tensor
 
+from kvbench.cache.footprint import fed
 from kvbench.cache.reading import PageReads
 from kvbench.policies.observation import Memory
 from kvbench.policies.policy import Policy
@@ -61,7 +62,7 @@ class RecentQueries:
 class Layer:
     """The contents of one layer: tokens, statistics, and the observation window.
 
-    count: tokens held per KV head. memory: data of scorer and merger. ranking: the scores of a prompt until its budget
+    count: tokens held per KV head. footprint: entries held, summed over the tokens (`kvbench.cache.footprint`). memory: data of scorer and merger. ranking: the scores of a prompt until its budget
     is known. unsettled: the eviction of a complete prompt is still due. pages: for sparse attention. compacted: several
     tokens were evicted at once.
     """
@@ -69,7 +70,7 @@ class Layer:
     def __init__(self, policy: Policy, index: int) -> None:
         self.policy = policy
         self.index = index
-        self.count = 0
+        self.count = self.footprint = 0
         self.memory: Memory = {}
         self.ranking: Ranking | None = None
         self.opened = self.unsettled = self.compacted = False
@@ -97,8 +98,14 @@ class Layer:
         """LongTensor [1,H_kv,C]: original position of each slot, -1 = empty."""
         return self.store.positions.long() if self.opened else torch.empty(0, 0, 0, dtype=torch.long)
 
+    def add(self, tokens: int) -> None:
+        """Count new tokens, and the entries that they find."""
+        self.footprint += fed(self.count, tokens)
+        self.count += tokens
+
     def open(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Open the store of a layer without tokens, for tensors like these."""
+        """Open the store of a layer without tokens, for tensors like these. ValueError for a wrong shape."""
+        self.policy.store.check_shape(keys.shape[1], values.shape[-1])
         self.query_heads, self.opened = queries.shape[1], True
         width = self.query_heads // keys.shape[1] if self.policy.needs.query_heads else 1
         store = self.policy.store.for_layer(self.index)

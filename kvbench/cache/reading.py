@@ -94,6 +94,7 @@ class PageReads:
                 visible=chosen,
                 scaling=params.scaling,
                 softcap=params.softcap,
+                sinks=params.sinks,
                 budgets=(budget_tokens(policy, prompt),),
                 prompts=(prompt,),
             )

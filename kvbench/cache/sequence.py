@@ -4,6 +4,7 @@ Shapes: H_q query heads, H_kv KV heads, m tokens of a step, D head dim.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as List
 from functools import cached_property
 from operator import gt
 
@@ -31,7 +32,7 @@ class Sequence:
     row: its number in a batch, for messages. names: the model's indices of the layers. seen: tokens seen. columns:
     tokens of all calls, padding included; before: those before the running call. spans: the steps of the running call.
     shared: data that scorers of several layers exchange within a call. states: of recurrent layers, [1,...] by name.
-    passed: tokens of extra forward passes. isolated: an error is stored in `error` instead of raised, so that other
+    passed: tokens of extra forward passes; passed_entries: those they add to the footprint. isolated: an error is stored in `error` instead of raised, so that other
     sequences continue. peak_nbytes: the most bytes held at any time. on_change: called with a layer's index after every
     change of its contents. on_evict: called with a layer, its scores and the kept slots, bool [1,H_kv,T], before
     several tokens are evicted. nan_layer: the first layer that had a NaN score.
@@ -52,6 +53,7 @@ class Sequence:
         self.budgets = Budgets(policy, len(self.names))
         self.layers = [Layer(policy, index) for index in range(len(self.names))]
         self.seen = self.columns = self.before = self.passed = 0
+        self.passed_entries = 0.0
         self.started = False
         self.spans: list[Span] = []
         self.shared: dict[str, Tensor] = {}
@@ -213,7 +215,7 @@ class Sequence:
         """The positions [1,m] of a step, and the number of tokens after it [1], once for all layers."""
         if (span, device) not in self._places:
             positions = torch.arange(span.start, span.end, device=device)[None]
-            self._places[span, device] = positions, positions.new_tensor([span.end])
+            self._places[span, device] = positions, positions[0, -1:] + 1  # a new tensor would make the host wait
         return self._places[span, device]
 
     def end_of(self, span: Span, device: torch.device) -> Tensor:
@@ -245,7 +247,7 @@ class Sequence:
             layer.open(queries, keys, values)
         positions, fresh, held = self._place(span, queries.device)[0], not layer.count, layer.store
         held.append(keys, values, positions, absent=False)
-        layer.count += span.end - span.start
+        layer.add(span.end - span.start)
         alone = len(self.spans) == 1
         new = queries, keys, values, positions, span, params, held, fresh, alone
         step = Step(*new, known=known, policy=policy, sequence=self, layer=layer)
@@ -275,12 +277,11 @@ class Sequence:
         return self.nan_layer is not None
 
     def finish_step(self, step: Step) -> None:
-        """A step and its eviction are done: drop queries that later steps do not use, and settle the store."""
+        """A step and its eviction are done: drop queries that later steps do not use."""
         if step.span.phase != "decode":
             if step.prompt_done and (step.span.evicts or self.policy.schedule.decode == "grow"):
                 step.layer.recent.limit(self.policy.needs.window_decoding or 0)
             step.layer.recent.copy()
-        self.settle(step.layer, step)
 
     def settle(self, layer: Layer, step: Step) -> None:
         """After a complete prompt the store takes its final form, such as quantized codes."""
@@ -296,6 +297,18 @@ class Sequence:
         self.peak_nbytes = max(self.peak_nbytes, self._total_bytes)
         if self.on_change is not None:
             self.on_change(index)
+
+    def footprint(self, kept: List[List[int]], decode_steps: int) -> float:
+        """Entries held, summed over the fed tokens and those of pre-passes: mean over layers and KV heads.
+
+        kept [L][H_kv]: tokens held at the end. The host counts the mean budget of a layer; where its heads hold another
+        number (official roundings), the difference at the end counts for every decoding step.
+        """
+        heads = [len(layer) for layer in kept]
+        counted = sum(h * layer.footprint for h, layer in zip(heads, self.layers, strict=True))
+        held = sum(h * layer.count for h, layer in zip(heads, self.layers, strict=True))
+        entries = counted + (sum(map(sum, kept)) - held) * decode_steps
+        return entries / sum(heads) + self.passed_entries
 
     # --- recurrent states --------------------------------------------------------------------------------------------
     @property

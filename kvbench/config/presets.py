@@ -52,7 +52,7 @@ def composed(slug: str, folders: Sequence[Path] = ()) -> Config | None:
             store = store_of("_".join(words[first:last]), folders)
             if store is not None:
                 return _with_store(slug, "_".join(words[:first]), "_".join(words[first:last]), words[last:], folders)
-    wrapper = next((name for name in names("wrapper", folders) if slug.startswith(f"{name}_")), "")
+    wrapper = max((name for name in names("wrapper", folders) if slug.startswith(f"{name}_")), key=len, default="")
     base = slug.removeprefix(f"{wrapper}_")
     if wrapper and (find("policy", base, folders) or composed(base, folders) is not None):
         return _with_wrapper(slug, wrapper, policy_config(base, folders), folders)
@@ -66,7 +66,7 @@ def _with_wrapper(slug: str, wrapper: str, config: Config, folders: Sequence[Pat
         raise UsageError(f"policy={slug} is not allowed: {config['name']} is value-aware already")
     schedule = added.pop("schedule", None)
     if schedule and not needs_whole_prompt(config):
-        config["schedule"] = {**_decoding(config.get("schedule") or {}), **schedule}
+        config["schedule"] = _moved(config.get("schedule") or {}, schedule["_target_"]) | schedule
     return {**config, **_filled(added, {"allocator": {"_target_": UNIFORM}, **config})}
 
 
@@ -78,7 +78,7 @@ def _filled(tree: Config, config: Config) -> Config:
 
 
 def _with_store(slug: str, eviction: str, name: str, settings: Sequence[str], folders: Sequence[Path]) -> Config:
-    """A policy that stores, behind an eviction ("": none), which then stops once decoding begins."""
+    """A policy that stores, behind an eviction ("": none), whose schedule stays: the store may refuse it."""
     config = read("policy", name, folders)
     store = part_class(config["store"])
     config["store"] |= dict(_setting(slug, word, name, store) for word in settings)
@@ -87,7 +87,7 @@ def _with_store(slug: str, eviction: str, name: str, settings: Sequence[str], fo
     before = policy_config(eviction, folders)
     if not (before.get("scorer") or before.get("pre_pass")):
         raise UsageError(f"policy={slug} is not allowed: {eviction} evicts nothing")
-    return scheduled({**before, "store": config["store"]}, decode="grow")
+    return {**before, "store": config["store"]}
 
 
 def store_of(name: str, folders: Sequence[Path] = ()) -> type[Store] | None:
@@ -193,9 +193,10 @@ def make_policy(
     return build_policy(config, budget)
 
 
-def _decoding(schedule: Mapping[str, Any]) -> Config:
-    """The fields of a schedule that concern decoding."""
-    return {name: schedule[name] for name in ("decode", "every", "protect") if name in schedule}
+def _moved(schedule: Mapping[str, Any], target: str) -> Config:
+    """A schedule as another class, without the fields that only its own class has."""
+    gone = {*field_names(schedule)} - {*field_names({"_target_": target})}
+    return {name: value for name, value in schedule.items() if name not in gone} | {"_target_": target}
 
 
 def scheduled(
@@ -216,10 +217,8 @@ def scheduled(
     if decode not in (None, "evict", "grow"):
         raise ConfigError("decode", decode, "evict or grow")
     wants_blocks = schedule == "blocks" or (schedule is None and block is not None)
-    if wants_blocks and own["_target_"] != BLOCKS:
-        config["schedule"] = own = {**own, "_target_": BLOCKS}
-    if schedule == "prompt" and own["_target_"] != PROMPT:
-        config["schedule"] = own = {"_target_": PROMPT, **_decoding(own)}
+    if wants_blocks or schedule == "prompt":
+        config["schedule"] = own = _moved(own, BLOCKS if wants_blocks else PROMPT)
     if block is not None:
         if block != "inf" and (isinstance(block, bool) or not isinstance(block, int | float)):
             raise ConfigError("block", block, "a number of tokens >= 1 or inf")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvbench.cache.cache import BudgetError, KVCache
+from kvbench.cache.footprint import fed
 from kvbench.cache.pressed import PressedCache
 from kvbench.cache.reading import nbytes_read, tokens_read
 from kvbench.engine.generate import generate
@@ -87,13 +88,16 @@ def answered(
     """The sample of an example with a generated answer, without the fields about the batch in which it was computed."""
     generated = list(tokens[len(prompt.dictated) :])
     output = answer(run.checkpoint.tokenizer(), generated, run.task.task_of(prompt.example).stop)
+    stop = stop_test(run.checkpoint.tokenizer(), run.task.task_of(prompt.example).stop)
+    stopped = decode_steps == len(tokens) or bool(stop and stop(generated))  # EOS takes a step and is not a token
     own_history = prompt.own and isinstance(cache, KVCache)  # then earlier answers of the model count too
     processed = cache.seen if own_history else len(prompt.ids) + decode_steps
     return replace(
         blank(prompt),
         **_scored(run, output, prompt),
-        **_cache_fields(run, cache, processed),
+        **_cache_fields(run, cache, processed, decode_steps),
         generated_tokens=len(generated),
+        finish_reason="stop" if stopped else "length",
         decode_steps=decode_steps,
         kept_heads=_kept_heads(run, prompt, cache),
     )
@@ -129,10 +133,13 @@ def _scored(run: Run, output: str, prompt: Prompt) -> dict[str, Any]:
     return {"output": output, "score": None if score is None else float(score), "measures": dict(measures) or None}
 
 
-def _cache_fields(run: Run, cache: KVCache | PressedCache, processed: int) -> dict[str, Any]:
+def _cache_fields(run: Run, cache: KVCache | PressedCache, processed: int, decode_steps: int = 0) -> dict[str, Any]:
     """What a cache holds at the end, and held at its peak. processed: tokens that `full` would hold."""
+    kept = [layer[0].tolist() for layer in cache.kept_by_layer()]
+    entries = cache.entries if isinstance(cache, PressedCache) else cache.sequence.footprint(kept, decode_steps)
     fields: dict[str, Any] = {
-        "kept_tokens": [layer[0].tolist() for layer in cache.kept_by_layer()],
+        "kept_tokens": kept,
+        "kv_footprint": entries / fed(0, processed),
         "cache_bytes": cache.held_nbytes,
         "peak_bytes": cache.peak_nbytes,
         "spare_bytes": cache.spare_nbytes,

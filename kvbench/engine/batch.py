@@ -121,7 +121,7 @@ class DecodeBatch:
         live = {sequence.cache.sequence: sequence for sequence in self.sequences if sequence.cache is not None}
         eager, plain = partial(next_logits, self._model), self._plain
         try:
-            if use_triton(self.sequences[0].request.input_ids):
+            if use_triton(self.sequences[0].request.input_ids) and self._model.dtype != torch.float64:
                 if self.device is None:
                     self.device = DeviceBatch(plain.config)
                 self.device.admit(plain.sequences)

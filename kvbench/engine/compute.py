@@ -39,8 +39,7 @@ def compute_runs(runs: Sequence[Run], callback: RunCallback | None = None) -> li
     """Compute the missing examples of all runs; an error ends only its own run. Endings are in the order of `runs`.
 
     Runs with the same model, device, task, seed and generation settings are computed together, example by example
-    (`engine.rows`), and their samples are written together. After an interrupt the files are complete up to the last
-    example that all runs have.
+    (`engine.rows`). A sample is on disk as soon as it and the samples before it are computed.
     """
     groups = grouped(runs, callback or RunCallback())
     for group in groups:

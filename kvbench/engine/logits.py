@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -45,11 +44,6 @@ def all_logits(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: Ca
     return logits
 
 
-def surprisal(logits: Tensor, tokens: Tensor) -> Tensor:
-    """-log p of tokens [...] under logits [...,V]: [...] float32."""
-    return F.cross_entropy(logits.float().flatten(0, -2), tokens.flatten(), reduction="none").view(tokens.shape)
-
-
 def prompt_ratings(
     model: PreTrainedModel, output: BaseModelOutputWithPast, ids: Tensor, rate: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
@@ -65,7 +59,7 @@ def prompt_ratings(
     for start in range(0, columns - 1, at_once):
         end = min(start + at_once, columns - 1)
         logits = head_logits(model, type(output)(last_hidden_state=hidden[:, start:end]))
-        ratings[:, start + 1 : end + 1] = rate(logits, ids[:, start + 1 : end + 1].to(hidden.device))
+        ratings[:, start + 1 : end + 1] = rate(logits, ids[:, start + 1 : end + 1])
     return ratings
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as List
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvbench.cache.attention import attend
 from kvbench.cache.cache import KVCache
+from kvbench.cache.footprint import fed
 from kvbench.cache.hook import LayerCall
 from kvbench.cache.interface import InterfaceError
 from kvbench.cache.layout import layout_of
@@ -60,7 +62,7 @@ def open_cache(
         policy = replace(policy, pre_pass=None)
     cache = kind(model.config, policy, prompt_length=ids.shape[1], question=question)
     if passed is not None:
-        cache.sequence.passed = passed
+        cache.sequence.passed, cache.sequence.passed_entries = passed, float(fed(0, passed))
     return ids, cache
 
 
@@ -189,7 +191,7 @@ class _NoEncoder:
 
 def _copy_statistics(first: Sequence, sequence: Sequence, wanted: ExtraPasses) -> None:
     """Copy the results of the passes for one sequence to another with the same tokens."""
-    sequence.passed = first.passed
+    sequence.passed, sequence.passed_entries = first.passed, first.passed_entries
     for target, source in zip(sequence.layers, first.layers, strict=True):
         state, computed = target.store.state, source.store.state
         for name in wanted.statistics:
@@ -210,6 +212,7 @@ def _run_pass(model: PreTrainedModel, sequence: Sequence, wanted: ExtraPasses, o
         ids = torch.tensor([one.tokens], device=model.device)
         base_of(model)(input_ids=ids, position_ids=positions, past_key_values=over, use_cache=True)
     sequence.passed += len(one.tokens)
+    sequence.passed_entries += fmean(fed(layer.count, len(one.tokens)) for layer in sequence.layers)
 
 
 class _PassCache(KVCache):

@@ -57,6 +57,7 @@ def generate_with_press(
             prefilled = now(model)
             while not sequence.done:
                 last, place = (torch.tensor([[number]]) for number in (sequence.tokens[-1], sequence.position))
+                cache.feed(1)
                 advance([sequence], next_logits(model, last.to(prompt.device), place, cache))
         cache.note_bytes()
         cache.masked = _masked(model, cache)
@@ -70,6 +71,7 @@ def generate_with_press(
 def _append(model: PreTrainedModel, sequence: LiveSequence, tokens: Tensor, cache: PressedCache) -> Tensor:
     """Append given tokens [1,M] to a sequence; the logits [1,V] after them."""
     begin, sequence.position = sequence.position, sequence.position + tokens.shape[1]
+    cache.feed(tokens.shape[1])
     return next_logits(model, tokens, torch.arange(begin, sequence.position)[None], cache)
 
 

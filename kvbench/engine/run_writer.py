@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -133,15 +132,14 @@ class RunWriter:
             log.info("%s: continues with example %d", self.run_id, next(iter(self._left), len(self._done)))
 
     def deliver(self, sample: Sample) -> None:
-        """Store a computed sample until it is written; a sample that is on disk already changes nothing."""
+        """Write a sample, after the samples before it. A sample that is on disk already changes nothing."""
         if not self.ended and sample.index in self._left:
             self._ready[sample.index] = sample
+            self.write()
 
-    def write(self, before: int | None = None) -> None:
-        """Write the samples that are next in order; before: only those with an index below it."""
+    def write(self) -> None:
+        """Write the samples that are next in order."""
         while not self.ended and self._left and (first := next(iter(self._left))) in self._ready:
-            if before is not None and first >= before:
-                return
             with self.isolated():
                 assert self._file is not None
                 sample = self._ready.pop(first)
@@ -231,20 +229,6 @@ def _needed(run: RunWriter) -> Iterator[int]:
     for index in run.missing:
         earlier = len(run.prompts[index].turns) - 1 if run.prompts[index].own else 0
         yield from range(index - earlier, index + 1)
-
-
-class OrderedWriter:
-    """Writes an example once all of its runs have it, so that the runs of a killed sweep have the same examples."""
-
-    def __init__(self, items: Sequence[WorkItem]) -> None:
-        self._open = deque(items)
-
-    def write(self) -> None:
-        """Write every example that is complete after complete ones; runs that are computed alone are not waited for."""
-        while self._open and all(run.run_alone for run in self._open[0].missing):
-            item = self._open.popleft()
-            for run in item.runs:
-                run.write(before=item.index + 1)
 
 
 def one_by_one(items: Sequence[WorkItem]) -> Iterator[WorkItem]:

@@ -1,6 +1,7 @@
 """The scheduler: admits sequences while memory allows, decodes them as one batch, and delivers their samples.
 
-A run that is computed by itself has a batch of one sequence. All runs of an example are written together.
+A run that is computed by itself has a batch of one sequence. Examples start in order, and `Pace` limits how many have
+started and are not on disk.
 """
 
 from __future__ import annotations
@@ -31,17 +32,15 @@ from kvbench.engine.answers import (
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.logits import now
 from kvbench.engine.memory import MemoryPlanner, peak, reset_peak
+from kvbench.engine.pace import Pace, Work
 from kvbench.engine.prompts import in_batch
-from kvbench.engine.run_writer import OrderedWriter, RunWriter, WorkItem, one_by_one
+from kvbench.engine.run_writer import RunWriter, WorkItem, one_by_one
 from kvbench.engine.sequence import History, LiveSequence, Request
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt
 from kvbench.results.samples import Sample
 from kvbench.results.session import Totals
 from kvbench.terminal.command import Advance
-
-MAX_WAIT = 30.0
-"""Seconds that the oldest sequence may wait for prefills of others: about the time lost if the process is killed."""
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +68,11 @@ class _InFlight:
         """Whether its run still needs it."""
         return not (self.run.ended or self.run.run_alone)
 
+    def work(self, sequence: LiveSequence, now: float) -> Work:
+        """What its example needs. now: on the clock of `admitted_at`."""
+        steps = sequence.request.max_new_tokens
+        return Work(now - self.admitted_at, len(self.prompt.ids), steps, steps - len(sequence.tokens))
+
     @property
     def alone(self) -> bool:
         """Whether it was never batched with another sequence; otherwise its seconds are meaningless."""
@@ -89,12 +93,12 @@ class Scheduler:
     ) -> None:
         self._loaded, self._totals, self._advance = loaded, totals, advance
         self._planner = MemoryPlanner(limit)
+        self._pace = Pace(min((run.run.save_seconds for item in items for run in item.runs), default=0))
         self._graph = any(run.run.cuda_graph for item in items for run in item.runs)
         self._batch = self._new_batch()
         self._waiting = deque(one_by_one(items) if limit == 1 else items)
         self._in_flight: dict[LiveSequence, _InFlight] = {}
         self._histories: dict[tuple[int, RunWriter, int | None], History] = {}  # by conversation, run and sample
-        self._writer = OrderedWriter(items)
 
     def _new_batch(self) -> DecodeBatch:
         return DecodeBatch(self._loaded.model, self._graph, strict=False)
@@ -108,11 +112,8 @@ class Scheduler:
 
     # --- admission -------------------------------------------------------------------------------------------------
     def _fill(self) -> None:
-        """Admit sequences until no more fit, or until the oldest one in flight has waited too long."""
+        """Admit sequences until no more fit, or until samples of those in flight would be written too late."""
         while self._waiting:
-            oldest = next(iter(self._in_flight.values()), None)
-            if oldest is not None and time.monotonic() - oldest.admitted_at > MAX_WAIT:
-                return
             first = self._waiting[0]
             runs = first.live
             if not runs:
@@ -121,7 +122,7 @@ class Scheduler:
             if not in_batch(runs[0].run, first.prompt):
                 self._compute_whole(self._waiting.popleft(), runs[0])
                 continue
-            if not self._batch.can_admit(self._request(first)):
+            if not self._batch.can_admit(self._request(first)) or not self._may_start(first, len(runs)):
                 return
             some = [first, *self._questions(first, runs)]
             prompts = [one.prompt for one in some]
@@ -136,6 +137,16 @@ class Scheduler:
             for _ in some:
                 self._waiting.popleft()
             self._admit(some, runs)
+
+    def _may_start(self, item: WorkItem, count: int) -> bool:
+        """Whether an example may start for `count` runs; the rest of the oldest one in flight always may."""
+        oldest = next(iter(self._in_flight.values()), None)
+        if oldest is None or item.index <= oldest.item.index:
+            return True
+        now, steps = time.monotonic(), self._request(item).max_new_tokens
+        started = (flight.work(sequence, now) for sequence, flight in self._in_flight.items())
+        new = Work(0.0, len(item.prompt.ids), steps, steps)
+        return self._pace.may_start(started, new, self._batch.in_flight, count)
 
     def _questions(self, first: WorkItem, runs: Sequence[RunWriter]) -> list[WorkItem]:
         """The next questions for the same runs that can share the prefill of the first one's context."""
@@ -162,7 +173,6 @@ class Scheduler:
 
         self._deliver(run, item.prompt, lambda: computed_whole(run.run, self._loaded, item.prompt, report))
         report(units(item.prompt))
-        self._writer.write()
 
     def _admit(self, some: Sequence[WorkItem], runs: Sequence[RunWriter]) -> None:
         """Prefill a prompt, or a context and some questions about it, for some runs."""
@@ -172,7 +182,6 @@ class Scheduler:
         if first.prompt.own and len(first.prompt.turns) > 1 and None in histories:  # runs with own answers are alone
             error = HistoryError("the answer of an earlier turn failed, so this turn has no history")
             self._deliver(runs[0], first.prompt, partial(_raise, error))
-            self._writer.write()
             return
         if first.prompt.turns and not first.prompt.own and self._continues(first, runs):
             requests = [replace(requests[0], next_turn="golden")]
@@ -185,6 +194,7 @@ class Scheduler:
             return
         seconds = now(model) - began
         self._totals.prefilled(len(first.prompt.ids), count, seconds)
+        self._pace.prefilled(len(first.prompt.ids), seconds)
         if allocated is not None:
             taken = (peak(run.device) or 0) - allocated
             self._planner.measured(first.prompt, run, taken - (self._batch.nbytes - before))
@@ -226,6 +236,7 @@ class Scheduler:
             return
         seconds = time.perf_counter() - began
         self._totals.stepped(sequences, seconds)
+        self._pace.stepped(sequences, seconds)
         for flight in self._in_flight.values():
             flight.decode_seconds += seconds
         self._finish(ended)
@@ -250,7 +261,6 @@ class Scheduler:
             else:
                 self._compute_alone_later(flight.run, error)
         self._drop_unwanted()
-        self._writer.write()
 
     def _keep_own_history(self, flight: _InFlight, sequence: LiveSequence) -> None:
         """Keep the cache of an answer that is part of the history of a later turn."""
@@ -262,7 +272,7 @@ class Scheduler:
             self._histories[item.conversation, flight.run, prompt.sample] = history
 
     def _deliver(self, run: RunWriter, prompt: Prompt, compute: Callable[[], Sample]) -> None:
-        """Deliver the sample of an example, or end its run by an error that is not one of the example."""
+        """Write the sample of an example, or end its run by an error that is not one of the example."""
         wanted = not run.has(prompt.example.index)
         with run.isolated():
             try:
@@ -288,7 +298,6 @@ class Scheduler:
                 self._deliver(run, prompt, partial(_raise, error))
             else:
                 self._compute_alone_later(run, error)
-        self._writer.write()
 
     def _compute_alone_later(self, run: RunWriter, error: Exception) -> None:
         """Compute a run after the batch: only by itself an error is known to be its own."""

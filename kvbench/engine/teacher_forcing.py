@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.layout import layout_of
-from kvbench.engine.logits import LOGITS_AT_ONCE, now, surprisal
+from kvbench.engine.logits import LOGITS_AT_ONCE, now
 from kvbench.engine.pre_pass import open_cache
 from kvbench.engine.prefill import GIVEN_TOKENS, append_given, given_size, prefill
 from kvbench.engine.sequence import NOT_A_NUMBER
@@ -26,6 +26,7 @@ from kvbench.models.prompts import Prompt
 from kvbench.models.tokens import Pair
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice, TextEncoder
+from kvbench.policies.pre_passes.surprisal import surprisal
 from kvbench.policies.schedule import Blocks
 from kvbench.results.samples import Likelihood
 
@@ -242,10 +243,8 @@ def policy_for(policy: Policy, prompt: Prompt) -> Policy:
     """
     block = None if prompt.example.reading is None else prompt.example.reading.block
     if block is not None and policy.evicts:
-        old = policy.schedule
         try:
-            blocks = Blocks(decode=old.decode, order=old.order, late=old.late, size=block)
-            policy = replace(policy, schedule=blocks)
+            policy = replace(policy, schedule=Blocks(**{**vars(policy.schedule), "size": block}))
         except ValueError as error:
             instead = " and score what follows a prompt (prompt_tokens)" if prompt.is_whole_text else ""
             raise ValueError(f"block={block}: {error}; leave block out (null){instead}") from error

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
+from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,16 +55,22 @@ def gguf_source(path: Path, gguf_file: str | None) -> Path | None:
     """
     if gguf_file is None and path.suffix != ".gguf":
         return None
-    file = path if gguf_file is None else path / gguf_file
+    file = path if gguf_file is None or path.suffix == ".gguf" else path / gguf_file
     if not file.is_file():
         there = sorted(found.name for found in path.glob("*.gguf")) if path.is_dir() else []
         listed = f", the folder has {', '.join(there)}" if there else ""
-        raise UsageError(f"model.path={path} has no file {file.name}{listed}" if gguf_file else f"no file {file}")
+        raise UsageError(f"no file {file}" if file == path else f"model.path={path} has no file {file.name}{listed}")
     return file
 
 
 def file_sha256(file: Path) -> str:
-    """The sha256 of a file's content."""
+    """The sha256 of a file's content, computed again only if size or time of the file have changed."""
+    found = file.stat()
+    return _sha256(file.resolve(), found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=16)
+def _sha256(file: Path, size: int, modified: int) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -185,9 +192,9 @@ def check_metadata(name: str, metadata: dict[str, Any], tensors: list[str], conf
 
 
 def _known_splitters() -> set[str]:
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
 
-    return {*GGUF_PRE_TOKENIZER_SPLITS, *_SPLITS_AS_GPT2}
+    return {*getattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS", ()), *_SPLITS_AS_GPT2}  # the table is newer than 5.17
 
 
 def _check_window(name: str, metadata: dict[str, Any], config: Any) -> None:  # noqa: ANN401

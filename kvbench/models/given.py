@@ -16,7 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.cache.hook import prepare
 from kvbench.errors import refusing
-from kvbench.models.loading import Checkpoint, GivenModel, ModelSpec
+from kvbench.models.files import ModelSpec
+from kvbench.models.loading import Checkpoint, GivenModel
 from kvbench.models.trial import try_out
 
 _WORDS = 2**20  # words that are summed up at once: 8 MiB

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from importlib import resources
 from importlib.util import find_spec
-from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -29,43 +24,12 @@ from transformers import (
 
 from kvbench.cache.hook import prepare
 from kvbench.errors import UsageError, refusing
-from kvbench.models.gguf import dequantized, gguf_source, installed_folder, source_digest
+from kvbench.models.files import CONFIG_FILES, WANTED, ModelSpec, model_folder, model_identity
 from kvbench.models.trial import layer_shapes, state_bytes, try_out
 
 DEVICE_MAPS = (None, "auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# The files that affect generated tokens, unlike a README or a second copy of the weights.
-_TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
-_WANTED = ("*.safetensors", *_TEXT_FILES)
-_CONFIG_FILES = ("config.json",)
-_UNWANTED = ("consolidated*", "original/*", "training_args*")
-
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """The configuration of a model: `conf/model/*.yaml` and the command line.
-
-    The source of the model is the first of: `path` (a local folder, or a GGUF file; with `gguf_file`, that file in the
-    folder), `package` (an installed package that contains `gguf_file`), `bundled` (a folder of this package), `hub_id`
-    at `revision` (None: the newest). `max_prompt_tokens`: the length to which tasks cut long prompts (None: the model's
-    positions). `device_map`: how accelerate distributes the layers (None: one device). `shape`: the shape of the cache,
-    for use without the model's files (see `kvbench.models.cache_shapes`).
-    """
-
-    name: str
-    hub_id: str | None = None
-    revision: str | None = None
-    bundled: str | None = None
-    path: str | None = None
-    gguf_file: str | None = None
-    package: str | None = None
-    dtype: str = "auto"
-    max_prompt_tokens: int | None = None
-    trust_remote_code: bool = False
-    device_map: str | None = None
-    shape: Mapping[str, int | list[int]] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -161,11 +125,11 @@ def locate(spec: ModelSpec, dtype: str = "auto") -> Checkpoint:
         wrong = dtype if dtype not in DTYPES else spec.dtype
         raise UsageError(f"dtype={wrong} is not allowed, choose one of {', '.join(DTYPES)}")
     _check_device_map(spec.device_map)
-    config = _config(spec, _folder(spec, _CONFIG_FILES))  # checked before gigabytes of weights are downloaded
+    config = _config(spec, model_folder(spec, CONFIG_FILES))  # checked before gigabytes of weights are downloaded
     chosen = next((d for d in (dtype, spec.dtype) if d != "auto"), None)
     resolved = getattr(torch, chosen) if chosen else config.dtype or torch.float32
-    folder = _folder(spec, _WANTED)
-    return Checkpoint(spec, folder, config, resolved, _identity(spec, folder))
+    folder = model_folder(spec, WANTED)
+    return Checkpoint(spec, folder, config, resolved, model_identity(spec, folder))
 
 
 def load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
@@ -284,40 +248,6 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _folder(spec: ModelSpec, wanted: tuple[str, ...]) -> Path:
-    """The folder with the model's files; for a hub model, at least the files that match `wanted`."""
-    file = _gguf_file(spec)
-    if file is not None:
-        return dequantized(file)
-    if spec.path is not None:
-        return _local_folder(Path(expanduser(spec.path)))
-    if spec.bundled is not None:
-        return Path(str(resources.files("kvbench") / spec.bundled))
-    if spec.hub_id is None:
-        raise UsageError(f"model={spec.name} needs model.path=/folder or model.hub_id=owner/name")
-    return _download(spec.hub_id, spec, [*wanted, *(["*.py"] if spec.trust_remote_code else [])])
-
-
-def _gguf_file(spec: ModelSpec) -> Path | None:
-    """The GGUF file of a model; None for safetensors."""
-    if spec.path is not None:
-        return gguf_source(Path(expanduser(spec.path)), spec.gguf_file)
-    if spec.package is not None:
-        return gguf_source(installed_folder(spec.package), spec.gguf_file)
-    if spec.gguf_file is not None:
-        raise UsageError(f"model.gguf_file={spec.gguf_file} needs a folder: set model.path=/folder as well")
-    return None
-
-
-def _identity(spec: ModelSpec, folder: Path) -> tuple[tuple[str, str], ...]:
-    file = _gguf_file(spec)
-    if file is not None:
-        return (("gguf_sha256", source_digest(file)),)
-    if spec.path is None and spec.bundled is None:
-        return (("hub_id", str(spec.hub_id)), ("commit", folder.name))
-    return (("sha256", weights_hash(folder)),)
-
-
 def _config(spec: ModelSpec, folder: Path) -> Any:  # noqa: ANN401 - transformers' own configuration object
     """The model's configuration. Raises UsageError if it cannot be read or the model is not supported."""
     try:
@@ -327,53 +257,6 @@ def _config(spec: ModelSpec, folder: Path) -> Any:  # noqa: ANN401 - transformer
     with refusing(f"model={spec.name}: "):
         try_out(config)
     return config
-
-
-def _local_folder(folder: Path) -> Path:
-    if not folder.is_dir():
-        hub = f" (for the Hub: model=hub model.hub_id={folder})" if str(folder).count("/") == 1 and folder.name else ""
-        raise UsageError(f"model.path={folder} is not a folder on this machine{hub}")
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"model.path={folder} has no config.json: it must be a folder made by save_pretrained")
-    if not any(folder.glob("*.safetensors")):
-        raise UsageError(
-            f"model.path={folder} has no *.safetensors: of other formats only GGUF is loaded (model.gguf_file=NAME)"
-        )
-    return folder.resolve()
-
-
-def _download(hub_id: str, spec: ModelSpec, wanted: list[str]) -> Path:
-    """The snapshot folder of a hub model, named after the commit. Without network, the cached files are used."""
-    key = (spec.name, hub_id, spec.revision)
-    if key in _unavailable:
-        raise UsageError(_unavailable[key])
-    try:
-        folder = snapshot_download(
-            hub_id, revision=spec.revision, allow_patterns=wanted, ignore_patterns=list(_UNWANTED)
-        )
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        _unavailable[key] = (
-            f"model={spec.name}: {hub_id} is not in the Hugging Face cache of this machine and cannot be downloaded "
-            f"({type(error).__name__}); fetch it with `hf download {hub_id}` (gated models need `hf auth login`), "
-            f"or use a local folder with model.path=/folder"
-        )
-        raise UsageError(_unavailable[key]) from error
-    return Path(folder)
-
-
-_unavailable: dict[tuple[str, str, str | None], str] = {}  # a sweep waits only once for an unreachable hub
-
-
-@lru_cache(maxsize=8)
-def weights_hash(folder: Path) -> str:
-    """sha256 over the names and contents of the files that affect generated tokens."""
-    digest = hashlib.sha256()
-    unwanted = {f for pattern in _UNWANTED for f in folder.glob(pattern)}
-    for file in sorted({f for pattern in _WANTED for f in folder.glob(pattern)} - unwanted):
-        digest.update(file.name.encode() + b"\0")
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()
 
 
 @lru_cache(maxsize=2)

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.errors import UsageError
+from kvbench.report.changes import changes_table
 from kvbench.report.formats import FORMATS, write
-from kvbench.report.table import chosen, pivot, results_table, text
+from kvbench.report.table import Table, chosen, pivot, results_table, text
 from kvbench.results.columns import COLUMNS, frame
 from kvbench.results.files import atomic_write
-from kvbench.results.result import load_results
+from kvbench.results.result import Result, load_results
 from kvbench.terminal.command import Parser, command, terminal_width
 from kvbench.terminal.outputs import check_output
 
@@ -39,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser("python -m kvbench.results", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
     columns = "columns:\n" + "\n".join(f"  {column.name:20}  {column.meaning}" for column in COLUMNS)
-    usage = "%(prog)s folder [-o OUTPUT] [--by KEY ...]\n  [--columns A,B,C | --pivot budget|task]"
+    usage = "%(prog)s folder [-o OUTPUT] [--by KEY ...]\n  [--columns A,B,C | --changes | --pivot budget|task]"
     one_table = "write one table of all runs below a folder"
     collect = commands.add_parser("collect", help=one_table, usage=usage, description=_COLLECT, epilog=columns)
     collect.add_argument("folder", type=Path, help="folder of runs, such as results/runs")
@@ -49,6 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     kinds = collect.add_mutually_exclusive_group()
     kinds.add_argument("--columns", type=_names, default=[], metavar="A,B,C", help="select columns, in this order")
     across = "one row per policy, one column per budget (scores with intervals) or per task (scores x 100, average)"
+    against = "what each policy changes against full: answers lost and gained, their length, KV footprint"
+    kinds.add_argument("--changes", action="store_true", help=against)
     kinds.add_argument("--pivot", choices=["budget", "task"], help=across)
     return parser
 
@@ -65,8 +68,9 @@ def collect_table(options: argparse.Namespace) -> str:
     output, tidy = options.output, options.output is not None and options.output.suffix in TIDY
     if output is not None:
         check_output(output, (*TIDY, *FORMATS))
-    if options.pivot and tidy:
-        raise UsageError(f"--pivot {options.pivot} is for {', '.join(FORMATS)}; {output.suffix} has one row per run")
+    if (options.pivot or options.changes) and tidy:
+        kind = "--changes" if options.changes else f"--pivot {options.pivot}"
+        raise UsageError(f"{kind} is for {', '.join(FORMATS)}; {output.suffix} has one row per run")
     rows = load_results(options.folder).by(options.by)
     known = dict.fromkeys([*(column.name for column in COLUMNS), *(key for row in rows for key in row.differs)])
     for name in options.columns:
@@ -80,9 +84,17 @@ def collect_table(options: argparse.Namespace) -> str:
         except OSError as error:
             raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
     else:
-        wide = chosen(rows, options.columns) if options.columns else results_table(rows)
-        shown = pivot(rows, options.pivot) if options.pivot else wide
+        shown = _table(rows, options)
         if output is None:
             return text(shown, terminal_width())
         write(shown, output)
     return f"{len(rows)} rows -> {output}\n"
+
+
+def _table(rows: Sequence[Result], options: argparse.Namespace) -> Table:
+    """The table for people that the options select."""
+    if options.pivot:
+        return pivot(rows, options.pivot)
+    if options.changes:
+        return changes_table(rows)
+    return chosen(rows, options.columns) if options.columns else results_table(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
@@ -188,14 +188,17 @@ def results_table(rows: Sequence[Result]) -> Table:
     Rows are grouped by model, task and schedule; rows without eviction are first.
     """
     rows = _grouped(rows)
+    shown = [one for one in _COLUMNS if any(one.shown(row) and one.text(row) is not None for row in rows)]
+    numbers = {one.title: [one.text(row) or NONE for row in rows] for one in shown}
+    return labelled(rows, numbers, [one.legend for one in shown if one.legend])
+
+
+def labelled(rows: Sequence[Result], columns: Mapping[str, Sequence[str]], legend: Sequence[str]) -> Table:
+    """A table of these columns, after the columns of text in which the rows differ."""
     words = _words(rows)
     named = _named_columns(words, always=("policy", "budget") if len(rows) == 1 else ("policy",))
-    shown = [one for one in _COLUMNS if any(one.shown(row) and one.text(row) is not None for row in rows)]
-    numbers = [[one.text(row) or NONE for row in rows] for one in shown]
-    legend = [one.legend for one in shown if one.legend]
-    if any(row.budget is not None for row in rows):
-        legend.append("budget: tokens per KV head (below 1: share of the prompt)")
-    frame = frame_of([*named, *(one.title for one in shown)], [*(words[name] for name in named), *numbers])
+    legend = [*legend, *["budget: tokens per KV head (below 1: share of the prompt)"] * any(r.budget for r in rows)]
+    frame = frame_of([*named, *columns], [*(words[name] for name in named), *columns.values()])
     return _table(frame, _shared(words, named), legend, rows, named)
 
 

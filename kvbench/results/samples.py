@@ -1,6 +1,8 @@
 """`samples.jsonl`, the append-only file of a run's finished examples, one `Sample` per line.
 
-The lines are in order, and each is on disk before the next example starts. Metrics and tables are computed from them.
+The lines are in order. A line is on disk (synced) when `append` returns, which is called as soon as the example
+and those before it are computed; `engine.save_seconds` limits how many have started and are not on disk. Metrics and
+tables are computed from the lines.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -62,7 +64,8 @@ class Sample:
     device_peak_bytes: the most memory allocated on the CUDA devices, including weights; null on CPUs.
     full_cache_bytes, full_position_bytes: keys and values of prompt and answer in the model's dtype; their positions.
     decode_steps: model calls after the prefill: one for each token after the first, including an EOS.
-    max_new_tokens*: the limit of the answer's length.
+    max_new_tokens*: the limit of the answer's length. finish_reason*: "stop" (a stop token or text) or "length".
+    kv_footprint*: entries held, summed over all fed tokens, as a share of the full cache's (`kvbench.cache.footprint`).
     likelihood*: of given tokens; such an example has no output or score. With several rated continuations, tokens and
     bytes are those of the longest one, and peak_bytes is the maximum.
     evicted: share of the requests whose cache held fewer tokens than it received.
@@ -115,6 +118,8 @@ class Sample:
     masked_tokens: list[list[int]] | None = None
     sample: int | None = None
     recomputed_tokens: int | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    kv_footprint: float | None = None
 
     @property
     def shared(self) -> bool:
@@ -146,7 +151,7 @@ FILE_NAME = "samples.jsonl"
 _OPTIONAL = (
     *("likelihood", "measures", "context_tokens", "kept_heads"),
     *("shared_prefill", "rows_in_flight", "max_new_tokens", "pre_pass_tokens", "read_tokens", "read_bytes"),
-    *("sample", "state_bytes", "masked_tokens", "recomputed_tokens"),
+    *("sample", "state_bytes", "masked_tokens", "recomputed_tokens", "finish_reason", "kv_footprint"),
 )
 
 log = logging.getLogger(__name__)

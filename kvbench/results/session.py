@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench import __version__
 from kvbench.results.files import write_json
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def versions() -> dict[str, Any]:
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
+    found["kvbench"] = __version__
     revision = git_revision(Path(__file__).resolve().parent)
     return {"packages": found, "python": platform.python_version(), "kvbench_revision": revision}
 

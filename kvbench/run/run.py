@@ -14,19 +14,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvbench import __version__
 from kvbench.cache.layout import layout_of
 from kvbench.config.presets import SCHEDULE, build_policy, scheduled
 from kvbench.config.tree import build, find, refusing_in
 from kvbench.errors import ConfigError, UsageError, refusing
 from kvbench.models.cache_shapes import check_shape
+from kvbench.models.files import ModelSpec, check_sha256
 from kvbench.models.given import checkpoint_of
-from kvbench.models.loading import Checkpoint, ModelSpec, locate, pick_device
+from kvbench.models.loading import Checkpoint, locate, pick_device
 from kvbench.models.prompts import COMPRESS
 from kvbench.models.replay import can_record, can_replay, check_graph
 from kvbench.policies.checks import choice, whole_number
@@ -60,6 +61,7 @@ class Run:
     config: Mapping[str, Any]  # the resolved configuration
     compress: str = "prompt"  # or "context": the text before the question
     rows: int | None = None  # most sequences in a batch; 1: one by one; None: as many as memory allows
+    save_seconds: float = 10  # an example is on disk this long after it started: see `Pace`
     changed: tuple[str, ...] = ()  # fields of the identity that differ from the presets
     sampling: Sampling | None = None  # None: as the task defines it
     samples: int = 1  # answers to each prompt; limit and samples count answers
@@ -161,6 +163,7 @@ def build_run(config: RunConfig) -> Run:
         config=config.record,
         compress=compress,
         rows=config.engine.rows,
+        save_seconds=config.engine.save_seconds,
         changed=changed_fields(config) + (() if checkpoint.dtype == checkpoint.stored_dtype else ("dtype",)),
         sampling=sampling,
         samples=samples,
@@ -273,11 +276,13 @@ def _model_spec(config: RunConfig) -> ModelSpec:
             value = fields.get(field)
             if value == "":
                 raise ConfigError(field, value, why="must be text or null")
-            if value is not None and (spec.bundled or (path is not None and field != "path")):
+            ignored = path is not None and field != "path" and spec.sha256 is None  # else path is a copy of that file
+            if value is not None and (spec.bundled or ignored):
                 read = f"model.path={path}" if path is not None else f"the folder of model={config.names['model']}"
                 raise ConfigError(field, value, why=f"has no effect: {read} is read instead")
         if (spec.hub_id or "").count("/") > 1:
             raise ConfigError("hub_id", spec.hub_id, why="is not allowed, it must be owner/name")
+        check_sha256(spec)
         if spec.shape is not None:
             check_shape(spec.shape)
         if spec.max_prompt_tokens is not None:
@@ -332,7 +337,7 @@ def _own_code() -> str:
     files = [path for name in FOLDERS for path in sorted((package / name).resolve().rglob("*.py"))]
     gc.disable()  # a syntax tree has 100,000s of objects, none of which is garbage yet: half the time
     try:
-        return version("kvbench") + "".join(map(_source, files))
+        return __version__ + "".join(map(_source, files))
     finally:
         gc.enable()
 

@@ -71,6 +71,7 @@ class Engine:
     """The settings of the engine: see conf/config.yaml."""
 
     rows: int | None = None
+    save_seconds: float = 10
     cuda_graph: bool | str = False
 
 
@@ -112,6 +113,7 @@ class RunConfig:
             whole_number("limit", self.limit, 1)
         if self.engine.rows is not None:
             whole_number("engine.rows", self.engine.rows, 1)
+        number("engine.save_seconds", self.engine.save_seconds, 0)
         choice("engine.cuda_graph", self.engine.cuda_graph, True, False, "auto")
 
     @property

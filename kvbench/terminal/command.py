@@ -15,11 +15,11 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Protocol, TypeVar
 
+from kvbench import __version__
 from kvbench.errors import UsageError
 
 
@@ -165,7 +165,7 @@ def _path(text: str) -> Path:
 
 def our_version() -> str:
     """The output of --version."""
-    return f"kvbench {version('kvbench')}"
+    return f"kvbench {__version__}"
 
 
 def pairs(arguments: Sequence[str], example: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.allocators.rounding import largest_remainders
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.checks import check_choices, number
+from kvbench.policies.constants import on_device
 from kvbench.policies.ranking import Ranking, preference
 
 
@@ -71,7 +72,7 @@ class Ada(Allocator):
         return self.base.split(total, layers, length, floor)
 
     def heads(self, layer: int, ranking: Ranking, budgets: Sequence[int]) -> Tensor:
-        budget = ranking.seen.new_tensor(budgets)
+        budget = on_device(tuple(budgets), ranking.seen.device)
         if self.rounding == "kvpress":
             return self._kvpress(ranking, budget)
         fixed = ranking.protected.sum(-1)

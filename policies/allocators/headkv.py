@@ -18,6 +18,7 @@ from kvbench.errors import ConfigError
 from kvbench.policies.allocators.allocator import Allocator, check_equal_heads, required_length
 from kvbench.policies.allocators.rounding import largest_remainders
 from kvbench.policies.checks import number
+from kvbench.policies.constants import on_device
 from kvbench.policies.describe import FILE
 from kvbench.policies.ranking import Ranking
 
@@ -115,7 +116,7 @@ class HeadKV(Allocator):
             )
         shares = self._shares[layer].view(heads, -1).sum(-1).to(ranking.scores.device)
         fixed = ranking.protected.sum(-1)
-        base = (ranking.seen.new_tensor(budgets)[:, None] - fixed).clamp(min=0)
+        base = (on_device(tuple(budgets), ranking.seen.device)[:, None] - fixed).clamp(min=0)
         pool = (base / self.beta).floor().double()
         targets = shares * pool * self._shares.shape[0] * heads + (base - pool)
         totals = base.sum(-1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, number
+from kvbench.policies.constants import on_device
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.pooling import by_position, check_kernel, smooth, smooth_along
@@ -82,7 +83,7 @@ class Cake(AttentionScorer):
             sums += drawn if sums.shape[-1] == drawn.shape[-1] else drawn.mean(-1, keepdim=True)
         if self.slot_order == "score":
             scores = self._in_read_order(group_mean(self.raw(observation, state)), observation, state)
-            budgets = observation.seen.new_tensor(observation.budgets)[:, None, None]
+            budgets = on_device(observation.budgets, observation.seen.device)[:, None, None]
             evicts = observation.occupied.sum(-1, keepdim=True) > budgets
             ranked = (evicts & self._candidates(observation))[..., None]
             state[ORDER].copy_(torch.where(ranked, scores[..., None], state[ORDER]))

@@ -28,7 +28,7 @@ def by_position(observation: Observation) -> Tensor | None:
 
 
 def smooth(scores: Tensor, observation: Observation, window: int, kernel: int, pool: Pool) -> Tensor:
-    """Each candidate's score [B,H_kv,T] pooled over `kernel` neighbours among the candidates, in order of position.
+    """Each candidate's score [B,H_kv,...,T] pooled over `kernel` neighbours among the candidates, in order of position.
 
     Candidates are the tokens before the newest `window` tokens. All window tokens must be stored; their scores are not
     pooled. At the ends of the candidates, max ignores missing neighbours and avg counts them as zeros.
@@ -47,9 +47,10 @@ def smooth_along(
     if observation.slots.packed:  # every head has the same number of candidates: no masks
         if order is None:
             return torch.cat([_pooled(scores[..., :candidates], kernel, pool), scores[..., candidates:]], dim=-1)
-        first = order[..., :candidates]
+        first = _spread(order, scores)[..., :candidates]
         return scores.scatter(-1, first, _pooled(scores.gather(-1, first), kernel, pool))
-    among = observation.occupied & ~observation.newest(window)
+    among = _spread(observation.occupied & ~observation.newest(window), scores)
+    order = None if order is None else _spread(order, scores)
     outside = -torch.inf if pool == "max" else 0.0
     read = scores.masked_fill(~among, outside)
     pooled = _pooled(read if order is None else read.gather(-1, order), kernel, pool)
@@ -57,9 +58,14 @@ def smooth_along(
     return torch.where(among, back, scores)
 
 
+def _spread(x: Tensor, scores: Tensor) -> Tensor:
+    """x [B,H_kv,T] with the shape of scores [B,H_kv,...,T]."""
+    return x.view(*x.shape[:2], *[1] * (scores.dim() - 3), x.shape[-1]).expand_as(scores)
+
+
 def _pooled(scores: Tensor, kernel: int, pool: Pool) -> Tensor:
     if pool == "max":
-        return F.max_pool1d(scores, kernel, stride=1, padding=kernel // 2)
+        return F.max_pool1d(scores.flatten(0, -2), kernel, stride=1, padding=kernel // 2).view_as(scores)
     # Same order of additions and same result as `avg_pool1d`, in a third of the time on a CPU.
     slots, wide = scores.shape[-1], F.pad(scores, (kernel // 2, kernel // 2))
     total = wide[..., :slots].clone()

@@ -55,7 +55,7 @@ class Critical(ValueAware):
         protected: Tensor,
         layer_wide: bool,
     ) -> Tensor:
-        norms = self.projected_norms(observation)
+        norms = projected_norms(observation)
         if layer_wide or norms.shape[1] > scores.shape[1]:  # all heads share one latent
             norms = norms.mean(1, keepdim=True)
         summed = scorer.needs.never_negative and scorer.needs.window
@@ -66,16 +66,17 @@ class Critical(ValueAware):
         above = 2 * weighed.abs().amax((1, 2), keepdim=True) + 1
         return torch.where(chosen, above, weighed)
 
-    def projected_norms(self, observation: Observation) -> Tensor:
-        """n of every slot, [B,H_kv,T] float32."""
-        values, projection = observation.values, observation.output_projection()
-        heads = projection.unflatten(0, (values.shape[1], -1))  # [H_kv,G,D,hidden]
-        tokens = max(1, AT_ONCE // (len(values) * projection.shape[-1]))
-        norms = []
-        for some in values.split(tokens, dim=2):
-            of_heads = [
-                torch.stack([(widen(own) @ widen(weight)).abs().sum(-1) for weight in weights]).mean(0)
-                for own, weights in zip(some.unbind(1), heads, strict=True)
-            ]
-            norms.append(torch.stack(of_heads, dim=1))
-        return torch.cat(norms, dim=-1)
+
+def projected_norms(observation: Observation) -> Tensor:
+    """The mean over the group of the L1 norm of each projected value, [B,H_kv,T] float32."""
+    values, projection = observation.values, observation.output_projection()
+    heads = projection.unflatten(0, (values.shape[1], -1))  # [H_kv,G,D,hidden]
+    tokens = max(1, AT_ONCE // (len(values) * projection.shape[-1]))
+    norms = []
+    for some in values.split(tokens, dim=2):
+        of_heads = [
+            torch.stack([(widen(own) @ widen(weight)).abs().sum(-1) for weight in weights]).mean(0)
+            for own, weights in zip(some.unbind(1), heads, strict=True)
+        ]
+        norms.append(torch.stack(of_heads, dim=1))
+    return torch.cat(norms, dim=-1)

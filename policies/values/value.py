@@ -30,5 +30,5 @@ class ValueAware(ABC):
 
     @property
     def needs(self) -> Needs:
-        """The wrapper's inputs, such as scores and statistics per query head."""
+        """The wrapper's inputs, such as statistics per query head. window: the least window of its scorer."""
         return Needs()

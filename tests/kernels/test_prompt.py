@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from kvbench.kernels import prompt
 from kvbench.kernels.prompt import (
     block_mask,
     flex_prompt_attention,
@@ -84,23 +85,66 @@ def test_blocks_are_skipped_masked_or_whole_as_their_pairs_are_seen(window: int 
         assert computed.sum() <= some.sum() + 6, "ordered slots compute next to nothing that nobody sees"
 
 
+def test_a_soft_cap_is_a_constant_of_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor compiles no kernel whose cap is an argument: a float on the host, which it would have to read."""
+    compiled: list[list[object]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> Any:
+        compiled.append(inputs)
+        return graph.forward
+
+    monkeypatch.setattr(prompt, "flex_attention", prompt.compiled_flex.__wrapped__(backend))
+    for cap in (20.0, 30.0):
+        for length in (130, 270, 400):
+            queries, keys = torch.randn(1, 4, length, 16), torch.randn(1, 2, length, 16)
+            at = torch.arange(length)[None]
+            call = queries, keys, keys, at, at[:, None].expand(-1, 2, -1), 0.25, cap
+            assert_close(flex_prompt_attention(*call), prompt_attention_ref(*call))
+    assert len(compiled) <= 3, "one kernel for all lengths, after that of the first one"
+    kinds = {type(x) for inputs in compiled for x in inputs}
+    assert kinds == {torch.Tensor, torch.SymInt}
+    assert not [x for inputs in compiled for x in inputs if isinstance(x, torch.Tensor) and x.dim() == 0]
+
+
+SHAPES = {  # H_q, H_kv, D of keys, D of values, and what attention does with them
+    "llama": (8, 2, 128, 128, {}),
+    "llama-in-any-order": (8, 2, 128, 128, {"aligned": False}),
+    "gemma2": (8, 4, 256, 256, {"softcap": 50.0}),
+    "gemma2-sliding": (8, 4, 256, 256, {"softcap": 50.0, "sliding_window": 300}),
+    "gpt-oss": (16, 2, 64, 64, {"sinks": True}),
+    "gpt-oss-sliding": (16, 2, 64, 64, {"sinks": True, "sliding_window": 128}),
+    "padded": (8, 2, 64, 64, {"aligned": False, "padding": 40}),
+    "small-heads": (4, 2, 8, 8, {}),
+    "small-heads-softcap": (4, 2, 8, 8, {"softcap": 20.0, "sliding_window": 90, "sinks": True}),
+    "latent": (4, 4, 96, 64, {}),
+    "odd-heads": (6, 2, 80, 80, {"softcap": 20.0}),
+}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("older", [0, 500])
-@pytest.mark.parametrize("how", [{}, {"softcap": 20.0}, {"sliding_window": 300}, {"sinks": True}, {"aligned": False}])
-def test_a_cuda_device_gives_in_bfloat16_what_the_reference_gives(how: dict[str, Any], older: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_cuda_device_gives_what_the_reference_gives(shape: str, dtype: torch.dtype, older: int) -> None:
+    heads, kv_heads, dim, value_dim, fields = SHAPES[shape]
     random = torch.Generator().manual_seed(older)
-    queries = torch.randn(2, 777, 8, 128, generator=random).transpose(1, 2)
-    keys, values = torch.randn(2, 2, 2, 777 + older, 128, generator=random).unbind(0)
-    how = {"aligned": True, **how}
+    queries = torch.randn(2, 277, heads, dim, generator=random).transpose(1, 2)
+    keys, values = (torch.randn(2, kv_heads, 277 + older, n, generator=random) for n in (dim, value_dim))
+    how = {"aligned": True, **fields}
+    padding = how.pop("padding", 0)
     if "sinks" in how:
-        how["sinks"] = torch.randn(8, generator=random)
-    places = torch.arange(777 + older).repeat(2, 1)
-    call = [x.bfloat16() for x in (queries, keys, values)] + [places[:, older:], places[:, None].expand(-1, 2, -1)]
-    expected = prompt_attention_ref(*call, 128**-0.5, **{name: x for name, x in how.items() if name != "aligned"})
+        how["sinks"] = torch.randn(heads, generator=random)
+    asked, held = torch.arange(older, 277 + older).repeat(2, 1), torch.arange(277 + older).repeat(2, kv_heads, 1)
+    if padding:
+        asked[1], held[1] = asked[1] - padding, held[1] - padding  # -1 where nothing is
+        asked[asked < 0], held[held < 0] = -1, -1
+    call = [x.to(dtype) for x in (queries, keys, values)] + [asked, held]
+    expected = prompt_attention_ref(*call, dim**-0.5, **{name: x for name, x in how.items() if name != "aligned"})
     there = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in how.items()}
-    got = prompt_attention(*(x.cuda() for x in call), 128**-0.5, **there)
-    torch.testing.assert_close(got.out.cpu(), expected.out, rtol=2e-2, atol=2e-2)
+    got = prompt_attention(*(x.cuda() for x in call), dim**-0.5, **there)
+    near = 2e-2 if dtype.itemsize == 2 else 1e-4
+    torch.testing.assert_close(got.out.cpu(), expected.out, rtol=near, atol=near)
     torch.testing.assert_close(got.log_sum_exp.cpu(), expected.log_sum_exp, rtol=1e-3, atol=1e-3)
 
 

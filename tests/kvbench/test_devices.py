@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
-from kvbench.models.loading import ModelSpec, load, locate
+from kvbench.models.files import ModelSpec
+from kvbench.models.loading import load, locate
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
 

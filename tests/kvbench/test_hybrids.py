@@ -54,7 +54,7 @@ def read(running: PreTrainedModel, held: Cache, ids: Tensor, *calls: int) -> Ten
 
 
 def states(held: KVCache) -> dict[str, Tensor]:
-    return {name: torch.cat([group.states[name] for group in held.groups]) for name in held.groups[0].states}
+    return {name: torch.cat([one.states[name] for one in held.sequences]) for name in held.sequences[0].states}
 
 
 def assert_same_states(found: KVCache, expected: KVCache, row: int | slice = slice(None), within: float = 1e-4) -> None:

@@ -26,7 +26,8 @@ from transformers import (
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
-from kvbench.models.loading import ModelSpec, load, locate
+from kvbench.models.files import ModelSpec
+from kvbench.models.loading import load, locate
 from kvbench.models.trial import try_out
 
 MIXED = ["sliding_attention", "full_attention"] * 2

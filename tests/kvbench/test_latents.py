@@ -26,7 +26,8 @@ from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
 from kvbench.models.cache_shapes import from_config
-from kvbench.models.loading import Checkpoint, ModelSpec
+from kvbench.models.files import ModelSpec
+from kvbench.models.loading import Checkpoint
 from kvbench.models.replay import can_replay
 from kvbench.policies.latents import LatentObservation
 from kvbench.policies.policy import Policy

@@ -82,8 +82,8 @@ def test_it_is_of_every_sequence_by_itself_and_its_bytes_are_counted(model: PreT
     for row, ids in enumerate(PROMPTS):
         alone = filled(model, [ids])
         decoded(model, alone, [5, 6, 7])
-        for layer, other in zip(cache.sequence.layers, alone.group.layers, strict=True):
-            torch.testing.assert_close(layer.memory["sum"][row], other.memory["sum"][0])
+        for layer, other in zip(cache.sequence.layers, alone.sequence.layers, strict=True):
+            torch.testing.assert_close(layer.memory["sum"][0], other.memory["sum"][0])
 
 
 def test_a_copy_and_a_batch_hold_it(model: PreTrainedModel) -> None:

@@ -35,7 +35,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("caote_snapkv", {"budget": 33, "window": 8, "block": 16}),
     ("pyramidkv", {"budget": 40, "window": 8}),
     ("snapkv_kivi", {"budget": 40, "window": 8, "store.group": 8, "store.residual": 8}),
-    ("h2o_zipcache", {"budget": 40}),
+    ("h2o_zipcache", {"budget": 40, "decode": "grow"}),
     ("snapkv_gear", {"budget": 40, "window": 8, "store.group": 8}),
     ("quest", {"budget": 64}),
 ]

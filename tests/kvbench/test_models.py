@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from kvbench.errors import UsageError
-from kvbench.models.loading import Checkpoint, ModelSpec, load, locate
+from kvbench.models.files import ModelSpec
+from kvbench.models.loading import Checkpoint, load, locate
 from kvbench.tools.harness_model import KVBenchLM
 
 CPU = torch.device("cpu")

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Pr
 from kvbench import evaluate, generate, make_policy
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.teacher_forcing import text_scores
-from kvbench.models.loading import Checkpoint, ModelSpec, load, locate
+from kvbench.models.files import ModelSpec
+from kvbench.models.loading import Checkpoint, load, locate
 from kvbench.models.tokens import Encoder
 
 pytestmark = pytest.mark.slow("135M parameters, prompts of up to 300 tokens")

@@ -5,9 +5,9 @@ import torch
 from kv_models import MIXTURES, prompt, tiny, tiny_mixture
 
 from kvbench import KVCache, make_policy
-from kvbench.engine.logits import head_logits, surprisal
+from kvbench.engine.logits import head_logits
 from kvbench.engine.prefill import prefill
-from kvbench.policies.pre_passes.surprisal import Surprisal
+from kvbench.policies.pre_passes.surprisal import Surprisal, surprisal
 
 
 @pytest.mark.parametrize("family", ["gemma2", *MIXTURES])  # gemma2 caps its logits after the head

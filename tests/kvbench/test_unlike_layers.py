@@ -25,7 +25,8 @@ from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
 from kvbench.models.cache_shapes import CacheShape, from_config
-from kvbench.models.loading import Checkpoint, ModelSpec
+from kvbench.models.files import ModelSpec
+from kvbench.models.loading import Checkpoint
 from kvbench.policies.policy import Policy
 from kvbench.tools.cache_bytes import predict
 

@@ -11,7 +11,7 @@ from command_lines import MAINS
 from kvbench.cli import main
 from kvbench.engine.prompts import prompts_for
 from kvbench.errors import ConfigError
-from kvbench.models import loading
+from kvbench.models import files
 from kvbench.run.run import build_run
 from kvbench.run.run_config import run_config
 
@@ -27,6 +27,7 @@ LINES = {
     "bogus=3": "Could not override 'bogus'",
     "engine=null": "engine=null is not allowed, set its fields",
     "engine.rows=0": "engine.rows must be a whole number of at least 1, got 0",
+    "engine.save_seconds=-1": "engine.save_seconds must be a number of at least 0, got -1",
     "--config-dir=/nowhere": "Additional config directory '/nowhere' not found",
     "policy=snapk": "Could not find 'policy/snapk'",
     "policy.schedule=blocks": "write schedule=blocks",
@@ -131,7 +132,7 @@ def test_an_absent_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch, capsys: py
         asked.append(hub_id)
         raise OSError("no network")
 
-    monkeypatch.setattr(loading, "snapshot_download", away)
+    monkeypatch.setattr(files, "snapshot_download", away)
     assert main(["-m", "model=hub", "model.hub_id=nobody/nothing", "policy=snapkv,knorm,tova"]) == 1
     assert asked == ["nobody/nothing"]
     assert capsys.readouterr().err.count("cannot be downloaded") == 2  # of the first, and of the two others

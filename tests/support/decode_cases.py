@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from kvbench.kernels.decode import decode_attention, decode_attention_flat
 from kvbench.kernels.references import NewTokens
@@ -56,7 +57,7 @@ class DecodeCase:
             "programs": self.programs,
         }
         call |= self._segments(newest, random) if self.flat else self._padded(newest, random)
-        return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in call.items()}
+        return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, call)
 
     def _padded(self, newest: int, random: torch.Generator) -> dict[str, Any]:
         lead = self.batch, self.heads, self.slots

@@ -25,6 +25,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from kvbench.policies.model_layer import Rotation
+
 VOCABULARY = 512
 PADDING = 0
 SLIDING = 24
@@ -179,3 +181,16 @@ def generated(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, **k
     ids, mask = left_padded(prompts)
     out = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **kwargs)
     return out[:, ids.shape[1] :].tolist()
+
+
+class Projects:
+    """A model's layer with an output projection of its own."""
+
+    def __init__(self, matrices: Tensor) -> None:
+        self._matrices = matrices
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        raise AssertionError("not asked")
+
+    def output_projection(self) -> Tensor:
+        return self._matrices

@@ -20,7 +20,9 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from kvbench.config.tree import build
 from kvbench.errors import UsageError
-from kvbench.models.loading import Checkpoint, ModelSpec
+from kvbench.models.files import ModelSpec, gguf_file
+from kvbench.models.gguf import dequantized
+from kvbench.models.loading import Checkpoint
 from kvbench.models.prompts import PromptMaker
 from kvbench.results.files import read_yaml
 from kvbench.results.labels import compressed
@@ -82,7 +84,10 @@ def _made(run: Result, count: int) -> Iterator[tuple[str, tuple[Passage, ...]]]:
 
 def _checkpoint(run: Result, spec: ModelSpec) -> Checkpoint:
     """Configuration and tokenizer of the model from local files, without weights and without remote code."""
-    if spec.bundled is not None:
+    file = gguf_file(spec)
+    if file is not None:
+        folder = dequantized(file)
+    elif spec.bundled is not None:
         folder = Path(str(resources.files("kvbench") / spec.bundled))
     elif spec.path is not None:
         folder = Path(spec.path).expanduser()

@@ -56,6 +56,7 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined  # imported here: torch and matplotlib are slow
     from markupsafe import Markup
 
+    from kvbench.report.changes import changes_table
     from kvbench.report.html import tables
     from kvbench.report.html.caveats import caveats
     from kvbench.report.html.examples import LEVELS, examples
@@ -79,6 +80,7 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
         matrices=tables.matrices(rows),
         figures=_figures(rows),
         costs=tables.costs(rows),
+        changes=changes_table(rows) if any(row.changes for row in rows) else None,
         caveats=caveats(rows, groups),
         tasks=examples(rows),
         levels=range(1, LEVELS + 1),

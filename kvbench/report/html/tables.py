@@ -118,7 +118,8 @@ def matrices(rows: Sequence[Result]) -> list[Matrix]:
 
 def costs(rows: Sequence[Result]) -> list[tuple[str, str, str]]:
     """Name, title and meaning of the measurements that any run has, without shares and sizes of the full cache."""
-    found = [one for one in fields(Numbers) if not one.name.startswith("full_") and not one.name.endswith("_share")]
+    ends = ("_share", "_low", "_high")
+    found = [one for one in fields(Numbers) if not one.name.startswith("full_") and not one.name.endswith(ends)]
     units = (("_bytes", " MiB"), ("_seconds", " s"), ("_", " "))
     titles = {one.name: one.name for one in found}
     for old, new in units:

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from kvbench.config.tree import find, read
 from kvbench.errors import UsageError
-from kvbench.models.loading import DTYPES, ModelSpec, load, locate
+from kvbench.models.files import ModelSpec
+from kvbench.models.loading import DTYPES, load, locate
 
 
 def build(model: Any, dtype: str, device: torch.device) -> tuple[PreTrainedModel, str]:  # noqa: ANN401
@@ -32,9 +33,9 @@ def build(model: Any, dtype: str, device: torch.device) -> tuple[PreTrainedModel
     if (folder / "config.json").is_file() and not any(folder.glob("*.safetensors")):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         return _random(config, dtype, device), f"{folder.resolve().name} with random weights"
-    if not folder.is_dir() and find("model", str(model)) is None:
-        raise UsageError(f"model={model} is neither a name of conf/model nor a folder with a config.json")
-    named = ModelSpec(folder.name, path=str(folder)) if folder.is_dir() else ModelSpec(model, **read("model", model))
+    if not folder.exists() and find("model", str(model)) is None:
+        raise UsageError(f"model={model} is neither a name of conf/model, a folder with a config.json, nor a GGUF file")
+    named = ModelSpec(folder.name, path=str(folder)) if folder.exists() else ModelSpec(model, **read("model", model))
     return load(locate(named, dtype), device).model, named.name
 
 

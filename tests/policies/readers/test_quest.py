@@ -101,7 +101,7 @@ def test_rows_of_a_batch_and_sequences_in_flight_read_what_they_read_alone(famil
         assert batch.tokens[row] == alone.tokens[0] == found[row][0].tokens
         mine, its = found[row][0].cache, alone.cache
         assert mine is not None
-        assert tokens_read(mine.group) == tokens_read(its.group)
+        assert tokens_read(mine.sequence) == tokens_read(its.sequence)
         assert (mine.nbytes, mine.peak_nbytes) == (its.nbytes, its.peak_nbytes)
         assert found[row][2].error is None
 

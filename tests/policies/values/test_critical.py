@@ -2,26 +2,12 @@
 
 import torch
 from kv_crafted import observed
+from kv_models import Projects
 from kvpress_kept import assert_same, presses
-from torch import Tensor
 
-from kvbench.policies.model_layer import Rotation
 from kvbench.policies.observation import Observation
 from kvbench.policies.scorers.snapkv import SnapKV
-from kvbench.policies.values.critical import Critical
-
-
-class Projects:
-    """A model's layer with an output projection of its own."""
-
-    def __init__(self, matrices: Tensor) -> None:
-        self._matrices = matrices
-
-    def rotation(self, positions: Tensor) -> Rotation:
-        raise AssertionError("not asked")
-
-    def output_projection(self) -> Tensor:
-        return self._matrices
+from kvbench.policies.values.critical import Critical, projected_norms
 
 
 def seen(budget: int) -> Observation:
@@ -40,7 +26,7 @@ def scored(critical: Critical, scores: list[float], budget: int) -> list[float]:
 
 
 def test_norms_are_means_over_the_group() -> None:
-    assert Critical().projected_norms(seen(2)).tolist() == [[[2.0, 4.0, 8.0, 16.0]]]
+    assert projected_norms(seen(2)).tolist() == [[[2.0, 4.0, 8.0, 16.0]]]
 
 
 def test_scores_are_weighed_once_the_first_half_is_chosen() -> None:

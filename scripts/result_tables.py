@@ -1,7 +1,8 @@
-"""Tables and figures of `results/smollm2` from the runs of `scripts/smollm2_pack.py`.
+"""Tables and figures of a result pack, from the runs of `conf/experiment/results/MODEL/*.yaml`.
 
-python scripts/smollm2_tables.py RUNS -o results/smollm2. Writes one tidy CSV for each table, the paired differences to
-base policies, every example's scores (samples.csv.gz) and the figures.
+python scripts/result_tables.py RUNS -o results/MODEL. RUNS has a folder for each table. Writes one tidy CSV for each
+table, a policy x task table for RULER, the paired differences to base policies, the decided claims, every example's
+scores (samples.csv.gz) and the figures.
 """
 
 from __future__ import annotations
@@ -22,37 +23,31 @@ from kvbench.results.result import load_results
 from kvbench.results.statistics import mean_interval, paired_difference
 
 mpl.use("Agg")
-mpl.rcParams["svg.hashsalt"] = "smollm2"
+mpl.rcParams["svg.hashsalt"] = "results"
 PAIRS = {  # CAOTE's H2O keeps no recent window
     f"{value}_{base}": "h2o_norecent" if base == "h2o" and value != "ada" else base
     for base in ("snapkv", "h2o", "tova", "roco", "pyramidkv", "knorm", "keydiff", "cake", "kvec")
     for value in ("caote", "fastcaote", "ada")
 }
-RUNS = {"model": "smollm2", "schedule": "prompt", "block": None, "decode": "grow"}
-ON_NEEDLES = {**RUNS, "task": "niah", "task.max_new_tokens": 20}
-CLAIMS = (  # table of runs, claims that its task can decide, the fields that replace those of the claims
-    (
-        "needles",
-        [
-            "caote/always-task",
-            "caote/needle-gain",
-            "cake/needle-best",
-            "cake/pyramid-not-better",
-            "d2o/needle",
-            "kvec/needle",
-        ],
-        {**ON_NEEDLES, "budget": [512, 1024]},
-    ),
-    ("needles", ["cake/near-lossless-1024", "kvec/near-full-1024"], {**ON_NEEDLES, "budget": [1024]}),
-    (
-        "needles_context",
-        ["today/kvzip-question-unknown"],
-        {**ON_NEEDLES, "budget": [256, 1024], "compress": "context"},
-    ),
-    ("stores", ["today/two-and-a-half-bits"], ON_NEEDLES),
-)
+ON_NEEDLES = {"schedule": "prompt", "block": None, "decode": "grow", "task": "niah"}
+CLAIMS = {  # table of runs: claims that its task can decide, and the fields that replace those of the claims
+    "needles": [
+        (
+            ["caote/always-task", "caote/needle-gain", "cake/needle-best", "cake/pyramid-not-better", "d2o/needle",
+             "kvec/needle"],
+            {**ON_NEEDLES, "budget": [512, 1024]},
+        ),
+        (["cake/near-lossless-1024", "kvec/near-full-1024"], {**ON_NEEDLES, "budget": [1024]}),
+        (["today/two-and-a-half-bits"], ON_NEEDLES),
+    ],
+    "needles_context": [
+        (["today/kvzip-question-unknown"], {**ON_NEEDLES, "budget": [256, 1024], "compress": "context"}),
+    ],
+}  # fmt: skip
 SHOWN = ["full", "streamingllm", "random", "h2o", "tova", "snapkv", "ada_snapkv", "cake", "expected_attention", "kvec"]
 BYTES = ["full", "fp8", "int8", "nvfp4", "kivi", "turboquant", "snapkv", "kvzip", "kvzip_fp8"]
+SOLVED = 0.3
+"""Tasks of which the full cache solves less show nothing about a policy."""
 MAPS = ["full", "streamingllm", "h2o", "snapkv", "cake", "expected_attention"]
 
 
@@ -141,12 +136,13 @@ def to_base(found: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def claims(runs: Path) -> pd.DataFrame:
-    """The claims of the papers, decided from the needle runs: a row for each comparison."""
+def claims(runs: Path, model: str) -> pd.DataFrame:
+    """The claims of the papers, decided from the needle runs of a model: a row for each comparison."""
     rows = []
-    for table, names, overrides in CLAIMS:
+    known = {table: groups for table, groups in CLAIMS.items() if (runs / table).is_dir()}
+    for table, (names, overrides) in ((table, group) for table, groups in known.items() for group in groups):
         results = load_results(runs / table)
-        claims_of = [claim for paper in PAPERS for claim in read_claims(paper, overrides)]
+        claims_of = [claim for paper in PAPERS for claim in read_claims(paper, {**overrides, "model": model})]
         for claim in (claim for claim in claims_of if claim.name in names):
             found = decide(claim, results)
             first = {"claim": claim.name, "words": f"{claim.claim} ({claim.source})", "verdict": found.verdict}
@@ -157,6 +153,22 @@ def claims(runs: Path) -> pd.DataFrame:
             if not found.comparisons:
                 rows.append({**first, "table": table})
     return pd.DataFrame(rows)
+
+
+def leaderboard(table: pd.DataFrame) -> pd.DataFrame:
+    """A row for each policy and budget: the score of every task, their mean, and the share of the full cache's bytes.
+
+    Only tasks of which the full cache solves 0.3 or more. A policy without one of these tasks has no average and is
+    left out.
+    """
+    full = table[table.policy == "full"].set_index("task").score
+    solved = table[table.task.isin(full.index[full >= SOLVED])]
+    keys = ["policy", "budget"]
+    scores = solved.pivot_table(index=keys, columns="task", values="score", dropna=False).dropna(how="any")
+    scores.insert(0, "average", scores.mean(axis=1))
+    scores.insert(1, "share_of_full", solved.groupby(keys, dropna=False).share_of_full.mean())
+    scores.insert(2, "n", solved.groupby(keys, dropna=False).n.min())
+    return scores.reset_index().sort_values(["average", "policy"], ascending=[False, True], ignore_index=True)
 
 
 def score_figure(table: pd.DataFrame, x: str, file: Path, title: str, xlabel: str) -> None:
@@ -245,33 +257,32 @@ def main() -> None:
     """Write all tables and figures for which there are runs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path)
-    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("-o", "--output", type=Path, required=True, help="results/MODEL")
     given = parser.parse_args()
     given.output.mkdir(parents=True, exist_ok=True)
     found = samples(given.runs)
     found.round(6).to_csv(given.output / "samples.csv.gz", index=False, compression={"method": "gzip", "mtime": 0})
-    claims(given.runs).round(4).to_csv(given.output / "claims.csv", index=False)
-    tables = {str(name): some for name, some in found.groupby("table", sort=False)}
-    for name, some in tables.items():
-        summary(some).round(4).to_csv(given.output / f"{name}.csv", index=False)
+    claims(given.runs, given.output.name).round(4).to_csv(given.output / "claims.csv", index=False)
+    tables = {str(name): summary(some) for name, some in found.groupby("table", sort=False)}
+    for name, table in tables.items():
+        table.round(4).to_csv(given.output / f"{name}.csv", index=False)
+        if name.startswith("ruler"):
+            leaderboard(table).round(4).to_csv(given.output / f"{name}_average.csv", index=False)
+    budget = "budget (tokens per KV head and layer)"
     if "needles" in tables:
-        needles = tables["needles"]
+        needles = found[found.table == "needles"]
         shown = summary(needles[needles.policy.isin(SHOWN)])
-        least = int(shown.n.min())
-        title = f"Needles in 2,048 tokens, question in the prompt, n = {least}"
-        budget = "budget (tokens per KV head and layer)"
+        title = f"Needles, question in the prompt, n = {int(shown.n.min())}"
         score_figure(shown, "budget", given.output / "needles.svg", title, budget)
         depth_maps(needles, MAPS, given.output / "depths.svg")
         differences = to_base(needles)
         differences.round(4).to_csv(given.output / "differences.csv", index=False)
         difference_figure(differences, given.output / "differences.svg", "Value-aware and per-head variants")
-    if {"stores", "perplexity_stores"} <= tables.keys():
-        both = summary(tables["stores"]), summary(tables["perplexity_stores"])
-        bytes_figure(*both, given.output / "bytes.svg")
-    for name, title in (("stores", "Needles: quantized stores"), ("perplexity", "Moby Dick, blocks of 128 tokens")):
-        if name in tables:
-            file = given.output / f"{name}.svg"
-            score_figure(summary(tables[name]), "cache_mib", file, title, "cache size, MiB (with positions)")
+    if "perplexity" in tables:
+        file = given.output / "perplexity.svg"
+        score_figure(tables["perplexity"], "cache_mib", file, "Moby Dick, blocks of 128 tokens", "cache, MiB")
+    if {"needles", "perplexity_stores"} <= tables.keys():
+        bytes_figure(tables["needles"], tables["perplexity_stores"], given.output / "bytes.svg")
 
 
 if __name__ == "__main__":
