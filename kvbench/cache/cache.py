@@ -116,6 +116,20 @@ class KVCache(Cache):
             return RecurrentLayer(self.sequences, index, self._layout)
         return RecurrentKVLayer(self.sequences, place, index, self._layout)
 
+    def _begin_rows(self, rows: int) -> None:
+        """Begin a sequence for each row of the first call. ValueError for another number of rows later."""
+        if rows != len(self.sequences):
+            if len(self.sequences) > 1 or self.sequences[0].started:
+                raise ValueError(f"the cache has {len(self.sequences)} sequences, the model was called with {rows}")
+            self._add_sequences(rows)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, **kwargs: Any) -> Tensor:  # noqa: ANN401
+        """Append the inputs [B,D,M] of a convolution, whose layer may come before the first one with attention."""
+        if not self.one_prompt:
+            self._begin_rows(len(conv_states))
+        found: Tensor = super().update_conv_state(conv_states, layer_idx, **kwargs)
+        return found
+
     # --- one call of the model, layer by layer -----------------------------------------------------------------------
     @uncompiled  # transformers passes the result on to the attention function
     def update(  # type: ignore[override]
@@ -234,10 +248,7 @@ class KVCache(Cache):
         if self._shared is not None:
             self._shared.begin()
         rows, columns = (len(self.sequences) if self.one_prompt else len(queries)), queries.shape[2]
-        if rows != len(self.sequences):
-            if len(self.sequences) > 1 or self.sequences[0].started:
-                raise ValueError(f"the cache has {len(self.sequences)} sequences, the model was called with {rows}")
-            self._add_sequences(rows)
+        self._begin_rows(rows)
         if mask is not None and self._layout.states:
             check_padding([sequence.seen for sequence in self.sequences], mask)
         self._counts = [columns] * rows if mask is None else mask.sum(-1).tolist()

@@ -7,6 +7,7 @@ heads, T slots of the longest segment, w queries of a window, D head dim.
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -177,15 +178,14 @@ class FlatRows:
         positions[evicted] = positions[evicted].masked_fill(self._full.flatten(), -1)
         self._part.lengths["free"][self._which] = torch.where(self._full, chosen, self._free)
 
-    def _vectors(self, memory: list[Tensor]) -> Tensor:
-        """Keys or values [n,H,T,D]."""
-        return torch.cat([memory[layer][own] for layer, own in zip(self._layers, self._inside, strict=True)])
-
     def _observe(self, how: AttentionParams, queries: Tensor) -> Observation:
         arena, part, count = self._arena, self._part, len(self._layers)
         places = part.lengths["next"][0].repeat(count, 1)
         seen = LazyObservation(
-            {"keys": lambda: self._vectors(arena.keys), "values": lambda: self._vectors(arena.values)},
+            {  # without `self`, which would be a cycle and keep the memory
+                "keys": partial(_gathered, arena.keys, self._layers, self._inside),
+                "values": partial(_gathered, arena.values, self._layers, self._inside),
+            },
             layer=self._layers[0],
             queries=queries.flatten(0, 1),
             query_positions=places,
@@ -207,6 +207,11 @@ class FlatRows:
             assert arena.weights is not None
             seen.store_weights(arena.weights.flatten(0, 1)[self._where].transpose(-1, -2)[:, :, :, None])
         return seen
+
+
+def _gathered(memory: list[Tensor], layers: tuple[int, ...], inside: Tensor) -> Tensor:
+    """Keys or values [n,H,T,D] of some layers, at slots inside [k,b,H,T]."""
+    return torch.cat([memory[layer][own] for layer, own in zip(layers, inside, strict=True)])
 
 
 def _select(layers: tuple[int, ...], device: torch.device) -> slice | Tensor:

@@ -62,9 +62,9 @@ class RecentQueries:
 class Layer:
     """The contents of one layer: tokens, statistics, and the observation window.
 
-    count: tokens held per KV head. footprint: entries held, summed over the tokens (`kvbench.cache.footprint`). memory: data of scorer and merger. ranking: the scores of a prompt until its budget
-    is known. unsettled: the eviction of a complete prompt is still due. pages: for sparse attention. compacted: several
-    tokens were evicted at once.
+    count: tokens held per KV head. footprint: entries held, summed over the tokens (`kvbench.cache.footprint`). memory:
+    data of scorer and merger. ranking: the scores of a prompt until its budget is known. unsettled: the eviction of a
+    complete prompt is still due. pages: for sparse attention. compacted: several tokens were evicted at once.
     """
 
     def __init__(self, policy: Policy, index: int) -> None:

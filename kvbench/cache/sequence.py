@@ -32,10 +32,11 @@ class Sequence:
     row: its number in a batch, for messages. names: the model's indices of the layers. seen: tokens seen. columns:
     tokens of all calls, padding included; before: those before the running call. spans: the steps of the running call.
     shared: data that scorers of several layers exchange within a call. states: of recurrent layers, [1,...] by name.
-    passed: tokens of extra forward passes; passed_entries: those they add to the footprint. isolated: an error is stored in `error` instead of raised, so that other
-    sequences continue. peak_nbytes: the most bytes held at any time. on_change: called with a layer's index after every
-    change of its contents. on_evict: called with a layer, its scores and the kept slots, bool [1,H_kv,T], before
-    several tokens are evicted. nan_layer: the first layer that had a NaN score.
+    passed: tokens of extra forward passes; passed_entries: those they add to the footprint. isolated: an error is
+    stored in `error` instead of raised, so that other sequences continue. peak_nbytes: the most bytes held at any time.
+    on_change: called with a layer's index after every change of its contents. on_evict: called with a layer, its scores
+    and the kept slots, bool [1,H_kv,T], before several tokens are evicted. nan_layer: the first layer that had a NaN
+    score.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         monkeypatch.setattr(torch.cuda, "graph", record)
         monkeypatch.setattr(engine, "use_triton", lambda x: True)
         monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
-        monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
+        monkeypatch.setattr("kvbench.cache.rows.READ_AT_ONCE", ())
     replay, recorded = torch.cuda.CUDAGraph.replay, Recorder._record
 
     def counted(graph: Any) -> None:

@@ -237,7 +237,7 @@ def test_states_are_counted_beside_keys_and_values_and_do_not_grow(family: str, 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches decode at once."""
     monkeypatch.setattr(engine, "use_triton", lambda x: True)
-    monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
+    monkeypatch.setattr("kvbench.cache.rows.READ_AT_ONCE", ())
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm2"])

@@ -74,15 +74,14 @@ def counts(cache: KVCache) -> list[list[int]]:
 
 def test_it_is_of_every_sequence_by_itself_and_its_bytes_are_counted(model: PreTrainedModel) -> None:
     cache = filled(model, PROMPTS)
-    assert counts(cache) == [[*LENGTHS]] * 2
+    assert counts(cache) == [[length] for length in LENGTHS for _ in range(2)]
     decoded(model, cache, [5, 6, 7])
-    assert counts(cache) == [[length + 3 for length in LENGTHS]] * 2
-    for layer in cache.sequence.layers:
-        assert layer.nbytes == layer.store.nbytes + 2 * (8 * 8 + 8)  # sums of 8 float64 and a count of 8 bytes
-    for row, ids in enumerate(PROMPTS):
+    assert counts(cache) == [[length + 3] for length in LENGTHS for _ in range(2)]
+    for sequence, ids in zip(cache.sequences, PROMPTS, strict=True):
         alone = filled(model, [ids])
         decoded(model, alone, [5, 6, 7])
-        for layer, other in zip(cache.sequence.layers, alone.sequence.layers, strict=True):
+        for layer, other in zip(sequence.layers, alone.sequence.layers, strict=True):
+            assert layer.nbytes == layer.store.nbytes + 8 * 8 + 8  # sums of 8 float64 and a count of 8 bytes
             torch.testing.assert_close(layer.memory["sum"][0], other.memory["sum"][0])
 
 
