@@ -174,6 +174,7 @@ class KVCache(Cache):
         """
         if index == 0:
             self._begin_call(queries, mask)
+        self._evictions.share()
         attend = self._attend_prompt if self.one_prompt else self._attend_rows
         out = attend(index, queries, keys, values, params)
         if index == len(self.attention_layers) - 1 and self._shared is None:

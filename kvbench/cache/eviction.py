@@ -9,10 +9,12 @@ Shapes: n rows, each a layer of a sequence, H_kv KV heads, T slots of the longes
 """
 
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.cascade import OnItsWay, can_cut, cut_to_shares, on_its_way
 from kvbench.cache.rerotate import close_gaps
 from kvbench.cache.rows import PaddedRows, Rows, batches, key, note_nan
 from kvbench.cache.step import Step
@@ -23,14 +25,25 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
+from kvbench.policies.stores.paged import PagedStore
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store_list import StoreList
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A ranked layer of a prompt, and the allocator's statistic of it [1,k], which is on its way to the host."""
+
+    step: Step
+    allocator: StatisticAllocator
+    statistic: OnItsWay
 
 
 class Evictions:
     """The evictions of a cache that wait, in the order in which they became due."""
 
     def __init__(self) -> None:
+        self._measured: list[Measured] = []  # shared out before the next layer appends its tokens
         self._shared: list[Step] = []  # of layers that later layers of the call read
         self._end_of_call: list[Step] = []
         self._pre_pass: list[Step] = []
@@ -61,12 +74,34 @@ class Evictions:
                 layer.unsettled = True
                 self._pre_pass.append(step.without_queries())
             else:
-                _evict_or_rank(step)
+                self._evict_or_rank(step)
         step.sequence.finish_step(step)
         if policy.schedule.order == "attend_then_evict":
             step.sequence.settle(layer, step)
         else:
             self._unsettled.append(step)
+
+    def share(self) -> None:
+        """Divide the budgets among the layers that were measured since the last call, and evict.
+
+        This is later than the measurement, so that a GPU works on the rest of the layer while the host waits for it.
+        """
+        due, self._measured = self._measured, []
+        for measured in due:
+            sequence = measured.step.sequence
+            if sequence.error is None:
+                try:
+                    _share(measured)
+                except Exception as error:
+                    sequence.fail(error)
+
+    def _evict_or_rank(self, step: Step) -> None:
+        """Evict, or rank a prompt; if an allocator divides the budget by a statistic of the layers, `share` evicts."""
+        measured = _evict_or_rank(step)
+        if measured is not None:
+            self._measured.append(measured)
+            if step.layer.index == len(step.sequence.layers) - 1:
+                self.share()
 
     def end_call(self) -> None:
         """Carry out the evictions that waited for the last layer."""
@@ -92,7 +127,7 @@ class Evictions:
             if step.sequence.error is None:
                 step.layer.unsettled = False
                 try:
-                    _evict_or_rank(step)
+                    self._evict_or_rank(step)
                 except Exception as error:
                     step.sequence.fail(error)
                 step.sequence.settle(step.layer, step)
@@ -217,45 +252,54 @@ def _compact(
         close_gaps(held, kept, seen)
     if step.sequence.on_evict is not None:
         step.sequence.on_evict(layer, ranking, kept)
+    paged = isinstance(held, PagedStore)
+    if paged and per_head is not None:  # whole pages may hold fewer tokens than the target
+        target = int(per_head.max())
     slots = held.keep(kept, policy.schedule.spare, counts=[target] if per_head is None else None)
     layer.compacted = True
     # An allocator may give other numbers than the target; the shape has them without a synchronization.
-    layer.count = target if policy.allocator.per_head else max(target, slots.shape[-1])
+    layer.count = target if policy.allocator.per_head or paged else max(target, slots.shape[-1])
     if layer.ranking is not None:
         layer.ranking = ranking.at(slots, held.positions, held.slots.packed)
     return kept
 
 
 # --- budgets that depend on all layers -------------------------------------------------------------------------------
-def _evict_or_rank(step: Step) -> None:
-    """Evict, or rank a prompt if an allocator divides the budget after the last layer."""
+def _evict_or_rank(step: Step) -> Measured | None:
+    """Evict, or rank a prompt and measure it if an allocator divides the budget among the layers."""
     layer, allocator = step.layer, step.policy.allocator
-    if step.phase == "decode" or not isinstance(allocator, StatisticAllocator | JointAllocator):
+    alone = step.phase == "decode" and not (isinstance(allocator, JointAllocator) and not allocator.per_head)
+    if alone or not isinstance(allocator, StatisticAllocator | JointAllocator):
         evict([step])
-        return
+        return None
     _observe(step)
-    if step.span.evicts:
+    if step.span.evicts and (step.phase != "decode" or _excess(step) > 0):
         layer.ranking = step.policy.rank(step.observation, layer.store.state)
         note_nan([step], layer.ranking)
         layer.unsettled = True
         if isinstance(allocator, StatisticAllocator):
-            _measure(step, allocator)
-        elif layer.index == len(step.sequence.layers) - 1:
+            statistic = on_its_way(allocator.measure(step.observation, layer.store.state))
+            return Measured(step.of_layer(layer), allocator, statistic)  # without the queries of the prompt
+        if layer.index == len(step.sequence.layers) - 1:
             _compact_jointly(step, allocator)
+    return None
 
 
-def _measure(step: Step, allocator: StatisticAllocator) -> None:
+def _share(found: Measured) -> None:
     """Divide the budget among the layers measured so far: after each layer if the allocator cascades, else once."""
-    sequence, layer = step.sequence, step.layer
+    step, sequence = found.step, found.step.sequence
     budgets, over_budget = sequence.budgets, sequence.budgets.exceeded
-    statistic = allocator.measure(step.observation, layer.store.state)
     if over_budget:
-        budgets.measured(statistic[0].tolist())
-    last = layer.index == len(sequence.layers) - 1
-    if over_budget and (allocator.cascades or last):
+        budgets.measured(found.statistic()[0].tolist())
+    last = step.layer.index == len(sequence.layers) - 1
+    if over_budget and (found.allocator.cascades or last):
         budgets.share()
-        for ranked in sequence.layers[: layer.index + 1]:
-            _compact_to_share(step.of_layer(ranked))
+        ranked = sequence.layers[: step.layer.index + 1]
+        if found.allocator.cascades and can_cut(sequence):
+            cut_to_shares(sequence, ranked, last)
+        else:
+            for layer in ranked:
+                _compact_to_share(step.of_layer(layer))
     if last:
         _settle_all(step)
 
@@ -276,13 +320,11 @@ def _compact_jointly(step: Step, allocator: JointAllocator) -> None:
     """Evict from all layers, down to the slots that an allocator chose for every layer and head together."""
     sequence, excess = step.sequence, _excess(step)
     budgets = sequence.budgets.shares
-    rankings = [layer.ranking for layer in sequence.layers if layer.ranking is not None]
+    rankings = allocator.rank_of_all([layer.ranking for layer in sequence.layers if layer.ranking is not None])
     slots = allocator.heads_of_all(rankings, [[budget] for budget in budgets])
-    for layer, budget, heads in zip(sequence.layers, budgets, slots, strict=True):
+    for layer, ranking, budget, heads in zip(sequence.layers, rankings, budgets, slots, strict=True):
         if excess > 0:
-            assert layer.ranking is not None
-            heads = heads.to(layer.ranking.scores.device)
-            _compact(step.of_layer(layer), layer.ranking, budget, excess, per_head=heads)
+            _compact(step.of_layer(layer), ranking, budget, excess, per_head=heads.to(ranking.scores.device))
             sequence.note_bytes(layer.index)
     _settle_all(step)
 

@@ -173,8 +173,10 @@ class Step:
         )
 
     def of_layer(self, layer: Layer) -> Step:
-        """The same step in another layer, for an eviction of all layers at the end of a prompt."""
-        return replace(self, span=self.span._replace(phase="prompt"), layer=layer, store=layer.store, _observation=None)
+        """The same step in a layer, for an eviction of all layers at the end of a prompt; it cannot be observed."""
+        span, none = self.span._replace(phase="prompt"), self.queries.new_empty(0)
+        no_tokens = {"queries": none, "keys": none, "values": none, "window": None, "_observation": None}
+        return replace(self, span=span, layer=layer, store=layer.store, observed=False, known=None, **no_tokens)
 
     def without_queries(self) -> Step:
         """This step as it waits for a pre-pass: without its queries, which take more memory than the cache."""

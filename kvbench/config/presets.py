@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
-from kvbench.config.tree import Config, build, field_names, find, load, names, part_class, read
-from kvbench.errors import ConfigError, UsageError
+from kvbench.config.compose import Config, find, load, names, read, resolved
+from kvbench.config.parts import build, field_names, part_class
+from kvbench.errors import ConfigError, UsageError, unknown
 
 if TYPE_CHECKING:
     from kvbench.policies.policy import Budget, Policy
@@ -61,12 +62,15 @@ def composed(slug: str, folders: Sequence[Path] = ()) -> Config | None:
 
 def _with_wrapper(slug: str, wrapper: str, config: Config, folders: Sequence[Path]) -> Config:
     """A policy with the parts of a wrapper, and with its schedule unless a part needs the whole prompt."""
+    config = resolved({"policy": config})["policy"]
     added = read("wrapper", wrapper, folders)
     if added.get("value") and config.get("value"):
         raise UsageError(f"policy={slug} is not allowed: {config['name']} is value-aware already")
-    schedule = added.pop("schedule", None)
-    if schedule and not needs_whole_prompt(config):
-        config["schedule"] = _moved(config.get("schedule") or {}, schedule["_target_"]) | schedule
+    schedule, own = added.pop("schedule", {}), config.get("schedule") or {}
+    if "_target_" not in schedule:  # only how it evicts while decoding, if it does
+        config["schedule"] = {**own, **schedule} if own.get("decode", "evict") == "evict" else own
+    elif not needs_whole_prompt(config):
+        config["schedule"] = _moved(own, schedule["_target_"]) | schedule
     return {**config, **_filled(added, {"allocator": {"_target_": UNIFORM}, **config})}
 
 
@@ -190,7 +194,7 @@ def make_policy(
     config = scheduled(policy_config(slug, folders), schedule, block, decode)
     for field, value in fields.items():
         place(config, field, value)
-    return build_policy(config, budget)
+    return build_policy(resolved({"policy": config, "budget": budget})["policy"], budget)
 
 
 def _moved(schedule: Mapping[str, Any], target: str) -> Config:
@@ -257,8 +261,5 @@ def named_config(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
     found = None if find(group, name, folders) else composed_config(group, name, folders)
     if found is None and group == "policy" and not find(group, name, folders):
         wrappers = ", ".join(f"{one}_" for one in names("wrapper", folders))
-        raise UsageError(
-            f"policy={name} does not exist (allowed: {', '.join(names(group, folders))}; {wrappers} can be put before "
-            "a policy that scores)"
-        )
+        raise unknown(group, name, names(group, folders), f"; {wrappers} can be put before a policy that scores")
     return read(group, name, folders) if found is None else found

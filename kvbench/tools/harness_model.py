@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.pressed import PressedCache
+from kvbench.config.compose import find, read
 from kvbench.config.presets import make_policy
-from kvbench.config.tree import find, read
 from kvbench.engine.answers import evicted
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.teacher_forcing import score_pair

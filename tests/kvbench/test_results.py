@@ -13,8 +13,8 @@ from plotted_runs import described, failed, write_run
 from plotted_runs import sample as plotted_sample
 
 from kvbench.errors import UsageError
-from kvbench.report.command import main
 from kvbench.report.table import print_table
+from kvbench.results.__main__ import main
 from kvbench.results.columns import COLUMNS, frame, read_table
 from kvbench.results.metrics import metrics
 from kvbench.results.result import Result, Results, load_results, read_result
