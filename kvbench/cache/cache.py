@@ -28,9 +28,9 @@ from kvbench.cache.interface import check_attention, check_interface, check_mode
 from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, check_padding
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import Sequence, spread
 from kvbench.cache.shared import SharedReads
-from kvbench.cache.step import Step, no_attention
+from kvbench.cache.step import Step, append, no_attention
 from kvbench.cache.views import EmptyLayer, KVLayer, stacked
 from kvbench.policies.latents import check_latents
 from kvbench.policies.observation import AttentionParams, StepCache
@@ -89,8 +89,8 @@ class KVCache(Cache):
         named = [len(x) for x in (prompt_length, question) if isinstance(x, List)]
         self._add_sequences(named[0] if named else 1)
         self.one_prompt = False  # all sequences process one and the same prompt
-        self._evictions = Evictions()
         self._shared = SharedReads(self._layout) if self._layout.owners else None
+        self._evictions = Evictions(self._shared)
         self._reader: ReferenceType[nn.Module] | None = None  # the model's first attention module
         self._counts: list[int] = []  # tokens of each sequence in the running call
         self._places = self._layout.places
@@ -123,11 +123,11 @@ class KVCache(Cache):
                 raise ValueError(f"the cache has {len(self.sequences)} sequences, the model was called with {rows}")
             self._add_sequences(rows)
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, **kwargs: Any) -> Tensor:  # noqa: ANN401
+    def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
         """Append the inputs [B,D,M] of a convolution, whose layer may come before the first one with attention."""
         if not self.one_prompt:
             self._begin_rows(len(conv_states))
-        found: Tensor = super().update_conv_state(conv_states, layer_idx, **kwargs)
+        found: Tensor = super().update_conv_state(conv_states, *args, **kwargs)
         return found
 
     # --- one call of the model, layer by layer -----------------------------------------------------------------------
@@ -190,13 +190,12 @@ class KVCache(Cache):
         for sequence in sorted(self.sequences, key=lambda sequence: sequence.cost):
             try:
                 for span in sequence.spans if sequence.error is None else ():
-                    step = sequence.append(
-                        sequence.layers[index], span, queries, keys, values, params, known[sequence.policy.granularity]
-                    )
+                    shared = known[sequence.policy.granularity]
+                    step = append(sequence, index, span, queries, keys, values, params, shared)
                     if out is None:
                         out = self._attend_step(step, row=0)
                     else:
-                        self._add_eviction(step)
+                        self._evictions.add(step)
             except Exception as error:
                 sequence.fail(error)
         return no_attention(queries, values, params) if out is None else out
@@ -216,11 +215,11 @@ class KVCache(Cache):
                     first = columns - count + span.start - sequence.spans[0].start
                     here = slice(first, first + span.end - span.start)
                     if here == slice(0, columns):
-                        out = self._attend_step(sequence.append(sequence.layers[index], span, *own, params), row)
+                        out = self._attend_step(append(sequence, index, span, *own, params), row)
                         continue
                     out = no_attention(own[0], own[2], params) if out is None else out
                     some = own[0][:, :, here], own[1][:, :, here], own[2][:, :, here]
-                    step = sequence.append(sequence.layers[index], span, *some, params)
+                    step = append(sequence, index, span, *some, params)
                     out[:, :, here] = self._attend_step(step, row, first)
             except Exception as error:
                 sequence.fail(error)
@@ -236,12 +235,8 @@ class KVCache(Cache):
         if self._shared is not None:
             self._shared.add(step.layer.index, row, first, step)
         if attends_first:
-            self._add_eviction(step)
+            self._evictions.add(step)
         return out
-
-    def _add_eviction(self, step: Step) -> None:
-        """Evict after a step has attended, and after its readers have."""
-        self._evictions.add(step, self._shared is not None and self._shared.delays(step))
 
     def _begin_call(self, queries: Tensor, mask: Tensor | None) -> None:
         """Split a call of queries [B,H_q,M,D] into the steps of every sequence."""
@@ -408,11 +403,3 @@ def together(caches: List[KVCache], one_prompt: bool = False) -> KVCache:
     found.sequences += [sequence for cache in caches for sequence in cache.sequences]
     found.one_prompt = one_prompt
     return found
-
-
-def spread(given: int | List[int] | None, sequences: int, name: str) -> list[int | None]:
-    """One number for each sequence, from one for all or a list. ValueError for a list of another length."""
-    numbers: List[int | None] = given if isinstance(given, List) else [given] * sequences
-    if len(numbers) != sequences:
-        raise ValueError(f"{name} names {len(numbers)} sequences, the model was called with {sequences}")
-    return list(numbers)

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvbench.cache.cascade import OnItsWay, can_cut, cut_to_shares, on_its_way
 from kvbench.cache.rerotate import close_gaps
 from kvbench.cache.rows import PaddedRows, Rows, batches, key, note_nan
+from kvbench.cache.shared import SharedReads
 from kvbench.cache.step import Step
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.mergers.merger import Eviction, OneEviction
@@ -42,24 +43,23 @@ class Measured:
 class Evictions:
     """The evictions of a cache that wait, in the order in which they became due."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads: SharedReads | None) -> None:
+        self._reads = reads
         self._measured: list[Measured] = []  # shared out before the next layer appends its tokens
         self._shared: list[Step] = []  # of layers that later layers of the call read
         self._end_of_call: list[Step] = []
         self._pre_pass: list[Step] = []
         self._unsettled: list[Step] = []  # evicted, but their queries have not attended yet
 
-    def add(self, step: Step, shared: bool = False) -> None:
-        """Evict after a layer has attended, or as soon as all inputs of the eviction are known.
-
-        shared: other layers read this layer and have not attended yet.
-        """
+    def add(self, step: Step) -> None:
+        """Evict after a layer has attended, and its readers, or as soon as all inputs of the eviction are known."""
         layer, policy, store = step.layer, step.policy, step.layer.store
         flat = isinstance(store, SlotStore) and store.starts is not None
         alike = policy.layers_alike and not (flat or policy.allocator.per_head)
         step.in_place = step.phase == "decode" or (alike and layer.compacted)
-        if shared:
-            self._shared.append(step)
+        attends_first = policy.schedule.order == "attend_then_evict"
+        if attends_first and self._reads is not None and not self._reads.all_read and self._reads.delays(step):
+            self._shared.append(step)  # other layers read this layer and have not attended yet
             return
         if step.observed:
             # In a prompt only if the layer has its final size: before, it may hold many more tokens than its budget.
@@ -75,9 +75,9 @@ class Evictions:
                 self._pre_pass.append(step.without_queries())
             else:
                 self._evict_or_rank(step)
-        step.sequence.finish_step(step)
-        if policy.schedule.order == "attend_then_evict":
-            step.sequence.settle(layer, step)
+        step.finish()
+        if attends_first:
+            step.settle()
         else:
             self._unsettled.append(step)
 
@@ -114,11 +114,11 @@ class Evictions:
         due, self._end_of_call = self._end_of_call, []
         evict(due)
         for step in due:
-            step.sequence.finish_step(step)
+            step.finish()
         due, self._unsettled = [*due, *self._unsettled], []
         for step in due:
             if step.sequence.error is None:
-                step.sequence.settle(step.layer, step)
+                step.settle()
 
     def pre_pass_done(self) -> None:
         """Carry out the evictions that waited for a pre-pass."""
@@ -130,7 +130,7 @@ class Evictions:
                     self._evict_or_rank(step)
                 except Exception as error:
                     step.sequence.fail(error)
-                step.sequence.settle(step.layer, step)
+                step.settle()
 
 
 def evict(due: List[Step]) -> None:
@@ -333,4 +333,4 @@ def _settle_all(step: Step) -> None:
     """Every layer has its share: drop the rankings and settle the stores."""
     for layer in step.sequence.layers:
         layer.ranking, layer.unsettled = None, False
-        step.sequence.settle(layer, step)
+        step.of_layer(layer).settle()

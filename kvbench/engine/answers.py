@@ -15,7 +15,7 @@ import torch
 from kvbench.cache.cache import BudgetError, KVCache
 from kvbench.cache.footprint import fed
 from kvbench.cache.pressed import PressedCache
-from kvbench.cache.reading import nbytes_read, tokens_read
+from kvbench.cache.views import nbytes_read, tokens_read
 from kvbench.engine.generate import generate
 from kvbench.engine.memory import peak, reset_peak
 from kvbench.engine.prompts import blank
