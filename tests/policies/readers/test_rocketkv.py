@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from kvbench import KVCache, make_policy
 from kvbench.cache.cache import fork
 from kvbench.cache.hook import prepare
-from kvbench.cache.reading import PageReads, nbytes_read, tokens_read
+from kvbench.cache.reading import PageReads
+from kvbench.cache.views import nbytes_read, tokens_read
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.teacher_forcing import continuation_scores
 from kvbench.policies.policy import Policy
