@@ -20,6 +20,7 @@ from kvbench.cache.rows import PaddedRows, Rows, batches, key, note_nan
 from kvbench.cache.shared import SharedReads
 from kvbench.cache.step import Step
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
+from kvbench.policies.allocators.threshold import Threshold
 from kvbench.policies.mergers.merger import Eviction, OneEviction
 from kvbench.policies.observation import Observation
 from kvbench.policies.policy import Policy
@@ -268,6 +269,9 @@ def _compact(
 def _evict_or_rank(step: Step) -> Measured | None:
     """Evict, or rank a prompt and measure it if an allocator divides the budget among the layers."""
     layer, allocator = step.layer, step.policy.allocator
+    if isinstance(allocator, Threshold):
+        _evict_below(step, allocator)
+        return None
     alone = step.phase == "decode" and not (isinstance(allocator, JointAllocator) and not allocator.per_head)
     if alone or not isinstance(allocator, StatisticAllocator | JointAllocator):
         evict([step])
@@ -283,6 +287,20 @@ def _evict_or_rank(step: Step) -> Measured | None:
         if layer.index == len(step.sequence.layers) - 1:
             _compact_jointly(step, allocator)
     return None
+
+
+def _evict_below(step: Step, allocator: Threshold) -> None:
+    """Evict the tokens below a threshold. Heads keep different numbers; a layer counts those of its longest head."""
+    _observe(step)
+    if not step.span.evicts:
+        return
+    ranking = step.policy.rank(step.observation, step.layer.store.state)
+    note_nan([step], ranking)
+    ranking = allocator.marked(ranking)
+    counts, held = ranking.protected.sum(-1), ranking.occupied.sum(-1)
+    excess = int((held - counts).max())
+    if excess > 0:
+        _compact(step, ranking, int(counts.max()), excess, step.observation, per_head=counts)
 
 
 def _share(found: Measured) -> None:

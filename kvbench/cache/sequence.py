@@ -19,6 +19,7 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.schedule import Span
+from kvbench.policies.stores.token_codes import TokenCodeLayerStore
 
 _RULES: dict[object, object] = {}
 
@@ -151,7 +152,7 @@ class Sequence:
             self._check_pre_pass()
         first, schedule = self.seen, self.policy.schedule
         if count == columns == 1 and self.columns > 1 and first >= self.budgets.prompt + schedule.late:
-            self.spans = [Span(first, first + 1, True, schedule.decode == "evict", "decode")]
+            self.spans = [Span(first, first + 1, True, schedule.decode != "grow", "decode")]
         else:
             if not self.started:  # without a given length the first call is the whole prompt
                 self.started = True
@@ -237,6 +238,12 @@ class Sequence:
         self.peak_nbytes = max(self.peak_nbytes, self._total_bytes)
         if self.on_change is not None:
             self.on_change(index)
+
+    def note_step(self) -> None:
+        """Update the peak for decoding steps of a `DeviceBatch`, where codes have the newest token twice."""
+        held = self.layers[-1].store
+        twice = held.step_nbytes if isinstance(held, TokenCodeLayerStore) else 0
+        self.peak_nbytes = max(self.peak_nbytes, self._total_bytes + twice)
 
     def footprint(self, kept: List[List[int]], decode_steps: int) -> float:
         """Entries held, summed over the fed tokens and those of pre-passes: mean over layers and KV heads.
