@@ -17,8 +17,8 @@ from kvbench.config.compose import CONF, load, names, read
 from kvbench.config.parts import part_class
 
 DOCS = Path(__file__).parents[2] / "docs"
-OURS = {"Random", "Ragged"}  # no paper has them
-PLAIN = {"Ragged"}  # nothing to compute
+OURS = {"Random", "Ragged", "Paged"}  # no paper has them
+PLAIN = {"Ragged", "Paged"}  # nothing to compute
 FIELD = re.compile(
     r"(?:scorer|value|allocator|merger|store|schedule|task)\.(\w+)"
 )  # as entries of the ledger name them
