@@ -17,7 +17,8 @@ from kvbench.report.table import chosen, pivot, results_table, text
 from kvbench.results.columns import COLUMNS, frame
 from kvbench.results.files import atomic_write
 from kvbench.results.result import load_results
-from kvbench.terminal.command import Parser, command, terminal_width
+from kvbench.tasks.trust import trust
+from kvbench.terminal.command import Parser, add_trust, command, terminal_width
 from kvbench.terminal.outputs import check_output
 
 TIDY = (".csv", ".parquet")
@@ -30,6 +31,7 @@ values that all rows share. Without -o such a table is printed."""
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line of `python -m kvbench.results`; returns the exit code."""
     options = _parser().parse_args(arguments)
+    trust(options.trust)
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
     sys.stdout.write(collect_table(options))
     return 0
@@ -50,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     kinds.add_argument("--columns", type=_names, default=[], metavar="A,B,C", help="select columns, in this order")
     across = "one row per policy, one column per budget (scores with intervals) or per task (scores x 100, average)"
     kinds.add_argument("--pivot", choices=["budget", "task"], help=across)
+    add_trust(collect)
     return parser
 
 

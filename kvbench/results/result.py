@@ -6,10 +6,11 @@ import copy
 import json
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import exp
+from math import exp, inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,8 +37,9 @@ from kvbench.results.metrics import FILE_NAME as METRICS
 from kvbench.results.metrics import Numbers, by_value, metrics, read_metrics, token_mean
 from kvbench.results.pairs import NLLGap, Paired, paired, shared
 from kvbench.results.samples import FILE_NAME, Sample, read_samples
-from kvbench.results.session import other_versions
+from kvbench.results.session import machine, other_versions
 from kvbench.results.statistics import FEWEST, Difference
+from kvbench.results.summary import Outcome, StoredSamples, outcomes_of, read_summary
 
 FINISHED, UNFINISHED = "finished", "unfinished"
 
@@ -63,7 +65,7 @@ class Result(Numbers):
     task: str
     identity: Mapping[str, Any]
     environment: Mapping[str, Any]
-    samples: tuple[Sample, ...]
+    samples: Sequence[Sample]
     state: str = FINISHED
     subset: str = "all"  # or "length=1024" for a part
     naming: Naming
@@ -205,7 +207,12 @@ class Result(Numbers):
     @cached_property
     def to_full(self) -> Paired | None:
         """The difference of `value` from the baseline's on shared examples; None without a baseline or values."""
-        return None if self.baseline is None else paired(self.baseline.samples, self.samples)
+        return None if self.baseline is None else paired(self.baseline.outcomes, self.outcomes)
+
+    @cached_property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """The score or likelihood of every prompt."""
+        return self.samples.outcomes if isinstance(self.samples, StoredSamples) else outcomes_of(self.samples)
 
     @property
     def vs_full(self) -> Difference | None:
@@ -219,8 +226,8 @@ class Result(Numbers):
 
         It has an interval from 5 shared texts on.
         """
-        pair, full = self.to_full, () if self.baseline is None else self.baseline.samples
-        if pair is None or any(sample.likelihood is None for sample in (*self.samples, *full)):
+        pair, full = self.to_full, () if self.baseline is None else self.baseline.outcomes
+        if pair is None or any(one.nll is None for one in (*self.outcomes, *full)):
             return None
         first, nll = (token_mean(texts) for texts in zip(*pair.read, strict=True))
         return NLLGap(nll - first, pair.difference if len(pair.read) >= FEWEST else None, exp(nll) - exp(first))
@@ -277,7 +284,7 @@ class Results(Sequence[Result]):
 
     def by(self, keys: Sequence[str]) -> list[Result]:
         """The rows, each followed by its parts by these metadata keys. Raises UsageError for an unknown key."""
-        known = sorted({key for row in self for sample in row.samples for key in sample.metadata})
+        known = sorted({key for row in self if keys for sample in row.samples for key in sample.metadata})
         for key in keys:
             if key not in known:
                 raise UsageError(f"--by {key} is not a metadata key of any example (allowed: {', '.join(known)})")
@@ -315,23 +322,34 @@ def load_results(folder: Path) -> Results:
     return Results(sorted(longest.values(), key=lambda row: row.folder))
 
 
-def read_result(folder: Path, limit: int | None = None) -> Result:
-    """Read a run, or its first `limit` examples. Raises UsageError if `folder` is not a readable run."""
-    file = FILE_NAME
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What reading and computing with damaged or invented files raises."""
+
+
+def read_result(folder: Path, limit: int | None = None, whole: bool = False) -> Result:
+    """Read a run, or its first `limit` examples. Raises UsageError if `folder` is not a readable run.
+
+    Of a finished run only the summary is read, and samples whenever they are used. whole: read the samples.
+    """
+    file = "summary.json, metrics.json or environment.json"
     try:
+        stored = None if whole else read_summary(folder)
+        if stored is not None and (limit is None or limit >= len(stored.samples)):
+            return _result(folder, stored.samples, stored.run, stored.numbers)
+        file = FILE_NAME
         samples = tuple(read_samples(folder / FILE_NAME)[:limit])
         if not samples:
             raise ValueError("is missing or has no example")
         file = "config.yaml"
         config = read_yaml(folder / file)
         file = "config.yaml or environment.json"
-        return _result(folder, samples, config)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        return _result(folder, samples, config, read_metrics(folder, samples))
+    except (*_UNREADABLE, yaml.YAMLError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise UsageError(f"{folder} is not a readable run ({file}: {reason})") from error
 
 
-def _result(folder: Path, samples: tuple[Sample, ...], config: Mapping[str, Any]) -> Result:
+def _result(folder: Path, samples: Sequence[Sample], config: Mapping[str, Any], measured: Mapping[str, Any]) -> Result:
     environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
     stored, resumed = config["naming"], environment.get("resumed", [])
     naming = Naming(**{**stored, "changed": tuple(stored["changed"])})
@@ -345,10 +363,22 @@ def _result(folder: Path, samples: tuple[Sample, ...], config: Mapping[str, Any]
         state=FINISHED if (folder / METRICS).exists() else UNFINISHED,
         mixed=other_versions([environment, *resumed[:-1]], resumed[-1]) if resumed else "",
         **{name: getattr(naming, name) for name in NAMED},
-        **numbers(read_metrics(folder, samples)),
+        **numbers(measured),
     )
-    _ = found.setting, found.is_full, environment["hardware"]  # raises KeyError if the files have no such field
+    _check(found)
     return found
+
+
+def _check(row: Result) -> None:
+    """Raise an error of `_UNREADABLE` if a table of the run would."""
+    naming, budget = row.naming, row.budget
+    texts = (row.run_id, naming.policy, naming.model, naming.task, *naming.changed, row.identity["dtype"])
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("names must be texts")
+    if budget is not None and not (isinstance(budget, int | float) and 0 < budget < inf):
+        raise ValueError(f"budget={budget} is not allowed")
+    _ = row.setting, row.is_full, row.when, row.weights, row.device, row.bits_per_number, machine(row.environment)
+    _ = names(naming, row.identity), row.environment["packages"].items(), row.environment["python"]
 
 
 def _named(rows: Sequence[Result]) -> list[Result]:
@@ -375,10 +405,22 @@ def _with_baselines(rows: Sequence[Result]) -> list[Result]:
     Ties go to the run with the fewest changed fields, then to the first. Runs of the full cache have no baseline.
     """
     found = []
+    of_setting: defaultdict[tuple[str, ...], list[Result]] = defaultdict(list)
     for row in rows:
-        full = [] if row.is_full else [other for other in rows if other.is_full and other.setting == row.setting]
-        common = {id(other): len(shared(other.samples, row.samples)) for other in full} if len(full) > 1 else {}
-        full.sort(key=lambda other: (-common.get(id(other), 0), len(other.naming.changed)))
+        if row.is_full:
+            of_setting[row.setting].append(row)
+    common: dict[tuple[object, ...], int] = {}  # by the prompts of both runs, which are often those of others
+
+    def in_common(other: Result, row: Result) -> int:
+        key = tuple(tuple(one.prompt_hash for one in run.outcomes) for run in (other, row))
+        if key not in common:
+            common[key] = len(shared(other.outcomes, row.outcomes))
+        return common[key]
+
+    for row in rows:
+        full = [] if row.is_full else list(of_setting[row.setting])
+        if len(full) > 1:
+            full.sort(key=lambda other: (-in_common(other, row), len(other.naming.changed)))
         found.append(replace(row, baseline=full[0] if full else None))
     return found
 

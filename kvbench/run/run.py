@@ -38,6 +38,7 @@ from kvbench.policies.policy_checks import check_budget, check_layers
 from kvbench.results.labels import Naming
 from kvbench.run.run_config import RunConfig, Sampling, changed_fields, schedule_fields
 from kvbench.tasks.task import Task
+from kvbench.tasks.trust import trust
 
 IDENTITY_VERSION = 3  # raise it where the same configuration comes to mean something else
 FOLDERS = ("policies", "kernels", "tasks", "cache", "engine", "models")
@@ -143,6 +144,7 @@ def build_run(config: RunConfig) -> Run:
     compress = _compress(config, policy, task)
     cuda_graph = _cuda_graph(config.engine.cuda_graph, policy, device)
     out = out_folder(config.out)
+    trust(_modules([describe(policy), describe(task)]))  # the user named these classes
     spec = _model_spec(config)
     checkpoint = locate(spec, config.dtype or "null") if config.given is None else checkpoint_of(config.given, spec)
     with _in_policy(config):

@@ -156,6 +156,12 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Add --trust: modules of the user whose classes and functions files of results may name."""
+    loads = "load classes and functions of these modules where results name them; this runs their code"
+    parser.add_argument("--trust", nargs="+", default=[], metavar="MODULE", help=loads)
+
+
 def _path(text: str) -> Path:
     """A path; an empty text, which would be the working directory, is refused."""
     if not text.strip():

@@ -27,9 +27,11 @@ from kvbench.results.files import read_yaml
 from kvbench.results.metrics import metrics, summed_up
 from kvbench.results.result import Result, read_result
 from kvbench.results.samples import FILE_NAME, Sample
+from kvbench.results.summary import read_summary
 from kvbench.run.run import Run, build_run, digest_of
 from kvbench.run.run_config import set_field, typed
-from kvbench.terminal.command import FAILED, Parser, command, pairs, quiet, write_message
+from kvbench.tasks.trust import check_parts, trust
+from kvbench.terminal.command import FAILED, Parser, add_trust, command, pairs, quiet, write_message
 
 FROM_THE_TASK = ("sample", "prompt_hash", "prompt_tokens", "references", "metadata", "context_tokens", "max_new_tokens")
 POSITION = 4  # bytes of a token's position
@@ -46,16 +48,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="a run, or a folder of runs")
     local = "fields with other values on this machine: task.data_dir=/data"
     parser.add_argument("fields", nargs="*", metavar="FIELD=VALUE", help=local)
+    add_trust(parser)
     given = parser.parse_args(arguments)
     quiet()
+    trust(given.trust)
     folders, refused = sorted(path.parent for path in given.folder.rglob(FILE_NAME)), 0
     if not folders:
         raise UsageError(f"{given.folder} has no run")
     for folder in folders:
         try:
             check_run(folder, pairs(given.fields, "task.data_dir=/data"))
-        except (RefusedError, UsageError) as error:
-            write_message(f"{folder.name}: {error}")
+        except Exception as error:  # whatever is wrong with one run, the others are checked
+            known = isinstance(error, RefusedError | UsageError)
+            write_message(f"{folder.name}: {error if known else f'{type(error).__name__}: {error}'}")
             refused += 1
     sys.stdout.write(f"{given.folder}: {len(folders) - refused} of {len(folders)} runs agree with their samples\n")
     return FAILED if refused else 0
@@ -63,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def check_run(folder: Path, fields: dict[str, Any] | None = None) -> None:
     """Raise RefusedError or UsageError if the files of a run are inconsistent. fields: replace local values."""
-    result = read_result(folder)
+    result = read_result(folder, whole=True)
     run = _run(result, read_yaml(folder / "config.yaml")["config"], fields or {})
     prompts = prompts_for([replace(run, limit=len(result.samples))]).first(None)
     if len(prompts) != len(result.samples):
@@ -76,12 +81,16 @@ def check_run(folder: Path, fields: dict[str, Any] | None = None) -> None:
         raise RefusedError("metrics.json was computed from other samples or by another version")
     if json.loads(json.dumps(metrics(result.samples))) != summed:
         raise RefusedError("metrics.json does not contain the metrics of its samples")
+    short = read_summary(folder)
+    if short is not None and (short.samples.outcomes, short.run["identity"]) != (result.outcomes, result.identity):
+        raise RefusedError("summary.json does not contain the scores of its samples")
 
 
 def _run(result: Result, config: dict[str, Any], fields: dict[str, Any]) -> Run:
     here = deepcopy({**config, "out": gettempdir(), "device": "auto", "engine": {}})
     for key, value in fields.items():
         set_field(here, key, value)
+    check_parts(here, fields)
     run = build_run(typed(here, {name: getattr(result.naming, name) for name in ("model", "policy", "task")}))
     ours = json.loads(json.dumps(run.identity))
     skipped = {"code", *(key.partition(".")[0] for key in fields)}

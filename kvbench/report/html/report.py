@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.errors import UsageError
-from kvbench.terminal.command import Parser, command
+from kvbench.tasks.trust import trust
+from kvbench.terminal.command import Parser, add_trust, command
 from kvbench.terminal.outputs import check_output
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder of runs, such as results/runs")
     written = "HTML file to write (default: %(default)s)"
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help=written)
+    add_trust(parser)
     options = parser.parse_args(arguments)
+    trust(options.trust)
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
     check_output(options.output, (".html",))
     from kvbench.results.result import load_results

@@ -65,7 +65,7 @@ def marks(group: Group) -> dict[Result, str]:
     own = [row for row in group.rows if row.value is not None and not row.is_full]
     if len({row.value for row in own}) < 2:
         return found
-    compared = [(row, pair) for row in own[1:] if (pair := paired(own[0].samples, row.samples)) is not None]
+    compared = [(row, pair) for row in own[1:] if (pair := paired(own[0].outcomes, row.outcomes)) is not None]
     if len(compared) < len(own) - 1 or any(pair.difference.n < FEWEST for _, pair in compared):
         return found
     found[own[0]] = BEST
