@@ -13,7 +13,7 @@ segments, D head dim of queries and keys, D_v of values. Logits are in base 2, r
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,15 +49,6 @@ SLOTS_A_PART = 512  # maximum, if lengths are only on the device: a long segment
 SLOTS_WEIGHED = 256  # slots of one program of `_weigh`
 
 
-class Slots(NamedTuple):
-    """Keys k [..,T,D] and values v [..,T,D_v]; optional positions and a bias [..,T] of their logits."""
-
-    k: View
-    v: View
-    positions: View | None
-    bias: View | None
-
-
 @jit
 def _append(
     x: View, new: View, slot: tl.tensor, begin: tl.tensor, end: tl.tensor, D: tl.constexpr, BLOCK_D: tl.constexpr
@@ -71,10 +62,11 @@ def _append(
 
 @partial(jit, varying=("T", "each"))
 def _attend(
-    q: View, q_pos: View, held: Slots, starts_ptr: tl.tensor, counts_ptr: tl.tensor, new_k: View, new_v: View,
-    new_slots_ptr: tl.tensor, logits_ptr: tl.tensor, out_ptr: tl.tensor, lse_ptr: tl.tensor, H_kv: tl.tensor,
-    G: tl.tensor, M: tl.tensor, T: tl.tensor, each: tl.tensor, rule: Rule, D_V: tl.constexpr, DIMS: tl.constexpr,
-    BLOCK_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
+    q: View, q_pos: View, stored_k: View, stored_v: View, positions: View, biases: View, starts_ptr: tl.tensor,
+    counts_ptr: tl.tensor, new_k: View, new_v: View, new_slots_ptr: tl.tensor, logits_ptr: tl.tensor,
+    out_ptr: tl.tensor, lse_ptr: tl.tensor, H_kv: tl.tensor, G: tl.tensor, M: tl.tensor, T: tl.tensor,
+    each: tl.tensor, rule: Rule, D_V: tl.constexpr, DIMS: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: `each` slots of one KV head for ROWS of its G * M query rows; row g * M + m is query m of head g."""
     kv_row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -83,12 +75,12 @@ def _attend(
     if begin >= length:
         return
     end = tl.minimum(begin + each, length)
-    k, v = of_head(held.k, kv_row, H_kv, start), of_head(held.v, kv_row, H_kv, start)
-    k_pos, bias = None, None  # Triton 3.6 passes no None to a function
-    if held.positions is not None:
-        k_pos = of_head(held.positions, kv_row, H_kv, start)
-    if held.bias is not None:
-        bias = of_head(held.bias, kv_row, H_kv, start)
+    k, v = of_head(stored_k, kv_row, H_kv, start), of_head(stored_v, kv_row, H_kv, start)
+    k_pos, bias = None, None  # Triton 3.6: a None is an argument of its own, not in a tuple or of another function
+    if positions is not None:
+        k_pos = of_head(positions, kv_row, H_kv, start)
+    if biases is not None:
+        bias = of_head(biases, kv_row, H_kv, start)
     if new_slots_ptr is not None:  # the program that reads the new token's slot writes it first
         slot = tl.load(new_slots_ptr + kv_row)
         _append(k, of_head(new_k, kv_row, H_kv, 0), slot, begin, end, DIMS.D, DIMS.WHOLE)
@@ -284,14 +276,15 @@ def _launch(
         q_pos = View(positions[0], positions[0].stride(0), 0, positions[0].stride(1))
         k_pos = View(positions[1], *flat, *positions[1].stride())
     k, v = (View(x, *flat, *x.stride()) for x in (keys, values))
-    held = Slots(k, v, k_pos, None if bias is None else view(bias))
+    bias_view = None if bias is None else view(bias)
     token: tuple[object, ...] = (None, None, None)
     if new_tokens is not None:
         token = view(new_tokens.keys), view(new_tokens.values), new_tokens.slots
     with torch.cuda.device_of(queries):
         _attend[pairs, parts, blocks](
-            view(queries), q_pos, held, starts, counts, *token, logits, part_out, part_lse, heads, group, new, slots,
-            each, rule_of(scaling, softcap, sliding_window), D_V=value_dim, maxnreg=REGISTERS, **sizes,
+            view(queries), q_pos, k, v, k_pos, bias_view, starts, counts, *token, logits, part_out, part_lse, heads,
+            group, new, slots, each, rule_of(scaling, softcap, sliding_window), D_V=value_dim, maxnreg=REGISTERS,
+            **sizes,
         )  # fmt: skip
         out, log_sum_exp = join(part_out, part_lse, queries, heads, slots, each, counts, sinks)
         if scored:

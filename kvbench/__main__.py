@@ -1,4 +1,4 @@
-"""`python -m kvbench`: one run; with `-m` a sweep. A plain Hydra application on the configurations of conf/."""
+"""`python -m kvbench` is the command `kvbench`."""
 
 import sys
 

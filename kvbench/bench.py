@@ -1,11 +1,13 @@
-"""`python -m kvbench.bench`: see `kvbench.tools.bench.cli`."""
+"""`kvbench bench`: see `kvbench.tools.bench.cli`."""
 
 import sys
 
 from kvbench.terminal.command import share_cores
 
-if __name__ == "__main__":
-    share_cores()
-    from kvbench.tools.bench.cli import main
+share_cores()
+from kvbench.tools.bench.cli import cli, main  # noqa: E402 - OpenMP reads the setting when torch is imported
 
+__all__ = ["cli", "main"]
+
+if __name__ == "__main__":
     sys.exit(main())

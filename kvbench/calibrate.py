@@ -1,8 +1,10 @@
-"""`python -m kvbench.calibrate`: see `kvbench.tools.calibrate`."""
+"""`kvbench calibrate`: see `kvbench.tools.calibrate`."""
 
 import sys
 
-from kvbench.tools.calibrate import main
+from kvbench.tools.calibrate import cli, main
+
+__all__ = ["cli", "main"]
 
 if __name__ == "__main__":
     sys.exit(main())

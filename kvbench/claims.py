@@ -1,4 +1,4 @@
-"""Decides claims of papers from finished runs: `python -m kvbench.claims --runs results/runs`."""
+"""`kvbench claims`: claims of papers, decided from finished runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
 import pandas as pd
 import yaml
 
@@ -13,44 +14,37 @@ from kvbench.papers.claims import PAPERS, Verdict, decide, read_claims
 from kvbench.report.formats import FORMATS, write
 from kvbench.report.table import Table, text
 from kvbench.results.result import load_results
-from kvbench.terminal.command import Parser, command, log_to_stderr, pairs, terminal_width
+from kvbench.terminal.command import PATH, Command, log_to_stderr, pairs, program, terminal_width
 from kvbench.terminal.outputs import check_output
 
 
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code, 2 for a wrong value."""
-    parser = Parser("python -m kvbench.claims", description=__doc__)
-    parser.add_argument(
-        "--paper", action="append", help=f"one of {', '.join(PAPERS)}, or a YAML file of claims; repeatable"
-    )
-    parser.add_argument(
-        "--runs",
-        type=Path,
-        help="folder of finished runs; without it, the claims and the commands of their runs are shown",
-    )
-    parser.add_argument("-o", "--output", type=Path, help=f"file to write: {', '.join(FORMATS)}")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="replace fields of the runs: model=pocket task=niah budget=64"
-    )
-    options, rest = parser.parse_known_args(arguments)
-    if any("=" not in word or word[0] == "-" for word in rest):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+@click.command("claims", cls=Command)
+@click.argument("overrides", nargs=-1, metavar="[FIELD=VALUE]...")
+@click.option("--paper", multiple=True, help=f"One of {', '.join(PAPERS)}, or a YAML file of claims; repeatable.")
+@click.option("--runs", type=PATH, help="Folder of finished runs; without it, the commands of the runs are shown.")
+@click.option("-o", "--output", type=PATH, help=f"File to write: {', '.join(FORMATS)}.")
+def cli(overrides: Sequence[str], paper: Sequence[str], runs: Path | None, output: Path | None) -> None:
+    """Decide claims of papers from finished runs: kvbench claims --runs results/runs.
+
+    FIELD=VALUE: replace fields of the runs, such as model=pocket task=niah budget=64.
+    """
     log_to_stderr()
-    if options.output is not None:
-        check_output(options.output, tuple(FORMATS))
-    words = pairs([*options.overrides, *rest], "model=pocket")
+    if output is not None:
+        check_output(output, tuple(FORMATS))
+    words = pairs(overrides, "model=pocket")
     budget = {"budget": f"[{words['budget']}]"} if "budget" in words else {}
-    overrides = {key: yaml.safe_load(value) for key, value in {**words, **budget}.items()}
-    claims = [claim for paper in options.paper or PAPERS for claim in read_claims(paper, overrides)]
-    runs = [] if options.runs is None else load_results(options.runs)
-    table = as_table([decide(claim, runs) for claim in claims])
-    if options.output is None:
+    fields = {key: yaml.safe_load(value) for key, value in {**words, **budget}.items()}
+    claims = [claim for name in paper or PAPERS for claim in read_claims(name, fields)]
+    found = [] if runs is None else load_results(runs)
+    table = as_table([decide(claim, found) for claim in claims])
+    if output is None:
         sys.stdout.write(text(table, terminal_width()))
     else:
-        write(table, options.output)
-        sys.stdout.write(f"{len(claims)} claims -> {options.output}\n")
-    return 0
+        write(table, output)
+        sys.stdout.write(f"{len(claims)} claims -> {output}\n")
+
+
+main = program(cli)
 
 
 def as_table(verdicts: Sequence[Verdict]) -> Table:

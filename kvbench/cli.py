@@ -1,7 +1,8 @@
-"""The Hydra application of `python -m kvbench`: one run; with `-m` a sweep."""
+"""The command `kvbench`: a Hydra application for a run or a sweep (`-m`), and sub-commands: `kvbench report`."""
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -14,9 +15,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.config.tree import CONF, names
-from kvbench.errors import UsageError
-from kvbench.terminal.command import command, our_version, quiet, share_cores
+from kvbench.config.compose import CONF, load, names
+from kvbench.errors import ConfigError, UsageError, unknown
+from kvbench.terminal.command import Commands, command, our_version, program, quiet, share_cores, write_message
+
+COMPLETE = "_KVBENCH_COMPLETE"
 
 
 def _fields() -> str:
@@ -38,8 +41,46 @@ def _groups() -> str:
     return "\n".join([*lines, ""])
 
 
-OmegaConf.register_new_resolver("kvbench_fields", _fields, replace=True)
-OmegaConf.register_new_resolver("kvbench_groups", _groups, replace=True)
+COMMANDS = Commands(
+    "kvbench",
+    {
+        "sweep": ("kvbench.sweep:cli", "follow, continue or stop a sweep: status, wait, resume, cancel"),
+        "results": ("kvbench.results.__main__:cli", "tables of finished runs, and their check"),
+        "report": ("kvbench.report.__main__:cli", "one HTML page of all runs below a folder"),
+        "plot": ("kvbench.plot:cli", "figures of finished runs"),
+        "tables": ("kvbench.tables:cli", "published tables, compared with your runs"),
+        "claims": ("kvbench.claims:cli", "claims of papers, decided from your runs"),
+        "memory": ("kvbench.memory:cli", "exact bytes of a cache, without weights"),
+        "bench": ("kvbench.bench:cli", "times and memory of policies"),
+        "diagnose": ("kvbench.diagnose:cli", "diagnostics of policies on prompts"),
+        "calibrate": ("kvbench.calibrate:cli", "files that some policies need for a model"),
+        "score": ("kvbench.score:cli", "scores of recorded predictions"),
+        "lm-eval": ("kvbench.lm_eval:cli", "lm-eval's command line with the model kvbench"),
+    },
+    "",
+)
+
+
+def _commands() -> str:
+    """The sub-commands, for --help."""
+    return "\n".join(f"  {name:10} {about}" for name, (_, about) in COMMANDS.places.items())
+
+
+def _overrides(incomplete: str) -> list[str]:
+    """The overrides that may continue a word: fields of conf/config.yaml; after `policy=`, names of the group."""
+    config = load(CONF / "config.yaml")
+    groups = ["model", "policy", "task", "logger", "experiment", "hydra/launcher", "hydra/sweeper"]
+    group, equals, value = incomplete.partition("=")
+    if equals:
+        given = value[: value.rfind(",") + 1]  # full,snap
+        return [f"{group}={given}{name}" for name in names(group)] if group in groups else []
+    fields = [key for key in config if key not in ("defaults", "hydra")]
+    inner = {key: [f"{key}.{name}" for name in config[key]] for key in fields if isinstance(config[key], dict)}
+    return [f"{word}=" for field in (*groups, *fields) for word in inner.get(field, [field])]
+
+
+for resolver in (_fields, _groups, _commands):
+    OmegaConf.register_new_resolver(f"kvbench{resolver.__name__}", resolver, replace=True)
 
 
 @hydra.main(config_path="pkg://kvbench.conf", config_name="config", version_base="1.3")
@@ -48,26 +89,39 @@ def app(config: DictConfig) -> float | None:
     share_cores()
     quiet()
     with short_errors():
+        from kvbench.run.run_config import plain
         from kvbench.sweeps.compute import (
             Composed,
             run_one,  # torch, which --help and --cfg do not need
         )
 
-        runtime: Any = HydraConfig.get().runtime
-        folders = [Path(source["path"]) for source in runtime.config_sources if source["schema"] == "file"]
-        values: Any = OmegaConf.to_container(config, resolve=True)
-        return run_one(Composed(f"policy={runtime.choices.policy}", values, dict(runtime.choices), folders))
+        own: Any = HydraConfig.get()
+        if own.sweeper.get("grids") or own.sweeper.get("params"):
+            write_message("this experiment is a sweep, but only one run is computed: add -m, or hydra.mode=MULTIRUN")
+        folders = [Path(source["path"]) for source in own.runtime.config_sources if source["schema"] == "file"]
+        choices = dict(own.runtime.choices)
+        return run_one(Composed(f"policy={choices['policy']}", plain(config), choices, folders))
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line in this process and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    share_cores()
+    if instruction := os.environ.get(COMPLETE):
+        from kvbench.terminal.completion import complete
+
+        return complete(COMMANDS, _overrides, instruction, COMPLETE)
     if words == ["--version"]:
         sys.stdout.write(f"{our_version()}\n")
         return 0
+    if words and words[0] in COMMANDS.places:
+        return program(COMMANDS)(words)
+    if words and words[0][:1] not in ("-", "+", "~") and "=" not in words[0]:
+        raise unknown("command", words[0], list(COMMANDS.places))
+    for word in words:
+        _refuse_unused(*word.lstrip("+").partition("=")[::2])
     before, sys.argv = sys.argv, ["kvbench", *words]
-    share_cores()
     try:
         app()
     except SystemExit as error:
@@ -75,6 +129,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         sys.argv = before
     return 0
+
+
+def _refuse_unused(key: str, value: str) -> None:
+    """Refuse settings of Hydra with which it would leave empty folders and files beside those in `out`."""
+    if key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir"):
+        raise ConfigError(key, value, why="has no effect: results are in the folder out=, with their configurations")
+    if key in ("hydra/job_logging", "hydra/hydra_logging") and value not in ("none", "disabled", "stdout"):
+        raise ConfigError(key, value, why="would write an empty log file (allowed: none, disabled, stdout)")
 
 
 @contextmanager

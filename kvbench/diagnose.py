@@ -1,8 +1,10 @@
-"""`python -m kvbench.diagnose`: see `kvbench.tools.diagnose`."""
+"""`kvbench diagnose`: see `kvbench.tools.diagnose`."""
 
 import sys
 
-from kvbench.tools.diagnose import main
+from kvbench.tools.diagnose import cli, main
+
+__all__ = ["cli", "main"]
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from math import inf
 from pathlib import PurePath
 
@@ -40,6 +41,13 @@ class ConfigError(UsageError):
     def at(self, *place: str) -> ConfigError:
         """The same error with a longer field name: `policy.scorer.window`."""
         return ConfigError(".".join((*place, self.field)), self.value, self.allowed, self.why)
+
+
+def unknown(field: str, name: str, allowed: Sequence[str], more: str = "") -> UsageError:
+    """The error for a name that does not exist, with the nearest names first. more: other allowed names, in words."""
+    near = get_close_matches(name, allowed, n=3, cutoff=0.6)
+    guess = f": did you mean {' or '.join(', '.join(near).rsplit(', ', 1))}?" if near else ""
+    return UsageError(f"{field}={name} does not exist{guess} (allowed: {', '.join(allowed)}{more})")
 
 
 @contextmanager

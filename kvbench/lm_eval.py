@@ -1,15 +1,17 @@
-"""lm-eval's command line with the model `kvbench`: `python -m kvbench.lm_eval --model kvbench ...`."""
+"""lm-eval's command line with the model `kvbench`: `kvbench lm-eval --model kvbench ...`."""
 
 import sys
 from collections.abc import Sequence
 
+import click
+
 from kvbench.errors import UsageError
-from kvbench.terminal.command import command
+from kvbench.terminal.command import program
 
 HELP = """\
 The command line of lm-eval with the additional model `kvbench`:
 
-  python -m kvbench.lm_eval --model kvbench --tasks gsm8k \\
+  kvbench lm-eval --model kvbench --tasks gsm8k \\
       --model_args pretrained=my/model,policy=snapkv,budget=256
 
 The help of lm-eval follows.
@@ -17,9 +19,14 @@ The help of lm-eval follows.
 """
 
 
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Register the model and run lm-eval's command line, which reads `sys.argv`; returns the exit code."""
+_SETTINGS = {"ignore_unknown_options": True, "help_option_names": []}
+
+
+@click.command("lm-eval", context_settings=_SETTINGS)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def cli(words: Sequence[str]) -> None:
+    """Register the model and run lm-eval's command line."""
+    sys.argv = ["kvbench lm-eval", *words]  # which it reads
     if sys.argv[1:] in (["-h"], ["--help"]):
         sys.stdout.write(HELP)
     try:
@@ -33,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model_registry.register("kvbench", target="kvbench.tools.harness_model:KVBenchLM")
     provide_squad_metrics()
     cli_evaluate()
-    return 0
+
+
+main = program(cli)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,23 @@
-"""Draws figures of finished runs: `python -m kvbench.plot results/runs -o figures/`.
-
-DIR is a folder of runs, or a table of `python -m kvbench.results collect` (.csv, .parquet).
-"""
+"""Draws figures of finished runs: `kvbench plot results/runs -o figures/`."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
+
+import click
 
 from kvbench.errors import UsageError
-from kvbench.terminal.command import Parser, command
+from kvbench.terminal.command import PATH, Command, program
 from kvbench.terminal.outputs import check_folder, check_output
 
 FORMATS = (".svg", ".png", ".pdf")
 ONLY = {"policy": "policies", "task": "tasks", "model": "models", "budget": "budgets"}
+_ABOUT = """Draw figures of finished runs. PLACE is a folder of runs, or a table of `kvbench results collect` (.csv,
+.parquet)."""
 KINDS = {
     "budget": "score against the budget, one line per policy",
     "bytes": "score against the cache size in bytes (default if -o is a file)",
@@ -27,61 +28,58 @@ KINDS = {
 }
 
 
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line of `python -m kvbench.plot`; returns the exit code."""
-    options = _parser().parse_args(arguments)
+F = TypeVar("F", bound=Callable[..., Any])
+_LISTED = "\n".join(f"  {name:7}  {what}" for name, what in KINDS.items())
+
+
+def _only(field: str) -> Callable[[F], F]:
+    return click.option(f"--{field}", multiple=True, help=f"Draw only these {ONLY[field]}.")
+
+
+@click.command("plot", cls=Command, help=f"{_ABOUT}\n\n\b\nKinds:\n{_LISTED}")
+@click.argument("place", type=PATH)
+@click.option("-o", "--output", type=PATH, required=True, help="One file (.svg, .pdf, .png) or a folder.")
+@click.option("--kind", type=click.Choice(list(KINDS)), help="Kind of figure.")
+@click.option("--format", "suffix", type=click.Choice(["svg", "pdf", "png"]), help="Of files in a folder (svg).")
+@click.option("--width", type=float, metavar="INCHES", help="Width of a figure, such as 3.3 for a column.")
+@click.option("--font", metavar="FAMILY", help='Font, such as serif or "Times New Roman".')
+@click.option("--font-size", type=float, metavar="POINTS", help="Size of the text (9).")
+@click.option(
+    "--caption", type=click.Choice(["below", "none"]), default="below", show_default=True,
+    help="below: title and notes are in the figure; none: they are printed instead.",
+)  # fmt: skip
+@click.option("--rename", multiple=True, metavar="POLICY=NAME", help='Rename policies: caote_snapkv="CAOTE (ours)".')
+@click.option("--free-y", is_flag=True, help="Fit the y axis to the scores instead of 0 to 1.")
+@_only("policy")
+@_only("task")
+@_only("model")
+@_only("budget")
+def cli(place: Path, output: Path, suffix: str | None, rename: Sequence[str], **options: Any) -> None:  # noqa: ANN401
+    """Draw the selected figures and print their paths."""
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
     logging.getLogger("kvbench").setLevel(logging.INFO)
-    sys.stdout.write("".join(f"{path}\n" for path in plot(options)))
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  {name:7}  {what}" for name, what in KINDS.items())
-    parser = Parser("python -m kvbench.plot", description=f"{__doc__}\nkinds:\n{listed}")
-    add = parser.add_argument
-    add("place", type=Path, metavar="DIR", help="folder of runs, or a table")
-    add("-o", "--output", type=Path, required=True, help="one file (.svg, .pdf, .png) or a folder")
-    add("--kind", choices=KINDS, metavar="KIND", help="kind of figure (see above)")
-    add("--format", choices=("svg", "pdf", "png"), help="format of files in a folder (default: svg)")
-    add("--width", type=float, metavar="INCHES", help="width of a figure, such as 3.3 for a column")
-    add("--font", metavar="FAMILY", help='font, such as serif or "Times New Roman"')
-    add("--font-size", type=float, metavar="POINTS", help="size of the text (default: 9)")
-    caption = "below: title and notes are in the figure; none: they are printed instead (default: below)"
-    add("--caption", choices=("below", "none"), default="below", help=caption)
-    rename = 'rename policies: caote_snapkv="CAOTE (ours)"'
-    add("--rename", nargs="+", default=[], metavar="POLICY=NAME", help=rename)
-    add("--free-y", action="store_true", help="fit the y axis to the scores instead of 0 to 1")
-    for field, several in ONLY.items():
-        add(f"--{field}", nargs="+", default=[], metavar=field.upper(), help=f"draw only these {several}")
-    return parser
-
-
-def plot(options: argparse.Namespace) -> list[Path]:
-    """Draw the selected figures and return their paths. Raises UsageError."""
     from kvbench.report.figures import panels, pictures, sheet  # imported here: matplotlib takes a second
 
-    output = options.output
     if output.suffix:
         check_output(output, FORMATS, makes_folder=True)
     else:
         check_folder(output, True, f"-o {output}")
-    if not options.place.exists():
-        raise UsageError(f"{options.place} does not exist: choose a folder of runs or a table")
-    suffix = f".{options.format or 'svg'}"
-    if options.format and output.suffix not in ("", suffix):
-        raise UsageError(f"--format {options.format} contradicts the suffix of -o {output}")
-    names = dict(word.partition("=")[::2] for word in options.rename)
+    if not place.exists():
+        raise UsageError(f"{place} does not exist: choose a folder of runs or a table")
+    if suffix and output.suffix not in ("", f".{suffix}"):
+        raise UsageError(f"--format {suffix} contradicts the suffix of -o {output}")
+    names = dict(word.partition("=")[::2] for word in rename)
     if wrong := next((old for old, new in names.items() if not (old and new)), None):
         raise UsageError(f"--rename {wrong} must be POLICY=NAME")
-    paper = sheet.Paper(
-        options.width, options.caption == "below", options.font, options.font_size, names, options.free_y
-    )
-    rows = panels.choose(panels.read(options.place), **{field: getattr(options, field) for field in ONLY})
-    kind = options.kind or ("bytes" if output.suffix else "all")
-    return pictures.draw(kind, rows, output, suffix, paper)
+    width, font, size = (options[name] for name in ("width", "font", "font_size"))
+    paper = sheet.Paper(width, options["caption"] == "below", font, size, names, options["free_y"])
+    rows = panels.choose(panels.read(place), **{field: options[field] for field in ONLY})
+    kind = options["kind"] or ("bytes" if output.suffix else "all")
+    found = pictures.draw(kind, rows, output, f".{suffix or 'svg'}", paper)
+    sys.stdout.write("".join(f"{path}\n" for path in found))
 
+
+main = program(cli)
 
 if __name__ == "__main__":
     sys.exit(main())

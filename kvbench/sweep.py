@@ -1,4 +1,4 @@
-"""`python -m kvbench.sweep status|wait|resume|cancel FOLDER`: follow, continue or stop the sweep in a folder."""
+"""`kvbench sweep status|wait|resume|cancel FOLDER`: follow, continue or stop the sweep in a folder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import yaml
 
 from kvbench.errors import UsageError
@@ -23,38 +24,48 @@ from kvbench.sweeps.jobs import (
     wait,
 )
 from kvbench.terminal.command import FAILED as EXIT_FAILED
-from kvbench.terminal.command import Parser, command, log_to_stderr, pairs, share_cores
-
-COMMANDS = {
-    "status": "print the progress of every run",
-    "wait": "wait until nothing is queued or running, then print the table",
-    "resume": "compute or submit again the runs that are left, and failed examples",
-    "cancel": "cancel the jobs; finished examples are kept",
-}
+from kvbench.terminal.command import PATH, Command, log_to_stderr, pairs, program, share_cores
 
 
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 1 if a run failed."""
-    parser = Parser("python -m kvbench.sweep", description=__doc__)
-    commands = parser.add_subparsers(required=True, dest="command")
-    for name, text in COMMANDS.items():
-        one = commands.add_parser(name, help=text, description=text)
-        one.add_argument("folder", type=Path, help="folder of the results, `out` of the sweep")
-    commands.choices["resume"].add_argument("fields", nargs="*", help="changed fields: hydra.launcher.timeout_min=600")
-    options = parser.parse_args(arguments)
+@click.group("sweep", no_args_is_help=False)
+def cli() -> None:
+    """Follow, continue or stop the sweep in a folder, `out` of its command."""
     log_to_stderr()
-    out: Path = options.folder
-    if options.command == "resume":
-        return _exit_code(resume(out, options.fields))
-    if options.command == "wait":
-        return _exit_code(wait(out, read_definition(out).runs))
-    found = statuses(out, read_definition(out).runs)
-    if options.command == "status":
-        print_statuses(found)
-    else:
-        cancel(found)
-    return 0
+
+
+main = program(cli)
+
+
+@cli.command("status", cls=Command)
+@click.argument("folder", type=PATH)
+def show_status(folder: Path) -> None:
+    """Print the progress of every run."""
+    print_statuses(statuses(folder, read_definition(folder).runs))
+
+
+@cli.command("wait", cls=Command)
+@click.argument("folder", type=PATH)
+def wait_for_runs(folder: Path) -> int:
+    """Wait until nothing is queued or running, then print the table. The exit code is 1 if a run failed."""
+    return _exit_code(wait(folder, read_definition(folder).runs))
+
+
+@cli.command("resume", cls=Command)
+@click.argument("folder", type=PATH)
+@click.argument("fields", nargs=-1, metavar="[FIELD=VALUE]...")
+def resume_runs(folder: Path, fields: Sequence[str]) -> int:
+    """Compute or submit again the runs that are left, and failed examples.
+
+    FIELD=VALUE: changed fields of the launcher, such as hydra.launcher.timeout_min=600.
+    """
+    return _exit_code(resume(folder, fields))
+
+
+@cli.command("cancel", cls=Command)
+@click.argument("folder", type=PATH)
+def cancel_jobs(folder: Path) -> None:
+    """Cancel the jobs; finished examples are kept."""
+    cancel(statuses(folder, read_definition(folder).runs))
 
 
 def _exit_code(found: Sequence[Status]) -> int:

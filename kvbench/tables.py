@@ -1,8 +1,10 @@
-"""`python -m kvbench.tables`: published tables, compared with runs; see `kvbench.papers.cli`."""
+"""`kvbench tables`: published tables, compared with runs; see `kvbench.papers.cli`."""
 
 import sys
 
-from kvbench.papers.cli import main
+from kvbench.papers.cli import cli, main
+
+__all__ = ["cli", "main"]
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,6 +8,7 @@ from typing import Literal
 from kvbench.errors import LARGEST
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator, required_length
 from kvbench.policies.allocators.uniform import Uniform
+from kvbench.policies.allocators.whole_pages import check_pages, paged_allocator
 from kvbench.policies.checks import check_choices
 from kvbench.policies.mergers.drop import Drop
 from kvbench.policies.mergers.merger import Merger
@@ -30,6 +31,7 @@ from kvbench.policies.ranking import Ranking, half_the_bits
 from kvbench.policies.readers.reader import Reader, ReadPlan
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import Scorer, protected_counts
+from kvbench.policies.selections.pages import Pages
 from kvbench.policies.selections.selection import Selection
 from kvbench.policies.stores.dense import Dense
 from kvbench.policies.stores.store import Store
@@ -80,6 +82,9 @@ class Policy:
                 raise ValueError(f"{self.name}'s scorer already has a pre-pass, so pre_pass must not be set")
             needless = isinstance(self.scorer.pre_pass, BlockPasses) and isinstance(self.schedule, Prompt)
             object.__setattr__(self, "pre_pass", None if needless else self.scorer.pre_pass)
+        if isinstance(self.selection, Pages):
+            allocator = paged_allocator(self.name, self.selection, self.allocator, self.schedule, self.store)
+            object.__setattr__(self, "allocator", allocator)
         self.allocator.check_policy(self.name, self.scorer.needs.window)
         self.store.check_policy(self.name, self.schedule.decode == "evict", self.allocator.per_head)
         check_schedule(self.name, self.schedule, self.scorer, self.allocator)
@@ -91,6 +96,8 @@ class Policy:
             check_budget(self.budget, self.name)
         if isinstance(self.budget, int) and self.reader is None:
             check_protected(self.name, self.scorer, self.allocator, self.budget)
+            if isinstance(self.selection, Pages):
+                check_pages(self.name, self.selection, self.scorer, self.budget)
 
     @property
     def evicts(self) -> bool:
@@ -132,9 +139,11 @@ class Policy:
         return self.value is not None and (self.value.needs.query_heads or self.granularity == "layer")
 
     def for_example(self, run_seed: int, example: int) -> "Policy":
-        """The policy for one example of a run, whose scorer may use other random numbers than for other examples."""
+        """The policy for one example of a run: scorers and mergers that draw numbers per token draw others."""
         scorer = None if self.scorer is None else self.scorer.for_example(run_seed, example)
-        return self if scorer is self.scorer else replace(self, scorer=scorer)
+        merger = self.merger.for_example(run_seed, example)
+        same = scorer is self.scorer and merger is self.merger
+        return self if same else replace(self, scorer=scorer, merger=merger)
 
     def rank(self, observation: Observation, state: State) -> Ranking:
         """Score every stored token of a layer; a pure function of the observation."""

@@ -128,7 +128,7 @@ class Ranking:
 
     protected, bool [B,H_kv,T]: tokens that are always kept; seen [B]: tokens seen of each sequence. spared: protected
     tokens that a scorer spares, whatever their position. packed: no slot is empty. ascending: stored tokens are in
-    order of position.
+    order of position. ordered: slots are in order of preference.
     """
 
     scores: Tensor
@@ -139,6 +139,7 @@ class Ranking:
     spared: Tensor | None = None
     packed: bool = False
     ascending: bool = False
+    ordered: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
+import click
+
 from kvbench.errors import UsageError
 
 OWN = ("kvbench.policies.", "kvbench.tasks.")
@@ -22,6 +24,18 @@ def trust(modules: Iterable[str]) -> None:
         except ImportError as error:
             raise UsageError(f"{module} cannot be imported: {error}") from error
         _trusted.add(module.partition(".")[0])
+
+
+trust_option = click.option(
+    "--trust",
+    multiple=True,
+    metavar="MODULE",
+    expose_value=False,
+    is_eager=True,
+    callback=lambda _context, _parameter, modules: trust(modules),
+    help="Load classes and functions of this module where results name them; this runs its code.",
+)
+"""The option of commands that read results."""
 
 
 def is_trusted(module: str) -> bool:

@@ -7,7 +7,8 @@ from importlib import import_module
 
 from ledger_pages import section, table
 
-from kvbench.config.tree import CONF, Config, names, part_class, read
+from kvbench.config.compose import CONF, Config, names, read
+from kvbench.config.parts import part_class
 
 DECISIONS = {
     "pre_pass": "Extra forward pass before eviction",

@@ -33,7 +33,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 CONF = "pkg://kvbench.conf"
-GROUPS = ("model", "policy", "task")
+GROUPS = ("model", "policy", "task", "wrapper")
 
 
 class KvbenchSearchPath(SearchPathPlugin):
@@ -46,7 +46,7 @@ class KvbenchSearchPath(SearchPathPlugin):
 
 
 class KvbenchSource(ConfigSource):
-    """The groups `model`, `policy` and `task`."""
+    """The groups `model`, `policy`, `task` and `wrapper`."""
 
     @staticmethod
     def scheme() -> str:
@@ -67,8 +67,8 @@ class KvbenchSource(ConfigSource):
 
     def is_config(self, config_path: str) -> bool:
         """Whether a name of these groups has a file or is composed of others."""
+        from kvbench.config.compose import find
         from kvbench.config.presets import composed_config
-        from kvbench.config.tree import find
 
         group, _, name = config_path.removesuffix(".yaml").partition("/")
         if group not in GROUPS:
@@ -80,8 +80,8 @@ class KvbenchSource(ConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         """The configuration of a name, open for fields that it leaves to the defaults of a class."""
+        from kvbench.config.compose import find
         from kvbench.config.presets import composed_config
-        from kvbench.config.tree import find
 
         group, _, name = config_path.removesuffix(".yaml").partition("/")
         file = find(group, name, folders())
@@ -95,6 +95,10 @@ class KvbenchSource(ConfigSource):
 
 def folders() -> list[Path]:
     """The folders of --config-dir and hydra.searchpath, which may hold parts of a composed name."""
+    from kvbench.config.compose import OWN_FOLDERS
+
+    if (own := OWN_FOLDERS.get()) is not None:
+        return list(own)
     if not GlobalHydra.instance().is_initialized():
         return []
     sources = GlobalHydra.instance().config_loader().get_sources()
@@ -125,6 +129,7 @@ class KvbenchLauncher(Launcher):
         share_cores()
         quiet()
         with short_errors():
+            from kvbench.run.run_config import plain
             from kvbench.sweeps import jobs
             from kvbench.sweeps.compute import Composed  # torch, which a wrong configuration does not need
 
@@ -145,13 +150,6 @@ class KvbenchLauncher(Launcher):
             one.return_value = status.score if status.error is None else error
             returns.append(one)
         return returns
-
-
-def plain(config: DictConfig) -> dict[str, Any]:
-    """A composed configuration as plain values, without Hydra's own node."""
-    own = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
-    values: Any = OmegaConf.to_container(own, resolve=True)
-    return dict(values)
 
 
 Grid = Mapping[str, Any]

@@ -42,9 +42,10 @@ def generate(
     `stop` and for pre-passes that contain text (KVzip). stop: strings that end an answer. context_tokens: only the
     first tokens of the prompt are compressed; the rest is a question, appended afterwards. question: position of the
     question in a prompt that is compressed as a whole, one number or one per sequence, for policies that use it
-    (FINCH). temperature: above 0, tokens are sampled from the `top_k` most likely ones within the `top_p` nucleus; the
-    random numbers depend on seed, row of the prompt and sample. samples: answers per row, which are neighbours in the
-    result. `tokens` of the result are the answers, `cache` is the cache at the end.
+    (FINCH). temperature: above 0, tokens are sampled from the `top_k` most likely ones within the `top_p` nucleus.
+    samples: answers per row, which are neighbours in the result. seed: of sampled tokens and of policies that draw
+    numbers per token (`random`, CaM), which also differ between rows and samples; a `KVCache` in `model.generate` has
+    only the policy's own seed. `tokens` of the result are the answers, `cache` is the cache at the end.
     Raises ValueError for a wrong value, BudgetError if the cache holds more than the policy allows.
     """
     if tokenizer is None and (isinstance(prompt, str) or stop):
@@ -71,6 +72,7 @@ def generate(
             samplers=[]
             if sampling is None or sampling.greedy
             else [TokenSampler(sampling, seed, *one) for one in answers],
+            examples=[(seed, index) for index in range(len(answers))],
             encoder=None if tokenizer is None else Encoder(tokenizer),
         )
 

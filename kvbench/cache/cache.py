@@ -36,7 +36,7 @@ from kvbench.cache.shared import SharedReads
 from kvbench.policies.latents import check_latents
 from kvbench.policies.observation import AttentionParams, StepCache
 from kvbench.policies.policy import Policy
-from kvbench.policies.policy_checks import check_next_prompt
+from kvbench.policies.policy_checks import check_layers, check_next_prompt
 from kvbench.policies.stores.slots import owned
 
 __all__ = ["BudgetError", "KVCache", "ScoreError"]
@@ -83,6 +83,7 @@ class KVCache(Cache):
         check_policy(policy)
         if self._layout.latent:
             check_latents(policy)
+        check_layers(len(self._layout.attention), policy.store, policy.pre_pass)
         several = self._teacher_forced or (policy.store.exact and not policy.evicts)
         self.groups = [PolicyGroup(self.config, policy, prompt_length, several, question)]
         self.one_prompt = False  # all groups process one and the same sequence
@@ -147,6 +148,7 @@ class KVCache(Cache):
         """
         if index == 0:
             self._begin_call(new.queries, mask)
+        self._evictions.share()
         if len(self.groups) == 1:
             out = self._attend_group(self.groups[0], index, new, params)
         else:

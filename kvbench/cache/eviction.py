@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.attention import LayerStep
+from kvbench.cache.cascade import OnItsWay, can_cut, cut_to_shares, on_its_way
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.rerotate import close_gaps
 from kvbench.cache.state import LayerState
@@ -27,6 +28,7 @@ from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
 from kvbench.policies.stacked import batches, kind, stacked
+from kvbench.policies.stores.paged import PagedStore
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import padded
 from kvbench.policies.stores.store_list import StoreList
@@ -51,13 +53,24 @@ class EvictionJob:
     excess: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A ranked layer of a prompt, and the allocator's statistic of it [B,k], which is on its way to the host."""
+
+    job: EvictionJob
+    allocator: StatisticAllocator
+    statistic: OnItsWay
+
+
 class Evictions:
     """The evictions of a cache that wait, in the order in which they became due."""
 
     def __init__(self) -> None:
+        self._measured: list[Measured] = []  # shared out before the next layer appends its tokens
         self._shared: list[EvictionJob] = []  # of layers that later layers of the call read
         self._end_of_call: list[EvictionJob] = []
         self._pre_pass: list[EvictionJob] = []
+        self._unsettled: list[EvictionJob] = []  # evicted, but their queries have not attended yet
 
     def add(self, group: PolicyGroup, layer: LayerState, step: LayerStep, shared: bool = False) -> None:
         """Evict after a layer has attended, or as soon as all inputs of the eviction are known.
@@ -85,8 +98,34 @@ class Evictions:
                 without = replace(step.observation, queries=step.queries[:, :, :0].clone(), known={})
                 self._pre_pass.append(replace(job, step=replace(step, observe=lambda _: without)))
             else:
-                _evict_or_rank(job)
+                self._evict_or_rank(job)
         group.finish_step(layer, now)
+        if policy.schedule.order == "attend_then_evict":
+            group.settle(layer, now)
+        else:
+            self._unsettled.append(job)
+
+    def share(self) -> None:
+        """Divide the budgets among the layers that were measured since the last call, and evict.
+
+        This is later than the measurement, so that a GPU works on the rest of the layer while the host waits for it.
+        """
+        due, self._measured = self._measured, []
+        for measured in due:
+            group = measured.job.group
+            if group.error is None:
+                try:
+                    _share(measured)
+                except Exception as error:
+                    group.fail(error)
+
+    def _evict_or_rank(self, job: EvictionJob) -> None:
+        """Evict, or rank a prompt; if an allocator divides the budget by a statistic of the layers, `share` evicts."""
+        measured = _evict_or_rank(job)
+        if measured is not None:
+            self._measured.append(measured)
+            if job.layer.index == len(job.group.layers) - 1:
+                self.share()
 
     def end_call(self) -> None:
         """Carry out the evictions that waited for the last layer."""
@@ -100,6 +139,10 @@ class Evictions:
         evict(due)
         for job in due:
             job.group.finish_step(job.layer, job.step.now)
+        due, self._unsettled = [*due, *self._unsettled], []
+        for job in due:
+            if job.group.error is None:
+                job.group.settle(job.layer, job.step.now)
 
     def pre_pass_done(self) -> None:
         """Carry out the evictions that waited for a pre-pass."""
@@ -108,27 +151,30 @@ class Evictions:
             if job.group.error is None:
                 job.layer.unsettled = False
                 try:
-                    _evict_or_rank(job)
+                    self._evict_or_rank(job)
                 except Exception as error:
                     job.group.fail(error)
                 job.group.settle(job.layer, job.step.now)
 
 
-def _evict_or_rank(job: EvictionJob) -> None:
-    """Evict, or rank a prompt if an allocator divides the budget after the last layer."""
+def _evict_or_rank(job: EvictionJob) -> Measured | None:
+    """Evict, or rank a prompt and measure it if an allocator divides the budget among the layers."""
     layer, now, allocator = job.layer, job.step.now, job.group.policy.allocator
-    if now.phase == "decode" or not isinstance(allocator, StatisticAllocator | JointAllocator):
+    alone = now.phase == "decode" and not (isinstance(allocator, JointAllocator) and not allocator.per_head)
+    if alone or not isinstance(allocator, StatisticAllocator | JointAllocator):
         evict([job])
-        return
+        return None
     _observe(job)
-    if any(now.evicts):
+    if any(now.evicts) and (now.phase != "decode" or max(_excess(job)) > 0):
         layer.ranking = layer.policy.rank(job.step.observation, layer.store.state)
         _note_not_numbers([job], layer.ranking)
         layer.unsettled = True
         if isinstance(allocator, StatisticAllocator):
-            _measure(job, allocator)
-        elif layer.index == len(job.group.layers) - 1:
+            without = replace(job, step=replace(job.step, observe=None))  # frees the queries of the prompt
+            return Measured(without, allocator, on_its_way(allocator.measure(job.step.observation, layer.store.state)))
+        if layer.index == len(job.group.layers) - 1:
             _compact_jointly(job, allocator)
+    return None
 
 
 def _excess(job: EvictionJob) -> list[int]:
@@ -301,11 +347,14 @@ def _compact(
         close_gaps(held, kept, seen)
     if group.on_evict is not None:
         group.on_evict(layer, ranking, kept)
+    paged = isinstance(held, PagedStore)
+    if paged and per_head is not None:  # whole pages may hold fewer tokens than the target
+        targets = per_head.amax(-1).tolist()
     expected = [n if evicts else count for evicts, n, count in zip(over, targets, layer.counts, strict=True)]
     slots = held.keep(kept, policy.schedule.spare, counts=expected if per_head is None else None)
     layer.compacted = True
     # An allocator may give other numbers than the targets; the shape has them without a synchronization.
-    most = 0 if policy.allocator.per_head else slots.shape[-1]
+    most = 0 if policy.allocator.per_head or paged else slots.shape[-1]
     layer.counts = expected if most <= max(expected) else [most] * len(expected)
     if layer.ranking is not None:
         layer.ranking = ranking.at(slots, held.positions, held.slots.packed)
@@ -313,16 +362,20 @@ def _compact(
 
 
 # --- budgets that depend on all layers -----------------------------------------------------------------------------
-def _measure(job: EvictionJob, allocator: StatisticAllocator) -> None:
+def _share(found: Measured) -> None:
     """Divide the budget among the layers measured so far: after each layer if the allocator cascades, else once."""
-    group, layer, rows = job.group, job.layer, job.step.now.evicts
-    over_budget = group.budgets.exceeded(rows)
-    group.budgets.measured(over_budget, allocator.measure(job.step.observation, layer.store.state))
-    last = layer.index == len(group.layers) - 1
-    if allocator.cascades or last:
+    job, group = found.job, found.job.group
+    over_budget = group.budgets.exceeded(job.step.now.evicts)
+    group.budgets.measured(over_budget, found.statistic())
+    last = job.layer.index == len(group.layers) - 1
+    if found.allocator.cascades or last:
         group.budgets.share(over_budget)
-        for ranked in group.layers[: layer.index + 1]:
-            _compact_to_share(group, ranked, over_budget)
+        ranked = group.layers[: job.layer.index + 1]
+        if found.allocator.cascades and can_cut(group):
+            cut_to_shares(group, ranked, over_budget, last)
+        else:
+            for layer in ranked:
+                _compact_to_share(group, layer, over_budget)
     if last:
         _settle_all(job)
 
@@ -343,12 +396,12 @@ def _compact_jointly(job: EvictionJob, allocator: JointAllocator) -> None:
     """Evict from all layers, down to the slots that an allocator chose for every layer and head together."""
     group, excess = job.group, _excess(job)
     budgets = [group.budgets.of(layer.index, job.step.now.evicts) for layer in group.layers]
-    slots = allocator.heads_of_all([layer.ranking for layer in group.layers if layer.ranking is not None], budgets)
-    for layer, budget, heads in zip(group.layers, budgets, slots, strict=True):
+    rankings = allocator.rank_of_all([layer.ranking for layer in group.layers if layer.ranking is not None])
+    slots = allocator.heads_of_all(rankings, budgets)
+    for layer, ranking, budget, heads in zip(group.layers, rankings, budgets, slots, strict=True):
         if max(excess) > 0:
-            assert layer.ranking is not None
-            heads = heads.to(layer.ranking.scores.device)
-            _compact(group, layer, layer.ranking, budget, excess, "prompt", per_head=heads)
+            heads = heads.to(ranking.scores.device)
+            _compact(group, layer, ranking, budget, excess, "prompt", per_head=heads)
             group.note_bytes(layer.index)
     _settle_all(job)
 

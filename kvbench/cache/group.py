@@ -246,12 +246,11 @@ class PolicyGroup:
         return bool(self.not_numbers)
 
     def finish_step(self, layer: LayerState, now: BatchStep) -> None:
-        """A step and its eviction are done: drop queries that later steps do not use, and settle the store."""
+        """A step and its eviction are done: drop queries that later steps do not use."""
         if now.phase != "decode":
             if now.prompt_done and (any(now.evicts) or self.policy.schedule.decode == "grow"):
                 layer.recent.limit(self.policy.needs.window_decoding or 0)
             layer.recent.copy()
-        self.settle(layer, now)
 
     def settle(self, layer: LayerState, now: BatchStep) -> None:
         """After a complete prompt the store takes its final form, such as quantized codes."""

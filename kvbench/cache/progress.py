@@ -17,6 +17,7 @@ from kvbench.policies.observation import Phase
 from kvbench.policies.policy import Policy, layer_budgets, leaves_whole, shared_budgets
 from kvbench.policies.policy_checks import least_budget
 from kvbench.policies.schedule import Step
+from kvbench.policies.selections.pages import Pages
 
 
 @dataclass(eq=False)  # not frozen, because a frozen dataclass is slower to create
@@ -338,6 +339,8 @@ class Budgets:
         held, every, tokens = self._after[row], schedule.every, seen - prompt - schedule.late
         if schedule.decode == "grow" or tokens == 0:
             return [n + tokens for n in held]
+        if isinstance(self._policy.selection, Pages):  # whole pages, of which the newest may be short, leave later
+            return [min(n + tokens, b + every - 1) for n, b in zip(held, self._rows[row], strict=True)]
         return [  # a layer evicts `every` tokens at once, whenever it holds that many beyond its budget
             n + tokens if n + tokens < b + every else b + (tokens - max(1, b + every - n)) % every
             for n, b in zip(held, self._rows[row], strict=True)

@@ -95,6 +95,7 @@ class PageReads:
                 visible=chosen,
                 scaling=params.scaling,
                 softcap=params.softcap,
+                sinks=params.sinks,
                 budgets=tuple(budget_tokens(policy, length) for length in prompts),
                 prompts=tuple(prompts),
             )

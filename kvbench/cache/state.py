@@ -127,7 +127,8 @@ class LayerState:
         self.footprint = [total + fed(held, new) for total, held, new in each]
 
     def open(self, new: QKV) -> None:
-        """Open the store of a layer without tokens, for tensors like these."""
+        """Open the store of a layer without tokens, for tensors like these. ValueError for a wrong shape."""
+        self.policy.store.check_shape(new.keys.shape[1], new.values.shape[-1])
         self.query_heads = new.queries.shape[1]
         self.counts, self.footprint = [0] * new.keys.shape[0], [0] * new.keys.shape[0]
         width = self.query_heads // new.keys.shape[1] if self.policy.needs.query_heads else 1

@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
-from kvbench.config.tree import Config, build, field_names, find, load, names, part_class, read
-from kvbench.errors import ConfigError, UsageError
+from kvbench.config.compose import Config, find, load, names, read, resolved
+from kvbench.config.parts import build, field_names, part_class
+from kvbench.errors import ConfigError, UsageError, unknown
 
 if TYPE_CHECKING:
     from kvbench.policies.policy import Budget, Policy
@@ -61,12 +62,15 @@ def composed(slug: str, folders: Sequence[Path] = ()) -> Config | None:
 
 def _with_wrapper(slug: str, wrapper: str, config: Config, folders: Sequence[Path]) -> Config:
     """A policy with the parts of a wrapper, and with its schedule unless a part needs the whole prompt."""
+    config = resolved({"policy": config})["policy"]
     added = read("wrapper", wrapper, folders)
     if added.get("value") and config.get("value"):
         raise UsageError(f"policy={slug} is not allowed: {config['name']} is value-aware already")
-    schedule = added.pop("schedule", None)
-    if schedule and not needs_whole_prompt(config):
-        config["schedule"] = {**_decoding(config.get("schedule") or {}), **schedule}
+    schedule, own = added.pop("schedule", {}), config.get("schedule") or {}
+    if "_target_" not in schedule:  # only how it evicts while decoding, if it does
+        config["schedule"] = {**own, **schedule} if own.get("decode", "evict") == "evict" else own
+    elif not needs_whole_prompt(config):
+        config["schedule"] = _moved(own, schedule["_target_"]) | schedule
     return {**config, **_filled(added, {"allocator": {"_target_": UNIFORM}, **config})}
 
 
@@ -78,7 +82,7 @@ def _filled(tree: Config, config: Config) -> Config:
 
 
 def _with_store(slug: str, eviction: str, name: str, settings: Sequence[str], folders: Sequence[Path]) -> Config:
-    """A policy that stores, behind an eviction ("": none), which then stops once decoding begins."""
+    """A policy that stores, behind an eviction ("": none), whose schedule stays: the store may refuse it."""
     config = read("policy", name, folders)
     store = part_class(config["store"])
     config["store"] |= dict(_setting(slug, word, name, store) for word in settings)
@@ -87,7 +91,7 @@ def _with_store(slug: str, eviction: str, name: str, settings: Sequence[str], fo
     before = policy_config(eviction, folders)
     if not (before.get("scorer") or before.get("pre_pass")):
         raise UsageError(f"policy={slug} is not allowed: {eviction} evicts nothing")
-    return scheduled({**before, "store": config["store"]}, decode="grow")
+    return {**before, "store": config["store"]}
 
 
 def store_of(name: str, folders: Sequence[Path] = ()) -> type[Store] | None:
@@ -190,12 +194,13 @@ def make_policy(
     config = scheduled(policy_config(slug, folders), schedule, block, decode)
     for field, value in fields.items():
         place(config, field, value)
-    return build_policy(config, budget)
+    return build_policy(resolved({"policy": config, "budget": budget})["policy"], budget)
 
 
-def _decoding(schedule: Mapping[str, Any]) -> Config:
-    """The fields of a schedule that concern decoding."""
-    return {name: schedule[name] for name in ("decode", "every", "protect") if name in schedule}
+def _moved(schedule: Mapping[str, Any], target: str) -> Config:
+    """A schedule as another class, without the fields that only its own class has."""
+    gone = {*field_names(schedule)} - {*field_names({"_target_": target})}
+    return {name: value for name, value in schedule.items() if name not in gone} | {"_target_": target}
 
 
 def scheduled(
@@ -216,10 +221,8 @@ def scheduled(
     if decode not in (None, "evict", "grow"):
         raise ConfigError("decode", decode, "evict or grow")
     wants_blocks = schedule == "blocks" or (schedule is None and block is not None)
-    if wants_blocks and own["_target_"] != BLOCKS:
-        config["schedule"] = own = {**own, "_target_": BLOCKS}
-    if schedule == "prompt" and own["_target_"] != PROMPT:
-        config["schedule"] = own = {"_target_": PROMPT, **_decoding(own)}
+    if wants_blocks or schedule == "prompt":
+        config["schedule"] = own = _moved(own, BLOCKS if wants_blocks else PROMPT)
     if block is not None:
         if block != "inf" and (isinstance(block, bool) or not isinstance(block, int | float)):
             raise ConfigError("block", block, "a number of tokens >= 1 or inf")
@@ -258,8 +261,5 @@ def named_config(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
     found = None if find(group, name, folders) else composed_config(group, name, folders)
     if found is None and group == "policy" and not find(group, name, folders):
         wrappers = ", ".join(f"{one}_" for one in names("wrapper", folders))
-        raise UsageError(
-            f"policy={name} does not exist (allowed: {', '.join(names(group, folders))}; {wrappers} can be put before "
-            "a policy that scores)"
-        )
+        raise unknown(group, name, names(group, folders), f"; {wrappers} can be put before a policy that scores")
     return read(group, name, folders) if found is None else found

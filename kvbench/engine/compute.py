@@ -15,11 +15,12 @@ from kvbench.engine.answers import units
 from kvbench.engine.prompts import in_batch, prompts_for
 from kvbench.engine.run_writer import RunCallback, RunWriter, work_items
 from kvbench.engine.scheduler import Scheduler
+from kvbench.models.compiled import compiled_layers
 from kvbench.models.loading import LoadedModel, load
 from kvbench.results.definition import missing_records
 from kvbench.results.session import Totals, environment, record
 from kvbench.run.run import Run
-from kvbench.terminal.command import meter
+from kvbench.terminal.progress import meter
 
 OPEN_RUNS = 200
 """Runs whose files are open at one time: macOS allows 256 open files per process."""
@@ -101,8 +102,9 @@ def _compute_missing(writers: Sequence[RunWriter]) -> None:
     for writer in writers:
         if not writer.ended:
             batches[_limit(writer), writer.run.cuda_graph].append(writer)  # recorded steps are not mixed with others
-    for (limit, _), some in batches.items():
-        _compute_batch(loaded, limit, some)
+    with compiled_layers(loaded.model, run.compile):
+        for (limit, _), some in batches.items():
+            _compute_batch(loaded, limit, some)
     for writer in writers:
         with writer.isolated():
             if not writer.ended:

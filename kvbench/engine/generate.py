@@ -49,6 +49,7 @@ def generate_tokens(
     eos_token_ids: Sequence[int] = (),
     question: int | Sequence[int] | None = None,
     samplers: Sequence[TokenSampler] = (),
+    examples: Sequence[tuple[int, int]] = (),
     **request: Any,  # noqa: ANN401 - fields of Request
 ) -> Generation:
     """Generate for prompts input_ids [B,T], left-padded where attention_mask [B,T] is 0.
@@ -56,7 +57,7 @@ def generate_tokens(
     Each row is a sequence with its own cache: its tokens do not depend on the other rows. It ends at an EOS id, when
     `stop` is true for its new tokens, or after max_new_tokens. cuda_graph: decoding steps are recorded and replayed.
     question: position of the question in the prompt, one number or one per row. samplers: one per row; (): greedy
-    decoding. request: other fields of `Request`.
+    decoding. examples: `Request.example` of each row; (): none. request: other fields of `Request`.
 
     Raises BudgetError if a cache holds more than its policy allows, FloatingPointError if logits are NaN, and
     ValueError for an empty prompt, for padding on the right, and if steps cannot be recorded or a context cannot be
@@ -76,6 +77,7 @@ def generate_tokens(
             eos_token_ids=tuple(eos_token_ids),
             question=questions[row],
             sampler=partial(samplers.__getitem__, row) if samplers else None,
+            example=examples[row] if examples else None,
             **request,
         )
         for row in range(rows)

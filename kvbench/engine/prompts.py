@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvbench.cache.layout import layout_of
-from kvbench.config.tree import refusing_in
+from kvbench.config.parts import refusing_in
 from kvbench.engine.teacher_forcing import policy_for
 from kvbench.errors import UsageError, refusing
 from kvbench.models.prompts import Prompt, PromptMaker
@@ -18,7 +18,7 @@ from kvbench.policies.press import KVPress
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run
 from kvbench.tasks.task import PlainTokenizer
-from kvbench.terminal.command import progress
+from kvbench.terminal.progress import progress
 
 log = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt
 from kvbench.results.samples import Sample
 from kvbench.results.session import Totals
-from kvbench.terminal.command import Advance
+from kvbench.terminal.progress import Advance
 
 log = logging.getLogger(__name__)
 

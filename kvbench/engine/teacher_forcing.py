@@ -243,10 +243,8 @@ def policy_for(policy: Policy, prompt: Prompt) -> Policy:
     """
     block = None if prompt.example.reading is None else prompt.example.reading.block
     if block is not None and policy.evicts:
-        old = policy.schedule
         try:
-            blocks = Blocks(decode=old.decode, order=old.order, late=old.late, size=block)
-            policy = replace(policy, schedule=blocks)
+            policy = replace(policy, schedule=Blocks(**{**vars(policy.schedule), "size": block}))
         except ValueError as error:
             instead = " and score what follows a prompt (prompt_tokens)" if prompt.is_whole_text else ""
             raise ValueError(f"block={block}: {error}; leave block out (null){instead}") from error

@@ -12,8 +12,8 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from kvbench.cache.layout import layout_of
-from kvbench.config.tree import find, names, read
-from kvbench.errors import ConfigError, whole_number
+from kvbench.config.compose import find, names, read
+from kvbench.errors import ConfigError, unknown, whole_number
 from kvbench.models.trial import layer_shapes, state_bytes
 
 LATENT = {"kv_lora_rank", "qk_rope_head_dim"}  # additional fields of shapes with latents
@@ -73,11 +73,8 @@ def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
     try:
         return from_config(json.loads(path.read_text(encoding="utf-8"), object_hook=_special_floats))
     except OSError as error:
-        each = {name: read("model", name, folders) for name in names("model", folders)}
-        known = (name for name, one in each.items() if one.get("bundled") or one["shape"])
-        raise ValueError(
-            f"model={model} is neither a model known here ({', '.join(known)}) nor a folder with a config.json"
-        ) from error
+        known = [name for name in names("model", folders) if name not in ("hub", "local")]
+        raise unknown("model", model, known, "; or a folder with a config.json") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"model={model}: {path} does not define the size of a cache ({why})") from error

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from kvbench.config.tree import load
+from kvbench.config.compose import load
 from kvbench.errors import UsageError
 from kvbench.papers.matching import Runs
 from kvbench.papers.protocol import SCHEDULE, Plan

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import click
 import pandas as pd
 
 from kvbench.errors import UsageError
-from kvbench.papers import published
 from kvbench.papers.layout import lay_out, layout, numbers, read_yaml, tables
 from kvbench.report.formats import FORMATS, write
 from kvbench.report.table import Table, text
-from kvbench.terminal.command import Parser, command, log_to_stderr, pairs, terminal_width
+from kvbench.terminal.command import PATH, Command, log_to_stderr, pairs, program, terminal_width
 from kvbench.terminal.outputs import check_output
 
 OUT = "results/runs"
-_OVERRIDES = """Overrides are those of python -m kvbench. A value that the table has selects runs; another
-value replaces those of the table.
+_OVERRIDES = """Overrides are those of kvbench. A value that the table has selects runs; another value replaces those of
+the table.
 
+\b
 select some runs of a table:
   model=llama32_3b_instruct policy=snapkv,caote_snapkv limit=20
 replace the model:
@@ -29,60 +29,87 @@ replace the model:
 offline, with shorter prompts and budgets (--small has such overrides for one table of each paper):
   model=pocket task=niah task.lengths=[2048] budget=512,1024 block=32"""
 
+_table = click.argument("table")
+_overrides = click.argument("overrides", nargs=-1, metavar="[FIELD=VALUE]...")
+_small = click.option(
+    "--small", "is_small", is_flag=True, help="Use the overrides of results/paper/small.yaml (offline)."
+)
+_output = click.option("-o", "--output", type=PATH, help=f"File to write: {', '.join(FORMATS)}.")
 
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 2 for a wrong value, 1 if runs failed."""
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    if rest and not (hasattr(options, "overrides") and all("=" in word and word[0] != "-" for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:  # overrides after an option
-        options.overrides = [*options.overrides, *rest]
+
+@click.group("tables", no_args_is_help=False)
+def cli() -> None:
+    """Published tables of five papers, compared with your runs."""
     log_to_stderr()
-    if options.output is not None:
-        check_output(options.output, tuple(FORMATS))
-    code = 0
-    if options.command == "list":
-        table = listing(options.paper)
-    elif options.command == "show":
-        table = lay_out(options.table)
-    else:
-        numbers(options.table)  # an unknown table is refused before torch is imported
-        if options.small:
-            options.overrides = [*small(options.table, options.overrides), *options.overrides]
-        from kvbench.papers.compare import compare
-        from kvbench.results.result import load_results
 
-        folder = options.runs if options.command == "compare" else pairs(options.overrides, "limit=5").get("out", OUT)
-        if options.command == "run":
-            code = run(options.table, options.overrides)
-        table = compare(options.table, [] if folder is None else load_results(Path(folder)), options.overrides)
-    if options.output is None:
-        sys.stdout.write(text(table, terminal_width()))
-    else:
-        write(table, options.output)
-        sys.stdout.write(f"{options.output}\n")
+
+main = program(cli)
+
+
+@cli.command("list", cls=Command)
+@click.argument("paper", required=False)
+@_output
+def list_tables(paper: str | None, output: Path | None) -> None:
+    """List the tables of all papers or of one: contents, size, and how many numbers can be measured."""
+    _show(lambda: listing(paper), output)
+
+
+@cli.command("show", cls=Command)
+@_table
+@_output
+def show_table(table: str, output: Path | None) -> None:
+    """Print a published table, such as caote/table2, in the layout of its paper."""
+    _show(lambda: lay_out(table), output)
+
+
+@cli.command("run", cls=Command, help=f"Compute the runs of a table, then compare them.\n\n{_OVERRIDES}")
+@_table
+@_overrides
+@_small
+@_output
+def run_table(table: str, overrides: Sequence[str], is_small: bool, output: Path | None) -> int:
+    """The exit code is 1 if runs failed."""
+    _check(table, output)
+    words = [*(small(table, overrides) if is_small else ()), *overrides]
+    code = run(table, words)
+    _compare(table, Path(pairs(words, "limit=5").get("out", OUT)), words, output)
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser("python -m kvbench.tables", description=__doc__)
-    commands = parser.add_subparsers(required=True, dest="command")
-    listed = commands.add_parser("list", help="list all tables: contents, size, and how many numbers can be measured")
-    listed.add_argument("paper", nargs="?", help=f"one paper: {', '.join(published.papers())}")
-    show = commands.add_parser("show", help="print a published table in the layout of its paper")
-    start = commands.add_parser("run", help="compute the runs of a table, then compare", description=_OVERRIDES)
-    compared = commands.add_parser("compare", help="compare your runs with a published table", description=_OVERRIDES)
-    compared.add_argument("--runs", type=Path, help=f"folder of finished runs, such as {OUT}")
-    for one in (show, start, compared):
-        one.add_argument("table", help="name of a table, such as caote/table2")
-    for one in (start, compared):
-        one.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of python -m kvbench")
-        one.add_argument("--small", action="store_true", help="use the overrides of results/paper/small.yaml (offline)")
-    for one in (listed, show, start, compared):
-        one.add_argument("-o", "--output", type=Path, help=f"file to write: {', '.join(FORMATS)}")
-    return parser
+@cli.command("compare", cls=Command, help=f"Compare your runs with a published table.\n\n{_OVERRIDES}")
+@_table
+@_overrides
+@_small
+@_output
+@click.option("--runs", type=PATH, help=f"Folder of finished runs, such as {OUT}.")
+def compare_table(table: str, overrides: Sequence[str], is_small: bool, output: Path | None, runs: Path | None) -> None:
+    """Print or write the comparison."""
+    _check(table, output)
+    _compare(table, runs, [*(small(table, overrides) if is_small else ()), *overrides], output)
+
+
+def _check(table: str, output: Path | None) -> None:
+    """Refuse a wrong output and an unknown table before torch is imported."""
+    if output is not None:
+        check_output(output, tuple(FORMATS))
+    numbers(table)
+
+
+def _compare(name: str, runs: Path | None, overrides: Sequence[str], output: Path | None) -> None:
+    from kvbench.papers.compare import compare
+    from kvbench.results.result import load_results
+
+    _show(lambda: compare(name, [] if runs is None else load_results(runs), overrides), output)
+
+
+def _show(make: Callable[[], Table], output: Path | None) -> None:
+    """Print a table or write it."""
+    if output is None:
+        sys.stdout.write(text(make(), terminal_width()))
+        return
+    check_output(output, tuple(FORMATS))
+    write(make(), output)
+    sys.stdout.write(f"{output}\n")
 
 
 def small(name: str, given: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.config.tree import load
+from kvbench.config.compose import load
 from kvbench.papers import published
 from kvbench.papers.published import BASELINE, Number
 from kvbench.report.table import Table

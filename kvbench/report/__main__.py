@@ -1,10 +1,11 @@
-"""`python -m kvbench.report DIR -o report.html`: see `kvbench.report.html`."""
+"""`kvbench report DIR -o report.html`: see `kvbench.report.html`."""
 
 import os
 import sys
 
-from kvbench.report.html.report import main
+from kvbench.report.html.report import cli, main
 
+__all__ = ["cli", "main"]
 os.environ["HF_HUB_OFFLINE"] = "1"  # a report uses only local tokenizers and task data
 
 if __name__ == "__main__":

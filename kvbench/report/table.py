@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
@@ -188,14 +188,17 @@ def results_table(rows: Sequence[Result]) -> Table:
     Rows are grouped by model, task and schedule; rows without eviction are first.
     """
     rows = _grouped(rows)
+    shown = [one for one in _COLUMNS if any(one.shown(row) and one.text(row) is not None for row in rows)]
+    numbers = {one.title: [one.text(row) or NONE for row in rows] for one in shown}
+    return labelled(rows, numbers, [one.legend for one in shown if one.legend])
+
+
+def labelled(rows: Sequence[Result], columns: Mapping[str, Sequence[str]], legend: Sequence[str]) -> Table:
+    """A table of these columns, after the columns of text in which the rows differ."""
     words = _words(rows)
     named = _named_columns(words, always=("policy", "budget") if len(rows) == 1 else ("policy",))
-    shown = [one for one in _COLUMNS if any(one.shown(row) and one.text(row) is not None for row in rows)]
-    numbers = [[one.text(row) or NONE for row in rows] for one in shown]
-    legend = [one.legend for one in shown if one.legend]
-    if any(row.budget is not None for row in rows):
-        legend.append("budget: tokens per KV head (below 1: share of the prompt)")
-    frame = frame_of([*named, *(one.title for one in shown)], [*(words[name] for name in named), *numbers])
+    legend = [*legend, *["budget: tokens per KV head (below 1: share of the prompt)"] * any(r.budget for r in rows)]
+    frame = frame_of([*named, *columns], [*(words[name] for name in named), *columns.values()])
     return _table(frame, _shared(words, named), legend, rows, named)
 
 
@@ -218,7 +221,10 @@ def _grouped(rows: Sequence[Result]) -> list[Result]:
 
 def _words(rows: Sequence[Result]) -> dict[str, list[str]]:
     """The text columns: names, fields that differ, schedule and decoding rule."""
-    keys = dict.fromkeys(key for row in rows for key in row.differs if key != "compress")  # the schedule contains it
+    hidden = {"compress"}  # the schedule contains it, except for rows that evict nothing
+    if len({row.compress for row in rows if not row.evicts}) > 1:
+        hidden = set()
+    keys = [key for key in dict.fromkeys(key for row in rows for key in row.differs) if key not in hidden]
     return {
         **{name: [getattr(row, name) for row in rows] for name in ("model", "task", "policy", "subset")},
         **{key: [text_of(row.differs[key]) if key in row.differs else NONE for row in rows] for key in keys},
@@ -237,16 +243,18 @@ def _named_columns(words: dict[str, list[str]], always: Sequence[str]) -> list[s
 
 
 def _shared(words: dict[str, list[str]], shown: Sequence[str]) -> str:
-    """The title with shared values: "model pocket, task niah(lengths=[300]), 20 examples"."""
+    """The title with shared values: "model pocket, task niah(lengths=[300]), 20 examples"; a range if n differs."""
     silent = {"policy", "schedule", "decode", "n", *shown}
     usual = {"subset": "all", "state": FINISHED, "budget": NONE}
-    same = {k: values[0] for k, values in words.items() if k not in silent and values[0] != usual.get(k)}
+    common = {key: values[0] for key, values in words.items() if len(set(values)) == 1}
+    same = {key: value for key, value in common.items() if key not in silent and value != usual.get(key)}
     for name, roots in (("model", ("model.", "generation.")), ("task", ("task.",))):
         fields = [key for key in same if key.startswith(roots)] if name in same else []
         text = ", ".join(f"{key.partition('.')[2]}={same.pop(key)}" for key in fields)
         if text:
             same[name] += f"({text})"
-    n = words["n"][0]
+    counts = sorted(set(words["n"]), key=int)
+    n = " to ".join(dict.fromkeys((counts[0], counts[-1])))
     parts = [f"{name} {value}" for name, value in same.items()]
     return ", ".join([*parts, *([] if "n" in shown else [f"{n} example{'s' * (n != '1')}"])])
 
@@ -274,7 +282,13 @@ def pivot(rows: Sequence[Result], across: str) -> Table:
     for place, row in enumerate(rows):
         label = tuple(words[name][place] for name in named)
         cells.setdefault(label, {}).setdefault(words[across][place], []).append(row)
-    cell = _percent if by_task else _with_interval
+    write = _percent if by_task else _with_interval
+    several_n = len({row.n for row in rows}) > 1
+
+    def cell(row: Result) -> str:
+        n = [f"n={row.n}"] if several_n or not row.finished else []
+        return " ".join([write(row), *([f"[{', '.join(['unfinished'] * (not row.finished) + n)}]"] if n else [])])
+
     body = [
         [*label, *("; ".join(map(cell, found.get(name, []))) or NONE for name in columns)]
         for label, found in cells.items()
@@ -294,16 +308,12 @@ def pivot(rows: Sequence[Result], across: str) -> Table:
     return _table(frame, f"{what} by {across}: {_shared(words, [*named, across])}", legend, rows, named)
 
 
-def _unfinished(row: Result) -> str:
-    return "" if row.finished else f" [unfinished, n={row.n}]"
-
-
 def _with_interval(row: Result) -> str:
-    return measure(row) + ("*" if row.difference and row.difference.claims else "") + _unfinished(row)
+    return measure(row) + ("*" if row.difference and row.difference.claims else "")
 
 
 def _percent(row: Result) -> str:
-    return ("failed" if row.score is None else f"{100 * row.score:.1f}") + _unfinished(row)
+    return "failed" if row.score is None else f"{100 * row.score:.1f}"
 
 
 def chosen(rows: Sequence[Result], names: Sequence[str]) -> Table:

@@ -1,11 +1,21 @@
-"""`python -m kvbench.results`: see `kvbench.report.command`; `check` is in `kvbench.tools.check_results`."""
+"""`kvbench results`: tables and checks of finished runs."""
 
 import sys
 
-if sys.argv[1:2] == ["check"]:
-    from kvbench.tools.check_results import main
-else:
-    from kvbench.report.command import main
+from kvbench.terminal.command import Commands, program
+
+cli = Commands(
+    "results",
+    {
+        "collect": (
+            "kvbench.report.command:collect",
+            "one table of all runs below a folder: .csv, .parquet, .md, .tex",
+        ),
+        "check": ("kvbench.tools.check_results:check", "check that the numbers of runs agree with their samples"),
+    },
+    "Tables and checks of finished runs.",
+)
+main = program(cli)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[2:] if sys.argv[1:2] == ["check"] else None))
+    sys.exit(main())

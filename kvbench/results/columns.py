@@ -40,6 +40,14 @@ class Column:
         return json.dumps(value) if self.kind == "json" and value is not None else value
 
 
+def _interval(name: str, meaning: str, at: str = "") -> tuple[Column, ...]:
+    """A field of `Changes` with its mean and the ends of its 95% interval."""
+    at = f"changes.{at or name}"
+    ends = (Column(f"{name}_{end}", f"{word} end of its 95% interval", at=f"{at}.{end}") for end, word in _ENDS)
+    return (Column(name, meaning, at=f"{at}.mean"), *ends)
+
+
+_ENDS = ("low", "lower"), ("high", "upper")
 _MEASURED = tuple(Column(one.name, one.metadata["meaning"]) for one in fields(Numbers))
 _BYTES = next(place for place, column in enumerate(_MEASURED) if column.name == "cache_share") + 1
 COLUMNS = (
@@ -69,6 +77,13 @@ COLUMNS = (
     Column("score_vs_full_low", "lower end of its 95% interval (Tango, or bootstrap)", at="vs_full.low"),
     Column("score_vs_full_high", "upper end of its 95% interval", at="vs_full.high"),
     Column("score_vs_full_p", "its two-sided p (McNemar, or bootstrap), not corrected for other rows", at="vs_full.p"),
+    *_interval("lost", "score lost against full: answers right there and wrong here (graded: mean of the losses)"),
+    *_interval("gained", "score gained against full: wrong there and right here (graded: mean of the gains)"),
+    *_interval("lost_of_right", "share of the answers right under full that are wrong here"),
+    Column("flips", "lost + gained, for right-or-wrong answers", at="changes.flips"),
+    *_interval("length_change", "tokens of the answer (EOS included) minus those under full", at="length"),
+    Column("length_ratio", "tokens of all answers / tokens of all answers under full", at="changes.length_ratio"),
+    *_interval("cut_vs_full", "cut_share minus that of full on the same examples", at="cut"),
     Column("nll", "-log p of given tokens in nats, mean over all scored tokens; lower is better"),
     Column("nll_low", "lower end of the NLL's 95% interval over texts"),
     Column("nll_high", "upper end of the NLL's 95% interval over texts"),

@@ -13,7 +13,7 @@ from math import exp
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from kvbench.results import statistics
 from kvbench.results.files import write_json
@@ -37,10 +37,16 @@ def code() -> bytes:
 
 def of_prompts(samples: Sequence[Sample]) -> list[Sample]:
     """One sample for each prompt: its first answer, with the mean score of all; None if an answer has no score."""
+    answers = prompts_of(samples)
+    return [replace(group[0], score=_mean_score(group)) if len(group) > 1 else group[0] for group in answers]
+
+
+def prompts_of(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The answers to each prompt."""
     answers: dict[int, list[Sample]] = {}
     for sample in samples:
         answers.setdefault(sample.index - (sample.sample or 0), []).append(sample)
-    return [replace(group[0], score=_mean_score(group)) if len(group) > 1 else group[0] for group in answers.values()]
+    return list(answers.values())
 
 
 def _mean_score(answers: Sequence[Sample]) -> float | None:
@@ -85,6 +91,18 @@ def _mean_of(value: Callable[[Sample], float | None]) -> Callable[[Sequence[Samp
     return lambda samples: _mean([value(sample) for sample in samples])
 
 
+def _end_of(
+    value: Callable[[Sample], float | None], end: Literal["low", "high"]
+) -> Callable[[Sequence[Sample]], float | None]:
+    """An end of the interval of the mean over prompts; None if a value is unknown."""
+
+    def compute(samples: Sequence[Sample]) -> float | None:
+        known = [v for sample in samples if (v := value(sample)) is not None]
+        return float(getattr(mean_interval(known), end)) if known and len(known) == len(samples) else None
+
+    return compute
+
+
 def mean_kept(sample: Sample) -> float | None:
     """Tokens held at the end, mean over layers and KV heads."""
     return fmean(n for layer in sample.kept_tokens for n in layer) if sample.kept_tokens else None
@@ -120,7 +138,7 @@ def _ms_per_token(sample: Sample) -> float | None:
     return 1000 * sample.decode_seconds / sample.decode_steps
 
 
-def _cut(sample: Sample) -> float | None:
+def cut_off(sample: Sample) -> float | None:
     """1.0 if an answer ended at its token limit, else 0.0; None if its length or limit is unknown."""
     if sample.finish_reason is not None:
         return float(sample.finish_reason == "length")
@@ -143,7 +161,9 @@ class Numbers:
 
     prompt_tokens: float | None = number("mean per example", over="all")
     generated_tokens: float | None = number("mean per example")
-    cut_share: float | None = number("share of answers that reached max_new_tokens", _mean_of(_cut))
+    cut_share: float | None = number("share of answers that reached max_new_tokens", _mean_of(cut_off))
+    cut_share_low: float | None = number("lower end of its 95% interval", _end_of(cut_off, "low"))
+    cut_share_high: float | None = number("upper end of its 95% interval", _end_of(cut_off, "high"))
     pass_at_k: float | None = number(
         "share of prompts with a right answer among several sampled ones", _pass_at_k, over="all"
     )
@@ -162,6 +182,13 @@ class Numbers:
     full_cache_bytes: float | None = number("keys and values of all tokens of prompt and answer, mean per example")
     full_position_bytes: float | None = number("positions of these tokens, which every cache stores; mean per example")
     cache_share: float | None = number("cache_bytes / (full_cache_bytes + full_position_bytes + state_bytes)", _share)
+    kv_footprint: float | None = number(
+        "entries held, summed over all fed tokens and pre-passes, as a share of the full cache's; mean per example"
+    )
+    kv_footprint_low: float | None = number("lower end of its 95% interval", _end_of(attrgetter("kv_footprint"), "low"))
+    kv_footprint_high: float | None = number(
+        "upper end of its 95% interval", _end_of(attrgetter("kv_footprint"), "high")
+    )
     evicted_share: float | None = number(
         "share of requests with at least one evicted token", _mean_of(lambda sample: sample.evicted)
     )

@@ -17,6 +17,7 @@ from typing import Any, cast
 import yaml
 
 from kvbench.errors import UsageError
+from kvbench.results.changes import Changes, changes
 from kvbench.results.files import read_yaml
 from kvbench.results.labels import (
     NAMED,
@@ -219,6 +220,11 @@ class Result(Numbers):
         """The difference in score from the baseline; None without two scores, or below 5 shared examples."""
         has = self.baseline is not None and self.score is not None and self.baseline.score is not None
         return self.to_full.difference if has and self.to_full and self.to_full.difference.n >= FEWEST else None
+
+    @cached_property
+    def changes(self) -> Changes | None:
+        """What differs from the answers of the baseline; None without one, or below 5 shared examples."""
+        return None if self.baseline is None else changes(self.baseline.samples, self.samples)
 
     @cached_property
     def gap(self) -> NLLGap | None:

@@ -171,6 +171,11 @@ def _equal_difference(mean: float, n: int) -> Difference:
     return Difference(mean, mean - missed * (1 + mean), mean + missed * (1 - mean), min(1.0, p), n, "floor")
 
 
+def smallest_p(difference: Difference) -> float:
+    """The p-value that the test of a difference would have at best with as many examples: if all of them differed."""
+    return 1 / (RESAMPLES + 1) if difference.method == "bootstrap" else 2.0 ** (1 - difference.n)
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """p-values adjusted for multiple comparisons, in the same order: the family-wise error rate at 0.05 is 5%.
 

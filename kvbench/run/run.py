@@ -21,8 +21,9 @@ import torch
 
 from kvbench import __version__
 from kvbench.cache.layout import layout_of
+from kvbench.config.compose import find
+from kvbench.config.parts import build, refusing_in
 from kvbench.config.presets import SCHEDULE, build_policy, scheduled
-from kvbench.config.tree import build, find, refusing_in
 from kvbench.errors import ConfigError, UsageError, refusing
 from kvbench.models.cache_shapes import check_shape
 from kvbench.models.files import ModelSpec, check_sha256
@@ -58,6 +59,7 @@ class Run:
     limit: int | None
     out: Path
     cuda_graph: bool
+    compile: bool
     allow_version_mismatch: bool
     config: Mapping[str, Any]  # the resolved configuration
     compress: str = "prompt"  # or "context": the text before the question
@@ -91,6 +93,7 @@ class Run:
             "compress": self.compress,
             "seed": self.seed,
             "generation": {**self._decoding, "max_prompt_tokens": self.checkpoint.spec.max_prompt_tokens},
+            **({"compile": True} if self.compile else {}),  # rounds differently
             "code": code_digest([policy, task]),
         }
 
@@ -161,6 +164,7 @@ def build_run(config: RunConfig) -> Run:
         limit=None if config.limit is None else config.limit * samples,
         out=out,
         cuda_graph=cuda_graph,
+        compile=config.engine.compile,
         allow_version_mismatch=config.allow_version_mismatch,
         config=config.record,
         compress=compress,

@@ -8,8 +8,11 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, 
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
+from kvbench.config.compose import Config, merge, names, read, resolved
+from kvbench.config.parts import build, check_fields, part_class, tree_of
 from kvbench.config.presets import SCHEDULE, named_config, scheduled
-from kvbench.config.tree import Config, build, check_fields, merge, names, part_class, read, tree_of
 from kvbench.errors import ConfigError, UsageError, choice, number, whole_number
 from kvbench.models.loading import GivenModel
 from kvbench.policies.describe import describe
@@ -73,6 +76,7 @@ class Engine:
     rows: int | None = None
     save_seconds: float = 10
     cuda_graph: bool | str = False
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,7 @@ class RunConfig:
             whole_number("engine.rows", self.engine.rows, 1)
         number("engine.save_seconds", self.engine.save_seconds, 0)
         choice("engine.cuda_graph", self.engine.cuda_graph, True, False, "auto")
+        choice("engine.compile", self.engine.compile, True, False)
 
     @property
     def record(self) -> Config:
@@ -124,6 +129,20 @@ class RunConfig:
         parts = {name: vars(values[name]) for name in ("generation", "engine")}
         objects = {name: values[name] for name in ("policy", "task") if not isinstance(values[name], Mapping)}
         return {**values, **parts, **{name: tree_of(part) for name, part in objects.items()}}
+
+
+def defaults() -> Config:
+    """The fields of a run that have defaults, as plain values."""
+    optional = [f for f in fields(RunConfig) if f.default is not MISSING or f.default_factory is not MISSING]
+    found = {f.name: _default(f) for f in optional if f.name not in ("names", "folders", "given")}
+    return {name: vars(value) if is_dataclass(value) else value for name, value in found.items()}
+
+
+def plain(config: DictConfig) -> Config:
+    """A composed configuration as plain values, without Hydra's own node; fields removed by `~field` have defaults."""
+    own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    values: Any = OmegaConf.to_container(own, resolve=True)
+    return {**defaults(), **values}
 
 
 def schedule_fields(config: Mapping[str, Any]) -> list[object]:
@@ -179,7 +198,7 @@ def run_config(
             raise UsageError(f"fields of the {group} are not allowed with an object: set them in the object")
     if "policy" in objects and any(config.get(name) is not None for name in SCHEDULE):
         raise UsageError("schedule, block, decode, every and protect are not allowed with a Policy object")
-    found = typed(config, chosen, folders)
+    found = typed(resolved(config), chosen, folders)
     budget = policy.budget if isinstance(policy, Policy) else found.budget
     return replace(found, budget=budget, given=given, **objects)
 
@@ -219,6 +238,7 @@ def changed_fields(run: RunConfig) -> tuple[str, ...]:
     for group in ("policy", "task"):
         with suppress(ValueError):  # a name of the caller: nothing differs
             preset[group] = named_config(group, run.names[group], run.folders)
+            preset = resolved(preset)
     preset["model"] = {} if run.given else _model(run.names["model"], run.folders)
     found = [key for key in _differing(_described(run.record), _described(preset)) if not key.endswith(".data_dir")]
     other = "policy.schedule" in found  # another class of schedule, which has other values of its fields

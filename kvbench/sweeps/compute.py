@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvbench.config.tree import build, refusing_in
+from kvbench.config.parts import build, refusing_in
 from kvbench.engine.compute import compute_runs
 from kvbench.engine.prompts import make_prompts
 from kvbench.engine.run_writer import RunCallback

@@ -1,6 +1,6 @@
 """Launches the runs of a sweep and follows them: computed in this process, or in jobs (`worker`).
 
-torch and pandas are imported inside functions, because `python -m kvbench.sweep status` needs neither.
+torch and pandas are imported inside functions, because `kvbench sweep status` needs neither.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _status(out: Path, entry: Entry, job: Job | None, in_task: int | None) -> St
     elif state is not None and state.error is not None:
         word, error = FAILED, state.error
     elif job is not None:
-        word, error = FAILED, f"{job.ending}; `python -m kvbench.sweep resume {out}` continues the run"
+        word, error = FAILED, f"{job.ending}; `kvbench sweep resume {out}` continues the run"
     return Status(entry, word, lines(folder), total, error, job, complete)
 
 
@@ -277,7 +277,7 @@ def _submit(out: Path, entries: Sequence[Entry], name: str, launcher: Launcher) 
     ids = ", ".join(job.id for job in jobs)
     sys.stdout.write(f"submitted {len(left)} runs in {len(jobs)} jobs: {ids}\n")
     if not launcher.wait:
-        sys.stdout.write(f"python -m kvbench.sweep status {out}\npython -m kvbench.sweep wait {out}\n")
+        sys.stdout.write(f"kvbench sweep status {out}\npython -m kvbench.sweep wait {out}\n")
     return jobs
 
 

@@ -128,7 +128,7 @@ class Submission:
     def at_limit(self) -> str:
         """The message of a job that is not queued again."""
         return (
-            "the job met its time limit; examples on disk are kept. To continue: python -m kvbench.sweep resume "
+            "the job met its time limit; examples on disk are kept. To continue: kvbench sweep resume "
             f"{self.out} (with more time: hydra.launcher.timeout_min=...)"
         )
 

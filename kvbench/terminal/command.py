@@ -1,8 +1,7 @@
-"""The frame of every command: error messages, exit codes, signals, arguments, logging, progress bars."""
+"""The frame of every command: error messages, exit codes, signals, arguments and logging."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import logging
 import os
@@ -10,14 +9,17 @@ import shutil
 import signal
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
 
 from kvbench import __version__
 from kvbench.errors import UsageError
@@ -65,8 +67,7 @@ def terminal_width() -> int | None:
 
 
 FAILED, WRONG, BROKEN_PIPE = 1, 2, 141
-DEBUG = "KVBENCH_DEBUG"
-LINE_SECONDS = 60.0  # between two lines of a progress bar in a log file
+DEBUG = "HYDRA_FULL_ERROR"  # as in every application of Hydra
 
 
 class Terminated(KeyboardInterrupt):
@@ -80,7 +81,7 @@ def write_message(message: str, error: BaseException | None = None) -> None:
     sys.stderr.write(f"kvbench: {message}\n")
 
 
-def command(main: Callable[..., int]) -> Callable[..., int]:
+def command(main: Callable[..., int | None]) -> Callable[..., int]:
     """Wrap a command's `main(arguments)`: errors become one message and an exit code (1, 2, 130, 143)."""
 
     @wraps(main)
@@ -90,7 +91,7 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             with sigterm_as_interrupt():
                 code = main(arguments)
                 sys.stdout.flush()
-                return code
+                return code or 0
         except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return BROKEN_PIPE
@@ -106,10 +107,99 @@ def _explained(error: BaseException) -> tuple[int, str]:
     """The exit code (for a signal 128 plus its number, as in shells) and the message for an error."""
     if isinstance(error, KeyboardInterrupt):
         return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT), "interrupted"
+    if isinstance(error, click.UsageError):
+        path = error.ctx.command_path if error.ctx else "kvbench"
+        return WRONG, f"{error.format_message().rstrip('.')} (see {path} --help)"
     if isinstance(error, UsageError):
         return WRONG, str(error)
     first = (str(error).strip().splitlines() or ["no message"])[0]
     return FAILED, f"{type(error).__name__}: {first} ({DEBUG}=1 shows where)"
+
+
+def program(cli: click.Command) -> Callable[..., int]:
+    """The function `main(arguments)` of a sub-command; returns its exit code."""
+
+    @command
+    def main(arguments: Sequence[str] | None = None) -> int | None:
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        if "--version" in words:
+            sys.stdout.write(f"{our_version()}\n")
+            return 0
+        try:
+            settings = {"help_option_names": ["-h", "--help"], **cli.context_settings}
+            name = "kvbench" if cli.name == "kvbench" else f"kvbench {cli.name}"
+            with cli.make_context(name, words, **settings) as context:
+                code: int | None = cli.invoke(context)
+                return code
+        except click.exceptions.NoArgsIsHelpError as usage:
+            sys.stdout.write(f"{usage.format_message()}\n")
+            return 0
+        except click.exceptions.Exit as end:  # after --help
+            return end.exit_code
+
+    return main
+
+
+class Command(click.Command):
+    """A sub-command of kvbench. An option that may be repeated also takes several values: `--by depth length`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Repeat the option before each of its values."""
+        several = {name for one in self.params if isinstance(one, click.Option) and one.multiple for name in one.opts}
+        words: list[str] = []
+        option = ""
+        for word in args:
+            if word.startswith("-"):
+                option = word if word in several else ""
+            words += [option, word] if option and word != option and words[-1] != option else [word]
+        return super().parse_args(ctx, words)
+
+
+class Commands(click.Group):
+    """A command with sub-commands, which are imported when they are used.
+
+    places: of each sub-command its module with the name of its object, `kvbench.plot:cli`, and its summary.
+    """
+
+    def __init__(self, name: str, places: Mapping[str, tuple[str, str]], about: str) -> None:
+        super().__init__(name, help=about, no_args_is_help=False)
+        self.places = places
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the order of --help."""
+        return list(self.places)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a sub-command."""
+        if cmd_name not in self.places:
+            return None
+        module, _, name = self.places[cmd_name][0].partition(":")
+        command: click.Command = getattr(import_module(module), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The summaries, without importing the commands."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, about) for name, (_, about) in self.places.items()])
+
+
+class PathType(click.ParamType[Path]):
+    """A path; an empty text, which would be the working directory, is refused."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:  # noqa: ANN401
+        """The path of an argument."""
+        if not str(value).strip():
+            self.fail(f"{value!r} is not a path", param, ctx)
+        return Path(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Files and folders, which the shell lists."""
+        return [CompletionItem(incomplete, type="file")]
+
+
+PATH = PathType()
 
 
 @contextmanager
@@ -142,33 +232,6 @@ def sigterm_as_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Parser(argparse.ArgumentParser):
-    """Parses a command's flags, with --version; a wrong flag raises UsageError."""
-
-    def __init__(self, prog: str, **fields: Any) -> None:  # noqa: ANN401 - arguments of argparse
-        super().__init__(prog, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **fields})
-        self.register("type", Path, _path)
-        if self.add_help:
-            self.add_argument("--version", action="version", version=our_version(), help=argparse.SUPPRESS)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise UsageError."""
-        raise UsageError(f"{message} (see {self.prog} --help)")
-
-
-def add_trust(parser: argparse.ArgumentParser) -> None:
-    """Add --trust: modules of the user whose classes and functions files of results may name."""
-    loads = "load classes and functions of these modules where results name them; this runs their code"
-    parser.add_argument("--trust", nargs="+", default=[], metavar="MODULE", help=loads)
-
-
-def _path(text: str) -> Path:
-    """A path; an empty text, which would be the working directory, is refused."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a path")
-    return Path(text)
-
-
 def our_version() -> str:
     """The output of --version."""
     return f"kvbench {__version__}"
@@ -185,60 +248,3 @@ def pairs(arguments: Sequence[str], example: str) -> dict[str, str]:
             raise UsageError(f"{argument}: {key} is given twice, give it one value")
         found[key] = value
     return found
-
-
-Item = TypeVar("Item")
-
-
-class Advance(Protocol):
-    """Advances a bar by a number of units. note: text after the bar until the next note. total: the end, once known."""
-
-    def __call__(self, units: int, note: str | None = None, total: int | None = None) -> None: ...
-
-
-def progress(items: Iterable[Item], title: str, total: int | None = None, done: int = 0) -> Iterator[Item]:
-    """Yield `items` with a progress bar on stderr. total: number of items; done: number of items finished before."""
-    with meter(title, total, done) as advance:
-        for item in items:
-            yield item
-            advance(1)
-
-
-@contextmanager
-def meter(title: str, total: int | None = None, done: int = 0, unit: str = "") -> Iterator[Advance]:
-    """A bar on stderr or in a notebook, and the function that advances it from `done` towards `total`.
-
-    unit: the counted units, in the plural ("tokens").
-    """
-    from tqdm.auto import tqdm  # imports asyncio and more, which `--help` need not wait for
-
-    shown = "ipykernel" in sys.modules or sys.stderr.isatty()
-    bar = tqdm(desc=title, total=total, initial=done, unit=f" {unit}" if unit else "it", leave=False,
-               dynamic_ncols=True, disable=not shown)  # fmt: skip
-    began = written = time.monotonic()
-    count, behind = done, ""
-
-    def advance(units: int, note: str | None = None, total: int | None = None) -> None:
-        nonlocal count, behind, written
-        count += units
-        bar.total = bar.total if total is None else total
-        bar.update(units)
-        behind = behind if note is None else note
-        if note is not None:
-            bar.set_postfix_str(note)
-        now = time.monotonic()
-        if shown or now - written < LINE_SECONDS:
-            return
-        written = now
-        of = "" if bar.total is None else f" of {bar.total}"
-        left = ""
-        if bar.total is not None and count > done:  # at the average speed so far
-            seconds = (now - began) * max(0, bar.total - count) / (count - done)
-            left = f"{tqdm.format_interval(seconds)} left"
-        notes = ", ".join(filter(None, [left, behind]))
-        line = f"{title}: {count}{of}{f' {unit}' if unit else ''}{f' ({notes})' if notes else ''}"
-        sys.stderr.write(f"kvbench: {line}\n")
-        sys.stderr.flush()
-
-    with bar:
-        yield advance

@@ -1,4 +1,4 @@
-"""Exact bytes of a policy's cache after a prompt, computed without weights (`python -m kvbench.memory`).
+"""Exact bytes of a policy's cache after a prompt, computed without weights (`kvbench memory`).
 
 The stores run on tensors without data (meta device), so that a prediction equals a measurement.
 """
@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from kvbench.policies.policy_checks import check_layers
 from kvbench.policies.press import KVPress
 from kvbench.policies.stores.store import CompressedStore, LayerStore
 from kvbench.report.table import Table, table_of, text
-from kvbench.terminal.command import Parser, pairs, terminal_width
+from kvbench.terminal.command import pairs, terminal_width
 
 STATES = "states"
 MIB = 2**20
@@ -157,11 +156,13 @@ def _recent(policy: Policy, shape: CacheShape, dim: int, length: int, batch: int
 
 
 # --- the command line ----------------------------------------------------------------------------------------------
-def main(arguments: Sequence[str]) -> int:
-    """Print the table of `python -m kvbench.memory key=value ...`; returns the exit code. Raises UsageError."""
+def print_sizes(arguments: Sequence[str], config_dir: Path | None = None) -> None:
+    """Print the table of `kvbench memory key=value ...`. Raises UsageError."""
     with refusing():
-        given, folders = _own_folders(arguments)
-        words = pairs(given, "model=llama2_7b or length=4096,32768")
+        folders = [] if config_dir is None else [config_dir.expanduser()]
+        if folders and not folders[0].is_dir():
+            raise ValueError(f"--config-dir {config_dir} is not a folder")
+        words = pairs(arguments, "model=llama2_7b or length=4096,32768")
         shape = cache_shape(words.pop("model", "pocket"), folders)
         if "dtype" in words:
             shape = replace(shape, dtype=_dtype(words.pop("dtype")))
@@ -183,18 +184,6 @@ def main(arguments: Sequence[str]) -> int:
     if budget is not None and not any(policy.evicts or policy.reader is not None for policy in policies):
         sys.stderr.write(f"kvbench: budget={budget} is ignored: {', '.join(slugs)} keeps every token\n")
     sys.stdout.write(text(table, terminal_width()))
-    return 0
-
-
-def _own_folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
-    """The key=value arguments, and a list with the folder of --config-dir or without elements."""
-    parser = Parser("python -m kvbench.memory", add_help=False)
-    parser.add_argument("-cd", "--config-dir", type=Path)
-    parser.add_argument("pairs", nargs="*")
-    options = parser.parse_intermixed_args(arguments)
-    if options.config_dir is not None and not Path(expanduser(options.config_dir)).is_dir():
-        raise ValueError(f"--config-dir {options.config_dir} is not a folder")
-    return options.pairs, [Path(expanduser(options.config_dir))] if options.config_dir else []
 
 
 def _value(key: str, text: str) -> Any:  # noqa: ANN401 - any YAML value

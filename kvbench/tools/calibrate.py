@@ -1,12 +1,4 @@
-"""Calibrates a policy for a model: `python -m kvbench.calibrate NAME model=... task=... limit=20 -o FILE`.
-
-Fields have the same names as in `python -m kvbench`. The texts are the prompts of the task; use a task with long texts
-(task=pg19, task=perplexity task.data_dir=texts). Calibrations:
-
-  qfilters      main query direction of each KV head, for policy=qfilters policy.scorer.filters=FILE (.safetensors)
-  triattention  mean query and mean query size of each head, for policy=triattention policy.scorer.stats=FILE (.pt, the
-                format of the authors)
-"""
+"""Calibrates a policy for a model: `kvbench calibrate`."""
 
 from __future__ import annotations
 
@@ -15,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,26 +22,8 @@ from kvbench.policies.pre_passes.query_centres import QueryCentres
 from kvbench.policies.pre_passes.query_moments import QueryMoments
 from kvbench.policies.scorers.qfilters import FILTERS
 from kvbench.policies.scorers.triattention import NAMES, head_name
-from kvbench.terminal.command import Parser, command, quiet, share_cores
+from kvbench.terminal.command import PATH, Command, program, quiet, share_cores
 from kvbench.terminal.outputs import check_output
-
-
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compute one calibration, write its file and return the exit code; 2 for wrong values."""
-    parser = Parser("python -m kvbench.calibrate", description=__doc__)
-    parser.add_argument("name", choices=[*CALIBRATIONS], metavar="NAME")
-    parser.add_argument("field", nargs="*", default=[], help="model=... task=... limit=20 ...")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="file to write (.safetensors or .pt)")
-    parser.add_argument("-cd", "--config-dir", help="folder with your own tasks and models")
-    given = parser.parse_intermixed_args(arguments)
-    calibration = CALIBRATIONS[given.name]
-    check_output(given.output, [calibration.suffix])
-    share_cores()
-    quiet()
-    count = calibrate(calibration, given.field, given.output, given.config_dir)
-    sys.stdout.write(f"{count} texts -> {given.output}\n")
-    return 0
 
 
 class Calibration(NamedTuple):
@@ -58,11 +33,11 @@ class Calibration(NamedTuple):
     write: Callable[[PreTrainedModel, Iterable[Tensor], Path, dict[str, str]], None]
 
 
-def calibrate(calibration: Calibration, fields: Sequence[str], output: Path, config_dir: str | None = None) -> int:
+def calibrate(calibration: Calibration, fields: Sequence[str], output: Path, config_dir: Path | None = None) -> int:
     """Write the calibration of a model from the prompts of a task; returns the number of texts. Raises UsageError."""
     from kvbench.engine.prompts import make_prompts
     from kvbench.models.loading import load
-    from kvbench.terminal.command import progress
+    from kvbench.terminal.progress import progress
     from kvbench.tools.diagnose import runs_of
 
     if any(field.startswith("policy=") for field in fields):
@@ -137,3 +112,32 @@ CALIBRATIONS = {
     "qfilters": Calibration(".safetensors", _write_filters),
     "triattention": Calibration(".pt", _write_centres),
 }
+
+
+@click.command("calibrate", cls=Command)
+@click.argument("name", type=click.Choice(list(CALIBRATIONS)), metavar="NAME")
+@click.argument("fields", nargs=-1, metavar="[FIELD=VALUE]...")
+@click.option("-o", "--output", type=PATH, required=True, help="File to write (.safetensors or .pt).")
+@click.option("-cd", "--config-dir", type=PATH, help="Folder with your own tasks and models.")
+def cli(name: str, fields: Sequence[str], output: Path, config_dir: Path | None) -> None:
+    """Calibrate a policy for a model: kvbench calibrate NAME model=... task=... limit=20 -o FILE.
+
+    Fields have the same names as for a run. The texts are the prompts of the task; use a task with long texts
+    (task=pg19, task=perplexity task.data_dir=texts).
+
+    \b
+    Calibrations:
+      qfilters      main query direction of each KV head, for policy=qfilters
+                    policy.scorer.filters=FILE (.safetensors)
+      triattention  mean query and mean query size of each head, for policy=triattention
+                    policy.scorer.stats=FILE (.pt, the format of the authors)
+    """
+    calibration = CALIBRATIONS[name]
+    check_output(output, [calibration.suffix])
+    share_cores()
+    quiet()
+    count = calibrate(calibration, fields, output, config_dir)
+    sys.stdout.write(f"{count} texts -> {output}\n")
+
+
+main = program(cli)

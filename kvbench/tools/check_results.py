@@ -15,6 +15,8 @@ from statistics import fmean
 from tempfile import gettempdir
 from typing import Any
 
+import click
+
 from kvbench.cache.layout import layout_of
 from kvbench.cache.progress import Budgets, Progress
 from kvbench.engine.prompts import blank, prompts_for
@@ -30,8 +32,8 @@ from kvbench.results.samples import FILE_NAME, Sample
 from kvbench.results.summary import read_summary
 from kvbench.run.run import Run, build_run, digest_of
 from kvbench.run.run_config import set_field, typed
-from kvbench.tasks.trust import check_parts, trust
-from kvbench.terminal.command import FAILED, Parser, add_trust, command, pairs, quiet, write_message
+from kvbench.tasks.trust import check_parts, trust_option
+from kvbench.terminal.command import FAILED, PATH, Command, pairs, quiet, write_message
 
 FROM_THE_TASK = ("sample", "prompt_hash", "prompt_tokens", "references", "metadata", "context_tokens", "max_new_tokens")
 POSITION = 4  # bytes of a token's position
@@ -41,28 +43,28 @@ class RefusedError(Exception):
     """The reason why a run is refused."""
 
 
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, 1 if a run is refused, 2 for a wrong value."""
-    parser = Parser("python -m kvbench.results check", description=__doc__)
-    parser.add_argument("folder", type=Path, help="a run, or a folder of runs")
-    local = "fields with other values on this machine: task.data_dir=/data"
-    parser.add_argument("fields", nargs="*", metavar="FIELD=VALUE", help=local)
-    add_trust(parser)
-    given = parser.parse_args(arguments)
+@click.command("check", cls=Command)
+@click.argument("folder", type=PATH)
+@click.argument("fields", nargs=-1, metavar="[FIELD=VALUE]...")
+@trust_option
+def check(folder: Path, fields: Sequence[str]) -> int:
+    """Check every run of a folder against its samples: prompts, scores, budgets, bytes, metrics and digests.
+
+    FIELD=VALUE: fields with other values on this machine, such as task.data_dir=/data. The exit code is 1 if a run is
+    refused.
+    """
     quiet()
-    trust(given.trust)
-    folders, refused = sorted(path.parent for path in given.folder.rglob(FILE_NAME)), 0
+    folders, refused = sorted(path.parent for path in folder.rglob(FILE_NAME)), 0
     if not folders:
-        raise UsageError(f"{given.folder} has no run")
-    for folder in folders:
+        raise UsageError(f"{folder} has no run")
+    for run in folders:
         try:
-            check_run(folder, pairs(given.fields, "task.data_dir=/data"))
+            check_run(run, pairs(fields, "task.data_dir=/data"))
         except Exception as error:  # whatever is wrong with one run, the others are checked
             known = isinstance(error, RefusedError | UsageError)
-            write_message(f"{folder.name}: {error if known else f'{type(error).__name__}: {error}'}")
+            write_message(f"{run.name}: {error if known else f'{type(error).__name__}: {error}'}")
             refused += 1
-    sys.stdout.write(f"{given.folder}: {len(folders) - refused} of {len(folders)} runs agree with their samples\n")
+    sys.stdout.write(f"{folder}: {len(folders) - refused} of {len(folders)} runs agree with their samples\n")
     return FAILED if refused else 0
 
 

@@ -1,8 +1,4 @@
-"""Diagnostics of policies on prompts: `python -m kvbench.diagnose NAME policy=a,b budget=128 ...`.
-
-Fields have the same names as in `python -m kvbench`: task, model, limit (prompts, default 1), seed, device, dtype. The
-files NAME.csv and NAME.png are written to out/diagnostics.
-"""
+"""Diagnostics of policies on prompts: `kvbench diagnose`."""
 
 import sys
 from collections.abc import Sequence
@@ -10,10 +6,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import click
 import yaml
 
 from kvbench.errors import UsageError, refusing
-from kvbench.terminal.command import Parser, command, quiet, share_cores
+from kvbench.terminal.command import PATH, Command, program, quiet, share_cores
 
 DIAGNOSTICS = {
     "coverage": "share of the prompt that at least one layer and head keeps (K-VEC, tables 6 and 7)",
@@ -23,33 +20,39 @@ DIAGNOSTICS = {
 _UNUSED = ("engine", "logger", "allow_version_mismatch", "experiment")
 
 
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one diagnostic and return the exit code, 2 for wrong values."""
-    listed = "\n".join(f"  {name:14}{what}" for name, what in DIAGNOSTICS.items())
-    parser = Parser("python -m kvbench.diagnose", description=f"{__doc__}\ndiagnostics:\n{listed}")
-    parser.add_argument("name", choices=DIAGNOSTICS, metavar="NAME")
-    parser.add_argument("field", nargs="*", default=[], help="policy=a,b budget=128 task=niah limit=2 ...")
-    parser.add_argument("-cd", "--config-dir", help="folder with your own policies, tasks and models")
-    given = parser.parse_intermixed_args(arguments)
+_ABOUT = """Diagnose policies on prompts: kvbench diagnose NAME policy=a,b budget=128 ...
+
+Fields have the same names as for a run: task, model, limit (prompts, default 1), seed, device, dtype. The files
+NAME.csv and NAME.png are written to out/diagnostics."""
+_LISTED = "\n".join(f"  {name:14}{what}" for name, what in DIAGNOSTICS.items())
+
+
+@click.command("diagnose", cls=Command, help=f"{_ABOUT}\n\n\b\nDiagnostics:\n{_LISTED}")
+@click.argument("name", type=click.Choice(list(DIAGNOSTICS)), metavar="NAME")
+@click.argument("fields", nargs=-1, metavar="[FIELD=VALUE]...")
+@click.option("-cd", "--config-dir", type=PATH, help="Folder with your own policies, tasks and models.")
+def cli(name: str, fields: Sequence[str], config_dir: Path | None) -> None:
+    """Run one diagnostic."""
     share_cores()
     quiet()
-    for field in given.field:
+    for field in fields:
         if field.lstrip("+~").startswith(_UNUSED):
             raise UsageError(f"{field} has no effect here: diagnostics process prompts one by one, without a run")
-    csv, figure = diagnose(given.name, given.field, given.config_dir)
+    csv, figure = diagnose(name, fields, config_dir)
     sys.stdout.write(f"{csv}\n{figure}\n")
-    return 0
 
 
-def diagnose(name: str, fields: Sequence[str], config_dir: str | None = None) -> tuple[Path, Path]:
+main = program(cli)
+
+
+def diagnose(name: str, fields: Sequence[str], config_dir: Path | None = None) -> tuple[Path, Path]:
     """Measure every policy on every prompt, write table and figure, and return their paths. Raises UsageError."""
     import pandas as pd
 
     from kvbench.engine.prompts import make_prompts
     from kvbench.models.loading import load
     from kvbench.models.prompts import Prompt
-    from kvbench.terminal.command import progress
+    from kvbench.terminal.progress import progress
     from kvbench.tools.diagnostics.probe import Probe
 
     module = import_module(f"kvbench.tools.diagnostics.{name}")
@@ -69,7 +72,7 @@ def diagnose(name: str, fields: Sequence[str], config_dir: str | None = None) ->
     return _write(name, module, pd.DataFrame(rows), runs[0])
 
 
-def runs_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
+def runs_of(fields: Sequence[str], config_dir: Path | None = None) -> list[Any]:
     """One checked run per policy; only `policy=` may have several values."""
     from kvbench.run.run import build_run
     from kvbench.run.run_config import run_config
@@ -77,7 +80,7 @@ def runs_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
     words = [field.partition("=") for field in fields]
     given: dict[str, Any] = {"limit": 1, **{key: yaml.safe_load(text) for key, _, text in words}}
     model, task = given.pop("model", "pocket"), given.pop("task", "niah")
-    folders = [] if config_dir is None else [Path(config_dir)]
+    folders = [] if config_dir is None else [config_dir]
     policies = dict.fromkeys(str(given.pop("policy", "caote_snapkv")).split(","))
     return [build_run(run_config(model, policy, task, folders, **given)) for policy in policies]
 

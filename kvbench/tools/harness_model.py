@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from zlib import crc32
 
 import torch
 from lm_eval.api.registry import register_model
@@ -15,8 +18,8 @@ from tqdm import tqdm
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.pressed import PressedCache
+from kvbench.config.compose import find, read
 from kvbench.config.presets import make_policy
-from kvbench.config.tree import find, read
 from kvbench.engine.answers import evicted
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.teacher_forcing import score_pair
@@ -26,6 +29,7 @@ from kvbench.models.loading import load, locate, pick_device
 from kvbench.models.prompts import end_tokens, stop_test
 from kvbench.models.tokens import Encoder, Pair
 from kvbench.policies.describe import describe
+from kvbench.policies.draws import combined_seed
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +64,7 @@ class KVBenchLM(HFLM):
         loaded = load(checkpoint, pick_device(device or "auto"))
         self._record = {key: str(value) for key, value in loaded.record.items()}
         self._requests: list[dict[str, float]] = []
+        self._answered: Counter[int] = Counter()  # answers to each context
         tokenizer: Any = checkpoint.tokenizer()
         self._tokenizer = tokenizer
         super().__init__(
@@ -90,6 +95,7 @@ class KVBenchLM(HFLM):
             eos_token_ids=end_tokens(self.model.generation_config, self._tokenizer, stops=stop),
             stop=stop_test(self._tokenizer, [text for text in stop if text]),
             encoder=Encoder(self._tokenizer),
+            examples=[self._example(row, True) for row in self._unpadded(context, attention_mask)],
         )
         for _ in context:
             self._measure(done.cache, context.shape[1], len(context))
@@ -107,12 +113,28 @@ class KVBenchLM(HFLM):
         answers = []
         for texts, context, continuation in tqdm(requests, desc="Running loglikelihood requests", disable=disable_tqdm):
             pair = Pair(context[-(self.max_length + 1 - len(continuation)) :], continuation)
-            scores = score_pair(self.model, pair, self.policy, Encoder(self._tokenizer))
+            policy = self.policy.for_example(*self._example(pair.context))
+            scores = score_pair(self.model, pair, policy, Encoder(self._tokenizer))
             self._measure(scores.cache, pair.tokens - 1)
             answers.append((scores.logprob, bool(scores.greedy.all())))
             if texts is not None:  # None for perplexities
                 self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
         return answers
+
+    @staticmethod
+    def _unpadded(context: Tensor, mask: Tensor | None) -> list[list[int]]:
+        rows = context if mask is None else [row[real.bool()] for row, real in zip(context, mask, strict=True)]
+        return [row.tolist() for row in rows]
+
+    def _example(self, context: Sequence[int], generates: bool = False) -> tuple[int, int]:
+        """The seed (lm-eval's `--seed`) and number of a context, for policies that draw numbers per token.
+
+        The number depends on the context instead of on the order of requests, which lm-eval sorts; answers to the
+        same context count up, and all continuations of a context share its draws.
+        """
+        text = crc32(torch.tensor(context, dtype=torch.int64).numpy().tobytes())
+        self._answered[text] += generates
+        return torch.initial_seed() & (2**53 - 1), combined_seed(text, self._answered[text])
 
     def get_model_info(self) -> dict[str, Any]:
         """Fields of lm-eval's results file: model, policy, and mean tokens and bytes of the caches."""

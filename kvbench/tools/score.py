@@ -1,26 +1,30 @@
-"""Scores recorded predictions: `python -m kvbench.score longbench predictions.jsonl -o scored.jsonl`.
-
-Each line is a JSON object: one prediction, or the predictions of a whole task. Every line is copied with `score` as the
-official code prints it; an old `score` is replaced. Your own benchmark is given by its module (`my_package.my_bench`),
-which has a function `score_predictions(line)`.
-"""
+"""Scores recorded predictions: `kvbench score`."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import click
 
 from kvbench.errors import UsageError
 from kvbench.results.files import write_atomically
 from kvbench.tasks.predictions import Line
 from kvbench.tasks.scores import benchmark_module, benchmarks_with
-from kvbench.terminal.command import Parser, command
+from kvbench.terminal.command import PATH, Command, program
 from kvbench.terminal.outputs import check_output
+
+_ABOUT = """Score recorded predictions: kvbench score longbench predictions.jsonl -o scored.jsonl.
+
+Each line is a JSON object: one prediction, or the predictions of a whole task. Every line is copied with `score` as the
+official code prints it; an old `score` is replaced. Your own benchmark is given by its module (`my_package.my_bench`),
+which has a function `score_predictions(line)`.
+"""
 
 
 def score_file(path: Path, output: Path | None, rate: Callable[[Line], Line]) -> int:
@@ -49,54 +53,51 @@ def score_file(path: Path, output: Path | None, rate: Callable[[Line], Line]) ->
     return len(scored)
 
 
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, or 2 for an error."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    benchmarks = _benchmarks(arguments)
-    options = _parser(benchmarks).parse_args(arguments)
-    if options.output is not None:
-        check_output(options.output)
-    benchmark = benchmarks[options.benchmark]
-    flags = {flag: getattr(options, flag) for flag in (*_flags(benchmark), "protocol") if hasattr(options, flag)}
-    count = score_file(options.predictions, options.output, partial(benchmark.score_predictions, **flags))
-    if options.output is not None:
-        sys.stdout.write(f"{count} lines -> {options.output}\n")
-    return 0
+class Benchmarks(click.Group):
+    """The benchmarks that can score predictions, and any module of the user with this function."""
 
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names of kvbench's benchmarks."""
+        return list(benchmarks_with("predictions"))
 
-def _benchmarks(arguments: Sequence[str]) -> dict[str, ModuleType]:
-    """The benchmarks of kvbench by name, and a requested module. Raises UsageError if it cannot score."""
-    found = {name: benchmark_module(name, "predictions") for name in benchmarks_with("predictions")}
-    name = arguments[0] if arguments and not arguments[0].startswith("-") else None
-    if name is not None and name not in found:
-        known = f"choose one of {', '.join(found)}, or a module with this function"
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
+        """The command of a benchmark. Raises UsageError for a module that cannot score."""
+        known = f"choose one of {', '.join(self.list_commands(ctx))}, or a module with this function"
         try:
-            found[name] = benchmark_module(name, "predictions")
+            benchmark = benchmark_module(cmd_name, "predictions")
         except (ModuleNotFoundError, ValueError, TypeError) as error:  # an empty name, or a leading dot
-            raise UsageError(f"{name} is not a benchmark that can score predictions ({error}): {known}") from error
-        if not hasattr(found[name], "score_predictions"):
-            raise UsageError(f"{name} has no function score_predictions: {known}")
-    return found
+            raise UsageError(f"{cmd_name} is not a benchmark that can score predictions ({error}): {known}") from error
+        if not hasattr(benchmark, "score_predictions"):
+            raise UsageError(f"{cmd_name} has no function score_predictions: {known}")
+        return _command_of(cmd_name, benchmark)
 
 
-def _parser(benchmarks: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
-    parser = Parser("python -m kvbench.score", description=__doc__)
-    files = Parser("", add_help=False)
-    files.add_argument("predictions", type=Path, help="file with one JSON object per line")
-    files.add_argument("-o", "--output", type=Path, help="file to write (default: stdout)")
-    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    for name, benchmark in benchmarks.items():
-        fields = getattr(benchmark, "FIELDS", "see its documentation")
-        about = f"Fields of a line: {fields}."
-        one = commands.add_parser(name, parents=[files], help=fields, description=about)
-        for flag, text in _flags(benchmark).items():
-            one.add_argument(f"--{flag.replace('_', '-')}", action="store_true", help=text)
-        if judges := getattr(benchmark, "JUDGES", None):
-            one.add_argument(
-                "--protocol", choices=judges, default=judges[0], help="scoring rules (default: %(default)s)"
-            )
-    return parser
+def _command_of(name: str, benchmark: ModuleType) -> click.Command:
+    def score(predictions: Path, output: Path | None, **flags: Any) -> None:  # noqa: ANN401
+        if output is not None:
+            check_output(output)
+        count = score_file(predictions, output, partial(benchmark.score_predictions, **flags))
+        if output is not None:
+            sys.stdout.write(f"{count} lines -> {output}\n")
+
+    written = "File to write (default: stdout)."
+    params: list[click.Parameter] = [
+        click.Argument(["predictions"], type=PATH),
+        click.Option(["-o", "--output"], type=PATH, help=written),
+    ]
+    for flag, text in _flags(benchmark).items():
+        params.append(click.Option([f"--{flag.replace('_', '-')}", flag], is_flag=True, help=text))
+    if judges := getattr(benchmark, "JUDGES", None):
+        protocols = click.Choice(list(judges))
+        params.append(
+            click.Option(["--protocol"], type=protocols, default=judges[0], show_default=True, help="Scoring rules.")
+        )
+    fields = getattr(benchmark, "FIELDS", "see its documentation")
+    return Command(name, params=params, callback=score, help=f"Fields of a line: {fields}.", short_help=fields)
+
+
+cli = Benchmarks("score", help=_ABOUT, no_args_is_help=False)
+main = program(cli)
 
 
 def _flags(benchmark: ModuleType) -> Mapping[str, str]:

@@ -128,6 +128,10 @@ class JointAllocator(Allocator):
     def check_heads(self, heads: Sequence[int]) -> None:
         check_equal_heads(heads)
 
+    def rank_of_all(self, rankings: Sequence[Ranking]) -> Sequence[Ranking]:
+        """The rankings of all layers, changed if layers decide together; with `per_head` False, while decoding too."""
+        return rankings
+
     @abstractmethod
     def heads_of_all(self, rankings: Sequence[Ranking], budgets: Sequence[Sequence[int]]) -> list[Tensor]:
         """Slots per KV head of every layer, [B,H_kv]; a sequence's slots sum to H_kv times its budgets [L,B]."""

@@ -3,14 +3,15 @@
 Shapes: B batch, H KV heads, T slots, n stored tokens (the maximum over heads), D head dim.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import whole_number
-from kvbench.policies.draws import uniform_draws
+from kvbench.policies.draws import combined_seed, uniform_draws
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, Slots, in_order
 from kvbench.policies.needs import Needs
 from kvbench.policies.stores.slots import take
@@ -29,7 +30,7 @@ class CaM(Merger):
     value may be passed on several times.
 
     m: number of tokens that share the value. seed: seed of the draws, one per KV head and token, independent of the
-    batch.
+    batch; every example of a run has its own (`for_example`).
     Source: Zhang et al. 2024, "CaM: Cache Merging for Memory-efficient LLMs Inference"; m = 32 and the mean in the
     denominator follow its released code, whose versions differ; the version used in the paper is unknown.
     """
@@ -42,6 +43,9 @@ class CaM(Merger):
     def __post_init__(self) -> None:
         whole_number("m", self.m, 1)
         whole_number("seed", self.seed, 0)
+
+    def for_example(self, run_seed: int, example: int) -> Self:
+        return replace(self, seed=combined_seed(self.seed, run_seed, example))
 
     def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:
         stored = in_order(eviction.kept | eviction.evicted, eviction.positions)

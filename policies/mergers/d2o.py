@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.errors import ConfigError
-from kvbench.kernels.references import widen
+from kvbench.kernels.references import LOGITS_AT_ONCE_GPU, widen
 from kvbench.policies.checks import check_choices, number
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, Slots, Vectors, in_order
 from kvbench.policies.stores.slots import padded, spread_index, take
@@ -61,7 +61,8 @@ def match(gone: Tensor, own: Tensor, present: Tensor) -> Match:
     places = torch.arange(-(-kept // GROUP) * GROUP, device=own.device)
     places = torch.where(F.pad(present, (0, len(places) - kept)), places, 0)
     candidates = take(unit(own), places).transpose(-1, -2).contiguous()  # [B,H,D,C]
-    at_once = max(1, SIMILARITIES_AT_ONCE // candidates[:, :, 0].numel())
+    most = LOGITS_AT_ONCE_GPU if own.is_cuda else SIMILARITIES_AT_ONCE  # small pieces stay in a CPU's cache
+    at_once = max(1, most // candidates[:, :, 0].numel())
     parts = [_nearest(unit(some) @ candidates) for some in gone.split(at_once, dim=2)]
     nearest = torch.cat([part.nearest for part in parts], dim=-1)
     return Match(torch.cat([part.similarity for part in parts], dim=-1), places.gather(-1, nearest))

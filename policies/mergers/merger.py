@@ -5,7 +5,7 @@ Shapes: B batch, H_kv KV heads, T slots, D head dim.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -131,3 +131,7 @@ class Merger:
     def absorb_one(self, eviction: OneEviction, memory: MergeState) -> Merged | None:
         """`absorb` for a single token per KV head, called in every decoding step. Override it with a faster version."""
         return self.absorb(eviction.masks(), memory)
+
+    def for_example(self, run_seed: int, example: int) -> Self:
+        """The merger for one example of a run; only mergers with random numbers differ between examples."""
+        return self

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kvbench.kernels.references import widen
@@ -25,12 +24,7 @@ class Oracle(Reader):
 
     def score(self, reading: Reading) -> Tensor:
         queries = widen(reading.queries).unflatten(1, (-1, reading.group))[:, :, :, 0]  # [B,H_kv,G,D]
-        logits = queries @ widen(reading.keys).mT * reading.scaling
-        if reading.softcap is not None:
-            logits = reading.softcap * torch.tanh(logits / reading.softcap)
-        logits = logits.masked_fill(~reading.visible[:, :, None], -torch.inf)
-        shares: Tensor = logits.softmax(-1).nan_to_num(0).mean(2)
-        return shares
+        return reading.weights(queries @ widen(reading.keys).mT * reading.scaling, reading.visible)
 
 
 @dataclass(frozen=True)
@@ -39,9 +33,10 @@ class OracleTopK(Oracle):
 
         s_j = mean_(h in "group") softmax_j(q_h k_j)
 
-    The selection reads every key, and the bytes read include all keys. Ties go to the older token. The oracle maximises
-    the attention mass of the budget, not the score of a task. Sinks and windows are not added, and grouped query heads
-    share one set.
+    The softmax includes the model's own attention sinks (gpt-oss), which take a share of every head. The selection
+    reads every key, and the bytes read include all keys. Ties go to the older token. The oracle maximises the attention
+    mass of the budget, not the score of a task. First tokens and windows are not added, and grouped query heads share
+    one set.
     Source: the oracle of skylight-org/sparse-attention-hub (maskers/fixed), which selects per query head.
     """
 
@@ -52,8 +47,9 @@ class OracleTopP(Oracle):
 
         min |S| : sum_(j in S) s_j >= p, s_j = mean_(h in "group") softmax_j(q_h k_j)
 
-    The policy has no budget; tables show the number of tokens read. The selection reads every key, and the bytes read
-    include all keys. Ties go to the older token. Grouped query heads share one set.
+    With the model's own attention sinks (gpt-oss), p is a share of the weight that tokens receive. The policy has no
+    budget; tables show the number of tokens read. The selection reads every key, and the bytes read include all keys.
+    Ties go to the older token. Grouped query heads share one set.
 
     mass: p, above 0, at most 1.
     Source: the oracle of skylight-org/sparse-attention-hub (maskers/fixed), where p is a share of the attention outside

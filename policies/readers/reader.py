@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from kvbench.kernels.references import sink_factor
 from kvbench.policies.observation import State
 
 
@@ -20,8 +21,8 @@ class Reading:
 
     queries [B,H_q,1,D]; keys [B,H_kv,T,D] in order of position, positions [B,H_kv,T] (-1 = empty slot, at the end);
     summaries: the reader's summaries of each page, [B,H_kv,P,...] by name. visible: bool [B,H_kv,T], the tokens that
-    are visible to the query. scaling, softcap: parameters of the attention logits. budgets, prompts: the budget and the
-    prompt of each sequence, in tokens.
+    are visible to the query. scaling, softcap, sinks: parameters of attention, see `AttentionParams`. budgets, prompts:
+    the budget and the prompt of each sequence, in tokens.
     """
 
     layer: int
@@ -32,12 +33,30 @@ class Reading:
     visible: Tensor
     scaling: float
     softcap: float | None
+    sinks: Tensor | None = None
     budgets: tuple[int, ...] = ()
     prompts: tuple[int, ...] = ()
 
     @property
     def group(self) -> int:
         return self.queries.shape[1] // self.keys.shape[1]
+
+    def weights(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """The attention weight of one token of each page, [B,H_kv,P] averaged over the query heads of a group.
+
+        logits [B,H_kv,G,P]: scaled products, the same for all visible tokens of a page; tokens [B,H_kv,P]: how many.
+        The model's softcap and attention sinks apply as in its own attention.
+        """
+        count = tokens[:, :, None].to(logits)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        logits = logits + count.log()  # the softmax runs over tokens
+        rows = logits.softmax(-1) / count.clamp(min=1)
+        if self.sinks is not None:
+            sinks = self.sinks.view(len(self.sinks), *logits.shape[1:3])
+            rows = rows * sink_factor(logits.logsumexp(-1), sinks)[..., None]
+        means: Tensor = rows.nan_to_num(0).mean(2)
+        return means
 
 
 class ReadPlan(NamedTuple):

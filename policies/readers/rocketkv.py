@@ -20,7 +20,7 @@ from kvbench.policies.readers.reader import Reader, Reading, ReadPlan, channel_b
 class RocketKV(Reader):
     """Keep a part of the prompt, and read the half of the budget with the largest approximate attention to a query.
 
-        S = "prompt" + "max_new", c = S / "budget", alpha = min(0.2 + 0.06 log_2 c, 0.8)
+        S = "prompt" + "max_new", c = max(1, S / "budget"), alpha = min(0.2 + 0.06 log_2 c, 0.8)
         C = max(floor(S / c^alpha), min(2 * "max_new", S)), c_2 = max(1, C / "budget")
         p = ceil(sqrt(c_2)), r = floor(D * p / c_2)
         z_(h,P) = sum_(d in R) q_(h,d) * b_(P,d) "if" sum_h q_(h,d) > 0 "else" q_(h,d) * a_(P,d)
@@ -59,7 +59,7 @@ class RocketKV(Reader):
     def _capacity(self, budget: int, prompt: int) -> tuple[int, float]:
         """C and c_2."""
         total = prompt + self.max_new
-        ratio = total / budget
+        ratio = max(1.0, total / budget)
         capacity = max(floor(total / ratio ** min(0.2 + 0.06 * log2(ratio), 0.8)), min(2 * self.max_new, total))
         return capacity, max(1.0, capacity / budget)
 
@@ -79,10 +79,7 @@ class RocketKV(Reader):
         logits = (partial * up) @ largest.mT + (partial * ~up) @ smallest.mT  # [B,H_kv,G,P]
         share = (sizes * read).sum(-1) / sizes.sum(-1).clamp(min=torch.finfo(sizes.dtype).tiny)
         logits = logits * (reading.scaling / share.clamp(min=torch.finfo(sizes.dtype).tiny).sqrt())[..., None]
-        tokens = self._tokens_of_pages(reading, logits.shape[-1])[:, :, None].to(logits)  # [B,H_kv,1,P]
-        # The softmax runs over tokens, all of which have their page's logit.
-        shares: Tensor = (logits + tokens.log()).softmax(-1) / tokens.clamp(min=1)
-        return shares.nan_to_num(0).mean(2)
+        return reading.weights(logits, self._tokens_of_pages(reading, logits.shape[-1]))
 
     def nbytes_scanned(self, reading: Reading) -> int:
         """Of every page with a token, the channels that are read, of either the minimum or the maximum."""

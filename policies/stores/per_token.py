@@ -14,7 +14,6 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import choice, number, whole_number
-from kvbench.policies.stores.quantised import value_group
 from kvbench.policies.stores.quantiser import from_bytes, look_up, to_bytes
 from kvbench.policies.stores.token_codes import TokenCodeStore
 
@@ -216,7 +215,7 @@ class Nvfp4(LayerScaled):
     e2m1 holds 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign; to the nearest, ties to the even code, saturating. If f is 0, so
     is the block. A GPU's approximate reciprocals may turn ties.
 
-    group: channels that share a scale, min(group, D) of them. four_over_six: scale each block by its largest number / 4
+    group: channels that share a scale; it divides D. four_over_six: scale each block by its largest number / 4
     if that has the smaller squared error (vLLM's nvfp4_4over6). key_scales, value_scales: s of each layer, the
     largest number over some texts / 2688; none: 1.
     Source: vLLM's kv_cache_dtype=nvfp4 (nvfp4_utils.cuh), TensorRT-LLM's KvCacheConfig(dtype="nvfp4").
@@ -231,12 +230,13 @@ class Nvfp4(LayerScaled):
         choice("four_over_six", self.four_over_six, True, False)
 
     def check_shape(self, heads: int, dim: int) -> None:
-        if value_group(self.group, dim) % 2:
-            raise ConfigError("group", self.group, why="is odd, and two codes share a byte")
+        if self.group % 2 or dim % self.group:
+            why = f"does not divide the head dimension {dim}; choose an even divisor"
+            raise ConfigError("group", self.group, why=why)
 
     def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
         scale, x = self.scale(side), x.float()
-        blocks = x.unflatten(-1, (-1, value_group(self.group, x.shape[-1])))
+        blocks = x.unflatten(-1, (-1, self.group))
         most = blocks.abs().amax(-1)
         factors, codes = self._coded(blocks, most, E2M1_MAX, scale)
         if self.four_over_six:

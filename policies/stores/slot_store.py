@@ -311,6 +311,16 @@ class SlotStore(LayerStore):
             self._flatten(self.contents(), (self.positions >= 0).sum(-1), spare)
         return slots
 
+    def replace(self, contents: State, ascending: bool, spare: int = 0) -> None:
+        """Replace all tensors by [B,H,n,...] of kept tokens, without empty slots but for `spare` ones behind them."""
+        for name, x in contents.items():
+            shape = *x.shape[:2], spare, *x.shape[3:]
+            behind = x.new_full(shape, -1 if name == "positions" else 0)
+            self._hold(name, torch.cat([x, behind], dim=2) if spare else x)
+        self.use(contents["positions"].shape[2], spare)
+        self._packed, self._ascending, self._whole = True, ascending, False
+        self.free, self.lent = None, False
+
     def _compact(self, mask: Tensor, spare: int, counts: Sequence[int] | None) -> Tensor:
         if counts is None or mask.is_cpu:  # on a GPU, the host would wait for numbers that it has already
             numbers = mask.sum(-1).flatten().tolist()

@@ -13,7 +13,8 @@ import pytest
 from command_lines import composed, first_of
 from equations import asciimath, docstring, mathjax_files
 
-from kvbench.config.tree import CONF, load, names, part_class, read
+from kvbench.config.compose import CONF, load, names, read
+from kvbench.config.parts import part_class
 
 DOCS = Path(__file__).parents[2] / "docs"
 OURS = {"Random", "Ragged"}  # no paper has them

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from kvbench.cli import main as run
+from kvbench.results.__main__ import main
 from kvbench.results.files import read_yaml, write_yaml
 from kvbench.results.metrics import write_metrics
 from kvbench.results.result import read_result
 from kvbench.run.run import digest_of
-from kvbench.tools.check_results import main
 
 POLICIES = "full,snapkv,knorm,p2a_h2o,kvzip,kivi,quest"
 Line = dict[str, Any]
@@ -168,7 +168,7 @@ def _cut(folder: Path, pick: Callable[[list[Line]], list[Line]], number: bool = 
 
 
 def test_honest_runs_agree_with_their_samples(honest: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(honest)]) == 0
+    assert main(["check", str(honest)]) == 0
     assert capsys.readouterr().out == f"{honest}: 8 of 8 runs agree with their samples\n"
 
 
@@ -177,5 +177,5 @@ def test_a_doctored_run_is_refused_with_the_reason(what: str, mine: Path, capsys
     policy, doctor, message = DOCTORED[what]
     folder = of(mine, policy)
     doctor(folder)
-    assert main([str(folder)]) == 1
+    assert main(["check", str(folder)]) == 1
     assert message in capsys.readouterr().err

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.__main__ import main
-from kvbench.terminal import command
+from kvbench.terminal import progress
 
 
 def test_without_a_terminal_a_line_a_minute_has_progress_and_remaining_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter((0.0, 59.0, 60.0, 119.0, 120.0))
-    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    with command.meter("niah", None, 2, "tokens") as advance:
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with progress.meter("niah", None, 2, "tokens") as advance:
         advance(1)
         advance(1)
         advance(3, "4 rows", 10)
@@ -30,7 +30,7 @@ def test_the_progress_of_texts_is_in_tokens(
 ) -> None:
     """A text of 60 tokens behind a prompt of 50: after the prompt, then after every call; the last is not fed."""
     (tmp_path / "text.txt").write_text("A word or two. " * 60)
-    monkeypatch.setattr(command, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     texts = [f"task.data_dir={tmp_path}", "task.length=60", "task.prompt_tokens=50"]
     assert main(["policy=full", "task=perplexity", f"out={tmp_path / 'runs'}", *texts]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "tokens (" in line]

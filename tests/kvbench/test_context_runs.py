@@ -13,7 +13,7 @@ from kvbench.cli import main
 from kvbench.engine.compute import compute_runs
 from kvbench.engine.prompts import make_prompts
 from kvbench.errors import UsageError
-from kvbench.report.command import main as results
+from kvbench.results.__main__ import main as results
 from kvbench.results.result import load_results, read_result
 
 ROWS = [

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.config.tree import CONF, load, names
+from kvbench.config.compose import CONF, load, names
 from kvbench.papers import published
 from kvbench.papers.layout import numbers, tables
 from kvbench.papers.protocol import runs_of

@@ -8,7 +8,7 @@ import pytest
 from plotted_runs import sample, write_run
 
 from kvbench.plot import main as plot
-from kvbench.report.command import main as results
+from kvbench.results.__main__ import main as results
 
 
 @pytest.mark.parametrize("name", ["table.csv", "table.parquet", "table.md", "table.tex", "budget.svg"])

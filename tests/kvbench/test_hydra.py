@@ -2,16 +2,23 @@
 
 import json
 import logging
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.version import base_at_least
 
 import kvbench
 from hydra_plugins.kvbench.plugins import narrowed
 from kvbench.cli import main
-from kvbench.config.tree import CONF
+from kvbench.config.compose import CONF
+from kvbench.config.parts import build
+from kvbench.config.presets import make_policy
+from kvbench.policies.scorers.snapkv import SnapKV
 from kvbench.run.run_config import run_config
 
 FORMS = {  # of each the beginning of a line that it prints
@@ -40,8 +47,6 @@ SMALL = ("task.lengths=[300]", "task.depths=[0.5]", "task.repeats=2", "task.max_
 RUNS = {  # how many samples files each of them leaves
     "-m hydra/launcher=basic policy=full,snapkv": 2,
     "-m hydra/sweeper=basic policy=full,snapkv": 2,
-    "hydra.run.dir=own policy=snapkv": 1,
-    "-m hydra.sweep.dir=own policy=full,snapkv": 2,
     "-m 'policy=glob(*stream*)' budget=20,40": 2,
     "-m policy=full hydra.sweeper.grids=[{policy:[snapkv,tova],seed:[0,1]},{policy:full}]": 1,
     "-m hydra.sweeper.grids=[{policy:[snapkv,tova],seed:[0,1]},{policy:full}]": 5,
@@ -68,7 +73,50 @@ def test_what_hydra_prints_it_prints_here(form: str, folder: Path, capfd: pytest
 def test_what_hydra_runs_it_runs_here(line: str, tiny_model: Path, folder: Path) -> None:
     assert main(order(line, tiny_model)) == 0
     assert len(list(folder.glob("runs/*/samples.jsonl"))) == RUNS[line]
-    assert ("own" in line) == (folder / "own").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("hydra.run.dir=own", "hydra.run.dir=own has no effect: results are in the folder out="),
+        ("-m ++hydra.sweep.subdir=own", "hydra.sweep.subdir=own has no effect"),
+        ("hydra.output_subdir=.hydra", "hydra.output_subdir=.hydra has no effect"),
+        ("hydra/job_logging=default", "hydra/job_logging=default would write an empty log file"),
+        ("reprot runs", "command=reprot does not exist: did you mean report"),
+    ],
+)
+def test_what_would_leave_empty_files_is_refused(
+    line: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["mine.yaml"]
+
+
+def test_a_removed_field_has_its_default_and_a_sweep_without_m_says_so(
+    tiny_model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = "hydra.sweeper.grids=[{policy:[snapkv,full]}]"
+    removed = ["~logger", "~dry_run", "~generation", "~engine", "~seed", "~allow_version_mismatch"]
+    assert main([f"model={tiny_model}", *SMALL, *removed, grid]) == 0
+    assert "only one run is computed: add -m" in capsys.readouterr().err
+    assert len(list(folder.glob("runs/*/samples.jsonl"))) == 1
+
+
+@pytest.mark.parametrize("word", ["policy.scorer.windw=3", "nothing=1", "seed=-1"])
+def test_full_errors_are_the_message_and_more(
+    word: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main([word])
+    short = capsys.readouterr().err
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert main([word]) != 0
+    full = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in full
+    assert "Traceback" not in short
+    wanted = "+nothing=1" if word == "nothing=1" else word.split("=")[0]
+    assert wanted in short
+    assert wanted in full
 
 
 def order(line: str, model: Path) -> list[str]:
@@ -185,3 +233,48 @@ def test_a_model_file_may_have_a_path_alone(tiny_model: Path, folder: Path) -> N
     assert main(["--config-dir", ".", "model=ours", "policy=tova", *SMALL]) == 0
     (run,) = folder.glob("runs/*/config.yaml")
     assert run.parent.name.startswith("ours-tova-40-niah-")
+
+
+def test_a_yaml_with_defaults_and_interpolations_means_the_same_in_python(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in {
+        "scorers/wide": "window: 16\n",
+        "policy/mine": "defaults: [snapkv, {/scorers@scorer: wide}, _self_]\n"
+        "scorer: {kernel: '${oc.decode:${oc.env:NO_KERNEL,5}}'}\n",
+        "policy/whole": "defaults: [mine, _self_]\nscorer: {window: '${budget}'}\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(text)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "app.yaml").write_text("x: 1\n")
+    with initialize_config_dir(str(other), version_base="1.2"):  # inside another Hydra application
+        scorer = make_policy("caote_mine", 64, config_dir=tmp_path).scorer
+        assert make_policy("whole", 64, config_dir=tmp_path).scorer == SnapKV(window=64, kernel=5)
+        assert compose("app").x == 1
+        assert (base_at_least("1.2"), base_at_least("1.3")) == (True, False)
+    assert scorer == SnapKV(window=16, kernel=5)
+    assert not GlobalHydra.instance().is_initialized()
+    assert main(["--config-dir", str(tmp_path), "policy=caote_mine", "-p", "policy.scorer", "--cfg", "job"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert build({**shown, "kernel": 5}) == scorer  # --cfg prints the interpolation
+    (tmp_path / "policy" / "snapkv.yaml").write_text("defaults: [h2o]")  # your file comes before ours
+    assert make_policy("snapkv", 64, config_dir=tmp_path).scorer == make_policy("h2o", 64).scorer
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("defaults: [mine]", "its defaults contain itself"),
+        ("defaults: [snapk]", "Could not load 'policy/snapk'"),
+        ("a:\n\tb: 1", "character '\\t' that cannot start any token"),
+        ("- a list", "it must hold fields"),
+    ],
+)
+def test_a_file_that_cannot_be_composed_is_one_message_in_python(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "mine.yaml").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        make_policy("mine", 64, config_dir=tmp_path)
+    assert "\n" not in str(error.value)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
@@ -91,3 +92,18 @@ def test_a_small_budget_bites_and_says_so(tiny_model: Path, full: KVBenchLM) -> 
 def test_sampling_is_refused(full: KVBenchLM) -> None:
     with pytest.raises(ValueError, match="decodes greedily"):
         full.generate_until(generation(TEXT, do_sample=True, temperature=1.0), disable_tqdm=True)
+
+
+def test_random_draws_depend_on_the_context_the_answer_and_the_seed(tiny_model: Path) -> None:
+    kept = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)  # as lm-eval's --seed does
+        lm = KVBenchLM(str(tiny_model), policy="random", budget=32, device="cpu")
+        ids = torch.tensor([lm.tok_encode(text) for text in (TEXT, TEXT, TEXT[::-1])])
+        draws = lm._model_generate(ids, ids.shape[1] + 2, [])[:, ids.shape[1] :]
+        examples = [lm._example(row) for row in ids.tolist()]
+        kept.append((draws.tolist(), examples, lm.loglikelihood(rating((TEXT, " and"), (TEXT, " and")))))
+    assert kept[0] == kept[2]
+    assert kept[0][2][0] == kept[0][2][1]
+    assert kept[0][2] != kept[1][2]
+    assert len({*kept[0][1], *kept[1][1]}) == 4

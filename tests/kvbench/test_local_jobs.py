@@ -115,7 +115,7 @@ def test_a_time_limit_stops_a_job_with_a_message_and_no_failed_run(tmp_path: Pat
     (log,) = jobs_folder(out).glob("*.log")
     text = log.read_text()
     assert "the job met its time limit; examples on disk are kept" in text
-    assert f"python -m kvbench.sweep resume {out}" in text
+    assert f"kvbench sweep resume {out}" in text
     assert "Traceback" not in text
     assert written(out) > 0
     states = [json.loads(path.read_text()) for path in out.glob(".sweep/cells/*.json")]

@@ -11,7 +11,7 @@ from typing import Any
 from command_lines import composed
 from transformers import AutoTokenizer
 
-from kvbench.config.tree import CONF, load
+from kvbench.config.compose import CONF, load
 from kvbench.engine.compute import compute_runs
 from kvbench.models.prompts import PromptMaker
 from kvbench.run.run import build_run

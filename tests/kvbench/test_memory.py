@@ -35,7 +35,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("caote_snapkv", {"budget": 33, "window": 8, "block": 16}),
     ("pyramidkv", {"budget": 40, "window": 8}),
     ("snapkv_kivi", {"budget": 40, "window": 8, "store.group": 8, "store.residual": 8}),
-    ("h2o_zipcache", {"budget": 40}),
+    ("h2o_zipcache", {"budget": 40, "decode": "grow"}),
     ("snapkv_gear", {"budget": 40, "window": 8, "store.group": 8}),
     ("quest", {"budget": 64}),
 ]
@@ -134,7 +134,7 @@ def test_the_command_prints_bytes(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("model=llama9 policy=kivi", "model=llama9 is neither a model known here"),
+        ("model=llama9 policy=kivi", "model=llama9 does not exist: did you mean llama_7b"),
         ("policy=kivi length=0", "length=0 must be a whole number from 1 to 1000000000"),
         ("kivi", "kivi cannot be read: write key=value, such as model="),
         ("policy=cake budget=64", "so its bytes cannot be predicted: run it"),

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from kvbench import cli, memory
-from kvbench.report import command as results
+from kvbench.results import __main__ as results
 from kvbench.tools import diagnose, score
 
 BUDGET = 24

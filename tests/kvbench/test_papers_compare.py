@@ -7,8 +7,8 @@ from typing import Any
 import plotted_runs
 import pytest
 
+from kvbench.config.compose import CONF
 from kvbench.config.presets import make_policy
-from kvbench.config.tree import CONF
 from kvbench.papers import published
 from kvbench.papers.cli import main
 from kvbench.papers.compare import Choice, compare

@@ -1,6 +1,7 @@
 """Policies by name: what the presets of CAOTE's study are made of, and what cannot be made."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,28 @@ def test_bases_default_to_the_whole_prompt_and_only_snapkv_grows(slug: str) -> N
     assert policy.schedule == Prompt(decode="grow" if slug == "snapkv" else "evict", order="attend_then_evict")
     assert policy.granularity == "kv_head"
     assert policy.value is None
+
+
+WITH_STORE = ["fp8", "int8", "int4", "nvfp4", "fp8_per_token_head", "turboquant", "think", "kivi", "ott", "zipcache"]
+
+
+@pytest.mark.parametrize("store", WITH_STORE)
+def test_a_store_s_suffix_keeps_the_schedule_of_the_policy_or_is_refused(store: str) -> None:
+    """No suffix, prefix or new block size drops a field of the schedule (every, protect, rerotate, order)."""
+    for slug in ("random_attention", "rkv", "h2o", "cake", "finch", "caote_rkv", "snapkv", "caote_finch", "tova"):
+        policy = make_policy(slug, 256)
+        if policy.schedule.decode == "grow" or store in WITH_STORE[:6]:
+            assert make_policy(f"{slug}_{store}", 256).schedule == policy.schedule
+        else:
+            with pytest.raises(ValueError, match="no single token can be evicted: use decode=grow"):
+                make_policy(f"{slug}_{store}", 256)
+            assert make_policy(f"{slug}_{store}", 256, decode="grow").schedule == replace(
+                policy.schedule, decode="grow", every=1, protect="none"
+            )
+    assert make_policy("caote_finch", 256).schedule.rerotate
+    assert make_policy("finch_chunks", 256, schedule="prompt").schedule == make_policy("finch", 256).schedule
+    own = {"order": "evict_then_attend"}
+    assert make_policy("caote_tova", 256, schedule="prompt", **own).schedule.order == "evict_then_attend"
 
 
 def test_a_field_goes_to_the_part_that_has_it() -> None:

@@ -12,8 +12,8 @@ import yaml
 from shown_outputs import outputs
 from transformers import AutoModelForCausalLM
 
+from kvbench.config.parts import build
 from kvbench.config.presets import policy_config, scheduled
-from kvbench.config.tree import build
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

@@ -12,7 +12,7 @@ import yaml
 from small_cells import small_cell
 
 from kvbench.cli import main
-from kvbench.config.tree import part_class
+from kvbench.config.parts import part_class
 from kvbench.errors import ConfigError
 from kvbench.run import run as run_module
 from kvbench.run.run import build_run

@@ -36,7 +36,7 @@ def test_every_command_has_its_help_and_our_version(name: str, capsys: pytest.Ca
     ("error", "code", "said"),
     [
         (UsageError("a=1 is wrong"), WRONG, "kvbench: a=1 is wrong\n"),
-        (ZeroDivisionError("one\ntwo"), FAILED, "kvbench: ZeroDivisionError: one (KVBENCH_DEBUG=1 shows where)\n"),
+        (ZeroDivisionError("one\ntwo"), FAILED, "kvbench: ZeroDivisionError: one (HYDRA_FULL_ERROR=1 shows where)\n"),
         (KeyboardInterrupt(), 130, "kvbench: interrupted\n"),
         (BrokenPipeError(), BROKEN_PIPE, ""),
     ],

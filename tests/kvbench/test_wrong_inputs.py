@@ -59,9 +59,9 @@ LINES = {
     "hydra/launcher=slrm": "Could not find 'hydra/launcher/slrm'",
 }
 OTHERS = {
-    "results": "the following arguments are required",
-    "plot runs -o a.svg --kind nope": "argument --kind: invalid choice: 'nope'",
-    "score longbench": "the following arguments are required: predictions",
+    "results": "Missing command (see kvbench results --help)",
+    "plot runs -o a.svg --kind nope": "Invalid value for '--kind': 'nope' is not one of",
+    "score longbench": "Missing argument 'PREDICTIONS' (see kvbench score longbench --help)",
     "plot file.txt -o a.svg --format png": "--format png contradicts the suffix of -o a.svg",
     "memory length=1 length=2": "length=2: length is given twice",
     "results collect nowhere -o t.pdf": "-o t.pdf must end in one of .csv",
@@ -72,8 +72,10 @@ OTHERS = {
     "bench d2o_table12 model=.": "model.path=. has no config.json: it must be a folder made by save_pretrained",
     "diagnose coverage policy=full": "coverage needs a policy that evicts: policy=full keeps every token",
     "sweep status file.txt": "file.txt holds no sweep: there is no sweep.yaml",
+    "results collect . --columns n --pivot task": "--pivot is not allowed with --columns",
+    "sweep stop runs": "No such command 'stop'",
     "tables compare caote/table3 --small": "caote/table3 has no --small overrides",
-    "results collect . --columns ,": "argument --columns: ',' has no column name",
+    "results collect . --columns ,": "--columns ',' has no column name (see kvbench results collect --help)",
 }
 POLICY = "_target_: kvbench.policies.policy.Policy"
 OWN = {

@@ -3,9 +3,9 @@
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
-from hydra_plugins.kvbench.plugins import narrowed, plain
-from kvbench.config.tree import CONF, load
-from kvbench.run.run_config import RunConfig, typed
+from hydra_plugins.kvbench.plugins import narrowed
+from kvbench.config.compose import CONF, load
+from kvbench.run.run_config import RunConfig, plain, typed
 
 MAINS = {
     "bench": "kvbench.tools.bench.cli",
@@ -15,7 +15,7 @@ MAINS = {
     "memory": "kvbench.memory",
     "plot": "kvbench.plot",
     "report": "kvbench.report.html.report",
-    "results": "kvbench.report.command",
+    "results": "kvbench.results.__main__",
     "score": "kvbench.tools.score",
     "sweep": "kvbench.sweep",
     "tables": "kvbench.papers.cli",

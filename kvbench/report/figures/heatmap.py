@@ -76,7 +76,10 @@ def _figure(panel: Panel, maps: Mapping[Result, Cells], paper: Paper) -> Figure:
             _ticks(axes, "x", [text * bottom for text in tokens], "length (tokens)" * bottom)
             _ticks(axes, "y", [f"{d:.3g}" if left else "" for d in depths], "depth (%)" * left)
             axes.tick_params(axis="x", labelrotation=60)
-    bar = sheet.figure.colorbar(sheet.axes[0].images[0], ax=sheet.axes, label="score", aspect=12)
+    wide, high = sheet.figure.get_size_inches()
+    tall = min(float(high), 2.2)  # inches of the colour bar
+    place = {"fraction": min(0.15, 0.5 / wide), "shrink": tall / high, "aspect": tall / 0.13, "anchor": (0.0, 1.0)}
+    bar = sheet.figure.colorbar(sheet.axes[0].images[0], ax=sheet.axes, label="score", **place)
     bar.ax.grid(visible=False)
     below = [*notes(order), f"Task: {panel.task}. After each name: the budget and the mean over all examples."]
     return sheet.finish(title, below)

@@ -37,8 +37,12 @@ def layer_budgets(
         return []
     sheet = Sheet(len(unequal), 2, *((6.0, 4.0) if len(unequal) == 1 else (4.2, 3.0)), paper or Paper())
     for index, ((title, own), axes) in enumerate(zip(unequal.items(), sheet.axes, strict=True)):
+        equal: dict[tuple[float, ...], list[str]] = {}  # policies with the same layers are one line
         for row, layers in own.items():
-            axes.plot(layers, label=row.line, **looks[row.line].plot)
+            equal.setdefault(tuple(layers), []).append(row.line)
+        for tokens, lines in equal.items():
+            label = ", ".join(map(sheet.paper.name, lines)) if len(lines) > 1 else lines[0]
+            axes.plot(tokens, label=label, **looks[lines[0]].plot)
         by_layer(axes)
         axes.set_ylim(bottom=0)
         sheet.set_title(axes, title)

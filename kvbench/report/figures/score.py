@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation
 
 from kvbench.report.figures.panels import Panel, notes, panels_of
 from kvbench.report.figures.sheet import Paper, Sheet
@@ -18,23 +19,19 @@ ALONE, AMONG = (6.0, 4.5), (3.1, 2.6)  # inches: a single panel, and one of seve
 
 @dataclass(frozen=True)
 class Axis:
-    """The horizontal axis: its label, the coordinate of a result, and the names of its categories.
-
-    Budgets are categories at equal steps, so that lines can be shifted against each other. Bytes are a continuous axis
-    without categories.
-    """
+    """The horizontal axis, which is logarithmic: its label, the coordinate of a result, and the labelled budgets."""
 
     label: str
     at: Callable[[Result], float]
-    categories: tuple[str, ...] = ()
+    budgets: Mapping[float, str] = field(default_factory=dict)
 
     def has(self, row: Result) -> bool:
         """Whether a result is a point on the axis; the full cache is a level instead."""
-        return row.score is not None and not row.is_full and bool(row.budget if self.categories else row.cache_bytes)
+        return row.score is not None and not row.is_full and bool(row.budget if self.budgets else row.cache_bytes)
 
     def is_level(self, row: Result) -> bool:
         """Whether a result is a horizontal line: the full cache, and on a budget axis a policy without budget."""
-        return row.score is not None and (row.is_full or (bool(self.categories) and row.budget is None))
+        return row.score is not None and (row.is_full or (bool(self.budgets) and row.budget is None))
 
 
 def against_budget(
@@ -54,8 +51,8 @@ def _budget_axis(rows: Sequence[Result]) -> Axis:
     budgets = sorted({c.budget for c in rows if c.budget is not None and c.score is not None})
     share = any(isinstance(budget, float) for budget in budgets)
     label = "budget (share of the prompt)" if share else "budget (tokens per KV head and layer)"
-    names = tuple(f"{100 * budget:.3g}%" if share else f"{budget:g}" for budget in budgets)
-    return Axis(label, lambda row: float(budgets.index(row.budget or 0)), names)
+    names = {float(budget): f"{100 * budget:.3g}%" if share else f"{budget:g}" for budget in budgets}
+    return Axis(label, lambda row: float(row.budget or 0), names)
 
 
 def against_bytes(
@@ -115,23 +112,20 @@ def _draw(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look], paper
         axes.axhline(row.score or 0, color=look.colour, linestyle=look.line, linewidth=1.2, label=row.line, zorder=3)
         if row.is_full and row.ends is not None:
             axes.axhspan(*row.ends, color=FAINT, alpha=0.13, linewidth=0, zorder=0.5)
-    shifts = side_by_side(len(lines)) if axis.categories else [0.0] * len(lines)
+    shifts = side_by_side(len(lines)) if axis.budgets else [0.0] * len(lines)
     for (name, members), shift in zip(lines.items(), shifts, strict=True):
         line = sorted(members, key=axis.at)
-        x, y = [axis.at(row) + shift for row in line], [row.score or 0.0 for row in line]
+        x, y = [axis.at(row) for row in line], [row.score or 0.0 for row in line]
         low, high = zip(*(row.ends or (score, score) for row, score in zip(line, y, strict=True)), strict=True)
-        axes.vlines(x, low, high, looks[name].colour, lw=0.9, alpha=0.5)
-        axes.plot(x, y, label=name, zorder=3, **looks[name].plot)
-    if axis.categories:
-        many = len(axis.categories)
-        axes.set_xlim(-0.5, many - 0.5)
-        axes.set_xticks(range(many), axis.categories, rotation=45 if many > 6 else 0)
-        axes.grid(axis="x", visible=False)
-    else:
-        sizes = [axis.at(row) for members in lines.values() for row in members]
-        by_factors(axes, (min(sizes), max(sizes)))
-        pad = (max(sizes) / min(sizes)) ** 0.06 if max(sizes) > min(sizes) else 1.5
-        axes.set_xlim(min(sizes) / pad, max(sizes) * pad)
+        place = ScaledTranslation(shift / 72, 0, axes.figure.dpi_scale_trans)
+        axes.vlines(x, low, high, looks[name].colour, lw=0.9, alpha=0.5, transform=axes.transData + place)
+        axes.plot(x, y, label=name, zorder=3, transform=axes.transData + place, **looks[name].plot)
+    sizes = [axis.at(row) for members in lines.values() for row in members]
+    by_factors(axes, (min(sizes), max(sizes)))
+    pad = (max(sizes) / min(sizes)) ** 0.06 if max(sizes) > min(sizes) else 1.5
+    axes.set_xlim(min(sizes) / pad, max(sizes) * pad)
+    if axis.budgets:
+        axes.set_xticks(list(axis.budgets), list(axis.budgets.values()), rotation=45 if len(axis.budgets) > 6 else 0)
     ends = [v for c in panel.rows for v in (c.score, c.score_low, c.score_high) if v is not None]
     unit = not paper.free_y and min(ends) >= 0 and max(ends) <= 1
     bottom, top = (0.0, 1.0) if unit else (min(ends), max(ends))

@@ -147,8 +147,8 @@ def legend_below(figure: Figure, axes: Axes) -> None:
 
 
 def side_by_side(lines: int) -> list[float]:
-    """Horizontal offsets that separate lines, as shares of the step between categories."""
-    step = min(0.1, 0.65 / max(lines - 1, 1))
+    """Horizontal offsets of lines in points, all together smaller than a marker: each point is drawn at its budget."""
+    step = min(1.0, 4.0 / max(lines - 1, 1))
     return [step * (place - (lines - 1) / 2) for place in range(lines)]
 
 

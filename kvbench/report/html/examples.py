@@ -81,6 +81,8 @@ def _answer(row: Result, sample: Sample, passages: Sequence[Passage]) -> Answer:
         text = f"failed: {sample.error}"
     elif sample.likelihood is not None:
         text = f"NLL {sample.likelihood.nll:.5f}"
+    elif not text.strip():
+        text = repr(text)  # a blank answer is visible
     spans: tuple[tuple[Span, ...], ...] = ()
     if sample.kept_heads and sample.kept_tokens:
         kept, heads = counts(sample.kept_heads), sum(map(len, sample.kept_tokens))

@@ -18,7 +18,7 @@ import yaml
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from kvbench.config.tree import build
+from kvbench.config.parts import build
 from kvbench.errors import UsageError
 from kvbench.models.files import ModelSpec, gguf_file
 from kvbench.models.gguf import dequantized

@@ -1,4 +1,4 @@
-"""`python -m kvbench.report DIR -o report.html`: all runs below a folder as one HTML file."""
+"""`kvbench report DIR -o report.html`: all runs below a folder as one HTML file."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from kvbench.errors import UsageError
-from kvbench.tasks.trust import trust
-from kvbench.terminal.command import Parser, add_trust, command
+from kvbench.tasks.trust import trust_option
+from kvbench.terminal.command import PATH, Command, program
 from kvbench.terminal.outputs import check_output
 
 if TYPE_CHECKING:
     from kvbench.results.result import Result
 
 
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the report and print its path; returns the exit code."""
-    parser = Parser("python -m kvbench.report", description=__doc__)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of runs, such as results/runs")
-    written = "HTML file to write (default: %(default)s)"
-    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help=written)
-    add_trust(parser)
-    options = parser.parse_args(arguments)
-    trust(options.trust)
+@click.command("report", cls=Command)
+@click.argument("folder", type=PATH)
+@click.option("-o", "--output", type=PATH, default="report.html", show_default=True, help="HTML file to write.")
+@trust_option
+def cli(folder: Path, output: Path) -> None:
+    """One HTML page of all runs below FOLDER: tables, figures, examples, caveats."""
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
-    check_output(options.output, (".html",))
+    check_output(output, (".html",))
     from kvbench.results.result import load_results
 
-    results = load_results(options.folder)
-    nbytes = write_report(results, options.folder, options.output)
+    results = load_results(folder)
+    nbytes = write_report(results, folder, output)
     count = "1 run" if len(results) == 1 else f"{len(results)} runs"
-    sys.stdout.write(f"report: {options.output} ({count}, {nbytes / 1e6:.1f} MB, opens in any browser)\n")
-    return 0
+    sys.stdout.write(f"report: {output} ({count}, {nbytes / 1e6:.1f} MB, opens in any browser)\n")
+
+
+main = program(cli)
 
 
 def write_report(results: Sequence[Result], folder: Path, output: Path) -> int:
@@ -59,6 +59,7 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined  # imported here: torch and matplotlib are slow
     from markupsafe import Markup
 
+    from kvbench.report.changes import changes_table
     from kvbench.report.html import tables
     from kvbench.report.html.caveats import caveats
     from kvbench.report.html.examples import LEVELS, examples
@@ -82,6 +83,7 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
         matrices=tables.matrices(rows),
         figures=_figures(rows),
         costs=tables.costs(rows),
+        changes=changes_table(rows) if any(row.changes for row in rows) else None,
         caveats=caveats(rows, groups),
         tasks=examples(rows),
         levels=range(1, LEVELS + 1),

@@ -13,10 +13,10 @@ from kvbench.results.labels import budget_order, natural
 from kvbench.results.metrics import Numbers, by_value
 from kvbench.results.pairs import paired
 from kvbench.results.result import Result
-from kvbench.results.statistics import ALPHA, FEWEST, holm
+from kvbench.results.statistics import ALPHA, FEWEST, holm, smallest_p
 
 NOTHING = "–"
-BEST, TIED, REFERENCE = "best", "≈ best", "reference"
+BEST, TIED, FEW, REFERENCE = "best", "≈ best", "n too small to tell", "reference"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ def _badness(row: Result) -> float:
 def marks(group: Group) -> dict[Result, str]:
     """Marks the best run of a group, and the runs that do not differ significantly from it.
 
-    Paired by example, at 5% with Holm's correction over the group. No mark if all values are equal, or below 5 shared
+    Paired by example, at 5% with Holm's correction over the group. If no number of right answers could differ
+    significantly with so few examples, the runs are marked as such. No mark if all values are equal, or below 5 shared
     examples.
     """
     found = {row: REFERENCE for row in group.rows if row.is_full}
@@ -69,6 +70,8 @@ def marks(group: Group) -> dict[Result, str]:
     if len(compared) < len(own) - 1 or any(pair.difference.n < FEWEST for _, pair in compared):
         return found
     found[own[0]] = BEST
+    if len(compared) * min(smallest_p(pair.difference) for _, pair in compared) >= ALPHA:
+        return found | {row: FEW for row, _ in compared if row.value != own[0].value}
     for (row, _), p in zip(compared, holm([pair.difference.p for _, pair in compared]), strict=True):
         if row.value == own[0].value or p >= ALPHA:
             found[row] = BEST if row.value == own[0].value else TIED
@@ -118,7 +121,8 @@ def matrices(rows: Sequence[Result]) -> list[Matrix]:
 
 def costs(rows: Sequence[Result]) -> list[tuple[str, str, str]]:
     """Name, title and meaning of the measurements that any run has, without shares and sizes of the full cache."""
-    found = [one for one in fields(Numbers) if not one.name.startswith("full_") and not one.name.endswith("_share")]
+    ends = ("_share", "_low", "_high")
+    found = [one for one in fields(Numbers) if not one.name.startswith("full_") and not one.name.endswith(ends)]
     units = (("_bytes", " MiB"), ("_seconds", " s"), ("_", " "))
     titles = {one.name: one.name for one in found}
     for old, new in units:

@@ -1,4 +1,4 @@
-"""The command line `python -m kvbench.bench [EXPERIMENT] key=value ...`: measures, prints a table, appends to a CSV."""
+"""The command line `kvbench bench [EXPERIMENT] key=value ...`: measures, prints a table, appends to a CSV."""
 
 from __future__ import annotations
 
@@ -8,52 +8,45 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+
 from kvbench.errors import UsageError
-from kvbench.terminal.command import command, our_version, quiet
+from kvbench.terminal.command import Command, program, quiet
 from kvbench.terminal.outputs import check_folder
 from kvbench.tools.bench.settings import ABOUT, SWEEP, Settings, experiments, parse
 
-HELP = """usage: python -m kvbench.bench [EXPERIMENT] [key=value ...]
+_EXPERIMENTS = {"sweep": "policies and budgets as one batch, against single runs", **experiments()}
+HELP = f"""Measure prefill time, decode time, peak memory and cache bytes of policies x prompt lengths x batch sizes.
 
-Measures prefill time, decode time, peak memory and cache bytes of policies x
-prompt lengths x batch sizes. Baselines are transformers' own cache and, if
-installed, kvpress. Every round measures all of them. The table shows medians;
-the CSV file also has the 20th and 80th percentiles.
+Baselines are transformers' own cache and, if installed, kvpress. Every round measures all of them. The table shows
+medians; the CSV file also has the 20th and 80th percentiles.
 
-  python -m kvbench.bench policies=full,snapkv budgets=128,256 lengths=1024,4096
-  python -m kvbench.bench sweep model=/my/model
-  python -m kvbench.bench cake_table13 model=pocket lengths=1024
+\b
+  kvbench bench policies=full,snapkv budgets=128,256 lengths=1024,4096
+  kvbench bench sweep model=/my/model
+  kvbench bench cake_table13 model=pocket lengths=1024
 
-experiments:
-{experiments}
+\b
+Experiments:
+{chr(10).join(f"  {name:13} {text}" for name, text in _EXPERIMENTS.items())}
 
-keys:
-{keys}
+\b
+Keys:
+{chr(10).join(f"  {key + '=':13} {text}" for key, text in ABOUT.items())}
 """
 
 
-def _help() -> str:
-    about = {"sweep": "policies and budgets as one batch, against single runs", **experiments()}
-    listed = "\n".join(f"  {name:13} {text}" for name, text in about.items())
-    keys = "\n".join(f"  {key + '=':13} {text}" for key, text in ABOUT.items())
-    return HELP.format(experiments=listed, keys=keys)
-
-
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one benchmark and return the exit code. Raises UsageError for wrong arguments."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(arguments):
-        sys.stdout.write(_help())
-        return 0
-    if "--version" in arguments:
-        sys.stdout.write(f"{our_version()}\n")
-        return 0
-    name = arguments.pop(0) if arguments and "=" not in arguments[0] else ""
-    if name not in ("", SWEEP, *experiments()):
-        raise UsageError(f"experiment {name} does not exist, choose from {', '.join((SWEEP, *experiments()))}")
+@click.command("bench", cls=Command, help=HELP)
+@click.argument("words", nargs=-1, metavar="[EXPERIMENT] [KEY=VALUE]...")
+def cli(words: Sequence[str]) -> None:
+    """Run one benchmark. Raises UsageError for wrong arguments."""
+    name, arguments = (words[0], words[1:]) if words and "=" not in words[0] else ("", words)
+    if name not in ("", *_EXPERIMENTS):
+        raise UsageError(f"experiment {name} does not exist, choose from {', '.join(_EXPERIMENTS)}")
     run(name, parse(name, _sweep_defaults(arguments) if name == SWEEP else arguments))
-    return 0
+
+
+main = program(cli)
 
 
 def _sweep_defaults(arguments: Sequence[str]) -> list[str]:
@@ -89,9 +82,12 @@ def run(name: str, settings: Settings) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     gc.freeze()  # the libraries' objects: a collection before every measurement would visit them all
     found: list[dict[str, Any]] = []
-    for rows in (sweep if shared else latency).rows(model, settings):
-        _append(path, pd.DataFrame([{**row, **stamp} for row in rows]))
-        found += rows
+    try:
+        for rows in (sweep if shared else latency).rows(model, settings):
+            _append(path, pd.DataFrame([{**row, **stamp} for row in rows]))
+            found += rows
+    finally:
+        gc.unfreeze()  # frozen objects are never freed: at exit, Triton's bindings would report them as leaks
     table = pd.DataFrame(found)
     columns = [one for one in (sweep if shared else latency).SHOWN if one in table]
     if "error" in table and table.error.any():

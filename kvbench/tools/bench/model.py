@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from kvbench.config.tree import find, read
+from kvbench.config.compose import find, read
 from kvbench.errors import UsageError
 from kvbench.models.files import ModelSpec
 from kvbench.models.loading import DTYPES, load, locate

@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
 
 def sizes(budget: int, length: int, max_new: int = MAX_NEW, dim: int = DIM, official: bool = False) -> Sizes:
     total = length + max_new
-    c = total / budget
+    c = max(1, total / budget)
     capacity = max(int(total / c ** min(0.2 + 0.06 * math.log2(c), 0.8)), min(2 * max_new, total))
     c2 = max(1, capacity / budget)
     page = math.ceil(math.sqrt(c2))
@@ -206,12 +206,11 @@ def test_blocks_keep_within_the_plan_and_a_copied_cache_goes_on() -> None:
 
 
 def test_a_prompt_within_the_capacity_is_the_full_cache() -> None:
-    """Also one that is shorter than the observation window."""
+    """Also one that is shorter than the observation window, and at any larger budget."""
     model: PreTrainedModel = prepare(tiny())
-    for length in (3, 20):
-        got, full = (
-            run_greedy(model, [prompt(length)], policy, MAX_NEW) for policy in (rocket(64), make_policy("full"))
-        )
+    for length, budget in ((3, 64), (20, 64), (100, 1000), (100, 10**6), (100, 2**31 - 1)):
+        policies = rocket(budget), make_policy("full")
+        got, full = (run_greedy(model, [prompt(length)], policy, MAX_NEW) for policy in policies)
         assert (got.tokens, got.kept) == (full.tokens, full.kept)
 
 

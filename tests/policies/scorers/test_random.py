@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 from kv_crafted import Crafted, drawn
+from kv_models import prompt, tiny
 
-from kvbench import evaluate, make_policy
+from kvbench import evaluate, generate, make_policy
 from kvbench.policies.draws import uniform_draws
 
 PLACES = torch.arange(2000).expand(1, 1, -1)
@@ -55,3 +56,18 @@ def test_a_run_keeps_the_same_tokens_alone_and_in_a_batch_and_others_in_every_ex
     )
     assert alone == together
     assert alone[0] != alone[1] != alone[2]
+
+
+def test_generate_draws_for_every_row_sample_and_seed() -> None:
+    """Half of 60 tokens stay, so that two equal sets mean equal draws; CaM draws while it merges."""
+    ids, again = torch.tensor([prompt(60)] * 2), {}
+    for slug in ("random", "chunkkv_random", "cam"):
+        model, policy = tiny(dtype=torch.float32), make_policy(slug, 30)
+        for seed in (1, 2, 1):
+            how = {"max_new_tokens": 4, "samples": 2, "temperature": 1e-6, "seed": seed}
+            layers = generate(model, ids, policy, **how).cache.layers
+            read = layers[1].values if slug == "cam" else layers[1].positions.sort(-1).values
+            rows = [tuple(row.flatten().tolist()) for row in read]
+            assert len({*rows}) == 4
+            assert again.setdefault((slug, seed), rows) == rows
+        assert not {*again[slug, 1]} & {*again[slug, 2]}

@@ -11,7 +11,7 @@ from kv_stores import attended, feed, plain_attention, stream
 from long_cache import limit_bits
 from torch import Tensor
 
-from kvbench import KVCache, make_policy
+from kvbench import KVCache, generate, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
 from kvbench.models.cache_shapes import cache_shape
@@ -182,13 +182,45 @@ def test_float8_of_pytorch_is_what_a_model_in_16_bits_reads() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="group=16 does not divide the head dimension 24"):
-        feed(Nvfp4(), *stream(4, dim=24))
-    with pytest.raises(ValueError, match="a power of two"):
-        Int4().check_shape(2, 80)
-    with pytest.raises(ValueError, match="must be empty or hold 4 numbers"):
-        Fp8(key_scales=[1.0, 2.0]).check_layers(4)
+    """A cache refuses a store that does not fit its model before a token is stored, in every way to use it."""
+    model, ids = prepare(tiny("llama", dtype=torch.float32)), torch.tensor([prompt(8)])
+    for slug, fields, sentence in (
+        ("fp8", {"key_scales": [1.0]}, "must be empty or hold 2 numbers"),
+        ("nvfp4", {"value_scales": [1.0] * 3}, "must be empty or hold 2 numbers"),
+        ("h2o_fp8", {"key_scales": [1.0] * 3}, "must be empty or hold 2 numbers"),
+        ("ott", {"skip_layers": [2]}, "skip_layers=2 is not allowed: the model has attention layers 0 to 1"),
+        ("gemfilter", {"layer": 7}, "the model has"),
+        ("nvfp4", {}, "group=16 does not divide the head dimension 8"),
+        ("nvfp4", {"group": 3}, "group=3 does not divide the head dimension 8"),
+        ("kivi", {"group": 3, "residual": 0}, "group=3 does not divide the head dimension 8"),
+    ):
+        policy = make_policy(slug, 64, **fields)
+        with pytest.raises(ValueError, match=sentence):
+            generate(model, ids, policy, max_new_tokens=2)
+        if slug != "gemfilter":
+            with pytest.raises(ValueError, match=sentence):
+                model(ids, past_key_values=KVCache(model.config, policy))
+    for store, dim in ((Nvfp4(), 24), (Nvfp4(), 8), (Int4(), 80), (Int4(), 24)):
+        with pytest.raises(ValueError, match=f"head dimension .*{dim}"):
+            store.check_shape(2, dim)
     keys, values = stream(8)
     keys[0, 1, 3, 5] = math.nan
     with pytest.raises(ValueError, match="NaN or infinity"):
         feed(Fp8(), keys, values)
+
+
+@pytest.mark.parametrize("slug", ["h2o", "tova", "random", "caote_tova"])
+@pytest.mark.parametrize("family", ["llama", "gemma3n"])
+def test_a_prompt_attends_to_exact_tokens_whatever_the_order_of_eviction_and_attention(slug: str, family: str) -> None:
+    """In gemma3n, later layers attend to the tokens of an earlier one; the next token attends to codes."""
+    model, ids = prepare(tiny(family, dtype=torch.float32)), torch.tensor([prompt(41)])
+    for block in (None, 8):
+        logits = []
+        for store in ("", "_fp8", "_int8"):
+            how: dict[str, Any] = {"schedule": "prompt"} if block is None else {"block": block}
+            cache = KVCache(model.config, make_policy(slug + store, 20, order="evict_then_attend", **how))
+            logits.append([model(part, past_key_values=cache).logits for part in ids.split([40, 1], dim=1)])
+            cache.audit()
+        for coded in logits[1:]:
+            assert torch.equal(coded[0], logits[0][0])
+            assert not torch.allclose(coded[1], logits[0][1], rtol=1e-4)

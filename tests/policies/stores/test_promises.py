@@ -26,7 +26,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "gear": {"group": 8, "gap": 12},
     "zipcache": {"gap": 12},
 }
-STORES = {name: SMALL.get(name, {}) for name in stores()}
+STORES = {name: SMALL.get(name, {}) for name in stores()} | {"nvfp4": {"group": 8}}
 
 
 LENGTHS = (50, 31, 9)
@@ -163,8 +163,9 @@ PAIRS += [("snapkv", store) for store in STORES] + [("caote_snapkv", "ott"), ("c
 def test_what_an_eviction_keeps_is_what_is_stored_in_codes(model: PreTrainedModel, eviction: str, store: str) -> None:
     fields = {"window": 8} if eviction in ("snapkv", "caote_snapkv", "cake", "pyramidkv", "ada_snapkv") else {}
     fields |= {"block": 16} if eviction == "caote_snapkv" else {}
+    fields |= {"decode": "grow"}
     policy = make_policy(f"{eviction}_{store}", 40, **fields, **{f"store.{k}": v for k, v in STORES[store].items()})
-    dense = make_policy(eviction, 40, decode="grow", **fields)
+    dense = make_policy(eviction, 40, **fields)
     ids = torch.tensor([prompt(120)])
     held = [generate_tokens(model, ids, p, max_new_tokens=1).cache for p in (dense, policy)]
     grown = generate_tokens(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvbench.config.tree import build as built
-from kvbench.config.tree import read
+from kvbench.config.compose import read
+from kvbench.config.parts import build as built
 from kvbench.tasks.task import Tokenizer
 
 

@@ -1,8 +1,4 @@
-"""Configuration files of parts, and the objects that are built from them.
-
-This module needs no Hydra, so that `make_policy` works inside any program and takes milliseconds. The files have
-Hydra's form: a `_target_` that names a class, its fields, and a `defaults` list of other files.
-"""
+"""Objects that are built from configurations: a `_target_` that names a class, and its fields."""
 
 from __future__ import annotations
 
@@ -10,85 +6,16 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from importlib import import_module, resources
+from importlib import import_module
 from inspect import isabstract
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
 from kvbench.errors import ConfigError, UsageError
 
-Config = dict[str, Any]
-CONF = Path(str(resources.files("kvbench.conf")))
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # written in C if available: 8 times as fast
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 
 
-# --- reading -----------------------------------------------------------------------------------------------------
-def names(group: str, folders: Sequence[Path] = ()) -> tuple[str, ...]:
-    """The sorted names of the files in conf/<group>/ and in the same folder of `folders` (--config-dir)."""
-    roots = [folder / group for folder in (*folders, CONF)]
-    files = [(root, file) for root in roots for file in root.rglob("*.yaml") if file.is_file()]
-    return tuple(sorted({str(file.relative_to(root).with_suffix("")) for root, file in files}))
-
-
-def find(group: str, name: str, folders: Sequence[Path] = ()) -> Path | None:
-    """The file of a name: of `folders`, else of conf/; None if there is none."""
-    if ".." in name or name.startswith("/"):
-        return None
-    files = (folder / group / f"{name}.yaml" for folder in (*folders, CONF))
-    return next((file for file in files if file.is_file()), None)
-
-
-def read(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
-    """The configuration in a file, merged over the files in its `defaults` list as Hydra merges them.
-
-    An entry of the list is a name of the same group (`snapkv`, `ruler/vt@tasks.vt`) or an absolute one
-    (`/task/longbench/qasper@_here_`). Raises UsageError if a file does not exist or cannot be read.
-    """
-    file = find(group, name, folders)
-    if file is None:
-        raise UsageError(f"{group}={name} does not exist (allowed: {', '.join(names(group, folders))})")
-    own = load(file)
-    config: Config = {}
-    bases = own.pop("defaults", [])
-    for base in bases if "_self_" in bases else [*bases, "_self_"]:
-        if base == "_self_":
-            merge(config, own)
-            continue
-        inherited, _, place = str(base).removeprefix(f"/{group}/").partition("@")
-        tree = read(group, inherited, folders)
-        for step in reversed(place.split(".") if place not in ("", "_here_") else []):
-            tree = {step: tree}
-        merge(config, tree)
-    return config
-
-
-def load(file: Path) -> Config:
-    """The contents of one file. Raises UsageError if it is not a mapping in YAML."""
-    try:
-        own = yaml.load(file.read_text(encoding="utf-8-sig"), _LOADER)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
-    own = {} if own is None else own
-    if not isinstance(own, dict) or not isinstance(own.get("defaults", []), list):
-        raise UsageError(f"{file} cannot be read: it must hold fields, such as _target_, or a list of defaults")
-    return own
-
-
-def merge(config: Config, other: Mapping[str, Any]) -> Config:
-    """Merge `other` into `config`, field by field; returns `config`."""
-    for key, value in other.items():
-        if isinstance(value, dict) and isinstance(config.get(key), dict):
-            merge(config[key], value)
-        else:
-            config[key] = value
-    return config
-
-
-# --- building ----------------------------------------------------------------------------------------------------
 def part_class(config: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """The class named by `_target_`. Raises ConfigError if it cannot be imported or is not a concrete class."""
     module, _, name = str(config["_target_"]).rpartition(".")

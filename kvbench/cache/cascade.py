@@ -1,0 +1,134 @@
+"""Prompt layers whose shares of the budget shrink with every layer after them (CAKE).
+
+A layer is ordered once, from the first token to keep to the first to evict. Its slots are stored in this order until
+the last layer is measured, so that every smaller share is a prefix: all layers are cut by one concatenation of each
+tensor. Then every layer is put back in order of position.
+
+Shapes: B = 1 sequence, H_kv KV heads, T slots, n slots of a share.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.group import PolicyGroup
+from kvbench.cache.state import LayerState
+from kvbench.policies.ranking import Ranking, preference
+from kvbench.policies.scorers.scorer import protected_counts
+from kvbench.policies.stores.slot_store import SlotStore
+from kvbench.policies.stores.slots import take
+
+RANKED = "scores", "tie_break", "protected", "spared"
+"""The tensors of a ranking, beside the positions of the store."""
+
+
+@dataclass(frozen=True)
+class OnItsWay:
+    """A small tensor that is being copied to the host; the copy does not wait for the device."""
+
+    copy: Tensor
+    done: torch.cuda.Event | None
+
+    def __call__(self) -> Tensor:
+        """The tensor on the host."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.copy
+
+
+def on_its_way(x: Tensor) -> OnItsWay:
+    """Begin to copy a tensor to the host."""
+    if not x.is_cuda:
+        return OnItsWay(x, None)
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(x.device))
+    return OnItsWay(copy, done)
+
+
+def can_cut(group: PolicyGroup) -> bool:
+    """Whether the layers of a group are cut together: one sequence in plain slots whose evicted tokens are dropped."""
+    policy = group.policy
+    if group.size != 1 or policy.merger.merges or policy.schedule.rerotate or policy.allocator.per_head:
+        return False
+    return group.on_evict is None and all(
+        isinstance(layer.store, SlotStore) and layer.store.starts is None for layer in group.layers if layer.opened
+    )
+
+
+def cut_to_shares(group: PolicyGroup, layers: Sequence[LayerState], rows: Sequence[bool], last: bool) -> None:
+    """Evict from ranked layers down to their shares. last: every layer is measured, so that the shares are final."""
+    shares = {layer: group.budgets.of(layer.index, rows)[0] for layer in layers if rows[0]}
+    larger = [layer for layer, share in shares.items() if layer.counts[0] > share]
+    for layer in larger:
+        _order(layer, shares[layer])
+    alike: dict[object, list[LayerState]] = {}
+    for layer in larger:
+        shapes = tuple((name, x.shape[1], x.shape[3:], x.device) for name, x in _contents(layer).items())
+        alike.setdefault(shapes, []).append(layer)
+    for some in alike.values():
+        _cut(some, [shares[layer] for layer in some])
+    for layer in layers if last else ():
+        if layer.ranking is not None and layer.ranking.ordered:
+            _by_position(layer, group.policy.schedule.spare)
+    for layer in layers if last else larger:
+        group.note_bytes(layer.index)
+
+
+def _order(layer: LayerState, share: int) -> None:
+    """Put a layer's slots in order of preference, unless they are; only those of its share."""
+    ranking, scorer, store = layer.ranking, layer.policy.scorer, _store(layer)
+    assert ranking is not None
+    assert scorer is not None
+    if ranking.ordered and scorer.protects(layer.counts[0]) == scorer.protects(share):
+        return
+    ranking = ranking.protecting(*protected_counts(scorer, [share]))
+    in_order = ranking.ascending and ranking.packed
+    order = preference(ranking.scores, ranking.tie_break, ranking.positions, ranking.protected, in_order)[..., :share]
+    store.replace({name: take(x, order) for name, x in store.contents().items()}, ascending=False)
+    kept: dict[str, Any] = {name: x.gather(-1, order) for name, x in _tensors(ranking)}
+    layer.ranking = replace(ranking, **kept, positions=store.positions, packed=True, ascending=False, ordered=True)
+    layer.counts, layer.compacted = [share], True
+
+
+def _cut(layers: Sequence[LayerState], shares: Sequence[int]) -> None:
+    """Keep the first slots of ordered layers, with one launch for each of their tensors."""
+    contents = [_contents(layer) for layer in layers]
+    parts: dict[str, Sequence[Tensor]] = {}
+    for name in contents[0]:
+        kept = [own[name].narrow(2, 0, share) for own, share in zip(contents, shares, strict=True)]
+        parts[name] = torch.cat(kept, 2).split(list(shares), 2)
+    for index, (layer, share) in enumerate(zip(layers, shares, strict=True)):
+        store, ranking = _store(layer), layer.ranking
+        assert ranking is not None
+        own = {name: part[index] for name, part in parts.items()}
+        ranked: dict[str, Any] = {name: own.pop(name) for name, _ in _tensors(ranking)}
+        store.replace(own, ascending=False)
+        layer.ranking, layer.counts = replace(ranking, **ranked, positions=store.positions), [share]
+
+
+def _by_position(layer: LayerState, spare: int) -> None:
+    """Put a layer's slots in order of position, with `spare` empty slots behind them."""
+    store = _store(layer)
+    order = store.positions.argsort(dim=-1)
+    store.replace({name: take(x, order) for name, x in store.contents().items()}, ascending=True, spare=spare)
+
+
+def _contents(layer: LayerState) -> dict[str, Tensor]:
+    """The tensors of a layer's slots, [1,H_kv,T,...], and those of its ranking, by name."""
+    assert layer.ranking is not None
+    return _store(layer).contents() | dict(_tensors(layer.ranking))
+
+
+def _tensors(ranking: Ranking) -> Iterable[tuple[str, Tensor]]:
+    """The tensors of a ranking that exist, by name."""
+    named = ((name, getattr(ranking, name)) for name in RANKED)
+    return [(name, x) for name, x in named if x is not None]
+
+
+def _store(layer: LayerState) -> SlotStore:
+    assert isinstance(layer.store, SlotStore)
+    return layer.store

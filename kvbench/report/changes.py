@@ -1,0 +1,70 @@
+"""The table of what every policy changes against the full cache: `python -m kvbench.results collect --changes`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvbench.errors import UsageError
+from kvbench.report.table import NONE, Table, labelled
+from kvbench.results.changes import Changes, Share
+from kvbench.results.result import Result
+from kvbench.results.statistics import FEWEST, Difference
+
+_LEGEND = (
+    "lost, gained: answers that only full, and only this policy, gets right (graded scores: what they lose and gain); "
+    "net: gained - lost, *: its interval excludes 0; p: McNemar or bootstrap, not corrected; length: tokens of the "
+    "answers, EOS included, minus those of full; cut off: answers that reached max_new_tokens; KV footprint: entries "
+    "held, summed over all fed tokens and pre-passes, as a share of the full cache's"
+)
+
+
+def changes_table(rows: Sequence[Result]) -> Table:
+    """One row per run with at least 5 examples shared with its `full` run. Raises UsageError if there is none."""
+    found = [(row, row.changes) for row in rows if row.changes is not None]
+    compared = [row for row, _ in found]
+    if not found:
+        raise UsageError(
+            f"--changes compares with policy=full on the same examples, but no run shares {FEWEST} with one"
+        )
+    columns = {title: [of(row, changes) or NONE for row, changes in found] for title, of in _COLUMNS.items()}
+    notes = [_LEGEND]
+    if any(row.kv_footprint is None for row in compared):
+        notes.append("KV footprint: not in the samples of older runs (run them again in a new folder to have it)")
+    return labelled(compared, {k: v for k, v in columns.items() if set(v) != {NONE}}, notes)
+
+
+def _share(share: Share | None) -> str | None:
+    return None if share is None else f"{share.mean:.3f} ({share.low:.3f}-{share.high:.3f})"
+
+
+def _difference(one: Difference | None, digits: int) -> str | None:
+    if one is None:
+        return None
+    mark = "*" if one.claims else " "
+    return f"{one.mean:+.{digits}f} ({one.low:+.{digits}f}..{one.high:+.{digits}f}){mark}"
+
+
+def _mean(mean: float | None, low: float | None, high: float | None) -> str | None:
+    return None if mean is None or low is None or high is None else _share(Share(mean, low, high))
+
+
+def _ratio(ratio: float | None) -> str | None:
+    return None if ratio is None else f"{ratio:.2f}"
+
+
+def _p(row: Result) -> str | None:
+    return None if row.vs_full is None else f"{row.vs_full.p:.4f}"
+
+
+_COLUMNS: dict[str, Callable[[Result, Changes], str | None]] = {
+    "lost (95% CI)": lambda row, changes: _share(changes.lost),
+    "gained": lambda row, changes: _share(changes.gained),
+    "lost of right": lambda row, changes: _share(changes.lost_of_right),
+    "net": lambda row, changes: _difference(row.vs_full, 3),
+    "p": lambda row, changes: _p(row),
+    "length": lambda row, changes: _difference(changes.length, 1),
+    "ratio": lambda row, changes: _ratio(changes.length_ratio),
+    "cut off": lambda row, changes: _mean(row.cut_share, row.cut_share_low, row.cut_share_high),
+    "cut vs full": lambda row, changes: _difference(changes.cut, 3),
+    "KV footprint": lambda row, changes: _mean(row.kv_footprint, row.kv_footprint_low, row.kv_footprint_high),
+}

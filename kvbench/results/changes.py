@@ -1,0 +1,108 @@
+"""What a policy changes in the answers of the full cache, example by example, from stored samples alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from kvbench.results.metrics import cut_off, prompts_of
+from kvbench.results.pairs import shared
+from kvbench.results.samples import Sample
+from kvbench.results.statistics import FEWEST, Difference, mean_interval, paired_difference
+
+
+@dataclass(frozen=True)
+class Share:
+    """A mean over examples with its 95% interval (Wilson's for right-or-wrong answers, otherwise a bootstrap)."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The answers of a policy against those of the full cache to the same n prompts; None where it is not known.
+
+    lost, gained: right under full and wrong under the policy, and the reverse; for graded scores the means of
+    max(0, full - policy) and of max(0, policy - full). lost_of_right: lost as a share of the answers that are right
+    under full; flips: lost + gained, both only for right-or-wrong answers. length: tokens of the answer (EOS and
+    dictated tokens included) minus those of full; length_ratio: ratio of the sums. cut: share of answers that reached
+    max_new_tokens minus that of full. Answers that were cut off in either run are included.
+    """
+
+    n: int
+    lost: Share | None
+    gained: Share | None
+    lost_of_right: Share | None
+    flips: float | None
+    length: Difference | None
+    length_ratio: float | None
+    cut: Difference | None
+
+
+def changes(full: Sequence[Sample], samples: Sequence[Sample]) -> Changes | None:
+    """Compare on shared prompts; None below 5 of them, or if an example of either run failed.
+
+    Several answers to a prompt count as their mean.
+    """
+    pairs = shared(full, samples)
+    if len(pairs) < FEWEST or any(one.error is not None for pair in pairs for one in pair):
+        return None
+    scores = _paired(pairs, lambda sample: sample.score, [], [])
+    lengths = _paired(pairs, _length, full, samples)
+    cut = _paired(pairs, cut_off, full, samples)
+    lost = [max(0.0, a - b) for a, b in scores]
+    gained = [max(0.0, b - a) for a, b in scores]
+    binary = bool(scores) and {value for pair in scores for value in pair} <= {0, 1}
+    of_right = [float(b == 0) for a, b in scores if a == 1] if binary else []
+    total = sum(a for a, _ in lengths)
+    return Changes(
+        n=len(pairs),
+        lost=_share(lost),
+        gained=_share(gained),
+        lost_of_right=_share(of_right),
+        flips=fmean(lost) + fmean(gained) if binary else None,
+        length=_difference(lengths),
+        length_ratio=sum(b for _, b in lengths) / total if total else None,
+        cut=_difference(cut),
+    )
+
+
+def _length(sample: Sample) -> float | None:
+    """Tokens of an answer, EOS and dictated tokens included: one after the prompt, and one for each decoding step."""
+    return None if sample.decode_steps is None or sample.generated_tokens is None else sample.decode_steps + 1
+
+
+def _paired(
+    pairs: Sequence[tuple[Sample, Sample]],
+    value: Callable[[Sample], float | None],
+    full: Sequence[Sample],
+    samples: Sequence[Sample],
+) -> list[tuple[float, float]]:
+    """The values of both runs for every pair; [] if one is unknown. full, samples: all answers, to take their means."""
+    first, second = _means(full, value), _means(samples, value)
+    both = [(first.get(a.index, value(a)), second.get(b.index, value(b))) for a, b in pairs]
+    known = [(a, b) for a, b in both if a is not None and b is not None]
+    return known if len(known) == len(both) else []
+
+
+def _means(samples: Sequence[Sample], value: Callable[[Sample], float | None]) -> dict[int, float | None]:
+    """The mean over the answers to each prompt, by the index of its first answer."""
+    found = {}
+    for answers in prompts_of(samples):
+        values = [v for answer in answers if (v := value(answer)) is not None]
+        found[answers[0].index] = fmean(values) if len(values) == len(answers) else None
+    return found
+
+
+def _share(values: Sequence[float]) -> Share | None:
+    if not values:
+        return None
+    interval = mean_interval(values)
+    return Share(fmean(values), interval.low, interval.high)
+
+
+def _difference(values: Sequence[tuple[float, float]]) -> Difference | None:
+    return paired_difference([a for a, _ in values], [b for _, b in values]) if values else None

@@ -1,0 +1,29 @@
+"""Every Triton kernel compiles for NVIDIA GPUs with the installed Triton, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+SCRIPT = Path(__file__).parents[1] / "support" / "kernel_compiled.py"
+
+
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow("compiles 80 launches"))])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_every_kernel_compiles_without_spills_into_99_kib(capability: int, everything: bool) -> None:
+    command = [sys.executable, str(SCRIPT), str(capability), *(["--all"] if everything else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    kernels = set()
+    for name, launch in found["launches"].items():
+        assert "error" not in launch, f"{name}: {launch['error']}"
+        assert launch["spilled"] == 0, name
+        assert launch["shared"] <= found["most_shared"], name
+        kernels |= set(launch["kernels"])
+    assert kernels == {"_attend", "_join", "_weigh", "_over_queries", "_over_window"}

@@ -1,0 +1,64 @@
+"""Decoder layers that torch.compile compiled give the answers of the model, in runs of their own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from kv_models import prompt, tiny
+from torch import nn
+
+from kvbench import make_policy
+from kvbench.engine.generate import generate_tokens
+from kvbench.errors import UsageError
+from kvbench.models.compiled import compiled_layers, decoder_layers
+from kvbench.run.run import build_run
+from kvbench.run.run_config import run_config
+
+
+def tokens(model: nn.Module, slug: str) -> list[list[int]]:
+    return generate_tokens(model, torch.tensor([prompt(60)]), make_policy(slug, 40), max_new_tokens=6).tokens
+
+
+def test_compiled_layers_change_no_token_and_are_compiled_only_inside() -> None:
+    model = tiny(dtype=torch.float32)
+    model.set_attn_implementation("kvbench")
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    expected = {slug: tokens(model, slug) for slug in ("full", "h2o", "caote_snapkv")}
+    with compiled_layers(model, True, backend):  # type: ignore[arg-type]
+        assert len(graphs) >= len(decoder_layers(model)), "every layer was compiled by the trial"
+        assert {slug: tokens(model, slug) for slug in expected} == expected
+    count = len(graphs)
+    assert tokens(model, "h2o") == expected["h2o"]
+    assert len(graphs) == count
+
+
+def test_a_model_that_cannot_be_compiled_is_refused_with_one_message() -> None:
+    model = tiny(dtype=torch.float32)
+    model.set_attn_implementation("kvbench")
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
+        raise RuntimeError("no compiler here")
+
+    with (
+        pytest.raises(
+            UsageError, match=r"^engine.compile=true: LlamaForCausalLM cannot be compiled \(.*use engine.comp"
+        ),
+        compiled_layers(model, True, backend),  # type: ignore[arg-type]
+    ):
+        pass
+    model.model.layers = nn.Sequential(*model.model.layers)
+    with pytest.raises(UsageError, match="its decoder layers are in no list"), compiled_layers(model, True):
+        pass
+
+
+def test_compilation_is_part_of_the_identity_of_a_run(tiny_model: Path) -> None:
+    plain, compiled = (
+        build_run(run_config(str(tiny_model), "h2o", "niah", **{"engine.compile": compile})).identity
+        for compile in (False, True)
+    )
+    assert compiled == {**plain, "compile": True}
