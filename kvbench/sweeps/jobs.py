@@ -277,7 +277,7 @@ def _submit(out: Path, entries: Sequence[Entry], name: str, launcher: Launcher) 
     ids = ", ".join(job.id for job in jobs)
     sys.stdout.write(f"submitted {len(left)} runs in {len(jobs)} jobs: {ids}\n")
     if not launcher.wait:
-        sys.stdout.write(f"kvbench sweep status {out}\npython -m kvbench.sweep wait {out}\n")
+        sys.stdout.write(f"kvbench sweep status {out}\nkvbench sweep wait {out}\n")
     return jobs
 
 

@@ -11,11 +11,10 @@ import pytest
 from plotted_runs import answered, write_run
 
 from kvbench.cli import main as run
-from kvbench.report.command import main as results
 from kvbench.report.html.report import main as report
+from kvbench.results.__main__ import main as results
 from kvbench.results.files import read_yaml, write_yaml
 from kvbench.sweep import main as sweep
-from kvbench.tools.check_results import main as check
 
 SMALL = ("task.lengths=[400]", "task.depths=[0.5]", "task.repeats=1", "task.max_new_tokens=8", "policy=snapkv")
 
@@ -59,7 +58,7 @@ def test_a_configuration_of_others_builds_only_parts_of_kvbench(
     config = read_yaml(path)
     config["config"][name] = node
     write_yaml(path, config)
-    assert check([str(theirs)]) == 1
+    assert results(["check", str(theirs)]) == 1
     assert "on the command line if you trust it" in (refused := capsys.readouterr().err) or "--trust" in refused
     assert report([str(theirs)]) == 0
     assert not Path("mark").exists()
@@ -110,5 +109,5 @@ def test_classes_that_the_user_names_are_built(theirs: Path, capsys: pytest.Capt
     config = read_yaml(path)
     config["config"]["task"] = {"_target_": "theirs_module.Part"}
     write_yaml(path, config)
-    assert check([str(theirs), "--trust", "theirs_module"]) == 1
+    assert results(["check", str(theirs), "--trust", "theirs_module"]) == 1
     assert "task._target_=theirs_module.Part is not a task" in capsys.readouterr().err
