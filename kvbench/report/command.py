@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,11 +81,18 @@ def collect(folder: Path, output: Path | None, by: Sequence[str], columns: str |
 
 def _write_tidy(rows: Sequence[Result], names: Sequence[str], output: Path) -> None:
     table = frame(rows, names)
+    if output.suffix == ".csv":
+        table = table.astype(object).map(_inert).rename(columns=_inert)
     try:
         with atomic_write(output) as temporary:
             (table.to_csv if output.suffix == ".csv" else table.to_parquet)(temporary, index=False)
     except OSError as error:
         raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
+
+
+def _inert(cell: Any) -> Any:  # noqa: ANN401 - of a table
+    """A text that a spreadsheet would execute, with an apostrophe before it."""
+    return f"'{cell}" if isinstance(cell, str) and re.match(r"[=@\t\r]|[+-]\s*[^\s\d.]", cell) else cell
 
 
 def _table(rows: Sequence[Result], names: Sequence[str], changes: bool, price: bool, pivot: str | None) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from kvbench.results.metrics import cut_off, prompts_of
+from kvbench.results.metrics import cut_off, of_prompts, prompts_of
 from kvbench.results.pairs import shared
 from kvbench.results.samples import Sample
 from kvbench.results.statistics import FEWEST, Difference, mean_interval, paired_difference
@@ -47,7 +47,7 @@ def changes(full: Sequence[Sample], samples: Sequence[Sample]) -> Changes | None
 
     Several answers to a prompt count as their mean.
     """
-    pairs = shared(full, samples)
+    pairs = shared(of_prompts(full), of_prompts(samples))
     if len(pairs) < FEWEST or any(one.error is not None for pair in pairs for one in pair):
         return None
     scores = _paired(pairs, lambda sample: sample.score, [], [])

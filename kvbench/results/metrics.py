@@ -302,7 +302,7 @@ def _likelihood(samples: Sequence[Sample]) -> dict[str, Any] | None:
 
 def token_mean(read: Sequence[Any]) -> float:
     """Mean NLL over the scored tokens of all texts."""
-    return sum(x.nll * x.tokens for x in read) / sum(x.tokens for x in read)
+    return float(sum(x.nll * x.tokens for x in read) / sum(x.tokens for x in read))
 
 
 def _most(read: Sequence[Likelihood]) -> list[list[int]]:

@@ -50,10 +50,10 @@ class StoredSamples(Sequence[Sample]):
     """The samples of a finished run, which are read whenever they are used."""
 
     def __init__(self, path: Path, count: int, outcomes: tuple[Outcome, ...]) -> None:
-        self.path, self.count, self.outcomes = path, count, outcomes
+        self.path, self.size, self.outcomes = path, count, outcomes
 
     def __len__(self) -> int:
-        return self.count
+        return self.size
 
     def __iter__(self) -> Iterator[Sample]:
         return iter(read_samples(self.path))

@@ -108,7 +108,8 @@ class Run:
     def run_id(self) -> str:
         """Readable words, then the first 10 digits of the sha256 of the identity."""
         words = [self.checkpoint.spec.name, self.policy_name, *([] if self.budget is None else [str(self.budget)])]
-        return "-".join([*words, self.task.name, digest_of(self.identity)]).replace("/", "_")
+        name = "-".join([*words, self.task.name, digest_of(self.identity)]).replace("/", "_")
+        return re.sub(r"^[.-]", "_", name)  # neither a hidden folder nor an option
 
     @property
     def folder(self) -> Path:

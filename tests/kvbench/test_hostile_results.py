@@ -1,5 +1,6 @@
 """Results of others are read as data: nothing that their files name is imported, built, unpickled or run."""
 
+import csv
 import json
 import pickle
 import shutil
@@ -102,6 +103,61 @@ def test_status_of_a_foreign_sweep_unpickles_nothing(theirs: Path, capsys: pytes
     assert sweep(["status", str(theirs)]) == 0
     assert "1 finished" in capsys.readouterr().out
     assert not Path("mark").exists()
+
+
+def test_cells_of_a_csv_file_are_not_formulas(tmp_path: Path) -> None:
+    words = ("=cmd|'/c calc'!A1", "+cmd", "-cmd", "@sum", "\t=1", "-5 tokens", "snapkv")
+    for word in words:
+        write_run(tmp_path / "runs", "snapkv", [answered(0, 1.0)], environment={"kvbench_revision": word})
+    assert results(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "t.csv")]) == 0
+    with (tmp_path / "t.csv").open(newline="") as file:
+        cells = {row["kvbench_revision"] for row in csv.DictReader(file)}
+    assert cells == {*(f"'{word}" for word in words[:5]), *words[5:]}
+
+
+NUMBERS: dict[str, tuple[str, Any]] = {
+    "samples": ("prompt_tokens", 10**400),
+    "budget": ("budget", "many"),
+    "policy": ("policy", []),
+    "model": ("model", {"sha256": {}}),
+    "dtype": ("dtype", 16),
+}
+
+
+@pytest.mark.parametrize("what", NUMBERS)
+def test_a_bad_run_is_left_out_and_the_others_are_shown(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    good = write_run(tmp_path / "runs", "tova", [answered(i, 1.0) for i in range(6)])
+    bad = write_run(tmp_path / "runs", "snapkv", [answered(i, 1.0) for i in range(6)])
+    field, value = NUMBERS[what]
+    if what == "samples":
+        path = bad / "samples.jsonl"
+        path.write_text(path.read_text().replace('"prompt_tokens": 1000', f'"{field}": {value}', 1))
+    else:
+        config = read_yaml(bad / "config.yaml")
+        config["identity"][field] = value
+        write_yaml(bad / "config.yaml", config)
+    assert results(["collect", str(tmp_path / "runs")]) == 0
+    assert "tova" in (shown := capsys.readouterr()).out
+    assert bad.name in shown.err + caplog.text
+    assert "line 1: prompt_tokens=" in shown.err + caplog.text or what != "samples"
+    assert report([str(tmp_path / "runs"), "-o", str(tmp_path / "r.html")]) == 0
+    assert results(["check", str(tmp_path / "runs")]) == 1
+    assert good.name in capsys.readouterr().err  # it is made up, so it is refused for its own reason
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json"])
+@pytest.mark.parametrize("how", ["missing", "zeros"])
+def test_a_run_without_its_records_is_completed_by_the_same_command(name: str, how: str, theirs: Path) -> None:
+    (path,) = theirs.glob(f"*/{name}")
+    before, samples = path.read_bytes(), path.with_name("samples.jsonl").read_bytes()
+    path.unlink()
+    if how == "zeros":
+        path.write_bytes(bytes(len(before)))
+    assert run(["-m", *SMALL, f"out={theirs}"]) == 0
+    assert len(path.read_bytes()) > 100
+    assert path.with_name("samples.jsonl").read_bytes() == samples
 
 
 def test_classes_that_the_user_names_are_built(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
