@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from kvbench.errors import LARGEST
+from kvbench.errors import LARGEST, as_python
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator, required_length
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.allocators.whole_pages import check_pages, paged_allocator
@@ -68,6 +68,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         check_choices(self)
+        object.__setattr__(self, "budget", as_python(self.budget))
         check_value(self.name, self.value, self.scorer, self._values_query_heads)
         if self.reader is not None:
             check_reader(self.name, self.reader, self.scorer, self.store, self.schedule, self.granularity)

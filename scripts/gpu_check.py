@@ -3,6 +3,7 @@
 Parts, in this order: `policies` (every policy in float32 and bfloat16 on the GPU against the CPU: kept positions,
 outputs, bytes), `tests` (the GPU tests, beside the policies), `speed` (prefill and decoded token of policies at the
 shape of Llama-3.1-8B, random weights, against transformers in the same process), `kernels` (times of the kernels).
+Only if named: `stores` (a decoded token of every quantized store over that of `full`, at 8k and 32k tokens).
 Every result is printed when it is known, and FILE (default: gpu_check.json) is written anew with each. It needs no
 network and no installed kvbench; PYTHONPATH=src suffices. A part that is late is stopped and reported as late.
 
@@ -55,6 +56,7 @@ SPEED: tuple[
     ("kivi", {}, 1.15),
     ("caote_snapkv", {}, 3.0),  # blocks of 128
 )
+STORES = ("fp8", "int8", "kivi", "int4", "nvfp4", "turboquant", "fp8_per_token_head", "kcvc", "ott")
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,35 @@ def speed(visit: Visit) -> Iterator[Result]:
         yield Result("speed", f"{slug}, decoded token, ms", round(decoded, 3))
 
 
+def stores(visit: Visit) -> Iterator[Result]:
+    """A decoded token of each quantized store over that of the full cache, at two lengths."""
+    import torch
+
+    from kvbench.tools.bench.model import build
+
+    device = torch.device(visit.device)
+    model = build(SHAPE | SMALL if visit.dry else SHAPE, "float32" if visit.dry else "bfloat16", device)[0]
+    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    for length in (64,) if visit.dry else (8192, 32768):
+        ids = torch.randint(500, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
+        full = 0.0
+        for slug in ("full", *STORES):
+            if visit.left < 15:
+                yield Result("stores", f"{slug} at {length}: no time left", "late", "failed")
+                continue
+            try:
+                step = our_times(model, ids, 3 if visit.dry else STEPS, slug, {}, sync)[1]
+            except Exception as error:  # the other stores continue
+                traceback.print_exc()
+                yield Result("stores", f"{slug} at {length}: {type(error).__name__}", str(error)[:300], "failed")
+                continue
+            full = full or step
+            yield Result("stores", f"{slug} at {length}, decoded token, ms", round(step, 3))
+            if slug != "full":
+                ratio = f"{slug} at {length}, decoded token over full", round(step / full, 3)
+                yield Result("stores", *ratio) if visit.dry else Result("stores", *ratio, "<=", 1.15)
+
+
 def transformers_times(model: Any, ids: Any, steps: int, sync: Callable[[], None]) -> tuple[float, float]:  # noqa: ANN401
     """Milliseconds of a prefill and of a decoded token of transformers' own cache."""
     import torch
@@ -309,14 +340,17 @@ def kernels(visit: Visit) -> Iterator[Result]:
 
 
 PARTS: dict[str, Callable[[Visit], Iterator[Result]]] = {
-    "policies": policies, "tests": tests, "speed": speed, "kernels": kernels,
+    "policies": policies, "tests": tests, "speed": speed, "kernels": kernels, "stores": stores,
 }  # fmt: skip
+
+
+DEFAULT = [part for part in PARTS if part != "stores"]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the parts and return the exit code; in a dry run the bounds do not count."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help=f"default: {' '.join(PARTS)}")
+    parser.add_argument("parts", nargs="*", help=f"default: {' '.join(DEFAULT)}")
     parser.add_argument("--out", default="gpu_check.json")
     parser.add_argument("--seconds", type=float, default=290)
     parser.add_argument("--model", default="")
@@ -327,9 +361,9 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"no such part: {', '.join(sorted(unknown))} (allowed: {', '.join(PARTS)})")
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
     visit, start, found = Visit(options), time.monotonic(), list[Result]()
-    if {"tests", "policies"} <= set(options.parts or PARTS):
+    if {"tests", "policies"} <= set(options.parts or DEFAULT):
         visit.tests = start_tests(visit)
-    for part in options.parts or PARTS:
+    for part in options.parts or DEFAULT:
         try:
             for result in PARTS[part](visit):
                 found.append(result)

@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 from kvbench.cache import NAME
 from kvbench.cache.attention import QKV, attend, attend_to_survivors
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
+from kvbench.cache.columns import Columns, real_columns
 from kvbench.cache.eviction import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.hook import LayerCall, SharedCall, expect
@@ -33,6 +34,7 @@ from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, check_padding
 from kvbench.cache.shared import SharedReads
+from kvbench.errors import ConfigError, as_python
 from kvbench.policies.latents import check_latents
 from kvbench.policies.observation import AttentionParams, StepCache
 from kvbench.policies.policy import Policy
@@ -76,6 +78,9 @@ class KVCache(Cache):
         prompt_length: int | Sequence[int] | None = None,
         question: int | Sequence[int] | None = None,
     ) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            raise ConfigError("config", type(config), "a model's configuration, as in KVCache(model.config, policy)")
+        prompt_length, question = as_python((prompt_length, question))
         self.config = config.get_text_config(decoder=True)
         check_interface(self.config)
         self._prompt_length, self._question = prompt_length, question
@@ -92,6 +97,8 @@ class KVCache(Cache):
         self._reader: ReferenceType[nn.Module] | None = None  # the model's first attention module
         self._rows = [(group, slice(None)) for group in self.groups]  # of the sequences of every group in a call
         self._places = self._layout.places
+        self._dtype: torch.dtype | None = None
+        self._shifts: dict[int, int] = {}  # positions in the model minus those of the cache, see `real_columns`
         layers: list[Any] = [self._new_layer(index) for index in range(self._layout.layers)]
         self.attention_layers: list[KVLayer] = [layers[index] for index in self._layout.attention]
         super().__init__(layers=layers)
@@ -132,13 +139,27 @@ class KVCache(Cache):
         return out
 
     def _called(self, index: int, keys: Tensor, values: Tensor, module: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
-        """Called by the attention function. module: the attention module; args: queries, mask, parameters."""
-        queries, mask, params = args
+        """Called by the attention function. module: the attention module; args: queries, columns, parameters."""
+        queries, columns, params = args
         if index == 0 and (self._reader is None or self._reader() is not module):
             self._reader = check_model(self.config, self._reader, module)
         if any(group.policy.needs.model for group in self.groups):
             params = params._replace(model=model_layer(module, queries))
+        mask = self._real(columns, queries) if index == 0 else None
         return self.attend(index, QKV(queries, keys, values), mask, params)
+
+    def _real(self, columns: Columns, queries: Tensor) -> Tensor | None:
+        """The new tokens of a call that are no padding; sequences of the engine are checked and have none."""
+        if not self.groups or self.groups[0].isolated:
+            return None
+        if self._dtype not in (None, queries.dtype):
+            raise ValueError(
+                f"this KVCache holds numbers in {self._dtype}, but the model computes in {queries.dtype} now: make a "
+                "new cache after the model was converted"
+            )
+        self._dtype = queries.dtype
+        batch, _, new, _ = queries.shape
+        return real_columns(columns, self.groups[0].progress.seen, batch, new, self._shifts)
 
     def attend(self, index: int, new: QKV, mask: Tensor | None, params: AttentionParams) -> Tensor:
         """One layer of a call: append, attend, evict as scheduled. Returns the attention output [B,H_q,M,D].
@@ -261,7 +282,7 @@ class KVCache(Cache):
             check_next_prompt(policy.name, policy.store, policy.allocator)
         self._evictions.end_call()
         for group in self.groups:
-            group.next_prompt(length, question)
+            group.next_prompt(*as_python((length, question)))
 
     def pre_pass_done(self) -> None:
         """Carry out the evictions that waited for a pre-pass."""

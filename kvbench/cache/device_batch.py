@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from kvbench.cache.arena import ENDLESS, PADDING, Arena, can_join, evicts, slot_store, slots_to_grow
+from kvbench.cache.arena import ENDLESS, PADDING, Arena, can_join, evicts, slot_store, slots_to_grow, step_formats
 from kvbench.cache.attention import QKV
 from kvbench.cache.cache import KVCache
 from kvbench.cache.device_eviction import WINDOW, Kind, Part, kind_of
@@ -38,6 +38,7 @@ from kvbench.kernels.prompt import one_for_all
 from kvbench.kernels.references import NewTokens
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
+from kvbench.policies.stores.token_codes import TokenCodeLayerStore, TokenCodeStore
 
 LENGTHS = "starts", "counts", "free", "limit", "nan", "next", "advance"
 
@@ -87,6 +88,8 @@ class DeviceBatch(KVCache):
 
     def _clear(self) -> None:
         self._arena = Arena(len(self.attention_layers))
+        self._formats: list[object] = []  # of the layers; one for all sequences
+        self._codecs: list[TokenCodeStore | None] = []  # of the layers; None: keys and values as they are
         self._longest = 0  # bound of the length of a segment
         self._kinds: list[Kind] = []  # of the rows
         self._empty: dict[Kind, State] = {}  # of padding
@@ -124,6 +127,9 @@ class DeviceBatch(KVCache):
                 states |= self._lengthen(member)
         joining = [group for group in groups if can_join(group)] if self._supported else []
         if joining:
+            self._formats = self._formats or step_formats(joining[0])
+            joining = [group for group in joining if step_formats(group) == self._formats]
+        if joining:
             states |= self._enter(joining)
         taken = {member.row for member in self._members.values()}
         for group, state in states.items():
@@ -151,6 +157,7 @@ class DeviceBatch(KVCache):
                 layer.recent.held = queries, positions
             layer.memory = {name: state[name][layer.index, None] for name in layer.memory}
             group.note_bytes(layer.index)
+        group.note_step()
         group.nan_flags = dict(enumerate(state["nan"][:, None]))
         group.states = {name: x.clone() for name, x in group.states.items()}
         self._write(member.row, self._empty[member.kind])
@@ -179,6 +186,8 @@ class DeviceBatch(KVCache):
         for index in range(len(self.attention_layers)):
             self._arena.hold(index, [group.layers[index] for group in groups])
         states = {}
+        stores = [layer.store for layer in groups[0].layers]
+        self._codecs = [held.store if isinstance(held, TokenCodeLayerStore) else None for held in stores]
         for group in groups:
             states[group] = state = self._new_state(group)
             self._members[group] = member = _member(group)
@@ -308,22 +317,26 @@ class DeviceBatch(KVCache):
             self._take_slots()
         arena, (starts, counts, slots) = self._arena, self._of_layers[index]
         self._attended.append((new.queries, params))
-        out = decode_attention_flat(
-            new.queries,
-            arena.keys[index],
-            arena.values[index],
-            self.positions,
-            arena.positions[index],
-            starts,
-            counts,
-            self._longest,
-            params.scaling,
-            params.softcap,
-            params.sliding_window,
-            one_for_all(params.sinks),
-            sums=None if arena.weights is None else arena.weights[index],
-            new_tokens=NewTokens(new.keys, new.values, slots),
-        ).out
+        tokens, codec = NewTokens(new.keys, new.values, slots), self._codecs[index]
+        places, memory = (self.positions, arena.positions[index]), arena.memory[index]
+        if codec is not None:
+            out = codec.decode_step(new.queries, tokens, memory, places, (starts, counts), self._longest, params)
+        else:
+            out = decode_attention_flat(
+                new.queries,
+                memory["keys"],
+                memory["values"],
+                *places,
+                starts,
+                counts,
+                self._longest,
+                params.scaling,
+                params.softcap,
+                params.sliding_window,
+                one_for_all(params.sinks),
+                sums=None if arena.weights is None else arena.weights[index],
+                new_tokens=tokens,
+            ).out
         if index == len(self.attention_layers) - 1:
             queries, how = zip(*self._attended, strict=True)
             newest = torch.stack(queries) if self._parts else new.queries

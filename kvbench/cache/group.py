@@ -30,6 +30,7 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.stores.store import CompressedStore
+from kvbench.policies.stores.token_codes import TokenCodeLayerStore
 
 _RULES: dict[object, object] = {}
 
@@ -266,6 +267,12 @@ class PolicyGroup:
         self.peak_nbytes = max(self.peak_nbytes, self._total_bytes)
         if self.on_change is not None:
             self.on_change(index)
+
+    def note_step(self) -> None:
+        """Update the peak for decoding steps of a `DeviceBatch`, where codes have the newest token twice."""
+        held = self.layers[-1].store
+        twice = held.step_nbytes if isinstance(held, TokenCodeLayerStore) else 0
+        self.peak_nbytes = max(self.peak_nbytes, self._total_bytes + twice)
 
     def footprint(self, kept: Sequence[Sequence[int]], decode_steps: int) -> float:
         """Entries held, summed over the fed tokens and those of pre-passes: mean over layers and KV heads.

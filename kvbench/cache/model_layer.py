@@ -154,7 +154,7 @@ class _Recorder:
         call = LayerCall(0, self._attend)
         return call, call
 
-    def _attend(self, module: nn.Module, queries: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
+    def _attend(self, module: nn.Module, queries: Tensor, columns: object, params: AttentionParams) -> Tensor:
         self.queries = queries
         return self._values.new_zeros(*queries.shape[:3], self._values.shape[-1])
 

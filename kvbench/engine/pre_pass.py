@@ -260,14 +260,14 @@ class _PassCache(KVCache):
                 hook.remove()
 
     def _called(self, index: int, keys: Tensor, values: Tensor, reader: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
-        queries, mask, params = args
+        queries, _, params = args
         if self.wanted.reads_layer:
             if reader not in self.inputs:
                 raise InterfaceError(f"{type(reader).__name__} has no layer_idx, and the policy uses its hidden states")
             self.hidden = self.inputs[reader]
             self.inputs.clear()
             params = params._replace(model=model_layer(reader, queries))
-        return self.attend(index, QKV(queries, keys, values), mask, params)
+        return self.attend(index, QKV(queries, keys, values), None, params)
 
     def attend(self, index: int, new: QKV, mask: Tensor | None, params: AttentionParams) -> Tensor:
         layer = self.stored.layers[index]
