@@ -1,4 +1,4 @@
-"""`kvbench.evaluate`: policies, budgets and tasks on one model, as `python -m kvbench -m` runs them."""
+"""`kvbench.evaluate`: policies, budgets and tasks on one model, as `kvbench -m` runs them."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from kvbench.cache.columns import Columns, real_columns
 from kvbench.cache.eviction import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.hook import LayerCall, SharedCall, expect
+from kvbench.cache.inputs import ReadsHidden
 from kvbench.cache.interface import check_attention, check_interface, check_model, check_policy, uncompiled
 from kvbench.cache.layer import EmptyLayer, KVLayer, stacked
 from kvbench.cache.layout import layout_of
@@ -44,7 +45,7 @@ from kvbench.policies.stores.slots import owned
 __all__ = ["BudgetError", "KVCache", "ScoreError"]
 
 
-class KVCache(Cache):
+class KVCache(ReadsHidden, Cache):
     """A cache that keeps the tokens that its policy selects. Pass it to `model.generate` or to the model itself.
 
     prompt_length: tokens of the prompt, one number or one per sequence. Without it the first call is the whole prompt;
@@ -210,6 +211,8 @@ class KVCache(Cache):
         attends_first = policy.schedule.order == "attend_then_evict"
         try:
             for now in group.steps if group.error is None else ():
+                if policy.needs.hidden:
+                    group.shared["hidden"] = self._inputs(group)[:, now.columns]
                 whole = now.columns == slice(0, new.queries.shape[2])
                 some = new if whole else QKV(*(x[:, :, now.columns] for x in new))
                 step = group.append(layer, some, now, params, len(group.steps) == 1, known)
@@ -232,6 +235,20 @@ class KVCache(Cache):
         except Exception as error:
             group.fail(error)
         return out
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether a policy scores tokens by the input of attention."""
+        return any(group.policy.needs.hidden for group in self.groups)
+
+    def _inputs(self, group: PolicyGroup) -> Tensor:
+        """The input [B,M,hidden] of the attention layer that runs, for the sequences of a group."""
+        if self.hidden is None:
+            raise ValueError(
+                f"{group.policy.name} scores tokens by the input of attention, which model.generate does not pass to "
+                "its cache: use kvbench.generate"
+            )
+        return self.hidden[dict(self._rows)[group]]
 
     def _begin_call(self, queries: Tensor, mask: Tensor | None) -> None:
         """Split a call of queries [B,H_q,M,D] into steps."""
@@ -356,6 +373,13 @@ class KVCache(Cache):
     def kept_tokens(self) -> Tensor:
         """[L,B,H_kv] tokens held by the attention layers. ValueError if layers differ in their number of KV heads."""
         return stacked(self.kept_by_layer())
+
+    def __repr__(self) -> str:
+        kept = self.kept_by_layer()
+        tokens = sum(float(layer.sum()) for layer in kept) / max(1, sum(layer.numel() for layer in kept))
+        held = f"{tokens:,.1f} of {self.seen:,} tokens per KV head, {self.held_nbytes / 2**20:,.2f} MiB"
+        budget = "" if self.policy.budget is None else f", budget {self.policy.budget:g}"
+        return f"<KVCache {self.policy.name or 'policy'}{budget}: {held} in {len(kept)} layers>"
 
     def audit(self) -> None:
         """Raise BudgetError unless every layer holds at most what its policy promises, at valid positions.

@@ -20,6 +20,7 @@ from kvbench.cache.group import PolicyGroup
 from kvbench.cache.rerotate import close_gaps
 from kvbench.cache.state import LayerState
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
+from kvbench.policies.allocators.threshold import Threshold
 from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.merger import Eviction, OneEviction, Vectors
 from kvbench.policies.observation import Memory, Observation, Phase, State
@@ -160,6 +161,9 @@ class Evictions:
 def _evict_or_rank(job: EvictionJob) -> Measured | None:
     """Evict, or rank a prompt and measure it if an allocator divides the budget among the layers."""
     layer, now, allocator = job.layer, job.step.now, job.group.policy.allocator
+    if isinstance(allocator, Threshold):
+        _evict_below(job, allocator)
+        return None
     alone = now.phase == "decode" and not (isinstance(allocator, JointAllocator) and not allocator.per_head)
     if alone or not isinstance(allocator, StatisticAllocator | JointAllocator):
         evict([job])
@@ -175,6 +179,22 @@ def _evict_or_rank(job: EvictionJob) -> Measured | None:
         if layer.index == len(job.group.layers) - 1:
             _compact_jointly(job, allocator)
     return None
+
+
+def _evict_below(job: EvictionJob, allocator: Threshold) -> None:
+    """Evict the tokens below a threshold. Heads keep different numbers; a layer counts those of its longest head."""
+    layer, now = job.layer, job.step.now
+    _observe(job)
+    if not any(now.evicts):
+        return
+    ranking = layer.policy.rank(job.step.observation, layer.store.state)
+    _note_not_numbers([job], ranking)
+    ranking = allocator.marked(ranking)
+    counts, held = ranking.protected.sum(-1), ranking.occupied.sum(-1)
+    excess = [n if evicts else 0 for n, evicts in zip((held - counts).amax(-1).tolist(), now.evicts, strict=True)]
+    if max(excess) > 0:
+        most = counts.amax(-1).tolist()
+        _compact(job.group, layer, ranking, most, excess, now.phase, job.step.observation, per_head=counts)
 
 
 def _excess(job: EvictionJob) -> list[int]:

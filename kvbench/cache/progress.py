@@ -120,7 +120,7 @@ class Progress:
         """
         first, late, aligned = self.seen, self._policy.schedule.late, mask is None and len(set(self.seen)) <= 1
         if aligned and new == 1 and self.columns > 1 and first[0] >= max(self.prompt) + late:
-            place, evicts = first[0], self._policy.schedule.decode == "evict"
+            place, evicts = first[0], self._policy.schedule.decode != "grow"
             positions, ends = torch.full((batch, 1), place, device=device), [place + 1] * batch
             decoded = Step(place, place + 1, opens=True, evicts=evicts, phase="decode")
             steps = [self._step((decoded,) * batch, positions, ends, aligned=True)]
@@ -337,7 +337,7 @@ class Budgets:
         if row not in self._after:
             self._after[row] = self._after_prompt(row)
         held, every, tokens = self._after[row], schedule.every, seen - prompt - schedule.late
-        if schedule.decode == "grow" or tokens == 0:
+        if schedule.decode != "evict" or tokens == 0:
             return [n + tokens for n in held]
         if isinstance(self._policy.selection, Pages):  # whole pages, of which the newest may be short, leave later
             return [min(n + tokens, b + every - 1) for n, b in zip(held, self._rows[row], strict=True)]

@@ -230,8 +230,8 @@ def scheduled(
         raise ConfigError("schedule", schedule, "prompt or blocks")
     if schedule == "prompt" and block is not None:
         raise ConfigError("block", block, why="has no meaning with schedule=prompt")
-    if decode not in (None, "evict", "grow"):
-        raise ConfigError("decode", decode, "evict or grow")
+    if decode not in (None, "evict", "grow", "threshold"):
+        raise ConfigError("decode", decode, "evict, grow or threshold")
     wants_blocks = schedule == "blocks" or (schedule is None and block is not None)
     if wants_blocks or schedule == "prompt":
         config["schedule"] = own = _moved(own, BLOCKS if wants_blocks else PROMPT)
@@ -239,7 +239,7 @@ def scheduled(
         if block != "inf" and (isinstance(block, bool) or not isinstance(block, int | float)):
             raise ConfigError("block", block, "a number of tokens >= 1 or inf")
         own["size"] = math.inf if block == "inf" else block
-    if decode == "grow":  # nothing is evicted while decoding, so `every` and `protect` have no meaning
+    if decode in ("grow", "threshold"):  # no token makes room for another, so `every` and `protect` have no meaning
         config["schedule"] = own = {k: v for k, v in own.items() if k not in ("every", "protect")}
     if config.get("scorer", "?") is None and protect in ("prompt", "none"):
         protect = None  # nothing is evicted, so `full` is one run for all values of `protect`

@@ -196,7 +196,7 @@ class PromptMaker:
         If the first text is too long, its middle is removed, as in SCBench's code: the same for all questions.
         """
         chat = bool(self.task.task_of(example).chat and self.tokenizer.chat_template)
-        texts = shared_texts(self.tokenizer, example, shared, chat)
+        texts = shared_texts(self.tokenizer, example, shared, chat, self.task.task_of(example).chat_template_args)
         first, *later = (encode(self.tokenizer, text, special=not n) for n, text in enumerate(texts))
         spare = shared.spare if self.max_positions is None else min(shared.spare, self.max_positions // 2)
         if shared.follow_ups is None:
