@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-<<<<<<< HEAD
 import sys
 from collections.abc import Iterator
-from contextlib import chdir, contextmanager
-=======
-from contextlib import suppress
->>>>>>> main
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,12 +24,8 @@ from kvbench.results.samples import read_samples
 FILE_NAME = "sweep.yaml"
 SWEEP_FOLDER = ".sweep"
 """The folder of job logs and states of runs."""
-<<<<<<< HEAD
 RECORDS = ("config.yaml", "environment.json")
-_HEAD = "# The runs of this folder's sweeps: `python -m kvbench.sweep status FOLDER` shows their progress.\n"
-=======
 _HEAD = "# The runs of this folder's sweeps: `kvbench sweep status FOLDER` shows their progress.\n"
->>>>>>> main
 
 
 @dataclass(frozen=True)

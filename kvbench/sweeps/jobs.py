@@ -1,11 +1,6 @@
 """Launches the runs of a sweep and follows them: computed in this process, or in jobs (`worker`).
 
-<<<<<<< HEAD
 torch and pandas are imported inside functions, because `kvbench sweep status` needs neither.
-=======
-A job is a group of runs that another process computes, on this machine or on SLURM. torch and pandas are imported
-inside functions, because `kvbench sweep status` needs neither.
->>>>>>> main
 """
 
 from __future__ import annotations
@@ -283,7 +278,6 @@ def _submit(out: Path, entries: Sequence[Entry], name: str, launcher: Launcher) 
     sys.stdout.write(f"submitted {len(left)} runs in {len(jobs)} jobs: {ids}\n")
     if not launcher.wait:
         sys.stdout.write(f"kvbench sweep status {out}\nkvbench sweep wait {out}\n")
-<<<<<<< HEAD
     return jobs
 
 
@@ -296,8 +290,6 @@ def stop(jobs: Sequence[Job]) -> list[Job]:
     while time.monotonic() < end and any(job.active for job in local):
         time.sleep(0.1)
     return [job for job in local if job.active]
-=======
->>>>>>> main
 
 
 def wait(out: Path, entries: Sequence[Entry]) -> list[Status]:
