@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import pvariance
-from typing import TypeVar
 
-from kvbench.results.samples import Sample
 from kvbench.results.statistics import Difference, paired_difference
 from kvbench.results.summary import Outcome
 
@@ -38,12 +36,9 @@ class NLLGap:
     perplexity: float
 
 
-Of = TypeVar("Of", Outcome, Sample)
-
-
-def shared(first: Sequence[Of], second: Sequence[Of]) -> list[tuple[Of, Of]]:
+def shared(first: Sequence[Outcome], second: Sequence[Outcome]) -> list[tuple[Outcome, Outcome]]:
     """Pairs with the same prompt, in the order of `second`; a repeated prompt pairs as often as in both."""
-    known: defaultdict[str, list[Of]] = defaultdict(list)
+    known: defaultdict[str, list[Outcome]] = defaultdict(list)
     for one in reversed(first):
         known[one.prompt_hash].append(one)
     return [(known[b.prompt_hash].pop(), b) for b in second if known[b.prompt_hash]]

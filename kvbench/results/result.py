@@ -215,6 +215,11 @@ class Result(Numbers):
         """The score or likelihood of every prompt."""
         return self.samples.outcomes if isinstance(self.samples, StoredSamples) else outcomes_of(self.samples)
 
+    @cached_property
+    def prompts(self) -> tuple[str, ...]:
+        """The hash of every prompt, in order."""
+        return tuple(one.prompt_hash for one in self.outcomes)
+
     @property
     def vs_full(self) -> Difference | None:
         """The difference in score from the baseline; None without two scores, or below 5 shared examples."""
@@ -224,7 +229,7 @@ class Result(Numbers):
     @cached_property
     def changes(self) -> Changes | None:
         """What differs from the answers of the baseline; None without one, or below 5 shared examples."""
-        return None if self.baseline is None else changes(self.baseline.samples, self.samples)
+        return None if self.baseline is None else changes(self.baseline.outcomes, self.outcomes)
 
     @cached_property
     def gap(self) -> NLLGap | None:
@@ -418,7 +423,7 @@ def _with_baselines(rows: Sequence[Result]) -> list[Result]:
     common: dict[tuple[object, ...], int] = {}  # by the prompts of both runs, which are often those of others
 
     def in_common(other: Result, row: Result) -> int:
-        key = tuple(tuple(one.prompt_hash for one in run.outcomes) for run in (other, row))
+        key = other.prompts, row.prompts
         if key not in common:
             common[key] = len(shared(other.outcomes, row.outcomes))
         return common[key]

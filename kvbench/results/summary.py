@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from sys import intern
 from typing import Any, overload
 
@@ -31,23 +32,48 @@ _MADE_FROM = ("config.yaml", metrics.FILE_NAME, SAMPLES)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What comparisons use of a prompt: its mean score over several answers, or the likelihood of its given tokens."""
+    """What comparisons use of a prompt: means over its answers, or the likelihood of its given tokens.
+
+    A mean is None if the value of an answer is unknown. length: tokens of an answer, EOS and dictated tokens included.
+    cut: whether it reached max_new_tokens. failed: whether an answer failed.
+    """
 
     prompt_hash: str
     score: float | None
     nll: float | None = None
     tokens: int | None = None
+    length: float | None = None
+    cut: float | None = None
+    failed: bool = False
 
 
 def outcomes_of(samples: Sequence[Sample]) -> tuple[Outcome, ...]:
     """The outcome of every prompt, in order."""
-    prompts = metrics.of_prompts(samples)
-    rated = [(one.likelihood.nll, one.likelihood.tokens) if one.likelihood else (None, None) for one in prompts]
-    return tuple(Outcome(one.prompt_hash, one.score, *pair) for one, pair in zip(prompts, rated, strict=True))
+    found = []
+    for answers in metrics.prompts_of(samples):
+        first, score, length, cut = answers[0], *(_mean(answers, of) for of in (_score, _length, metrics.cut_off))
+        nll, tokens = (first.likelihood.nll, first.likelihood.tokens) if first.likelihood else (None, None)
+        failed = any(answer.error is not None for answer in answers)
+        found.append(Outcome(first.prompt_hash, score, nll, tokens, length, cut, failed))
+    return tuple(found)
+
+
+def _mean(answers: Sequence[Sample], of: Callable[[Sample], float | None]) -> float | None:
+    values = [value for answer in answers if (value := of(answer)) is not None]
+    return fmean(values) if len(values) == len(answers) else None
+
+
+def _score(sample: Sample) -> float | None:
+    return sample.score
+
+
+def _length(sample: Sample) -> float | None:
+    """One token after the prompt, and one for each decoding step."""
+    return None if sample.decode_steps is None or sample.generated_tokens is None else sample.decode_steps + 1
 
 
 class StoredSamples(Sequence[Sample]):
-    """The samples of a finished run, which are read whenever they are used."""
+    """The samples of a finished run, which are read when they are used."""
 
     def __init__(self, path: Path, count: int, outcomes: tuple[Outcome, ...]) -> None:
         self.path, self.size, self.outcomes = path, count, outcomes
@@ -56,14 +82,20 @@ class StoredSamples(Sequence[Sample]):
         return self.size
 
     def __iter__(self) -> Iterator[Sample]:
-        return iter(read_samples(self.path))
+        return iter(_read(self))
 
     @overload
     def __getitem__(self, index: int) -> Sample: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[Sample]: ...
     def __getitem__(self, index: Any) -> Any:
-        return read_samples(self.path)[index]
+        return _read(self)[index]
+
+
+@lru_cache(maxsize=256)
+def _read(stored: StoredSamples) -> list[Sample]:
+    """The samples; those of the last runs that were used are kept in memory."""
+    return read_samples(stored.path)
 
 
 @dataclass(frozen=True)
@@ -100,8 +132,9 @@ def read_summary(folder: Path) -> Summary | None:
         numbers = json.loads((folder / metrics.FILE_NAME).read_bytes())
         del numbers[metrics.DIGEST]
         columns = (content["outcomes"][name] for name in Outcome.__dataclass_fields__)
-        outcomes = tuple(Outcome(intern(key), *others) for key, *others in zip(*columns, strict=True))
-        if _sound(numbers) and all(map(_is_number, (v for o in outcomes for v in (o.score, o.nll, o.tokens)))):
+        rows = list(zip(*columns, strict=True))
+        outcomes = tuple(Outcome(intern(key), *others) for key, *others in rows)
+        if _sound(numbers) and all(map(_is_number, (v for row in rows for v in row[1:]))):
             return Summary(content["run"], numbers, StoredSamples(folder / SAMPLES, int(content["samples"]), outcomes))
     return None
 
