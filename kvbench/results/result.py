@@ -12,23 +12,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import exp, inf
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
 from kvbench.errors import UsageError
 from kvbench.results.changes import Changes, changes
+from kvbench.results.described import Described
 from kvbench.results.files import read_yaml
 from kvbench.results.labels import (
     NAMED,
     Naming,
-    briefly,
     budget_order,
-    compressed,
     differing,
-    evicts,
-    keeps_all,
-    moments,
     names,
     natural,
     text_of,
@@ -48,30 +44,20 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Result(Numbers):
+class Result(Numbers, Described):
     """The result of a run, or of its examples with one value of a metadata key (`parts`).
 
     Numbers are computed by `results.metrics`; from `nll` on they are for given texts. A number is None if it was not
-    measured or an example failed. model, policy, task: names of presets. differs: the fields that differ from the
-    presets or between the rows of a table, by dotted name. labels: model, policy and task with these fields.
-    name: a label of the policy with all differing fields except the schedule; line: the same with the schedule if it is
-    unusual in the table. state: "finished", or "unfinished" if examples are missing.
-    baseline: the result of the full cache on the same examples, if there is one.
+    measured or an example failed. differs: the fields that differ from the presets or between the rows of a table, by
+    dotted name. name: a label of the policy with all differing fields except the schedule; line: the same with the
+    schedule if it is unusual in the table. state: "finished", or "unfinished" if examples are missing. baseline: the result of the full cache on the same examples, if there is one.
     """
 
     folder: Path
-    run_id: str
-    model: str
-    policy: str
-    task: str
-    identity: Mapping[str, Any]
-    environment: Mapping[str, Any]
     samples: Sequence[Sample]
     state: str = FINISHED
     subset: str = "all"  # or "length=1024" for a part
-    naming: Naming
     differs: Mapping[str, Any] = field(default_factory=dict)
-    labels: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
     line: str = ""
     mixed: str = ""  # versions that differ between the processes that computed the run
@@ -103,82 +89,9 @@ class Result(Numbers):
         return f"<Result {self.line or self.policy}{budget}, {self.model}, {self.task}: {value}, n={self.n}>"
 
     @property
-    def budget(self) -> int | float | None:
-        """Tokens per KV head and layer, or share of the prompt; None if nothing is evicted."""
-        return cast("int | float | None", self.identity["budget"])
-
-    @property
     def finished(self) -> bool:
         """Whether the run has all of its examples."""
         return self.state == FINISHED
-
-    @property
-    def budget_kind(self) -> str:
-        """The unit of the budget."""
-        return "none" if self.budget is None else "tokens_per_head" if isinstance(self.budget, int) else "share"
-
-    @property
-    def weights(self) -> str | None:
-        """Hub id and commit, or sha256 of the files."""
-        return "@".join(self.identity["model"].values()) or None
-
-    @property
-    def device(self) -> str | None:
-        """The GPU or processor that computed it."""
-        hardware = self.environment.get("hardware")
-        return None if hardware is None else str(hardware["device_name"] or hardware["processor"])
-
-    @property
-    def model_label(self) -> str:
-        """The model with its differing fields, for titles."""
-        return self.labels.get("model", self.model)
-
-    @property
-    def task_label(self) -> str:
-        """The task with its differing fields, for titles."""
-        return self.labels.get("task", self.task)
-
-    @property
-    def compress(self) -> str:
-        """What was compressed: the prompt, or the context before its question."""
-        return compressed(self.identity)
-
-    @property
-    def schedule(self) -> str | None:
-        """When tokens of the prompt are evicted: "prompt", "blocks of 128"; None if nothing is evicted."""
-        return moments(self.identity)[0]
-
-    @property
-    def decode(self) -> str | None:
-        """Whether decoding evicts or grows."""
-        return moments(self.identity)[1]
-
-    @property
-    def moments(self) -> tuple[str, str]:
-        """Schedule and decoding rule: ("blocks of 128", "evict"), ("m=4", "") for texts, ("", "") without eviction."""
-        if not self.evicts or self.naming.reads is not None:
-            return self.naming.reads or "" if self.evicts else "", ""
-        return (briefly(self.identity), self.decode) if self.decode else ("", "")
-
-    @property
-    def when(self) -> str:
-        """`moments` as one text: "blocks of 128, evict". Only rows with the same text are comparable."""
-        return ", ".join(filter(None, self.moments))
-
-    @property
-    def evicts(self) -> bool:
-        """Whether the policy evicts tokens."""
-        return evicts(self.identity)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the run keeps the full cache, whatever the policy's name."""
-        return keeps_all(self.identity)
-
-    @property
-    def setting(self) -> tuple[str, ...]:
-        """The fields that two results must share to be compared example by example."""
-        return tuple(str(self.identity.get(name)) for name in ("model", "dtype", "task", "seed", "generation"))
 
     @property
     def value(self) -> float | None:
