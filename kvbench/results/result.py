@@ -50,7 +50,8 @@ class Result(Numbers, Described):
     Numbers are computed by `results.metrics`; from `nll` on they are for given texts. A number is None if it was not
     measured or an example failed. differs: the fields that differ from the presets or between the rows of a table, by
     dotted name. name: a label of the policy with all differing fields except the schedule; line: the same with the
-    schedule if it is unusual in the table. state: "finished", or "unfinished" if examples are missing. baseline: the result of the full cache on the same examples, if there is one.
+    schedule if it is unusual in the table. state: "finished", or "unfinished" if examples are missing. baseline: the
+    result of the full cache on the same examples, if there is one.
     """
 
     folder: Path
