@@ -19,6 +19,7 @@ from kvbench.policies.policy import Policy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BUDGET, BLOCK, LENGTH = 40, 16, 230
+WHOLE_PAGES = ("pagedeviction",)  # evict whole pages, so that blocks leave different numbers of tokens
 
 
 def policy_of(slug: str, budget: int = BUDGET) -> Policy:
@@ -27,10 +28,12 @@ def policy_of(slug: str, budget: int = BUDGET) -> Policy:
 
 
 def recordable() -> list[str]:
+    """Presets whose blocks are alike; on a CPU, the host reads numbers for sums over a block's queries."""
     found = []
     for slug in kinds():
         try:
-            if blocks_alike(policy_of(slug)):
+            policy = policy_of(slug)
+            if blocks_alike(policy) and (DEVICE == "cuda" or policy.needs.sums is None):
                 found.append(slug)
         except ValueError:
             continue  # a policy that needs the whole prompt
@@ -75,7 +78,7 @@ def contents(sequence: LiveSequence) -> list[Any]:
 def test_replayed_blocks_equal_called_ones(slug: str) -> None:
     (called,), (replayed,) = run([policy_of(slug)], False), run([policy_of(slug)], True)
     assert contents(replayed) == contents(called)
-    if DEVICE == "cpu":
+    if DEVICE == "cpu" and slug not in WHOLE_PAGES:
         assert Tape.replays >= 6, "of 14 blocks before the last one"
     for x, y in zip(called.cache.sequence.layers, replayed.cache.sequence.layers, strict=True):  # type: ignore[union-attr]
         torch.testing.assert_close(x.store.keys, y.store.keys, rtol=0, atol=0)
@@ -83,7 +86,7 @@ def test_replayed_blocks_equal_called_ones(slug: str) -> None:
 
 @pytest.mark.usefixtures("tape")
 def test_several_policies_are_one_recorded_block() -> None:
-    policies = [policy_of("snapkv"), policy_of("caote_snapkv", 56), policy_of("h2o", 48)]
+    policies = [policy_of("snapkv"), policy_of("caote_snapkv", 56), policy_of("tova", 48)]
     assert list(map(contents, run(policies, True))) == list(map(contents, run(policies, False)))
 
 
