@@ -30,21 +30,21 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## policies at a tight budget on the pocket model: table and page
 	@echo "A number is hidden in 2,048 tokens of text. full keeps every token; the others select 128 before they see the"
 	@echo "question. Which policies still find it? 20 prompts, about a minute on two cores."
-	$(BIN)/python -m kvbench experiment=demo out=results/demo
-	$(BIN)/python -m kvbench.report results/demo -o report.html
+	$(BIN)/kvbench experiment=demo out=results/demo
+	$(BIN)/kvbench report results/demo -o report.html
 
 smollm2: $(READY)  ## the demo on a real language model, SmolLM2-135M: under fifteen minutes
-	$(BIN)/python -m kvbench experiment=smollm2 out=results/runs/smollm2
-	$(BIN)/python -m kvbench.report results/runs/smollm2 -o report.html
+	$(BIN)/kvbench experiment=smollm2 out=results/runs/smollm2
+	$(BIN)/kvbench report results/runs/smollm2 -o report.html
 
 tables: $(READY)  ## a table of each paper on the pocket model, with shorter prompts and budgets
 	@mkdir -p results/tables
 	@for table in $(TABLES); do \
 		name=results/tables/$$(echo $$table | tr / _).txt; \
-		$(BIN)/python -m kvbench.tables run $$table --small limit=$(LIMIT) out=results/tables/runs -o $$name && \
+		$(BIN)/kvbench tables run $$table --small limit=$(LIMIT) out=results/tables/runs -o $$name && \
 		cat $$name || exit 1; echo; \
 	done
-	$(BIN)/python -m kvbench.report results/tables/runs -o results/tables/report.html
+	$(BIN)/kvbench report results/tables/runs -o results/tables/report.html
 
 test: $(READY)  ## the fast tests: CPU, offline, a few minutes on two cores
 	$(BIN)/python -m pytest -n auto -m "not slow and not gpu"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.cache.registration import register_with_transformers
 
 if TYPE_CHECKING:
+    from kvbench.api.ask import ask
     from kvbench.api.evaluate import evaluate
     from kvbench.api.generate import generate
     from kvbench.api.results import Results, load_results
@@ -30,6 +31,7 @@ _HOMES = {
     "Scorer": "kvbench.policies.scorers.scorer",
     "Store": "kvbench.policies.stores.store",
     "Task": "kvbench.tasks.task",
+    "ask": "kvbench.api.ask",
     "evaluate": "kvbench.api.evaluate",
     "generate": "kvbench.api.generate",
     "load_results": "kvbench.api.results",
@@ -48,6 +50,7 @@ __all__ = [
     "Scorer",
     "Store",
     "Task",
+    "ask",
     "evaluate",
     "generate",
     "load_results",

@@ -45,7 +45,7 @@ COMMANDS = Commands(
     "kvbench",
     {
         "sweep": ("kvbench.sweep:cli", "follow, continue or stop a sweep: status, wait, resume, cancel"),
-        "results": ("kvbench.results.__main__:cli", "tables of finished runs, and their check"),
+        "results": ("kvbench.results.__main__:cli", "tables, checks and later logging of finished runs"),
         "report": ("kvbench.report.__main__:cli", "one HTML page of all runs below a folder"),
         "plot": ("kvbench.plot:cli", "figures of finished runs"),
         "tables": ("kvbench.tables:cli", "published tables, compared with your runs"),

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from math import inf
+from numbers import Integral, Real
 from pathlib import PurePath
+from typing import Any
 
 LARGEST = 2**53
 """The largest whole number that JSON and Parquet readers represent exactly."""
@@ -74,6 +76,15 @@ def whole_number(name: str, value: object, least: float, most: int = LARGEST) ->
         raise ConfigError(name, value, f"a whole number of at least {least}")
     if value > most:
         raise ConfigError(name, value, f"at most {most}")
+
+
+def as_python(value: Any) -> Any:  # noqa: ANN401 - any value of a field
+    """Numbers of other packages, such as NumPy's, as int or float; other values, and those in lists, likewise."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(as_python, value))
+    if isinstance(value, Integral) and not isinstance(value, int):
+        return int(value)
+    return float(value) if isinstance(value, Real) and not isinstance(value, int | float) else value
 
 
 def number(name: str, value: object, low: float, high: float = inf, *, below: float = inf) -> None:

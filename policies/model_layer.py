@@ -35,7 +35,7 @@ class Rotation:
         a, b = (rotated[..., ::2], rotated[..., 1::2]) if self.interleaved else rotated.chunk(2, dim=-1)
         turned = a * cos - b * sin, b * cos + a * sin
         pairs = torch.stack(turned, dim=-1).flatten(-2) if self.interleaved else torch.cat(turned, dim=-1)
-        return torch.cat([pairs, rest], dim=-1)
+        return torch.cat([pairs, rest.expand(*pairs.shape[:-1], -1)], dim=-1)
 
     def inverse(self) -> "Rotation":
         """The inverse rotation, including the inverse scaling."""

@@ -24,6 +24,7 @@ class Needs:
     layer: the part uses the layer index, so layers cannot be scored together.
     kept: a scorer uses the tokens that earlier layers kept (`selected`).
     query_heads: running statistics are kept per query head, not averaged over the group.
+    hidden: a scorer reads the input of the layer's attention (`Observation.shared["hidden"]`, [B,M,hidden]).
     bias: a merger gives the slots that it writes a bias, which attention adds to their logits.
 
     Properties of the scores:
@@ -32,6 +33,7 @@ class Needs:
     never_negative: no score is below 0.
     infinite: tokens that are always kept have an infinite score, so value-aware wrappers are rejected.
     ties: equal tokens have equal scores up to rounding; scores are then rounded to half the bits, so that they tie.
+    fixed_scores: the score of a token never changes, so that a threshold may decide (`Threshold`).
     kv_heads_only: an `AttentionScorer` has no separate scores for the query heads of a group.
     """
 
@@ -48,12 +50,14 @@ class Needs:
     layer: bool = False
     kept: bool = False
     query_heads: bool = False
+    hidden: bool = False
     bias: bool = False
     whole_prompt: bool = False
     by_position: bool = False
     never_negative: bool = False
     infinite: bool = False
     ties: bool = False
+    fixed_scores: bool = False
     kv_heads_only: bool = False
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from kvbench.errors import LARGEST
+from kvbench.errors import LARGEST, as_python
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator, required_length
+from kvbench.policies.allocators.threshold import with_threshold
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.allocators.whole_pages import check_pages, paged_allocator
 from kvbench.policies.checks import check_choices
@@ -68,6 +69,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         check_choices(self)
+        object.__setattr__(self, "budget", as_python(self.budget))
         check_value(self.name, self.value, self.scorer, self._values_query_heads)
         if self.reader is not None:
             check_reader(self.name, self.reader, self.scorer, self.store, self.schedule, self.granularity)
@@ -85,6 +87,9 @@ class Policy:
         if isinstance(self.selection, Pages):
             allocator = paged_allocator(self.name, self.selection, self.allocator, self.schedule, self.store)
             object.__setattr__(self, "allocator", allocator)
+        other = self.value or self.selection
+        allocator = with_threshold(self.name, self.allocator, self.scorer, self.schedule, other)
+        object.__setattr__(self, "allocator", allocator)
         self.allocator.check_policy(self.name, self.scorer.needs.window)
         self.store.check_policy(self.name, self.schedule.decode == "evict", self.allocator.per_head)
         check_schedule(self.name, self.schedule, self.scorer, self.allocator)

@@ -25,7 +25,8 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule(ABC):
-    """decode: `evict` returns to the budget while decoding; `grow` keeps all generated tokens in addition to it.
+    """decode: `evict` returns to the budget while decoding; `grow` keeps all generated tokens in addition to it;
+    `threshold` evicts tokens below the threshold of the allocator `Threshold`.
 
     every: decoding evicts `every` tokens at once, as soon as the cache exceeds the budget by this number.
     protect: `prompt` keeps all tokens of the prompt, inside the budget; a prompt that does not fit is refused.
@@ -36,7 +37,7 @@ class Schedule(ABC):
     token follows them (FINCH, arXiv 2408.00167); a single evicted token leaves a gap.
     """
 
-    decode: Literal["evict", "grow"] = "evict"
+    decode: Literal["evict", "grow", "threshold"] = "evict"
     order: Literal["attend_then_evict", "evict_then_attend"] = "attend_then_evict"
     late: bool = False
     rerotate: bool = False
@@ -46,8 +47,8 @@ class Schedule(ABC):
     def __post_init__(self) -> None:
         check_choices(self)
         whole_number("every", self.every, 1)
-        if self.decode == "grow" and (self.every, self.protect) != (1, "none"):
-            raise ValueError("every= and protect= need decode=evict: they have no effect with decode=grow")
+        if self.decode != "evict" and (self.every, self.protect) != (1, "none"):
+            raise ValueError(f"every= and protect= need decode=evict: they have no effect with decode={self.decode}")
         if self.rerotate and self.order == "evict_then_attend":
             raise ValueError("rerotate=true needs order=attend_then_evict")
         if self.late and (self.decode, self.order) != ("evict", "attend_then_evict"):
@@ -93,7 +94,7 @@ class Schedule(ABC):
                 f"order=evict_then_attend needs each block in one call of the model, but a call ends inside a block at "
                 f"token {last}: call it with whole blocks, or with the whole prompt"
             )
-        evicts = self.decode == "evict"
+        evicts = self.decode != "grow"
         decoded = range(max(first, boundary), last)
         if evicts or single:
             steps += [

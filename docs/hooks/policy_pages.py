@@ -106,7 +106,7 @@ def page(name: str) -> str:
     blocks = [
         f"---\ntitle: {name}\ndescription: {about(name)!r}\nsearch: {{boost: {boost}}}\n---\n# `{name}`",
         about(name),
-        f"    python -m kvbench policy={name}{' budget=256' * budgeted}{_needed(config)}",
+        f"    kvbench policy={name}{' budget=256' * budgeted}{_needed(config)}",
         *_decisions(config),
         *(_schedule(config) if _chooses(config) else []),
     ]

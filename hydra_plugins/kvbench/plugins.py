@@ -139,7 +139,7 @@ class KvbenchLauncher(Launcher):
                 choices = dict(config.hydra.runtime.choices)
                 title = " ".join(word for word in overrides if word not in common) or f"policy={choices['policy']}"
                 composed.append(Composed(title, plain(config), choices, folders()))
-            command = shlex.join(["python", "-m", "kvbench", *sys.argv[1:]])
+            command = shlex.join(["kvbench", *sys.argv[1:]])
             found = jobs.run_sweep(composed, command, jobs.Launcher(**self.fields))
         failed = sum(status.error is not None for status in found)
         error = CompactHydraException(f"{failed} of {len(found)} runs failed")

@@ -1,4 +1,4 @@
-"""`kvbench.evaluate`: policies, budgets and tasks on one model, as `python -m kvbench -m` runs them."""
+"""`kvbench.evaluate`: policies, budgets and tasks on one model, as `kvbench -m` runs them."""
 
 from __future__ import annotations
 
@@ -102,6 +102,8 @@ def _given(model: Model, tokenizer: PreTrainedTokenizerBase | None, dtype: str, 
         if tokenizer is not None:
             raise UsageError(f"tokenizer= is for a model object: model={model} has its own")
         return None
+    if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
+        raise UsageError(f"tokenizer= must be a tokenizer of transformers, got a {type(tokenizer).__name__}")
     if tokenizer is None:
         raise UsageError(f"tokenizer= is missing: {given_name(model)} is a model object")
     if (dtype, device) != ("auto", "auto"):

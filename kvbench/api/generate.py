@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.engine.sequence import TokenSampler
-from kvbench.errors import UsageError
+from kvbench.errors import ConfigError, UsageError, as_python, whole_number
 from kvbench.models.given import borrowed
 from kvbench.models.prompts import end_tokens, stop_test
 from kvbench.models.tokens import Encoder, encode
@@ -46,13 +48,20 @@ def generate(
     samples: answers per row, which are neighbours in the result. seed: of sampled tokens and of policies that draw
     numbers per token (`random`, CaM), which also differ between rows and samples; a `KVCache` in `model.generate` has
     only the policy's own seed. `tokens` of the result are the answers, `cache` is the cache at the end.
-    Raises ValueError for a wrong value, BudgetError if the cache holds more than the policy allows.
+    Warns of more tokens than the model has positions. Raises ValueError for a wrong value, BudgetError if the cache
+    holds more than the policy allows.
     """
-    if tokenizer is None and (isinstance(prompt, str) or stop):
-        raise UsageError(f"tokenizer= is missing, {'a text' if isinstance(prompt, str) else 'stop='} needs it")
+    max_new_tokens, min_new_tokens, seed = as_python((max_new_tokens, min_new_tokens, seed))
+    _check(model, prompt, policy, tokenizer, attention_mask, stop)
+    whole_number("max_new_tokens", max_new_tokens, 1)
+    whole_number("min_new_tokens", min_new_tokens, 0)
+    whole_number("seed", seed, 0)
+    if context_tokens is not None:
+        whole_number("context_tokens", context_tokens, 1)
     if isinstance(prompt, str):
         assert tokenizer is not None
         prompt = torch.tensor([encode(tokenizer, prompt)])
+    _warn_of_positions(model, prompt.shape[1] + max_new_tokens)
     sampling = run_config.Generation(temperature, top_p, top_k, samples).sampling
     answers = [(row, sample) for row in range(len(prompt)) for sample in range(samples)]
     if isinstance(question, Sequence):
@@ -74,6 +83,43 @@ def generate(
             else [TokenSampler(sampling, seed, *one) for one in answers],
             examples=[(seed, index) for index in range(len(answers))],
             encoder=None if tokenizer is None else Encoder(tokenizer),
+        )
+
+
+def _check(model: object, prompt: object, policy: object, tokenizer: object, mask: object, stop: object) -> None:
+    """Raise UsageError for arguments of a wrong type or shape."""
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError("model", type(model), "a loaded model of transformers")
+    if not isinstance(policy, Policy):
+        raise ConfigError("policy", type(policy), "a Policy, such as make_policy('snapkv', 512) gives")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
+        raise ConfigError("tokenizer", type(tokenizer), "a tokenizer of transformers")
+    if isinstance(stop, str):
+        raise ConfigError("stop", stop, "a list of strings")
+    if tokenizer is None and (isinstance(prompt, str) or stop):
+        raise UsageError(f"tokenizer= is missing, {'a text' if isinstance(prompt, str) else 'stop='} needs it")
+    if not isinstance(prompt, str | Tensor):
+        raise ConfigError("prompt", type(prompt), "a text or token ids [B,T], such as tokenizer(...).input_ids")
+    if isinstance(prompt, Tensor) and (prompt.dim() != 2 or not prompt.numel() or prompt.is_floating_point()):
+        got = f"{str(prompt.dtype).removeprefix('torch.')} {list(prompt.shape)}"
+        raise ConfigError("prompt", got, "a text or token ids [B,T] of at least one token (ids[None] for one row)")
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary = embeddings.weight.shape[0]
+    if isinstance(prompt, Tensor) and not 0 <= int(prompt.min()) <= int(prompt.max()) < vocabulary:
+        raise ConfigError("prompt", [int(prompt.min()), int(prompt.max())], f"token ids from 0 to {vocabulary - 1}")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != getattr(prompt, "shape", None)):
+        shape: object = list(mask.shape) if isinstance(mask, Tensor) else type(mask)
+        raise ConfigError("attention_mask", shape, "a tensor [B,T] with the shape of the token ids")
+
+
+def _warn_of_positions(model: PreTrainedModel, tokens: int) -> None:
+    """Warn, as transformers does, of more tokens than the model has positions."""
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if positions is not None and tokens > positions:
+        warnings.warn(
+            f"the prompt and max_new_tokens are {tokens} tokens, but the model has {positions} positions: the text may "
+            "lose its sense behind them",
+            stacklevel=3,
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from kvbench.report.html.report import write_report
 from kvbench.report.table import pivot, results_table, text
 from kvbench.results import result
 from kvbench.results.columns import frame
+from kvbench.results.metrics import mean_kept
 from kvbench.results.result import Result
 
 if TYPE_CHECKING:
@@ -40,6 +43,35 @@ class Results(result.Results):
         """
         return frame(self.by(by))
 
+    def samples_df(self) -> pd.DataFrame:
+        """A DataFrame with one row for each example: run, prompt hash, output, references, score, tokens and bytes."""
+        import pandas as pd
+
+        rows = []
+        for row in self:
+            about = {name: getattr(row, name) for name in ("run_id", "model", "task", "policy", "budget")}
+            for sample in row.samples:
+                known = {k: v for k, v in vars(sample).items() if k not in ("metadata", "likelihood", "kept_tokens")}
+                own = {"kept_tokens": mean_kept(sample), "nll": sample.likelihood and sample.likelihood.nll}
+                rows.append({**about, **sample.metadata, **known, **own})
+        return pd.DataFrame(rows).dropna(axis="columns", how="all")
+
+    def over_seeds(self) -> pd.DataFrame:
+        """Mean and standard deviation of the scores over seeds, for runs that differ in nothing else."""
+        import pandas as pd
+
+        groups: dict[str, list[Result]] = {}
+        for row in self:
+            groups.setdefault(json.dumps({**row.identity, "seed": None}, sort_keys=True), []).append(row)
+        found = []
+        for rows in groups.values():
+            values = [row.value for row in rows if row.value is not None]
+            about = {name: getattr(rows[0], name) for name in ("model", "task", "policy", "budget")}
+            about |= {key: value for key, value in rows[0].differs.items() if key not in ("seed", *about)}
+            spread = {"mean": fmean(values) if values else None, "std": stdev(values) if len(values) > 1 else None}
+            found.append({**about, "seeds": len(values), **spread})
+        return pd.DataFrame(found)
+
     def table(self) -> pd.DataFrame:
         """The printed table: columns that differ between the rows, scores with their intervals, as text."""
         return results_table(self).frame
@@ -49,16 +81,16 @@ class Results(result.Results):
         return pivot(self, across).frame
 
     def report(self, path: str | Path) -> Path:
-        """Write the HTML report of `python -m kvbench.report` and return its path."""
+        """Write the HTML report of `kvbench report` and return its path."""
         write_report(self, self.folder, Path(path))
         return Path(path)
 
     def __repr__(self) -> str:
         return text(results_table(self))
 
-    def _repr_html_(self) -> str:
-        """The table in a notebook."""
-        return html(results_table(self))
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        """The table in a notebook, which shows one of the two."""
+        return {"text/plain": repr(self), "text/html": html(results_table(self))}
 
 
 def load_results(folder: str | Path) -> Results:

@@ -31,6 +31,8 @@ def steps_alike(policy: Policy) -> bool:
     """Whether all decoding steps of a policy are equal: each appends a token, and evicts one or none."""
     if policy.granularity == "query_head" or policy.reader is not None or policy.merger.needs.bias or policy.rates:
         return False
+    if evicts(policy) and not policy.store.exact:
+        return False
     needs = policy.needs
     return not evicts(policy) or (policy.schedule.one_each and not (needs.model or needs.memory or needs.question))
 
@@ -47,7 +49,7 @@ def can_join(sequence: Sequence) -> bool:
     shapes = set()
     for layer in sequence.layers:
         store = layer.store if layer.opened and not layer.unsettled else None
-        if type(store) is not SlotStore or store.slots.bias is not None:
+        if not isinstance(store, SlotStore) or store.step_format is None:
             return False
         if store.starts is None and not store.slots.packed and store.free is None:
             return False
@@ -55,9 +57,14 @@ def can_join(sequence: Sequence) -> bool:
             return False
         if evicting and policy.merger.merges and store.free is None:  # its thresholds begin with its first eviction
             return False
-        keys, values = store.memory["keys"], store.memory["values"]
-        shapes.add((keys.shape[-1], values.shape[-1], keys.shape[1] if store.starts is None else 0, keys.device))
+        dims, heads = store.step_format[1:], store.first.shape[1] if store.starts is None else 0
+        shapes.add((*dims, heads, store.first.device))
     return len(shapes) == 1
+
+
+def step_formats(sequence: Sequence) -> list[object]:
+    """The format of every layer; sequences of equal formats share an arena."""
+    return [slot_store(layer).step_format for layer in sequence.layers]
 
 
 def slot_store(layer: Layer) -> SlotStore:
@@ -78,20 +85,30 @@ def slots_to_grow(sequence: Sequence, layer: Layer) -> int:
 class Arena:
     """The arenas of all layers, empty at first, and alike in shapes and dtypes.
 
-    keys, values: [N,D] or shorter, of each layer. positions [L,N] int32, -1 = empty; statistics [L,N,G'] by name and
-    G'; weights [L,N,G]: attention of the newest queries, if a policy uses it. offsets [L,1,1]: of the layers in these
+    memory: keys and values, or their codes, of each layer by name, [N,...] or shorter. positions [L,N] int32, -1 =
+    empty; statistics [L,N,G'] by name and G'; weights [L,N,G]: attention of the newest queries, if a policy uses it.
+    offsets [L,1,1]: of the layers in these
     tensors. version: changes with the addresses.
     """
 
     def __init__(self, layers: int) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.memory: list[dict[str, Tensor]] = []
         self.positions = torch.full((layers, FIRST), -1, dtype=torch.int32)
         self.offsets = torch.zeros(layers, 1, 1, dtype=torch.long)
         self.statistics: dict[tuple[str, int], Tensor] = {}
         self.weights: Tensor | None = None
         self.version = 0
         self._held: list[dict[Layer, range]] = [{} for _ in range(layers)]
+
+    @property
+    def keys(self) -> list[Tensor]:
+        """[N,D] of each layer."""
+        return [memory["keys"] for memory in self.memory]
+
+    @property
+    def values(self) -> list[Tensor]:
+        """[N,D] of each layer."""
+        return [memory["values"] for memory in self.memory]
 
     def start(self, layer: Layer) -> int:
         """The first slot of a sequence in a layer."""
@@ -104,22 +121,23 @@ class Arena:
 
     def hold(self, index: int, layers: List[Layer]) -> None:
         """Move the slots of sequences in one layer into its arena. Layers are held in order the first time."""
-        held, new, first = self._held[index], dict[Layer, range](), slot_store(layers[0]).memory
-        if index == len(self.keys):
-            self.positions = self.positions.to(first["keys"].device)
-            self.keys.append(first["keys"].new_zeros(FIRST, first["keys"].shape[-1]))
-            self.values.append(first["values"].new_zeros(FIRST, first["values"].shape[-1]))
+        held, new, first = self._held[index], dict[Layer, range](), slot_store(layers[0])
+        if index == len(self.memory):
+            self.positions = self.positions.to(first.first.device)
+            slots = 3 if first.starts is None else 1  # dimensions
+            empty = {name: x.new_zeros(FIRST, *x.shape[slots:]) for name, x in first.token_memory.items()}
+            self.memory.append(empty)
         for layer in layers:
             new[layer] = _gap([*held.values(), *new.values()], slot_store(layer).capacity)
         end = max(slots.stop for slots in new.values())
-        if end > len(self.keys[index]):
-            self._enlarge(index, max(end, int(LARGER * len(self.keys[index]))))
+        slots = len(next(iter(self.memory[index].values())))
+        if end > slots:
+            self._enlarge(index, max(end, int(LARGER * slots)))
         held.update(new)
         for layer in layers:
             store = slot_store(layer)
-            store.segments()  # the memory has positions from now on, -1 in free slots
             for name, x in store.memory.items():
-                if name not in ("keys", "values", "positions"):
+                if name not in ("positions", *self.memory[index]):
                     self.statistics.setdefault((name, x.shape[-1]), x.new_zeros(*self.positions.shape, x.shape[-1]))
             self._view(layer, copied=True)
 
@@ -127,16 +145,15 @@ class Arena:
         """Free the slots of a sequence in a layer; and the memory of the layer, if it is the last one."""
         del self._held[layer.index][layer]
         if last:
-            for memory in (self.keys, self.values):
-                memory[layer.index] = memory[layer.index].new_empty(0)
+            memory = self.memory[layer.index]
+            memory.update({name: x.new_empty(0, *x.shape[1:]) for name, x in memory.items()})
 
     def _enlarge(self, index: int, slots: int) -> None:
         """Copy the arena of a layer into a larger one. Small tensors are enlarged for all layers."""
-        for memory in (self.keys, self.values):
-            memory[index] = _longer(memory[index], slots, 0)
+        self.memory[index] = {name: _longer(x, slots, 0) for name, x in self.memory[index].items()}
         changed = [index]
         if slots > self.positions.shape[1]:
-            changed = list(range(len(self.keys)))
+            changed = list(range(len(self.memory)))
             self.positions = _longer(self.positions, slots, 1, fill=-1)
             self.offsets = torch.arange(len(self.offsets), device=self.positions.device)[:, None, None] * slots
             self.statistics = {name: _longer(x, slots, 1) for name, x in self.statistics.items()}
@@ -149,10 +166,11 @@ class Arena:
         """Give a layer a store whose memory are views of the arena, into which its tokens are `copied` or are there."""
         index, here, store = layer.index, self._held[layer.index][layer], slot_store(layer)
         slots, memory = slice(here.start, here.stop), {}
+        if copied:  # of memory without positions too
+            self.positions[index, slots] = store.slot_positions().flatten()
         for name, x in store.memory.items():
-            if name in ("keys", "values"):
-                whole = (self.keys if name == "keys" else self.values)[index]
-            else:
+            whole = self.memory[index].get(name)
+            if whole is None:
                 whole = (self.positions if name == "positions" else self.statistics[name, x.shape[-1]])[index]
             memory[name] = whole[slots].view(x.shape)
             if copied:

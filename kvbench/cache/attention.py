@@ -24,8 +24,11 @@ def attend(step: Step, needs: Needs) -> Tensor:
 
     Weights and sums that the scorer needs of this attention are stored in `step.observation`.
     """
-    if step.pages is not None and (out := step.pages.attend(step, step.sequence.budgets.prompt)) is not None:
-        return out
+    if step.pages is not None:
+        call = step.queries, step.positions, step.store, step.params
+        out = step.pages.attend(*call, step.sequence.budgets.prompt)
+        if out is not None:
+            return out
     if step.params.latents is not None:
         step = step.of_all_heads
     if step.observed and (needs.newest_row or needs.sums is not None):

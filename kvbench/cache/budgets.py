@@ -74,7 +74,7 @@ class Budgets:
         if not self._after:
             self._after = self._after_prompt()
         held, every, tokens = self._after, schedule.every, seen - self.prompt - schedule.late
-        if schedule.decode == "grow" or tokens == 0:
+        if schedule.decode != "evict" or tokens == 0:
             return [n + tokens for n in held]
         if isinstance(self._policy.selection, Pages):  # whole pages, of which the newest may be short, leave later
             return [min(n + tokens, b + every - 1) for n, b in zip(held, self._shares, strict=True)]

@@ -22,16 +22,19 @@ from transformers.cache_utils import Cache
 from kvbench.cache import NAME
 from kvbench.cache.attention import attend, attend_to_survivors
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call, check_scores
+from kvbench.cache.columns import Columns, real_columns
 from kvbench.cache.eviction import Evictions
 from kvbench.cache.hook import LayerCall, SharedCall, expect
+from kvbench.cache.inputs import ReadsHidden
 from kvbench.cache.interface import check_attention, check_interface, check_model, check_policy, uncompiled
 from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, check_padding
-from kvbench.cache.sequence import Sequence
+from kvbench.cache.sequence import Sequence, spread
 from kvbench.cache.shared import SharedReads
-from kvbench.cache.step import Step, no_attention
+from kvbench.cache.step import Step, append, no_attention
 from kvbench.cache.views import EmptyLayer, KVLayer, stacked
+from kvbench.errors import ConfigError, as_python
 from kvbench.policies.latents import check_latents
 from kvbench.policies.observation import AttentionParams, StepCache
 from kvbench.policies.policy import Policy
@@ -41,7 +44,7 @@ from kvbench.policies.stores.slots import owned
 __all__ = ["BudgetError", "KVCache", "ScoreError"]
 
 
-class KVCache(Cache):
+class KVCache(ReadsHidden, Cache):
     """A cache that keeps the tokens that its policy selects. Pass it to `model.generate` or to the model itself.
 
     prompt_length: tokens of the prompt, one number or one per sequence. Without it the first call is the whole prompt;
@@ -75,6 +78,9 @@ class KVCache(Cache):
         prompt_length: int | List[int] | None = None,
         question: int | List[int] | None = None,
     ) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            raise ConfigError("config", type(config), "a model's configuration, as in KVCache(model.config, policy)")
+        prompt_length, question = as_python((prompt_length, question))
         self.config = config.get_text_config(decoder=True)
         check_interface(self.config)
         self._prompt_length, self._question = prompt_length, question
@@ -89,11 +95,13 @@ class KVCache(Cache):
         named = [len(x) for x in (prompt_length, question) if isinstance(x, List)]
         self._add_sequences(named[0] if named else 1)
         self.one_prompt = False  # all sequences process one and the same prompt
-        self._evictions = Evictions()
         self._shared = SharedReads(self._layout) if self._layout.owners else None
+        self._evictions = Evictions(self._shared)
         self._reader: ReferenceType[nn.Module] | None = None  # the model's first attention module
         self._counts: list[int] = []  # tokens of each sequence in the running call
         self._places = self._layout.places
+        self._dtype: torch.dtype | None = None
+        self._shifts: dict[int, int] = {}  # positions in the model minus those of the cache, see `real_columns`
         layers: list[Any] = [self._new_layer(index) for index in range(self._layout.layers)]
         self.attention_layers: list[KVLayer] = [layers[index] for index in self._layout.attention]
         super().__init__(layers=layers)
@@ -123,11 +131,11 @@ class KVCache(Cache):
                 raise ValueError(f"the cache has {len(self.sequences)} sequences, the model was called with {rows}")
             self._add_sequences(rows)
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, **kwargs: Any) -> Tensor:  # noqa: ANN401
+    def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
         """Append the inputs [B,D,M] of a convolution, whose layer may come before the first one with attention."""
         if not self.one_prompt:
             self._begin_rows(len(conv_states))
-        found: Tensor = super().update_conv_state(conv_states, layer_idx, **kwargs)
+        found: Tensor = super().update_conv_state(conv_states, *args, **kwargs)
         return found
 
     # --- one call of the model, layer by layer -----------------------------------------------------------------------
@@ -147,7 +155,7 @@ class KVCache(Cache):
         return call, call
 
     def called(
-        self, call: LayerCall, module: nn.Module, queries: Tensor, mask: Tensor | None, params: AttentionParams
+        self, call: LayerCall, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
     ) -> Tensor:
         """The attention of a layer, or of a later layer that shares its keys and values."""
         index, keys, values = self._places[call.index], call.new_keys, call.new_values
@@ -162,7 +170,21 @@ class KVCache(Cache):
             self._reader = check_model(self.config, self._reader, module)
         if any(sequence.policy.needs.model for sequence in self.sequences):
             params = params._replace(model=model_layer(module, queries))
+        mask = self._real(columns, queries) if index == 0 else None
         return self.attend(index, queries, keys, values, mask, params)
+
+    def _real(self, columns: Columns, queries: Tensor) -> Tensor | None:
+        """The new tokens of a call that are no padding; sequences of the engine are checked and have none."""
+        if not self.sequences or self.sequences[0].isolated:
+            return None
+        if self._dtype not in (None, queries.dtype):
+            raise ValueError(
+                f"this KVCache holds numbers in {self._dtype}, but the model computes in {queries.dtype} now: make a "
+                "new cache after the model was converted"
+            )
+        self._dtype = queries.dtype
+        seen = [one.seen for one in self.sequences] if self.sequences[0].started else []
+        return real_columns(columns, seen, queries.shape[0], queries.shape[2], self._shifts)
 
     def attend(
         self, index: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams
@@ -190,13 +212,13 @@ class KVCache(Cache):
         for sequence in sorted(self.sequences, key=lambda sequence: sequence.cost):
             try:
                 for span in sequence.spans if sequence.error is None else ():
-                    step = sequence.append(
-                        sequence.layers[index], span, queries, keys, values, params, known[sequence.policy.granularity]
-                    )
+                    self._pass_hidden(sequence, 0, slice(None))
+                    shared = known[sequence.policy.granularity]
+                    step = append(sequence, index, span, queries, keys, values, params, shared)
                     if out is None:
                         out = self._attend_step(step, row=0)
                     else:
-                        self._add_eviction(step)
+                        self._evictions.add(step)
             except Exception as error:
                 sequence.fail(error)
         return no_attention(queries, values, params) if out is None else out
@@ -215,12 +237,13 @@ class KVCache(Cache):
                 for span in sequence.spans if sequence.error is None else ():
                     first = columns - count + span.start - sequence.spans[0].start
                     here = slice(first, first + span.end - span.start)
+                    self._pass_hidden(sequence, row, here)
                     if here == slice(0, columns):
-                        out = self._attend_step(sequence.append(sequence.layers[index], span, *own, params), row)
+                        out = self._attend_step(append(sequence, index, span, *own, params), row)
                         continue
                     out = no_attention(own[0], own[2], params) if out is None else out
                     some = own[0][:, :, here], own[1][:, :, here], own[2][:, :, here]
-                    step = sequence.append(sequence.layers[index], span, *some, params)
+                    step = append(sequence, index, span, *some, params)
                     out[:, :, here] = self._attend_step(step, row, first)
             except Exception as error:
                 sequence.fail(error)
@@ -236,12 +259,24 @@ class KVCache(Cache):
         if self._shared is not None:
             self._shared.add(step.layer.index, row, first, step)
         if attends_first:
-            self._add_eviction(step)
+            self._evictions.add(step)
         return out
 
-    def _add_eviction(self, step: Step) -> None:
-        """Evict after a step has attended, and after its readers have."""
-        self._evictions.add(step, self._shared is not None and self._shared.delays(step))
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether a policy scores tokens by the input of attention."""
+        return any(sequence.policy.needs.hidden for sequence in self.sequences)
+
+    def _pass_hidden(self, sequence: Sequence, row: int, here: slice) -> None:
+        """Pass the input [1,m,hidden] of the attention layer that runs to a scorer that reads it."""
+        if not sequence.policy.needs.hidden:
+            return
+        if self.hidden is None:
+            raise ValueError(
+                f"{sequence.policy.name} scores tokens by the input of attention, which model.generate does not pass "
+                "to its cache: use kvbench.generate"
+            )
+        sequence.shared["hidden"] = self.hidden[row : row + 1, here]
 
     def _begin_call(self, queries: Tensor, mask: Tensor | None) -> None:
         """Split a call of queries [B,H_q,M,D] into the steps of every sequence."""
@@ -374,6 +409,13 @@ class KVCache(Cache):
         """[L,B,H_kv] tokens held by the attention layers. ValueError if layers differ in their number of KV heads."""
         return stacked(self.kept_by_layer())
 
+    def __repr__(self) -> str:
+        kept = self.kept_by_layer()
+        tokens = sum(float(layer.sum()) for layer in kept) / max(1, sum(layer.numel() for layer in kept))
+        held = f"{tokens:,.1f} of {self.seen:,} tokens per KV head, {self.held_nbytes / 2**20:,.2f} MiB"
+        budget = "" if self.policy.budget is None else f", budget {self.policy.budget:g}"
+        return f"<KVCache {self.policy.name or 'policy'}{budget}: {held} in {len(kept)} layers>"
+
     def audit(self) -> None:
         """Raise BudgetError unless every layer holds at most what its policy promises, at valid positions.
 
@@ -408,11 +450,3 @@ def together(caches: List[KVCache], one_prompt: bool = False) -> KVCache:
     found.sequences += [sequence for cache in caches for sequence in cache.sequences]
     found.one_prompt = one_prompt
     return found
-
-
-def spread(given: int | List[int] | None, sequences: int, name: str) -> list[int | None]:
-    """One number for each sequence, from one for all or a list. ValueError for a list of another length."""
-    numbers: List[int | None] = given if isinstance(given, List) else [given] * sequences
-    if len(numbers) != sequences:
-        raise ValueError(f"{name} names {len(numbers)} sequences, the model was called with {sequences}")
-    return list(numbers)

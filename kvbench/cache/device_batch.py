@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from kvbench.cache.arena import ENDLESS, PADDING, Arena, can_join, evicts, slot_store, slots_to_grow
+from kvbench.cache.arena import ENDLESS, PADDING, Arena, can_join, evicts, slot_store, slots_to_grow, step_formats
 from kvbench.cache.cache import KVCache
 from kvbench.cache.device_eviction import WINDOW, Kind, Part, kind_of
 from kvbench.cache.footprint import decoded
@@ -38,6 +38,7 @@ from kvbench.kernels.prompt import one_for_all
 from kvbench.kernels.references import NewTokens
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
+from kvbench.policies.stores.token_codes import TokenCodeLayerStore, TokenCodeStore
 
 LENGTHS = "starts", "counts", "free", "limit", "nan", "next", "advance"
 
@@ -87,6 +88,8 @@ class DeviceBatch(KVCache):
 
     def _clear(self) -> None:
         self._arena = Arena(len(self.attention_layers))
+        self._formats: list[object] = []  # of the layers; one for all sequences
+        self._codecs: list[TokenCodeStore | None] = []  # of the layers; None: keys and values as they are
         self._longest = 0  # bound of the length of a segment
         self._kinds: list[Kind] = []  # of the rows
         self._empty: dict[Kind, State] = {}  # of padding
@@ -124,6 +127,9 @@ class DeviceBatch(KVCache):
                 states |= self._lengthen(member)
         joining = [sequence for sequence in sequences if can_join(sequence)] if self._supported else []
         if joining:
+            self._formats = self._formats or step_formats(joining[0])
+            joining = [one for one in joining if step_formats(one) == self._formats]
+        if joining:
             states |= self._enter(joining)
         taken = {member.row for member in self._members.values()}
         for sequence, state in states.items():
@@ -151,6 +157,7 @@ class DeviceBatch(KVCache):
                 layer.recent.held = queries, positions
             layer.memory |= {name: state[name][layer.index, None] for name in layer.memory if name in state}
             sequence.note_bytes(layer.index)
+        sequence.note_step()
         sequence.nan_flags = dict(enumerate(state["nan"][:, None]))
         sequence.states = {name: x.clone() for name, x in sequence.states.items()}
         self._write(member.row, self._empty[member.kind])
@@ -179,6 +186,8 @@ class DeviceBatch(KVCache):
         for index in range(len(self.attention_layers)):
             self._arena.hold(index, [sequence.layers[index] for sequence in sequences])
         states = {}
+        stores = [layer.store for layer in sequences[0].layers]
+        self._codecs = [held.store if isinstance(held, TokenCodeLayerStore) else None for held in stores]
         for sequence in sequences:
             states[sequence] = state = self._new_state(sequence)
             self._members[sequence] = member = _member(sequence)
@@ -310,22 +319,26 @@ class DeviceBatch(KVCache):
             self._take_slots()
         arena, (starts, counts, slots) = self._arena, self._of_layers[index]
         self._attended.append((queries, params))
-        out = decode_attention_flat(
-            queries,
-            arena.keys[index],
-            arena.values[index],
-            self.positions,
-            arena.positions[index],
-            starts,
-            counts,
-            self._longest,
-            params.scaling,
-            params.softcap,
-            params.sliding_window,
-            one_for_all(params.sinks),
-            sums=None if arena.weights is None else arena.weights[index],
-            new_tokens=NewTokens(keys, values, slots),
-        ).out
+        tokens, codec = NewTokens(keys, values, slots), self._codecs[index]
+        places, memory = (self.positions, arena.positions[index]), arena.memory[index]
+        if codec is not None:
+            out = codec.decode_step(queries, tokens, memory, places, (starts, counts), self._longest, params)
+        else:
+            out = decode_attention_flat(
+                queries,
+                memory["keys"],
+                memory["values"],
+                *places,
+                starts,
+                counts,
+                self._longest,
+                params.scaling,
+                params.softcap,
+                params.sliding_window,
+                one_for_all(params.sinks),
+                sums=None if arena.weights is None else arena.weights[index],
+                new_tokens=tokens,
+            ).out
         if index == len(self.attention_layers) - 1:
             asked, how = zip(*self._attended, strict=True)
             newest = torch.stack(asked) if self._parts else queries

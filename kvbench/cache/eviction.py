@@ -17,8 +17,10 @@ from torch import Tensor
 from kvbench.cache.cascade import OnItsWay, can_cut, cut_to_shares, on_its_way
 from kvbench.cache.rerotate import close_gaps
 from kvbench.cache.rows import PaddedRows, Rows, batches, key, note_nan
+from kvbench.cache.shared import SharedReads
 from kvbench.cache.step import Step
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
+from kvbench.policies.allocators.threshold import Threshold
 from kvbench.policies.mergers.merger import Eviction, OneEviction
 from kvbench.policies.observation import Observation
 from kvbench.policies.policy import Policy
@@ -42,24 +44,23 @@ class Measured:
 class Evictions:
     """The evictions of a cache that wait, in the order in which they became due."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads: SharedReads | None) -> None:
+        self._reads = reads
         self._measured: list[Measured] = []  # shared out before the next layer appends its tokens
         self._shared: list[Step] = []  # of layers that later layers of the call read
         self._end_of_call: list[Step] = []
         self._pre_pass: list[Step] = []
         self._unsettled: list[Step] = []  # evicted, but their queries have not attended yet
 
-    def add(self, step: Step, shared: bool = False) -> None:
-        """Evict after a layer has attended, or as soon as all inputs of the eviction are known.
-
-        shared: other layers read this layer and have not attended yet.
-        """
+    def add(self, step: Step) -> None:
+        """Evict after a layer has attended, and its readers, or as soon as all inputs of the eviction are known."""
         layer, policy, store = step.layer, step.policy, step.layer.store
         flat = isinstance(store, SlotStore) and store.starts is not None
         alike = policy.layers_alike and not (flat or policy.allocator.per_head)
         step.in_place = step.phase == "decode" or (alike and layer.compacted)
-        if shared:
-            self._shared.append(step)
+        attends_first = policy.schedule.order == "attend_then_evict"
+        if attends_first and self._reads is not None and not self._reads.all_read and self._reads.delays(step):
+            self._shared.append(step)  # other layers read this layer and have not attended yet
             return
         if step.observed:
             # In a prompt only if the layer has its final size: before, it may hold many more tokens than its budget.
@@ -75,9 +76,9 @@ class Evictions:
                 self._pre_pass.append(step.without_queries())
             else:
                 self._evict_or_rank(step)
-        step.sequence.finish_step(step)
-        if policy.schedule.order == "attend_then_evict":
-            step.sequence.settle(layer, step)
+        step.finish()
+        if attends_first:
+            step.settle()
         else:
             self._unsettled.append(step)
 
@@ -114,11 +115,11 @@ class Evictions:
         due, self._end_of_call = self._end_of_call, []
         evict(due)
         for step in due:
-            step.sequence.finish_step(step)
+            step.finish()
         due, self._unsettled = [*due, *self._unsettled], []
         for step in due:
             if step.sequence.error is None:
-                step.sequence.settle(step.layer, step)
+                step.settle()
 
     def pre_pass_done(self) -> None:
         """Carry out the evictions that waited for a pre-pass."""
@@ -130,7 +131,7 @@ class Evictions:
                     self._evict_or_rank(step)
                 except Exception as error:
                     step.sequence.fail(error)
-                step.sequence.settle(step.layer, step)
+                step.settle()
 
 
 def evict(due: List[Step]) -> None:
@@ -268,6 +269,9 @@ def _compact(
 def _evict_or_rank(step: Step) -> Measured | None:
     """Evict, or rank a prompt and measure it if an allocator divides the budget among the layers."""
     layer, allocator = step.layer, step.policy.allocator
+    if isinstance(allocator, Threshold):
+        _evict_below(step, allocator)
+        return None
     alone = step.phase == "decode" and not (isinstance(allocator, JointAllocator) and not allocator.per_head)
     if alone or not isinstance(allocator, StatisticAllocator | JointAllocator):
         evict([step])
@@ -283,6 +287,20 @@ def _evict_or_rank(step: Step) -> Measured | None:
         if layer.index == len(step.sequence.layers) - 1:
             _compact_jointly(step, allocator)
     return None
+
+
+def _evict_below(step: Step, allocator: Threshold) -> None:
+    """Evict the tokens below a threshold. Heads keep different numbers; a layer counts those of its longest head."""
+    _observe(step)
+    if not step.span.evicts:
+        return
+    ranking = step.policy.rank(step.observation, step.layer.store.state)
+    note_nan([step], ranking)
+    ranking = allocator.marked(ranking)
+    counts, held = ranking.protected.sum(-1), ranking.occupied.sum(-1)
+    excess = int((held - counts).max())
+    if excess > 0:
+        _compact(step, ranking, int(counts.max()), excess, step.observation, per_head=counts)
 
 
 def _share(found: Measured) -> None:
@@ -333,4 +351,4 @@ def _settle_all(step: Step) -> None:
     """Every layer has its share: drop the rankings and settle the stores."""
     for layer in step.sequence.layers:
         layer.ranking, layer.unsettled = None, False
-        step.sequence.settle(layer, step)
+        step.of_layer(layer).settle()

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvbench.cache import NAME
+from kvbench.cache.columns import Columns
 from kvbench.cache.interface import InterfaceError, NotATensor, check_interface, uncompiled
+from kvbench.cache.layout import layout_of
 from kvbench.policies.model_layer import Latents
 from kvbench.policies.observation import AttentionParams
 
@@ -42,9 +44,9 @@ class LayerCaller(Protocol):
     """A cache whose layers are called by the attention function."""
 
     def called(
-        self, call: "LayerCall", module: nn.Module, queries: Tensor, mask: Tensor | None, params: AttentionParams
+        self, call: "LayerCall", module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
     ) -> Tensor:
-        """The attention output [B,H_q,M,D] of queries [B,H_q,M,D]; mask [B,M] bool marks the real tokens."""
+        """The attention output [B,H_q,M,D] of queries [B,H_q,M,D]."""
 
 
 class LayerCall(NotATensor):
@@ -96,6 +98,13 @@ def _latent_call(module: nn.Module, value: LayerCall | Tensor) -> tuple[LayerCal
     Raises ValueError for attention without a cache, and for a model without a method that expands latents.
     """
     call, _EXPECTED.call = _EXPECTED.call, None
+    config: Any = module.config
+    switch = layout_of(config).uniform_length
+    if call is None and switch is not None and isinstance(value, Tensor) and value.shape[2] > switch:
+        raise InterfaceError(
+            f"model.generate of this model computes a text again without its cache where it exceeds {switch} tokens "
+            "(longrope), so it cannot use a KVCache there: use kvbench.generate"
+        )
     if call is None or isinstance(value, LayerCall) or call.index != module.layer_idx:
         raise ValueError("kvbench attention reads a KVCache: pass past_key_values=KVCache(model.config, policy)")
     expand: Any = getattr(module, "expand_kv", None)
@@ -139,7 +148,8 @@ def kvbench_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     how = AttentionParams(scale, softcap, window, sinks, latents=latents)
     call.check_reader()
-    return call.cache.called(call, module, query, attention_mask, how).transpose(1, 2).contiguous(), None
+    columns = Columns(attention_mask, kwargs.get("position_ids"))
+    return call.cache.called(call, module, query, columns, how).transpose(1, 2).contiguous(), None
 
 
 def _name(module: nn.Module) -> str:
@@ -162,6 +172,8 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
         raise InterfaceError(
             f"{_name(module)} passes {', '.join(sorted(unknown))} to its attention, which kvbench does not support"
         )
+    if kwargs.get("output_attentions"):
+        raise InterfaceError("kvbench computes no attention weights, so output_attentions=True is not supported")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise InterfaceError(f"{_name(module)} uses attention that is not causal, which kvbench does not support")
 
@@ -200,14 +212,15 @@ def kvbench_mask(
     *args: Any,  # noqa: ANN401
     attention_mask: Tensor | None = None,
     q_length: int,
+    kv_length: int | None = None,
     allow_is_causal_skip: bool = True,
     local_size: int | None = None,
     **kwargs: Any,  # noqa: ANN401
 ) -> Tensor | None:
-    """The new tokens of the call that are no padding, bool [B,1,M,1]; None if all are. Attention is causal by position.
+    """All tokens seen by the end of the call that are no padding, bool [B,1,N,1]; None without a mask.
 
-    ValueError if the model changes the causal mask (bidirectional blocks, packed sequences, chosen tokens), or if
-    prompts are padded on the right, where new tokens would follow padding.
+    Attention is causal by position. ValueError if the model changes the causal mask (bidirectional blocks, packed
+    sequences, chosen tokens), for a call without tokens, and for a mask that does not cover the tokens seen.
     """
     _EXPECTED.call = None  # of a call that failed
     _EXPECTED.window = local_size
@@ -216,15 +229,21 @@ def kvbench_mask(
             "the model changes the causal mask (packed, bidirectional, crossing or chosen tokens), which kvbench does "
             "not follow"
         )
+    seen = (kv_length or q_length) - q_length
+    if q_length == 0:
+        raise ValueError(
+            f"the call brings no token that the cache has not seen: it has seen {seen}, so pass the ids of the whole "
+            "text to model.generate, or new ids with an attention_mask of all tokens"
+        )
     if attention_mask is None or attention_mask.is_meta:  # a trial without numbers has no padding
         return None
-    real = attention_mask[:, -q_length:].to(torch.bool)
-    if q_length > 1 and bool((real[:, :-1] & ~real[:, 1:]).any()):
+    if kv_length is not None and attention_mask.shape[-1] != kv_length:
         raise ValueError(
-            "attention_mask must mark padding on the left only, so that every prompt ends in the last column: "
-            'tokenize with padding_side="left"'
+            f"attention_mask has {attention_mask.shape[-1]} columns, but the cache has seen {seen} tokens "
+            f"(evicted ones included) and the call brings {q_length}: pass a mask with {kv_length} columns, or none "
+            "without padding"
         )
-    return None if bool(real.all()) else real[:, None, :, None]
+    return attention_mask.to(torch.bool)[:, None, :, None]
 
 
 AttentionInterface.register(NAME, kvbench_attention)

@@ -138,7 +138,7 @@ def check_model(
             "this KVCache holds what another model computed: make a cache for each model, KVCache(model.config, "
             "policy), or call cache.reset() first"
         )
-    for field in ("model_type", "num_hidden_layers", "hidden_size"):
+    for field in ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"):
         mine, its = getattr(config, field, None), getattr(module.config, field, None)
         if mine != its:
             raise ValueError(

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from kvbench.cache.columns import Columns
 from kvbench.cache.hook import LayerCall
 from kvbench.cache.interface import InterfaceError
 from kvbench.cache.layout import layout_of
@@ -155,7 +156,7 @@ class _Recorder:
         return call, call
 
     def called(
-        self, call: LayerCall, module: nn.Module, queries: Tensor, mask: Tensor | None, params: AttentionParams
+        self, call: LayerCall, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
     ) -> Tensor:
         self.queries, values = queries, call.new_values
         return values.new_zeros(*queries.shape[:3], values.shape[-1])

@@ -3,22 +3,16 @@
 Shapes: B batch, L layers, H_kv KV heads, T slots, P pages, p tokens of a page, D head dim.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from kvbench.cache.step import Step
 from kvbench.kernels.prompt import masked_attention
 from kvbench.kernels.references import visible
-from kvbench.policies.observation import State
+from kvbench.policies.observation import AttentionParams, State
 from kvbench.policies.policy import Policy, budget_tokens, read_plan
 from kvbench.policies.readers.reader import Reader, Reading, ReadPlan
 from kvbench.policies.stores.slots import take
 from kvbench.policies.stores.store import LayerStore
-
-if TYPE_CHECKING:
-    from kvbench.cache.sequence import Sequence
 
 
 class PageReads:
@@ -48,15 +42,15 @@ class PageReads:
         """Bytes of the tensors held."""
         return sum(x.nbytes for x in (self.read, self.most, *self.summaries.values()) if x is not None)
 
-    def update(self, step: Step, count: int, prompt: int) -> None:
+    def update(self, store: LayerStore, decodes: bool, count: int, prompt: int) -> None:
         """Summarise the tokens that a step appended; a prompt that is evicted first, with the first decoded token.
 
         count, prompt: tokens that the layer holds, and tokens of the prompt.
         """
-        if self._reader.evicts and step.phase != "decode":
+        if self._reader.evicts and not decodes:
             self.summaries, self.summarised = {}, 0
         elif not self._reader.reads_all(self._index):
-            self.summarise(step.store, count, prompt)
+            self.summarise(store, count, prompt)
 
     def summarise(self, store: LayerStore, count: int, prompt: int) -> None:
         """Summarise all pages from the first one with a new token; see `update`."""
@@ -76,18 +70,20 @@ class PageReads:
             else:
                 self.summaries[name] = torch.cat([old[:, :, :first], new], dim=2)
 
-    def attend(self, step: Step, prompt: int) -> Tensor | None:
-        """Attention [1,H_q,1,D] of a decoded query over the tokens it reads; None if it reads all tokens."""
-        policy, reader, store, params = self._policy, self._reader, step.store, step.params
+    def attend(
+        self, queries: Tensor, at: Tensor, store: LayerStore, params: AttentionParams, prompt: int
+    ) -> Tensor | None:
+        """Attention of a decoded query [1,H_q,1,D] at position [1,1] over the tokens it reads; None if it reads all."""
+        policy, reader = self._policy, self._reader
         positions, plan = store.positions, read_plan(policy, prompt)
-        chosen = visible(step.positions, positions, params.sliding_window)[:, :, 0]
+        chosen = visible(at, positions, params.sliding_window)[:, :, 0]
         fits = reader.mass is None and positions.shape[2] <= plan.tokens
         reads_all = fits or reader.reads_all(self._index)
         self.nbytes_scanned = 0
         if not reads_all:
             reading = Reading(
                 layer=self._index,
-                queries=step.queries,
+                queries=queries,
                 keys=store.keys,
                 positions=positions,
                 summaries=self.summaries,
@@ -106,7 +102,7 @@ class PageReads:
             return None
         order = chosen.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., : plan.tokens]
         places = positions.gather(-1, order).masked_fill(~chosen.gather(-1, order), -1)
-        call = step.queries, take(store.keys, order), take(store.values, order), step.positions, places
+        call = queries, take(store.keys, order), take(store.values, order), at, places
         return masked_attention(*call, params.scaling, params.softcap, params.sliding_window, params.sinks)
 
 
@@ -131,25 +127,3 @@ def chosen_slots(reader: Reader, reading: Reading, plan: ReadPlan) -> Tensor:
     if reader.mass is None:
         chosen = chosen | (seen.sum(-1, keepdim=True) <= tokens)
     return seen & chosen
-
-
-def tokens_read(sequence: "Sequence") -> list[list[int]] | None:
-    """Tokens that the newest query read, [L][H_kv]; None before the first decoded token."""
-    reads = [layer.pages.read for layer in sequence.layers if layer.pages is not None]
-    return [read[0].tolist() for read in reads if read is not None] or None
-
-
-def nbytes_read(sequence: "Sequence") -> int | None:
-    """Bytes of their keys, values and positions, and of the data that selected them, in all layers; None as above."""
-    total, position = 0, 4
-    for layer in sequence.layers:
-        if layer.pages is None or layer.pages.read is None:
-            return None
-        tokens = int(layer.pages.read[0].sum())
-        key, value = (x.shape[-1] * x.element_size() for x in (layer.store.keys, layer.store.values))
-        total += tokens * (key + value + position) + layer.pages.nbytes_scanned
-        reader = sequence.policy.reader
-        if reader is not None and reader.reads_keys:  # keys of tokens that were not selected
-            others = layer.count * layer.store.keys.shape[1] - tokens
-            total += others * (key + position)
-    return total

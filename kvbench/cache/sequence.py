@@ -15,13 +15,11 @@ from transformers import PreTrainedConfig
 from kvbench.cache.budgets import Budgets
 from kvbench.cache.layer import Layer
 from kvbench.cache.layout import layout_of
-from kvbench.cache.step import Step
-from kvbench.policies.observation import AttentionParams, StepCache
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.schedule import Span
-from kvbench.policies.stores.store import CompressedStore
+from kvbench.policies.stores.token_codes import TokenCodeLayerStore
 
 _RULES: dict[object, object] = {}
 
@@ -155,7 +153,7 @@ class Sequence:
             self._check_pre_pass()
         first, schedule = self.seen, self.policy.schedule
         if count == columns == 1 and self.columns > 1 and first >= self.budgets.prompt + schedule.late:
-            self.spans = [Span(first, first + 1, True, schedule.decode == "evict", "decode")]
+            self.spans = [Span(first, first + 1, True, schedule.decode != "grow", "decode")]
         else:
             if not self.started:  # without a given length the first call is the whole prompt
                 self.started = True
@@ -213,7 +211,7 @@ class Sequence:
         self.columns += steps
         self.before = self.columns
 
-    def _place(self, span: Span, device: torch.device) -> tuple[Tensor, Tensor]:
+    def place(self, span: Span, device: torch.device) -> tuple[Tensor, Tensor]:
         """The positions [1,m] of a step, and the number of tokens after it [1], once for all layers."""
         if (span, device) not in self._places:
             positions = torch.arange(span.start, span.end, device=device)[None]
@@ -221,51 +219,6 @@ class Sequence:
                 positions = self.clock[None] + torch.arange(span.end - span.start, device=device)
             self._places[span, device] = positions, positions[0, -1:] + 1  # a new tensor would make the host wait
         return self._places[span, device]
-
-    def end_of(self, span: Span, device: torch.device) -> Tensor:
-        """The number of tokens seen after a step, [1]."""
-        return self._place(span, device)[1]
-
-    def append(
-        self,
-        layer: Layer,
-        span: Span,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        params: AttentionParams,
-        known: StepCache | None = None,
-    ) -> Step:
-        """Append keys and values [1,H_kv,m,D] of a step to a layer, and let its queries enter the window.
-
-        known: values that were computed for another policy in the same step.
-        """
-        policy, decodes = self.policy, span.phase == "decode"
-        if policy.granularity == "query_head":  # each query head keeps its own tokens
-            group = queries.shape[1] // keys.shape[1]
-            keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
-        if not layer.opened:
-            if self.layers[0].opened and policy.granularity != "query_head":
-                heads = self.layers[0].store.keys.shape[1]
-                policy.allocator.check_heads([*[heads] * (len(self.layers) - 1), keys.shape[1]])
-            layer.open(queries, keys, values)
-        positions, fresh, held = self._place(span, queries.device)[0], not layer.count, layer.store
-        held.append(keys, values, positions, absent=False)
-        layer.add(span.end - span.start)
-        alone = len(self.spans) == 1
-        new = queries, keys, values, positions, span, params, held, fresh, alone
-        step = Step(*new, known=known, policy=policy, sequence=self, layer=layer)
-        if layer.pages is not None:
-            layer.pages.update(step, layer.count, self.budgets.prompt)
-            step.pages = layer.pages if decodes else None
-        if isinstance(held, CompressedStore) and held.watching:
-            held.observe(step.seen(None), [self.budgets.prompt])
-        if policy.scorer is not None and (not decodes or span.evicts):
-            if policy.needs.question and not decodes:
-                layer.recent.reopen(max(policy.needs.window, self.budgets.prompt - self.budgets.question))
-            step.window, step.observed = layer.recent.add(queries, positions), True
-        self.note_bytes(layer.index)
-        return step
 
     def end_call(self) -> bool:
         """The evictions of a call are done. Returns whether the audit has to look at it.
@@ -280,19 +233,6 @@ class Sequence:
                 return True
         return self.nan_layer is not None
 
-    def finish_step(self, step: Step) -> None:
-        """A step and its eviction are done: drop queries that later steps do not use."""
-        if step.span.phase != "decode":
-            if step.prompt_done and (step.span.evicts or self.policy.schedule.decode == "grow"):
-                step.layer.recent.limit(self.policy.needs.window_decoding or 0)
-            step.layer.recent.copy()
-
-    def settle(self, layer: Layer, step: Step) -> None:
-        """After a complete prompt the store takes its final form, such as quantized codes."""
-        if step.prompt_done and not layer.unsettled and isinstance(layer.store, CompressedStore):
-            layer.store.settle()
-        self.note_bytes(layer.index)
-
     def note_bytes(self, index: int) -> None:
         """Update the total number of bytes and its peak after a layer changed."""
         now = self.layers[index].nbytes
@@ -301,6 +241,12 @@ class Sequence:
         self.peak_nbytes = max(self.peak_nbytes, self._total_bytes)
         if self.on_change is not None:
             self.on_change(index)
+
+    def note_step(self) -> None:
+        """Update the peak for decoding steps of a `DeviceBatch`, where codes have the newest token twice."""
+        held = self.layers[-1].store
+        twice = held.step_nbytes if isinstance(held, TokenCodeLayerStore) else 0
+        self.peak_nbytes = max(self.peak_nbytes, self._total_bytes + twice)
 
     def footprint(self, kept: List[List[int]], decode_steps: int) -> float:
         """Entries held, summed over the fed tokens and those of pre-passes: mean over layers and KV heads.
@@ -364,3 +310,11 @@ def check_length(length: object) -> int:
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise ValueError(f"a prompt's length must be a whole number of tokens of at least 1, got {length!r}")
     return length
+
+
+def spread(given: int | List[int] | None, sequences: int, name: str) -> list[int | None]:
+    """One number for each sequence, from one for all or a list. ValueError for a list of another length."""
+    numbers: List[int | None] = given if isinstance(given, List) else [given] * sequences
+    if len(numbers) != sequences:
+        raise ValueError(f"{name} names {len(numbers)} sequences, the model was called with {sequences}")
+    return list(numbers)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.layer import Layer
+from kvbench.cache.reading import PageReads
+from kvbench.cache.sequence import Sequence
 from kvbench.policies.latents import LatentObservation
 from kvbench.policies.observation import (
     MOVED,
@@ -25,12 +27,7 @@ from kvbench.policies.observation import (
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Span
 from kvbench.policies.stores.slot_store import SlotStore
-from kvbench.policies.stores.store import LayerStore
-
-if TYPE_CHECKING:
-    from kvbench.cache.layer import Layer
-    from kvbench.cache.reading import PageReads
-    from kvbench.cache.sequence import Sequence
+from kvbench.policies.stores.store import CompressedStore, LayerStore
 
 
 @dataclass(eq=False)  # not frozen, because a frozen dataclass is slower to create, and every layer and token has one
@@ -151,7 +148,7 @@ class Step:
             keys=attended.keys,
             values=attended.values,
             positions=held.positions,
-            seen=self.sequence.end_of(span, self.positions.device),
+            seen=self.sequence.place(span, self.positions.device)[1],
             phase=span.phase,
             params=self.params,
             window=window,
@@ -172,16 +169,74 @@ class Step:
             known={} if self.known is None else self.known,
         )
 
+    # --- the end of a step -------------------------------------------------------------------------------------------
+    def finish(self) -> None:
+        """The step and its eviction are done: drop queries that later steps do not use."""
+        if self.span.phase != "decode":
+            if self.prompt_done and (self.span.evicts or self.policy.schedule.decode == "grow"):
+                self.layer.recent.limit(self.policy.needs.window_decoding or 0)
+            self.layer.recent.copy()
+
+    def settle(self) -> None:
+        """After a complete prompt the store takes its final form, such as quantized codes."""
+        layer = self.layer
+        if self.prompt_done and not layer.unsettled and isinstance(layer.store, CompressedStore):
+            layer.store.settle()
+        self.sequence.note_bytes(layer.index)
+
     def of_layer(self, layer: Layer) -> Step:
         """The same step in a layer, for an eviction of all layers at the end of a prompt; it cannot be observed."""
-        span, none = self.span._replace(phase="prompt"), self.queries.new_empty(0)
-        no_tokens = {"queries": none, "keys": none, "values": none, "window": None, "_observation": None}
-        return replace(self, span=span, layer=layer, store=layer.store, observed=False, known=None, **no_tokens)
+        other = replace(self, span=self.span._replace(phase="prompt"), layer=layer, store=layer.store)
+        other.queries = other.keys = other.values = self.queries.new_empty(0)
+        other.observed, other.window, other.known, other._observation = False, None, None, None
+        return other
 
     def without_queries(self) -> Step:
         """This step as it waits for a pre-pass: without its queries, which take more memory than the cache."""
         seen = replace(self.observation, queries=self.queries[:, :, :0].clone(), known={})
         return replace(self, queries=seen.queries, _observation=seen)
+
+
+def append(
+    sequence: Sequence,
+    index: int,
+    span: Span,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    params: AttentionParams,
+    known: StepCache | None = None,
+) -> Step:
+    """Append keys and values [1,H_kv,m,D] of a step to a layer, and let its queries enter the window.
+
+    known: values that were computed for another policy in the same step.
+    """
+    policy, layer, prompt = sequence.policy, sequence.layers[index], sequence.budgets.prompt
+    if policy.granularity == "query_head":  # each query head keeps its own tokens
+        group = queries.shape[1] // keys.shape[1]
+        keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+    if not layer.opened:
+        if sequence.layers[0].opened and policy.granularity != "query_head":
+            heads = sequence.layers[0].store.keys.shape[1]
+            policy.allocator.check_heads([*[heads] * (len(sequence.layers) - 1), keys.shape[1]])
+        layer.open(queries, keys, values)
+    positions, fresh, held = sequence.place(span, queries.device)[0], not layer.count, layer.store
+    held.append(keys, values, positions, absent=False)
+    layer.add(span.end - span.start)
+    new = queries, keys, values, positions, span, params, held, fresh, len(sequence.spans) == 1
+    step = Step(*new, known=known, policy=policy, sequence=sequence, layer=layer)
+    decodes = span.phase == "decode"
+    if layer.pages is not None:
+        layer.pages.update(held, decodes, layer.count, prompt)
+        step.pages = layer.pages if decodes else None
+    if isinstance(held, CompressedStore) and held.watching:
+        held.observe(step.seen(None), [prompt])
+    if policy.scorer is not None and (not decodes or span.evicts):
+        if policy.needs.question and not decodes:
+            layer.recent.reopen(max(policy.needs.window, prompt - sequence.budgets.question))
+        step.window, step.observed = layer.recent.add(queries, positions), True
+    sequence.note_bytes(index)
+    return step
 
 
 def keeps_window(policy: Policy, budgets: tuple[int, ...]) -> bool:

@@ -105,3 +105,25 @@ class KVLayer(NoRollback, CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+def tokens_read(sequence: Sequence) -> list[list[int]] | None:
+    """Tokens that the newest query read, [L][H_kv]; None before the first decoded token."""
+    reads = [layer.pages.read for layer in sequence.layers if layer.pages is not None]
+    return [read[0].tolist() for read in reads if read is not None] or None
+
+
+def nbytes_read(sequence: Sequence) -> int | None:
+    """Bytes of their keys, values and positions, and of the data that selected them, in all layers; None as above."""
+    total, position = 0, 4
+    for layer in sequence.layers:
+        if layer.pages is None or layer.pages.read is None:
+            return None
+        tokens = int(layer.pages.read[0].sum())
+        key, value = (x.shape[-1] * x.element_size() for x in (layer.store.keys, layer.store.values))
+        total += tokens * (key + value + position) + layer.pages.nbytes_scanned
+        reader = sequence.policy.reader
+        if reader is not None and reader.reads_keys:  # keys of tokens that were not selected
+            others = layer.count * layer.store.keys.shape[1] - tokens
+            total += others * (key + position)
+    return total

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 from kvbench.config.compose import Config, find, load, names, read, resolved
 from kvbench.config.parts import build, field_names, part_class
-from kvbench.errors import ConfigError, UsageError, unknown
+from kvbench.errors import ConfigError, UsageError, as_python, unknown
 
 if TYPE_CHECKING:
     from kvbench.policies.policy import Budget, Policy
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 SCHEDULE = ("schedule", "block", "decode", "every", "protect")
 """The fields of a run that change its policy's schedule, in the order of `scheduled`."""
 BLOCKS, PROMPT = "kvbench.policies.schedule.Blocks", "kvbench.policies.schedule.Prompt"
+METHOD = ("scorer", "pre_pass", "press", "reader")
+"""The parts that use a budget."""
 UNIFORM = "kvbench.policies.allocators.uniform.Uniform"
 
 
@@ -142,11 +144,19 @@ def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
     """The policy of a configuration with its budget. Raises ConfigError for a combination that cannot work."""
     from kvbench.policies.policy import Policy
 
-    counts = any(config.get(part) for part in ("scorer", "pre_pass", "press", "reader"))
+    counts = any(config.get(part) for part in METHOD)
     policy = build({**config, "budget": budget if counts else None})
     if not isinstance(policy, Policy):
         raise ConfigError("_target_", config.get("_target_"), why="is not a policy")
     return policy
+
+
+def check_method(preset: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a part that makes a preset what it is was removed: it would keep every token, as `full`."""
+    for part in METHOD:
+        if preset.get(part) and not config.get(part):
+            why = "is not allowed: without it the policy is another one, so choose that by name, such as policy=full"
+            raise ConfigError(f"policy.{part}", None, why=why)
 
 
 def _inherits(part: Config, name: str) -> bool:
@@ -191,9 +201,11 @@ def make_policy(
     Raises ValueError for an unknown name or field and for a wrong value.
     """
     folders = [Path(config_dir).expanduser()] if config_dir else []
-    config = scheduled(policy_config(slug, folders), schedule, block, decode)
+    preset, budget = scheduled(policy_config(slug, folders), schedule, as_python(block), decode), as_python(budget)
+    config = dict(preset)
     for field, value in fields.items():
-        place(config, field, value)
+        place(config, field, as_python(value))
+    check_method(preset, config)
     return build_policy(resolved({"policy": config, "budget": budget})["policy"], budget)
 
 
@@ -218,8 +230,8 @@ def scheduled(
         raise ConfigError("schedule", schedule, "prompt or blocks")
     if schedule == "prompt" and block is not None:
         raise ConfigError("block", block, why="has no meaning with schedule=prompt")
-    if decode not in (None, "evict", "grow"):
-        raise ConfigError("decode", decode, "evict or grow")
+    if decode not in (None, "evict", "grow", "threshold"):
+        raise ConfigError("decode", decode, "evict, grow or threshold")
     wants_blocks = schedule == "blocks" or (schedule is None and block is not None)
     if wants_blocks or schedule == "prompt":
         config["schedule"] = own = _moved(own, BLOCKS if wants_blocks else PROMPT)
@@ -227,7 +239,7 @@ def scheduled(
         if block != "inf" and (isinstance(block, bool) or not isinstance(block, int | float)):
             raise ConfigError("block", block, "a number of tokens >= 1 or inf")
         own["size"] = math.inf if block == "inf" else block
-    if decode == "grow":  # nothing is evicted while decoding, so `every` and `protect` have no meaning
+    if decode in ("grow", "threshold"):  # no token makes room for another, so `every` and `protect` have no meaning
         config["schedule"] = own = {k: v for k, v in own.items() if k not in ("every", "protect")}
     if config.get("scorer", "?") is None and protect in ("prompt", "none"):
         protect = None  # nothing is evicted, so `full` is one run for all values of `protect`

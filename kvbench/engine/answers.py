@@ -15,7 +15,7 @@ import torch
 from kvbench.cache.cache import BudgetError, KVCache
 from kvbench.cache.footprint import fed
 from kvbench.cache.pressed import PressedCache
-from kvbench.cache.reading import nbytes_read, tokens_read
+from kvbench.cache.views import nbytes_read, tokens_read
 from kvbench.engine.generate import generate
 from kvbench.engine.memory import peak, reset_peak
 from kvbench.engine.prompts import blank
@@ -25,7 +25,7 @@ from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
 from kvbench.models.tokens import Encoder
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
-from kvbench.results.samples import KeptHeads, Sample, kept_heads
+from kvbench.results.samples import KeptHeads, Sample, kept_heads, kept_spans
 from kvbench.run.run import Run
 from kvbench.run.run_config import Sampling
 
@@ -100,6 +100,7 @@ def answered(
         finish_reason="stop" if stopped else "length",
         decode_steps=decode_steps,
         kept_heads=_kept_heads(run, prompt, cache),
+        kept_spans=_kept_spans(run, prompt, cache),
     )
 
 
@@ -168,6 +169,13 @@ def _kept_heads(run: Run, prompt: Prompt, cache: KVCache | PressedCache) -> Kept
     if isinstance(run.policy.pre_pass, PromptChoice):
         return None
     return kept_heads((layer.positions[0] for layer in cache.attention_layers), len(prompt.ids))
+
+
+def _kept_spans(run: Run, prompt: Prompt, cache: KVCache | PressedCache) -> dict[str, float] | None:
+    """The share of the tokens of each named part of the prompt that is held at the end, mean over layers and heads."""
+    if not prompt.spans or isinstance(cache, PressedCache) or isinstance(run.policy.pre_pass, PromptChoice):
+        return None
+    return kept_spans((layer.positions[0] for layer in cache.attention_layers), prompt.spans)
 
 
 def rounded(seconds: float | None) -> float | None:

@@ -1,6 +1,6 @@
 """The decode batch: sequences of any policy, budget, length and example take their decoding steps together.
 
-On a GPU, sequences with dense stores are in a `DeviceBatch`, whose steps may be recorded as CUDA graphs; all others,
+On a GPU, sequences of one kind of store are in a `DeviceBatch`, whose steps may be recorded as CUDA graphs; all others,
 and all on a CPU, are in a plain cache. Each of both is one call of the model. Each sequence has the same tokens, kept
 positions, bytes and audit as in a batch of one: exactly on a CPU, and up to the rounding of its kernels on a GPU.
 

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvbench.cache.attention import attend
 from kvbench.cache.cache import KVCache
+from kvbench.cache.columns import Columns
 from kvbench.cache.footprint import fed
 from kvbench.cache.hook import LayerCall
 from kvbench.cache.interface import InterfaceError
@@ -242,7 +243,7 @@ class _PassCache(KVCache):
                 hook.remove()
 
     def called(
-        self, call: LayerCall, module: nn.Module, queries: Tensor, mask: Tensor | None, params: AttentionParams
+        self, call: LayerCall, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
     ) -> Tensor:
         if self.wanted.reads_layer and not call.done:
             if module not in self.inputs:
@@ -250,7 +251,7 @@ class _PassCache(KVCache):
             self.hidden = self.inputs[module]
             self.inputs.clear()
             params = params._replace(model=model_layer(module, queries))
-        return super().called(call, module, queries, mask, params)
+        return super().called(call, module, queries, columns, params)
 
     def attend(
         self, index: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams

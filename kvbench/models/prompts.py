@@ -12,9 +12,9 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate, takewhile
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from kvbench.errors import UsageError, refusing
 from kvbench.models.shared import shared_texts
+from kvbench.models.spans import Spans, common, token_spans
 from kvbench.models.tokens import Pair, encode, encode_pair, special_ends
 from kvbench.tasks.task import Example, Shared, Task
 
@@ -44,6 +45,7 @@ class Prompt:
     sample: number of the answer, from 0, if several are sampled; example.index then counts answers.
     question: position of the question in a prompt that is compressed as a whole, if the policy needs it.
     turns: for a conversation, the number of tokens of each turn's prompt, which are concatenated in ids.
+    spans: token positions of the parts that the example names.
     """
 
     example: Example
@@ -56,6 +58,7 @@ class Prompt:
     question: int | None = None
     turns: tuple[int, ...] = ()
     dictated: tuple[int, ...] = ()
+    spans: Spans = field(default_factory=dict)
 
     @property
     def most_new_tokens(self) -> int:
@@ -158,7 +161,9 @@ class PromptMaker:
         digest = hashlib.sha256((text + example.dictated + (example.target or "")).encode()).hexdigest()
         target = None if example.target is None else self._target(example)
         bare, tokens = replace(example, prompt="", question="", dictated=""), torch.tensor(ids, dtype=torch.int32)
-        return Prompt(bare, tokens, digest, target, context_tokens=context, question=question, dictated=dictated)
+        spans = token_spans(self._encode, text, whole, len(ids), example.spans) if text == example.prompt else {}
+        whole_prompt = Prompt(bare, tokens, digest, target, spans=spans, dictated=dictated)
+        return replace(whole_prompt, context_tokens=context, question=question)
 
     def _limited(self, example: Example) -> Example:
         """The example with the limit of new tokens that the task allows and that fits the model's positions.
@@ -191,7 +196,7 @@ class PromptMaker:
         If the first text is too long, its middle is removed, as in SCBench's code: the same for all questions.
         """
         chat = bool(self.task.task_of(example).chat and self.tokenizer.chat_template)
-        texts = shared_texts(self.tokenizer, example, shared, chat)
+        texts = shared_texts(self.tokenizer, example, shared, chat, self.task.task_of(example).chat_template_args)
         first, *later = (encode(self.tokenizer, text, special=not n) for n, text in enumerate(texts))
         spare = shared.spare if self.max_positions is None else min(shared.spare, self.max_positions // 2)
         if shared.follow_ups is None:
@@ -256,7 +261,7 @@ class PromptMaker:
                 f"task {self.task.name}: the beginning of the question of example {example.index} is unknown "
                 f"({cause}): use compress=prompt"
             )
-        tokens = _shared(self._encode(context), whole) - (len(whole) - len(ids))
+        tokens = common(self._encode(context), whole) - (len(whole) - len(ids))
         if not before or tokens < 1:
             raise UsageError(
                 f"task {self.task.name}: there is no text before the question of example {example.index}, so that "
@@ -351,11 +356,6 @@ def _log_cut_limit(task: str, limit: int, positions: int) -> None:
         "(set task.max_new_tokens for a lower limit)",
         *(task, limit, positions),
     )
-
-
-def _shared(first: list[int], second: list[int]) -> int:
-    """The length of the common prefix."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def end_tokens(

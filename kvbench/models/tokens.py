@@ -88,6 +88,11 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = True) 
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = ascii(text[max(0, error.start - 20) : error.end + 20])
+        raise ValueError(f"the text has half of a character (a lone surrogate) at {error.start}: {around}") from error
     return list(tokenizer.encode(text, add_special_tokens=special, verbose=False))
 
 

@@ -1,1 +1,1 @@
-"""Published tables and claims of papers, compared with runs: `python -m kvbench.tables`, `python -m kvbench.claims`."""
+"""Published tables and claims of papers, compared with runs: `kvbench tables`, `kvbench claims`."""

@@ -30,7 +30,7 @@ PAPERS = ("caote", "cake", "kvec", "d2o", "ott", "today")
 class Claim:
     """A claim: each first policy of `pairs` has a higher score (or a lower NLL) than its baselines.
 
-    runs: the fields of the runs, as in `python -m kvbench`; budget may be a list. gain: the difference in score (0 to
+    runs: the fields of the runs, as in `kvbench`; budget may be a list. gain: the difference in score (0 to
     1; NLL: in nats per token) that must be exceeded; -0.01 allows a loss of one point. each: compare every task of a
     benchmark separately. most: the claim is about more than half of the comparisons instead of all.
     """
@@ -68,7 +68,7 @@ class Claim:
         for key, value in self.runs.items():
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             words.append(f"{key}=[{text}]" if isinstance(value, list) and key != "budget" else f"{key}={text}")
-        return f"python -m kvbench -m {' '.join(words)}"
+        return f"kvbench -m {' '.join(words)}"
 
 
 @dataclass(frozen=True)

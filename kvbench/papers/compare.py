@@ -59,7 +59,7 @@ class Line:
 
 
 class Choice:
-    """The overrides of a table's runs, as in `python -m kvbench`.
+    """The overrides of a table's runs, as in `kvbench`.
 
     A value of model, policy, budget or task that the table has selects its numbers. Other values replace those of the
     table: one value for all, or as many as the table has, in its order. Several new tasks are averaged.
@@ -151,7 +151,7 @@ def compare(name: str, runs: Sequence[Result], overrides: Sequence[str] = ()) ->
         f"n: examples. tokens, MiB: held at the end, per KV head and in total. predicted: MiB after {PROMPT:,} tokens.",
     ]
     if missing:
-        notes.append(" ".join(["python -m kvbench.tables run", name, *overrides]))
+        notes.append(" ".join(["kvbench tables run", name, *overrides]))
     if runs and not measured_lines:
         notes.append(f"None of the {len(runs)} runs measures a number of this table: {_about(runs)}.")
     if choice.replaced:

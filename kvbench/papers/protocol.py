@@ -20,7 +20,7 @@ NO_BUDGET = "none"
 class Rule:
     """A rule for the numbers whose fields match the patterns (`cake*`) of `when`.
 
-    model, policy, task: as in `python -m kvbench`. budget: the budget of the run, or `none`, if it differs from the
+    model, policy, task: as in `kvbench`. budget: the budget of the run, or `none`, if it differs from the
     printed one. set: further fields of a run. measure: the metric of a run that corresponds to the number: `score`,
     `perplexity`, `perplexity_gap`, `average` or `official NAME`, which `only` restricts to some examples. times: factor
     from kvbench's unit to that of the paper. note: a caveat of the comparison. cannot: why no run can measure the

@@ -1,4 +1,4 @@
-"""The table of what every policy changes against the full cache: `python -m kvbench.results collect --changes`."""
+"""The table of what every policy changes against the full cache: `kvbench results collect --changes`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import click
 
 from kvbench.errors import UsageError
 from kvbench.report.changes import changes_table
-from kvbench.report.formats import FORMATS, write
+from kvbench.report.formats import FORMATS, renamed, write
 from kvbench.report.price import price_table
 from kvbench.report.table import Table, chosen, results_table, text
 from kvbench.report.table import pivot as pivoted
@@ -38,6 +38,8 @@ _COLUMNS = "\n".join(f"  {column.name:20}  {column.meaning}" for column in COLUM
     "--by", multiple=True, metavar="KEY", help="Add a row for each value of metadata: task, length, depth ..."
 )
 @click.option("--columns", metavar="A,B,C", help="Select columns, in this order.")
+@click.option("--rename", multiple=True, metavar="OLD=NEW", help='Rename columns or policies: snapkv="SnapKV (ours)".')
+@click.option("--precision", type=click.IntRange(0), metavar="DIGITS", help="Digits behind the point, at most.")
 @click.option("--changes", is_flag=True, help="What each policy changes against full: answers, length, KV footprint.")
 @click.option("--price", is_flag=True, help="Price of an engine's constraint: whole pages and shared token sets.")
 @click.option(
@@ -45,7 +47,15 @@ _COLUMNS = "\n".join(f"  {column.name:20}  {column.meaning}" for column in COLUM
     type=click.Choice(["budget", "task"]),
     help="A row per policy, a column per budget (scores with intervals) or per task (scores x 100, average).",
 )
-def collect(folder: Path, output: Path | None, by: Sequence[str], columns: str | None, **kinds: Any) -> None:  # noqa: ANN401
+def collect(
+    folder: Path,
+    output: Path | None,
+    by: Sequence[str],
+    columns: str | None,
+    rename: Sequence[str],
+    precision: int | None,
+    **kinds: Any,  # noqa: ANN401 - the kinds of tables
+) -> None:
     """Write or print the table. Raises UsageError."""
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
     found = {"columns": columns is not None, **kinds}
@@ -60,6 +70,9 @@ def collect(folder: Path, output: Path | None, by: Sequence[str], columns: str |
         check_output(output, (*TIDY, *FORMATS))
         if any(kinds.values()) and tidy:
             raise UsageError(f"{given[0]} is for {', '.join(FORMATS)}; {output.suffix} has one row per run")
+    others = dict(word.partition("=")[::2] for word in rename)
+    if wrong := next((old for old, new in others.items() if not (old and new)), None):
+        raise UsageError(f"--rename {wrong} must be OLD=NEW")
     rows = load_results(folder).by(by)
     known = dict.fromkeys([*(column.name for column in COLUMNS), *(key for row in rows for key in row.differs)])
     for name in names:
@@ -68,7 +81,7 @@ def collect(folder: Path, output: Path | None, by: Sequence[str], columns: str |
     if output is not None and tidy:
         _write_tidy(rows, names, output)
     else:
-        shown = _table(rows, names, **kinds)
+        shown = renamed(_table(rows, names, **kinds), others, precision)
         if output is None:
             sys.stdout.write(text(shown, terminal_width()))
             return

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +14,10 @@ from kvbench.report.table import Table, text
 from kvbench.results.files import write_atomically
 
 if TYPE_CHECKING:
-    pass
+    import pandas as pd
 
+COLUMN, PAGE = 52, 108
+"""Characters of small text in a column of a paper, and across two."""
 
 _SIGNS = {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}"}
 _LATEX = str.maketrans({**{c: f"\\{c}" for c in "&%$#_{}"}, **_SIGNS})
@@ -36,14 +39,70 @@ def _escaped(words: object) -> str:
     return text
 
 
-def latex(table: Table) -> str:
-    """A LaTeX table; it needs \\usepackage{booktabs}."""
-    sides = "".join("l" if name in table.left else "r" for name in table.frame.columns)
-    frame = table.frame.map(_tex).rename(columns=_tex)
-    body = frame.to_latex(index=False, escape=False, column_format=sides).rstrip()
-    caption = [f"\\caption{{{_tex(table.title)}}}"] if table.title else []
+def latex(table: Table, label: str = "results") -> str:
+    """A LaTeX table, whose first line names its package.
+
+    A table that is wider than a column of a paper is a table*; one that is wider than a page is broken into several,
+    each with the columns of names. label: of \\label{tab:...}.
+    """
+    parts = _parts(table)
+    widest = max(_width(part) for part in parts)
+    kind = "table*" if widest > COLUMN else "table"
     notes = ["\\par\\smallskip", *(f"{_tex(note)}\\\\" for note in table.notes)] if table.notes else []
-    return "\n".join(["\\begin{table}", "\\centering", "\\small", *caption, body, *notes, "\\end{table}"]) + "\n"
+    return "\n".join(
+        [
+            f"% \\usepackage{{booktabs}}{'; two columns wide' * (kind == 'table*')}",
+            f"\\begin{{{kind}}}", "\\centering", "\\small",
+            *([f"\\caption{{{_tex(table.title)}}}"] if table.title else []),
+            f"\\label{{tab:{re.sub(r'[^A-Za-z0-9:-]+', '-', label)}}}",
+            "\n\\par\\medskip\n".join(_tabular(part, table.left) for part in parts),
+            *notes, f"\\end{{{kind}}}",
+        ]
+    ) + "\n"  # fmt: skip
+
+
+def _tabular(frame: pd.DataFrame, left: Sequence[str]) -> str:
+    sides = "".join("l" if name in left else "r" for name in frame.columns)
+    shown = frame.map(_tex).rename(columns=_tex)
+    return str(shown.to_latex(index=False, escape=False, column_format=sides).rstrip())
+
+
+def _width(frame: pd.DataFrame) -> int:
+    """Characters of a line."""
+    cells = ([str(name), *frame.iloc[:, place]] for place, name in enumerate(frame.columns))
+    return sum(max(map(len, column)) + 2 for column in cells)
+
+
+def _parts(table: Table) -> list[pd.DataFrame]:
+    """The columns in parts that fit a page; each begins with the columns of names."""
+    frame = table.frame
+    named = next((place for place, name in enumerate(frame.columns) if name not in table.left), len(frame.columns))
+    parts, own = [], [*range(named)]
+    for place in range(named, len(frame.columns)):
+        if len(own) > named and _width(frame.iloc[:, [*own, place]]) > PAGE:
+            parts.append(own)
+            own = [*range(named)]
+        own = [*own, place]
+    return [frame.iloc[:, part] for part in [*parts, own]]
+
+
+def renamed(table: Table, names: Mapping[str, str], precision: int | None = None) -> Table:
+    """The table with other names of columns, and of policies and other names in its cells; numbers are rounded."""
+
+    def cell(words: object) -> str:
+        text = names.get(str(words), str(words))
+        if precision is None:
+            return text
+        return re.sub(r"\d+\.\d+", lambda found: _rounded(found[0], precision), text)
+
+    frame = table.frame.map(cell).rename(columns=lambda name: names.get(name, name))
+    return replace(table, frame=frame, left=[names.get(name, name) for name in table.left],
+                   groups=[names.get(name, name) for name in table.groups])  # fmt: skip
+
+
+def _rounded(number: str, precision: int) -> str:
+    decimals = len(number.partition(".")[2])
+    return f"{float(number):.{min(decimals, precision)}f}"
 
 
 def _tex(words: object) -> str:
@@ -66,6 +125,7 @@ FORMATS: dict[str, Callable[[Table], str]] = {".txt": text, ".md": markdown, ".t
 def write(table: Table, path: Path) -> None:
     """Write a table in the format of the path's suffix (one of FORMATS). Raises UsageError if it cannot be written."""
     try:
-        write_atomically(path, FORMATS[path.suffix](table))
+        made = latex(table, path.stem) if path.suffix == ".tex" else FORMATS[path.suffix](table)
+        write_atomically(path, made)
     except OSError as error:
         raise UsageError(f"-o {path} cannot be written ({error.strerror or error})") from error

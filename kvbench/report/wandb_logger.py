@@ -8,12 +8,14 @@ import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from kvbench.errors import ConfigError, UsageError, choice, number
 from kvbench.results.columns import COLUMNS
+from kvbench.results.definition import folder_identity
 from kvbench.results.labels import compressed, flat, moments, names
 from kvbench.results.metrics import mean_kept, running
 from kvbench.results.result import Result, Results, read_result
@@ -32,6 +34,9 @@ _EXAMPLE = (
     *("index", "sample", "prompt_hash", "depth", "length", "prompt_tokens", "output", "references", "score", "nll"),
     *("kept_tokens", "cache_bytes", "peak_bytes", "error"),
 )
+
+Logged: TypeAlias = Run | Result
+"""A run that is computed, or one that is stored."""
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +89,7 @@ class WandbWatch:
         self._open: dict[str, tuple[wandb.Run, list[Sample]]] = {}  # by run_id: W&B's run, and the logged examples
         self._complete: list[Result] = []
 
-    def started(self, cell: Run, done: Sequence[Sample], total: int) -> None:
+    def started(self, cell: Logged, done: Sequence[Sample], total: int) -> None:
         """Start a W&B run, or continue an interrupted one."""
         labels, evicts_decodes = names(cell.naming, cell.identity), moments(cell.identity)
         budget = [] if cell.identity["budget"] is None else [str(cell.identity["budget"])]
@@ -96,23 +101,29 @@ class WandbWatch:
             **dict(zip(("schedule", "decode"), evicts_decodes, strict=True)),
         }
         title = " ".join([labels["model"], labels["policy"], *budget, labels["task"]])
-        run = self._init(cell.run_id, title, cell.naming.task, config)
+        run = self._init(cell.folder.parent, cell.run_id, title, cell.naming.task, config)
         run.define_metric("*", summary="none")  # otherwise the running score stays after a failed example
         logged = run.starting_step if run.resumed else 0  # offline, all examples are logged again
         self._open[cell.run_id] = run, list(done[:logged])
         for sample in done[logged:]:
             self.finished(cell, sample)
 
-    def finished(self, cell: Run, sample: Sample) -> None:
+    def finished(self, cell: Logged, sample: Sample) -> None:
         """Log an example."""
         run, samples = self._open[cell.run_id]
         samples.append(sample)
         run.log(history_row(samples), step=len(samples) - 1)
 
-    def ended(self, cell: Run, error: Exception | None) -> None:
-        """Log the summary of a complete run, or an error. A run without new examples is not logged."""
+    def ended(self, cell: Logged, error: Exception | None) -> None:
+        """Log the summary of a complete run, or an error.
+
+        A run without new examples is not logged again, except as the trial of a sweep of W&B, which needs its numbers.
+        """
         if cell.run_id not in self._open:
-            return
+            if error is not None or not _trial():
+                return
+            stored = read_result(cell.folder).samples
+            self.started(cell, stored, len(stored))
         if error is not None:
             run, _ = self._open.pop(cell.run_id)
             run.summary["error"] = f"{type(error).__name__}: {error}"
@@ -132,25 +143,27 @@ class WandbWatch:
         self._open.clear()
         if records and self._sweep is not None:
             name, results = f"sweep-{self._sweep}", Results(records)
-            run = self._init(name, name, "sweep", {"runs": len(results)})
+            run = self._init(results[0].folder.parent, name, name, "sweep", {"runs": len(results)})
             table = _table([c.name for c in COLUMNS], [[c.value(row) for c in COLUMNS] for row in results])
             with tempfile.TemporaryDirectory() as folder:
                 run.log({"table": table, **_figures(results, Path(folder))})
             run.finish()
 
-    def _init(self, run_id: str, title: str, kind: str, config: dict[str, Any]) -> wandb.Run:
+    def _init(self, out: Path, run_id: str, title: str, kind: str, config: dict[str, Any]) -> wandb.Run:
+        """out: the folder of the run; equal runs of two folders are two runs of W&B."""
         import wandb
 
         settings, env = self._settings, os.environ
         plain = re.sub(r"[^A-Za-z0-9._=-]", "_", run_id)
+        place = sha256(f"{settings.entity} {settings.project} {folder_identity(out)} {run_id}".encode()).hexdigest()
         given: dict[str, Any] = dict.fromkeys(("init_timeout", "finish_timeout"), settings.patience)
-        given |= {"silent": True, "console": "off", "disable_git": True, "save_code": False, "x_disable_stats": True}
+        given |= {"silent": True, "console": "off"}
         return wandb.init(
             project=settings.project,
             entity=settings.entity,
             mode="online" if settings.mode == "online" else "offline",
             dir=settings.folder,
-            id=plain if len(plain) <= 64 else f"{plain[:53]}-{plain[-10:]}",  # W&B's limit; the end is a unique hash
+            id=None if _trial() else f"{plain[:53]}-{place[:10]}",  # at most 64 characters; None: WANDB_RUN_ID
             name=title,
             group=env.get("WANDB_RUN_GROUP") or self._sweep,
             job_type=kind,
@@ -168,6 +181,11 @@ class WandbWatch:
             run.summary.update(_known({column.name: column.value(result) for column in COLUMNS}))
             run.summary["examples"] = _table(*example_table(result.samples))
             run.finish(exit_code=1 if result.n_failed else 0)
+
+
+def _trial() -> bool:
+    """Whether an agent of `wandb sweep` started this process: the run is then the one that the agent has chosen."""
+    return bool(os.environ.get("WANDB_SWEEP_ID") and os.environ.get("WANDB_RUN_ID"))
 
 
 def history_row(samples: Sequence[Sample]) -> dict[str, Any]:

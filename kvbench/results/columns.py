@@ -117,7 +117,7 @@ def frame(rows: Sequence[Result], names: Sequence[str] = ()) -> pd.DataFrame:
     They are followed by a column for each field that differs between the rows or from its preset, such as
     "policy.scorer.window", with lists and mappings as JSON text. Missing values are NA of the column's type.
     """
-    import pandas as pd  # imported here, so that `python -m kvbench` starts quickly
+    import pandas as pd  # imported here, so that `kvbench` starts quickly
 
     chosen = [column for column in COLUMNS if not names or column.name in names]
     series = {c.name: pd.Series([c.value(row) for row in rows], dtype=_TYPES[c.kind]) for c in chosen}
@@ -139,7 +139,7 @@ def read_table(path: Path) -> list[Result]:
         return [_result({str(k): None if pd.isna(v) else v for k, v in row.items()}) for row in rows]
     except (KeyError, ValueError, TypeError, OSError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise UsageError(f"{path} is not a table written by `python -m kvbench.results collect` ({reason})") from error
+        raise UsageError(f"{path} is not a table written by `kvbench results collect` ({reason})") from error
 
 
 def _result(row: dict[str, Any]) -> Result:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import yaml
 
@@ -19,7 +22,7 @@ from kvbench.results.samples import read_samples
 FILE_NAME = "sweep.yaml"
 SWEEP_FOLDER = ".sweep"
 """The folder of job logs and states of runs."""
-_HEAD = "# The runs of this folder's sweeps: `python -m kvbench.sweep status FOLDER` shows their progress.\n"
+_HEAD = "# The runs of this folder's sweeps: `kvbench sweep status FOLDER` shows their progress.\n"
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,20 @@ def read_definition(folder: Path) -> Definition:
     except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"{path} cannot be read: {reason}") from error
+
+
+def folder_identity(out: Path) -> str:
+    """Random digits that a folder of runs gets once: two folders with equal runs are different sweeps for trackers."""
+    path = out / SWEEP_FOLDER / "identity"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        digits = uuid4().hex
+        fresh = path.with_name(digits)
+        fresh.write_text(digits, encoding="utf-8")
+        with suppress(FileExistsError):  # of two processes, the first one decides
+            os.link(fresh, path)
+        fresh.unlink()
+    return path.read_text(encoding="utf-8")
 
 
 def sweep_name(out: Path, experiment: str | None) -> str:

@@ -120,6 +120,7 @@ def in_words(moment: str) -> str:
         "one block": f"evicted after the whole {what}, as one block",
         "evict": "one token evicted for each decoded one",
         "grow": "all decoded tokens kept",
+        "threshold": "decoded tokens evicted below the threshold",
     }
     if at.startswith("m="):
         return f"evicted after every {at.removeprefix('m=')} scored tokens"

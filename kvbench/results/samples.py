@@ -11,7 +11,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -64,6 +64,7 @@ class Sample:
     device_peak_bytes: the most memory allocated on the CUDA devices, including weights; null on CPUs.
     full_cache_bytes, full_position_bytes: keys and values of prompt and answer in the model's dtype; their positions.
     decode_steps: model calls after the prefill: one for each token after the first, including an EOS.
+    kept_spans*: the share of the tokens of each named part of the prompt that is held, mean over layers and KV heads.
     max_new_tokens*: the limit of the answer's length. finish_reason*: "stop" (a stop token or text) or "length".
     kv_footprint*: entries held, summed over all fed tokens, as a share of the full cache's (`kvbench.cache.footprint`).
     likelihood*: of given tokens; such an example has no output or score. With several rated continuations, tokens and
@@ -118,6 +119,7 @@ class Sample:
     masked_tokens: list[list[int]] | None = None
     sample: int | None = None
     recomputed_tokens: int | None = None
+    kept_spans: dict[str, float] | None = None
     finish_reason: Literal["stop", "length"] | None = None
     kv_footprint: float | None = None
 
@@ -141,6 +143,15 @@ def kept_heads(positions: Iterable[Tensor], prompt_tokens: int) -> KeptHeads:
     return [[int(kept[end - 1]), end - start] for start, end in pairwise([0, *ends])]
 
 
+def kept_spans(positions: Iterable[Tensor], spans: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, float]:
+    """The kept share of each part of a prompt. positions: [H_kv, C] for every layer, -1 in empty slots."""
+    layers = [layer.cpu().numpy() for layer in positions]
+    heads, held = sum(map(len, layers)), np.concatenate([layer.flatten() for layer in layers])
+    kept = {name: sum(int(((held >= a) & (held < b)).sum()) for a, b in parts) for name, parts in spans.items()}
+    tokens = {name: sum(b - a for a, b in parts) for name, parts in spans.items()}
+    return {name: kept[name] / (heads * tokens[name]) for name in spans if tokens[name]}
+
+
 def counts(pairs: Sequence[Sequence[int]]) -> list[int]:
     """The number of heads that keep each token of the prompt."""
     return [heads for heads, tokens in pairs for _ in range(tokens)]
@@ -151,7 +162,7 @@ FILE_NAME = "samples.jsonl"
 _OPTIONAL = (
     *("likelihood", "measures", "context_tokens", "kept_heads"),
     *("shared_prefill", "rows_in_flight", "max_new_tokens", "pre_pass_tokens", "read_tokens", "read_bytes"),
-    *("sample", "state_bytes", "masked_tokens", "recomputed_tokens", "finish_reason", "kv_footprint"),
+    *("sample", "state_bytes", "masked_tokens", "recomputed_tokens", "finish_reason", "kv_footprint", "kept_spans"),
 )
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -23,7 +23,7 @@ from kvbench import __version__
 from kvbench.cache.layout import layout_of
 from kvbench.config.compose import find
 from kvbench.config.parts import build, refusing_in
-from kvbench.config.presets import SCHEDULE, build_policy, scheduled
+from kvbench.config.presets import SCHEDULE, build_policy, check_method, named_config, scheduled
 from kvbench.errors import ConfigError, UsageError, refusing
 from kvbench.models.cache_shapes import check_shape
 from kvbench.models.files import ModelSpec, check_sha256
@@ -244,6 +244,10 @@ def _policy(config: RunConfig) -> Policy:
     if not isinstance(parts.get("schedule", {}), Mapping):
         schedule = parts["schedule"]
         raise ConfigError("policy.schedule", schedule, why=f"is not a part, write schedule={schedule}")
+    preset: Mapping[str, Any] = {}
+    with suppress(UsageError):  # a name of the caller has none
+        preset = named_config("policy", config.names["policy"], config.folders)
+    check_method(preset, parts)
     if config.budget is not None:
         with refusing():
             check_budget(config.budget)  # also of a policy that does not use it

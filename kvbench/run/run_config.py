@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from kvbench.config.compose import Config, merge, names, read, resolved
 from kvbench.config.parts import build, check_fields, part_class, tree_of
 from kvbench.config.presets import SCHEDULE, named_config, scheduled
-from kvbench.errors import ConfigError, UsageError, choice, number, whole_number
+from kvbench.errors import ConfigError, UsageError, as_python, choice, number, whole_number
 from kvbench.models.loading import GivenModel
 from kvbench.policies.describe import describe
 from kvbench.policies.policy import Policy
@@ -216,7 +216,7 @@ def _model(model: str | Path, folders: Sequence[Path]) -> Config:
 def set_field(config: Config, path: str, value: object) -> None:
     """Set one field by its path (`policy.scorer.window`). Raises ConfigError."""
     *above, name = path.split(".")
-    node = config
+    node, value = config, as_python(value)
     for step in above:
         inner = node.setdefault(step, {})
         if not isinstance(inner, dict):

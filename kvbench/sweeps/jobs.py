@@ -1,7 +1,7 @@
 """Launches the runs of a sweep and follows them: computed in this process, or in jobs, through submitit.
 
 A job is a group of runs that another process computes, on this machine or on SLURM. torch and pandas are imported
-inside functions, because `python -m kvbench.sweep status` needs neither.
+inside functions, because `kvbench sweep status` needs neither.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ def _submit(out: Path, entries: Sequence[Entry], name: str, launcher: Launcher) 
     ids = ", ".join(job.job_id for job in jobs)
     sys.stdout.write(f"submitted {len(left)} runs in {len(jobs)} jobs: {ids}\n")
     if not launcher.wait:
-        sys.stdout.write(f"python -m kvbench.sweep status {out}\npython -m kvbench.sweep wait {out}\n")
+        sys.stdout.write(f"kvbench sweep status {out}\nkvbench sweep wait {out}\n")
 
 
 def wait(out: Path, entries: Sequence[Entry]) -> list[Status]:

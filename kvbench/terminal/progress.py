@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Protocol, TypeVar
 
 LINE_SECONDS = 60.0  # between two lines of a progress bar in a log file
@@ -32,11 +33,14 @@ def meter(title: str, total: int | None = None, done: int = 0, unit: str = "") -
 
     unit: the counted units, in the plural ("tokens").
     """
-    from tqdm.auto import tqdm  # imports asyncio and more, which `--help` need not wait for
-
-    shown = "ipykernel" in sys.modules or sys.stderr.isatty()
-    bar = tqdm(desc=title, total=total, initial=done, unit=f" {unit}" if unit else "it", leave=False,
-               dynamic_ncols=True, disable=not shown)  # fmt: skip
+    notebook = "ipykernel" in sys.modules
+    if notebook and find_spec("ipywidgets") is None:
+        from tqdm import tqdm  # `auto` would warn
+    else:
+        from tqdm.auto import tqdm  # imports asyncio and more, which `--help` need not wait for
+    shown = notebook or sys.stderr.isatty()
+    where = {"leave": False, "dynamic_ncols": True, "disable": not shown, "position": 0 if notebook else None}
+    bar = tqdm(desc=title, total=total, initial=done, unit=f" {unit}" if unit else "it", **where)
     began = written = time.monotonic()
     count, behind = done, ""
 

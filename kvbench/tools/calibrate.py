@@ -17,26 +17,29 @@ from kvbench.engine.generate import generate_tokens
 from kvbench.errors import UsageError
 from kvbench.models.trial import layer_shapes
 from kvbench.policies.policy import Policy
-from kvbench.policies.pre_passes.pre_pass import ExtraPasses
+from kvbench.policies.pre_passes.pre_pass import ExtraPasses, TextEncoder
 from kvbench.policies.pre_passes.query_centres import QueryCentres
 from kvbench.policies.pre_passes.query_moments import QueryMoments
 from kvbench.policies.scorers.qfilters import FILTERS
 from kvbench.policies.scorers.triattention import NAMES, head_name
 from kvbench.terminal.command import PATH, Command, program, quiet, share_cores
 from kvbench.terminal.outputs import check_output
+from kvbench.tools.kvzap_gate import write_gate
 
 
 class Calibration(NamedTuple):
-    """write: compute a calibration of a model over texts [T] of token ids and save it with metadata."""
+    """write: compute a calibration of a model over texts [T] of token ids and save it with metadata; the encoder is the
+    model's tokenizer."""
 
     suffix: str
-    write: Callable[[PreTrainedModel, Iterable[Tensor], Path, dict[str, str]], None]
+    write: Callable[[PreTrainedModel, Iterable[Tensor], TextEncoder, Path, dict[str, str]], None]
 
 
 def calibrate(calibration: Calibration, fields: Sequence[str], output: Path, config_dir: Path | None = None) -> int:
     """Write the calibration of a model from the prompts of a task; returns the number of texts. Raises UsageError."""
     from kvbench.engine.prompts import make_prompts
     from kvbench.models.loading import load
+    from kvbench.models.tokens import Encoder
     from kvbench.terminal.progress import progress
     from kvbench.tools.diagnose import runs_of
 
@@ -44,9 +47,10 @@ def calibrate(calibration: Calibration, fields: Sequence[str], output: Path, con
         raise UsageError("policy= has no effect here: a calibration belongs to a model")
     (cell,) = runs_of(["policy=full", *fields], config_dir)
     texts = [prompt.ids.long() for prompt in make_prompts(cell)]
-    model = load(cell.checkpoint, cell.device).model
+    loaded = load(cell.checkpoint, cell.device)
     metadata = {"model": cell.checkpoint.spec.name, "task": cell.task.name}
-    calibration.write(model, progress(texts, "texts", len(texts)), output, metadata)
+    encoder = Encoder(cell.checkpoint.tokenizer())
+    calibration.write(loaded.model, progress(texts, "texts", len(texts)), encoder, output, metadata)
     return len(texts)
 
 
@@ -98,17 +102,22 @@ def _read_texts(model: PreTrainedModel, texts: Iterable[Tensor], one: Callable[[
         generate_tokens(model, text[None, :1].to(model.device), policy, max_new_tokens=1)
 
 
-def _write_filters(model: PreTrainedModel, texts: Iterable[Tensor], output: Path, metadata: dict[str, str]) -> None:
+def _write_filters(
+    model: PreTrainedModel, texts: Iterable[Tensor], encoder: TextEncoder, output: Path, metadata: dict[str, str]
+) -> None:
     save_file({FILTERS: q_filters(model, texts)}, output, metadata)
 
 
-def _write_centres(model: PreTrainedModel, texts: Iterable[Tensor], output: Path, metadata: dict[str, str]) -> None:
+def _write_centres(
+    model: PreTrainedModel, texts: Iterable[Tensor], encoder: TextEncoder, output: Path, metadata: dict[str, str]
+) -> None:
     found = query_centres(model, texts)
     found["metadata"] |= metadata
     torch.save(found, output)
 
 
 CALIBRATIONS = {
+    "kvzap": Calibration(".safetensors", write_gate),
     "qfilters": Calibration(".safetensors", _write_filters),
     "triattention": Calibration(".pt", _write_centres),
 }
@@ -131,6 +140,8 @@ def cli(name: str, fields: Sequence[str], output: Path, config_dir: Path | None)
                     policy.scorer.filters=FILE (.safetensors)
       triattention  mean query and mean query size of each head, for policy=triattention
                     policy.scorer.stats=FILE (.pt, the format of the authors)
+      kvzap         linear gate that predicts KVzip's scores, for policy=kvzap
+                    policy.scorer.gate=FILE (.safetensors); prints R^2 per layer
     """
     calibration = CALIBRATIONS[name]
     check_output(output, [calibration.suffix])

@@ -1,4 +1,4 @@
-"""lm-eval's Hugging Face model with a compressed cache: `--model kvbench` of `python -m kvbench.lm_eval`."""
+"""lm-eval's Hugging Face model with a compressed cache: `--model kvbench` of `kvbench lm-eval`."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class KVBenchLM(HFLM):
     ) -> Tensor:
         """Contexts [B,T] and their answers, padded with EOS, [B,T+M]."""
         if kwargs.pop("do_sample", False) or set(kwargs) - {"temperature", "top_p", "top_k", "min_p"}:
-            raise UsageError("gen_kwargs: --model kvbench decodes greedily, use `python -m kvbench task=lm_eval/NAME`")
+            raise UsageError("gen_kwargs: --model kvbench decodes greedily, use `kvbench task=lm_eval/NAME`")
         done = generate_tokens(
             self.model,
             context,

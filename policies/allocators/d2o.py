@@ -86,8 +86,8 @@ class InverseVariance(StatisticAllocator):
     and rounds by largest fractional parts. `official` truncates shares clipped to 0.01..1 of the prompt, which changes
     the total. skip_layers: layers (negative: from the end) that keep their whole prompt. With `exact` rounding their
     slots count in the total; with `official` they are extra, and these layers keep growing.
-    Source: Wan et al. 2024, arXiv 2406.13035, eq. 4, 5 and section 5.6; `layer_minmax` and `exact` are ours, because
-    eq. 5 underflows on real variances and gives no whole numbers.
+    Source: Wan et al. 2024, arXiv 2406.13035, eq. 4, 5 and table 4 (section 5.4); `layer_minmax` and `exact` are ours,
+    because eq. 5 underflows on real variances and gives no whole numbers.
     """
 
     needs = Needs(statistics=("attention_sum",), query_heads=True)

@@ -59,16 +59,20 @@ class TokenRating(PrePass):
         ratings = observation.ratings
         if ratings is None:  # at the end of a prompt, before its logits are computed
             return
-        ratings = ratings.to(observation.positions.device)  # layers may be on several devices
-        real = observation.query_positions >= 0
-        column = real.to(torch.uint8).argmax(-1, keepdim=True)  # [B,1] index of a sequence's first token after padding
-        first = observation.query_positions.gather(-1, column)
-        entered = observation.positions - first[..., None]  # [B,H_kv,T] index among this step's tokens
-        columns = (entered + column[..., None]).clamp(0, ratings.shape[-1] - 1).long()
-        found = ratings[:, None].expand(-1, columns.shape[1], -1).gather(-1, columns)
-        new = observation.occupied & (entered >= 0) & real.any(-1)[:, None, None]
+        columns, new = columns_of_new(observation, ratings.shape[-1])
+        found = ratings.to(columns.device)[:, None].expand(-1, columns.shape[1], -1).gather(-1, columns)
         (ratings_of_slots,) = (state[name] for name in self.statistics)
         ratings_of_slots.copy_(torch.where(new[..., None], found[..., None], ratings_of_slots))
+
+
+def columns_of_new(observation: Observation, count: int) -> tuple[Tensor, Tensor]:
+    """For every slot, the column of its token among a step's `count` new tokens, and whether it is one, [B,H_kv,T]."""
+    real = observation.query_positions >= 0
+    column = real.to(torch.uint8).argmax(-1, keepdim=True)  # [B,1] index of a sequence's first token after padding
+    first = observation.query_positions.gather(-1, column)
+    entered = observation.positions - first[..., None]  # [B,H_kv,T] index among this step's tokens
+    new = observation.occupied & (entered >= 0) & real.any(-1)[:, None, None]
+    return (entered + column[..., None]).clamp(0, count - 1).long(), new
 
 
 class TextEncoder(Protocol):

@@ -63,7 +63,7 @@ class ExpectedAttention(AttentionScorer):
 
     def raw(self, observation: Observation, state: State) -> Tensor:
         keys = widen(observation.keys)[:, :, None]  # [B,H_kv,1,T,D]
-        mean, covariance = self._rotated(observation)
+        mean, covariance = self.rotated(observation)
         logits = (keys @ mean[..., None])[..., 0] * keys.shape[-1] ** -0.5
         if covariance is not None:
             logits = logits + ((keys @ covariance) * keys).sum(-1) / (2 * keys.shape[-1])
@@ -74,7 +74,7 @@ class ExpectedAttention(AttentionScorer):
     def finish(self, raw: Tensor, observation: Observation) -> Tensor:
         return (raw + self.epsilon) * widen(observation.values).norm(dim=-1) if self.values else raw + self.epsilon
 
-    def _rotated(self, observation: Observation) -> tuple[Tensor, Tensor | None]:
+    def rotated(self, observation: Observation) -> tuple[Tensor, Tensor | None]:
         """Mean [B,H_kv,G,D] and covariance [B,H_kv,G,D,D] of the expected queries per group."""
         memory, heads = observation.memory, observation.keys.shape[1]
         positions = observation.seen[:, None] + torch.arange(self.future, device=observation.seen.device)

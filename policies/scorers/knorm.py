@@ -22,7 +22,7 @@ class KNorm(Scorer):
     schedule.
     """
 
-    needs = Needs(keys=True, ties=True)
+    needs = Needs(keys=True, ties=True, fixed_scores=True)
 
     def score(self, observation: Observation, state: State) -> Tensor:
         norms: Tensor = widen(observation.keys).norm(dim=-1)

@@ -26,7 +26,7 @@ class KVzip(Scorer):
     Source: Kim et al. 2025, arXiv 2505.23416, sections 3.2 and 3.3.
     """
 
-    needs = Needs(whole_prompt=True, never_negative=True)
+    needs = Needs(whole_prompt=True, never_negative=True, fixed_scores=True)
 
     sinks: int = 4
     chunk: int = 2048

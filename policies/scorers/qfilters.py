@@ -36,7 +36,7 @@ class QFilters(Scorer):
     Source: Godey et al. 2025, arXiv 2503.02812, section 3.
     """
 
-    needs = Needs(keys=True, layer=True)
+    needs = Needs(keys=True, layer=True, fixed_scores=True)
 
     filters: str = field(default="", metadata={"decides": FILE})
 

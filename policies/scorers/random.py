@@ -24,7 +24,7 @@ class Random(Scorer):
     seed: seed of the draws.
     """
 
-    needs = Needs(layer=True)
+    needs = Needs(layer=True, fixed_scores=True)
 
     seed: int = 0
 

@@ -23,7 +23,7 @@ class ValueKeyRatio(Scorer):
     Source: Chitty-Venkata et al. 2025, arXiv 2509.04377 (PagedEviction), section 4.
     """
 
-    needs = Needs(keys=True)
+    needs = Needs(keys=True, fixed_scores=True)
 
     sinks: int = 1
     recent: int = 1

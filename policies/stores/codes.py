@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.references import widen
+from kvbench.policies.constants import on_host
 from kvbench.policies.stores.code_attention import scores_by_block, weighted_by_block
 from kvbench.policies.stores.quantiser import WORD, Group, Quantiser
 from kvbench.policies.stores.queue import Queue
@@ -108,8 +109,8 @@ class GroupCodes(Codes):
     def sizes(self) -> dict[str, int]:
         return {"codes": self.queue.nbytes("words"), "scales and minima": self.queue.nbytes("scale", "minimum")}
 
-    def _append(self, groups: Tensor, dtype: torch.dtype) -> None:
-        self.queue.append(self.quantiser.quantise(groups, dtype)._asdict())
+    def _append(self, groups: Tensor, dtype: torch.dtype, check: bool = True) -> None:
+        self.queue.append(self.quantiser.quantise(groups, dtype, check)._asdict())
 
 
 class ChannelCodes(GroupCodes):
@@ -154,7 +155,8 @@ class TokenCodes(GroupCodes):
     def append(self, x: Tensor, dtype: torch.dtype) -> None:
         if self.heads is not None:
             x = x.transpose(1, 2).flatten(2)[:, None]
-        self._append(x.unflatten(3, (-1, self.group)), dtype)
+        check = x.shape[2] > 1 or on_host(x)  # while decoding, the host would wait for a GPU at every token
+        self._append(x.unflatten(3, (-1, self.group)), dtype, check)
 
     def block(self, some: slice) -> Tensor:
         held = Group(*(self.queue.view(name)[:, :, some] for name in Group._fields))

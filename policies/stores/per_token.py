@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import ConfigError
+from kvbench.kernels.code_formats import Format
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import choice, number, whole_number
 from kvbench.policies.stores.quantiser import from_bytes, look_up, to_bytes
 from kvbench.policies.stores.token_codes import TokenCodeStore
 
+WHOLE = 2**30  # a group of all numbers
 FP8_MAX = 448.0  # the largest number of e4m3
 E2M1_MAX = 6.0
 SMALLEST_SCALE = 1e-6
@@ -119,6 +121,9 @@ class Fp8(LayerScaled):
     def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
         return from_e4m3(held["codes"]) * self.scale(side)
 
+    def format(self, side: int) -> Format:
+        return Format("e4m3", 8)
+
 
 @dataclass(frozen=True)
 class Fp8PerTokenHead(TokenCodeStore):
@@ -136,6 +141,9 @@ class Fp8PerTokenHead(TokenCodeStore):
 
     def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
         return from_e4m3(held["codes"]) * held["scale"]
+
+    def format(self, side: int) -> Format:
+        return Format("e4m3", 8, WHOLE, SMALLEST_SCALE, FP8_MAX)
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,9 @@ class Int8(TokenCodeStore):
 
     def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
         return held["codes"].float() * held["scale"]
+
+    def format(self, side: int) -> Format:
+        return Format("integer", 8, WHOLE, SMALLEST_SCALE, 127.0, self.official)
 
 
 @dataclass(frozen=True)
@@ -204,6 +215,9 @@ class Int4(TokenCodeStore):
         bits = held["scale"].contiguous().view(torch.int32)
         own, zero = (bits & ~ZERO_BITS).view(torch.float32), bits & ZERO_BITS
         return (from_bytes(held["codes"], 4, dim).float() - zero) * own
+
+    def format(self, side: int) -> Format:
+        return Format("zero point", 4, WHOLE, SMALLEST_SCALE, 15.0)
 
 
 @dataclass(frozen=True)
@@ -261,3 +275,10 @@ class Nvfp4(LayerScaled):
         x = look_up(held["codes"], 4, _e2m1_tables(held["codes"].device)[1], dim)
         decoded: Tensor = (x.unflatten(-1, (held["factors"].shape[-1], -1)) * steps).flatten(-2)
         return decoded
+
+    def format(self, side: int) -> Format:
+        return Format("e2m1", 4, self.group, levels=E2M1_MAX)
+
+    @property
+    def encodes(self) -> bool:  # type: ignore[override]
+        return not self.four_over_six

@@ -93,9 +93,26 @@ class SlotStore(LayerStore):
     def _store_positions(self) -> None:
         """Store the positions of memory without them, before a token is evicted or missing."""
         if "positions" not in self.memory:
-            slots = self.first.shape[:3]
-            places = torch.arange(slots[2], dtype=torch.int32, device=self.first.device)
-            self._hold("positions", places.masked_fill(places >= self.used, -1).expand(slots).contiguous())
+            self._hold("positions", self.slot_positions().contiguous())
+
+    def slot_positions(self) -> Tensor:
+        """Positions of all slots, in the shape of the memory; -1 in empty and spare ones."""
+        if "positions" in self.memory:
+            self.positions  # noqa: B018 - writes those of free slots
+            return self.memory["positions"]
+        places = torch.arange(self.first.shape[2], dtype=torch.int32, device=self.first.device)
+        return places.masked_fill(places >= self.used, -1).expand(self.first.shape[:3])
+
+    @property
+    def token_memory(self) -> dict[str, Tensor]:
+        """The tensors that hold keys and values; the others are positions, statistics and a bias."""
+        return {name: self.memory[name] for name in ("keys", "values")}
+
+    @property
+    def step_format(self) -> tuple[object, ...] | None:
+        """Layers of equal formats take their decoding steps in one batch on a GPU; None: this one cannot."""
+        dims = self.memory["keys"].shape[-1], self.memory["values"].shape[-1]
+        return None if "bias" in self.memory else ("dense", *dims)
 
     @property
     def keys(self) -> Tensor:
@@ -399,12 +416,10 @@ class SlotStore(LayerStore):
     def segments(self) -> tuple[Tensor, Tensor, Tensor]:
         """[B,H] each, with the memory seen as flat: the starts of segments, their slots in use, and their free slot.
 
-        Without a free slot, it is the next one. The memory has positions afterwards, -1 in free slots.
+        Without a free slot, it is the next one.
         """
-        self._store_positions()
-        self.positions  # noqa: B018 - writes those of free slots
-        starts, counts, places = self.starts, self.counts, self.memory["positions"]
+        starts, counts, first = self.starts, self.counts, self.first
         if starts is None or counts is None:
-            starts = torch.arange(0, places.numel(), places.shape[2], device=places.device).view(places.shape[:2])
+            starts = torch.arange(0, self.capacity, first.shape[2], device=first.device).view(first.shape[:2])
             counts = torch.full_like(starts, self.used)
         return starts, counts, counts if self.free is None else self.free[..., 0]

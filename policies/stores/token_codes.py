@@ -10,8 +10,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvbench.kernels.code_formats import Coded, Format, fits
+from kvbench.kernels.prompt import one_for_all
 from kvbench.kernels.quantized import Outliers
-from kvbench.kernels.references import widen
+from kvbench.kernels.references import NewTokens, append, decode_attention_flat_ref, widen
+from kvbench.kernels.tiles import decodes
+from kvbench.kernels.token_codes import append_codes, decode_codes
 from kvbench.policies.constants import on_host
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.code_attention import attend_to_codes, cover, scores_by_block, weighted_by_block
@@ -42,6 +46,18 @@ class TokenCodeStore(Store):
     def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
         """The vectors of `encode`, still rotated: [B,H,n,D] float32."""
 
+    @property
+    def replayable(self) -> bool:  # type: ignore[override]
+        return self.format(0) is not None
+
+    def format(self, side: int) -> Format | None:
+        """The format of the codes, if the kernels for GPUs can read it."""
+        return None
+
+    def table(self, side: int, dim: int, device: torch.device) -> Tensor | None:
+        """The numbers of codes of kind `table`, rising."""
+        return None
+
     def scale(self, side: int) -> float | None:
         """A scale of all keys, or values, of the layer, stored in float32; None if there is none."""
         return None
@@ -52,6 +68,74 @@ class TokenCodeStore(Store):
 
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
         return TokenCodeLayerStore(self, keys, values, statistics, width)
+
+    # --- a decoding step over flat memory --------------------------------------------------------------------------
+    def coded(self, memory: Mapping[str, Tensor], side: int, dim: int) -> Coded | None:
+        """Codes of D = `dim` numbers in flat memory [N,...] by name, as kernels read them; None if they cannot."""
+        form = self.format(side)
+        if form is None or not fits(form, dim):
+            return None
+        codes, *scales = (x for name, x in memory.items() if name.partition(" ")[0] == SIDES[side])
+        scale = scales[0].view(len(codes), -1) if scales else None
+        factor = self.scale(side)
+        return Coded(
+            codes.view(torch.uint8), scale, self.table(side, dim, codes.device), 1.0 if factor is None else factor,
+            dim, form,
+        )  # fmt: skip
+
+    def decode_step(
+        self, queries: Tensor, new: NewTokens, memory: Mapping[str, Tensor], places: tuple[Tensor, Tensor | None],
+        segments: tuple[Tensor, Tensor], most: int, how: AttentionParams, write: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """Attention [B,H_q,1,D] of the newest queries over segments of codes, which new tokens enter if `write`.
+
+        memory: flat, [N,...] by name. places: positions of the queries [B,1] and of the slots [N] (None: those of the
+        i-th slot of a segment are i). segments: starts and counts [B,H]; `most` bounds the counts. Nothing waits for a
+        GPU, so that the step can be recorded.
+        """
+        dims, rotation = (new.keys.shape[-1], new.values.shape[-1]), self.rotation(queries)
+        keys, values = (self.coded(memory, side, dim) for side, dim in enumerate(dims))
+        if keys is None or values is None or not decodes(queries):
+            return self._decode_step_ref(queries, new, memory, places, segments, most, how, write)
+        if write and not self.encodes:
+            self._append(memory, new, segments[0])
+        wide, dtype = queries, queries.dtype
+        if rotation is not None:
+            wide, *tokens = rotated(rotation, queries, new.keys, new.values)
+            new = new._replace(keys=tokens[0], values=tokens[1])
+        if write and self.encodes:
+            append_codes(keys, values, segments[0], new)
+        out = decode_codes(
+            wide, keys, values, *places, *segments, most, how.scaling, new, how.softcap, how.sliding_window,
+            one_for_all(how.sinks), dtype,
+        )  # fmt: skip
+        return (out if rotation is None else out @ rotation.mT).to(dtype)
+
+    encodes: ClassVar[bool] = True
+    """Whether the kernels for GPUs encode tokens as `encode` does."""
+
+    def _append(self, memory: Mapping[str, Tensor], new: NewTokens, starts: Tensor) -> None:
+        """Encode new tokens [B,H,1,D] and write them to their slots of flat memory."""
+        codes = encoded(self, new.keys, 0) | encoded(self, new.values, 1)
+        append({name: memory[name] for name in codes}, codes, starts, new.slots)
+
+    def _decode_step_ref(
+        self, queries: Tensor, new: NewTokens, memory: Mapping[str, Tensor], places: tuple[Tensor, Tensor | None],
+        segments: tuple[Tensor, Tensor], most: int, how: AttentionParams, write: bool,
+    ) -> Tensor:  # fmt: skip
+        """The definition of `decode_step`: dequantize all tokens, put the new ones in their places, attend."""
+        if write:
+            self._append(memory, new, segments[0])
+        keys, values = decoded(self, memory, 0, new.keys), decoded(self, memory, 1, new.values)
+        positions, (starts, counts) = places[1], segments
+        if positions is None:
+            positions = torch.arange(len(keys), device=starts.device)
+            positions = positions - starts.flatten().repeat_interleave(len(positions) // starts.numel())
+        out = decode_attention_flat_ref(
+            widen(queries), keys, values, places[0], positions, starts, counts, most, how.scaling, how.softcap,
+            how.sliding_window, one_for_all(how.sinks), new_tokens=new,
+        ).out  # fmt: skip
+        return out.to(queries.dtype)
 
 
 class TokenCodeLayerStore(SlotStore, CompressedStore):
@@ -71,11 +155,23 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         """Whether the slots hold codes."""
         return "keys" not in self.memory
 
-    # --- codes -----------------------------------------------------------------------------------------------------
-    def _encoded(self, x: Tensor, side: int) -> dict[str, Tensor]:
-        check_finite(x)
-        return {f"{SIDES[side]} {name}": part.contiguous() for name, part in self.store.encode(x, side).items()}
+    @property
+    def token_memory(self) -> dict[str, Tensor]:
+        return {name: x for name, x in self.memory.items() if name.partition(" ")[0] in SIDES}
 
+    @property
+    def step_format(self) -> tuple[object, ...] | None:
+        """As of a dense layer; scales of layers are part of the store."""
+        dims, form = [x.shape[-1] for x in self._like], self.store.format(0)
+        fitting = self.coded and form is not None and all(fits(form, dim) for dim in dims)
+        return (self.store, *dims) if fitting else None
+
+    @property
+    def step_nbytes(self) -> int:
+        """Bytes of the exact token of a decoding step: key, value and position."""
+        return 8 + sum(x.shape[1] * x.shape[-1] * x.itemsize for x in self._like)
+
+    # --- codes -----------------------------------------------------------------------------------------------------
     def _block(self, side: int) -> Callable[[slice], Tensor]:
         """A function of a range of slots: their tokens, rotated, [B,H,1,n,D] float32."""
         dim, start = self._like[side].shape[-1], SIDES[side] + " "
@@ -129,7 +225,7 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
             super().append(keys, values, positions, absent)
             return
         self._fresh = (keys, values, positions)
-        self._enter(self._encoded(keys, 0) | self._encoded(values, 1), positions, absent)
+        self._enter(encoded(self.store, keys, 0) | encoded(self.store, values, 1), positions, absent)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
         assert bias is None, "only exact stores hold a bias"
@@ -137,7 +233,7 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
             super().write(slots, keys, values)
             return
         self._fresh = ()  # a merged token is not exact any more
-        self._put(slots, self._encoded(keys, 0) | self._encoded(values, 1), all_names=False)
+        self._put(slots, encoded(self.store, keys, 0) | encoded(self.store, values, 1), all_names=False)
 
     def settle(self) -> None:
         self._fresh = ()
@@ -147,7 +243,7 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
             del self.memory["positions"]
         for side, name in enumerate(SIDES):
             exact = self.memory.pop(name)[:, :, : self.used + self.room]
-            self.memory |= self._encoded(exact, side)
+            self.memory |= encoded(self.store, exact, side)
         scales = [scale for scale in map(self.store.scale, range(2)) if scale is not None]
         self._scales = [torch.full((1,), scale, device=exact.device, dtype=torch.float32) for scale in scales]
         self._views, self._bytes, self.lent = {}, None, False
@@ -156,7 +252,10 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
         if not self.coded:
             return None
-        rows, exact = widen(queries), self._exact()
+        exact = self._exact()
+        if exact is not None and exact.slots.shape[2] == 1 and decodes(queries) and self.step_format is not None:
+            return self._attend_in_kernel(queries, positions, how, exact)
+        rows = widen(queries)
         rotation = self.store.rotation(rows)
         if rotation is not None:
             rows = rows @ rotation
@@ -170,6 +269,34 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         )  # fmt: skip
         rotation = self.store.rotation(out)
         return (out if rotation is None else out @ rotation.mT).to(queries.dtype)
+
+    def _attend_in_kernel(self, queries: Tensor, positions: Tensor, how: AttentionParams, exact: Outliers) -> Tensor:
+        """Attention of one query over the memory as flat segments; its token was encoded by `append`."""
+        memory = {name: x.flatten(0, 2) for name, x in self.token_memory.items()}
+        new = NewTokens(exact.keys, exact.values, exact.slots[..., 0])
+        places = positions, self.slot_positions().flatten() if "positions" in self.memory else None
+        return self.store.decode_step(queries, new, memory, places, self.segments()[:2], self.used, how, write=False)
+
+
+def encoded(store: TokenCodeStore, x: Tensor, side: int) -> dict[str, Tensor]:
+    """The tensors of `encode`, named by their side."""
+    check_finite(x)
+    return {f"{SIDES[side]} {name}": part.contiguous() for name, part in store.encode(x, side).items()}
+
+
+def decoded(store: TokenCodeStore, memory: Mapping[str, Tensor], side: int, like: Tensor) -> Tensor:
+    """All numbers [N,D] of flat memory, in float32 (or float64)."""
+    start = SIDES[side] + " "
+    held = {name.removeprefix(start): x[None, None] for name, x in memory.items() if name.startswith(start)}
+    numbers = store.decode(held, side, like.shape[-1])[0, 0].to(widen(like.new_empty(0)).dtype)
+    rotation = store.rotation(numbers)
+    return numbers if rotation is None else numbers @ rotation.mT
+
+
+def rotated(rotation: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
+    """Vectors [B,H,1,D] of several kinds, multiplied by the rotation in one launch."""
+    whole = torch.cat(heads, dim=1).to(rotation.dtype) @ rotation
+    return tuple(whole.split([x.shape[1] for x in heads], dim=1))
 
 
 def check_finite(x: Tensor) -> None:

@@ -12,9 +12,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvbench.kernels.code_formats import Format
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.constants import on_host
+from kvbench.policies.stores.per_token import WHOLE
 from kvbench.policies.stores.quantiser import from_bytes, look_up, to_bytes
 from kvbench.policies.stores.token_codes import TokenCodeStore
 
@@ -91,6 +93,12 @@ class TurboQuant(TokenCodeStore):
 
     def rotation(self, like: Tensor) -> Tensor:
         return self._constants(0, like)[0].mT
+
+    def format(self, side: int) -> Format | None:
+        return None if self.sketch else Format("table", self.bits, WHOLE)
+
+    def table(self, side: int, dim: int, device: torch.device) -> Tensor:
+        return constants(dim, self._bits(side), self.seed, torch.float32, device)[2]
 
     def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
         rotation, gaussian, own_levels, bounds = self._constants(side, x)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from ast import literal_eval
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,16 +74,31 @@ def _read(found: Iterable[Mapping[str, Any]], name: str) -> Iterator[Row]:
 
 
 def _answers(values: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """A text or a list of texts; a file with texts only (.csv) has the list as JSON."""
+    """A text or a list of texts; a file with texts only (.csv) has the list as JSON, or as Python writes it.
+
+    ValueError for answers without a visible character, which every output would contain.
+    """
     name = next((name for name in ANSWERS if values.get(name) is not None), None)
     if name is None:
         raise ValueError(f"{where}: neither answers nor answer, its fields are {', '.join(map(str, values))}")
-    if not isinstance(values[name], str):
-        text_files.check_row(values, (), [name], where)
-        return tuple(values[name])
-    try:
-        listed = {name: json.loads(values[name])}
-        text_files.check_row(listed, (), [name], where)
-    except ValueError:
-        return (values[name],)
-    return tuple(listed[name])
+    value = values[name]
+    found = _listed(value, name, where) if isinstance(value, str) else value
+    text_files.check_row({name: found}, (), [name], where)
+    if not all(map(str.strip, found)):
+        raise ValueError(f"{where}: {name} is {value!r:.60}, it must have no empty text")
+    return tuple(found)
+
+
+def _listed(text: str, name: str, where: str) -> list[str]:
+    """The list in a text, `["a"]` or `['a']`; other texts are one answer, and so is a list of numbers as `answer`."""
+    listed: object = None
+    for read in (json.loads, literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            listed = read(text.strip())
+            break
+    if not isinstance(listed, list | tuple) or not listed:
+        return [text]
+    if re.search(r"""['"]\s+['"]""", text) and len(listed) == 1:
+        raise ValueError(f'{where}: {name} is {text:.60}, a list without commas: write it as JSON, ["a", "b"]')
+    plain = name == "answers" and all(isinstance(one, str | int | float) for one in listed)
+    return [str(one) for one in listed] if plain or all(isinstance(one, str) for one in listed) else [text]

@@ -23,6 +23,7 @@ from unittest.mock import patch
 from jinja2.exceptions import TemplateError
 
 from kvbench.errors import ConfigError
+from kvbench.tasks.instructions.verify import check_nltk, seed_language_detection
 from kvbench.tasks.longbench.metrics import plain
 from kvbench.tasks.scores import bag_f1
 
@@ -77,7 +78,8 @@ def load(key: str) -> Loaded:
     if allow_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # read by Hugging Face's metric `code_eval`
     try:
-        with rows_from(data_dir):
+        config = known.task_index[name].cfg or {}
+        with rows_from(data_dir, config.get("test_split") or config.get("validation_split") or "test"):
             found = known.load([name])
     except ImportError as error:
         raise ValueError(f"{name} needs a package that is not installed: {error}") from error
@@ -88,6 +90,7 @@ def load(key: str) -> Loaded:
         raise ConfigError("data_dir", data_dir, why=reason) from error
     tasks, group = found["tasks"], found.get("groups", {}).get(name)
     for one, task in tasks.items():
+        _check_verifiers(one, task)
         _check(one, task, allow_code, settings["metric"])
         if task.OUTPUT_TYPE == GENERATES and settings["gen_kwargs"]:
             task.set_config(key="generation_kwargs", value=settings["gen_kwargs"], update=True)
@@ -134,8 +137,11 @@ def _folder(name: str) -> list[str]:
 
 
 @contextmanager
-def rows_from(data_dir: str | None) -> Iterator[None]:
-    """In this context lm-eval reads rows from `data_dir` (None: the Hub). Raises ValueError if it cannot."""
+def rows_from(data_dir: str | None, split: str = "test") -> Iterator[None]:
+    """In this context lm-eval reads rows from `data_dir` (None: the Hub). Raises ValueError if it cannot.
+
+    split: that of a file whose name has none.
+    """
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -145,7 +151,7 @@ def rows_from(data_dir: str | None) -> Iterator[None]:
         try:
             if data_dir is None or path in FORMATS.values():
                 return load_dataset(path, name, **kwargs)
-            return _Splits(_local(load_dataset, Path(data_dir).expanduser(), path, name))
+            return _Splits(_local(load_dataset, Path(data_dir).expanduser(), path, name, split))
         except (OSError, ValueError, RuntimeError, DatasetsError) as error:  # no network, unknown or damaged data
             reason = " ".join(str(error).split())[:160]
             what = f"{path} ({name})" if name else path
@@ -158,13 +164,13 @@ def rows_from(data_dir: str | None) -> Iterator[None]:
         yield
 
 
-def _local(load_dataset: Callable[..., Any], where: Path, path: str, name: str | None) -> Any:  # noqa: ANN401
+def _local(load_dataset: Callable[..., Any], where: Path, path: str, name: str | None, split: str) -> Any:  # noqa: ANN401
     """The splits of a local copy: a folder with the Hub's files or with one folder per configuration, or one file."""
     if where.is_file():
         kind = FORMATS.get(Path(where.name.removesuffix(".gz")).suffix)
         if kind is None:
             raise ConfigError("data_dir", str(where), why=f"must end in one of {', '.join(FORMATS)}, or be a folder")
-        split = next((one for one in ("train", "validation", "test") if one in where.name.lower()), "test")
+        split = next((one for one in ("train", "validation", "test") if one in where.name.lower()), split)
         return load_dataset(kind, data_files={split: str(where)})
     if not where.is_dir():
         raise ConfigError("data_dir", str(where), why="does not exist")
@@ -226,6 +232,14 @@ def _check(name: str, task: LmTask, allow_code: bool, metric: str | None) -> Non
     metrics = [f"{one},{pipeline.name}" for one in task.aggregation() for pipeline in task._filters]
     if metric is not None and metric not in metrics and not unsafe:  # tasks that run code name their values differently
         raise ConfigError("metric", metric, why=f"is not one of {name}: {', '.join(metrics)}")
+
+
+def _check_verifiers(name: str, task: LmTask) -> None:
+    """For IFEval: raise ValueError if NLTK's data is missing, and make its language detection deterministic."""
+    if task.config.dataset_path != "google/IFEval":
+        return
+    check_nltk(name, [instruction for row in task.task_docs for instruction in row["instruction_id_list"]])
+    seed_language_detection()
 
 
 def _set_fewshot(tasks: Mapping[str, LmTask], count: int | None) -> None:

@@ -10,7 +10,7 @@ from kv_models import SLIDING, prompt, tiny
 from torch import Tensor
 
 from kvbench import KVCache, make_policy
-from kvbench.cache.hook import kvbench_attention, kvbench_mask
+from kvbench.cache.hook import kvbench_attention
 from kvbench.policies.observation import Observation
 
 ATTEND_AND_SUM = Observation.attend_and_sum
@@ -148,13 +148,66 @@ def test_another_attention_cannot_read_the_cache() -> None:
 # the mask function
 
 
-def test_only_the_columns_of_the_call_are_masked() -> None:
-    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 1]])
-    got = kvbench_mask(attention_mask=mask, q_length=2)
-    assert got is not None
-    assert got[:, 0, :, 0].tolist() == [[True, True], [False, True]]
-    assert kvbench_mask(attention_mask=mask[:1], q_length=3) is None
-    assert kvbench_mask(attention_mask=None, q_length=3) is None
+KEPT, PROMPT = 36, 40
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"attention_mask": torch.ones(1, PROMPT)}, "attention_mask has 40 columns, but the cache has seen 40 tokens"),
+    ({"attention_mask": torch.ones(1, KEPT + 1)}, "attention_mask has 37 columns"),
+    ({"attention_mask": torch.ones(1, 1)}, "attention_mask has 1 columns"),
+    ({"attention_mask": torch.ones(1, PROMPT + 4)}, "pass a mask with 41 columns, or none without padding"),
+    ({"attention_mask": torch.tensor([[0] * 5 + [1] * 36])}, "marks 35 earlier tokens of sequence 0, but .* seen 40"),
+    ({"position_ids": torch.tensor([[KEPT]])}, "position_ids of sequence 0 do not continue .* got 36 where 40 follows"),
+    ({"position_ids": torch.tensor([[0]])}, "got 0 where 40 follows"),
+    ({"position_ids": torch.tensor([[PROMPT + 1]])}, "got 41 where 40 follows"),
+]
+
+
+@pytest.mark.parametrize("slug", ["full", "snapkv", "h2o_fp8"])
+def test_masks_and_positions_that_contradict_the_cache_are_refused(slug: str) -> None:
+    """The right ones give the text of the whole ids."""
+    ids, policy = torch.tensor([prompt(PROMPT)]), make_policy(slug, None if slug == "full" else KEPT)
+
+    def opened() -> tuple[KVCache, Tensor]:
+        held = KVCache(model().config, policy)
+        return held, model()(ids, past_key_values=held).logits[:, -1:].argmax(-1)
+
+    text = model().generate(ids, past_key_values=KVCache(model().config, policy), max_new_tokens=5)[:, PROMPT:]
+    for given, sentence in CONTRADICTIONS:
+        held, token = opened()
+        with pytest.raises(ValueError, match=sentence):
+            model()(token, past_key_values=held, **given)
+    for given in ({"attention_mask": torch.ones(1, PROMPT)}, {"attention_mask": torch.ones(1, KEPT + 1)}, {}):
+        held, token = opened()
+        with pytest.raises(ValueError, match=r"do not continue those of|no token that the cache has"):
+            model().generate(token, past_key_values=held, max_new_tokens=4, **given)
+    held, token = opened()
+    got = model().generate(token, past_key_values=held, max_new_tokens=4, attention_mask=torch.ones(1, PROMPT + 1))
+    assert torch.equal(got, text)
+    for given in ({}, {"attention_mask": torch.ones(1, PROMPT + 1)}, {"position_ids": torch.tensor([[PROMPT]])}):
+        held, token = opened()
+        assert model()(token, past_key_values=held, **given).logits[0, -1].argmax() == text[0, 1]
+
+
+def test_rows_keep_their_number_their_padding_and_their_positions() -> None:
+    ids, mask = torch.tensor([[0, 0, *prompt(5)], prompt(7)]), torch.tensor([[0, 0] + [1] * 5, [1] * 7])
+    for places in (None, (mask.cumsum(-1) - 1).clamp(min=0)):  # models count padding unless they are told positions
+        held = KVCache(model().config, make_policy("full"))
+        model()(ids, attention_mask=mask, past_key_values=held, position_ids=places)
+        more = torch.ones(2, 1, dtype=torch.long)
+        with pytest.raises(ValueError, match="has 2 sequences, but the call brings 1"):
+            model()(more[:1], past_key_values=held)
+        with pytest.raises(ValueError, match="marks 7 earlier tokens of sequence 0, but the cache has seen 5"):
+            model()(more, past_key_values=held, attention_mask=torch.ones(2, 8), position_ids=None)
+        own = mask.sum(-1, keepdim=True) if places is not None else 7 * more
+        with pytest.raises(ValueError, match="position_ids of sequence 0 do not continue"):
+            model()(more, past_key_values=held, position_ids=own - torch.tensor([[2], [0]]))
+        model()(more, past_key_values=held, attention_mask=torch.cat([mask, more], 1), position_ids=own)
+        assert held.kept_tokens()[0].tolist() == [[6, 6], [8, 8]]
+
+
+def test_attention_weights_are_refused() -> None:
+    held = KVCache(model().config, make_policy("full"))
+    with pytest.raises(ValueError, match="output_attentions=True is not supported"):
+        model().generate(torch.tensor([prompt(5)]), past_key_values=held, max_new_tokens=2, output_attentions=True)
 
 
 def test_padding_inside_a_call_is_never_stored() -> None:

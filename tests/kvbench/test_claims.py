@@ -142,7 +142,7 @@ def test_the_command_prints_verdicts_of_a_file_with_overrides(
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "no data" in said
-    command = "python -m kvbench -m policy=h2o,tova model=pocket task=niah budget=512 schedule=prompt decode=evict"
+    command = "kvbench -m policy=h2o,tova model=pocket task=niah budget=512 schedule=prompt decode=evict"
     assert command in " ".join(said.split())
     assert main([*words, "budget=64"]) == 0
     assert "holds" in capsys.readouterr().out

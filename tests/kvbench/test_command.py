@@ -45,7 +45,7 @@ def test_bash_completes_commands_options_fields_and_names(tmp_path: Path) -> Non
     command.chmod(0o755)
     paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(sys.path)}
     lines = ["kvbench repo", "kvbench tables li", "kvbench plot --free", "kvbench policy=caote_h", "kvbench budg"]
-    lines += ["kvbench policy=full,streaming", "kvbench -m engine.c"]
+    lines += ["kvbench policy=full,streaming", "kvbench -m engine.cu"]
     done = subprocess.run(
         ["bash", "-c", BASH, "bash", *lines], env={**os.environ, **paths}, capture_output=True, text=True
     )

@@ -93,6 +93,22 @@ def test_every_sequence_is_what_it_is_group_by_group(
     assert together == decoded(model, some)
 
 
+CODES = ("fp8", "fp8_per_token_head", "int8", "int4", "nvfp4", "turboquant", "snapkv_fp8")
+
+
+@pytest.mark.parametrize("slug", CODES)
+def test_codes_of_tokens_decode_on_the_device_as_they_do_one_by_one(
+    slug: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: dict[str, Any] = {"window": 6, "decode": "grow"} if "snapkv" in slug else {}
+    fields |= {"group": 8} if slug == "nvfp4" else {}
+    model, policy, joined = model_of(), make_policy(slug, 40 if "snapkv" in slug else None, **fields), list[float]()
+    together = decoded(model, [policy], joined)
+    assert min(joined) == 1, "every sequence is on the device in every step"
+    monkeypatch.setattr(engine, "use_triton", lambda x: False)
+    assert together == decoded(model, [policy])
+
+
 @pytest.mark.parametrize("slugs", [("h2o", "tova", "caote_snapkv"), ("streamingllm", "knorm", "snapkv", "full")])
 def test_sequences_below_their_budget_decode_in_the_same_launches(
     slugs: Sequence[str], as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch

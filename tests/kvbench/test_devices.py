@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
+from kvbench.cache.step import append
 from kvbench.engine.generate import generate_tokens
 from kvbench.models.files import ModelSpec
 from kvbench.models.loading import load, locate
@@ -85,7 +86,7 @@ def test_every_layer_gets_the_positions_of_a_step_on_its_device() -> None:
     assert (span.start, span.end, span.evicts) == (0, 20, True)
     for where in ("cpu", "meta"):
         new = (torch.zeros(1, heads, 20, 8, device=where) for heads in (4, 2, 2))
-        step = sequence.append(sequence.layers[where == "meta"], span, *new, AttentionParams(1.0))
+        step = append(sequence, where == "meta", span, *new, AttentionParams(1.0))
         assert step.positions.device.type == step.observation.seen.device.type == where
 
 

@@ -198,7 +198,7 @@ def test_results_are_rows_a_frame_a_table_and_a_page(tiny_model: Path, tmp_path:
     assert results[0].baseline.run_id == results[1].run_id
     assert [*results.to_pandas()["n"]] == [2, 2]
     assert shown_rows(repr(results))[0][0] == "tova"
-    assert "<table" in results._repr_html_()
+    assert "<table" in results._repr_mimebundle_()["text/html"]
     assert [*results.table()["policy"]] == ["tova", "full"]
     assert [*results.pivot("task").columns][-1] == "niah"
     assert shown_rows(repr(results[:1]))[0][0] == "tova"

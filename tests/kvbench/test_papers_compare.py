@@ -112,7 +112,7 @@ def test_ours_stands_beside_the_print_with_interval_difference_and_what_was_held
     }
     assert line(table, "TREC")["ours"] == HOLE
     assert table.notes[0] == "1 of 501 numbers are measured, 500 need runs, 0 cannot be measured."
-    assert "python -m kvbench.tables run caote/table2" in table.notes
+    assert "kvbench tables run caote/table2" in table.notes
 
 
 def suite(scores: dict[str, list[float]]) -> list[Sample]:

@@ -14,6 +14,8 @@ from kvbench.policies.schedule import Blocks, Prompt
 from kvbench.policies.scorers.snapkv import SnapKV
 from kvbench.policies.values.caote import Caote
 from kvbench.policies.values.fastcaote import FastCaote
+from kvbench.run.run import build_run
+from kvbench.run.run_config import run_config
 
 BASES = ["random", "knorm", "streamingllm", "local_window", "h2o", "h2o_norecent", "tova", "snapkv"]
 WRAPPED = [f"{wrapper}_{base}" for wrapper in ("caote", "fastcaote") for base in ("h2o", "tova", "snapkv", "knorm")]
@@ -133,3 +135,14 @@ def test_what_is_wrong_is_said_in_one_sentence(slug: str, fields: dict[str, Any]
     with pytest.raises(ValueError, match=sentence) as caught:
         make_policy(slug, 64, **fields)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("slug", "part"), [("snapkv", "scorer"), ("caote_h2o", "scorer"), ("h2o_fp8", "scorer"), ("quest", "reader")]
+)
+def test_a_preset_without_the_part_that_uses_its_budget_is_refused(slug: str, part: str) -> None:
+    sentence = f"policy.{part}=null is not allowed: without it the policy is another one"
+    with pytest.raises(ValueError, match=sentence):
+        make_policy(slug, 64, **{part: None})
+    with pytest.raises(ValueError, match=sentence):
+        build_run(run_config("pocket", slug, **{f"policy.{part}": None}))

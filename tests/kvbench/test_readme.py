@@ -3,7 +3,6 @@
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,7 @@ def example_sweeps() -> list[tuple[str, list[str]]]:
     fields = {**demo, "policy": demo["hydra"]["sweeper"]["params"]["policy"]}
     found = [("demo", [f"{name}={fields[name]}" for name in ("policy", "schedule", "decode")])]
     for path in SWEEPS:
-        lines = re.findall(r"python -m kvbench (?:.* )?-m .*policy=\w+,.*", path.read_text(encoding="utf-8"))
+        lines = re.findall(r"kvbench (?:[^`\n]* )?-m [^`\n]*policy=\w+,[^`\n]*", path.read_text(encoding="utf-8"))
         found += [(path.name, shlex.split(line.partition(" # ")[0])) for line in lines]
     return found
 
@@ -65,15 +64,11 @@ def test_the_readme_shows_what_the_command_prints(block: str, tmp_path: Path) ->
 def test_the_commands_of_the_readme_run_one_after_the_other(tmp_path: Path) -> None:
     """With fewer and shorter examples."""
     (tmp_path / "report").mkdir()
-    for python, *arguments in commands():
-        assert python == "python"
-        short = (
-            ["limit=1", "task.lengths=[300]", "task.depths=[0.5]"] if arguments[:3] == ["-m", "kvbench", "-m"] else []
-        )
+    for arguments in commands():
+        short = ["limit=1", "task.lengths=[300]", "task.depths=[0.5]"] if arguments[:2] == ["kvbench", "-m"] else []
         given = [re.sub(r"^limit=\d+$", "limit=1", argument) for argument in arguments]
-        done = subprocess.run(
-            [sys.executable, *given, *short], cwd=tmp_path, capture_output=True, text=True, timeout=900
-        )
+        words = outputs().in_python([*given, *short])
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, f"{arguments}: {done.stderr}"
     made = {path.name for path in tmp_path.rglob("*") if path.suffix in (".svg", ".tex", ".html")}
     assert {"report.html", "table.tex", "bytes.svg", "budget.svg"} <= made

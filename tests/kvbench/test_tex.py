@@ -6,8 +6,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.report.formats import latex
-from kvbench.report.table import Table, table_of
+from kvbench.report.formats import latex, renamed
+from kvbench.report.table import Table, frame_of, table_of
+from kvbench.report.table import text as text_table
 
 WORDS = st.text(alphabet="ab1 _%&#$*[]{}~^\\\\-.<", max_size=8)
 
@@ -21,8 +22,9 @@ def tables(draw: st.DrawFn) -> Table:
 
 def check(text: str) -> None:
     """Assert what LaTeX would trip over."""
+    text = text.partition("\n")[2]  # after the comment that names the package
     opened: list[str] = []
-    for kind, name in re.findall(r"\\(begin|end)\{(\w+)\}", text):
+    for kind, name in re.findall(r"\\(begin|end)\{([\w*]+)\}", text):
         if kind == "begin":
             opened.append(name)
         else:
@@ -48,3 +50,21 @@ def test_whatever_a_table_contains_latex_can_read_it(table: Table) -> None:
 
 def test_numbers_have_true_minus_signs_and_names_keep_their_hyphens() -> None:
     assert "a-1 & $-$0.90 ($-$0.97..$-$0.59) \\\\" in latex(table_of(("x", "y"), [("a-1", "-0.90 (-0.97..-0.59)")]))
+
+
+def test_a_table_fits_a_column_a_page_or_is_broken_and_can_be_referenced() -> None:
+    names = [f"task{n}" for n in range(24)]
+    wide = Table(frame_of(["policy", *names], [["snapkv"], *([["50.0"]] * 24)]), "all tasks", left=["policy"])
+    narrow = table_of(("policy", "score"), [("snapkv", "0.50")], left=("policy",))
+    text = latex(narrow, "my_table")
+    assert text.startswith("% \\usepackage{booktabs}\n\\begin{table}\n")
+    assert "\\label{tab:my-table}" in text
+    text = latex(wide)
+    check(text)
+    assert text.startswith("% \\usepackage{booktabs}; two columns wide\n\\begin{table*}\n")
+    headings = [line for line in text.splitlines() if line.startswith("policy & ")]
+    assert [name for line in headings for name in line.removesuffix(r" \\").split(" & ")[1:]] == names
+    assert len(headings) == 2
+    assert max(map(len, headings)) < 130  # characters of a line, across a page
+    other = renamed(narrow, {"policy": "method", "snapkv": "SnapKV (ours)", "score": "acc"}, precision=1)
+    assert text_table(other).split() == ["method", "acc", "-" * 18, "SnapKV", "(ours)", "0.5"]

@@ -17,6 +17,7 @@ import torch
 from plotted_runs import sample, write_run
 from small_cells import SMALL, small_cell
 
+from kvbench.cli import main
 from kvbench.engine.compute import compute_runs
 from kvbench.errors import UsageError
 from kvbench.report.wandb_logger import WandbLogger, WandbWatch
@@ -103,7 +104,7 @@ def test_a_sweep_is_one_offline_run_for_each_run_and_one_with_the_table(tmp_path
     node = {"_target_": TARGET, "project": "caches", "entity": "lab", "tags": ["a", "b"], "folder": str(out)}
     watch = make_watch(node, "mine")
     watch.close([read_result(ending.folder) for ending in compute_runs(cells, watch) if ending.folder])
-    found = {one.run.run_id: one for one in stored(out)}
+    found = {one.config.get("run_id", one.run.display_name): one for one in stored(out)}
     assert set(found) == {*(cell.run_id for cell in cells), "sweep-mine"}
     for cell in cells:
         one = found[cell.run_id]
@@ -183,6 +184,38 @@ def test_failed_runs_and_failed_examples_are_marked_and_a_complete_run_is_not_se
     assert (broken.exit_code, broken.summary["n_failed"], broken.history[-1]["n_failed"]) == (1, 1, 1)
     assert "score" not in broken.summary
     assert broken.table(broken.summary["examples"]["path"])[1]["error"].startswith("BudgetError")
+
+
+def test_finished_runs_are_logged_later_and_equal_runs_of_two_folders_are_two(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        written(tmp_path / name, "full", [1.0, 1.0], None)
+        written(tmp_path / name, "tova", [1.0, 0.0])
+        place = f"logger.folder={tmp_path}"
+        assert main(["results", "log", str(tmp_path / name), "logger=wandb", "logger.project=p", place]) == 0
+    runs = stored(tmp_path)
+    titles = [one.run.display_name for one in runs]
+    assert titles == [*(first := ["pocket full niah", "pocket tova 64 niah"]), "sweep-a", *first, "sweep-b"]
+    assert len({one.run.run_id for one in runs}) == 6
+    assert [one.summary.get("score") for one in runs[:2]] == [1.0, 0.5]
+    assert main(["results", "log", str(tmp_path / "a"), "logger=wandb", place]) == 0  # another project, other ids
+    assert main(["results", "log", str(tmp_path / "a"), "logger=wandb", "logger.project=p", place]) == 0
+    again = [one.run.run_id for one in stored(tmp_path)[-6:]]
+    assert again[3:] == [one.run.run_id for one in runs[:3]]
+    assert len({*again}) == 6
+
+
+def test_a_trial_of_a_sweep_is_the_run_of_the_agent_also_if_it_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`wandb agent` starts the command of docs/wandb.md and waits for the score in its own run."""
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
+    monkeypatch.setenv("WANDB_RUN_ID", "chosen")
+    cell = written(tmp_path / "a", "tova", [1.0, 0.0])
+    watch = WandbWatch(WandbLogger(folder=str(tmp_path)), None)
+    watch.ended(cell, None)  # finished by an earlier trial
+    watch.close()
+    (one,) = stored(tmp_path)
+    assert (one.run.run_id, one.summary["score"], len(one.history)) == ("chosen", 0.5, 2)
 
 
 @pytest.mark.parametrize(

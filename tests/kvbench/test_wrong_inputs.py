@@ -72,7 +72,7 @@ OTHERS = {
     "bench d2o_table12 model=.": "model.path=. has no config.json: it must be a folder made by save_pretrained",
     "diagnose coverage policy=full": "coverage needs a policy that evicts: policy=full keeps every token",
     "sweep status file.txt": "file.txt holds no sweep: there is no sweep.yaml",
-    "results collect . --columns n --pivot task": "--pivot is not allowed with --columns",
+    "results collect . --columns n --pivot task": "--pivot task is not allowed with --columns",
     "sweep stop runs": "No such command 'stop'",
     "tables compare caote/table3 --small": "caote/table3 has no --small overrides",
     "results collect . --columns ,": "--columns ',' has no column name (see kvbench results collect --help)",

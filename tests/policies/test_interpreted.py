@@ -21,6 +21,8 @@ QUANTISED: dict[str, dict[str, Any]] = {
     "kivi whole": {"group": 128, "residual": 128, "bits": 2},
     "ott": {"group": 8, "residual": 5, "auxiliary": 4, "skip_layers": [0]},
     "kcvc": {"group": 8, "residual": 8},
+    **{slug: {} for slug in ("fp8", "fp8_per_token_head", "int8", "int4", "turboquant")},
+    "nvfp4": {"group": 8},
 }
 
 

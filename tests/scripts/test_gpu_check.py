@@ -20,7 +20,7 @@ def test_a_dry_run_times_policies_against_transformers(tmp_path: Path, capsys: p
     assert gpu_check.main(["speed", "--dry", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     for slug, _, _ in gpu_check.SPEED:
-        assert f"speed: {slug}, prefill over transformers: " in said
+        assert f"speed: {slug}, prefill of 256 tokens over transformers: " in said
     assert "HOLD" not in said, "times of a dry run mean nothing"
     written = json.loads(out.read_text())
     assert {result["part"] for result in written["results"]} == {"speed"}

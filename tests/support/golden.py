@@ -12,15 +12,17 @@ from task_data import GOLDEN
 Case = dict[str, Any]
 
 
-def cases(file: str, prefix: str = "") -> list[Case]:
-    """The cases of a file: arrays by name, a list where there is one per layer, and meta's fields.
-
-    The test is skipped where the file is not at hand.
-    """
+def recorded_file(file: str) -> str:
+    """The path of a file; the test is skipped where it is not at hand."""
     path = GOLDEN / "additions2" / file
     if not path.is_file():
         pytest.skip(f"the recorded results of the original code are not at {path}")
-    return [case for name, case in _read(str(path)).items() if name.startswith(prefix)]
+    return str(path)
+
+
+def cases(file: str, prefix: str = "") -> list[Case]:
+    """The cases of a file: arrays by name, a list where there is one per layer, and meta's fields."""
+    return [case for name, case in _read(recorded_file(file)).items() if name.startswith(prefix)]
 
 
 @cache

@@ -24,9 +24,15 @@ from triton.runtime.jit import JITFunction
 from kvbench.kernels import decode, query_sums
 from kvbench.kernels.references import NewTokens
 from kvbench.kernels.tiles import LITTLE
+from kvbench.policies.observation import AttentionParams
+from kvbench.policies.stores.per_token import Fp8, Fp8PerTokenHead, Int4, Int8, Nvfp4
+from kvbench.policies.stores.token_codes import TokenCodeStore, encoded
+from kvbench.policies.stores.turboquant import TurboQuant
 
 H_KV, G, T = 2, 4, 256
 BF16, FLOAT = torch.bfloat16, torch.float32
+CODES = Fp8(), Int8(), Int4(), Nvfp4(), TurboQuant()
+ALL_CODES = *CODES, Fp8PerTokenHead(), Int8(official=True), Int4(rotate=False), TurboQuant(3), TurboQuant(8)
 
 
 class Driver:
@@ -94,6 +100,17 @@ def sums(dtype: torch.dtype, dim: int, queries: int) -> dict[str, Any]:
     }
 
 
+def decode_codes(store: TokenCodeStore, dtype: torch.dtype, dim: int) -> None:
+    """A decoding step over tokens in codes, with and without positions, a soft cap and a sliding window."""
+    how, zeros = segments(dtype, dim), drawn(1, 1, H_KV * T, dim, dtype=dtype)
+    memory = {name: x[0, 0] for name, x in (encoded(store, zeros, 0) | encoded(store, zeros, 1)).items()}
+    new = drawn(1, H_KV, 1, dim, dtype=dtype)
+    token = NewTokens(new, new, torch.zeros(1, H_KV, dtype=torch.int64))
+    lengths, params = (how["starts"], how["counts"]), AttentionParams(dim**-0.5)
+    for places, own in ((how["key_positions"], params), (None, params._replace(softcap=50.0, sliding_window=64))):
+        store.decode_step(how["queries"], token, memory, (how["query_positions"], places), lengths, T, own)
+
+
 def launches(everything: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """Launchers with the arguments of presets, by name."""
     shapes = [(BF16, 128), (FLOAT, 128), (BF16, 64), (BF16, 256), (FLOAT, 64), (FLOAT, 256)]
@@ -102,6 +119,8 @@ def launches(everything: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         for case, how in decode_cases(dtype, dim, wide).items():
             call = decode.decode_attention_flat if "starts" in how else decode.decode_attention
             yield f"decode, {name}, {case}", partial(call, **how)
+        for store in ALL_CODES if everything else CODES if wide else CODES[:1]:
+            yield f"decode, {name}, {store}", partial(decode_codes, store, dtype, dim)
         how = sums(dtype, dim, 128)
         yield f"column sums, {name}", partial(query_sums.column_sums, **how, aligned=True)
         if wide:
@@ -162,6 +181,7 @@ def compile_all(capability: int, everything: bool) -> dict[str, Any]:
 
     JITFunction.run = warm_up
     torch.Tensor.is_cuda = property(lambda x: True)  # bfloat16 stays bfloat16, as on a GPU
+    torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
     known: dict[int, int] = {}
     for name, launch in launches(everything):
         made.clear()

@@ -26,6 +26,8 @@ OF_LM_EVAL = ("lm_eval", "aime24", "aime25", "gsm8k")  # its prompts and scores 
 WORKS_OUT = ("arithmetic",)  # its answers stand nowhere in the text
 LONG_SETS = ("infinitebench/", "loogle/", "longbench_v2", "scbench/", "zero_scrolls/")  # see test_long_sets.py
 LONG_SETS += ("math500",)  # see math/test_task.py
+LONG_SETS += ("longproc/",)  # see longproc/test_longproc.py
+LONG_SETS += ("instructions", "ifbench")  # see instructions/test_instructions.py
 IN_MODEL_TOKENS = ["task.counted_in=model"]  # the encoding of NeedleBench is a download
 
 

@@ -77,6 +77,43 @@ def test_a_data_set_of_the_hub_is_read_by_name_subset_and_split(
         asked(pieces, hub="a/b")
 
 
+AS_TEXT: list[tuple[str, str, tuple[str, ...] | str]] = [
+    ("answers", "['3965550']", ("3965550",)),
+    ("answers", '["3965550"]', ("3965550",)),
+    ("answers", "['it\\'s', \"a 'b'\"]", ("it's", "a 'b'")),
+    ("answers", "('a', 'b')", ("a", "b")),
+    ("answers", "[3965550]", ("3965550",)),
+    ("answer", "[1, 2]", ("[1, 2]",)),
+    ("answer", "['a', 'b']", ("a", "b")),
+    ("answers", "[unclosed", ("[unclosed",)),
+    ("answers", "plain", ("plain",)),
+    ("answers", "['a' 'b']", "a list without commas"),
+    ("answers", "['a'\n 'b']", "a list without commas"),
+    ("answers", "['']", "it must have no empty text"),
+    ("answers", '["a", " "]', "it must have no empty text"),
+    ("answers", " ", "it must have no empty text"),
+]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize(("column", "text", "expected"), AS_TEXT)
+def test_lists_written_as_text_are_lists_and_empty_answers_are_refused(
+    pieces: Tokenizer, tmp_path: Path, suffix: str, column: str, text: str, expected: tuple[str, ...] | str
+) -> None:
+    row = pd.DataFrame([{"context": "Read.", "question": "What?", column: text, "max_new_tokens": 4}])
+    path = tmp_path / f"rows.{suffix}"
+    {
+        "csv": lambda: row.to_csv(path, index=False),
+        "jsonl": lambda: row.to_json(path, orient="records", lines=True),
+        "parquet": lambda: row.to_parquet(path),
+    }[suffix]()
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=rf"(?s)rows.{suffix}, row 1: {column} is .*{expected}"):
+            asked(pieces, data_dir=str(path))
+    else:
+        assert asked(pieces, data_dir=str(path))[0].references == expected
+
+
 # Worked by hand: an output, the references, and what each metric says.
 SCORED: list[tuple[str, str, tuple[str, ...], float]] = [
     ("exact_match", " Red\n", ("red", "green"), 1.0),

@@ -1,1 +1,1 @@
-"""Latency, memory and throughput of policies: `python -m kvbench.bench`."""
+"""Latency, memory and throughput of policies: `kvbench bench`."""

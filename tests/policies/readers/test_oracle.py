@@ -7,7 +7,7 @@ import torch
 from kv_crafted import Crafted, drawn
 
 from kvbench import make_policy
-from kvbench.cache.reading import nbytes_read, tokens_read
+from kvbench.cache.views import nbytes_read, tokens_read
 from kvbench.results.labels import reads_by_oracle
 
 LENGTH, NEW = 21, 6

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvbench import BudgetError, KVCache, make_policy
 from kvbench.cache.cache import fork
 from kvbench.cache.hook import prepare
-from kvbench.cache.reading import nbytes_read, tokens_read
+from kvbench.cache.views import nbytes_read, tokens_read
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from kvbench import KVCache, make_policy
 from kvbench.cache.cache import fork
 from kvbench.cache.hook import prepare
-from kvbench.cache.reading import PageReads, nbytes_read, tokens_read
+from kvbench.cache.reading import PageReads
+from kvbench.cache.views import nbytes_read, tokens_read
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.teacher_forcing import continuation_scores
 from kvbench.policies.policy import Policy
@@ -106,9 +107,9 @@ def reads() -> Iterator[list[Read]]:
     found: list[Read] = []
     attend = PageReads.attend
 
-    def noting(self: PageReads, step: Any, prompt: int) -> Tensor | None:
-        out = attend(self, step, prompt)
-        held = (x[0].clone() for x in (step.queries[:, :, 0], step.store.keys, step.store.values, step.store.positions))
+    def noting(self: PageReads, queries: Tensor, at: Tensor, store: Any, *how: Any) -> Tensor | None:
+        out = attend(self, queries, at, store, *how)
+        held = (x[0].clone() for x in (queries[:, :, 0], store.keys, store.values, store.positions))
         found.append(Read(*held, None if out is None else out[0, :, 0].clone()))
         return out
 

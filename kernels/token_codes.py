@@ -1,0 +1,169 @@
+# ruff: noqa: N803 - in kernels, sizes have their names in shapes
+"""One decoding step over tokens that are stored as codes: attention that dequantizes in registers, and the encoder.
+
+A launch of `decode_codes` reads codes and scales of a tile of tokens, converts them to numbers and attends, so that
+no dequantized tensor is written; `join` joins the parts. The newest token is exact in its own step: its slot is
+replaced by its key and value. `append_codes` encodes the new tokens of all sequences in one launch. Nothing depends on
+the host, so that CUDA graphs can record both.
+
+Shapes: B batch, H KV heads, G query heads per KV head, N flat slots of all segments, T slots of a tile, D head dim.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.code_formats import Coded, encode, numbers_of
+from kvbench.kernels.decode import SLOTS_A_PART, join
+from kvbench.kernels.references import NewTokens
+from kvbench.kernels.tiles import (
+    View,
+    at_head,
+    attend,
+    capped,
+    fit_heads,
+    jit,
+    next_power_of_two,
+    programs_at_once,
+    require_triton,
+    rule_of,
+    slots_of_a_part,
+    store_part,
+    tl,
+    view,
+)
+
+
+@partial(jit, varying=("each",))
+def _attend_codes(
+    q: View, q_pos_ptr: tl.tensor, k_pos_ptr: tl.tensor, starts_ptr: tl.tensor, counts_ptr: tl.tensor,
+    k_codes: tl.tensor, k_scale: tl.tensor, k_table: tl.tensor, v_codes: tl.tensor, v_scale: tl.tensor,
+    v_table: tl.tensor, new_k: View, new_v: View, new_slots_ptr: tl.tensor, out_ptr: tl.tensor, lse_ptr: tl.tensor,
+    H: tl.tensor, each: tl.tensor, scale: tl.tensor, cap: tl.tensor, window: tl.tensor, k_factor: tl.tensor,
+    v_factor: tl.tensor, KEY: tl.constexpr, VALUE: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr, PRODUCTS: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program: `each` slots of one KV head, for the newest query of all its query heads."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, length = tl.load(starts_ptr + row).to(tl.int64), tl.load(counts_ptr + row).to(tl.int32)
+    begin = part * each
+    if begin >= length:
+        return
+    end = tl.minimum(begin + each, length)
+    newest = tl.load(q_pos_ptr + row // H).to(tl.int32)
+    heads = tl.arange(0, ROWS)
+    dims, value_dims = tl.arange(0, KEY.BLOCK_D), tl.arange(0, VALUE.BLOCK_D)
+    at = at_head(q, row * G, H * G) + heads[:, None] * q.head + dims[None, :] * q.dim
+    query = tl.load(at, mask=(heads < G)[:, None] & (dims < KEY.D)[None, :], other=0.0)
+    slot = tl.load(new_slots_ptr + row).to(tl.int32)  # the newest token is exact
+    slot = tl.where(newest >= 0, slot, -1)
+    exact = (slot + heads * 0 >= begin) & (slot + heads * 0 < end)
+    here = (slot + value_dims * 0 >= begin) & (slot + value_dims * 0 < end)
+    k = tl.load(at_head(new_k, row, H) + dims * new_k.dim, mask=dims < KEY.D, other=0.0)
+    v = tl.load(at_head(new_v, row, H) + value_dims * new_v.dim, mask=(value_dims < VALUE.D) & here, other=0.0)
+    own = tl.sum(query.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
+    top = tl.where(exact, capped(own, cap), float("-inf"))
+    total = tl.where(exact, 1.0, 0.0)
+    # Sums are of numbers without their factor; the exact value is divided by it instead.
+    out = (heads * 0.0)[:, None] + (v.to(tl.float32) / v_factor)[None, :]
+    query = query.to(PRODUCTS)
+    for step in range(tl.cdiv(end - begin, BLOCK_T)):
+        slots = begin + step * BLOCK_T + tl.arange(0, BLOCK_T)
+        wide, place = start + slots, slots
+        seen = (slots < end) & (slots != slot)
+        if k_pos_ptr is not None:
+            place = tl.load(k_pos_ptr + wide, mask=seen, other=-1).to(tl.int32)
+        seen = seen & (place >= 0) & (place <= newest)
+        if window is not None:
+            seen = seen & (place > newest - window)
+        keys = numbers_of(k_codes, k_scale, k_table, wide, seen, KEY, PRODUCTS)
+        values = numbers_of(v_codes, v_scale, v_table, wide, seen, VALUE, PRODUCTS)
+        logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * (scale * k_factor)
+        logits = tl.where(seen[None, :], capped(logits, cap), float("-inf"))
+        top, total, out = attend(logits, values, top, total, out)
+    places = (row * tl.num_programs(1) + part) * G + heads
+    store_part(out_ptr, lse_ptr, places, heads < G, top, total, out * v_factor, value_dims, VALUE.D)
+
+
+def tiles(dim: int, dtype: torch.dtype, table: bool) -> dict[str, Any]:
+    """Tokens of a tile and launch options. Products of 16-bit models are of float16 numbers, summed in float32.
+
+    table: look-ups of a table would be staged in shared memory too, 32 KiB a stage.
+    """
+    if dtype == torch.float32:
+        return {"BLOCK_T": 16, "PRODUCTS": tl.float32, "num_warps": 8, "num_stages": 2, "maxnreg": 255}
+    sizes = {"BLOCK_T": 64, "num_warps": 4} if dim <= 128 else {"BLOCK_T": 32, "num_warps": 8}
+    return {**sizes, "PRODUCTS": tl.float16, "num_stages": 2 if table else 3}
+
+
+@torch.no_grad()
+def decode_codes(
+    queries: Tensor, keys: Coded, values: Coded, query_positions: Tensor, key_positions: Tensor | None, starts: Tensor,
+    counts: Tensor, most: int, scaling: float, new_tokens: NewTokens, softcap: float | None = None,
+    sliding_window: int | None = None, sinks: Tensor | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention [B,H_q,1,D] of the newest queries over segments of codes: `decode_attention_flat` on codes.
+
+    key_positions [N], None: slots of a segment are positions. new_tokens: the exact tokens of this step, whose slots
+    [B,H] (-1: none) are not read from codes. dtype: of the model, if queries are wider. Raises ValueError without
+    Triton.
+    """
+    require_triton("decode_codes", queries.device)
+    fit_heads("decode_codes", keys.dim, values.dim)
+    (batch, query_heads), heads = queries.shape[:2], starts.shape[1]
+    key, value, group = keys.layout, values.layout, query_heads // heads
+    if not queries.is_cuda and queries.dtype == torch.bfloat16:  # the interpreter multiplies bit patterns
+        queries, dtype = queries.float(), dtype or queries.dtype
+        new_tokens = new_tokens._replace(keys=new_tokens.keys.float(), values=new_tokens.values.float())
+    sizes = tiles(max(key.BLOCK_D, value.BLOCK_D), dtype or queries.dtype, "table" in (key.KIND, value.KIND))
+    pairs = batch * heads
+    each = slots_of_a_part(pairs, most, sizes["BLOCK_T"], programs_at_once(queries.device), SLOTS_A_PART)
+    parts = max(1, -(-most // each))
+    part_out = queries.new_empty(pairs, parts, group, values.dim, dtype=torch.float32)
+    part_lse = part_out.new_empty(pairs, parts, group)
+    rule = rule_of(scaling, softcap, sliding_window)
+    counts = counts.contiguous()
+    with torch.cuda.device_of(queries):
+        _attend_codes[pairs, parts](
+            view(queries), query_positions.contiguous(), key_positions, starts.contiguous(), counts,
+            *keys.memory, *values.memory, view(new_tokens.keys), view(new_tokens.values),
+            new_tokens.slots.contiguous(), part_out, part_lse, heads, each, rule.scale, rule.cap,
+            rule.window, keys.factor, values.factor, KEY=key, VALUE=value, G=group,
+            ROWS=max(16, next_power_of_two(group)), **sizes,
+        )  # fmt: skip
+        return join(part_out, part_lse, queries, heads, most, each, counts, sinks)[0]
+
+
+@jit
+def _append_codes(
+    starts_ptr: tl.tensor, slots_ptr: tl.tensor, new_k: View, new_v: View, k_codes: tl.tensor, k_scale: tl.tensor,
+    k_table: tl.tensor, v_codes: tl.tensor, v_scale: tl.tensor, v_table: tl.tensor, H: tl.tensor, k_factor: tl.tensor,
+    v_factor: tl.tensor, KEY: tl.constexpr, VALUE: tl.constexpr, LEAST: tl.constexpr, LEVELS: tl.constexpr,
+    TRUNCATED: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program: the new key, or value, of one KV head."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.load(starts_ptr + row).to(tl.int64) + tl.load(slots_ptr + row).to(tl.int64)
+    if tl.program_id(1) == 0:
+        encode(new_k, k_codes, k_scale, k_table, k_factor, row, H, place, KEY, LEAST, LEVELS, TRUNCATED)
+    else:
+        encode(new_v, v_codes, v_scale, v_table, v_factor, row, H, place, VALUE, LEAST, LEVELS, TRUNCATED)
+
+
+def append_codes(keys: Coded, values: Coded, starts: Tensor, new_tokens: NewTokens) -> None:
+    """Encode new tokens [B,H,1,D] into their slots [B,H] of segments at `starts` [B,H], in place."""
+    require_triton("append_codes", starts.device)
+    tokens = [new_tokens.keys, new_tokens.values]
+    if not starts.is_cuda:
+        tokens = [x.float() for x in tokens]
+    form = keys.format
+    with torch.cuda.device_of(starts):
+        _append_codes[starts.numel(), 2](
+            starts.contiguous(), new_tokens.slots.contiguous(), *map(view, tokens), *keys.memory,
+            *values.memory, starts.shape[1], keys.factor, values.factor, KEY=keys.layout, VALUE=values.layout,
+            LEAST=form.least, LEVELS=form.levels, TRUNCATED=form.truncated, num_warps=1,
+        )  # fmt: skip

@@ -1,0 +1,49 @@
+"""`kvbench results log FOLDER logger=wandb`: log finished runs to a tracker."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from kvbench.config.compose import names, read, resolved
+from kvbench.config.parts import build, refusing_in
+from kvbench.errors import UsageError
+from kvbench.results.definition import sweep_name
+from kvbench.results.result import load_results
+from kvbench.terminal.command import PATH, Command, pairs, quiet
+
+
+@click.command("log", cls=Command)
+@click.argument("folder", type=PATH)
+@click.argument("fields", nargs=-1, metavar="logger=NAME [logger.FIELD=VALUE]...")
+def log(folder: Path, fields: Sequence[str]) -> None:
+    """Log all finished runs below a folder, and their table: kvbench results log results/runs logger=wandb.
+
+    Runs that are logged already are not doubled online: they keep their id.
+    """
+    quiet()
+    words = pairs(fields, "logger=wandb")
+    known = [name for name in names("logger") if name != "none"]
+    if words.get("logger") not in known:
+        raise UsageError(f"logger={words.get('logger', '')} must be one of {', '.join(known)}")
+    config: dict[str, Any] = read("logger", words.pop("logger"))
+    for key, value in words.items():
+        if not key.startswith("logger.") or key.removeprefix("logger.") not in config:
+            allowed = ", ".join(f"logger.{name}" for name in config)
+            raise UsageError(f"{key}= is not a field of the logger (allowed: {allowed})")
+        config[key.removeprefix("logger.")] = yaml.safe_load(value)
+    with refusing_in("logger", config, "logger: "):
+        tracker = build(resolved({"logger": config, "out": str(folder)})["logger"])
+        watch = tracker.watch(sweep_name(folder, None))
+    rows = [row for row in load_results(folder) if row.finished]
+    if watch is None or not rows:
+        raise UsageError(f"{folder} has no finished run" if watch else "logger.mode=disabled logs nothing")
+    for row in rows:
+        watch.started(row, row.samples, row.n)
+    watch.close(rows)
+    sys.stdout.write(f"{len(rows)} runs -> {tracker.label}\n")

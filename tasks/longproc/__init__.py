@@ -1,0 +1,1 @@
+"""LongProc: long answers that must follow the prompt step by step."""

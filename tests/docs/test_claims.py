@@ -1,0 +1,154 @@
+"""Fields, files, counts and tables that the pages name exist and are right."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvbench.config.compose import CONF, load, names
+from kvbench.config.parts import part_class
+from kvbench.models.loading import ModelSpec
+from kvbench.policies.policy import Policy
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(RESULTS.glob("*/README.md")),
+]
+FIELD = re.compile(r"(?<![\w.~/\"'\[-])\+{0,2}([a-z_][\w.]*)=")
+FILE = re.compile(r"`([\w./-]+\.(?:py|md|yaml|csv|svg|sh|gz))`")
+OF_OTHERS = {
+    "field",
+    "by",
+    "max_new_tokens",
+    "num_fewshot",
+    "question",
+    "config_dir",
+    "prompt_length",
+    "page",
+    "output_attentions",
+    "chat_template_args",
+    "think_end",
+}
+"""Arguments of Python functions, and the placeholder of a field."""
+COMMANDS = {"threads", "lengths", "budgets", "policies", "new_tokens", "rounds", "model"}
+"""Fields of kvbench.bench and kvbench.memory."""
+OF_OLD = ("debug", "scale", "turn", "policy.readers")
+"""Fields that a page says are removed, and a field of results."""
+USERS = {
+    "my_conf/policy/mine.yaml",
+    "conf/policy/all_mine.yaml",
+    "scripts/pocket_stores.py",
+    "data.json",
+    "out/sweep.yaml",
+    "conf/wrapper/loud.yaml",
+    "my_tasks/rivers.yaml",
+    "utils.py",
+    "book.txt",
+}
+"""Files of the reader in examples."""
+
+
+@cache
+def fields() -> set[str]:
+    """Every field of a run, with its whole path: of config.yaml, and of each part of policies, tasks and models."""
+    known = {"policy", "task", "model", "experiment", "logger"}
+    known |= {f"model.{f.name}" for f in dataclasses.fields(ModelSpec)}
+    known |= {f"policy.{f.name}" for f in dataclasses.fields(Policy)}
+    known |= {f"logger.{key}" for file in (CONF / "logger").glob("*.yaml") for key in load(file)}
+    for key, value in yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8")).items():
+        known |= {key, *(f"{key}.{inner}" for inner in (value if isinstance(value, dict) else ()))} - {"defaults"}
+    for file in (CONF / "policy").glob("*.yaml"):
+        config = load(file)
+        for decision, part in {"": config, **config}.items():
+            if isinstance(part, dict) and "_target_" in part and dataclasses.is_dataclass(part_class(part)):
+                path = f"policy.{decision}".rstrip(".")
+                known |= {path, *(f"{path}.{f.name}" for f in dataclasses.fields(part_class(part)))}
+    for config in map(load, (CONF / "task").rglob("*.yaml")):
+        known |= {f"task.{key}" for key in config}
+        if "_target_" in config and dataclasses.is_dataclass(part_class(config)):
+            known |= {f"task.{f.name}" for f in dataclasses.fields(part_class(config))}
+    return known
+
+
+def test_every_field_and_file_in_backticks_exists() -> None:
+    folders = ("tests", "docs", "scripts", "conf", "results", "kvbench", "policies", "kernels", "tasks")
+    tree = {file.name for folder in folders for file in (ROOT / folder).rglob("*")} | {f.name for f in ROOT.iterdir()}
+    wrong = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        used = {name for code in re.findall(r"`([^`\n(]+)`", text) for name in FIELD.findall(code)}
+        unknown = {name for name in used - fields() - OF_OTHERS - COMMANDS if not name.startswith("hydra.")}
+        wrong += [(page.name, name) for name in unknown if not name.startswith(("policy.press.", *OF_OLD))]
+        made = {Path(name).name for name in re.findall(r"(?:-o |out=)(\S+)", text)} | {"config.yaml", "sweep.yaml"}
+        for name in set() if page.name == "CHANGELOG.md" else set(FILE.findall(text)) - USERS:
+            known = (
+                (ROOT / name).exists()
+                or (ROOT / "kvbench" / name).exists()
+                or (page.parent / name).exists()
+                or ("/" not in name and name in tree)
+            )
+            wrong += [] if known or Path(name).name in made else [(page.name, name)]
+    assert wrong == []
+
+
+def test_counts_of_models_and_families_are_those_of_the_tree() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert int(re.search(r"\((\d+) names\)", readme)[1]) == len(names("model"))  # type: ignore[index]
+    families = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    exact = families.split("## exact: ")[1]
+    count, rows = int(exact.split()[0]), exact.split("\n## ")[0].count("\n| ") - 1
+    assert count == rows
+    assert f"lists {count} verified ones" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def numbers(cell: str) -> list[float]:
+    return [float(number.replace(",", "")) for number in re.findall(r"[-+]?\d[\d,]*\.?\d*", cell)]
+
+
+def test_the_table_of_the_readme_is_that_of_the_results() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    folder = RESULTS / re.search(r"\]\(results/(\w+)/needles.svg\)", readme)[1]  # type: ignore[index]
+    known = {}
+    for table in ("needles", "stores"):
+        if (folder / f"{table}.csv").exists():
+            with (folder / f"{table}.csv").open(encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+            known |= {
+                (row["policy"], row["budget"].split(".")[0]): row
+                for row in rows
+                if row["task"] in ("niah", "niah 2048")
+            }
+    table = readme.split("| policy | budget |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    assert len(table) > 5
+    for line in table:
+        policy, budget, found, difference, kept, mib, share = (cell.strip() for cell in line.strip("|").split("|"))
+        slug = {"turboquant, 4 bits": "turboquant"}.get(policy, policy)
+        row = next(known[slug, key] for key in (budget.replace(",", ""), "") if (slug, key) in known)
+        assert numbers(found) == [round(float(row[name]), 2) for name in ("score", "low", "high")], line
+        if difference:
+            expected = [round(float(row[name]), 2) for name in ("vs_full", "vs_full_low", "vs_full_high")]
+            assert numbers(difference) == expected, line
+        assert numbers(kept) == [pytest.approx(float(row["kept_per_head"]), abs=0.51)], line
+        assert numbers(mib) == [pytest.approx(float(row["cache_mib"]), abs=0.051)], line
+        assert numbers(share) == [pytest.approx(100 * float(row["share_of_full"]), abs=0.51)], line
+
+
+def test_every_claim_names_its_source_and_the_example_of_the_page_is_one() -> None:
+    page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+    (shown,) = yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])["claims"]  # type: ignore[index]
+    claims = {one["name"]: one for file in RESULTS.glob("paper/*/claims.yaml") for one in load(file)["claims"]}
+    assert all(claim["source"] for claim in claims.values())
+    own = claims[shown["name"]]
+    assert shown["claim"] == own["claim"]
+    assert shown["source"] == own["source"]
+    assert shown["pairs"].items() <= own["pairs"].items()
+    assert {key: shown["runs"][key] for key in shown["runs"]} == {key: own["runs"][key] for key in shown["runs"]}

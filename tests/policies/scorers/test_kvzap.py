@@ -1,0 +1,191 @@
+"""KVzap: gates, thresholds in prefill and decoding, and files that are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from golden import Case, cases, recorded_file
+from kv_models import prompt, tiny
+from kv_runs import run_greedy
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import kvbench
+from kvbench import KVCache, make_policy
+from kvbench.cache.inputs import watch_inputs
+from kvbench.errors import ConfigError
+from kvbench.policies.policy import Policy
+from kvbench.policies.scorers.kvzap import KVzap
+from kvbench.policies.scorers.kvzap_targets import KVzapTargets
+from kvbench.tools.calibrate import main as calibrate
+from kvbench.tools.kvzap_gate import read_text
+
+
+def gate_file(folder: Path, weights: dict[str, torch.Tensor], **metadata: str) -> str:
+    path = folder / "gate.safetensors"
+    save_file(weights, path, metadata)
+    return str(path)
+
+
+def small(case: Case) -> PreTrainedModel:
+    """The recorded model."""
+    from transformers import CONFIG_MAPPING
+
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 97}
+    tied = bool((case["model/lm_head.weight"] == case["model/model.embed_tokens.weight"]).all())
+    shape |= {"intermediate_size": 48, "num_hidden_layers": 2, "tie_word_embeddings": tied}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[case["kind"]](**shape)).eval().float()
+    weights = {name.removeprefix("model/"): x for name, x in case.items() if name.startswith("model/")}
+    missing = model.load_state_dict(weights, strict=False)
+    assert not missing.unexpected_keys
+    assert set(missing.missing_keys) <= {"lm_head.weight"}
+    return model
+
+
+def gates(case: Case) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, x in case.items():
+        if name.startswith("gate/"):
+            _, layer, own = name.split("/")
+            found[f"layers.{layer}.{own}"] = x.contiguous()
+    return found
+
+
+@torch.inference_mode()
+def test_kvpress_scores_and_keeps_the_same(tmp_path: Path) -> None:
+    for case in cases("kvzap_dms.npz"):
+        model, fed, file = small(case), case["fed_at_once"], gate_file(tmp_path, gates(case))
+        fields = {"gate": file, "tau": case["threshold"], "allocator.window": case["window"], "decode": "threshold"}
+        policy = make_policy("kvzap", **fields)
+        for layer, hidden in enumerate(case["hidden"]):
+            found = KVzap(file).predicted(layer, hidden[None], 2)[0].T
+            torch.testing.assert_close(found, case["score"][layer], rtol=1e-4, atol=1e-5)
+        if fed > 1:  # our decoding evicts after every token, also if a call brings several
+            continue
+        watch_inputs(model)
+        model.set_attn_implementation("kvbench")
+        cache = KVCache(model.config, policy, prompt_length=case["T"])
+        logits = []
+        for ids in case["ids"][None].split([case["T"], *[1] * case["steps"]], dim=1):
+            logits.append(model(ids, past_key_values=cache).logits[0, -1])
+            if cache.seen == case["T"]:
+                assert kept(cache) == positions(case["kept_prefill"])
+        cache.audit()
+        assert kept(cache) == positions(case["kept_end"])
+        torch.testing.assert_close(torch.stack(logits), case["logits"], rtol=1e-4, atol=1e-4)
+
+
+def kept(cache: KVCache) -> list[list[list[int]]]:
+    return [[sorted(p for p in head.tolist() if p >= 0) for head in layer.positions[0]] for layer in cache.layers]
+
+
+def positions(masks: list[torch.Tensor]) -> list[list[list[int]]]:
+    return [[head.nonzero().flatten().tolist() for head in mask] for mask in masks]
+
+
+def by_threshold(slug: str, tau: float, **fields: Any) -> Policy:
+    return make_policy(f"threshold_{slug}", **{"tau": tau, "allocator.window": 8}, **fields)
+
+
+@pytest.mark.parametrize("decode", ["threshold", "grow"])
+def test_a_token_below_the_threshold_goes_when_it_leaves_the_window(decode: str) -> None:
+    policy = by_threshold("random", 0.6, decode=decode)
+    run = run_greedy(tiny(), [prompt(40), prompt(33, seed=1)], policy, 6)
+    for row, length in enumerate((40, 33)):
+        draws = {}
+        for call, layers in enumerate(run.of_row(row)):
+            seen = length + call
+            for layer, heads in enumerate(layers):
+                for head, held in enumerate(heads):
+                    window = set(range((seen if decode == "threshold" else length) - 8, seen))
+                    assert window <= set(held)
+                    draws.setdefault((layer, head), set(range(seen - 8)) - set(held))
+                    gone = set(range(seen)) - set(held)
+                    assert draws[layer, head] <= gone, "a token comes back"
+                    if decode == "grow":
+                        assert gone == draws[layer, head]
+        shares = [len(gone) / (length - 8) for gone in draws.values()]
+        assert 0.3 < sum(shares) / len(shares) < 0.9
+
+
+def test_scores_that_change_need_a_budget() -> None:
+    for slug in ("keydiff", "snapkv", "h2o"):
+        with pytest.raises(ValueError, match="another score when other tokens come or go"):
+            by_threshold(slug, 0.5)
+    with pytest.raises(ConfigError, match="tau"):
+        make_policy("threshold_knorm")
+    with pytest.raises(ValueError, match="another score"):
+        make_policy("critical_threshold_knorm", tau=-1.0)
+    with pytest.raises(ConfigError, match="scores of decoded tokens"):
+        by_threshold("kvzip", 0.1, decode="threshold")
+    with pytest.raises(ConfigError, match="decode=threshold"):
+        make_policy("snapkv", 64, decode="threshold")
+    with pytest.raises(ConfigError, match="decode=evict"):
+        by_threshold("knorm", -3.0, decode="evict")
+    with pytest.raises(ConfigError, match="only a gate's file has"):
+        make_policy("threshold_knorm", keep=0.3)
+
+
+def test_files_that_are_no_gate_of_the_model_are_refused(tmp_path: Path) -> None:
+    torch.save({"layers.0.weight": torch.ones(2, 3)}, tmp_path / "gate.pt")
+    linear = {"layers.0.weight": torch.ones(2, 3), "layers.0.bias": torch.zeros(2)}
+    for path, message in ((tmp_path / "gate.pt", "pickles"), (tmp_path / "none", "is not a file"), ("", "must name")):
+        with pytest.raises(ConfigError, match=message):
+            KVzap(str(path))
+    with pytest.raises(ConfigError, match="must contain layers"):
+        KVzap(gate_file(tmp_path, {"weight": torch.ones(2)}))
+    gate = KVzap(gate_file(tmp_path, linear))
+    for layer, size, heads, message in ((1, 3, 2, "1 layers"), (0, 4, 2, "3 hidden"), (0, 3, 3, "2 KV heads")):
+        with pytest.raises(ConfigError, match=message):
+            gate.predicted(layer, torch.zeros(1, 1, size), heads)
+    percentiles = json.dumps([float(p) for p in range(1, 100)])
+    file = gate_file(tmp_path, linear, percentiles=percentiles)
+    assert make_policy("kvzap", gate=file, tau=None, keep=0.3).allocator.tau == 70  # type: ignore[attr-defined]
+
+
+def test_a_gate_of_fast_kvzip_is_that_of_kvpress(tmp_path: Path) -> None:
+    module = pytest.importorskip("kvpress.presses.fastkvzip_press", reason="kvpress is not installed")
+    torch.manual_seed(0)
+    theirs = module.FastKVzipGate(0, 24, 2, 3, torch.float32, output_dim=4, sink=5)
+    for weight in theirs.parameters():
+        torch.nn.init.normal_(weight)
+    weights = {f"layers.0.{name}": x.detach().clone() for name, x in theirs.state_dict().items()}
+    hidden = torch.randn(1, 7, 24)
+    found = KVzap(gate_file(tmp_path, weights)).predicted(0, hidden, 2)
+    torch.testing.assert_close(found.mT, theirs(hidden).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_recorded_targets_and_their_ridge_regression() -> None:
+    with np.load(recorded_file("kvzap_targets.npz")) as arrays:
+        case: Case = {name: torch.from_numpy(arrays[name]) for name in arrays.files} | {"kind": "llama"}
+    first, last, repeat, end = case["spans"].tolist()
+    targets = KVzapTargets((first, last), (repeat, end), share=0.0)
+    model = small(case)
+    model.set_attn_implementation("kvbench")
+    read_text(model, case["ids"], targets)
+    for layer, moments in targets.found.items():
+        x, y = (case[name][:, layer].double() for name in "Xy")
+        torch.testing.assert_close(moments.y, y.sum(0), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(moments.xy, x.mT @ y, rtol=1e-4, atol=1e-3)
+        weight, bias = moments.ridge()
+        torch.testing.assert_close(weight, case[f"ridge_W/{layer}"], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(bias, case[f"ridge_b/{layer}"], rtol=1e-3, atol=1e-4)
+
+
+def test_a_calibration_writes_a_gate_with_percentiles_that_a_threshold_reads(tmp_path: Path) -> None:
+    gate = tmp_path / "gate.safetensors"
+    fields = ["kvzap", "model=pocket", "task=niah", "task.lengths=[256]", "limit=6", "-o", str(gate)]
+    assert calibrate(fields) == 0
+    rows = kvbench.evaluate(
+        "pocket",
+        policies=[make_policy("kvzap", gate=str(gate), tau=None, keep=0.5, **{"allocator.window": 16})],
+        limit=3,
+        lengths=[256],
+    )
+    assert rows[0].budget is None
+    assert rows[0].n_failed == 0
+    share = rows[0].kept_tokens / (sum(s.prompt_tokens for s in rows[0].samples) / 3)
+    assert 0.2 < share < 0.9
