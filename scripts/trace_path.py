@@ -24,10 +24,9 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("kvbench", "policies", "kernels", "tasks", "hydra_plugins", "src")
@@ -68,7 +67,8 @@ def token() -> Entered:
     """One decoding step after others, so that everything that is made once is made."""
     from kvbench import KVCache, make_policy
 
-    model = _model()
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "kvbench" / "pocket").eval()
+    model.set_attn_implementation("kvbench")
     cache = KVCache(model.config, make_policy("caote_snapkv", 64))
     with torch.inference_mode():
         model(torch.arange(PROMPT)[None], past_key_values=cache)
@@ -93,9 +93,11 @@ def print_gpu_token() -> None:
     from kvbench.engine.batch import DecodeBatch
     from kvbench.engine.sequence import Request
 
-    model = _model()
-    batch = DecodeBatch(model)
-    batch.admit(Request(torch.arange(PROMPT)[None], max_new_tokens=2 * TOKENS), [make_policy("caote_snapkv", 64)])
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=64, intermediate_size=32, **sizes)).eval()
+    model.set_attn_implementation("kvbench")
+    batch, policy = DecodeBatch(model), make_policy("caote_snapkv", 24, window=8)
+    batch.admit(Request(torch.arange(32)[None], max_new_tokens=2 * TOKENS), [policy])
     for _ in range(TOKENS):
         batch.step()
     assert batch.device is not None, "the batch of a GPU takes the steps"
@@ -103,12 +105,6 @@ def print_gpu_token() -> None:
     with torch.inference_mode():
         entered = traced(lambda: model(tokens, position_ids=cache.positions.clone(), past_key_values=cache))
     print(json.dumps({path: sorted(names) for path, names in entered.items()}))
-
-
-def _model() -> Any:  # noqa: ANN401
-    model = AutoModelForCausalLM.from_pretrained(ROOT / "kvbench" / "pocket").eval()
-    model.set_attn_implementation("kvbench")
-    return model
 
 
 def sweep() -> Entered:
