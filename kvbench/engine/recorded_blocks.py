@@ -52,7 +52,8 @@ class BlockRecorder:
 
     def forget(self) -> None:
         """Free the recorded block."""
-        self._cache, self._graph, self._alike = None, None, 0
+        self._cache, self._alike = None, 0
+        self._graph: torch.cuda.CUDAGraph | None = None
         self._before: object = None
 
     def __call__(self, ids: Tensor, positions: Tensor, cache: KVCache, last: bool) -> Tensor:
