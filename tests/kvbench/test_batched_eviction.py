@@ -150,8 +150,8 @@ def test_layers_without_a_cache_at_the_end_do_not_keep_the_others_waiting() -> N
     with torch.inference_mode():
         model(torch.tensor([prompt(70)]), past_key_values=cache)
         with mock.patch.object(KVCache, "_end_call"):
-            for token in (7, 8):
-                model(torch.tensor([[token]]), past_key_values=cache)
+            for place, token in enumerate((7, 8), start=70):
+                model(torch.tensor([[token]]), position_ids=torch.tensor([[place]]), past_key_values=cache)
         assert cache.kept_tokens().tolist() == [[[41, 41]]] * 3  # the last token's evictions are still to come
         cache.audit()
     assert cache.kept_tokens().tolist() == [[[40, 40]]] * 3
