@@ -40,7 +40,7 @@ class DecodeBatch:
     def __init__(self, model: PreTrainedModel, cuda_graph: bool = False, strict: bool = True) -> None:
         self._model = model
         self._recorder = Recorder(model, strict) if cuda_graph else None
-        self._blocks = BlockRecorder(model, strict) if cuda_graph else None
+        self._blocks = BlockRecorder(model, strict=False) if cuda_graph else None
         self._layout = layout_of(model.config)
         self._plain: KVCache | None = None
         self.device: DeviceBatch | None = None
