@@ -151,7 +151,7 @@ def numbers_of(
         bits = ((codes & 7).to(tl.int16) << 9) | ((codes & 8).to(tl.int16) << 12)
         numbers = bits.to(tl.float16, bitcast=True) * 16384.0
     else:
-        numbers = tl.load(table_ptr + codes.to(tl.int32)).to(tl.float16)
+        numbers = tl.load(table_ptr + codes.to(tl.int32))
     numbers = numbers.to(PRODUCTS)
     if HOW.GROUP > 0:
         T: tl.constexpr = codes.shape[0]

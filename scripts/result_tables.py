@@ -106,7 +106,8 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
                 "vs_full_high": less.high if policy != "full" and len(shared) > 1 else None,
                 "kept_per_head": some.kept_per_head.mean(),
                 "cache_mib": some.cache_bytes.mean() / 2**20,
-                "share_of_full": some.cache_bytes.sum() / some.full_cache_bytes.sum(),
+                # of the bytes that full held on the same examples: equal bytes are equal shares
+                "share_of_full": own.loc[shared, "cache_bytes"].sum() / full.loc[shared, "cache_bytes"].sum(),
             }
         )
     return pd.DataFrame(rows).sort_values(["task", "budget", "policy"], ignore_index=True)
@@ -181,7 +182,9 @@ def score_figure(table: pd.DataFrame, x: str, file: Path, title: str, xlabel: st
             axes.axhline(some[measure].iloc[0], color="black", linestyle="--", linewidth=1, label="full")
             continue
         marker = "osv^D<>pX*hPd"[index % 13]
-        axes.plot(some[x], some[measure], marker=marker, linewidth=1.2, markersize=4, label=policy)
+        (line,) = axes.plot(some[x], some[measure], marker=marker, linewidth=1.2, markersize=4, label=policy)
+        if "low" in some:
+            axes.vlines(some[x], some.low, some.high, line.get_color(), linewidth=0.8, alpha=0.35)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel(xlabel)

@@ -69,6 +69,7 @@ def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
         turns=prompt.turns,
         dictated=prompt.dictated,
         example=(run.seed, prompt.draw),
+        parts=tuple(sorted(first for parts in prompt.spans.values() for first, _ in parts)),
         next_turn="own" if prompt.own else None,
     )
 

@@ -8,6 +8,7 @@ Shapes: S sequences, T prompt tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -24,6 +25,7 @@ from kvbench.engine.prefill import prefill_prompt
 from kvbench.engine.sequence import History, LiveSequence, Request, advance
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.policy import Policy
+from kvbench.policies.selections.fair import Fair
 
 Decode = Callable[[Tensor, Tensor, KVCache], Tensor]
 
@@ -171,7 +173,10 @@ class DecodeBatch:
 
 def _new_sequence(request: Request, policy: Policy) -> LiveSequence:
     """A sequence before its prefill, whose policy uses the random numbers of its example."""
-    return LiveSequence(request, policy if request.example is None else policy.for_example(*request.example))
+    policy = policy if request.example is None else policy.for_example(*request.example)
+    if isinstance(policy.selection, Fair):
+        policy = replace(policy, selection=replace(policy.selection, starts=request.parts))
+    return LiveSequence(request, policy)
 
 
 def _audit(sequence: LiveSequence) -> None:

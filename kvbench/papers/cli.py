@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -72,7 +73,7 @@ def run_table(table: str, overrides: Sequence[str], is_small: bool, output: Path
     _check(table, output)
     words = [*(small(table, overrides) if is_small else ()), *overrides]
     code = run(table, words)
-    _compare(table, Path(pairs(words, "limit=5").get("out", OUT)), words, output)
+    _compare(table, Path(pairs(words, "limit=5").get("out", OUT)), words, output, is_small)
     return code
 
 
@@ -85,7 +86,7 @@ def run_table(table: str, overrides: Sequence[str], is_small: bool, output: Path
 def compare_table(table: str, overrides: Sequence[str], is_small: bool, output: Path | None, runs: Path | None) -> None:
     """Print or write the comparison."""
     _check(table, output)
-    _compare(table, runs, [*(small(table, overrides) if is_small else ()), *overrides], output)
+    _compare(table, runs, [*(small(table, overrides) if is_small else ()), *overrides], output, is_small)
 
 
 def _check(table: str, output: Path | None) -> None:
@@ -95,11 +96,19 @@ def _check(table: str, output: Path | None) -> None:
     numbers(table)
 
 
-def _compare(name: str, runs: Path | None, overrides: Sequence[str], output: Path | None) -> None:
+def _compare(name: str, runs: Path | None, overrides: Sequence[str], output: Path | None, is_small: bool) -> None:
+    """is_small: the title says that the measured numbers are not of the paper's setting."""
     from kvbench.papers.compare import compare
     from kvbench.results.result import load_results
 
-    _show(lambda: compare(name, [] if runs is None else load_results(runs), overrides), output)
+    model = pairs(overrides, "limit=5").get("model", "pocket")
+    about = f"--small: measured on the model {model} with shorter prompts and budgets, not on the paper's. " * is_small
+
+    def table() -> Table:
+        made = compare(name, [] if runs is None else load_results(runs), overrides)
+        return replace(made, title=about + made.title)
+
+    _show(table, output)
 
 
 def _show(make: Callable[[], Table], output: Path | None) -> None:

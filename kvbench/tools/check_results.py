@@ -35,6 +35,7 @@ from kvbench.run.run_config import set_field, typed
 from kvbench.terminal.command import FAILED, PATH, Command, pairs, quiet, write_message
 
 FROM_THE_TASK = ("sample", "prompt_hash", "prompt_tokens", "references", "metadata", "context_tokens", "max_new_tokens")
+ROUNDING = 1e-9
 POSITION = 4  # bytes of a token's position
 
 
@@ -124,6 +125,12 @@ def _tokens_refused(run: Run, prompt: Prompt, sample: Sample) -> str | None:
     new, steps = (sample.generated_tokens or 0) + len(prompt.dictated), sample.decode_steps or 0
     if not 0 <= new <= prompt.most_new_tokens or not new - 1 <= steps <= new:
         return f"it has {new} new tokens in {steps} steps, but {prompt.most_new_tokens} were allowed"
+    if sample.finish_reason == "length" and new < prompt.most_new_tokens:
+        return f"its finish_reason is length, but it has {new} of {prompt.most_new_tokens} new tokens"
+    least = 0.0 if policy.evicts or isinstance(policy, KVPress) else 1.0 - ROUNDING
+    most = 1.0 + ROUNDING if sample.pre_pass_tokens is None else float("inf")
+    if sample.kv_footprint is not None and not least <= sample.kv_footprint <= most:
+        return f"its kv_footprint is {sample.kv_footprint}, but {policy.name} has one from {least:g} to {most:g}"
     seen = len(prompt.ids) + steps
     if min(map(min, kept)) < 0 or max(map(max, kept)) > seen:
         return f"a KV head holds fewer than 0 or more than the {seen} tokens of prompt and answer"

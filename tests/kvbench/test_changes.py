@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from plotted_runs import sample, write_run
 
-from kvbench.report.command import main
+from kvbench.results.__main__ import main
 from kvbench.results.changes import changes
 from kvbench.results.columns import frame
 from kvbench.results.result import load_results

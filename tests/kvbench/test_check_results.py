@@ -110,6 +110,12 @@ DOCTORED: dict[str, tuple[str, Doctor, str]] = {
     "tokens read": ("quest", line(read_tokens=[[900, 900]] * 4), "its last token read 900 tokens per KV head"),
     "bytes": ("snapkv", line(None, cache_bytes=100_000), "but its tokens take at least"),
     "the full cache's bytes": ("snapkv", line(full_cache_bytes=2**30), "its full cache has"),
+    "cut off": (
+        "snapkv",
+        line(finish_reason="length", generated_tokens=2, decode_steps=2),
+        "its finish_reason is length",
+    ),
+    "footprint": ("full", line(kv_footprint=0.5), "its kv_footprint is 0.5, but full has one from 1 to 1"),
     "longer answers": ("snapkv", line(decode_steps=4000, generated_tokens=4000), "it has 4000 new tokens"),
     "a hole": ("snapkv", lambda f: _cut(f, lambda x: x[::2], sums=False), "line 2: not the sample of example 1"),
     "an example twice": (

@@ -27,12 +27,13 @@ from kvbench.policies.stores.slots import GROWTH
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BUDGET, LENGTH, NEW = 40, 60, 12
+CODES = ("fp8", "int8", "int4", "turboquant")
 WITH_WINDOWS = ("snapkv", "ada_snapkv", "p2a_snapkv", "caote_snapkv", "fastcaote_snapkv")
 
 
 def dense() -> list[str]:
     """One preset for every combination of parts whose decoding needs only the token, growing and per-head ones too."""
-    policies = {slug: make_policy(slug, BUDGET) for slug in (*kinds(), "full")}
+    policies = {slug: make_policy(slug, BUDGET) for slug in (*kinds(), "full", *CODES)}
     return [slug for slug, policy in policies.items() if can_record(policy) and policy.pre_pass is None]
 
 
@@ -50,7 +51,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
         monkeypatch.setattr(torch.cuda, "graph", record)
         monkeypatch.setattr(engine, "use_triton", lambda x: True)
-        monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
+        for part in ("scorers.roco", "stores.token_codes", "stores.turboquant"):
+            monkeypatch.setattr(f"kvbench.policies.{part}.on_host", lambda x: False)
         monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
     replay, recorded = torch.cuda.CUDAGraph.replay, Recorder._record
 

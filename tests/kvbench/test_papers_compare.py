@@ -11,6 +11,7 @@ from kvbench.config.compose import CONF
 from kvbench.config.presets import make_policy
 from kvbench.papers import published
 from kvbench.papers.cli import main
+from kvbench.papers.cli import main as tables
 from kvbench.papers.compare import Choice, compare
 from kvbench.papers.layout import HOLE, longbench, numbers
 from kvbench.papers.matching import differences
@@ -196,3 +197,10 @@ def test_a_wrong_value_gives_one_message_and_exit_code_2(
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
+
+
+def test_a_small_run_of_a_table_says_whose_numbers_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tables(["compare", "caote/table2", "--small"]) == 0
+    assert capsys.readouterr().out.startswith("--small: measured on the model pocket with shorter prompts")
+    assert tables(["compare", "caote/table2"]) == 0
+    assert "--small" not in capsys.readouterr().out
