@@ -14,8 +14,8 @@ import torch
 
 from kvbench.cache.cache import BudgetError, KVCache
 from kvbench.cache.footprint import fed
-from kvbench.cache.layer import nbytes_read, tokens_read
 from kvbench.cache.pressed import PressedCache
+from kvbench.cache.views import nbytes_read, tokens_read
 from kvbench.engine.generate import generate
 from kvbench.engine.memory import peak, reset_peak
 from kvbench.engine.prompts import blank
@@ -153,7 +153,7 @@ def scored(run: Run, output: str, prompt: Prompt) -> dict[str, Any]:
 def _cache_fields(run: Run, cache: KVCache | PressedCache, processed: int, decode_steps: int = 0) -> dict[str, Any]:
     """What a cache holds at the end, and held at its peak. processed: tokens that `full` would hold."""
     kept = [layer[0].tolist() for layer in cache.kept_by_layer()]
-    entries = cache.entries if isinstance(cache, PressedCache) else cache.group.footprint(kept, decode_steps)
+    entries = cache.entries if isinstance(cache, PressedCache) else cache.sequence.footprint(kept, decode_steps)
     fields: dict[str, Any] = {
         "kept_tokens": kept,
         "kv_footprint": entries / fed(0, processed),
@@ -166,11 +166,11 @@ def _cache_fields(run: Run, cache: KVCache | PressedCache, processed: int, decod
         "evicted": float(evicted(cache, processed)),
     }
     if run.policy.pre_pass is not None and isinstance(cache, KVCache):
-        fields["pre_pass_tokens"] = cache.group.progress.passed[0]
+        fields["pre_pass_tokens"] = cache.sequence.passed
     if isinstance(cache, PressedCache):
         fields["masked_tokens"] = cache.masked
     if run.policy.reader is not None and isinstance(cache, KVCache):
-        fields |= {"read_tokens": tokens_read(cache.group), "read_bytes": nbytes_read(cache.group)}
+        fields |= {"read_tokens": tokens_read(cache.sequence), "read_bytes": nbytes_read(cache.sequence)}
     return fields
 
 

@@ -180,7 +180,7 @@ def _open(model: PreTrainedModel, sequences: Sequences) -> Tensor:
                 check_context(sequence.policy)
             kind = KVCache if request.context_tokens is None else ContextCache
             ids, sequence.cache = open_cache(model, request.prompt, sequence.policy, kind, request.question)
-            sequence.cache.group.isolated = True
+            sequence.cache.sequence.isolated = True
         except ValueError as error:
             sequence.error = error
     return ids
@@ -236,7 +236,7 @@ def _start(sequences: Sequences, logits: Tensor, sharing: int, model: PreTrained
     for sequence in sequences:
         assert sequence.cache is not None
         sequence.sharing = sharing
-        sequence.position, sequence.error = sequence.cache.seen, sequence.cache.group.error
+        sequence.position, sequence.error = sequence.cache.seen, sequence.cache.sequence.error
     choose_next(sequences, logits)
 
 
@@ -257,7 +257,7 @@ def _append_question(model: PreTrainedModel, sequences: Sequences, logits: Tenso
     for kind in set(singly):
         some = [index for index, single in enumerate(singly) if single == kind]
         cache = together([cache for index in some if (cache := sequences[index].cache) is not None])
-        policies = (group.policy for group in cache.groups)
+        policies = (one.policy for one in cache.sequences)
         size = min(given_size(model, policies, cache.seen + question.shape[1]), max(1, BLOCK_TOKENS // len(some)))
         *_, last = append_given(model, cache, question.expand(len(some), -1), size, logits[some], keep=1)
         logits[some] = last[:, -1]
