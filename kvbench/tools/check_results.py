@@ -19,6 +19,7 @@ import click
 
 from kvbench.cache.budgets import Budgets
 from kvbench.cache.layout import layout_of
+from kvbench.engine.answers import scored
 from kvbench.engine.prompts import blank, prompts_for
 from kvbench.errors import UsageError
 from kvbench.models.prompts import Prompt
@@ -111,9 +112,9 @@ def _sample_refused(run: Run, prompt: Prompt, sample: Sample) -> str | None:
         return None  # given texts have no answer, and they are evicted between blocks
     if sample.output is None:
         return "it has no answer"
-    score, measures = run.task.judge(sample.output, prompt.example)
-    if (sample.score, sample.measures or {}) != (score, json.loads(json.dumps(dict(measures)))):
-        return f"its score is {sample.score}, but its answer scores {score}"
+    found = json.loads(json.dumps(scored(run, sample.output, prompt)))
+    if {name: getattr(sample, name) for name in found} != found:
+        return f"its score is {sample.score}, but its answer scores {found['score']}"
     return _tokens_refused(run, prompt, sample) or _bytes_refused(run, sample)
 
 
