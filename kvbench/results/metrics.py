@@ -54,6 +54,11 @@ def _mean_score(answers: Sequence[Sample]) -> float | None:
     return fmean(scores) if len(scores) == len(answers) else None
 
 
+def _official(samples: Sequence[Sample]) -> dict[str, float | None]:
+    """The benchmark's own aggregates, of answers without the thoughts before them."""
+    return summary([one if one.answer is None else replace(one, output=one.answer) for one in samples])
+
+
 def average_intervals(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
     """95% intervals, in percent, of the averages over subsets in `official`, by the same names.
 
@@ -164,6 +169,10 @@ class Numbers:
     cut_share: float | None = number("share of answers that reached max_new_tokens", _mean_of(cut_off))
     cut_share_low: float | None = number("lower end of its 95% interval", _end_of(cut_off, "low"))
     cut_share_high: float | None = number("upper end of its 95% interval", _end_of(cut_off, "high"))
+    in_thought: float | None = number(
+        "number of answers that were cut off inside a thought, and are scored as empty answers",
+        lambda samples: sum(sample.in_thought or False for sample in samples) or None,
+    )
     pass_at_k: float | None = number(
         "share of prompts with a right answer among several sampled ones", _pass_at_k, over="all"
     )
@@ -235,7 +244,7 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
         **_score(samples),
         **values,
         "likelihood": _likelihood(samples),
-        "official": summary(samples),
+        "official": _official(samples),
         "official_intervals": average_intervals(samples),
         "groups": _groups(samples),
     }
@@ -358,7 +367,7 @@ def read_metrics(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     The aggregates of a benchmark's own code are always computed, because the digest may not cover that code.
     """
     found = summed_up(folder, samples)
-    return metrics(samples) if found is None else {**found, "official": summary(samples)}
+    return metrics(samples) if found is None else {**found, "official": _official(samples)}
 
 
 def summed_up(folder: Path, samples: Sequence[Sample]) -> dict[str, Any] | None:

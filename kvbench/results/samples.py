@@ -70,6 +70,8 @@ class Sample:
     kept_spans*: the share of the tokens of each named part of the prompt that is held, mean over layers and KV heads.
     max_new_tokens*: the limit of the answer's length. finish_reason*: "stop" (a stop token or text) or "length".
     kv_footprint*: entries held, summed over all fed tokens, as a share of the full cache's (`kvbench.cache.footprint`).
+    answer*: the part of the output that is scored, if it is not all of it: the text after a thought. in_thought*: true
+    if the output ends inside a thought, so that it has no answer.
     likelihood*: of given tokens; such an example has no output or score. With several rated continuations, tokens and
     bytes are those of the longest one, and peak_bytes is the maximum.
     evicted: share of the requests whose cache held fewer tokens than it received.
@@ -125,6 +127,8 @@ class Sample:
     kept_spans: dict[str, float] | None = None
     finish_reason: Literal["stop", "length"] | None = None
     kv_footprint: float | None = None
+    answer: str | None = None
+    in_thought: bool | None = None
 
     @property
     def shared(self) -> bool:
@@ -166,6 +170,7 @@ _OPTIONAL = (
     *("likelihood", "measures", "context_tokens", "kept_heads"),
     *("shared_prefill", "rows_in_flight", "max_new_tokens", "pre_pass_tokens", "read_tokens", "read_bytes"),
     *("sample", "state_bytes", "masked_tokens", "recomputed_tokens", "finish_reason", "kv_footprint", "kept_spans"),
+    *("answer", "in_thought"),
 )
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,9 @@ from typing import Any
 
 import click
 
+from kvbench.cache.budgets import Budgets
 from kvbench.cache.layout import layout_of
-from kvbench.cache.progress import Budgets, Progress
+from kvbench.engine.answers import scored
 from kvbench.engine.prompts import blank, prompts_for
 from kvbench.errors import UsageError
 from kvbench.models.prompts import Prompt
@@ -119,9 +120,9 @@ def _sample_refused(run: Run, prompt: Prompt, sample: Sample) -> str | None:
         return None  # given texts have no answer, and they are evicted between blocks
     if sample.output is None:
         return "it has no answer"
-    score, measures = run.task.judge(sample.output, prompt.example)
-    if (sample.score, sample.measures or {}) != (score, json.loads(json.dumps(dict(measures)))):
-        return f"its score is {sample.score}, but its answer scores {score}"
+    found = json.loads(json.dumps(scored(run, sample.output, prompt)))
+    if {name: getattr(sample, name) for name in found} != found:
+        return f"its score is {sample.score}, but its answer scores {found['score']}"
     return _tokens_refused(run, prompt, sample) or _bytes_refused(run, sample)
 
 
@@ -150,10 +151,9 @@ def _tokens_refused(run: Run, prompt: Prompt, sample: Sample) -> str | None:
 
 def _budget_refused(run: Run, prompt: Prompt, kept: list[list[int]], seen: int) -> str | None:
     policy, allocator = run.policy, run.policy.allocator
-    progress = Progress(policy, prompt.length)
-    progress.seen, progress.opened, progress.prompt = [seen], [0], [prompt.length]
-    progress.question = [prompt.length if prompt.question is None else prompt.question]
-    budgets = [n + (not allocator.exact) for n in Budgets(policy, len(kept), progress).promise(0, seen)]
+    promise = Budgets(policy, len(kept))
+    promise.begin(0, prompt.length, prompt.length if prompt.question is None else prompt.question)
+    budgets = [n + (not allocator.exact) for n in promise.promise(seen)]
     held = [fmean(heads) if allocator.per_head else max(heads) for heads in kept]
     by_statistics = isinstance(allocator, JointAllocator | StatisticAllocator)  # only their total is fixed
     for layer, (tokens, budget) in enumerate(zip(held, budgets, strict=True)):

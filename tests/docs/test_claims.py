@@ -86,7 +86,7 @@ def test_every_field_and_file_in_backticks_exists() -> None:
     folders = ("tests", "docs", "scripts", "conf", "results", "kvbench", "policies", "kernels", "tasks")
     tree = {file.name for folder in folders for file in (ROOT / folder).rglob("*")} | {f.name for f in ROOT.iterdir()}
     wrong = []
-    for page in PAGES:
+    for page in (*PAGES, ROOT / "docs" / "ledger.yaml"):
         text = page.read_text(encoding="utf-8")
         used = {name for code in re.findall(r"`([^`\n(]+)`", text) for name in FIELD.findall(code)}
         unknown = {name for name in used - fields() - OF_OTHERS - OF_TOOLS if not name.startswith("hydra.")}
@@ -111,6 +111,15 @@ def test_counts_of_models_and_families_are_those_of_the_tree() -> None:
     count, rows = int(exact.split()[0]), exact.split("\n## ")[0].count("\n| ") - 1
     assert count == rows
     assert f"lists {count} verified ones" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_launchers_and_sweepers_of_the_pages_are_configured() -> None:
+    """Hydra's own, ours, and plugins that a page says to install."""
+    known = {"basic", "kvbench", "slurm", "grids", "submitit_slurm", "submitit_local", "optuna"}
+    found = {
+        name for page in PAGES for name in re.findall(r"hydra/(?:launcher|sweeper)=(\w+)", page.read_text("utf-8"))
+    }
+    assert found <= known
 
 
 def numbers(cell: str) -> list[float]:
