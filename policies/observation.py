@@ -63,7 +63,7 @@ class Observation:
     -1 is padding or an empty slot. evictable [B,H_kv,T] bool: tokens that are not protected, if `needs.evictable`.
     memory: data per sequence that a scorer's `observe` updates, if `needs.memory`. shared: data that scorers of several
     layers exchange. known: results that were computed once for this step.
-    `kvbench.policies.stacked` combines several layers into one observation, whose sequences are the rows.
+    `kvbench.cache.rows` combines several layers into one observation, whose sequences are the rows.
     """
 
     layer: int
@@ -315,9 +315,9 @@ class Observation:
         A sliding window counts positions, which equal slots only until an eviction.
         """
         last = self.sequences.last
-        if last is None or not (self.slots.ascending and self.packed):
+        if not (self.sequences.aligned and self.slots.ascending and self.packed):
             return False
-        return self.params.sliding_window is None or self.positions.shape[2] == last + 1
+        return self.params.sliding_window is None or (last is not None and self.positions.shape[2] == last + 1)
 
     @property
     def _call(self) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float | None, int | None]:

@@ -10,7 +10,7 @@ from kvbench.policies.checks import LARGEST, check_choices, whole_number
 from kvbench.policies.observation import Phase
 
 
-class Step(NamedTuple):
+class Span(NamedTuple):
     """Tokens [start, end) of one sequence, appended and attended together.
 
     opens: they begin a block (of the prompt, or a decoded token). evicts: they end a block, and eviction follows.
@@ -77,10 +77,10 @@ class Schedule(ABC):
         """The number of prompt tokens up to the last eviction among the first `tokens` tokens; 0 without eviction."""
 
     @abstractmethod
-    def prompt_steps(self, first: int, last: int, prompt: int) -> Iterator[Step]:
+    def prompt_steps(self, first: int, last: int, prompt: int) -> Iterator[Span]:
         """Steps for prompt tokens [first, last) of a call, with last <= prompt."""
 
-    def steps(self, first: int, count: int, prompt: int, single: bool = False) -> list[Step]:
+    def steps(self, first: int, count: int, prompt: int, single: bool = False) -> list[Span]:
         """The steps in which one sequence's next `count` tokens, the first at position `first`, are appended.
 
         prompt: its prompt length in tokens. single: decoded tokens are appended one by one, as with decode=evict.
@@ -98,10 +98,10 @@ class Schedule(ABC):
         decoded = range(max(first, boundary), last)
         if evicts or single:
             steps += [
-                Step(p, p + 1, True, evicts, "prompt" if self.late and p == prompt else "decode") for p in decoded
+                Span(p, p + 1, True, evicts, "prompt" if self.late and p == prompt else "decode") for p in decoded
             ]
         elif decoded:
-            steps.append(Step(decoded.start, last, True, False, "decode"))
+            steps.append(Span(decoded.start, last, True, False, "decode"))
         return steps
 
 
@@ -115,8 +115,8 @@ class Prompt(Schedule):
     def settled(self, tokens: int) -> int:
         return 0
 
-    def prompt_steps(self, first: int, last: int, prompt: int) -> Iterator[Step]:
-        yield Step(first, last, first == 0, last == prompt and not self.late, "prompt")
+    def prompt_steps(self, first: int, last: int, prompt: int) -> Iterator[Span]:
+        yield Span(first, last, first == 0, last == prompt and not self.late, "prompt")
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,10 @@ class Blocks(Schedule):
     def call_size(self, prompt: int) -> int:
         return prompt if self.size == math.inf else int(self.size)
 
-    def prompt_steps(self, first: int, last: int, prompt: int) -> Iterator[Step]:
+    def prompt_steps(self, first: int, last: int, prompt: int) -> Iterator[Span]:
         size = prompt if self.size == math.inf else int(self.size)
         while first < last:
             full = (first // size + 1) * size
             end = min(full, last)
-            yield Step(first, end, first % size == 0, end in (full, prompt), "block")
+            yield Span(first, end, first % size == 0, end in (full, prompt), "block")
             first = end

@@ -1,18 +1,22 @@
-"""Count the files and functions of kvbench that one decoded token, and one sweep of two runs, enter.
+"""Count the files, functions and lines of kvbench that one decoded token, and one sweep of two runs, enter.
 
 python scripts/trace_path.py                # the token: pocket model, caote_snapkv, budget 64, evicting
 python scripts/trace_path.py --list         # the files, and the functions of each
 python scripts/trace_path.py --sweep        # a sweep: two policies, one example
 
-Modules and class bodies, which run once at import, are not counted as functions. A file counts once one of its
-functions is entered.
+The token takes both paths: on a CPU, and in the batch of a GPU, whose Triton kernels are interpreted. The last line
+counts their union. Modules and class bodies, which run once at import, are not counted as functions. A file counts once
+one of its functions is entered, with all of its lines.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import json
+import os
 import runpy
+import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -22,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("kvbench", "policies", "kernels", "tasks", "hydra_plugins", "src")
@@ -73,6 +77,36 @@ def token() -> Entered:
         return traced(lambda: model(torch.tensor([[7]]), past_key_values=cache))
 
 
+def gpu_token() -> Entered:
+    """The same step in the batch of a GPU, in a process whose Triton kernels are interpreted."""
+    program = "import sys, json; sys.path.insert(0, sys.argv[1]); import trace_path; trace_path.print_gpu_token()"
+    command = [sys.executable, "-c", program, str(Path(__file__).parent)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    entered: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return {path: set(names) for path, names in entered.items()}
+
+
+def print_gpu_token() -> None:
+    """Trace the call of the model in a step of a batch; print the functions by file as JSON."""
+    from kvbench import make_policy
+    from kvbench.engine.batch import DecodeBatch
+    from kvbench.engine.sequence import Request
+
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=64, intermediate_size=32, **sizes)).eval()
+    model.set_attn_implementation("kvbench")
+    batch, policy = DecodeBatch(model), make_policy("caote_snapkv", 24, window=8)
+    batch.admit(Request(torch.arange(32)[None], max_new_tokens=2 * TOKENS), [policy])
+    for _ in range(TOKENS):
+        batch.step()
+    assert batch.device is not None, "the batch of a GPU takes the steps"
+    cache, tokens = batch.device, torch.tensor([[7]])
+    with torch.inference_mode():
+        entered = traced(lambda: model(tokens, position_ids=cache.positions.clone(), past_key_values=cache))
+    print(json.dumps({path: sorted(names) for path, names in entered.items()}))
+
+
 def sweep() -> Entered:
     """A sweep of two runs by the command line, imports included."""
     with tempfile.TemporaryDirectory() as out:
@@ -95,11 +129,17 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="a sweep of two runs instead of a token")
     parser.add_argument("--list", action="store_true", help="every file with its functions")
     given = parser.parse_args()
-    entered = sweep() if given.sweep else token()
+    parts = {"sweep": sweep()} if given.sweep else {"CPU": token(), "GPU, interpreted": gpu_token()}
+    union: defaultdict[str, set[str]] = defaultdict(set)
+    for part in parts.values():
+        for path, names in part.items():
+            union[path] |= names
     if given.list:
-        for path, names in sorted(entered.items()):
+        for path, names in sorted(union.items()):
             print(f"{path}: {', '.join(sorted(names))}")
-    print(f"{len(entered)} files, {sum(map(len, entered.values()))} functions")
+    for title, entered in [*parts.items(), ("together", dict(union))] if len(parts) > 1 else parts.items():
+        lines = sum(len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in entered)
+        print(f"{title}: {len(entered)} files, {sum(map(len, entered.values()))} functions, {lines} lines")
 
 
 if __name__ == "__main__":

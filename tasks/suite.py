@@ -32,12 +32,17 @@ class TaskSuite(Task):
     """
 
     shared: ClassVar[tuple[str, ...]] = ()
-    """Fields of the suite that override the same field of every task; a data_dir of None does not."""
+    """Fields of the suite that override the same field of every task; a data_dir of None does not.
+
+    So do think_end and chat_template_args, if they are set.
+    """
 
     tasks: Mapping[str, Task]
 
     def __post_init__(self) -> None:
         values = {name: getattr(self, name) for name in self.shared}
+        thinking = {name: getattr(self, name) for name in ("think_end", "chat_template_args")}
+        values |= {name: value for name, value in thinking.items() if value is not None}
         if values.get("data_dir", "") is None:
             del values["data_dir"]
         object.__setattr__(self, "tasks", {name: replace(task, **values) for name, task in self.tasks.items()})
@@ -68,11 +73,15 @@ class RulerSuite(TaskSuite):
     """
 
     length_field: ClassVar[str | None] = "length"
-    shared = ("chat", "stop", "truncation", "length", "samples", "official", "template_tokens", "data_dir")
+    shared = (
+        *("chat", "stop", "truncation", "answer_prefix"),
+        *("length", "samples", "official", "template_tokens", "data_dir"),
+    )
 
     chat: bool = True
     length: int = 4096
     samples: int = 500
     official: bool = False
     template_tokens: int = 0
+    answer_prefix: bool = True
     data_dir: str | None = None

@@ -119,6 +119,42 @@ class Example:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Thoughts:
+    """The text that ends a thought, such as </think>; without its slash, it begins one.
+
+    An answer is the text after the last thought. An output in which a thought begins and none ends has no answer; an
+    output without marks is the answer.
+    """
+
+    end: str
+
+    @property
+    def begin(self) -> str | None:
+        """The text that begins a thought; None if that is unknown, as for a text without a slash."""
+        return self.end.replace("/", "", 1) if "/" in self.end else None
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The texts that begin and end a thought."""
+        return (self.end,) if self.begin is None else (self.begin, self.end)
+
+    def split(self, output: str, opened: bool = False) -> tuple[str, str | None]:
+        """The thought with the white space behind it, and the answer; None inside a thought. opened: by the prompt."""
+        if self.end in output:
+            answer = output.rpartition(self.end)[2].lstrip()
+            return output.removesuffix(answer), answer
+        inside = opened or (self.begin is not None and self.begin in output)
+        return (output, None) if inside else ("", output)
+
+    def opened(self, prompt: str, begun: str = "") -> bool:
+        """Whether a prompt ends with the beginning of a thought, or the given beginning of the answer opens one."""
+        if self.begin is None:
+            return False
+        text = self.begin * prompt.rstrip().endswith(self.begin) + begun
+        return text.rfind(self.begin) > text.rfind(self.end)
+
+
 class Scored(Protocol):
     """A scored answer, as passed to the aggregates of a benchmark."""
 
@@ -145,8 +181,8 @@ class Task(ABC):
 
     name: name in tables. chat: wrap prompts in the model's chat template, if it has one. chat_template_args: further
     arguments of the template, such as {enable_thinking: false}. think_end: the text that ends thinking, such as
-    </think>; only the text after the last one is scored, and an answer without it is scored whole. stop: strings that
-    end an answer; they are not part of it. end_texts: the last token of each of them ends an answer, as EOS does.
+    </think>; only the text after the last one is scored (see `Thoughts`). stop: strings that end an answer, outside of
+    thoughts; they are not part of it. end_texts: the last token of each of them ends an answer, as EOS does.
     min_new_tokens: number of tokens before EOS or such a token may be generated. truncation: how a prompt longer than
     the model's context is handled: "refuse" is an error, "middle" keeps its first and last halves, "left" its end.
     max_new_tokens: the longest answer; None uses the benchmark's value, which may differ between examples.
@@ -207,10 +243,14 @@ class Task(ABC):
     def score(self, output: str, example: Example) -> float:
         """Score of one output, 0 to 1, higher is better. `output` is the new text only, without the answer prefix."""
 
-    def after_thinking(self, output: str) -> str:
-        """The part of an output that is scored."""
-        thought = self.think_end is not None and self.think_end in output
-        return output.rpartition(str(self.think_end))[2].lstrip() if thought else output
+    @property
+    def thoughts(self) -> Thoughts | None:
+        """The marks of thoughts before an answer; None if there are none."""
+        return None if self.think_end is None else Thoughts(self.think_end)
+
+    def after_thinking(self, output: str, opened: bool = False) -> str | None:
+        """The part of an output that is scored; None if it ends inside a thought. opened: it begins inside one."""
+        return output if self.thoughts is None else self.thoughts.split(output, opened)[1]
 
     def judge(self, output: str, example: Example) -> tuple[float | None, Mapping[str, Any]]:
         """The score of one output, and further measures by name that the benchmark's aggregates use.

@@ -77,7 +77,7 @@ MUTANTS = (
     Mutant("audit: positions seen", "(positions >= seen).any()", "(positions > seen).any()"),
     Mutant("budgets: growth in decoding", "if n + tokens < b + every else", "if n + tokens <= b + every else"),
     Mutant("budgets: short prompts", "max(min(budget, old + new), whole)", "max(max(budget, old + new), whole)"),
-    Mutant("eviction: excess of one", "            if max(job.excess) > 0:", "            if max(job.excess) > 1:"),
+    Mutant("eviction: excess of one", "            if step.excess > 0:", "            if step.excess > 1:"),
     Mutant("planner: memory kept free", "room = (1 - MARGIN) * free(", "room = (1 + MARGIN) * free("),
 )
 # fmt: on

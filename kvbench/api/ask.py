@@ -58,7 +58,7 @@ def ask(
 
     model, tokenizer, policy, budget and fields: as in `evaluate`. chat: use the model's chat template, if it has one;
     chat_template_args: its arguments, such as {"enable_thinking": False}. think_end: the text that ends thinking, such
-    as "</think>": an answer is the text after it. Each question is answered on its own.
+    as "</think>": an answer is the text after it, "" if it was cut off in a thought. Each question is answered alone.
     Raises ValueError for a wrong value, and BudgetError if the cache holds more than the policy allows.
     """
     texts = [questions] if isinstance(questions, str) else list(questions)
@@ -69,5 +69,5 @@ def ask(
         chat_template_args=chat_template_args, think_end=think_end,
     )  # fmt: skip
     (row,) = evaluate(model, tokenizer, policies=[policy], budgets=[budget], tasks=[task], **fields)
-    answers = [sample.output or "" for sample in row.samples]
-    return [text if think_end is None else text.rpartition(think_end)[2].strip() for text in answers]
+    answers = [(sample.output if sample.answer is None else sample.answer) or "" for sample in row.samples]
+    return answers if think_end is None else [text.strip() for text in answers]

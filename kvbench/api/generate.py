@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.engine.sequence import TokenSampler
 from kvbench.errors import ConfigError, UsageError, as_python, whole_number
+from kvbench.models.answers import Ending, end_tokens
 from kvbench.models.given import borrowed
-from kvbench.models.prompts import end_tokens, stop_test
 from kvbench.models.tokens import Encoder, encode
 from kvbench.policies.policy import Policy
 from kvbench.run import run_config
@@ -76,7 +76,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             min_new_tokens=min_new_tokens,
             eos_token_ids=_end_tokens(model, tokenizer, stop),
-            stop=None if tokenizer is None else stop_test(tokenizer, stop),
+            stop=None if tokenizer is None else Ending(tokenizer, stop).test,
             context_tokens=context_tokens,
             samplers=[]
             if sampling is None or sampling.greedy

@@ -7,13 +7,13 @@ one layer after another, so that only one layer exists twice at a time.
 Shapes: L layers, N slots of the largest arena, H KV heads, G' statistics of a slot, G = H_q / H, D head dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence as List
 
 import torch
 from torch import Tensor
 
-from kvbench.cache.group import PolicyGroup
-from kvbench.cache.state import LayerState
+from kvbench.cache.layer import Layer
+from kvbench.cache.sequence import Sequence
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.slot_store import SlotStore
 
@@ -37,23 +37,23 @@ def steps_alike(policy: Policy) -> bool:
     return not evicts(policy) or (policy.schedule.one_each and not (needs.model or needs.memory or needs.question))
 
 
-def can_join(group: PolicyGroup) -> bool:
-    """Whether a `DeviceBatch` can take the next step of a group, which is one sequence."""
-    policy, evicting = group.policy, evicts(group.policy)
-    if group.size != 1 or group.error is not None or group.within_call or not steps_alike(policy):
+def can_join(sequence: Sequence) -> bool:
+    """Whether a `DeviceBatch` can take the next step of a sequence."""
+    policy, evicting = sequence.policy, evicts(sequence.policy)
+    if sequence.error is not None or sequence.within_call or not steps_alike(policy):
         return False
-    if len({tuple(layer.memory) for layer in group.layers}) > 1:  # a merger has not seen all layers yet
+    if len({tuple(layer.memory) for layer in sequence.layers}) > 1:  # a merger has not seen all layers yet
         return False
-    if evicting and policy.allocator.per_head and not group.at_budget:  # its KV heads do not grow alike
+    if evicting and policy.allocator.per_head and not sequence.at_budget:  # its KV heads do not grow alike
         return False
     shapes = set()
-    for layer in group.layers:
+    for layer in sequence.layers:
         store = layer.store if layer.opened and not layer.unsettled else None
         if not isinstance(store, SlotStore) or store.step_format is None:
             return False
         if store.starts is None and not store.slots.packed and store.free is None:
             return False
-        if evicting and (not layer.recent.full or slots_to_grow(group, layer) < 0):
+        if evicting and (not layer.recent.full or slots_to_grow(sequence, layer) < 0):
             return False
         if evicting and policy.merger.merges and store.free is None:  # its thresholds begin with its first eviction
             return False
@@ -62,24 +62,24 @@ def can_join(group: PolicyGroup) -> bool:
     return len(shapes) == 1
 
 
-def step_formats(group: PolicyGroup) -> list[object]:
+def step_formats(sequence: Sequence) -> list[object]:
     """The format of every layer; sequences of equal formats share an arena."""
-    return [slot_store(layer).step_format for layer in group.layers]
+    return [slot_store(layer).step_format for layer in sequence.layers]
 
 
-def slot_store(layer: LayerState) -> SlotStore:
+def slot_store(layer: Layer) -> SlotStore:
     """The store of a layer that can be in an arena."""
     assert isinstance(layer.store, SlotStore)
     return layer.store
 
 
-def slots_to_grow(group: PolicyGroup, layer: LayerState) -> int:
+def slots_to_grow(sequence: Sequence, layer: Layer) -> int:
     """Slots that a layer takes until each new token replaces an evicted one."""
-    if not evicts(group.policy):
+    if not evicts(sequence.policy):
         return ENDLESS
-    if group.policy.allocator.per_head:
+    if sequence.policy.allocator.per_head:
         return 0 if slot_store(layer).free is not None else 1
-    return group.budgets.of(layer.index, [True])[0] + 1 - slot_store(layer).used
+    return sequence.budgets.shares[layer.index] + 1 - slot_store(layer).used
 
 
 class Arena:
@@ -98,7 +98,7 @@ class Arena:
         self.statistics: dict[tuple[str, int], Tensor] = {}
         self.weights: Tensor | None = None
         self.version = 0
-        self._held: list[dict[LayerState, range]] = [{} for _ in range(layers)]
+        self._held: list[dict[Layer, range]] = [{} for _ in range(layers)]
 
     @property
     def keys(self) -> list[Tensor]:
@@ -110,7 +110,7 @@ class Arena:
         """[N,D] of each layer."""
         return [memory["values"] for memory in self.memory]
 
-    def start(self, layer: LayerState) -> int:
+    def start(self, layer: Layer) -> int:
         """The first slot of a sequence in a layer."""
         return self._held[layer.index][layer].start
 
@@ -119,9 +119,9 @@ class Arena:
         if self.weights is None:
             self.weights = torch.zeros(*self.positions.shape, heads, device=self.positions.device)
 
-    def hold(self, index: int, layers: Sequence[LayerState]) -> None:
+    def hold(self, index: int, layers: List[Layer]) -> None:
         """Move the slots of sequences in one layer into its arena. Layers are held in order the first time."""
-        held, new, first = self._held[index], dict[LayerState, range](), slot_store(layers[0])
+        held, new, first = self._held[index], dict[Layer, range](), slot_store(layers[0])
         if index == len(self.memory):
             self.positions = self.positions.to(first.first.device)
             slots = 3 if first.starts is None else 1  # dimensions
@@ -141,7 +141,7 @@ class Arena:
                     self.statistics.setdefault((name, x.shape[-1]), x.new_zeros(*self.positions.shape, x.shape[-1]))
             self._view(layer, copied=True)
 
-    def release(self, layer: LayerState, last: bool = False) -> None:
+    def release(self, layer: Layer, last: bool = False) -> None:
         """Free the slots of a sequence in a layer; and the memory of the layer, if it is the last one."""
         del self._held[layer.index][layer]
         if last:
@@ -162,7 +162,7 @@ class Arena:
         for layer in (layer for index in changed for layer in self._held[index]):
             self._view(layer, copied=False)
 
-    def _view(self, layer: LayerState, copied: bool) -> None:
+    def _view(self, layer: Layer, copied: bool) -> None:
         """Give a layer a store whose memory are views of the arena, into which its tokens are `copied` or are there."""
         index, here, store = layer.index, self._held[layer.index][layer], slot_store(layer)
         slots, memory = slice(here.start, here.stop), {}
@@ -178,7 +178,7 @@ class Arena:
         layer.store = store.with_memory(memory, store.free)
 
 
-def _gap(taken: Sequence[range], slots: int) -> range:
+def _gap(taken: List[range], slots: int) -> range:
     """The first range of free slots; it may exceed the arena."""
     begin = FIRST
     for other in sorted(taken, key=lambda other: other.start):

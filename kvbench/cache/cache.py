@@ -1,8 +1,8 @@
 """The cache: in every layer it appends new tokens, computes attention, and evicts by the policies of its sequences.
 
 One token in one layer: `update` returns a `LayerCall`, which the attention function of transformers calls
-(`kvbench.cache.hook`). For each group of sequences, `KVCache.attend` appends the key and value to the layer's store
-(`kvbench.cache.group`), attends (`kvbench.cache.attention`) and evicts (`kvbench.cache.eviction`).
+(`kvbench.cache.hook`). For each sequence, `KVCache.attend` appends the key and value to the layer's store
+(`kvbench.cache.sequence`), attends (`kvbench.cache.attention`) and evicts (`kvbench.cache.eviction`).
 
 Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots, D head dim.
 """
@@ -10,9 +10,7 @@ Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots
 import copy
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from functools import partial
-from itertools import chain
+from collections.abc import Sequence as List
 from typing import Any, ClassVar
 from weakref import ReferenceType
 
@@ -22,19 +20,20 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from kvbench.cache import NAME
-from kvbench.cache.attention import QKV, attend, attend_to_survivors
-from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
+from kvbench.cache.attention import attend, attend_to_survivors
+from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call, check_scores
 from kvbench.cache.columns import Columns, real_columns
 from kvbench.cache.eviction import Evictions
-from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.hook import LayerCall, SharedCall, expect
 from kvbench.cache.inputs import ReadsHidden
 from kvbench.cache.interface import check_attention, check_interface, check_model, check_policy, uncompiled
-from kvbench.cache.layer import EmptyLayer, KVLayer, stacked
 from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, check_padding
+from kvbench.cache.sequence import Sequence, spread
 from kvbench.cache.shared import SharedReads
+from kvbench.cache.step import Step, append, no_attention
+from kvbench.cache.views import EmptyLayer, KVLayer, stacked
 from kvbench.errors import ConfigError, as_python
 from kvbench.policies.latents import check_latents
 from kvbench.policies.observation import AttentionParams, StepCache
@@ -76,8 +75,8 @@ class KVCache(ReadsHidden, Cache):
         self,
         config: PreTrainedConfig,
         policy: Policy,
-        prompt_length: int | Sequence[int] | None = None,
-        question: int | Sequence[int] | None = None,
+        prompt_length: int | List[int] | None = None,
+        question: int | List[int] | None = None,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise ConfigError("config", type(config), "a model's configuration, as in KVCache(model.config, policy)")
@@ -91,12 +90,15 @@ class KVCache(ReadsHidden, Cache):
             check_latents(policy)
         check_layers(len(self._layout.attention), policy.store, policy.pre_pass)
         several = self._teacher_forced or (policy.store.exact and not policy.evicts)
-        self.groups = [PolicyGroup(self.config, policy, prompt_length, several, question)]
-        self.one_prompt = False  # all groups process one and the same sequence
-        self._evictions = Evictions()
+        self._settings = self.config, policy, several
+        self.sequences: list[Sequence] = []
+        named = [len(x) for x in (prompt_length, question) if isinstance(x, List)]
+        self._add_sequences(named[0] if named else 1)
+        self.one_prompt = False  # all sequences process one and the same prompt
         self._shared = SharedReads(self._layout) if self._layout.owners else None
+        self._evictions = Evictions(self._shared)
         self._reader: ReferenceType[nn.Module] | None = None  # the model's first attention module
-        self._rows = [(group, slice(None)) for group in self.groups]  # of the sequences of every group in a call
+        self._counts: list[int] = []  # tokens of each sequence in the running call
         self._places = self._layout.places
         self._dtype: torch.dtype | None = None
         self._shifts: dict[int, int] = {}  # positions in the model minus those of the cache, see `real_columns`
@@ -105,16 +107,38 @@ class KVCache(ReadsHidden, Cache):
         super().__init__(layers=layers)
         self._is_user_defined = False  # transformers sets it if `model.generate` receives the cache
 
+    def _add_sequences(self, count: int) -> None:
+        """Begin `count` sequences in place of those of the cache. ValueError if lengths or questions name others."""
+        lengths = spread(self._prompt_length, count, "prompt_length")
+        questions = spread(self._question, count, "question")
+        config, policy, several = self._settings
+        each = enumerate(zip(lengths, questions, strict=True))
+        self.sequences[:] = [Sequence(config, policy, n, several, begin, row) for row, (n, begin) in each]
+
     def _new_layer(self, index: int) -> KVLayer | RecurrentLayer | EmptyLayer:
         """A layer of the model, by its index there."""
         place = self._places.get(index)
         if index not in self._layout.states:
-            return EmptyLayer() if place is None else KVLayer(self.groups, place)
+            return EmptyLayer() if place is None else KVLayer(self.sequences, place)
         if place is None:
-            return RecurrentLayer(self.groups, index, self._layout)
-        return RecurrentKVLayer(self.groups, place, index, self._layout)
+            return RecurrentLayer(self.sequences, index, self._layout)
+        return RecurrentKVLayer(self.sequences, place, index, self._layout)
 
-    # --- one call of the model, layer by layer ---------------------------------------------------------------------
+    def _begin_rows(self, rows: int) -> None:
+        """Begin a sequence for each row of the first call. ValueError for another number of rows later."""
+        if rows != len(self.sequences):
+            if len(self.sequences) > 1 or self.sequences[0].started:
+                raise ValueError(f"the cache has {len(self.sequences)} sequences, the model was called with {rows}")
+            self._add_sequences(rows)
+
+    def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
+        """Append the inputs [B,D,M] of a convolution, whose layer may come before the first one with attention."""
+        if not self.one_prompt:
+            self._begin_rows(len(conv_states))
+        found: Tensor = super().update_conv_state(conv_states, *args, **kwargs)
+        return found
+
+    # --- one call of the model, layer by layer -----------------------------------------------------------------------
     @uncompiled  # transformers passes the result on to the attention function
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -123,35 +147,35 @@ class KVCache(ReadsHidden, Cache):
         place = self._places[layer_idx]
         if place == 0 and (self.config._attn_implementation != NAME or "kvpress" in sys.modules):
             check_attention(self.config)
-        attend = partial(self._called, place, key_states, value_states)
-        call = LayerCall(layer_idx, attend)
-        if self._shared is not None and place in self._layout.owned:
-            call = SharedCall(layer_idx, attend, partial(self._read, self._shared, place, key_states.shape[2]))
+        shared = self._shared is not None and place in self._layout.owned
+        call = (SharedCall if shared else LayerCall)(self, layer_idx, key_states, value_states, shared)
         if self._layout.latent:  # the model expands latents to keys and values of all heads before its attention
             expect(call)
             return key_states, value_states
         return call, call
 
-    def _read(self, shared: SharedReads, owner: int, columns: int, queries: Tensor, params: AttentionParams) -> Tensor:
-        """Attention of a layer that shares the keys and values of `owner`, for the last queries of a call."""
-        out = shared.attend(owner, columns, queries, params, dict(self._rows))
-        if shared.all_read:
-            self._end_call()
-        return out
-
-    def _called(self, index: int, keys: Tensor, values: Tensor, module: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
-        """Called by the attention function. module: the attention module; args: queries, columns, parameters."""
-        queries, columns, params = args
+    def called(
+        self, call: LayerCall, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
+    ) -> Tensor:
+        """The attention of a layer, or of a later layer that shares its keys and values."""
+        index, keys, values = self._places[call.index], call.new_keys, call.new_values
+        if call.done:
+            assert self._shared is not None
+            out = self._shared.attend(index, keys.shape[2], queries, params)
+            if self._shared.all_read:
+                self._end_call()
+            return out
+        call.done = True
         if index == 0 and (self._reader is None or self._reader() is not module):
             self._reader = check_model(self.config, self._reader, module)
-        if any(group.policy.needs.model for group in self.groups):
+        if any(sequence.policy.needs.model for sequence in self.sequences):
             params = params._replace(model=model_layer(module, queries))
         mask = self._real(columns, queries) if index == 0 else None
-        return self.attend(index, QKV(queries, keys, values), mask, params)
+        return self.attend(index, queries, keys, values, mask, params)
 
     def _real(self, columns: Columns, queries: Tensor) -> Tensor | None:
         """The new tokens of a call that are no padding; sequences of the engine are checked and have none."""
-        if not self.groups or self.groups[0].isolated:
+        if not self.sequences or self.sequences[0].isolated:
             return None
         if self._dtype not in (None, queries.dtype):
             raise ValueError(
@@ -159,179 +183,190 @@ class KVCache(ReadsHidden, Cache):
                 "new cache after the model was converted"
             )
         self._dtype = queries.dtype
-        batch, _, new, _ = queries.shape
-        return real_columns(columns, self.groups[0].progress.seen, batch, new, self._shifts)
+        seen = [one.seen for one in self.sequences] if self.sequences[0].started else []
+        return real_columns(columns, seen, queries.shape[0], queries.shape[2], self._shifts)
 
-    def attend(self, index: int, new: QKV, mask: Tensor | None, params: AttentionParams) -> Tensor:
+    def attend(
+        self, index: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams
+    ) -> Tensor:
         """One layer of a call: append, attend, evict as scheduled. Returns the attention output [B,H_q,M,D].
 
         The call begins with its first layer and ends with its last. mask [B,M] bool marks the real tokens of this call,
         None if all are.
         """
         if index == 0:
-            self._begin_call(new.queries, mask)
+            self._begin_call(queries, mask)
         self._evictions.share()
-        if len(self.groups) == 1:
-            out = self._attend_group(self.groups[0], index, new, params)
-        else:
-            out = self._attend_groups(index, new, params)
+        attend = self._attend_prompt if self.one_prompt else self._attend_rows
+        out = attend(index, queries, keys, values, params)
         if index == len(self.attention_layers) - 1 and self._shared is None:
             self._end_call()
-        return new.no_attention(params) if out is None else out
+        return out
 
-    def _attend_groups(self, index: int, new: QKV, params: AttentionParams) -> Tensor | None:
-        """Attention of several groups: once for all if they process one prompt; else one after another."""
-        if self.one_prompt:
-            new, out = QKV(new.queries, owned(new.keys), owned(new.values)), None  # copied once if they are views
-            known: defaultdict[str, StepCache] = defaultdict(dict)
-            for group in sorted(self.groups, key=lambda group: group.cost):
-                out = self._attend_group(group, index, new, params, known[group.policy.granularity], out)
-            return out
-        outs = []
-        for group, rows in self._rows:
-            own = QKV(*(x[rows] for x in new))
-            out = self._attend_group(group, index, own, params)
-            outs.append(own.no_attention(params) if out is None else out)
-        return torch.cat(outs)
-
-    def _attend_group(
-        self,
-        group: PolicyGroup,
-        index: int,
-        new: QKV,
-        params: AttentionParams,
-        known: StepCache | None = None,
-        found: Tensor | None = None,
-    ) -> Tensor | None:
-        """Attention [B,H_q,M,D] of a group in the steps of a call, with the evictions in between; None after an error.
-
-        known, found: values and attention that were computed for another policy of the same prompt.
-        """
-        layer, policy, shared, out = group.layers[index], group.policy, self._shared, found
-        attends_first = policy.schedule.order == "attend_then_evict"
-        try:
-            for now in group.steps if group.error is None else ():
-                if policy.needs.hidden:
-                    group.shared["hidden"] = self._inputs(group)[:, now.columns]
-                whole = now.columns == slice(0, new.queries.shape[2])
-                some = new if whole else QKV(*(x[:, :, now.columns] for x in new))
-                step = group.append(layer, some, now, params, len(group.steps) == 1, known)
-                if not attends_first:
-                    self._evictions.add(group, layer, step)
-                if found is None:
-                    if attends_first:
-                        part = attend(step, policy.needs)
+    def _attend_prompt(
+        self, index: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
+    ) -> Tensor:
+        """Attention of one prompt, which is computed once for the policies of all sequences."""
+        keys, values, out = owned(keys), owned(values), None  # copied once if they are views
+        known: defaultdict[str, StepCache] = defaultdict(dict)
+        for sequence in sorted(self.sequences, key=lambda sequence: sequence.cost):
+            try:
+                for span in sequence.spans if sequence.error is None else ():
+                    self._pass_hidden(sequence, 0, slice(None))
+                    shared = known[sequence.policy.granularity]
+                    step = append(sequence, index, span, queries, keys, values, params, shared)
+                    if out is None:
+                        out = self._attend_step(step, row=0)
                     else:
-                        part = attend_to_survivors(step, some.values_of_heads(params))
-                    if step.alone and whole:
-                        out = part
-                    else:
-                        out = new.no_attention(params) if out is None else out
-                        out[:, :, now.columns] += part
-                    if shared is not None:
-                        shared.add(group, layer, step, some.values)
-                if attends_first:
-                    self._evictions.add(group, layer, step, shared is not None and shared.delays(layer, step))
-        except Exception as error:
-            group.fail(error)
+                        self._evictions.add(step)
+            except Exception as error:
+                sequence.fail(error)
+        return no_attention(queries, values, params) if out is None else out
+
+    def _attend_rows(
+        self, index: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
+    ) -> Tensor:
+        """Attention of a sequence in each row, whose tokens are the last columns of the call."""
+        outs, columns = [], queries.shape[2]
+        for row, (sequence, count) in enumerate(zip(self.sequences, self._counts, strict=True)):
+            own = queries, keys, values
+            if len(self.sequences) > 1:
+                own = queries[row : row + 1], keys[row : row + 1], values[row : row + 1]
+            out = None
+            try:
+                for span in sequence.spans if sequence.error is None else ():
+                    first = columns - count + span.start - sequence.spans[0].start
+                    here = slice(first, first + span.end - span.start)
+                    self._pass_hidden(sequence, row, here)
+                    if here == slice(0, columns):
+                        out = self._attend_step(append(sequence, index, span, *own, params), row)
+                        continue
+                    out = no_attention(own[0], own[2], params) if out is None else out
+                    some = own[0][:, :, here], own[1][:, :, here], own[2][:, :, here]
+                    step = append(sequence, index, span, *some, params)
+                    out[:, :, here] = self._attend_step(step, row, first)
+            except Exception as error:
+                sequence.fail(error)
+            outs.append(no_attention(own[0], own[2], params) if out is None else out)
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _attend_step(self, step: Step, row: int, first: int = 0) -> Tensor:
+        """Attend and evict; first: the column of the step's first token in the call."""
+        attends_first = step.policy.schedule.order == "attend_then_evict"
+        if not attends_first:
+            self._evictions.add(step)
+        out = attend(step, step.policy.needs) if attends_first else attend_to_survivors(step)
+        if self._shared is not None:
+            self._shared.add(step.layer.index, row, first, step)
+        if attends_first:
+            self._evictions.add(step)
         return out
 
     @property
     def reads_hidden(self) -> bool:
         """Whether a policy scores tokens by the input of attention."""
-        return any(group.policy.needs.hidden for group in self.groups)
+        return any(sequence.policy.needs.hidden for sequence in self.sequences)
 
-    def _inputs(self, group: PolicyGroup) -> Tensor:
-        """The input [B,M,hidden] of the attention layer that runs, for the sequences of a group."""
+    def _pass_hidden(self, sequence: Sequence, row: int, here: slice) -> None:
+        """Pass the input [1,m,hidden] of the attention layer that runs to a scorer that reads it."""
+        if not sequence.policy.needs.hidden:
+            return
         if self.hidden is None:
             raise ValueError(
-                f"{group.policy.name} scores tokens by the input of attention, which model.generate does not pass to "
-                "its cache: use kvbench.generate"
+                f"{sequence.policy.name} scores tokens by the input of attention, which model.generate does not pass "
+                "to its cache: use kvbench.generate"
             )
-        return self.hidden[dict(self._rows)[group]]
+        sequence.shared["hidden"] = self.hidden[row : row + 1, here]
 
     def _begin_call(self, queries: Tensor, mask: Tensor | None) -> None:
-        """Split a call of queries [B,H_q,M,D] into steps."""
+        """Split a call of queries [B,H_q,M,D] into the steps of every sequence."""
         self._evictions.end_call()  # of a model with layers without a cache at its end
         if self._shared is not None:
             self._shared.begin()
-        assert mask is None or len(self.groups) == 1, "sequences of several policies are never padded"
+        rows, columns = (len(self.sequences) if self.one_prompt else len(queries)), queries.shape[2]
+        self._begin_rows(rows)
         if mask is not None and self._layout.states:
-            check_padding(self.group.progress.seen, mask)
-        together = self.one_prompt or len(self.groups) == 1
-        self._rows = [(group, slice(None)) for group in self.groups] if together else list(in_order(self.groups))
-        for group, rows in self._rows:
-            if group.error is None:
+            check_padding([sequence.seen for sequence in self.sequences], mask)
+        self._counts = [columns] * rows if mask is None else mask.sum(-1).tolist()
+        for sequence, count in zip(self.sequences, self._counts, strict=True):
+            if sequence.error is None:
                 try:
-                    group.begin_call(queries[rows], mask, self._is_user_defined)
+                    sequence.begin_call(count, columns, self._is_user_defined)
                 except Exception as error:
-                    group.fail(error)
+                    sequence.fail(error)
 
     def _end_call(self) -> None:
         """End a call after its last layer: carry out the evictions and check the budgets."""
-        for group in self.groups:
-            group.progress.before = group.progress.columns
+        for sequence in self.sequences:
+            sequence.before = sequence.columns
         self._evictions.end_call()
-        self._finish(group for group in self.groups if not group.waits_for_pre_pass)
+        self._finish([sequence for sequence in self.sequences if not sequence.waits_for_pre_pass])
 
-    def _finish(self, groups: Iterable[PolicyGroup]) -> None:
+    def _finish(self, sequences: List[Sequence]) -> None:
         """The evictions of a call are done: check the budgets."""
-        for group in groups:
-            if group.error is None and group.end_call():
-                try:
-                    check_call(group)
-                except Exception as error:
-                    group.fail(error)
+        for sequence in [one for one in sequences if one.error is None and one.end_call()]:
+            try:
+                check_call(sequence)
+            except Exception as error:
+                sequence.fail(error)
 
-    # --- prompts ---------------------------------------------------------------------------------------------------
+    # --- prompts -----------------------------------------------------------------------------------------------------
     def reset(self) -> None:
         """Remove everything, as in a new cache."""
         self.__init__(self.config, self.policy, self._prompt_length, self._question)  # type: ignore[misc]
 
-    def next_prompt(self, length: int | Sequence[int], question: int | Sequence[int] | None = None) -> None:
+    def next_prompt(self, length: int | List[int], question: int | List[int] | None = None) -> None:
         """Begin another prompt of `length` tokens, one number or one per sequence (a turn of a conversation).
 
         `model.generate` feeds the tokens that the cache has not seen, including the last token of the last answer: with
         the ids of the whole conversation [1,T] these are T - cache.seen tokens. Raises ValueError before the last
         prompt is complete, and for policies that cannot take another prompt.
         """
-        for policy in (group.policy for group in self.groups if group.policy.evicts):
+        for policy in (sequence.policy for sequence in self.sequences if sequence.policy.evicts):
             check_next_prompt(policy.name, policy.store, policy.allocator)
         self._evictions.end_call()
-        for group in self.groups:
-            group.next_prompt(*as_python((length, question)))
+        if not any(sequence.started for sequence in self.sequences) and self._prompt_length is None:
+            self._prompt_length, self._question = length, question  # of as many sequences as the first call brings
+            count = len(length) if isinstance(length, List) else len(self.sequences)
+            self._add_sequences(count)
+            return
+        lengths = spread(length, len(self.sequences), "prompt_length")
+        questions = spread(question, len(self.sequences), "question")
+        for sequence, own in zip(self.sequences, lengths, strict=True):
+            sequence.check_next_prompt(own)
+        for sequence, own, begin in zip(self.sequences, lengths, questions, strict=True):
+            sequence.next_prompt(own, begin)
 
     def pre_pass_done(self) -> None:
         """Carry out the evictions that waited for a pre-pass."""
         self._evictions.pre_pass_done()
-        waiting = [group for group in self.groups if group.waits_for_pre_pass]
-        for group in waiting:
-            group.waits_for_pre_pass = False
+        waiting = [sequence for sequence in self.sequences if sequence.waits_for_pre_pass]
+        for sequence in waiting:
+            sequence.waits_for_pre_pass = False
         self._finish(waiting)
 
     def expect(self, tokens: int) -> None:
         """Reserve no capacity for more than this number of tokens after the prompt."""
-        for group in self.groups:
-            for layer in group.layers:
-                if layer.opened:
-                    layer.store.expect(tokens)
+        for layer in (layer for sequence in self.sequences for layer in sequence.layers):
+            if layer.opened:
+                layer.store.expect(tokens)
 
-    # --- contents --------------------------------------------------------------------------------------------------
+    # --- contents ----------------------------------------------------------------------------------------------------
     @property
-    def group(self) -> PolicyGroup:
-        """The only group of a cache with one policy."""
-        (group,) = self.groups
-        return group
+    def sequence(self) -> Sequence:
+        """The only sequence of a cache with one."""
+        (sequence,) = self.sequences
+        return sequence
 
     @property
     def policy(self) -> Policy:
         """The policy of all sequences."""
-        return self.group.policy
+        return self.sequences[0].policy
 
     @property
     def seen(self) -> int:
         """Tokens seen, padding included: the position of the next token of a sequence without padding."""
-        return max((group.progress.columns for group in self.groups), default=0)
+        return max((sequence.columns for sequence in self.sequences), default=0)
 
     @property
     def nbytes(self) -> int:
@@ -341,7 +376,7 @@ class KVCache(ReadsHidden, Cache):
     @property
     def state_nbytes(self) -> int:
         """Bytes of recurrent layers' states, which no policy reduces."""
-        return sum(group.state_nbytes for group in self.groups)
+        return sum(sequence.state_nbytes for sequence in self.sequences)
 
     @property
     def spare_nbytes(self) -> int:
@@ -356,11 +391,11 @@ class KVCache(ReadsHidden, Cache):
     @property
     def peak_nbytes(self) -> int:
         """The most bytes held at any time."""
-        return sum(group.peak_nbytes for group in self.groups)
+        return sum(sequence.peak_nbytes for sequence in self.sequences)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen before the running call; between calls, all tokens seen."""
-        return max((group.progress.before for group in self.groups), default=0)
+        return max((sequence.before for sequence in self.sequences), default=0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Tokens seen by the end of the call, and the first of them."""
@@ -387,31 +422,31 @@ class KVCache(ReadsHidden, Cache):
         Raises ScoreError for NaN scores of decoding steps on a GPU.
         """
         self._evictions.end_call()
-        for group in self.groups:
-            audit(group)
+        check_scores(self.sequences)
+        for sequence in self.sequences:
+            audit(sequence)
 
 
-# --- several caches as one, and copies ------------------------------------------------------------------------------
-# The engine has one sequence per group, so that sequences are added and removed without a copy.
+# --- several caches as one, and copies -------------------------------------------------------------------------------
 def empty_like(cache: KVCache) -> KVCache:
     """A cache of the same kind for the same model, without sequences."""
     found = type(cache)(cache.config, Policy(name="full"))
-    found.groups.clear()
+    found.sequences.clear()
     return found
 
 
 def fork(cache: KVCache) -> KVCache:
     """A copy of a cache with its own tensors, so that each can continue with another question."""
-    shared = [cache.config, *chain.from_iterable((group.policy, group.error) for group in cache.groups)]
+    shared = [cache.config, *(part for one in cache.sequences for part in (one.policy, one.error))]
     return copy.deepcopy(cache, {id(part): part for part in shared})
 
 
-def together(caches: Sequence[KVCache], one_prompt: bool = False) -> KVCache:
+def together(caches: List[KVCache], one_prompt: bool = False) -> KVCache:
     """One cache with the sequences of several, which it does not copy.
 
-    one_prompt: all groups process one and the same sequence, a whole prompt as one step that attends before it evicts.
+    one_prompt: all sequences process one and the same prompt, as one step that attends before it evicts.
     """
     found = empty_like(caches[0])
-    found.groups += [group for cache in caches for group in cache.groups]
+    found.sequences += [sequence for cache in caches for sequence in cache.sequences]
     found.one_prompt = one_prompt
     return found

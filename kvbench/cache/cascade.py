@@ -7,15 +7,16 @@ tensor. Then every layer is put back in order of position.
 Shapes: B = 1 sequence, H_kv KV heads, T slots, n slots of a share.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvbench.cache.group import PolicyGroup
-from kvbench.cache.state import LayerState
+from kvbench.cache.layer import Layer
+from kvbench.cache.sequence import Sequence
 from kvbench.policies.ranking import Ranking, preference
 from kvbench.policies.scorers.scorer import protected_counts
 from kvbench.policies.stores.slot_store import SlotStore
@@ -49,23 +50,23 @@ def on_its_way(x: Tensor) -> OnItsWay:
     return OnItsWay(copy, done)
 
 
-def can_cut(group: PolicyGroup) -> bool:
-    """Whether the layers of a group are cut together: one sequence in plain slots whose evicted tokens are dropped."""
-    policy = group.policy
-    if group.size != 1 or policy.merger.merges or policy.schedule.rerotate or policy.allocator.per_head:
+def can_cut(sequence: Sequence) -> bool:
+    """Whether the layers of a sequence are cut together: they have plain slots, and evicted tokens are dropped."""
+    policy = sequence.policy
+    if policy.merger.merges or policy.schedule.rerotate or policy.allocator.per_head:
         return False
-    return group.on_evict is None and all(
-        isinstance(layer.store, SlotStore) and layer.store.starts is None for layer in group.layers if layer.opened
+    return sequence.on_evict is None and all(
+        isinstance(layer.store, SlotStore) and layer.store.starts is None for layer in sequence.layers if layer.opened
     )
 
 
-def cut_to_shares(group: PolicyGroup, layers: Sequence[LayerState], rows: Sequence[bool], last: bool) -> None:
+def cut_to_shares(sequence: Sequence, layers: List[Layer], last: bool) -> None:
     """Evict from ranked layers down to their shares. last: every layer is measured, so that the shares are final."""
-    shares = {layer: group.budgets.of(layer.index, rows)[0] for layer in layers if rows[0]}
-    larger = [layer for layer, share in shares.items() if layer.counts[0] > share]
+    shares = {layer: sequence.budgets.shares[layer.index] for layer in layers}
+    larger = [layer for layer, share in shares.items() if layer.count > share]
     for layer in larger:
         _order(layer, shares[layer])
-    alike: dict[object, list[LayerState]] = {}
+    alike: dict[object, list[Layer]] = {}
     for layer in larger:
         shapes = tuple((name, x.shape[1], x.shape[3:], x.device) for name, x in _contents(layer).items())
         alike.setdefault(shapes, []).append(layer)
@@ -73,17 +74,17 @@ def cut_to_shares(group: PolicyGroup, layers: Sequence[LayerState], rows: Sequen
         _cut(some, [shares[layer] for layer in some])
     for layer in layers if last else ():
         if layer.ranking is not None and layer.ranking.ordered:
-            _by_position(layer, group.policy.schedule.spare)
+            _by_position(layer, sequence.policy.schedule.spare)
     for layer in layers if last else larger:
-        group.note_bytes(layer.index)
+        sequence.note_bytes(layer.index)
 
 
-def _order(layer: LayerState, share: int) -> None:
+def _order(layer: Layer, share: int) -> None:
     """Put a layer's slots in order of preference, unless they are; only those of its share."""
     ranking, scorer, store = layer.ranking, layer.policy.scorer, _store(layer)
     assert ranking is not None
     assert scorer is not None
-    if ranking.ordered and scorer.protects(layer.counts[0]) == scorer.protects(share):
+    if ranking.ordered and scorer.protects(layer.count) == scorer.protects(share):
         return
     ranking = ranking.protecting(*protected_counts(scorer, [share]))
     in_order = ranking.ascending and ranking.packed
@@ -91,13 +92,13 @@ def _order(layer: LayerState, share: int) -> None:
     store.replace({name: take(x, order) for name, x in store.contents().items()}, ascending=False)
     kept: dict[str, Any] = {name: x.gather(-1, order) for name, x in _tensors(ranking)}
     layer.ranking = replace(ranking, **kept, positions=store.positions, packed=True, ascending=False, ordered=True)
-    layer.counts, layer.compacted = [share], True
+    layer.count, layer.compacted = share, True
 
 
-def _cut(layers: Sequence[LayerState], shares: Sequence[int]) -> None:
+def _cut(layers: List[Layer], shares: List[int]) -> None:
     """Keep the first slots of ordered layers, with one launch for each of their tensors."""
     contents = [_contents(layer) for layer in layers]
-    parts: dict[str, Sequence[Tensor]] = {}
+    parts: dict[str, List[Tensor]] = {}
     for name in contents[0]:
         kept = [own[name].narrow(2, 0, share) for own, share in zip(contents, shares, strict=True)]
         parts[name] = torch.cat(kept, 2).split(list(shares), 2)
@@ -107,17 +108,17 @@ def _cut(layers: Sequence[LayerState], shares: Sequence[int]) -> None:
         own = {name: part[index] for name, part in parts.items()}
         ranked: dict[str, Any] = {name: own.pop(name) for name, _ in _tensors(ranking)}
         store.replace(own, ascending=False)
-        layer.ranking, layer.counts = replace(ranking, **ranked, positions=store.positions), [share]
+        layer.ranking, layer.count = replace(ranking, **ranked, positions=store.positions), share
 
 
-def _by_position(layer: LayerState, spare: int) -> None:
+def _by_position(layer: Layer, spare: int) -> None:
     """Put a layer's slots in order of position, with `spare` empty slots behind them."""
     store = _store(layer)
     order = store.positions.argsort(dim=-1)
     store.replace({name: take(x, order) for name, x in store.contents().items()}, ascending=True, spare=spare)
 
 
-def _contents(layer: LayerState) -> dict[str, Tensor]:
+def _contents(layer: Layer) -> dict[str, Tensor]:
     """The tensors of a layer's slots, [1,H_kv,T,...], and those of its ranking, by name."""
     assert layer.ranking is not None
     return _store(layer).contents() | dict(_tensors(layer.ranking))
@@ -129,6 +130,6 @@ def _tensors(ranking: Ranking) -> Iterable[tuple[str, Tensor]]:
     return [(name, x) for name, x in named if x is not None]
 
 
-def _store(layer: LayerState) -> SlotStore:
+def _store(layer: Layer) -> SlotStore:
     assert isinstance(layer.store, SlotStore)
     return layer.store

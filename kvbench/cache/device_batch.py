@@ -3,7 +3,7 @@
 Each layer has one flat memory (`kvbench.cache.arena`). Every KV head of every sequence has a segment of it; the start,
 the number of slots in use and the next free slot of a segment are on the device. So one layer of a step is an append
 and an attention for all sequences, of any policy, budget and length. After the last layer, sequences of one rule
-(`PolicyGroup.rule`) evict together (`kvbench.cache.device_eviction`). A sequence below its budget grows to one slot
+(`Sequence.rule`) evict together (`kvbench.cache.device_eviction`). A sequence below its budget grows to one slot
 more than its budget; then every new token replaces an evicted one. The host only counts steps, so that a step can be
 recorded as a CUDA graph.
 
@@ -18,7 +18,8 @@ Shapes: L layers, P rows of a step, b of them in a part, H_q query heads, H KV h
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as List
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -27,12 +28,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvbench.cache.arena import ENDLESS, PADDING, Arena, can_join, evicts, slot_store, slots_to_grow, step_formats
-from kvbench.cache.attention import QKV
 from kvbench.cache.cache import KVCache
 from kvbench.cache.device_eviction import WINDOW, Kind, Part, kind_of
 from kvbench.cache.footprint import decoded
-from kvbench.cache.group import PolicyGroup
-from kvbench.cache.state import LayerState
+from kvbench.cache.layer import Layer
+from kvbench.cache.sequence import Sequence
 from kvbench.kernels.decode import decode_attention_flat
 from kvbench.kernels.prompt import one_for_all
 from kvbench.kernels.references import NewTokens
@@ -54,7 +54,7 @@ class Member:
     of its stores were last updated.
     """
 
-    group: PolicyGroup
+    sequence: Sequence
     kind: Kind
     longest: int
     room: int
@@ -78,10 +78,10 @@ class DeviceBatch(KVCache):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config, Policy(name="full"))
-        self.groups.clear()
+        self.sequences.clear()
         self._supported = not (self._layout.owners or self._layout.latent)
         self._padded = not self._layout.states  # recurrent layers have no states of padding
-        self._members: dict[PolicyGroup, Member] = {}
+        self._members: dict[Sequence, Member] = {}
         self._attended: list[tuple[Tensor, AttentionParams]] = []  # queries [P,H_q,1,D] of the layers so far
         self._arrangements = 0
         self._clear()
@@ -102,9 +102,9 @@ class DeviceBatch(KVCache):
         return self._arrangements, self._longest, self._arena.version
 
     @property
-    def rows(self) -> list[PolicyGroup | None]:
+    def rows(self) -> list[Sequence | None]:
         """The sequence of every row of a step; None for padding."""
-        of_rows = {member.row: group for group, member in self._members.items()}
+        of_rows = {member.row: sequence for sequence, member in self._members.items()}
         return [of_rows.get(row) for row in range(len(self._kinds))]
 
     @property
@@ -119,21 +119,21 @@ class DeviceBatch(KVCache):
         return super().nbytes
 
     # --- sequences come and go -------------------------------------------------------------------------------------
-    def admit(self, groups: Sequence[PolicyGroup]) -> None:
+    def admit(self, sequences: List[Sequence]) -> None:
         """Before every step: take over those of the sequences that can join, and lengthen stores without free slots."""
-        states: dict[PolicyGroup, State] = {}
+        states: dict[Sequence, State] = {}
         for member in self._members.values():
             if member.steps == member.room:
                 states |= self._lengthen(member)
-        joining = [group for group in groups if can_join(group)] if self._supported else []
+        joining = [sequence for sequence in sequences if can_join(sequence)] if self._supported else []
         if joining:
             self._formats = self._formats or step_formats(joining[0])
-            joining = [group for group in joining if step_formats(group) == self._formats]
+            joining = [one for one in joining if step_formats(one) == self._formats]
         if joining:
             states |= self._enter(joining)
         taken = {member.row for member in self._members.values()}
-        for group, state in states.items():
-            member = self._members[group]
+        for sequence, state in states.items():
+            member = self._members[sequence]
             empty = (row for row, kind in enumerate(self._kinds) if kind == member.kind and row not in taken)
             member.row = next(empty, -1)
             if member.row >= 0:
@@ -144,71 +144,71 @@ class DeviceBatch(KVCache):
             self._arrange(states)
         self._longest = max([self._longest, *(member.longest for member in self._members.values())])
 
-    def free(self, group: PolicyGroup) -> None:
+    def free(self, sequence: Sequence) -> None:
         """Return a sequence's layers, as they would be without the batch, in memory of their own."""
-        member = self._members[group]
+        member = self._members[sequence]
         self._update(member)
         state = {name: x.clone() for name, x in self._state(member.row)}
-        for layer in group.layers:
+        for layer in sequence.layers:
             self._return(member, layer)
             self._arena.release(layer, last=len(self._members) == 1)
             if WINDOW[0] in state:
                 queries, positions = (state[name][layer.index, None] for name in WINDOW)
                 layer.recent.held = queries, positions
-            layer.memory = {name: state[name][layer.index, None] for name in layer.memory}
-            group.note_bytes(layer.index)
-        group.note_step()
-        group.nan_flags = dict(enumerate(state["nan"][:, None]))
-        group.states = {name: x.clone() for name, x in group.states.items()}
+            layer.memory |= {name: state[name][layer.index, None] for name in layer.memory if name in state}
+            sequence.note_bytes(layer.index)
+        sequence.note_step()
+        sequence.nan_flags = dict(enumerate(state["nan"][:, None]))
+        sequence.states = {name: x.clone() for name, x in sequence.states.items()}
         self._write(member.row, self._empty[member.kind])
-        del self._members[group]
-        self.groups.remove(group)
-        if not self.groups:
+        del self._members[sequence]
+        self.sequences.remove(sequence)
+        if not self.sequences:
             self._clear()
 
     def count(self, steps: int) -> None:
         """Count steps that the device took; negative to undo."""
         for member in self._members.values():
             member.steps += steps
-            member.group.progress.tick(steps)
+            member.sequence.tick(steps)
 
     def update_lengths(self) -> None:
         """Bring the lengths that layers have on the host up to date, so that they can be read between two steps."""
         for member in self._members.values():
             self._update(member)
 
-    def _enter(self, groups: Sequence[PolicyGroup]) -> dict[PolicyGroup, State]:
+    def _enter(self, sequences: List[Sequence]) -> dict[Sequence, State]:
         """Move the layers of sequences into the arenas; returns the states of their rows."""
-        for group in groups:
-            for layer in group.layers:
-                if slots_to_grow(group, layer) > 0:
+        for sequence in sequences:
+            for layer in sequence.layers:
+                if slots_to_grow(sequence, layer) > 0:
                     slot_store(layer).reserve()
         for index in range(len(self.attention_layers)):
-            self._arena.hold(index, [group.layers[index] for group in groups])
+            self._arena.hold(index, [sequence.layers[index] for sequence in sequences])
         states = {}
-        stores = [layer.store for layer in groups[0].layers]
+        stores = [layer.store for layer in sequences[0].layers]
         self._codecs = [held.store if isinstance(held, TokenCodeLayerStore) else None for held in stores]
-        for group in groups:
-            states[group] = state = self._new_state(group)
-            self._members[group] = member = _member(group)
-            self.groups.append(group)
+        for sequence in sequences:
+            states[sequence] = state = self._new_state(sequence)
+            self._members[sequence] = member = _member(sequence)
+            self.sequences.append(sequence)
             self._empty.setdefault(member.kind, _padding(state))
             if member.kind.policy.needs.newest_row:
-                self._arena.collect_weights(group.layers[0].query_heads // state["starts"].shape[1])
+                self._arena.collect_weights(sequence.layers[0].query_heads // state["starts"].shape[1])
         return states
 
-    def _lengthen(self, member: Member) -> dict[PolicyGroup, State]:
+    def _lengthen(self, member: Member) -> dict[Sequence, State]:
         """Give a sequence more slots where it has none; returns its state if it needs a place of another kind."""
-        group = member.group
+        sequence = member.sequence
         self._update(member)
-        for layer in group.layers:
-            if slots_to_grow(group, layer) > 0 and slot_store(layer).room == 0:
+        for layer in sequence.layers:
+            if slots_to_grow(sequence, layer) > 0 and slot_store(layer).room == 0:
                 self._return(member, layer)
                 self._arena.release(layer)
                 slot_store(layer).reserve()
                 self._arena.hold(layer.index, [layer])
-        self.lengths["starts"][:, member.row] = self._new_state(group)["starts"]
-        now = _member(group)
+        self.lengths["starts"][:, member.row] = self._new_state(sequence)["starts"]
+        now = _member(sequence)
         member.longest, member.room = now.longest, now.room
         if now.kind == member.kind:
             return {}
@@ -216,9 +216,9 @@ class DeviceBatch(KVCache):
         self._write(member.row, self._empty[member.kind])
         self._empty.setdefault(now.kind, _padding(state))
         member.kind, member.row = now.kind, -1
-        return {group: state}
+        return {sequence: state}
 
-    def _return(self, member: Member, layer: LayerState) -> None:
+    def _return(self, member: Member, layer: Layer) -> None:
         """Give a layer a copy of its store, as it would be without the batch."""
         store, index = slot_store(layer), layer.index
         free, counts = (self.lengths[name][index, member.row].clone() for name in ("free", "counts"))
@@ -230,29 +230,29 @@ class DeviceBatch(KVCache):
 
     def _update(self, member: Member) -> None:
         """Update the lengths that the host has of a sequence."""
-        group, steps, member.steps = member.group, member.steps, 0
+        sequence, steps, member.steps = member.sequence, member.steps, 0
         member.room -= steps
-        for layer in group.layers if steps else ():
-            store, grow = slot_store(layer), slots_to_grow(group, layer)
+        for layer in sequence.layers if steps else ():
+            store, grow = slot_store(layer), slots_to_grow(sequence, layer)
             taken = min(steps, grow)
-            layer.footprint = [layer.footprint[0] + decoded(layer.counts[0], steps, max(0, grow - 1))]
+            layer.footprint += decoded(layer.count, steps, max(0, grow - 1))
             store.use(store.used + taken, store.room - taken)
-            layer.counts = [layer.counts[0] + taken - (taken == grow > 0)]
+            layer.count += taken - (taken == grow > 0)
             if taken == grow:
                 store.free = self.lengths["free"][layer.index, member.row, None, :, None]
             if store.counts is not None:
                 store.counts = self.lengths["counts"][layer.index, member.row, None]
 
-    def _new_state(self, group: PolicyGroup) -> State:
+    def _new_state(self, sequence: Sequence) -> State:
         """The state of a sequence that is in the arenas, from its layers."""
-        segments, layers = [], group.layers
+        segments, layers = [], sequence.layers
         for layer in layers:
             starts, counts, free = slot_store(layer).segments()
-            segments.append((starts + self._arena.start(layer), counts, free, counts + slots_to_grow(group, layer)))
+            segments.append((starts + self._arena.start(layer), counts, free, counts + slots_to_grow(sequence, layer)))
         state = dict(zip(LENGTHS, map(torch.cat, zip(*segments, strict=True)), strict=False))
         state["nan"] = state["starts"].new_zeros(len(layers), dtype=torch.bool)
-        state["next"], state["advance"] = (state["starts"].new_tensor([x]) for x in (group.progress.seen, [1]))
-        if not evicts(group.policy):
+        state["next"], state["advance"] = (state["starts"].new_tensor([x]) for x in ([sequence.seen], [1]))
+        if not evicts(sequence.policy):
             return state
         windows = [layer.recent.held for layer in layers if layer.recent.held is not None]
         if windows:
@@ -274,13 +274,13 @@ class DeviceBatch(KVCache):
         for name, x in self._state(row):
             x.copy_(state[name])
 
-    def _arrange(self, states: dict[PolicyGroup, State]) -> None:
+    def _arrange(self, states: dict[Sequence, State]) -> None:
         """Give every kind its places, and every sequence one of them. states: of sequences without a place."""
         waiting: dict[Kind, list[Member]] = {}
         for member in self._members.values():
             waiting.setdefault(member.kind, []).append(member)
             if member.row >= 0:
-                states[member.group] = {name: x.clone() for name, x in self._state(member.row)}
+                states[member.sequence] = {name: x.clone() for name, x in self._state(member.row)}
         places = Counter({kind: bucket(len(some)) if self._padded else len(some) for kind, some in waiting.items()})
         as_before = places | Counter(self._kinds)  # the larger number of each
         if self._padded and as_before.total() <= 2 * len(self._members):
@@ -288,14 +288,14 @@ class DeviceBatch(KVCache):
         rules = list(dict.fromkeys(kind.rule for kind in places))
         self._kinds = sorted(places.elements(), key=lambda kind: rules.index(kind.rule))
         self._empty = {kind: self._empty[kind] for kind in places}
-        self.groups.clear()
+        self.sequences.clear()
         found = []
         for row, kind in enumerate(self._kinds):
             found.append(self._empty[kind])
             if waiting.get(kind):
                 member = waiting[kind].pop(0)
-                member.row, found[row] = row, states[member.group]
-                self.groups.append(member.group)
+                member.row, found[row] = row, states[member.sequence]
+                self.sequences.append(member.sequence)
         self.lengths = {name: torch.stack([one[name] for one in found], 1) for name in LENGTHS}
         self._new = torch.zeros_like(self.lengths["free"])  # [L,P,H] the slots of the new tokens
         per_layer = (x.unbind() for x in (self.lengths["starts"], self.lengths["counts"], self._new))
@@ -310,20 +310,22 @@ class DeviceBatch(KVCache):
                 self._parts.append(Part(kinds, span, self._arena, self.lengths, state))
 
     # --- a step ----------------------------------------------------------------------------------------------------
-    def attend(self, index: int, new: QKV, mask: Tensor | None, params: AttentionParams) -> Tensor:
+    def attend(
+        self, index: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams
+    ) -> Tensor:
         """Append the new keys and values [P,H,1,D] of a layer and attend: [P,H_q,1,D]; evict after the last layer."""
         assert mask is None, "decoded tokens are not padded"
         if index == 0:
             self._take_slots()
         arena, (starts, counts, slots) = self._arena, self._of_layers[index]
-        self._attended.append((new.queries, params))
-        tokens, codec = NewTokens(new.keys, new.values, slots), self._codecs[index]
+        self._attended.append((queries, params))
+        tokens, codec = NewTokens(keys, values, slots), self._codecs[index]
         places, memory = (self.positions, arena.positions[index]), arena.memory[index]
         if codec is not None:
-            out = codec.decode_step(new.queries, tokens, memory, places, (starts, counts), self._longest, params)
+            out = codec.decode_step(queries, tokens, memory, places, (starts, counts), self._longest, params)
         else:
             out = decode_attention_flat(
-                new.queries,
+                queries,
                 memory["keys"],
                 memory["values"],
                 *places,
@@ -338,8 +340,8 @@ class DeviceBatch(KVCache):
                 new_tokens=tokens,
             ).out
         if index == len(self.attention_layers) - 1:
-            queries, how = zip(*self._attended, strict=True)
-            newest = torch.stack(queries) if self._parts else new.queries
+            asked, how = zip(*self._attended, strict=True)
+            newest = torch.stack(asked) if self._parts else queries
             for part in self._parts:
                 part.evict(newest[:, part.rows], how)
             self.lengths["next"] += self.lengths["advance"]
@@ -361,17 +363,17 @@ class DeviceBatch(KVCache):
             arena.weights.zero_()
 
 
-def _member(group: PolicyGroup) -> Member:
+def _member(sequence: Sequence) -> Member:
     """A sequence as its stores are now."""
     room, longest = ENDLESS, 0
-    for layer in group.layers:
-        store, grow = slot_store(layer), slots_to_grow(group, layer)
+    for layer in sequence.layers:
+        store, grow = slot_store(layer), slots_to_grow(sequence, layer)
         longest = max(longest, store.used + min(grow, store.room))
         if grow > store.room:
             room = min(room, store.room)
     longest = 1 << (longest - 1).bit_length()  # so that it seldom changes
-    kind = kind_of(group, longest) if evicts(group.policy) else Kind()
-    return Member(group, kind, kind.slots or longest, room)
+    kind = kind_of(sequence, longest) if evicts(sequence.policy) else Kind()
+    return Member(sequence, kind, kind.slots or longest, room)
 
 
 def _padding(state: State) -> State:

@@ -4,20 +4,24 @@ Shapes: L layers, P rows of a step, b of them in a part, k layers evicted at onc
 heads, T slots of the longest segment, w queries of a window, D head dim.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.arena import EMPTY, Arena
-from kvbench.cache.eviction import observe, select_one
-from kvbench.cache.group import PolicyGroup, keeps_window
+from kvbench.cache.eviction import evict_one, observe
+from kvbench.cache.rows import LazyObservation
+from kvbench.cache.sequence import Sequence
+from kvbench.cache.step import keeps_window
 from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.merger import Vectors
-from kvbench.policies.observation import AttentionParams, Observation, QueryWindow, SequenceInfo, SlotInfo
+from kvbench.policies.observation import AttentionParams, Memory, Observation, QueryWindow, SequenceInfo, SlotInfo
 from kvbench.policies.policy import Policy
-from kvbench.policies.stacked import LazyObservation
+from kvbench.policies.ranking import Ranking
 
 WORKSPACE = 2**29  # bytes of keys, values and attention rows of an eviction in memory at once
 WINDOW = "window queries", "window positions"  # names of the tensors of a window, beside those of mergers
@@ -39,17 +43,18 @@ class Kind:
     policy: Policy = field(compare=False, default_factory=Policy)
 
 
-def kind_of(group: PolicyGroup, slots: int) -> Kind:
+def kind_of(sequence: Sequence, slots: int) -> Kind:
     """The kind of a sequence whose decoding evicts."""
-    policy = group.policy
-    budgets = tuple(group.budgets.of(layer.index, [True])[0] for layer in group.layers)
-    memory = tuple((name, x.shape) for name, x in group.layers[0].memory.items())
+    policy = sequence.policy
+    budgets = tuple(sequence.budgets.shares)
+    memory = tuple((name, x.shape) for name, x in sequence.layers[0].memory.items())
+    reads_prompt = policy.schedule.protect == "prompt" or policy.pre_pass is not None
     return Kind(
-        rule=(group.rule, policy.schedule.protect, memory),
+        rule=(sequence.rule, policy.schedule.protect, memory),
         budgets=budgets,
         slots=slots if policy.allocator.per_head else min(slots, max(budgets) + 1),
-        prompt=group.progress.prompt[0] if policy.schedule.protect == "prompt" or policy.pre_pass is not None else -1,
-        see_own=all(layer.recent.real for layer in group.layers) and keeps_window(policy, budgets),
+        prompt=sequence.budgets.prompt if reads_prompt else -1,
+        see_own=keeps_window(policy, budgets),
         policy=policy,
     )
 
@@ -61,34 +66,34 @@ class Part:
     """
 
     def __init__(
-        self, kinds: Sequence[Kind], rows: slice, arena: Arena, lengths: Mapping[str, Tensor], state: dict[str, Tensor]
+        self, kinds: List[Kind], rows: slice, arena: Arena, lengths: Mapping[str, Tensor], state: dict[str, Tensor]
     ) -> None:
         self.kinds, self.rows, self.state, self.policy = kinds, rows, state, kinds[0].policy
-        self._arena, self._lengths = arena, {name: x[:, rows] for name, x in lengths.items()}
-        self._columns = torch.arange(max(kind.slots for kind in kinds), device=arena.positions.device)
+        self.arena, self.lengths = arena, {name: x[:, rows] for name, x in lengths.items()}
+        self.columns = torch.arange(max(kind.slots for kind in kinds), device=arena.positions.device)
         self._plan: list[tuple[tuple[int, ...], AttentionParams]] = []  # layers that evict at once
-        self._shared: dict[str, Tensor] = {}  # data that scorers of several layers exchange within a step
+        self.shared: dict[str, Tensor] = {}  # data that scorers of several layers exchange within a step
 
-    def evict(self, queries: Tensor, params: Sequence[AttentionParams]) -> None:
+    def evict(self, queries: Tensor, params: List[AttentionParams]) -> None:
         """Evict in all layers. queries [L,b,H_q,1,D]: the newest; params: of the attention of each layer."""
-        self._shared.clear()
+        self.shared.clear()
         self._plan = self._plan or list(self._planned(queries, params))
         for layers, how in self._plan:
             which = _select(layers, queries.device)
             self._evict(layers, which, how, queries[which])
 
     def _planned(
-        self, queries: Tensor, params: Sequence[AttentionParams]
+        self, queries: Tensor, params: List[AttentionParams]
     ) -> Iterator[tuple[tuple[int, ...], AttentionParams]]:
         """Layers with equal attention, as many at once as fit the workspace, and the parameters of their attention."""
-        policy, rows, heads = self.policy, len(self.kinds), self._lengths["starts"].shape[2]
+        policy, rows, heads = self.policy, len(self.kinds), self.lengths["starts"].shape[2]
         equal: dict[object, list[int]] = {}
         for index, how in enumerate(params):
             alike = (*how[:3], how.sinks is None) if policy.layers_alike else index
             equal.setdefault(alike, []).append(index)
         window, reads = policy.needs.window_decoding or 0, policy.value is not None or policy.merger.merges
         numbers = queries.shape[2] * max(1, window) + (2 * heads * queries.shape[-1] if window or reads else 0)
-        at_once = max(1, WORKSPACE // (4 * rows * len(self._columns) * numbers))
+        at_once = max(1, WORKSPACE // (4 * rows * len(self.columns) * numbers))
         for some in equal.values():
             for begin in range(0, len(some), at_once):
                 chosen, how = tuple(some[begin : begin + at_once]), params[some[begin]]
@@ -99,78 +104,13 @@ class Part:
 
     def _evict(self, layers: tuple[int, ...], which: slice | Tensor, how: AttentionParams, queries: Tensor) -> None:
         """Evict in some layers, `which` as an index; queries [k,b,H_q,1,D]."""
-        arena, policy, (count, rows) = self._arena, self.policy, queries.shape[:2]
-        starts, counts, free, limit = (self._lengths[name][which] for name in ("starts", "counts", "free", "limit"))
-        offsets, there = arena.offsets[which], self._columns < counts[..., None]
-        inside = torch.where(there, starts[..., None] + self._columns, EMPTY)  # [k,b,H,T]
-        where = (inside + offsets[..., None]).flatten(0, 1)
-        seen = self._observe(layers, which, how, queries, where, inside)
-        width = queries.shape[2] // starts.shape[2] if policy.needs.query_heads else 1
-        stored = {name: arena.statistics[name, width].flatten(0, 1) for name in policy.needs.statistics}
-        state = {name: x[where] for name, x in stored.items()}
-        if state:
-            observe(policy, seen, state)
-            for name, x in state.items():
-                stored[name][where] = x
-        memory = {name: x[which].flatten(0, 1) for name, x in self.state.items() if name not in WINDOW}
-        vectors = [Vectors([seen.keys]), Vectors([seen.values])] if policy.merger.merges else ()
-        ranking, nan = policy.rank(seen, state), self._lengths["nan"]
-        nan[which] |= ranking.broken().view(count, rows)
-        full = counts == limit  # the other sequences have taken one more slot instead
-        index, evicting = layers[0] if len(layers) == 1 else -1, full.flatten(0, 1)[:, :1, None]
-        chosen, merged = select_one(policy, ranking, seen, state, vectors, memory, evicting, index)
-        for name, x in memory.items():
-            self.state[name][which] = x.view(count, rows, *x.shape[1:])
-        if merged is not None:
-            into = inside.flatten(0, 1).gather(-1, merged[0]).view(count, -1)
-            for memories, new in zip((arena.keys, arena.values), merged[1:], strict=True):
-                for layer, slots, x in zip(layers, into, new.reshape(count, -1, new.shape[-1]), strict=True):
-                    memories[layer].index_copy_(0, slots, x.to(memories[layer].dtype))
-        chosen = torch.minimum(chosen.view(starts.shape), counts - 1)  # of padding, it may be any slot
-        evicted, positions = (starts + offsets + chosen).flatten(), arena.positions.view(-1)
-        positions[evicted] = positions[evicted].masked_fill(full.flatten(), -1)
-        self._lengths["free"][which] = torch.where(full, chosen, free)
+        rows = FlatRows(self, layers, which, how, queries)
+        if rows.state:
+            observe(self.policy, rows.observation, rows.state)
+            rows.store_state()
+        evict_one(rows)
 
-    def _observe(
-        self,
-        layers: tuple[int, ...],
-        which: slice | Tensor,
-        how: AttentionParams,
-        queries: Tensor,
-        where: Tensor,
-        inside: Tensor,
-    ) -> Observation:
-        """Some layers as n rows; their slots in all layers, where [n,H,T], and in each, inside [k,b,H,T]."""
-        arena, count, places = self._arena, len(layers), self._lengths["next"][0].repeat(len(layers), 1)
-
-        def rows(memory: list[Tensor]) -> Tensor:
-            return torch.cat([memory[layer][own] for layer, own in zip(layers, inside, strict=True)])
-
-        seen = LazyObservation(
-            {"keys": lambda: rows(arena.keys), "values": lambda: rows(arena.values)},
-            layer=layers[0],
-            queries=queries.flatten(0, 1),
-            query_positions=places,
-            positions=arena.positions.view(-1)[where],
-            seen=places[:, 0] + 1,
-            phase="decode",
-            params=how,
-            window=self._window(which, queries, places) if WINDOW[0] in self.state else None,
-            slots=SlotInfo(ascending=False, whole=False),
-            sequences=SequenceInfo(
-                aligned=True,
-                opens=(True,) * len(places),
-                budgets=tuple(kind.budgets[index] for index in layers for kind in self.kinds),
-                prompts=tuple(kind.prompt for kind in self.kinds if kind.prompt >= 0) * count,
-            ),
-            shared=self._shared,
-        )
-        if self.policy.needs.newest_row:
-            assert arena.weights is not None
-            seen.store_weights(arena.weights.flatten(0, 1)[where].transpose(-1, -2)[:, :, :, None])
-        return seen
-
-    def _window(self, which: slice | Tensor, queries: Tensor, places: Tensor) -> QueryWindow:
+    def window(self, which: slice | Tensor, queries: Tensor, places: Tensor) -> QueryWindow:
         """Append queries [k,b,H_q,1,D] at places [n,1] to the windows and return them for n rows."""
         found = []
         for name, new, dim in zip(WINDOW, (queries, places.view(*queries.shape[:2], 1)), (3, 2), strict=True):
@@ -179,6 +119,99 @@ class Part:
             x[which] = own
             found.append(own.flatten(0, 1))
         return QueryWindow(found[0], found[1], see_own=all(kind.see_own for kind in self.kinds))
+
+
+class FlatRows:
+    """Rows of a part: k layers of b sequences in flat memory, n = k * b. queries [k,b,H_q,1,D]: the newest."""
+
+    packed = False
+
+    def __init__(
+        self, part: Part, layers: tuple[int, ...], which: slice | Tensor, how: AttentionParams, queries: Tensor
+    ) -> None:
+        arena, policy = part.arena, part.policy
+        self.policy, self.layer = policy, layers[0] if len(layers) == 1 else -1
+        self._part, self._layers, self._which, self._arena = part, layers, which, arena
+        self._starts, self._counts, free, limit = (
+            part.lengths[x][which] for x in ("starts", "counts", "free", "limit")
+        )
+        self._free, self._full = free, self._counts == limit  # the other sequences have taken one more slot instead
+        self.evicting: Tensor | None = self._full.flatten(0, 1)[:, 0]
+        self._offsets, there = arena.offsets[which], part.columns < self._counts[..., None]
+        self._inside = torch.where(there, self._starts[..., None] + part.columns, EMPTY)  # [k,b,H,T]
+        self._where = (self._inside + self._offsets[..., None]).flatten(0, 1)  # the same in all layers, [n,H,T]
+        width = queries.shape[2] // self._starts.shape[2] if policy.needs.query_heads else 1
+        self._stored = {name: arena.statistics[name, width].flatten(0, 1) for name in policy.needs.statistics}
+        self.state = {name: x[self._where] for name, x in self._stored.items()}
+        self.observation = self._observe(how, queries)
+
+    def store_state(self) -> None:
+        """Write the statistics back."""
+        for name, x in self.state.items():
+            self._stored[name][self._where] = x
+
+    @property
+    def vectors(self) -> tuple[Vectors, Vectors]:
+        return Vectors([self.observation.keys]), Vectors([self.observation.values])
+
+    @property
+    def memory(self) -> Memory:
+        return {name: x[self._which].flatten(0, 1) for name, x in self._part.state.items() if name not in WINDOW}
+
+    def store_memory(self, memory: Memory) -> None:
+        for name, x in memory.items():
+            self._part.state[name][self._which] = x.view(*self._starts.shape[:2], *x.shape[1:])
+
+    def note_nan(self, ranking: Ranking) -> None:
+        self._part.lengths["nan"][self._which] |= ranking.broken().view(self._starts.shape[:2])
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        count = len(self._layers)
+        into = self._inside.flatten(0, 1).gather(-1, slots).view(count, -1)
+        for memories, new in ((self._arena.keys, keys), (self._arena.values, values)):
+            for layer, own, x in zip(self._layers, into, new.reshape(count, -1, new.shape[-1]), strict=True):
+                memories[layer].index_copy_(0, own, x.to(memories[layer].dtype))
+
+    def release(self, slots: Tensor) -> None:
+        chosen = torch.minimum(slots.view(self._starts.shape), self._counts - 1)  # of padding, it may be any slot
+        evicted, positions = (self._starts + self._offsets + chosen).flatten(), self._arena.positions.view(-1)
+        positions[evicted] = positions[evicted].masked_fill(self._full.flatten(), -1)
+        self._part.lengths["free"][self._which] = torch.where(self._full, chosen, self._free)
+
+    def _observe(self, how: AttentionParams, queries: Tensor) -> Observation:
+        arena, part, count = self._arena, self._part, len(self._layers)
+        places = part.lengths["next"][0].repeat(count, 1)
+        seen = LazyObservation(
+            {  # without `self`, which would be a cycle and keep the memory
+                "keys": partial(_gathered, arena.keys, self._layers, self._inside),
+                "values": partial(_gathered, arena.values, self._layers, self._inside),
+            },
+            layer=self._layers[0],
+            queries=queries.flatten(0, 1),
+            query_positions=places,
+            positions=arena.positions.view(-1)[self._where],
+            seen=places[:, 0] + 1,
+            phase="decode",
+            params=how,
+            window=part.window(self._which, queries, places) if WINDOW[0] in part.state else None,
+            slots=SlotInfo(ascending=False, whole=False),
+            sequences=SequenceInfo(
+                aligned=True,
+                opens=(True,) * len(places),
+                budgets=tuple(kind.budgets[index] for index in self._layers for kind in part.kinds),
+                prompts=tuple(kind.prompt for kind in part.kinds if kind.prompt >= 0) * count,
+            ),
+            shared=part.shared,
+        )
+        if self.policy.needs.newest_row:
+            assert arena.weights is not None
+            seen.store_weights(arena.weights.flatten(0, 1)[self._where].transpose(-1, -2)[:, :, :, None])
+        return seen
+
+
+def _gathered(memory: list[Tensor], layers: tuple[int, ...], inside: Tensor) -> Tensor:
+    """Keys or values [n,H,T,D] of some layers, at slots inside [k,b,H,T]."""
+    return torch.cat([memory[layer][own] for layer, own in zip(layers, inside, strict=True)])
 
 
 def _select(layers: tuple[int, ...], device: torch.device) -> slice | Tensor:

@@ -1,9 +1,8 @@
 """The attention function and the mask function registered with transformers under the name `kvbench`."""
 
 import threading
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any, Protocol, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,34 +40,33 @@ _WINDOWS: WeakKeyDictionary[nn.Module, tuple[int | None, int | None]] = WeakKeyD
 longer than all other checks of a layer."""
 
 
-class LayerCall(NotATensor):
-    """Stands for a layer's new keys and values, from `cache.update` to the attention function.
+class LayerCaller(Protocol):
+    """A cache whose layers are called by the attention function."""
 
-    attend: called once with the attention module, queries [B,H_q,M,D], the columns and the attention's parameters.
-    read: called with queries and parameters of later layers that share these keys and values; None if no layer may.
+    def called(
+        self, call: "LayerCall", module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
+    ) -> Tensor:
+        """The attention output [B,H_q,M,D] of queries [B,H_q,M,D]."""
+
+
+class LayerCall(NotATensor):
+    """Stands for a layer's new keys and values [B,H_kv,M,D], from `cache.update` to the attention function.
+
+    index: of the layer in the model. shared: whether later layers read these keys and values. done: the layer itself
+    has attended.
     """
 
-    def __init__(
-        self,
-        layer: int,
-        attend: Callable[[nn.Module, Tensor, Columns, AttentionParams], Tensor],
-        read: Callable[[Tensor, AttentionParams], Tensor] | None = None,
-    ) -> None:
-        self.layer = layer
-        self._attend, self._read = attend, read
-        self._done = False
+    def __init__(self, cache: LayerCaller, index: int, keys: Tensor, values: Tensor, shared: bool = False) -> None:
+        self.cache, self.index, self.shared, self.done = cache, index, shared, False
+        self.new_keys, self.new_values = keys, values
 
-    def __call__(self, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams) -> Tensor:
-        """The attention output [B,H_q,M,D] of the layer, then of its readers. InterfaceError for other readers."""
-        if not self._done:
-            self._done = True
-            return self._attend(module, queries, columns, params)
-        if self._read is None:
+    def check_reader(self) -> None:
+        """InterfaceError for a second layer that reads these keys and values, unless the configuration has it."""
+        if self.done and not self.shared:
             raise InterfaceError(
-                f"the model reads the keys and values of layer {self.layer} in another layer too, which its "
+                f"the model reads the keys and values of layer {self.index} in another layer too, which its "
                 "configuration does not say (num_kv_shared_layers)"
             )
-        return self._read(queries, params)
 
 
 class SharedCall(LayerCall):
@@ -107,7 +105,7 @@ def _latent_call(module: nn.Module, value: LayerCall | Tensor) -> tuple[LayerCal
             f"model.generate of this model computes a text again without its cache where it exceeds {switch} tokens "
             "(longrope), so it cannot use a KVCache there: use kvbench.generate"
         )
-    if call is None or isinstance(value, LayerCall) or call.layer != module.layer_idx:
+    if call is None or isinstance(value, LayerCall) or call.index != module.layer_idx:
         raise ValueError("kvbench attention reads a KVCache: pass past_key_values=KVCache(model.config, policy)")
     expand: Any = getattr(module, "expand_kv", None)
     if expand is None:
@@ -149,8 +147,9 @@ def kvbench_attention(
     sinks = None if s_aux is None else s_aux.detach()[None]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     how = AttentionParams(scale, softcap, window, sinks, latents=latents)
+    call.check_reader()
     columns = Columns(attention_mask, kwargs.get("position_ids"))
-    return call(module, query, columns, how).transpose(1, 2).contiguous(), None
+    return call.cache.called(call, module, query, columns, how).transpose(1, 2).contiguous(), None
 
 
 def _name(module: nn.Module) -> str:

@@ -1,128 +1,112 @@
-"""The layers of a cache with the interface of transformers: their contents for all sequences.
+"""The contents of one layer for one sequence: slots, statistics and the observation window.
 
-Shapes: B batch, H_kv KV heads, C slots, D head dim.
+Shapes: H_q query heads, H_kv KV heads, C slots, D head dim.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
-from kvbench.cache.group import PolicyGroup
-from kvbench.cache.interface import NoRollback
-from kvbench.cache.state import LayerState
-from kvbench.policies.stores.slots import padded
-
-
-def stacked(kept: Sequence[Tensor]) -> Tensor:
-    """Tokens held by each layer, [B,H_kv] or [H_kv], as one tensor [L,...]. ValueError if layers differ in KV heads."""
-    heads = [layer.shape[-1] for layer in kept]
-    if len(set(heads)) > 1:
-        raise ValueError(
-            f"the layers have {min(heads)} to {max(heads)} KV heads, so their tokens do not fit "
-            "one tensor: call kept_tokens() of each layer of cache.attention_layers"
-        )
-    return torch.stack(list(kept))
+from kvbench.cache.footprint import fed
+from kvbench.cache.reading import PageReads
+from kvbench.policies.observation import Memory
+from kvbench.policies.policy import Policy
+from kvbench.policies.ranking import Ranking
+from kvbench.policies.stores.store import LayerStore
 
 
-class EmptyLayer(NoRollback):
-    """A layer of a model that stores no keys and values."""
+class RecentQueries:
+    """The newest `window` rotated queries [B,H_q,w,D] and their positions [B,w], oldest first."""
 
-    is_initialized = True
-    is_sliding = False
-    is_compileable = False
-    supports_early_init = False
-    keys = values = None
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class KVLayer(NoRollback, CacheLayerMixin):
-    """An attention layer for all sequences. Sequences with fewer tokens than others have empty slots at the end."""
-
-    is_sliding = False
-    supports_early_init = False
-
-    def __init__(self, groups: Sequence[PolicyGroup], index: int) -> None:
-        self._groups = groups
-        self._index = index
-
-    @property
-    def states(self) -> list[LayerState]:
-        """The contents for each group of sequences."""
-        return [group.layers[self._index] for group in self._groups]
-
-    @property
-    def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether a token was appended."""
-        return all(state.opened for state in self.states)
-
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        """[B,H_kv,C,D] as attention sees them, or latents, None before the first token."""
-        return padded([state.store.keys for state in self.states]) if self.is_initialized else None
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        """[B,H_kv,C,D] as attention sees them, None before the first token."""
-        return padded([state.store.values for state in self.states]) if self.is_initialized else None
-
-    @property
-    def positions(self) -> Tensor:
-        """LongTensor [B,H_kv,C]: original position of each slot, -1 = empty."""
-        if not self.is_initialized:
-            return torch.empty(0, 0, 0, dtype=torch.long)
-        return padded([state.positions for state in self.states], fill=-1)
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self.held: tuple[Tensor, Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor held: keys, values, positions, running statistics, observation windows."""
-        return sum(state.nbytes for state in self.states)
+        return 0 if self.held is None else self.held[0].nbytes + self.held[1].nbytes
+
+    @property
+    def full(self) -> bool:
+        """Whether the window has its final length."""
+        return self._window == (0 if self.held is None else self.held[0].shape[2])
+
+    def add(self, queries: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Append queries [B,H_q,m,D] at positions [B,m] and return the window; None for a window of length 0."""
+        window, new = self._window, queries.shape[2]
+        if window == 0:
+            return None
+        if self.held is not None and new < window:
+            first = max(0, self.held[0].shape[2] + new - window)
+            queries = torch.cat([self.held[0][:, :, first:], queries], dim=2)
+            positions = torch.cat([self.held[1][:, first:], positions], dim=1)
+        self.held = queries[:, :, -window:], positions[:, -window:]
+        return self.held
+
+    def copy(self) -> None:
+        """Copy the window, because views keep the queries of a whole prompt in memory."""
+        if self.held is not None:
+            queries, positions = (x.clone(memory_format=torch.contiguous_format) for x in self.held)
+            self.held = queries, positions
+
+    def reopen(self, window: int) -> None:
+        """Change the length of the window before another prompt."""
+        self._window = window
+
+    def limit(self, window: int) -> None:
+        """Shorten the window, and drop older queries."""
+        if self.held is not None:
+            self.held = None if window == 0 else (self.held[0][:, :, -window:], self.held[1][:, -window:])
+        self._window = window
+
+
+class Layer:
+    """The contents of one layer: tokens, statistics, and the observation window.
+
+    count: tokens held per KV head. footprint: entries held, summed over the tokens (`kvbench.cache.footprint`). memory:
+    data of scorer and merger. ranking: the scores of a prompt until its budget is known. unsettled: the eviction of a
+    complete prompt is still due. pages: for sparse attention. compacted: several tokens were evicted at once.
+    """
+
+    def __init__(self, policy: Policy, index: int) -> None:
+        self.policy = policy
+        self.index = index
+        self.count = self.footprint = 0
+        self.memory: Memory = {}
+        self.ranking: Ranking | None = None
+        self.opened = self.unsettled = self.compacted = False
+        self.recent = RecentQueries(policy.needs.window)
+        self.pages = None if policy.reader is None else PageReads(policy, index)
+        self.query_heads = 0
+        self.store: LayerStore  # set by `open`
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor held: keys, values, positions, running statistics, observation window."""
+        held = self.store.nbytes if self.opened else 0
+        ranking = 0 if self.ranking is None else self.ranking.nbytes
+        memory = sum(x.nbytes for x in self.memory.values()) if self.memory else 0
+        pages = 0 if self.pages is None else self.pages.nbytes
+        return held + ranking + memory + pages + self.recent.nbytes
 
     @property
     def spare_nbytes(self) -> int:
         """Bytes reserved but unused: capacity for new tokens, and the slots of evicted ones."""
-        return sum(state.spare_nbytes for state in self.states)
+        return self.store.sizes().spare if self.opened else 0
 
-    def kept_tokens(self) -> Tensor:
-        """[B,H_kv] tokens held."""
-        return (self.positions >= 0).sum(-1)
+    @property
+    def positions(self) -> Tensor:
+        """LongTensor [1,H_kv,C]: original position of each slot, -1 = empty."""
+        return self.store.positions.long() if self.opened else torch.empty(0, 0, 0, dtype=torch.long)
 
-    # --- the interface of transformers ---------------------------------------------------------------------------
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the first tokens create the stores."""
+    def add(self, tokens: int) -> None:
+        """Count new tokens, and the entries that they find."""
+        self.footprint += fed(self.count, tokens)
+        self.count += tokens
 
-    def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        raise ValueError("a layer of a KVCache is updated by its cache: cache.update(keys, values, layer)")
-
-    def get_seq_length(self) -> int:
-        return max((group.progress.before for group in self._groups), default=0)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-def tokens_read(group: PolicyGroup) -> list[list[int]] | None:
-    """Tokens that the newest query of the first sequence read, [L][H_kv]; None before the first decoded token."""
-    reads = [layer.pages.read for layer in group.layers if layer.pages is not None]
-    return [read[0].tolist() for read in reads if read is not None] or None
-
-
-def nbytes_read(group: PolicyGroup) -> int | None:
-    """Bytes of their keys, values and positions, and of the data that selected them, in all layers; None as above."""
-    total, position = 0, 4
-    for layer in group.layers:
-        if layer.pages is None or layer.pages.read is None:
-            return None
-        tokens = int(layer.pages.read[0].sum())
-        key, value = (x.shape[-1] * x.element_size() for x in (layer.store.keys, layer.store.values))
-        total += tokens * (key + value + position) + layer.pages.nbytes_scanned // group.size
-        if group.policy.reader is not None and group.policy.reader.reads_keys:  # keys of tokens that were not selected
-            others = layer.counts[0] * layer.store.keys.shape[1] - tokens
-            total += others * (key + position)
-    return total
+    def open(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Open the store of a layer without tokens, for tensors like these. ValueError for a wrong shape."""
+        self.policy.store.check_shape(keys.shape[1], values.shape[-1])
+        self.query_heads, self.opened = queries.shape[1], True
+        width = self.query_heads // keys.shape[1] if self.policy.needs.query_heads else 1
+        store = self.policy.store.for_layer(self.index)
+        self.store = store.open(keys, values, self.policy.needs.statistics, width)

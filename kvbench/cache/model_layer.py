@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from kvbench.cache.columns import Columns
 from kvbench.cache.hook import LayerCall
 from kvbench.cache.interface import InterfaceError
 from kvbench.cache.layout import layout_of
@@ -150,13 +151,15 @@ class _Recorder:
     """A cache that records the keys and queries of one call, and returns zeros as attention."""
 
     def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[LayerCall, LayerCall]:
-        self.keys, self._values = keys, values
-        call = LayerCall(0, self._attend)
+        self.keys = keys
+        call = LayerCall(self, 0, keys, values)
         return call, call
 
-    def _attend(self, module: nn.Module, queries: Tensor, columns: object, params: AttentionParams) -> Tensor:
-        self.queries = queries
-        return self._values.new_zeros(*queries.shape[:3], self._values.shape[-1])
+    def called(
+        self, call: LayerCall, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
+    ) -> Tensor:
+        self.queries, values = queries, call.new_values
+        return values.new_zeros(*queries.shape[:3], values.shape[-1])
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvbench.cache.footprint import fed
-from kvbench.cache.layer import stacked
+from kvbench.cache.views import stacked
 
 
 class PressedCache(DynamicCache):

@@ -1,22 +1,23 @@
 """Recurrent and convolutional layers, with a state of constant size per sequence that no policy reduces.
 
-Every group holds the states of its own sequences. For a call of several groups, a layer concatenates them once, and the
-groups then hold views of the result, because models may change a state in place.
+Every sequence holds its own states. For a call of several sequences, a layer concatenates them once, and the sequences
+then hold views of the result, because models may change a state in place.
 
 Shapes: B batch, D channels, M new tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as List
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from kvbench.cache.group import PolicyGroup
 from kvbench.cache.interface import InterfaceError, NoRollback
-from kvbench.cache.layer import KVLayer
 from kvbench.cache.layout import Layout
+from kvbench.cache.sequence import Sequence
+from kvbench.cache.views import KVLayer
 
 
 class RecurrentLayer(NoRollback, LinearAttentionCacheLayerMixin):
@@ -26,12 +27,12 @@ class RecurrentLayer(NoRollback, LinearAttentionCacheLayerMixin):
     is_croppable = False
     record_past = False
 
-    def __init__(self, groups: Sequence[PolicyGroup], index: int, layout: Layout) -> None:
-        self._groups = groups
+    def __init__(self, sequences: List[Sequence], index: int, layout: Layout) -> None:
+        self._sequences = sequences
         self._name = str(index)
         self._continues = layout.continues
         self.number_of_states = layout.states[index]
-        self._joined: dict[str, tuple[Tensor, Sequence[Tensor]]] = {}  # states of all groups, and their parts
+        self._joined: dict[str, tuple[Tensor, List[Tensor]]] = {}  # states of all sequences, and their parts
 
     @property
     def conv_states(self) -> Mapping[int, Tensor | None]:  # type: ignore[override]
@@ -78,18 +79,18 @@ class RecurrentLayer(NoRollback, LinearAttentionCacheLayerMixin):
     def _state(self, name: str) -> Tensor | None:
         """A state of all sequences, None before the first token."""
         name = f"{self._name}.{name}"
-        for group in self._groups:
-            group.free_state(name)
-        parts = [group.states[name] for group in self._groups if name in group.states]
+        for sequence in self._sequences:
+            sequence.free_state(name)
+        parts = [one.states[name] for one in self._sequences if name in one.states]
         if len(parts) <= 1:
             return parts[0] if parts else None
         joined, known = self._joined.get(name, (parts[0], ()))
         if list(map(id, known)) != list(map(id, parts)):
             joined = torch.cat(parts)
-            known = joined.split([len(part) for part in parts])
+            known = joined.split(1)
             self._joined[name] = joined, known
-            for group, part in zip(self._groups, known, strict=True):
-                group.states[name] = part
+            for sequence, part in zip(self._sequences, known, strict=True):
+                sequence.states[name] = part
         return joined
 
     def _set(self, name: str, new: Tensor) -> None:
@@ -98,25 +99,24 @@ class RecurrentLayer(NoRollback, LinearAttentionCacheLayerMixin):
         if state is not None:
             state.copy_(new)
             return
-        sizes = [group.size for group in self._groups]
-        one_prompt = len(new) < sum(sizes)
-        parts = [new] * len(sizes) if one_prompt or len(sizes) == 1 else new.split(sizes)
-        for group, part in zip(self._groups, parts, strict=True):
-            group.hold_state(f"{self._name}.{name}", part.clone())
+        count = len(self._sequences)
+        parts = new.split(1) if len(new) == count else [new] * count  # one prompt of several sequences
+        for sequence, part in zip(self._sequences, parts, strict=True):
+            sequence.hold_state(f"{self._name}.{name}", part.clone())
 
 
 class RecurrentKVLayer(KVLayer, RecurrentLayer):
     """A layer with a recurrent state, and with keys and values. place: among the attention layers."""
 
-    def __init__(self, groups: Sequence[PolicyGroup], place: int, index: int, layout: Layout) -> None:
-        KVLayer.__init__(self, groups, place)
-        RecurrentLayer.__init__(self, groups, index, layout)
+    def __init__(self, sequences: List[Sequence], place: int, index: int, layout: Layout) -> None:
+        KVLayer.__init__(self, sequences, place)
+        RecurrentLayer.__init__(self, sequences, index, layout)
 
     def lazy_initialization(self, *args: object, **kwargs: object) -> None:
         """Nothing to do, as in both base classes."""
 
 
-def check_padding(seen: Sequence[int], mask: Tensor) -> None:
+def check_padding(seen: List[int], mask: Tensor) -> None:
     """ValueError if a later prompt of a batch is padded, because padding would change the states.
 
     seen: tokens of every sequence before the call; mask [B,M] bool marks the real tokens of the call.

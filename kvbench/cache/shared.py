@@ -6,31 +6,29 @@ several steps of the schedule, readers attend to a copy of the slots at each ste
 Shapes: B batch, H_q query heads, M new tokens of a call, n of them that a reader computes, D head dim.
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
-from kvbench.cache.attention import LayerStep, attend, attend_to_survivors
-from kvbench.cache.group import PolicyGroup
+from kvbench.cache.attention import attend, attend_to_survivors
 from kvbench.cache.layout import Layout
-from kvbench.cache.state import LayerState
+from kvbench.cache.step import Step
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
 
 
 class _Read(NamedTuple):
-    """A step of an owner for its readers; values [B,H_kv,m,D]: of the step's tokens."""
+    """A step of an owner for its readers, whose tokens are columns `begin` to `end` of row `row` in the call."""
 
-    group: PolicyGroup
-    step: LayerStep
-    values: Tensor
+    row: int
+    begin: int
+    end: int
+    step: Step
 
     def attend(self, queries: Tensor, params: AttentionParams) -> Tensor:
         step = self.step.read_by(queries, params)
-        if self.group.policy.schedule.order == "attend_then_evict":
-            return attend(step, Needs())
-        return attend_to_survivors(step, self.values[:, :, -queries.shape[2] :])
+        first = self.step.policy.schedule.order == "attend_then_evict"
+        return attend(step, Needs()) if first else attend_to_survivors(step)
 
 
 class SharedReads:
@@ -51,34 +49,30 @@ class SharedReads:
         """Whether every reader of the call has attended."""
         return self._remaining == 0
 
-    def delays(self, layer: LayerState, step: LayerStep) -> bool:
+    def delays(self, step: Step) -> bool:
         """Whether an eviction waits for readers: that of an owner or a later layer, so that their order is kept."""
-        return step.alone and layer.index >= min(self._layout.owned)
+        return step.alone and step.layer.index >= min(self._layout.owned)
 
-    def add(self, group: PolicyGroup, layer: LayerState, step: LayerStep, values: Tensor) -> None:
-        """Store a step if the layer is an owner; values: of the step's tokens."""
-        if layer.index in self._layout.owned:
-            read = _Read(group, step if step.alone else step.copied(), values)
-            self._reads.setdefault(layer.index, []).append(read)
+    def add(self, index: int, row: int, first: int, step: Step) -> None:
+        """Store a step if its layer is an owner; first: the column of its first token in the call."""
+        if index in self._layout.owned:
+            end = first + step.queries.shape[2]
+            self._reads.setdefault(index, []).append(_Read(row, first, end, step if step.alone else step.copied()))
 
-    def attend(
-        self, owner: int, columns: int, queries: Tensor, params: AttentionParams, rows: Mapping[PolicyGroup, slice]
-    ) -> Tensor:
-        """Attention [B,H_q,n,D] of a reader for the last n of a call's `columns`; rows: the sequences of each group."""
+    def attend(self, owner: int, columns: int, queries: Tensor, params: AttentionParams) -> Tensor:
+        """Attention [B,H_q,n,D] of a reader for the last n of a call's `columns`."""
         reads = self._reads[owner]
         self._remaining -= 1
         if self.all_read:
             self._reads = {}
-        here, skipped = queries.to(reads[0].values.device), columns - queries.shape[2]
-        out = here.new_zeros(*here.shape[:3], reads[0].values.shape[-1])
+        here, skipped = queries.to(reads[0].step.values.device), columns - queries.shape[2]
+        out = here.new_zeros(*here.shape[:3], reads[0].step.values.shape[-1])
         for read in reads:
-            if read.group.error is not None:
-                continue
-            begin, end = (max(0, edge - skipped) for edge in (read.step.now.columns.start, read.step.now.columns.stop))
-            if begin < end:
-                own = out[rows[read.group], :, begin:end]
+            begin, end = max(0, read.begin - skipped), max(0, read.end - skipped)
+            if begin < end and (read.step.sequence is None or read.step.sequence.error is None):
+                rows = slice(read.row, read.row + 1)
                 try:
-                    own += read.attend(here[rows[read.group], :, begin:end], params)
+                    out[rows, :, begin:end] += read.attend(here[rows, :, begin:end], params)
                 except Exception as error:
-                    read.group.fail(error)
+                    read.step.sequence.fail(error)
         return out.to(queries.device)

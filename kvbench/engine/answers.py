@@ -14,15 +14,16 @@ import torch
 
 from kvbench.cache.cache import BudgetError, KVCache
 from kvbench.cache.footprint import fed
-from kvbench.cache.layer import nbytes_read, tokens_read
 from kvbench.cache.pressed import PressedCache
+from kvbench.cache.views import nbytes_read, tokens_read
 from kvbench.engine.generate import generate
 from kvbench.engine.memory import peak, reset_peak
 from kvbench.engine.prompts import blank
 from kvbench.engine.sequence import Request, TokenSampler
 from kvbench.engine.teacher_forcing import score_pair, score_prompt
+from kvbench.models.answers import Ending, end_tokens
 from kvbench.models.loading import LoadedModel
-from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
+from kvbench.models.prompts import Prompt
 from kvbench.models.tokens import Encoder
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.results.samples import KeptHeads, Sample, kept_heads, kept_spans
@@ -54,12 +55,13 @@ def units(prompt: Prompt) -> int:
 def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
     """The request of one example, which is the same for all policies."""
     tokenizer, task = run.checkpoint.tokenizer(), run.task.task_of(prompt.example)
+    texts = () if task.thoughts else (task.end_texts, task.stop)  # in a thought, only EOS ends an answer
     return Request(
         prompt.ids[None].to(run.device, torch.long),
         max_new_tokens=prompt.most_new_tokens,
         min_new_tokens=task.min_new_tokens + len(prompt.dictated) * bool(task.min_new_tokens),
-        eos_token_ids=tuple(end_tokens(loaded.model.generation_config, tokenizer, task.end_texts, task.stop)),
-        stop=stop_test(tokenizer, task.stop),
+        eos_token_ids=tuple(end_tokens(loaded.model.generation_config, tokenizer, *texts)),
+        stop=_ending(run, prompt).test,
         context_tokens=prompt.context_tokens,
         question=prompt.question,
         encoder=Encoder(tokenizer),
@@ -67,8 +69,16 @@ def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
         turns=prompt.turns,
         dictated=prompt.dictated,
         example=(run.seed, prompt.draw),
+        parts=tuple(sorted(first for parts in prompt.spans.values() for first, _ in parts)),
         next_turn="own" if prompt.own else None,
     )
+
+
+def _ending(run: Run, prompt: Prompt) -> Ending:
+    """Where the answer of an example ends."""
+    tokenizer, task = run.checkpoint.tokenizer(), run.task.task_of(prompt.example)
+    ends = end_tokens(None, tokenizer, task.end_texts, task.stop) if task.thoughts else ()
+    return Ending(tokenizer, task.stop, task.thoughts, prompt.opened, ends)
 
 
 def _sampler(run: Run, prompt: Prompt) -> Callable[[], TokenSampler] | None:
@@ -87,14 +97,13 @@ def answered(
 ) -> Sample:
     """The sample of an example with a generated answer, without the fields about the batch in which it was computed."""
     generated = list(tokens[len(prompt.dictated) :])
-    output = answer(run.checkpoint.tokenizer(), generated, run.task.task_of(prompt.example).stop)
-    stop = stop_test(run.checkpoint.tokenizer(), run.task.task_of(prompt.example).stop)
-    stopped = decode_steps == len(tokens) or bool(stop and stop(generated))  # EOS takes a step and is not a token
+    ending = _ending(run, prompt)
+    stopped = decode_steps == len(tokens) or ending.reached(generated)  # EOS takes a step and is not a token
     own_history = prompt.own and isinstance(cache, KVCache)  # then earlier answers of the model count too
     processed = cache.seen if own_history else len(prompt.ids) + decode_steps
     return replace(
         blank(prompt),
-        **_scored(run, output, prompt),
+        **scored(run, ending.text(generated), prompt),
         **_cache_fields(run, cache, processed, decode_steps),
         generated_tokens=len(generated),
         finish_reason="stop" if stopped else "length",
@@ -127,17 +136,24 @@ def evicted(cache: KVCache | PressedCache, tokens: int) -> bool:
     return min(int(layer.min()) for layer in cache.kept_by_layer()) < max(tokens, cache.seen)
 
 
-def _scored(run: Run, output: str, prompt: Prompt) -> dict[str, Any]:
-    """An output, its score, and other measures of its benchmark."""
+def scored(run: Run, output: str, prompt: Prompt) -> dict[str, Any]:
+    """An output, the answer in it, its score, and other measures of its benchmark."""
     task, example = run.task, prompt.example
-    score, measures = task.judge(task.task_of(example).after_thinking(output), example)
-    return {"output": output, "score": None if score is None else float(score), "measures": dict(measures) or None}
+    answer = output if prompt.pairs else task.task_of(example).after_thinking(output, prompt.opened)
+    score, measures = task.judge(answer or "", example)
+    return {
+        "output": output,
+        "answer": None if answer == output else answer or "",
+        "in_thought": answer is None or None,
+        "score": None if score is None else float(score),
+        "measures": dict(measures) or None,
+    }
 
 
 def _cache_fields(run: Run, cache: KVCache | PressedCache, processed: int, decode_steps: int = 0) -> dict[str, Any]:
     """What a cache holds at the end, and held at its peak. processed: tokens that `full` would hold."""
     kept = [layer[0].tolist() for layer in cache.kept_by_layer()]
-    entries = cache.entries if isinstance(cache, PressedCache) else cache.group.footprint(kept, decode_steps)
+    entries = cache.entries if isinstance(cache, PressedCache) else cache.sequence.footprint(kept, decode_steps)
     fields: dict[str, Any] = {
         "kept_tokens": kept,
         "kv_footprint": entries / fed(0, processed),
@@ -150,11 +166,11 @@ def _cache_fields(run: Run, cache: KVCache | PressedCache, processed: int, decod
         "evicted": float(evicted(cache, processed)),
     }
     if run.policy.pre_pass is not None and isinstance(cache, KVCache):
-        fields["pre_pass_tokens"] = cache.group.progress.passed[0]
+        fields["pre_pass_tokens"] = cache.sequence.passed
     if isinstance(cache, PressedCache):
         fields["masked_tokens"] = cache.masked
     if run.policy.reader is not None and isinstance(cache, KVCache):
-        fields |= {"read_tokens": tokens_read(cache.group), "read_bytes": nbytes_read(cache.group)}
+        fields |= {"read_tokens": tokens_read(cache.sequence), "read_bytes": nbytes_read(cache.sequence)}
     return fields
 
 
@@ -224,7 +240,7 @@ def _score_pairs(run: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
         overall["pre_pass_tokens"] = sum(x["pre_pass_tokens"] for x in fields)
     return replace(
         blank(prompt),
-        **_scored(run, json.dumps(outputs), prompt),
+        **scored(run, json.dumps(outputs), prompt),
         **{**longest, **overall},
         generated_tokens=0,
         prefill_seconds=rounded(prefill_seconds),

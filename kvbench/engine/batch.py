@@ -8,6 +8,7 @@ Shapes: S sequences, T prompt tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -21,9 +22,11 @@ from kvbench.cache.layout import layout_of
 from kvbench.engine.cuda_graph import Recorder
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill_prompt
+from kvbench.engine.recorded_blocks import BlockRecorder
 from kvbench.engine.sequence import History, LiveSequence, Request, advance
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.policy import Policy
+from kvbench.policies.selections.fair import Fair
 
 Decode = Callable[[Tensor, Tensor, KVCache], Tensor]
 
@@ -37,6 +40,7 @@ class DecodeBatch:
     def __init__(self, model: PreTrainedModel, cuda_graph: bool = False, strict: bool = True) -> None:
         self._model = model
         self._recorder = Recorder(model, strict) if cuda_graph else None
+        self._blocks = BlockRecorder(model, strict=False) if cuda_graph else None
         self._layout = layout_of(model.config)
         self._plain: KVCache | None = None
         self.device: DeviceBatch | None = None
@@ -91,7 +95,7 @@ class DecodeBatch:
         sequences = [[_new_sequence(request, policy) for policy in policies] for request in requests]
         for sequence, history in zip(sequences[0], histories, strict=False):
             sequence.history = history
-        prefill_prompt(self._model, sequences)
+        prefill_prompt(self._model, sequences, self._blocks)
         self.start(chain(*sequences))
         return sequences
 
@@ -110,7 +114,7 @@ class DecodeBatch:
             assert sequence.cache is not None
             if self._plain is None:
                 self._plain = empty_like(sequence.cache)
-            self._plain.groups += sequence.cache.groups
+            self._plain.sequences += sequence.cache.sequences
             self.sequences.append(sequence)
 
     # --- decoding --------------------------------------------------------------------------------------------------
@@ -118,18 +122,18 @@ class DecodeBatch:
     def step(self) -> list[LiveSequence]:
         """Append the last token of every sequence and choose its next one. Returns the sequences that finish."""
         assert self._plain is not None, "no sequence is in flight"
-        sequences = {sequence.cache.group: sequence for sequence in self.sequences if sequence.cache is not None}
+        live = {sequence.cache.sequence: sequence for sequence in self.sequences if sequence.cache is not None}
         eager, plain = partial(next_logits, self._model), self._plain
         try:
             if use_triton(self.sequences[0].request.input_ids) and self._model.dtype != torch.float64:
                 if self.device is None:
                     self.device = DeviceBatch(plain.config)
-                self.device.admit(plain.groups)
-                plain.groups[:] = [group for group in plain.groups if group not in self.device.groups]
-            if plain.groups:
-                self._decode(plain, [sequences[group] for group in plain.groups], eager)
-            if self.device is not None and self.device.groups:
-                rows = [None if group is None else sequences[group] for group in self.device.rows]
+                self.device.admit(plain.sequences)
+                plain.sequences[:] = [one for one in plain.sequences if one not in self.device.sequences]
+            if plain.sequences:
+                self._decode(plain, [live[one] for one in plain.sequences], eager)
+            if self.device is not None and self.device.sequences:
+                rows = [None if one is None else live[one] for one in self.device.rows]
                 self._decode(self.device, rows, self._recorder or eager)
         except Exception as error:  # both caches are in the middle of a call
             self._plain = self.device = None
@@ -149,11 +153,11 @@ class DecodeBatch:
         places = torch.tensor([[0 if one is None else one.position] for one in rows], device=device)
         for row, sequence in live.items():
             if sequence.logits is not None and sequence.cache is not None:
-                sequence.cache.group.rate_next(sequence.logits, tokens[row : row + 1])
+                sequence.cache.sequence.rate_next(sequence.logits, tokens[row : row + 1])
         logits = logits_of(tokens, places, cache)
         for sequence in live.values():
             assert sequence.cache is not None
-            sequence.error = sequence.cache.group.error
+            sequence.error = sequence.cache.sequence.error
         advance(list(live.values()), logits if len(live) == len(rows) else logits[list(live)])
 
     @torch.inference_mode()
@@ -162,16 +166,19 @@ class DecodeBatch:
         for sequence in sequences:
             self.sequences.remove(sequence)
             assert sequence.cache is not None
-            group = sequence.cache.group
-            if self._plain is not None and group in self._plain.groups:
-                self._plain.groups.remove(group)
-            if self.device is not None and group in self.device.groups:
-                self.device.free(group)
+            held = sequence.cache.sequence
+            if self._plain is not None and held in self._plain.sequences:
+                self._plain.sequences.remove(held)
+            if self.device is not None and held in self.device.sequences:
+                self.device.free(held)
 
 
 def _new_sequence(request: Request, policy: Policy) -> LiveSequence:
     """A sequence before its prefill, whose policy uses the random numbers of its example."""
-    return LiveSequence(request, policy if request.example is None else policy.for_example(*request.example))
+    policy = policy if request.example is None else policy.for_example(*request.example)
+    if isinstance(policy.selection, Fair):
+        policy = replace(policy, selection=replace(policy.selection, starts=request.parts))
+    return LiveSequence(request, policy)
 
 
 def _audit(sequence: LiveSequence) -> None:

@@ -6,7 +6,8 @@ rates the prompt's tokens (`TokenRating`) or runs additional tokens over the sto
 Shapes: B batch, T prompt tokens, H_q query heads, H_kv KV heads, n tokens of a pass, V vocabulary, D head dim.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as List
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from statistics import fmean
@@ -17,15 +18,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from kvbench.cache.attention import QKV, LayerStep, attend
+from kvbench.cache.attention import attend
 from kvbench.cache.cache import KVCache
+from kvbench.cache.columns import Columns
 from kvbench.cache.footprint import fed
-from kvbench.cache.group import PolicyGroup, in_order
-from kvbench.cache.inputs import watch_inputs
+from kvbench.cache.hook import LayerCall
 from kvbench.cache.interface import InterfaceError
 from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
-from kvbench.cache.progress import BatchStep
+from kvbench.cache.sequence import Sequence
+from kvbench.cache.step import Step
 from kvbench.engine.logits import base_of, prompt_ratings
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
@@ -39,6 +41,7 @@ from kvbench.policies.pre_passes.pre_pass import (
     TextEncoder,
     TokenRating,
 )
+from kvbench.policies.schedule import Span
 from kvbench.policies.stores.slot_store import SlotStore
 
 Kind = TypeVar("Kind", bound=KVCache)
@@ -58,12 +61,9 @@ def open_cache(
         ids = _selected(model, whole, policy, policy.pre_pass)
         passed = 0 if ids is whole else whole.shape[1]
         policy = replace(policy, pre_pass=None)
-    if policy.needs.hidden:
-        watch_inputs(model)
-    cache = kind(model.config, policy, prompt_length=[ids.shape[1]], question=question)
+    cache = kind(model.config, policy, prompt_length=ids.shape[1], question=question)
     if passed is not None:
-        cache.group.progress.passed = [passed]
-        cache.group.progress.passed_entries = [float(fed(0, passed))]
+        cache.sequence.passed, cache.sequence.passed_entries = passed, float(fed(0, passed))
     return ids, cache
 
 
@@ -74,29 +74,29 @@ def pre_pass(model: PreTrainedModel, cache: KVCache, ids: Tensor, encoder: TextE
     Policies with equal pre-passes share one. Without pre-passes it does nothing. encoder: tokenizer for passes that
     contain text. Raises ValueError if the model does not call its base model as a whole, or the encoder is missing.
     """
-    for group in cache.groups:
-        _check_continues(model, cache, group)
-    groups = [group for group in cache.groups if group.policy.pre_pass is not None and group.error is None]
-    if not groups:
+    for sequence in cache.sequences:
+        _check_continues(model, cache, sequence)
+    sequences = [one for one in cache.sequences if one.policy.pre_pass is not None and one.error is None]
+    if not sequences:
         yield
         return
-    assert cache.one_prompt or len(cache.groups) == 1, "a pre-pass is about one prompt"
     done = False
 
     def run(base: nn.Module, args: object, output: Any) -> None:  # noqa: ANN401 - a ModelOutput
         nonlocal done
         done = True
         hook.remove()
-        for equal in _by_pre_pass(groups):
+        for row, equal in _by_pre_pass(cache):
+            rows = slice(row, row + 1)
             try:
-                _run(model, equal, output, ids, encoder)
+                _run(model, equal, type(output)(last_hidden_state=output.last_hidden_state[rows]), ids[rows], encoder)
             except Exception as error:
-                for group in equal:
-                    group.fail(error)
+                for sequence in equal:
+                    sequence.fail(error)
         cache.pre_pass_done()
 
-    for group in groups:
-        group.waits_for_pre_pass = True
+    for sequence in sequences:
+        sequence.waits_for_pre_pass = True
     hook = base_of(model).register_forward_hook(run)
     before = base_of(model).register_forward_pre_hook(_keep_all_states, with_kwargs=True)
     try:
@@ -106,25 +106,25 @@ def pre_pass(model: PreTrainedModel, cache: KVCache, ids: Tensor, encoder: TextE
         before.remove()
     if not done:
         raise ValueError(
-            f"{groups[0].policy.name} needs an extra forward pass before it evicts, which kvbench cannot run with "
+            f"{sequences[0].policy.name} needs an extra forward pass before it evicts, which kvbench cannot run with "
             f"{type(model).__name__}: it calls a part of its {type(base_of(model)).__name__} instead of the whole"
         )
 
 
 def rate_next(cache: KVCache, logits: Tensor, tokens: Tensor) -> None:
-    """Rate the tokens [B,1] of the next call with the logits [B,V] before them, for policies that need ratings."""
-    for group, rows in in_order(cache.groups):
-        if group.policy.rates:
-            group.rate_next(logits[rows], tokens[rows])
+    """Rate the tokens [B,n] of the next call with the logits [B,V] before them, for policies that need ratings."""
+    for row, sequence in enumerate(cache.sequences):
+        if sequence.policy.rates:
+            sequence.rate_next(logits[row : row + 1], tokens[row : row + 1])
 
 
-def _check_continues(model: PreTrainedModel, cache: KVCache, group: PolicyGroup) -> None:
-    """Fail a group that needs several tokens in a later call, if the model resets its recurrent layers there."""
-    wanted, continues = group.policy.pre_pass, layout_of(model.config).continues
+def _check_continues(model: PreTrainedModel, cache: KVCache, sequence: Sequence) -> None:
+    """Fail a sequence that needs several tokens in a later call, if the model resets its recurrent layers there."""
+    wanted, continues = sequence.policy.pre_pass, layout_of(model.config).continues
     if (isinstance(wanted, ExtraPasses) or (wanted is not None and cache.seen)) and not continues:
-        group.fail(
+        sequence.fail(
             InterfaceError(
-                f"{group.policy.name} needs calls of several tokens after the first, but {type(model).__name__} "
+                f"{sequence.policy.name} needs calls of several tokens after the first, but {type(model).__name__} "
                 "resets its recurrent layers at every such call: use another policy, such as snapkv"
             )
         )
@@ -135,51 +135,45 @@ def _keep_all_states(base: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
     return args, kwargs | ({"logits_to_keep": 0} if "logits_to_keep" in kwargs else {})
 
 
-def _by_pre_pass(groups: Sequence[PolicyGroup]) -> list[list[PolicyGroup]]:
-    """Groups with the same pre-pass over the same keys and values, whose results are equal."""
-    found: list[list[PolicyGroup]] = []
-    for group in groups:
-        kind = group.policy.pre_pass, group.policy.granularity
-        equal = [some for some in found if (some[0].policy.pre_pass, some[0].policy.granularity) == kind]
-        if equal:
-            equal[0].append(group)
-        else:
-            found.append([group])
-    return found
+def _by_pre_pass(cache: KVCache) -> list[tuple[int, list[Sequence]]]:
+    """Sequences with the same pre-pass over the same keys and values, whose results are equal; and their row."""
+    found: dict[object, tuple[int, list[Sequence]]] = {}
+    for index, sequence in enumerate(cache.sequences):
+        if sequence.policy.pre_pass is not None and sequence.error is None:
+            row = 0 if cache.one_prompt else index
+            kind = row, repr(sequence.policy.pre_pass), sequence.policy.granularity
+            found.setdefault(kind, (row, []))[1].append(sequence)
+    return list(found.values())
 
 
 def _run(
     model: PreTrainedModel,
-    groups: Sequence[PolicyGroup],
+    sequences: List[Sequence],
     output: BaseModelOutputWithPast,
     ids: Tensor,
     encoder: TextEncoder | None,
 ) -> None:
-    """Run one pre-pass for groups that share it. output: of the model's base for the prompts ids [B,T]."""
-    first, wanted = groups[0], groups[0].policy.pre_pass
+    """Run one pre-pass for sequences that share it. output: of the model's base for the prompt ids [1,T]."""
+    first, wanted = sequences[0], sequences[0].policy.pre_pass
     if isinstance(wanted, TokenRating):
         ratings = prompt_ratings(model, output, ids, wanted.rate)
-        for group in groups:
-            group.rated(ratings)
+        for sequence in sequences:
+            sequence.rated(ratings)
     if isinstance(wanted, ExtraPasses):
-        for row, prompt in enumerate(ids.tolist()):
-            for one in _passes(first, wanted, row, prompt, encoder):
-                _run_pass(model, first, wanted, row, one)
-        for group in groups[1:]:
-            _copy_statistics(first, group, wanted)
+        for one in _passes(first, wanted, ids[0].tolist(), encoder):
+            _run_pass(model, first, wanted, one)
+        for sequence in sequences[1:]:
+            _copy_statistics(first, sequence, wanted)
 
 
-def _passes(
-    group: PolicyGroup, wanted: ExtraPasses, row: int, prompt: list[int], encoder: TextEncoder | None
-) -> list[Pass]:
+def _passes(sequence: Sequence, wanted: ExtraPasses, prompt: list[int], encoder: TextEncoder | None) -> list[Pass]:
     """The passes over a sequence's prompt, or over the blocks of it that were processed."""
     if not isinstance(wanted, BlockPasses):
-        return wanted.passes(prompt, encoder or _NoEncoder(group.policy.name))
-    progress = group.progress
-    if progress.seen[row] == progress.prompt[row]:
+        return wanted.passes(prompt, encoder or _NoEncoder(sequence.policy.name))
+    budgets, seen = sequence.budgets, sequence.seen
+    if seen == budgets.prompt:
         return []
-    begin = progress.opened[row]
-    return wanted.passes_after(prompt, progress.seen[row] - begin, progress.question[row] - begin)
+    return wanted.passes_after(prompt, seen - budgets.opened, budgets.question - budgets.opened)
 
 
 class _NoEncoder:
@@ -196,11 +190,10 @@ class _NoEncoder:
         raise self._error
 
 
-def _copy_statistics(first: PolicyGroup, group: PolicyGroup, wanted: ExtraPasses) -> None:
-    """Copy the results of the passes for one group to another with the same tokens."""
-    group.progress.passed = list(first.progress.passed)
-    group.progress.passed_entries = list(first.progress.passed_entries)
-    for target, source in zip(group.layers, first.layers, strict=True):
+def _copy_statistics(first: Sequence, sequence: Sequence, wanted: ExtraPasses) -> None:
+    """Copy the results of the passes for one sequence to another with the same tokens."""
+    sequence.passed, sequence.passed_entries = first.passed, first.passed_entries
+    for target, source in zip(sequence.layers, first.layers, strict=True):
         state, computed = target.store.state, source.store.state
         for name in wanted.statistics:
             state[name].copy_(computed[name])
@@ -208,41 +201,28 @@ def _copy_statistics(first: PolicyGroup, group: PolicyGroup, wanted: ExtraPasses
 
 
 # --- extra passes ----------------------------------------------------------------------------------------------------
-def _run_pass(model: PreTrainedModel, group: PolicyGroup, wanted: ExtraPasses, row: int, one: Pass) -> None:
-    """Run the tokens of a pass over one stored sequence, as if they followed it. The stored tokens do not change."""
-    begin, new = group.progress.seen[row], len(one.tokens)
-    positions = torch.arange(begin, begin + new, device=model.device)[None]
+def _run_pass(model: PreTrainedModel, sequence: Sequence, wanted: ExtraPasses, one: Pass) -> None:
+    """Run the tokens of a pass over a stored sequence, as if they followed it. The stored tokens do not change."""
+    begin, end = sequence.seen, sequence.seen + len(one.tokens)
+    positions = torch.arange(begin, end, device=model.device)[None]
     over = _PassCache(model.config, Policy(name="full"))
-    over.group.states = {name: state[row : row + 1].clone() for name, state in group.states.items()}
-    over.wanted, over.stored, over.row, over.one = wanted, group, row, one
-    over.now = BatchStep(
-        columns=slice(0, new),
-        positions=positions,
-        opens=(True,),
-        evicts=(False,),
-        seen=positions[:, -1] + 1,
-        ends=(begin + new,),
-        counts=(new,),
-        phase="prompt",
-        prompt_done=True,
-        aligned=True,
-        newest=begin + new - 1,
-    )
+    over.sequence.states = {name: state.clone() for name, state in sequence.states.items()}
+    over.wanted, over.stored, over.one = wanted, sequence, one
+    over.span = Span(begin, end, opens=True, evicts=False, phase="prompt")
     with over.recording_inputs(model) if wanted.reads_layer else nullcontext():
         ids = torch.tensor([one.tokens], device=model.device)
         base_of(model)(input_ids=ids, position_ids=positions, past_key_values=over, use_cache=True)
-    group.progress.passed[row] += new
-    group.progress.passed_entries[row] += fmean(fed(layer.counts[row], new) for layer in group.layers)
+    sequence.passed += len(one.tokens)
+    sequence.passed_entries += fmean(fed(layer.count, len(one.tokens)) for layer in sequence.layers)
 
 
 class _PassCache(KVCache):
     """Lets the tokens of a pass attend to a sequence stored in another cache and to themselves; stores nothing."""
 
     wanted: ExtraPasses
-    stored: PolicyGroup
-    row: int
+    stored: Sequence
     one: Pass
-    now: BatchStep
+    span: Span
     inputs: dict[nn.Module, Tensor]
     hidden: Tensor | None = None
 
@@ -262,48 +242,49 @@ class _PassCache(KVCache):
             for hook in hooks:
                 hook.remove()
 
-    def _called(self, index: int, keys: Tensor, values: Tensor, reader: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
-        queries, _, params = args
-        if self.wanted.reads_layer:
-            if reader not in self.inputs:
-                raise InterfaceError(f"{type(reader).__name__} has no layer_idx, and the policy uses its hidden states")
-            self.hidden = self.inputs[reader]
+    def called(
+        self, call: LayerCall, module: nn.Module, queries: Tensor, columns: Columns, params: AttentionParams
+    ) -> Tensor:
+        if self.wanted.reads_layer and not call.done:
+            if module not in self.inputs:
+                raise InterfaceError(f"{type(module).__name__} has no layer_idx, and the policy uses its hidden states")
+            self.hidden = self.inputs[module]
             self.inputs.clear()
-            params = params._replace(model=model_layer(reader, queries))
-        return self.attend(index, QKV(queries, keys, values), None, params)
+            params = params._replace(model=model_layer(module, queries))
+        return super().called(call, module, queries, columns, params)
 
-    def attend(self, index: int, new: QKV, mask: Tensor | None, params: AttentionParams) -> Tensor:
+    def attend(
+        self, index: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams
+    ) -> Tensor:
         layer = self.stored.layers[index]
         if self.stored.policy.granularity == "query_head":
-            new = new.for_query_heads()
-        store, now = layer.store, self.now.to(new.keys.device)
-        places = now.positions.to(torch.int32)[:, None].expand(new.keys.shape[:3])
-        own = {"keys": new.keys, "values": new.values, "positions": places}
+            group = queries.shape[1] // keys.shape[1]
+            keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+        store, at = layer.store, torch.arange(self.span.start, self.span.end, device=keys.device)[None]
+        own = {"keys": keys, "values": values, "positions": at.to(torch.int32)[:, None].expand(keys.shape[:3])}
         stored = {"keys": store.keys, "values": store.values, "positions": store.positions}
         if store.slots.bias is not None:
-            stored["bias"], own["bias"] = store.slots.bias, torch.zeros(new.keys.shape[:3], device=new.keys.device)
-        here = slice(self.row, self.row + 1)
-        used = int((store.positions[here] >= 0).sum(-1).amax()) if store.slots.ascending else store.positions.shape[2]
-        stored = {name: x[here, :, :used] for name, x in stored.items()}
+            stored["bias"], own["bias"] = store.slots.bias, torch.zeros(keys.shape[:3], device=keys.device)
         both = {name: torch.cat([x, own[name]], dim=2) for name, x in stored.items()}
-        step = LayerStep(new.queries, now, params, SlotStore.of(both, (), store.slots.ascending), fresh=False)
+        held = SlotStore.of(both, (), store.slots.ascending)
+        step = Step(queries, keys, values, at, self.span, params, held, policy=self.policy)
         out = attend(step, Needs())
         if self._shared is not None:
-            self._shared.add(self.group, layer, step, new.values)
+            self._shared.add(index, 0, 0, step)
         observed = PassStep(
             layer=index,
-            queries=new.queries,
-            own_keys=new.keys,
-            own_values=new.values,
+            queries=queries,
+            own_keys=keys,
+            own_values=values,
             keys=stored["keys"],
             values=stored["values"],
             positions=stored["positions"],
-            query_positions=now.positions,
+            query_positions=at,
             params=params,
             hidden=self.hidden,
         )
         state = store.state
-        statistics = {name: state[name][here, :, :used] for name in self.wanted.statistics}
+        statistics = {name: state[name] for name in self.wanted.statistics}
         self.wanted.observe(self.one, observed, statistics)
         store.state = state
         return out
@@ -321,11 +302,12 @@ class _Probe(KVCache):
 
     reached = 0
 
-    def attend(self, index: int, new: QKV, mask: Tensor | None, params: AttentionParams) -> Tensor:
+    def attend(
+        self, index: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams
+    ) -> Tensor:
         if index == self.reached:
-            keys = new.keys if params.latents is None else params.latents.expand(new.keys, new.values)[0]
-            raise _Reached(new.queries, keys)
-        return super().attend(index, new, mask, params)
+            raise _Reached(queries, keys if params.latents is None else params.latents.expand(keys, values)[0])
+        return super().attend(index, queries, keys, values, mask, params)
 
 
 def _selected(model: PreTrainedModel, ids: Tensor, policy: Policy, choice: PromptChoice) -> Tensor:

@@ -73,7 +73,7 @@ class WatchedCache(KVCache):
     def watch(self) -> None:
         """Start to record, with the tokens kept now."""
         self._most = {}
-        self.group.on_change = self._record
+        self.sequence.on_change = self._record
         for index, layer in enumerate(self.attention_layers):
             if layer.is_initialized:
                 self._record(index)

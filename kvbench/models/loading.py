@@ -62,7 +62,7 @@ class Checkpoint:
         return self.dtype.itemsize * sum(heads * numbers * stored for heads, numbers, stored in self._full(tokens))
 
     def full_position_bytes(self, tokens: int) -> int:
-        """Bytes of the positions of these tokens: 4 for each token of each KV head, as every policy stores them."""
+        """Bytes of the positions of these tokens: 4 for each token and KV head, as in stores of single tokens."""
         return 4 * sum(heads * stored for heads, _, stored in self._full(tokens))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Converts examples to prompt tokens, and generated tokens to text.
+"""Converts examples to prompt tokens.
 
 A prompt is cut to length, wrapped in the chat template, followed by the answer prefix, and tokenized with exactly one
 BOS. compress=context does not change the tokens: the question begins at the first token that differs from the tokens of
@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -18,12 +17,13 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from kvbench.errors import UsageError, refusing
+from kvbench.models.answers import decoded
 from kvbench.models.shared import shared_texts
 from kvbench.models.spans import Spans, common, token_spans
-from kvbench.models.tokens import Pair, encode, encode_pair, special_ends
+from kvbench.models.tokens import Pair, encode, encode_pair
 from kvbench.tasks.task import Example, Shared, Task
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Prompt:
     sample: number of the answer, from 0, if several are sampled; example.index then counts answers.
     question: position of the question in a prompt that is compressed as a whole, if the policy needs it.
     turns: for a conversation, the number of tokens of each turn's prompt, which are concatenated in ids.
-    spans: token positions of the parts that the example names.
+    spans: token positions of the parts that the example names. opened: the answer begins inside a thought.
     """
 
     example: Example
@@ -59,6 +59,7 @@ class Prompt:
     turns: tuple[int, ...] = ()
     dictated: tuple[int, ...] = ()
     spans: Spans = field(default_factory=dict)
+    opened: bool = False
 
     @property
     def most_new_tokens(self) -> int:
@@ -163,7 +164,8 @@ class PromptMaker:
         bare, tokens = replace(example, prompt="", question="", dictated=""), torch.tensor(ids, dtype=torch.int32)
         spans = token_spans(self._encode, text, whole, len(ids), example.spans) if text == example.prompt else {}
         whole_prompt = Prompt(bare, tokens, digest, target, spans=spans, dictated=dictated)
-        return replace(whole_prompt, context_tokens=context, question=question)
+        opened = self._opened(example, text + example.dictated, example.answer_prefix + example.dictated)
+        return replace(whole_prompt, context_tokens=context, question=question, opened=opened)
 
     def _limited(self, example: Example) -> Example:
         """The example with the limit of new tokens that the task allows and that fits the model's positions.
@@ -211,12 +213,21 @@ class PromptMaker:
         digest = hashlib.sha256(json.dumps(texts[: len(parts)]).encode()).hexdigest()
         if shared.follow_ups is None:
             self._check_positions(example, len(ids), example.max_new_tokens)
-            return Prompt(replace(example, prompt="", question=""), ids, digest, context_tokens=len(parts[0]))
+            opened = self._opened(example, texts[-1], example.answer_prefix)
+            bare = replace(example, prompt="", question="")
+            return Prompt(bare, ids, digest, context_tokens=len(parts[0]), opened=opened)
         before = tuple(replace(turn, answer="", message="", plain="") for turn in shared.follow_ups[: shared.turn])
         written = sum(turn.most for turn in before) if shared.own else 0
         self._check_positions(example, len(ids), written + example.max_new_tokens)
         bare = replace(example, prompt="", question="", shared=replace(shared, follow_ups=before))
-        return Prompt(bare, ids, digest, turns=tuple(map(len, parts)))
+        begun = shared.follow_ups[shared.turn - 1].begins if shared.turn else example.answer_prefix
+        opened = self._opened(example, texts[len(parts) - 1], begun)
+        return Prompt(bare, ids, digest, turns=tuple(map(len, parts)), opened=opened)
+
+    def _opened(self, example: Example, text: str, begun: str) -> bool:
+        """Whether an answer begins inside a thought; text: the prompt; begun: the given beginning of the answer."""
+        thoughts = self.task.task_of(example).thoughts
+        return thoughts is not None and thoughts.opened(text.removesuffix(begun), begun)
 
     def _cut_middle(self, ids: list[int], example: Example, spare: int) -> list[int]:
         """The first and last tokens of a prompt, if it would leave fewer than `spare` positions and may be cut."""
@@ -337,7 +348,7 @@ class PromptMaker:
             raise UsageError(
                 f"task {self.task.name}: {example.max_new_tokens} new tokens leave no positions for a prompt"
             )
-        return _decode(self.tokenizer, ids[:half]) + _decode(self.tokenizer, ids[-half:])
+        return decoded(self.tokenizer, ids[:half]) + decoded(self.tokenizer, ids[-half:])
 
     def _limit(self, example: Example) -> int | None:
         if self.max_prompt_tokens is not None or self.max_positions is None:
@@ -356,45 +367,3 @@ def _log_cut_limit(task: str, limit: int, positions: int) -> None:
         "(set task.max_new_tokens for a lower limit)",
         *(task, limit, positions),
     )
-
-
-def end_tokens(
-    config: GenerationConfig | None,
-    tokenizer: PreTrainedTokenizerBase,
-    end_texts: Sequence[str] = (),
-    stops: Sequence[str] = (),
-) -> list[int]:
-    """Ids that end an answer: EOS of the tokenizer and of the generation config, and the end texts of the task.
-
-    An end text is represented by its last token, because SentencePiece tokenizers add a space before an encoded
-    newline. Stop strings have an id if they are special tokens.
-    """
-    generation = config.eos_token_id if config is not None else None
-    listed = generation if isinstance(generation, list) else [generation]
-    texts = [tokenizer.encode(text, add_special_tokens=False)[-1] for text in end_texts]
-    special = special_ends(tokenizer, stops)
-    return sorted({i for i in [tokenizer.eos_token_id, *listed, *texts, *special] if isinstance(i, int)})
-
-
-def stop_test(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> Callable[[list[int]], bool] | None:
-    """A function that is true once the text of the new tokens contains a stop string; None without strings."""
-    if not stops:
-        return None
-
-    def stopped(tokens: list[int]) -> bool:
-        text = _decode(tokenizer, tokens)
-        return any(stop in text for stop in stops)
-
-    return stopped
-
-
-def answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int], stops: Sequence[str]) -> str:
-    """The text of an answer without special tokens, cut before each stop string in turn, not stripped."""
-    text = _decode(tokenizer, tokens)
-    for stop in stops:
-        text = text.split(stop, 1)[0]
-    return text
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-    return str(tokenizer.decode(tokens, skip_special_tokens=True))

@@ -30,6 +30,11 @@ GROUP_KEYS = ("task", "length", "depth")
 """Metadata keys by which scores are also grouped, in addition to the keys in metadata["groups"]."""
 
 
+def code() -> bytes:
+    """The code that computes the numbers."""
+    return _CODE
+
+
 def of_prompts(samples: Sequence[Sample]) -> list[Sample]:
     """One sample for each prompt: its first answer, with the mean score of all; None if an answer has no score."""
     answers = prompts_of(samples)
@@ -47,6 +52,11 @@ def prompts_of(samples: Sequence[Sample]) -> list[list[Sample]]:
 def _mean_score(answers: Sequence[Sample]) -> float | None:
     scores = [answer.score for answer in answers if answer.score is not None]
     return fmean(scores) if len(scores) == len(answers) else None
+
+
+def _official(samples: Sequence[Sample]) -> dict[str, float | None]:
+    """The benchmark's own aggregates, of answers without the thoughts before them."""
+    return summary([one if one.answer is None else replace(one, output=one.answer) for one in samples])
 
 
 def average_intervals(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
@@ -159,6 +169,10 @@ class Numbers:
     cut_share: float | None = number("share of answers that reached max_new_tokens", _mean_of(cut_off))
     cut_share_low: float | None = number("lower end of its 95% interval", _end_of(cut_off, "low"))
     cut_share_high: float | None = number("upper end of its 95% interval", _end_of(cut_off, "high"))
+    in_thought: float | None = number(
+        "number of answers that were cut off inside a thought, and are scored as empty answers",
+        lambda samples: sum(sample.in_thought or False for sample in samples) or None,
+    )
     pass_at_k: float | None = number(
         "share of prompts with a right answer among several sampled ones", _pass_at_k, over="all"
     )
@@ -230,7 +244,7 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
         **_score(samples),
         **values,
         "likelihood": _likelihood(samples),
-        "official": summary(samples),
+        "official": _official(samples),
         "official_intervals": average_intervals(samples),
         "groups": _groups(samples),
     }
@@ -295,9 +309,9 @@ def _likelihood(samples: Sequence[Sample]) -> dict[str, Any] | None:
     }
 
 
-def token_mean(read: Sequence[Likelihood]) -> float:
+def token_mean(read: Sequence[Any]) -> float:
     """Mean NLL over the scored tokens of all texts."""
-    return sum(x.nll * x.tokens for x in read) / sum(x.tokens for x in read)
+    return float(sum(x.nll * x.tokens for x in read) / sum(x.tokens for x in read))
 
 
 def _most(read: Sequence[Likelihood]) -> list[list[int]]:
@@ -353,7 +367,7 @@ def read_metrics(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     The aggregates of a benchmark's own code are always computed, because the digest may not cover that code.
     """
     found = summed_up(folder, samples)
-    return metrics(samples) if found is None else {**found, "official": summary(samples)}
+    return metrics(samples) if found is None else {**found, "official": _official(samples)}
 
 
 def summed_up(folder: Path, samples: Sequence[Sample]) -> dict[str, Any] | None:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import yaml
 
+from kvbench.cache.layer import RecentQueries
 from kvbench.cache.reading import PageReads
-from kvbench.cache.state import RecentQueries
 from kvbench.config.presets import make_policy
 from kvbench.errors import refusing
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
@@ -139,8 +139,8 @@ def _pages(policy: Policy, layer: int, held: LayerStore, length: int) -> int:
     """Bytes of the page summaries of sparse attention; if tokens are evicted, there are none before decoding."""
     if policy.reader is None or policy.reader.evicts or policy.reader.reads_all(layer):
         return 0
-    pages, batch, tokens = PageReads(policy, layer), *held.positions.shape[::2]
-    pages.summarise(held, [tokens] * batch, [length] * batch)
+    pages = PageReads(policy, layer)
+    pages.summarise(held, held.positions.shape[2], length)
     return pages.nbytes
 
 
@@ -149,7 +149,7 @@ def _recent(policy: Policy, shape: CacheShape, dim: int, length: int, batch: int
     recent = RecentQueries(policy.needs.window)
     if policy.evicts:
         queries = torch.empty(batch, shape.query_heads, length, dim, dtype=shape.dtype, device="meta")
-        recent.add(queries, torch.empty(batch, length, dtype=torch.long, device="meta"), aligned=True)
+        recent.add(queries, torch.empty(batch, length, dtype=torch.long, device="meta"))
         recent.limit(policy.needs.window_decoding or 0)
         recent.copy()
     return recent.nbytes

@@ -24,9 +24,9 @@ from kvbench.engine.answers import evicted
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.teacher_forcing import score_pair
 from kvbench.errors import UsageError, refusing
+from kvbench.models.answers import Ending, end_tokens
 from kvbench.models.files import ModelSpec
 from kvbench.models.loading import load, locate, pick_device
-from kvbench.models.prompts import end_tokens, stop_test
 from kvbench.models.tokens import Encoder, Pair
 from kvbench.policies.describe import describe
 from kvbench.policies.draws import combined_seed
@@ -93,7 +93,7 @@ class KVBenchLM(HFLM):
             attention_mask=attention_mask,
             max_new_tokens=max_length - context.shape[1],
             eos_token_ids=end_tokens(self.model.generation_config, self._tokenizer, stops=stop),
-            stop=stop_test(self._tokenizer, [text for text in stop if text]),
+            stop=Ending(self._tokenizer, [text for text in stop if text]).test,
             encoder=Encoder(self._tokenizer),
             examples=[self._example(row, True) for row in self._unpadded(context, attention_mask)],
         )

@@ -6,6 +6,7 @@ Shapes: B batch, H KV heads, T slots.
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from kvbench.policies.checks import whole_number
 from kvbench.policies.ranking import LAST, Ranking
@@ -31,12 +32,18 @@ class Shares(Selection):
         whole_number("length", self.length, 1)
 
     def rank(self, ranking: Ranking) -> Ranking:
-        told = ranking.scores.double().masked_fill(ranking.protected, torch.inf)
-        chunks = (ranking.positions.long() // self.length).masked_fill(~ranking.occupied, LAST)
-        best = told.argsort(dim=-1, descending=True, stable=True)
-        order = best.gather(-1, chunks.gather(-1, best).argsort(dim=-1, stable=True))  # by chunk, then by score
-        of = chunks.gather(-1, order).contiguous()
-        begin, end = torch.searchsorted(of, of), torch.searchsorted(of, of, right=True)
-        rank = torch.arange(1, of.shape[-1] + 1, device=of.device) - begin
-        shares = torch.empty_like(told).scatter_(-1, order, -rank.double() / (end - begin))
-        return replace(ranking, scores=shares, tie_break=ranking.scores)
+        rank, size = ranks_within(ranking, ranking.positions.long() // self.length)
+        return replace(ranking, scores=-rank / size, tie_break=ranking.scores)
+
+
+def ranks_within(ranking: Ranking, parts: Tensor) -> tuple[Tensor, Tensor]:
+    """Every token's rank among the tokens of its part, 1 is the best, and their number, [B,H,T] float64; parts: int."""
+    told = ranking.scores.double().masked_fill(ranking.protected, torch.inf)
+    parts = parts.masked_fill(~ranking.occupied, LAST)
+    best = told.argsort(dim=-1, descending=True, stable=True)
+    order = best.gather(-1, parts.gather(-1, best).argsort(dim=-1, stable=True))  # by part, then by score
+    of = parts.gather(-1, order).contiguous()
+    begin, end = torch.searchsorted(of, of), torch.searchsorted(of, of, right=True)
+    rank = torch.arange(1, of.shape[-1] + 1, device=of.device) - begin
+    found = (torch.empty_like(told).scatter_(-1, order, x.double()) for x in (rank, end - begin))
+    return next(found), next(found)

@@ -71,3 +71,32 @@ def owned(x: Tensor) -> Tensor:
     """x, copied if it is a view of a larger tensor, which it would keep in memory (a fused projection, a batch)."""
     whole = x.untyped_storage().nbytes() <= x.nbytes
     return x if whole else x.clone(memory_format=torch.contiguous_format)
+
+
+def first_positions(shape: Sequence[int], used: int, device: torch.device) -> Tensor:
+    """Positions [B,H,C] int32 of slots whose i-th token is at position i; -1 behind the first `used`."""
+    places = torch.arange(shape[2], dtype=torch.int32, device=device)
+    return places.masked_fill_(places >= used, -1).expand(*shape)
+
+
+def flat_slots(starts: Tensor, counts: Tensor, used: int) -> tuple[Tensor, Tensor]:
+    """The flat slots of segments at starts [B,H], [B,H,used], and which of them are below counts [B,H]."""
+    steps = torch.arange(used, device=starts.device)
+    taken = steps < counts[..., None]
+    return (starts[..., None] + steps).masked_fill(~taken, 0), taken
+
+
+def extremes(mask: Tensor, counts: Sequence[int] | None) -> tuple[int, int]:
+    """The largest and the smallest number of slots of mask [B,H,C] per KV head; counts: the numbers, if known."""
+    if counts is not None and not mask.is_cpu:  # the host would wait for a GPU, for numbers that it has already
+        return max(counts), min(counts)
+    numbers = mask.sum(-1).flatten().tolist()
+    assert counts is None or (max(numbers), min(numbers)) == (max(counts), min(counts)), "counts differ from the mask"
+    return max(numbers), min(numbers)
+
+
+def slots_in_order(positions: Tensor, mask: Tensor, most: int, ascending: bool) -> Tensor:
+    """The first `most` slots of mask [B,H,C] in order of positions [B,H,C]; ascending: as they are, `most` each."""
+    if ascending and mask.is_cpu:  # on a GPU, the host would wait for `nonzero`
+        return mask.nonzero()[:, -1].view(*mask.shape[:2], most)
+    return positions.masked_fill(~mask, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)[..., :most]

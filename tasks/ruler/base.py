@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvbench.errors import choice
 from kvbench.tasks.ruler.templates import Draft
 from kvbench.tasks.scores import contains
 from kvbench.tasks.task import Example, Task, Tokenizer, counts
@@ -59,7 +60,8 @@ class RulerTask(Task):
     with seed 42). official: draw from the word lists of wonderwords 3.0.1 instead of ours; with the same seed and
     tokenizer the prompts are then the official ones, byte for byte. data_dir: folder with RULER's data files, for
     tasks that read one. template_tokens: tokens to leave free for the model's chat template. max_new_tokens: tokens of
-    the answer.
+    the answer. answer_prefix: begin the answer with the official text, which leaves no room for a thought; the prompts
+    are the same without it.
     Raises ValueError if even the smallest prompt exceeds `length`; the official scripts do not terminate in this case.
     Source: NVIDIA/RULER at c3f5e3b, scripts/synthetic.yaml and scripts/data/synthetic.
     """
@@ -72,11 +74,13 @@ class RulerTask(Task):
     official: bool = False
     data_dir: str | None = None
     template_tokens: int = 0
+    answer_prefix: bool = True
     max_new_tokens: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
         counts(self, 1, "length", "samples")
+        choice("answer_prefix", self.answer_prefix, True, False)
         counts(self, 0, "template_tokens", "max_new_tokens")  # 0: a worked example generates nothing
 
     @abstractmethod
@@ -103,7 +107,7 @@ class RulerTask(Task):
                 prompt=draft.prompt,
                 references=draft.references,
                 max_new_tokens=self.max_new_tokens,
-                answer_prefix=draft.answer_prefix,
+                answer_prefix=draft.answer_prefix if self.answer_prefix else "",
                 question=draft.question,
                 metadata={"task": self.name, "benchmark": "ruler", "length": self.length, "used": used},
             )

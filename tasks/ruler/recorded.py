@@ -23,6 +23,7 @@ class RulerFile(Task):
     """The lines of a file that RULER's scripts wrote: input, outputs and, since 2025, answer_prefix.
 
     task: one of the 13 tasks, which defines the score. path: the file. max_new_tokens: None uses the official number.
+    answer_prefix: begin the answer with the prefix, which leaves no room for a thought before it.
     In files from before 2025 the answer prefix is the end of input; it is split off at its first characters, so that it
     follows the chat template, as in the official code.
     """
@@ -31,11 +32,13 @@ class RulerFile(Task):
     chat: bool = True
     task: str = "niah_single_1"
     path: str | None = None
+    answer_prefix: bool = True
     max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         choice("task", self.task, *PROTOCOLS)
+        choice("answer_prefix", self.answer_prefix, True, False)
         counts(self, 1, "max_new_tokens")
 
     @property
@@ -51,7 +54,7 @@ class RulerFile(Task):
                 prompt=text,
                 references=references,
                 max_new_tokens=self.max_new_tokens or self.protocol.max_new_tokens,
-                answer_prefix=prefix,
+                answer_prefix=prefix if self.answer_prefix else "",
                 question=self._question(text),
                 metadata={"task": self.task, "benchmark": "ruler"},
             )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import dataclasses
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 
+from kvbench.cli import COMMANDS
 from kvbench.config.compose import CONF, load, names
 from kvbench.config.parts import part_class
 from kvbench.models.loading import ModelSpec
@@ -39,7 +42,7 @@ OF_OTHERS = {
     "think_end",
 }
 """Arguments of Python functions, and the placeholder of a field."""
-COMMANDS = {"threads", "lengths", "budgets", "policies", "new_tokens", "rounds", "model"}
+OF_TOOLS = {"threads", "lengths", "budgets", "policies", "new_tokens", "rounds", "model"}
 """Fields of kvbench.bench and kvbench.memory."""
 OF_OLD = ("debug", "scale", "turn", "policy.readers")
 """Fields that a page says are removed, and a field of results."""
@@ -83,10 +86,10 @@ def test_every_field_and_file_in_backticks_exists() -> None:
     folders = ("tests", "docs", "scripts", "conf", "results", "kvbench", "policies", "kernels", "tasks")
     tree = {file.name for folder in folders for file in (ROOT / folder).rglob("*")} | {f.name for f in ROOT.iterdir()}
     wrong = []
-    for page in PAGES:
+    for page in (*PAGES, ROOT / "docs" / "ledger.yaml"):
         text = page.read_text(encoding="utf-8")
         used = {name for code in re.findall(r"`([^`\n(]+)`", text) for name in FIELD.findall(code)}
-        unknown = {name for name in used - fields() - OF_OTHERS - COMMANDS if not name.startswith("hydra.")}
+        unknown = {name for name in used - fields() - OF_OTHERS - OF_TOOLS if not name.startswith("hydra.")}
         wrong += [(page.name, name) for name in unknown if not name.startswith(("policy.press.", *OF_OLD))]
         made = {Path(name).name for name in re.findall(r"(?:-o |out=)(\S+)", text)} | {"config.yaml", "sweep.yaml"}
         for name in set() if page.name == "CHANGELOG.md" else set(FILE.findall(text)) - USERS:
@@ -108,6 +111,15 @@ def test_counts_of_models_and_families_are_those_of_the_tree() -> None:
     count, rows = int(exact.split()[0]), exact.split("\n## ")[0].count("\n| ") - 1
     assert count == rows
     assert f"lists {count} verified ones" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_launchers_and_sweepers_of_the_pages_are_configured() -> None:
+    """Hydra's own, ours, and plugins that a page says to install."""
+    known = {"basic", "kvbench", "slurm", "grids", "submitit_slurm", "submitit_local", "optuna"}
+    found = {
+        name for page in PAGES for name in re.findall(r"hydra/(?:launcher|sweeper)=(\w+)", page.read_text("utf-8"))
+    }
+    assert found <= known
 
 
 def numbers(cell: str) -> list[float]:
@@ -152,3 +164,29 @@ def test_every_claim_names_its_source_and_the_example_of_the_page_is_one() -> No
     assert shown["source"] == own["source"]
     assert shown["pairs"].items() <= own["pairs"].items()
     assert {key: shown["runs"][key] for key in shown["runs"]} == {key: own["runs"][key] for key in shown["runs"]}
+
+
+def test_sub_commands_of_the_pages_have_these_options() -> None:
+    found = set()
+    for page in PAGES:
+        for line in page.read_text(encoding="utf-8").splitlines():
+            words = re.match(
+                r"(?:kvbench |python -m kvbench\.)([\w-]+)(.*)", line.strip().removeprefix("$ ").split(" #")[0]
+            )
+            if words and words[1].replace("_", "-") in COMMANDS.places:
+                found.add((words[1].replace("_", "-"), words[2]))
+    assert len(found) > 40
+    for name, rest in sorted(found):
+        command, arguments = COMMANDS.get_command(click.Context(COMMANDS), name), shlex.split(rest)
+        while isinstance(command, click.Group):
+            command = command.get_command(click.Context(command), arguments.pop(0))
+        assert command is not None, (name, rest)
+        command.make_context(name, arguments)  # raises a usage error
+
+
+def test_every_script_is_named_by_a_page_a_test_or_a_script() -> None:
+    scripts = [file for file in (ROOT / "scripts").iterdir() if file.suffix in (".py", ".sh")]
+    others = (*PAGES, *(ROOT / "tests").rglob("*.py"), ROOT / "Makefile", *scripts)
+    texts = {file: file.read_text(encoding="utf-8") for file in others}
+    named = {one for one in scripts for file, text in texts.items() if file != one and one.stem in text}
+    assert set(scripts) - named == set()

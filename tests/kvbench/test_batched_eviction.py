@@ -11,10 +11,10 @@ from kv_runs import Run, run_greedy
 from torch import Tensor
 
 from kvbench import KVCache, make_policy
-from kvbench.cache.state import RecentQueries
+from kvbench.cache.layer import RecentQueries
+from kvbench.cache.rows import stacked
 from kvbench.policies.observation import AttentionParams, Observation, SequenceInfo, SlotInfo
 from kvbench.policies.policy import Policy
-from kvbench.policies.stacked import stacked
 
 SYSTEMS: list[tuple[str, dict[str, object]]] = [
     ("h2o", {}),
@@ -129,28 +129,18 @@ def test_several_layers_are_observed_as_one_with_all_their_sequences() -> None:
         _ = seen.layer
 
 
-def test_a_window_knows_whether_padding_is_in_it() -> None:
-    recent = RecentQueries(3)
-    recent.add(torch.ones(1, 2, 2, 4), torch.tensor([[-1, 0]]), aligned=False)
-    recent.add(torch.ones(1, 2, 1, 4), torch.tensor([[1]]), aligned=True)
-    assert not recent.real
-    recent.add(torch.ones(1, 2, 3, 4), torch.tensor([[2, 3, 4]]), aligned=True)
-    assert recent.real
-
-
 def test_the_newest_queries_come_in_order() -> None:
-    """Of two sequences, one shorter by a token, in calls of 2, 1, 1 and 1: the oldest makes room."""
+    """In calls of 2, 1, 1 and 1 tokens: the oldest makes room."""
     recent = RecentQueries(3)
-    for columns in ([[0, 1], [-1, 0]], [[2], [1]], [[3], [2]], [[4], [3]]):
-        positions = torch.tensor(columns)
-        queries = positions[:, None, :, None].float().expand(-1, 2, -1, 4)
-        found = recent.add(queries, positions, aligned=positions.shape[1] == 1)
+    for columns in ([0, 1], [2], [3], [4]):
+        positions = torch.tensor([columns])
+        found = recent.add(positions[:, None, :, None].float().expand(-1, 2, -1, 4), positions)
     assert found is not None
-    assert found[1].tolist() == [[2, 3, 4], [1, 2, 3]]
-    assert found[0][:, 1, :, 3].tolist() == [[2, 3, 4], [1, 2, 3]]
+    assert found[1].tolist() == [[2, 3, 4]]
+    assert found[0][:, 1, :, 3].tolist() == [[2, 3, 4]]
     recent.limit(1)
     assert recent.held is not None
-    assert recent.held[1].tolist() == [[4], [3]]
+    assert recent.held[1].tolist() == [[4]]
 
 
 def test_layers_without_a_cache_at_the_end_do_not_keep_the_others_waiting() -> None:
@@ -160,8 +150,8 @@ def test_layers_without_a_cache_at_the_end_do_not_keep_the_others_waiting() -> N
     with torch.inference_mode():
         model(torch.tensor([prompt(70)]), past_key_values=cache)
         with mock.patch.object(KVCache, "_end_call"):
-            for token in (7, 8):
-                model(torch.tensor([[token]]), past_key_values=cache)
+            for place, token in enumerate((7, 8), start=70):
+                model(torch.tensor([[token]]), position_ids=torch.tensor([[place]]), past_key_values=cache)
         assert cache.kept_tokens().tolist() == [[[41, 41]]] * 3  # the last token's evictions are still to come
         cache.audit()
     assert cache.kept_tokens().tolist() == [[[40, 40]]] * 3

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, ScoreError, make_policy
-from kvbench.cache import eviction
+from kvbench.cache import rows
 from kvbench.engine import batch as engine
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
@@ -84,7 +84,7 @@ def test_other_rows_go_on(at: int) -> None:
 
 def test_a_decoding_step_on_a_gpu_does_not_read_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """It flags them on the device. The audit reads the flags, although the token was evicted since."""
-    monkeypatch.setattr(eviction, "READ_AT_ONCE", ())
+    monkeypatch.setattr(rows, "READ_AT_ONCE", ())
     running = model()
     cached = KVCache(running.config, policy(at=LENGTH + 1))
     with torch.inference_mode():
@@ -101,7 +101,7 @@ def test_a_decoding_step_on_a_gpu_does_not_read_its_scores(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["sequence by sequence", "all at once"])
 def test_flags_of_a_gpu_end_their_own_sequence(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eviction, "READ_AT_ONCE", ())
+    monkeypatch.setattr(rows, "READ_AT_ONCE", ())
     monkeypatch.setattr(engine, "use_triton", lambda x: at_once)
     running, good = model(), make_policy("knorm", BUDGET, decode="evict")
     alone = generate_tokens(running, asked(1).input_ids, good, max_new_tokens=6)

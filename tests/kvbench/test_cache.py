@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvbench import BudgetError, KVCache, make_policy
-from kvbench.cache.layer import KVLayer
+from kvbench.cache.views import KVLayer
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.ranking import Ranking
 

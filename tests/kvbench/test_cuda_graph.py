@@ -53,7 +53,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         monkeypatch.setattr(engine, "use_triton", lambda x: True)
         for part in ("scorers.roco", "stores.token_codes", "stores.turboquant"):
             monkeypatch.setattr(f"kvbench.policies.{part}.on_host", lambda x: False)
-        monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
+        monkeypatch.setattr("kvbench.cache.rows.READ_AT_ONCE", ())
     replay, recorded = torch.cuda.CUDAGraph.replay, Recorder._record
 
     def counted(graph: Any) -> None:
@@ -203,7 +203,7 @@ def test_scores_that_are_nan_end_their_sequence_only(counts: Counts) -> None:
         flight.step()
     assert flight.device is not None
     with torch.inference_mode():
-        for x in (layer.store.memory["attention_sum"] for layer in first.cache.group.layers):
+        for x in (layer.store.memory["attention_sum"] for layer in first.cache.sequence.layers):
             x.fill_(torch.nan)
     while flight.in_flight:
         flight.step()

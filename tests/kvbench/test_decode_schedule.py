@@ -61,8 +61,8 @@ def test_the_audit_promises_exactly_these_lengths(length: int) -> None:
     model = prepare(tiny())
     cache = KVCache(model.config, policy("knorm"), prompt_length=length)
     model(torch.tensor([prompt(length)]), past_key_values=cache)
-    budgets = cache.group.budgets
-    assert [budgets.promise(0, length + call) for call in range(NEW)] == [[n] * 2 for n in by_hand(length, NEW)]
+    budgets = cache.sequence.budgets
+    assert [budgets.promise(length + call) for call in range(NEW)] == [[n] * 2 for n in by_hand(length, NEW)]
 
 
 def test_what_goes_are_the_k_lowest_scores_of_all_that_is_held() -> None:

@@ -48,7 +48,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences decode in a `DeviceBatch`, and no number is read back from the device."""
     monkeypatch.setattr(engine, "use_triton", lambda x: True)
     monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
-    monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
+    monkeypatch.setattr("kvbench.cache.rows.READ_AT_ONCE", ())
 
 
 def decoded(
@@ -65,7 +65,7 @@ def decoded(
             flight.step()
             if shares is not None:
                 assert flight.device is not None
-                shares.append(len(flight.device.groups) / flight.in_flight)
+                shares.append(len(flight.device.sequences) / flight.in_flight)
     while flight.in_flight:
         flight.step()
     return [(row.error, row.tokens, *held(row.cache)) for row in rows]
@@ -75,7 +75,7 @@ def held(cache: KVCache | None) -> tuple[Any, ...]:
     assert cache is not None
     cache.audit()
     positions = [layer.positions.sort(-1).values.tolist() for layer in cache.attention_layers]
-    counts = [state.counts for layer in cache.attention_layers for state in layer.states]
+    counts = [state.count for layer in cache.attention_layers for state in layer.states]
     return positions, counts, cache.nbytes, cache.peak_nbytes, cache.spare_nbytes
 
 
@@ -139,16 +139,16 @@ def test_a_sequence_may_leave_the_device_between_any_two_tokens() -> None:
     found = []
     for device in (False, True):
         cache = KVCache(model.config, policy, prompt_length=60)
-        batch, (group,) = DeviceBatch(model.config), cache.groups
+        batch, (sequence,) = DeviceBatch(model.config), cache.sequences
         with torch.inference_mode():
             logits, tokens = prefill(model, torch.tensor([prompt(60)]), cache), []
             for index in range(14):
                 on_device = device and index % 5 < 3
                 if on_device:
-                    batch.admit([] if batch.groups else [group])
-                elif batch.groups:
-                    batch.free(group)
-                assert bool(batch.groups) == on_device
+                    batch.admit([] if batch.sequences else [sequence])
+                elif batch.sequences:
+                    batch.free(sequence)
+                assert bool(batch.sequences) == on_device
                 tokens.append(logits.argmax(-1, keepdim=True))
                 logits = next_logits(model, tokens[-1], torch.tensor([[60 + index]]), batch if on_device else cache)
         found.append(([int(token) for token in tokens], *held(cache)))
@@ -179,7 +179,7 @@ def sums(cache: KVCache | None) -> list[Tensor]:
 
 def addresses(row: LiveSequence) -> list[int]:
     assert row.cache is not None
-    return [x.data_ptr() for layer in row.cache.group.layers for x in layer.store.memory.values()]
+    return [x.data_ptr() for layer in row.cache.sequence.layers for x in layer.store.memory.values()]
 
 
 @pytest.mark.parametrize("device", [True, False])
@@ -262,7 +262,7 @@ def test_one_launch_of_attention_serves_all_budgets_and_operations_do_not_grow_w
         launches.clear()
         device = flight.device
         assert device is not None
-        assert len(device.groups) == 6 * examples
+        assert len(device.sequences) == 6 * examples
         tokens = torch.zeros(len(device.rows), 1, dtype=torch.long)
         with torch.inference_mode(), Operations() as operations:
             next_logits(model, tokens, device.positions, device)

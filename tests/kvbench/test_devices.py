@@ -10,9 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
+from kvbench.cache.step import append
 from kvbench.engine.generate import generate_tokens
 from kvbench.models.files import ModelSpec
 from kvbench.models.loading import load, locate
+from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
 
 LAYERS = 3
@@ -75,16 +77,17 @@ def test_layers_on_two_devices_change_no_token(folder: Path, tmp_path: Path) -> 
         assert done.tokens == expected[slug], slug
 
 
-def test_every_layer_gets_the_steps_of_a_call_where_it_lies() -> None:
-    """The meta device stands for a second one: positions follow, the sequences' numbers stay as they are."""
+def test_every_layer_gets_the_positions_of_a_step_on_its_device() -> None:
+    """The meta device stands for a second one."""
     model = prepare(tiny())
-    group = KVCache(model.config, make_policy("snapkv", 12, window=4), prompt_length=20).group
-    queries = torch.zeros(1, 4, 20, 8)
-    group.begin_call(queries, None)
-    here, there = ([step.to(torch.device(where)) for step in group.steps] for where in ("cpu", "meta"))
-    assert [part.positions.device.type for part in here] == ["cpu"]
-    assert [(part.positions.device.type, part.seen.device.type) for part in there] == [("meta", "meta")]
-    assert [(part.counts, part.evicts, part.columns) for part in there] == [((20,), (True,), slice(0, 20))]
+    sequence = KVCache(model.config, make_policy("snapkv", 12, window=4), prompt_length=20).sequence
+    sequence.begin_call(20, 20)
+    (span,) = sequence.spans
+    assert (span.start, span.end, span.evicts) == (0, 20, True)
+    for where in ("cpu", "meta"):
+        new = (torch.zeros(1, heads, 20, 8, device=where) for heads in (4, 2, 2))
+        step = append(sequence, where == "meta", span, *new, AttentionParams(1.0))
+        assert step.positions.device.type == step.observation.seen.device.type == where
 
 
 def test_the_device_map_of_a_model_is_followed_and_recorded(tiny_model: Path) -> None:

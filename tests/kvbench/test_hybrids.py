@@ -54,7 +54,7 @@ def read(running: PreTrainedModel, held: Cache, ids: Tensor, *calls: int) -> Ten
 
 
 def states(held: KVCache) -> dict[str, Tensor]:
-    return {name: torch.cat([group.states[name] for group in held.groups]) for name in held.groups[0].states}
+    return {name: torch.cat([one.states[name] for one in held.sequences]) for name in held.sequences[0].states}
 
 
 def assert_same_states(found: KVCache, expected: KVCache, row: int | slice = slice(None), within: float = 1e-4) -> None:
@@ -201,7 +201,7 @@ def test_a_pass_over_the_prompt_leaves_the_states_as_they_were(slug: str) -> Non
     ids = prompt(37)
     plain = alone("qwen3_5_text", ids, make_policy("full"), max_new_tokens=1)
     passed = alone("qwen3_5_text", ids, make_policy(slug, BUDGET), max_new_tokens=1)
-    assert passed.cache.group.progress.passed != [0]
+    assert passed.cache.sequence.passed != 0
     assert passed.tokens == plain.tokens
     assert_same_states(passed.cache, plain.cache, within=0)
 
@@ -237,7 +237,7 @@ def test_states_are_counted_beside_keys_and_values_and_do_not_grow(family: str, 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches decode at once."""
     monkeypatch.setattr(engine, "use_triton", lambda x: True)
-    monkeypatch.setattr("kvbench.cache.eviction.READ_AT_ONCE", ())
+    monkeypatch.setattr("kvbench.cache.rows.READ_AT_ONCE", ())
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm2"])

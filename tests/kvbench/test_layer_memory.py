@@ -61,7 +61,7 @@ def filled(model: PreTrainedModel, prompts: Sequence[Sequence[int]], policy: Pol
 def decoded(model: PreTrainedModel, cache: KVCache, tokens: Sequence[int]) -> Tensor:
     out = []
     for token in tokens:
-        seen = [n for group in cache.groups for n in group.progress.seen]
+        seen = [sequence.seen for sequence in cache.sequences]
         ids, places = torch.tensor([[token]] * len(seen)), torch.tensor(seen)[:, None]
         out.append(next_logits(model, ids, places, cache))
     return torch.stack(out, 1)
@@ -69,21 +69,20 @@ def decoded(model: PreTrainedModel, cache: KVCache, tokens: Sequence[int]) -> Te
 
 def counts(cache: KVCache) -> list[list[int]]:
     """Queries that every layer remembers, sequence by sequence."""
-    return [layer.memory["count"].tolist() for group in cache.groups for layer in group.layers]
+    return [layer.memory["count"].tolist() for sequence in cache.sequences for layer in sequence.layers]
 
 
 def test_it_is_of_every_sequence_by_itself_and_its_bytes_are_counted(model: PreTrainedModel) -> None:
     cache = filled(model, PROMPTS)
-    assert counts(cache) == [[*LENGTHS]] * 2
+    assert counts(cache) == [[length] for length in LENGTHS for _ in range(2)]
     decoded(model, cache, [5, 6, 7])
-    assert counts(cache) == [[length + 3 for length in LENGTHS]] * 2
-    for layer in cache.group.layers:
-        assert layer.nbytes == layer.store.nbytes + 2 * (8 * 8 + 8)  # sums of 8 float64 and a count of 8 bytes
-    for row, ids in enumerate(PROMPTS):
+    assert counts(cache) == [[length + 3] for length in LENGTHS for _ in range(2)]
+    for sequence, ids in zip(cache.sequences, PROMPTS, strict=True):
         alone = filled(model, [ids])
         decoded(model, alone, [5, 6, 7])
-        for layer, other in zip(cache.group.layers, alone.group.layers, strict=True):
-            torch.testing.assert_close(layer.memory["sum"][row], other.memory["sum"][0])
+        for layer, other in zip(sequence.layers, alone.sequence.layers, strict=True):
+            assert layer.nbytes == layer.store.nbytes + 8 * 8 + 8  # sums of 8 float64 and a count of 8 bytes
+            torch.testing.assert_close(layer.memory["sum"][0], other.memory["sum"][0])
 
 
 def test_a_copy_and_a_batch_hold_it(model: PreTrainedModel) -> None:

@@ -11,13 +11,16 @@ from typing import Any
 from command_lines import composed
 from transformers import AutoTokenizer
 
+import kvbench
 from kvbench.config.compose import CONF, load
 from kvbench.engine.compute import compute_runs
+from kvbench.models.answers import Ending, end_tokens
 from kvbench.models.prompts import PromptMaker
+from kvbench.report.table import results_table
 from kvbench.run.run import build_run
 from kvbench.run.run_config import Sampling
 from kvbench.tasks.lm_eval.task import chat_text
-from kvbench.tasks.task import Example, Task
+from kvbench.tasks.task import Example, Task, Thoughts
 from kvbench.tools.diagnose import runs_of
 
 HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}
@@ -80,6 +83,58 @@ def test_a_template_reads_the_task_s_arguments(tiny_model: Path) -> None:
     assert text(Thinking()) == "1+1?"
     turns = [{"role": "user", "content": "1+1?"}]
     assert chat_text(tokenizer, turns, True, {"enable_thinking": True}) == "1+1? Think.", "as for tasks of lm-eval"
+
+
+def test_stop_strings_count_only_after_a_thought(tiny_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]", "<|end|>"]})
+
+    def told(text: str, mark: str = "</think>", opened: bool = False) -> tuple[str, bool]:
+        """The text of the answer, generated token by token until it ends, and whether it ended before EOS."""
+        ends = end_tokens(None, tokenizer, ("\n",), ("<|end|>",))
+        ending = Ending(tokenizer, ("END",), Thoughts(mark), opened, ends)
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        for n in range(1, len(tokens) + 1):
+            if ending.reached(tokens[:n]):
+                return ending.text(tokens[:n]), True
+        return ending.text(tokens), False
+
+    for begin, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]")):
+        thought = f"{begin}a END\n<|end|>b"
+        shown = thought.replace("<|end|>", "")
+        assert told(thought, end) == (shown, False)
+        assert told(f"{thought}{end}\n\nc END d", end) == (f"{shown}{end}\n\nc ", True)
+        assert told(f"{thought}{end}\n\nc\nd", end) == (f"{shown}{end}\n\nc\n", True)
+        assert told(f"{thought}{end}c<|end|>d", end) == (f"{shown}{end}c", True)
+        assert told(f"a END{end}b", end, opened=True) == (f"a END{end}b", False)
+    assert told("a END b") == ("a ", True), "without a thought"
+
+
+def test_an_answer_cut_off_inside_its_thought_is_an_empty_answer(tmp_path: Path) -> None:
+    def row(**fields: Any) -> Any:
+        fields = {"task.lengths": [200], "task.max_new_tokens": 8, "task.think_end": "</think>", **fields}
+        (row,) = kvbench.evaluate("pocket", policies=["full"], tasks=["niah"], limit=4, out=str(tmp_path), **fields)
+        return row
+
+    prefix = " The secret {number} of {keys} {is_are}"
+    whole, inside, after = (
+        row(**{"task.answer_prefix": start + prefix}) for start in ("", " <think>", " <think> 1 </think>")
+    )
+    assert whole.score > 0.5, "without a mark, the whole output is the answer"
+    assert whole.in_thought is None
+    assert (inside.score, inside.in_thought) == (0.0, 4)
+    assert {(one.answer, bool(one.output), one.in_thought) for one in inside.samples} == {("", True, True)}
+    assert "in thought" in results_table([inside]).frame.columns
+    assert "in thought" not in results_table([whole]).frame.columns
+    assert after.in_thought is None
+    thoughts = Thoughts("</think>")
+    assert thoughts.opened("question<|assistant|><think>\n")
+    assert thoughts.opened("x<think>\n", " Answer:")
+    assert not thoughts.opened("what is <think>?", " Answer:")
+    assert not thoughts.opened("x<think>\n\n</think>\n\n")
+    assert not thoughts.opened("x<think>", " none</think>")
+    assert Thoughts("[/THINK]").opened("[THINK]")
+    assert not Thoughts("assistantfinal").opened("analysis")
 
 
 def test_the_reasoning_experiment_has_each_policy_at_each_budget_with_the_prompt_protected_or_not() -> None:

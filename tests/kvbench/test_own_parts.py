@@ -78,7 +78,7 @@ def test_a_wrapper_and_a_store_of_ones_own_are_part_of_names(own: Path) -> None:
     wrapped = make_policy("half_oldest_by_3_shelf_w8_s0.25_at0-2", 64, config_dir=own)
     assert type(wrapped.value).__name__ == "Half"
     assert (wrapped.store.width, wrapped.store.shares, wrapped.store.places) == (8, 0.25, [0, 2])
-    assert wrapped.schedule.decode == "grow"
+    assert wrapped.schedule.decode == "evict", "a store changes no schedule"
     assert type(make_policy("half_tova", 64, config_dir=own).value).__name__ == "Half"
     assert type(make_policy("caote_oldest", 64, config_dir=own).value).__name__ == "Caote"
     assert make_policy("tova_shelf", 64, config_dir=own).store.width == 4

@@ -50,7 +50,7 @@ def test_variants_of_one_pre_pass_share_it_and_keep_what_they_keep_alone(model: 
         assert row.error is None
         assert row.cache is not None
         assert (row.tokens, kept(row.cache)) == (alone.tokens[0], kept(alone.cache))
-        assert row.cache.group.progress.passed == alone.cache.group.progress.passed
+        assert row.cache.sequence.passed == alone.cache.sequence.passed
 
 
 def test_the_tokens_of_pre_passes_are_a_column(tiny_model: Path, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_the_tokens_of_pre_passes_are_a_column(tiny_model: Path, tmp_path: Path)
 
 def test_a_choice_of_the_prompt_counts_its_shallow_pass(model: PreTrainedModel) -> None:
     done = generate_tokens(model, IDS, make_policy("gemfilter", BUDGET, layer=1), max_new_tokens=1)
-    assert done.cache.group.progress.passed == [LENGTH]
+    assert done.cache.sequence.passed == LENGTH
 
 
 def test_a_loop_that_makes_no_pre_pass_is_refused(model: PreTrainedModel) -> None:

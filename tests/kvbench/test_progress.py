@@ -6,15 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_models import tiny
 
-from kvbench import make_policy
-from kvbench.cache.progress import BatchStep, Progress
-from kvbench.policies.schedule import Blocks, Prompt, Schedule, Step
-
-CPU = torch.device("cpu")
+from kvbench import KVCache, make_policy
+from kvbench.cache.sequence import Sequence
+from kvbench.policies.schedule import Blocks, Prompt, Schedule, Span
 
 
-def steps_of(schedule: Schedule, prompt: int, calls: list[int]) -> list[Step]:
+def steps_of(schedule: Schedule, prompt: int, calls: list[int]) -> list[Span]:
     """All steps of a sequence whose tokens come in the given calls."""
     out, first = [], 0
     for count in calls:
@@ -65,51 +64,55 @@ def test_steps_as_cut_by_hand(schedule: Schedule, calls: list[int], expected: li
     assert [(s.start, s.end, s.evicts) for s in steps_of(schedule, 7, calls)] == expected
 
 
-def slices(progress: Progress, *calls: list[str]) -> list[BatchStep]:
-    """The slices of several calls, each given by its rows: `.` is padding, `x` a token."""
-    out = []
-    for rows in calls:
-        mask = torch.tensor([[column == "x" for column in row] for row in rows])
-        real = None if bool(mask.all()) else mask
-        out += progress.split(len(rows), len(rows[0]), real, CPU)
-    return out
+def sequence(block: int | None = None, length: int | None = None) -> Sequence:
+    fields = {} if block is None else {"block": block}
+    return Sequence(tiny().config, make_policy("tova", 4, **fields), length)
+
+
+def spans(one: Sequence, *calls: int) -> list[Span]:
+    """The steps of calls of so many tokens."""
+    found = []
+    for count in calls:
+        one.begin_call(count, count)
+        found += one.spans
+    return found
 
 
 def test_without_a_length_blocks_are_cut_inside_the_first_call() -> None:
-    got = slices(Progress(make_policy("tova", 4, block=2), None), ["xxxxx"], ["x"])
-    assert [s.positions.tolist() for s in got] == [[[0, 1]], [[2, 3]], [[4]], [[5]]]
-    assert [s.phase for s in got] == ["block", "block", "block", "decode"]
+    got = spans(sequence(block=2), 5, 1)
+    assert [(span.start, span.end) for span in got] == [(0, 2), (2, 4), (4, 5), (5, 6)]
+    assert [span.phase for span in got] == ["block", "block", "block", "decode"]
 
 
 def test_a_call_beyond_a_known_prompt_is_refused_before_anything_was_decoded() -> None:
-    progress = Progress(make_policy("tova", 4), [5, 3])
     with pytest.raises(
-        ValueError, match=r"brings 5 tokens of sequence 1, but its prompt ends after token 3:.*next_prompt"
+        ValueError, match=r"brings 5 tokens of sequence 0, but its prompt ends after token 3:.*next_prompt"
     ):
-        slices(progress, ["xxxxx", "xxxxx"])
+        sequence(length=3).begin_call(5, 5)
 
 
 def test_another_prompt_has_blocks_of_its_own() -> None:
     """Blocks of 3 count from the second prompt's first token, 7, not from the conversation's."""
-    progress = Progress(make_policy("tova", 4, block=3), 5)
-    slices(progress, ["xxxxx"], ["x"], ["x"])
-    progress.open(4)
-    got = slices(progress, ["xxxx"], ["x"])
-    assert [s.positions.tolist() for s in got] == [[[7, 8, 9]], [[10]], [[11]]]
-    assert [s.phase for s in got] == ["block", "block", "decode"]
-    assert [s.opens for s in got] == [(True,), (True,), (True,)]
-    assert [s.prompt_done for s in got] == [False, True, True]
-    assert progress.prompt == [11]
+    one = sequence(block=3, length=5)
+    spans(one, 5, 1, 1)
+    one.next_prompt(4, None)
+    got = spans(one, 4, 1)
+    assert [(span.start, span.end) for span in got] == [(7, 10), (10, 11), (11, 12)]
+    assert [span.phase for span in got] == ["block", "block", "decode"]
+    assert all(span.opens for span in got)
+    assert one.budgets.prompt == 11
 
 
 def test_a_prompt_is_opened_once_the_last_one_is_in() -> None:
-    progress = Progress(make_policy("tova", 4), 5)
+    model = tiny()
+    model.set_attn_implementation("kvbench")
+    cache, ids = KVCache(model.config, make_policy("tova", 4), prompt_length=5), torch.tensor([[1, 2, 3, 4, 5]])
     with pytest.raises(ValueError, match="before the first prompt, whose length is given already"):
-        progress.open(3)
-    slices(progress, ["xx"])
+        cache.next_prompt(3)
+    model(ids[:, :2], past_key_values=cache)
     with pytest.raises(ValueError, match="3 tokens of the last prompt of sequence 0 are to come"):
-        progress.open(3)
-    slices(progress, ["xxx"])
+        cache.next_prompt(3)
+    model(ids[:, 2:], past_key_values=cache)
     for wrong in (0, True, 2.5, [2, 3]):
         with pytest.raises(ValueError, match="prompt"):
-            progress.open(wrong)  # type: ignore[arg-type]
+            cache.next_prompt(wrong)  # type: ignore[arg-type]

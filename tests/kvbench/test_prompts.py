@@ -12,7 +12,8 @@ from tokenizers.models import BPE
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvbench.errors import UsageError
-from kvbench.models.prompts import Prompt, PromptMaker, answer, end_tokens, stop_test
+from kvbench.models.answers import Ending, end_tokens
+from kvbench.models.prompts import Prompt, PromptMaker
 from kvbench.tasks.task import Example, Reading, Task, Tokenizer
 
 TEMPLATE = "<s>[{% for m in messages %}{{ m.content }}{% endfor %}]{% if add_generation_prompt %}>{% endif %}"
@@ -70,17 +71,17 @@ def test_middle_truncation_keeps_both_ends(tokenizer: PreTrainedTokenizerBase) -
 
 def test_an_answer_ends_before_the_first_stop_string(tokenizer: PreTrainedTokenizerBase) -> None:
     tokens = tokenizer.encode(" 42 END\nmore", add_special_tokens=False)
-    assert answer(tokenizer, tokens, ()) == " 42 END\nmore"
-    assert answer(tokenizer, tokens, ("\n", "END")) == " 42 "
-    assert answer(tokenizer, [*tokens[:3], 1], ("\n",)) == " 42"  # the end token is no text
+    assert Ending(tokenizer).text(tokens) == " 42 END\nmore"
+    assert Ending(tokenizer, ("\n", "END")).text(tokens) == " 42 "
+    assert Ending(tokenizer, ("\n",)).text([*tokens[:3], 1]) == " 42"  # the end token is no text
 
 
 def test_generation_stops_once_the_text_holds_a_stop_string(tokenizer: PreTrainedTokenizerBase) -> None:
-    stopped = stop_test(tokenizer, ("END",))
+    stopped = Ending(tokenizer, ("END",)).test
     assert stopped is not None
     tokens = tokenizer.encode("an END", add_special_tokens=False)
     assert [stopped(tokens[:n]) for n in range(1, len(tokens) + 1)] == [False] * 5 + [True]
-    assert stop_test(tokenizer, ()) is None
+    assert Ending(tokenizer).test is None
 
 
 @pytest.mark.parametrize(("configured", "expected"), [(None, [1]), (1, [1]), (7, [1, 7]), ([7, 9], [1, 7, 9])])

@@ -86,7 +86,7 @@ def assert_alone(model: PreTrainedModel, row: LiveSequence) -> None:
     assert row.decode_steps == alone.decode_steps, name
     for mine, its in zip(row.cache.layers, alone.cache.layers, strict=True):
         assert torch.equal(mine.positions.sort(-1).values, its.positions.sort(-1).values), name
-        assert mine.states[0].counts == its.states[0].counts, name
+        assert mine.states[0].count == its.states[0].count, name
     for field in ("nbytes", "peak_nbytes", "spare_nbytes"):
         assert getattr(row.cache, field) == getattr(alone.cache, field), f"{name}: {field}"
 
@@ -143,15 +143,14 @@ def test_in_sixteen_bits_too_a_prompt_is_the_same_whoever_else_reads_it(dtype: t
 def test_a_broken_promise_ends_its_own_rows(where: str) -> None:
     model = prepare(tiny("llama"))
     policies = [make_policy("tova", 40), make_policy("snapkv", 40, decode="evict"), make_policy("knorm", 40)]
-    evict = evict_module._evict_batch
+    excess = evict_module._excess
 
-    def broken(some: Any) -> None:
+    def broken(step: Any) -> int:
         """SnapKV keeps too much."""
-        if some[0].group.policy is not policies[1] or (where == "decode") != (some[0].step.now.phase == "decode"):
-            evict(some)
+        evicts = step.policy is not policies[1] or (where == "decode") != (step.phase == "decode")
+        return excess(step) if evicts else 0
 
-    alone = mock.patch.object(Policy, "layers_alike", property(lambda policy: False))
-    with mock.patch.object(evict_module, "_evict_batch", broken), alone:
+    with mock.patch.object(evict_module, "_excess", broken):
         rows = DecodeBatch(model)
         first = rows.admit(asked(64, 1), policies)
         while rows.in_flight:

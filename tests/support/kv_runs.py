@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.device_batch import DeviceBatch
-from kvbench.cache.layer import KVLayer
+from kvbench.cache.views import KVLayer
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
@@ -95,8 +95,7 @@ def run_greedy(model: PreTrainedModel, prompts: Sequence[Sequence[int]], policy:
     def note(cache: KVCache) -> None:
         if isinstance(cache, DeviceBatch):
             cache.update_lengths()
-        progress = [group.progress for group in cache.groups]
-        calls.append((kept_now(cache), [pair for one in progress for pair in zip(one.prompt, one.seen, strict=True)]))
+        calls.append((kept_now(cache), [(one.budgets.prompt, one.seen) for one in cache.sequences]))
 
     with noting(model, note):
         how: dict[str, Any] = {"max_new_tokens": new_tokens, "encoder": CodePoints()}

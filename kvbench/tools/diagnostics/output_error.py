@@ -10,7 +10,6 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kvbench.cache.attention import QKV
 from kvbench.cache.cache import KVCache
 from kvbench.config.presets import make_policy
 from kvbench.policies.observation import AttentionParams
@@ -33,10 +32,12 @@ class _Recorder(KVCache):
         self.outputs: list[list[Tensor]] = [[] for _ in self.attention_layers]
         self.shadow: KVCache | None = None
 
-    def attend(self, index: int, new: QKV, mask: Tensor | None, how: AttentionParams) -> Tensor:
+    def attend(
+        self, index: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams
+    ) -> Tensor:
         if self.shadow is not None:
-            self.shadow.attend(index, new, mask, how)
-        out = super().attend(index, new, mask, how)
+            self.shadow.attend(index, queries, keys, values, mask, params)
+        out = super().attend(index, queries, keys, values, mask, params)
         self.outputs[index].append(out)
         return out
 

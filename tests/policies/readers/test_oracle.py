@@ -7,7 +7,7 @@ import torch
 from kv_crafted import Crafted, drawn
 
 from kvbench import make_policy
-from kvbench.cache.layer import nbytes_read, tokens_read
+from kvbench.cache.views import nbytes_read, tokens_read
 from kvbench.results.labels import reads_by_oracle
 
 LENGTH, NEW = 21, 6
@@ -46,7 +46,7 @@ def test_a_decoded_query_attends_to_the_tokens_of_its_largest_attention(name: st
             read = chosen(probabilities(group.tolist(), k.tolist()), budget, 0.8)
             expected = (group @ k[read].T).softmax(-1) @ v[read]
             torch.testing.assert_close(out[0, 2 * head : 2 * head + 2, 0], expected)
-            counted = tokens_read(made.cache.group)
+            counted = tokens_read(made.cache.sequence)
             assert counted is not None
             assert counted[0][head] == len(read)
     made.cache.audit()
@@ -60,7 +60,7 @@ def test_all_keys_and_the_chosen_values_are_counted_as_read() -> None:
     made.call(*(x[:, :, :LENGTH] for x in (queries, keys, values)))
     assert made.cache.nbytes == 2 * LENGTH * 132  # no summaries
     made.call(*(x[:, :, LENGTH:] for x in (queries, keys, values)))
-    assert nbytes_read(made.cache.group) == 2 * ((LENGTH + 1) * 68 + 5 * 64)
+    assert nbytes_read(made.cache.sequence) == 2 * ((LENGTH + 1) * 68 + 5 * 64)
 
 
 def test_labels_call_oracles_an_upper_bound() -> None:

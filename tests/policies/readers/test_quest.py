@@ -13,7 +13,7 @@ from torch import Tensor
 from kvbench import BudgetError, KVCache, make_policy
 from kvbench.cache.cache import fork
 from kvbench.cache.hook import prepare
-from kvbench.cache.layer import nbytes_read, tokens_read
+from kvbench.cache.views import nbytes_read, tokens_read
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request
@@ -63,7 +63,7 @@ def test_a_decoded_query_attends_to_the_pages_of_its_largest_bounds_and_to_nothi
             for own, query in enumerate(group):
                 expected = torch.tensor(attended(query, k, v, read), dtype=torch.float64)
                 torch.testing.assert_close(out[0, 2 * head + own, 0], expected)
-            counted = tokens_read(made.cache.group)
+            counted = tokens_read(made.cache.sequence)
             assert counted is not None
             assert counted[0][head] == len(read) <= BUDGET
     made.cache.audit()
@@ -78,9 +78,9 @@ def test_bytes_read_and_held_as_worked_by_hand() -> None:
     summaries = 2 * 6 * 128
     assert made.cache.nbytes == 2 * 24 * 132 + summaries
     made.call(*(x[:, :, 24:] for x in (queries, keys, values)))
-    read = tokens_read(made.cache.group)
+    read = tokens_read(made.cache.sequence)
     assert read is not None
-    assert nbytes_read(made.cache.group) == sum(read[0]) * 132 + 2 * 7 * 128
+    assert nbytes_read(made.cache.sequence) == sum(read[0]) * 132 + 2 * 7 * 128
     assert made.cache.nbytes == bytes_held(made.cache.layers)
 
 
@@ -101,7 +101,7 @@ def test_rows_of_a_batch_and_sequences_in_flight_read_what_they_read_alone(famil
         assert batch.tokens[row] == alone.tokens[0] == found[row][0].tokens
         mine, its = found[row][0].cache, alone.cache
         assert mine is not None
-        assert tokens_read(mine.group) == tokens_read(its.group)
+        assert tokens_read(mine.sequence) == tokens_read(its.sequence)
         assert (mine.nbytes, mine.peak_nbytes) == (its.nbytes, its.peak_nbytes)
         assert found[row][2].error is None
 
@@ -120,11 +120,11 @@ def test_copied_forced_and_asked_about_a_context_it_goes_on_as_it_would() -> Non
     torch.testing.assert_close(forced.logprobs, expected.float(), rtol=1e-4, atol=1e-4)
     asked = generate_tokens(model, ids, quest(), max_new_tokens=1, context_tokens=30)
     assert asked.tokens == [[int(out[-1].argmax())]]
-    assert tokens_read(asked.cache.group) == tokens_read(cache.group)
+    assert tokens_read(asked.cache.sequence) == tokens_read(cache.sequence)
 
 
 def test_what_reads_more_than_its_budget_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.cache.reading.chosen_slots", lambda reader, reading, plans: reading.visible)
+    monkeypatch.setattr("kvbench.cache.reading.chosen_slots", lambda reader, reading, plan: reading.visible)
     with pytest.raises(
         BudgetError, match=r"read 24 tokens per KV head of sequence 0 in layer 1, quest promised at most 16"
     ):

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from kvbench import KVCache, make_policy
 from kvbench.cache.cache import fork
 from kvbench.cache.hook import prepare
-from kvbench.cache.layer import nbytes_read, tokens_read
 from kvbench.cache.reading import PageReads
+from kvbench.cache.views import nbytes_read, tokens_read
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.teacher_forcing import continuation_scores
 from kvbench.policies.policy import Policy
@@ -107,9 +107,9 @@ def reads() -> Iterator[list[Read]]:
     found: list[Read] = []
     attend = PageReads.attend
 
-    def noting(self: PageReads, prompts: Any, step: Any) -> Tensor | None:
-        out = attend(self, prompts, step)
-        held = (x[0].clone() for x in (step.queries[:, :, 0], step.store.keys, step.store.values, step.store.positions))
+    def noting(self: PageReads, queries: Tensor, at: Tensor, store: Any, *how: Any) -> Tensor | None:
+        out = attend(self, queries, at, store, *how)
+        held = (x[0].clone() for x in (queries[:, :, 0], store.keys, store.values, store.positions))
         found.append(Read(*held, None if out is None else out[0, :, 0].clone()))
         return out
 
@@ -142,7 +142,7 @@ def test_a_decoded_query_attends_to_the_tokens_of_its_largest_approximate_attent
             assert read.out is not None
             torch.testing.assert_close(read.out[2 * head : 2 * head + 2], expected)
     assert cut > 0, "no page was cut"
-    counts = tokens_read(run.cache.group)  # type: ignore[union-attr]
+    counts = tokens_read(run.cache.sequence)  # type: ignore[union-attr]
     assert counts == [[own.attended] * 2] * 2
 
 
@@ -164,7 +164,7 @@ def test_bytes_read_and_held_as_worked_by_hand() -> None:
     held = own.kept + 1
     pages = math.ceil(held / own.page)
     heads = 2 * 2
-    assert nbytes_read(got.group) == heads * (own.attended * 132 + pages * own.channels * 8)
+    assert nbytes_read(got.sequence) == heads * (own.attended * 132 + pages * own.channels * 8)
     assert got.nbytes == heads * (held * 132 + pages * 128 + 8)  # and two counts of tokens read
     assert got.nbytes == bytes_held(got.layers)
     scanned = pages * own.channels * 8 / (2 * 8 * 8)

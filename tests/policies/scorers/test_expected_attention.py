@@ -14,7 +14,7 @@ def test_moments_of_large_means_do_not_cancel() -> None:
     layer = Crafted(make_policy("expected_attention", 20), prompt_length=60)
     for some in zip(*(x.split(7, 2) for x in (large, k, v)), strict=True):
         layer.call(*some)
-    memory = layer.cache.group.layers[0].memory
+    memory = layer.cache.sequence.layers[0].memory
     exact = torch.stack([rotated(x.double(), -t) for t, x in enumerate(large[0, 0])])[4:]
     expected = (exact - exact.mean(0)).T @ (exact - exact.mean(0))
     torch.testing.assert_close(memory["scatter"][0, 0].double(), expected, rtol=0.05, atol=1e-3)

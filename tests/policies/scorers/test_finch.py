@@ -113,7 +113,7 @@ def test_chunks_are_judged_by_the_question_as_in_the_paper(model: PreTrainedMode
         policy = make_policy("finch_chunks", BUDGET, block=chunk, granularity=granularity)
         done = generate_tokens(model, IDS, policy, max_new_tokens=1, question=QUESTION)
         assert kept_now(done.cache)[0][0] == first_layer(model, chunk, granularity == "layer"), granularity
-        assert done.cache.group.progress.passed == [passed]
+        assert done.cache.sequence.passed == passed
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

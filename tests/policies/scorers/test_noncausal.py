@@ -55,7 +55,7 @@ def test_a_decoded_token_draws_what_a_token_draws_on_average() -> None:
     v = v / v.norm(dim=-1, keepdim=True)
     layer = Crafted(make_policy("noncausal", 8, chunk=4, decode="evict"), 1, 1, prompt_length=11)
     layer.call(q[:, :, :11], k[:, :, :11], v[:, :, :11])
-    assert layer.cache.group.layers[0].recent.nbytes == 0
+    assert layer.cache.sequence.layers[0].recent.nbytes == 0
     with rankings() as seen:
         layer.call(q[:, :, 11:], k[:, :, 11:], v[:, :, 11:])
     assert float(seen[0].state["attention"][0, 0, :, 0][seen[0].ranking.positions[0, 0] == 11]) == 0

@@ -116,7 +116,7 @@ def test_the_cache_holds_such_sets_and_counts_whole_pages(slug: str, fields: dic
         most = BUDGET + (policy.schedule.every - 1 if not grows else call)
         assert max(map(len, heads)) <= most
     assert isinstance(run.cache, KVCache)
-    for layer, held in zip(run.cache.group.layers, run.of_row(0)[-1], strict=True):
+    for layer, held in zip(run.cache.sequence.layers, run.of_row(0)[-1], strict=True):
         tokens = max(map(len, held))
         pages_held = -(-tokens // 16) if store.free == "compact" else len({p // 16 for head in held for p in head})
         memory = layer.store.memory  # type: ignore[attr-defined]

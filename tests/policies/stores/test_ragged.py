@@ -4,30 +4,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.cache.attention import LayerStep, attend
-from kvbench.cache.progress import BatchStep
+from kvbench.cache.attention import attend
+from kvbench.cache.step import Step
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
+from kvbench.policies.policy import Policy
+from kvbench.policies.schedule import Span
 from kvbench.policies.stores.dense import Dense
 from kvbench.policies.stores.ragged import Ragged
-
-
-def one_token(at: torch.Tensor) -> BatchStep:
-    """A decoded token at positions [B,1], the same in every sequence."""
-    place, batch = int(at[0, 0]), len(at)
-    return BatchStep(
-        columns=slice(0, 1),
-        positions=at,
-        opens=(True,) * batch,
-        evicts=(True,) * batch,
-        seen=at[:, 0] + 1,
-        ends=(place + 1,) * batch,
-        counts=(1,) * batch,
-        phase="decode",
-        prompt_done=True,
-        aligned=True,
-        newest=place,
-    )
 
 
 @settings(max_examples=30)
@@ -50,7 +34,7 @@ def test_one_query_over_segments_equals_masked_dense_attention(
     mask = torch.rand(batch, heads, tokens) < torch.rand(batch, heads, 1)
     query, at = torch.randn(batch, heads * group, 1, dim), torch.full((batch, 1), tokens)
     how = AttentionParams(0.3, softcap, window, torch.randn(1, heads * group) if sunk else None)
-    now = one_token(at)
+    span = Span(tokens, tokens + 1, opens=True, evicts=True, phase="decode")
     outputs = []
     for store in (Dense(), Ragged()):
         held = store.open(keys, values, (), 1)
@@ -58,7 +42,7 @@ def test_one_query_over_segments_equals_masked_dense_attention(
         held.keep(mask, spare=1)
         new = torch.ones(batch, heads, 1, dim), torch.ones(batch, heads, 1, dim + 2)
         held.append(*new, at, absent=False)
-        outputs.append(attend(LayerStep(query, now, how, held, fresh=False), Needs()))
+        outputs.append(attend(Step(query, *new, at, span, how, held, policy=Policy()), Needs()))
         assert torch.equal((held.positions >= 0).sum(-1), mask.sum(-1) + 1)
     torch.testing.assert_close(outputs[0], outputs[1])
 

@@ -41,7 +41,10 @@ def test_math500_asks_for_a_box_and_both_rules_judge_what_stands_in_it(folder: P
 def test_what_stands_before_the_end_of_thinking_is_not_scored(folder: Path, tokenizer: Tokenizer) -> None:
     task = build("math500", data_dir=str(folder))
     assert task.after_thinking("<think>no, \\boxed{1}</think>\n\nIt is 2.") == "It is 2."
-    assert task.after_thinking("cut off in a thought, \\boxed{1}") == "cut off in a thought, \\boxed{1}"
+    assert task.after_thinking("no thought, \\boxed{1}") == "no thought, \\boxed{1}"
+    assert task.after_thinking("<think>cut off in a thought, \\boxed{1}") is None
+    assert task.after_thinking("cut off in a thought, \\boxed{1}", opened=True) is None
+    assert task.after_thinking("a</think>b", opened=True) == "b"
     assert build("math500", think_end=None).after_thinking("a</think>b") == "a</think>b"
 
 

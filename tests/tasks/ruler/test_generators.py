@@ -15,6 +15,7 @@ from kvbench.tasks.ruler.common_words import CommonWords
 from kvbench.tasks.ruler.frequent_words import FrequentWords
 from kvbench.tasks.ruler.niah import RulerNiah
 from kvbench.tasks.ruler.variable_tracking import VariableTracking
+from kvbench.tasks.suite import RulerSuite
 from kvbench.tasks.task import Example, Tokenizer
 
 SINGLE = RulerNiah(name="niah_single_1")
@@ -35,6 +36,19 @@ def test_lengths_are_true_to_the_tokenizer(task: RulerTask, tokenizer: Tokenizer
         pytest.skip("the worked example of vt has 500 tokens at most, too few for a tokenizer of characters")
     for example in replace(task, length=6000).examples(tokenizer, 1, 3):
         assert 3000 < used(example, tokenizer) <= 6000
+
+
+@pytest.mark.parametrize("task", ALL, ids=NAMES)
+def test_a_model_that_thinks_gets_the_same_prompts_without_the_beginning_of_an_answer(
+    task: RulerTask, words: Tokenizer
+) -> None:
+    begun = list(replace(task, length=1500).examples(words, 1, 2))
+    assert all(example.answer_prefix for example in begun)
+    free = replace(task, length=1500, answer_prefix=False)
+    assert list(free.examples(words, 1, 2)) == [replace(example, answer_prefix="") for example in begun]
+    suite = RulerSuite(name="s", tasks={"a": task}, length=1500, answer_prefix=False, think_end="</think>")
+    (example,) = suite.examples(words, 1, 1)
+    assert (example.answer_prefix, suite.task_of(example).think_end) == ("", "</think>")
 
 
 @settings(max_examples=10)

@@ -37,6 +37,8 @@ def test_the_answer_prefix_is_split_off_where_it_is_inside_the_input(tmp_path: P
     assert (old.prompt, new.prompt) == ("Text. What is it?",) * 2
     assert old.prompt + old.answer_prefix == OLD["input"]
     assert new.answer_prefix == NEW["answer_prefix"]
+    free = task(tmp_path / "file", [OLD, NEW], task="niah_single_1", answer_prefix=False).examples(words, 0)
+    assert [(one.prompt, one.answer_prefix) for one in free] == [("Text. What is it?", "")] * 2
     assert (old.max_new_tokens, old.references) == (128, ("12",))
 
 

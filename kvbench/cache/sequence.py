@@ -1,0 +1,320 @@
+"""One example under one policy: its tokens, the steps of the schedule in a call of the model, and its layers.
+
+Shapes: H_q query heads, H_kv KV heads, m tokens of a step, D head dim.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from functools import cached_property
+from operator import gt
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from kvbench.cache.budgets import Budgets
+from kvbench.cache.layer import Layer
+from kvbench.cache.layout import layout_of
+from kvbench.policies.policy import Policy
+from kvbench.policies.pre_passes.pre_pass import TokenRating
+from kvbench.policies.ranking import Ranking
+from kvbench.policies.schedule import Span
+from kvbench.policies.stores.token_codes import TokenCodeLayerStore
+
+_RULES: dict[object, object] = {}
+
+
+class Sequence:
+    """One example under one policy.
+
+    row: its number in a batch, for messages. names: the model's indices of the layers. seen: tokens seen. columns:
+    tokens of all calls, padding included; before: those before the running call. spans: the steps of the running call.
+    shared: data that scorers of several layers exchange within a call. states: of recurrent layers, [1,...] by name.
+    passed: tokens of extra forward passes; passed_entries: those they add to the footprint. isolated: an error is
+    stored in `error` instead of raised, so that other sequences continue. peak_nbytes: the most bytes held at any time.
+    on_change: called with a layer's index after every change of its contents. on_evict: called with a layer, its scores
+    and the kept slots, bool [1,H_kv,T], before several tokens are evicted. nan_layer: the first layer that had a NaN
+    score.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        policy: Policy,
+        prompt_length: int | None = None,
+        several_tokens: bool = False,
+        question: int | None = None,
+        row: int = 0,
+    ) -> None:
+        """prompt_length: None: the first call is the whole prompt. several_tokens: a later call may bring several."""
+        layout = layout_of(config)
+        self.policy, self.row, self.names = policy, row, layout.attention
+        self.budgets = Budgets(policy, len(self.names))
+        self.layers = [Layer(policy, index) for index in range(len(self.names))]
+        self.seen = self.columns = self.before = self.passed = 0
+        self.passed_entries = 0.0
+        self.started = False
+        self.spans: list[Span] = []
+        self.shared: dict[str, Tensor] = {}
+        self.states: dict[str, Tensor] = {}
+        self.error: Exception | None = None
+        self.isolated = self.waits_for_pre_pass = False
+        self.on_change: Callable[[int], None] | None = None
+        self.on_evict: Callable[[Layer, Ranking, Tensor], None] | None = None
+        self.nan_layer: int | None = None
+        self.nan_flags: dict[int, Tensor] = {}  # [1] bool by layer: NaN scores of decoding steps on a GPU
+        self.peak_nbytes = self._total_bytes = 0
+        self._bytes = [0] * len(self.names)
+        self._given, self._question, self._forced = prompt_length, question, several_tokens
+        self._rope_switch = layout.uniform_length
+        self._last = 0  # columns of the last call
+        self._ratings: Tensor | None = None  # of the token of the next call
+        self.clock: Tensor | None = None  # [1] tokens seen, on the device, while a block is recorded
+        self._places: dict[tuple[Span, torch.device], tuple[Tensor, Tensor]] = {}
+
+    @cached_property
+    def rule(self) -> object:
+        """Grouping key: sequences with equal keys select the evicted token in one batch, at any budget."""
+        policy = self.policy
+        parts = policy.scorer, policy.value, policy.selection, policy.merger, policy.granularity, policy.needs
+        try:
+            return _RULES.setdefault(parts, object())
+        except TypeError:  # a part with an unhashable field
+            return object()
+
+    @property
+    def cost(self) -> tuple[bool, bool]:
+        """Of several policies of one prompt, the one with the lowest cost computes the attention for all.
+
+        That is one with KV heads as they are, and with sums over the attention of the prompt.
+        """
+        return self.policy.granularity == "query_head", self.policy.needs.sums is None
+
+    @property
+    def within_call(self) -> bool:
+        """Whether a call of the model is running, or its evictions wait for a pre-pass."""
+        return self.before != self.columns or self.waits_for_pre_pass
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether the next tokens belong to a prompt."""
+        return not self.started or self.seen < self.budgets.prompt
+
+    @property
+    def at_budget(self) -> bool:
+        """Whether every layer holds exactly its budget."""
+        return all(n == layer.count for n, layer in zip(self.budgets.shares, self.layers, strict=True))
+
+    def fail(self, error: Exception) -> None:
+        """Raise an error, or store it if other sequences of the cache continue."""
+        if not self.isolated:
+            raise error
+        self.error = error
+
+    # --- prompts -----------------------------------------------------------------------------------------------------
+    def check_next_prompt(self, length: int | None) -> None:
+        """ValueError if another prompt of `length` tokens cannot begin now."""
+        if not self.started:
+            raise ValueError("next_prompt was called before the first prompt, whose length is given already, is in")
+        missing = self.budgets.prompt - self.seen
+        if missing > 0:
+            raise ValueError(
+                f"next_prompt was called while {missing} tokens of the last prompt of sequence {self.row} are to come"
+            )
+        check_length(length)
+
+    def next_prompt(self, length: int | None, question: int | None) -> None:
+        """Begin another prompt of `length` tokens, after `check_next_prompt`."""
+        self._begin_prompt(check_length(length), question)
+        for layer in self.layers:
+            layer.recent.reopen(self.policy.needs.window)
+
+    def _begin_prompt(self, length: int, question: int | None) -> None:
+        """Begin a prompt; question: its position in it, for policies that use it."""
+        begin = length
+        if self.policy.needs.question:
+            if question is None:
+                raise ValueError(
+                    f"{self.policy.name} needs the position of the question in the prompt: pass question=, the number "
+                    "of tokens before it"
+                )
+            if isinstance(question, bool) or not isinstance(question, int) or not 0 <= question < length:
+                raise ValueError(f"question must be a position in its prompt, 0 to {length - 1} here, got {question!r}")
+            begin = question
+        self.budgets.begin(self.seen, self.seen + length, self.seen + begin)
+
+    # --- one call of the model ---------------------------------------------------------------------------------------
+    def begin_call(self, count: int, columns: int, generating: bool = False) -> None:
+        """Split a call that brings `count` tokens, `columns` with padding, into the steps of the schedule.
+
+        generating: the caller is `model.generate`, which splits a prompt into parts of one size, the last one shorter.
+        """
+        if self.policy.pre_pass is not None and not self.waits_for_pre_pass:
+            self._check_pre_pass()
+        first, schedule = self.seen, self.policy.schedule
+        if count == columns == 1 and self.columns > 1 and first >= self.budgets.prompt + schedule.late:
+            self.spans = [Span(first, first + 1, True, schedule.decode != "grow", "decode")]
+        else:
+            if not self.started:  # without a given length the first call is the whole prompt
+                self.started = True
+                if count or self._given is not None:
+                    self._begin_prompt(count if self._given is None else check_length(self._given), self._question)
+            self._check(count, columns, generating)
+            self.spans = self._scheduled(count) if count else []
+        self._places.clear()
+        self.seen += count
+        self.columns += columns
+        self._last = columns
+
+    def _scheduled(self, count: int) -> list[Span]:
+        """The steps of the next `count` tokens; the schedule counts from the start of the prompt."""
+        begin, prompt = self.budgets.opened, self.budgets.prompt
+        single = self.policy.reader is not None  # sparse attention selects the tokens of each decoded query separately
+        spans = self.policy.schedule.steps(self.seen - begin, count, prompt - begin, single)
+        return [span._replace(start=span.start + begin, end=span.end + begin) for span in spans] if begin else spans
+
+    def _check(self, count: int, columns: int, generating: bool) -> None:
+        """ValueError for a call that continues after the end of its prompt, and for a wrong or missing prompt length.
+
+        Also for a part of a prompt, if the model would rotate the parts with different frequencies.
+        """
+        single, switch, end = columns == 1 and not self._forced, self._rope_switch, self.budgets.prompt
+        if single and self._given is None and self.columns == 1:
+            raise ValueError(
+                "the first call brought one token and the next brings one more, so the end of the prompt is unknown: "
+                "pass KVCache(..., prompt_length=...) if a prompt is split into several calls"
+            )
+        within_prompt = columns > 1 and (not self._forced or (generating and self._last == 1))
+        if within_prompt and count > 1 and self.seen + count > end:
+            known = self._given is not None or self.budgets.opened
+            first = "" if known else " (the first call, as no length was given)"
+            raise ValueError(
+                f"a call brings {count} tokens of sequence {self.row}, but its prompt ends after token {end}{first}: "
+                "pass KVCache(..., prompt_length=...) if a prompt is split into several calls, call "
+                "cache.next_prompt(length) before another turn, cache.reset() before another text"
+            )
+        if single and generating and self._last >= 2 and self.seen + count < end:
+            raise ValueError(
+                f"decoding begins after token {self.seen} of sequence {self.row}, but prompt_length (or the length "
+                f"given to next_prompt) ends the prompt after token {end}: pass the length of the prompt"
+            )
+        if switch is not None and end > switch and 0 < count < end - self.budgets.opened and self.seen < end:
+            raise ValueError(
+                f"a call brings {count} tokens of sequence {self.row}, but its prompt ends after token {end}, and "
+                f"beyond {switch} tokens the model rotates keys by the length each call reaches (longrope, "
+                "dynamic NTK): process such a prompt in one call of the model"
+            )
+
+    def tick(self, steps: int) -> None:
+        """Count decoding steps that a `DeviceBatch` took: one token in each."""
+        self.seen += steps
+        self.columns += steps
+        self.before = self.columns
+
+    def place(self, span: Span, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The positions [1,m] of a step, and the number of tokens after it [1], once for all layers."""
+        if (span, device) not in self._places:
+            positions = torch.arange(span.start, span.end, device=device)[None]
+            if self.clock is not None:
+                positions = self.clock[None] + torch.arange(span.end - span.start, device=device)
+            self._places[span, device] = positions, positions[0, -1:] + 1  # a new tensor would make the host wait
+        return self._places[span, device]
+
+    def end_call(self) -> bool:
+        """The evictions of a call are done. Returns whether the audit has to look at it.
+
+        It has to if a layer holds more tokens than its policy promised, or if a score was NaN.
+        """
+        self.shared.clear()
+        self.spans = []
+        if self.policy.scorer is not None and self.started:
+            held = (layer.count for layer in self.layers)
+            if any(map(gt, held, self.budgets.promise(self.seen))):
+                return True
+        return self.nan_layer is not None
+
+    def note_bytes(self, index: int) -> None:
+        """Update the total number of bytes and its peak after a layer changed."""
+        now = self.layers[index].nbytes
+        self._total_bytes += now - self._bytes[index]
+        self._bytes[index] = now
+        self.peak_nbytes = max(self.peak_nbytes, self._total_bytes)
+        if self.on_change is not None:
+            self.on_change(index)
+
+    def note_step(self) -> None:
+        """Update the peak for decoding steps of a `DeviceBatch`, where codes have the newest token twice."""
+        held = self.layers[-1].store
+        twice = held.step_nbytes if isinstance(held, TokenCodeLayerStore) else 0
+        self.peak_nbytes = max(self.peak_nbytes, self._total_bytes + twice)
+
+    def footprint(self, kept: List[List[int]], decode_steps: int) -> float:
+        """Entries held, summed over the fed tokens and those of pre-passes: mean over layers and KV heads.
+
+        kept [L][H_kv]: tokens held at the end. The host counts the mean budget of a layer; where its heads hold another
+        number (official roundings), the difference at the end counts for every decoding step.
+        """
+        heads = [len(layer) for layer in kept]
+        counted = sum(h * layer.footprint for h, layer in zip(heads, self.layers, strict=True))
+        held = sum(h * layer.count for h, layer in zip(heads, self.layers, strict=True))
+        entries = counted + (sum(map(sum, kept)) - held) * decode_steps
+        return entries / sum(heads) + self.passed_entries
+
+    # --- recurrent states --------------------------------------------------------------------------------------------
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of the recurrent layers' states."""
+        return sum(state.nbytes for state in self.states.values())
+
+    def hold_state(self, name: str, state: Tensor) -> None:
+        """Replace a state [1,...] of a recurrent layer."""
+        before = self.states.get(name)
+        self.states[name] = state
+        self._total_bytes += state.nbytes - (0 if before is None else before.nbytes)
+        self.peak_nbytes = max(self.peak_nbytes, self._total_bytes)
+
+    def free_state(self, name: str) -> None:
+        """Copy a state that was made in inference mode, so that it can be changed outside of it."""
+        if name in self.states and self.states[name].is_inference() and not torch.is_inference_mode_enabled():
+            self.states[name] = self.states[name].clone()
+
+    # --- pre-passes --------------------------------------------------------------------------------------------------
+    def _check_pre_pass(self) -> None:
+        """Take the ratings of the next token. ValueError without what a pre-pass gives: `model.generate` runs none."""
+        if self.in_prompt:
+            raise ValueError(
+                f"{self.policy.name} needs an extra forward pass over the prompt before it evicts, but model.generate "
+                "runs none: use kvbench.generate"
+            )
+        if self.policy.rates:
+            if self._ratings is None:
+                raise ValueError(
+                    f"{self.policy.name} scores tokens by the model's own probabilities, which model.generate does not "
+                    "pass to its cache: use kvbench.generate"
+                )
+            self.shared["ratings"], self._ratings = self._ratings, None
+
+    def rate_next(self, logits: Tensor, tokens: Tensor) -> None:
+        """Rate the tokens [1,n] of the next call with the logits [1,V] before them, if the policy rates tokens."""
+        if isinstance(self.policy.pre_pass, TokenRating):
+            self._ratings = self.policy.pre_pass.rate(logits[:, None], tokens)
+
+    def rated(self, ratings: Tensor) -> None:
+        """Store the ratings [1,T] of the prompt in the running call."""
+        (span,) = self.spans
+        self.shared["ratings"] = ratings[:, : span.end - span.start]
+
+
+def check_length(length: object) -> int:
+    """The length of a prompt in tokens. ValueError for an invalid one."""
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise ValueError(f"a prompt's length must be a whole number of tokens of at least 1, got {length!r}")
+    return length
+
+
+def spread(given: int | List[int] | None, sequences: int, name: str) -> list[int | None]:
+    """One number for each sequence, from one for all or a list. ValueError for a list of another length."""
+    numbers: List[int | None] = given if isinstance(given, List) else [given] * sequences
+    if len(numbers) != sequences:
+        raise ValueError(f"{name} names {len(numbers)} sequences, the model was called with {sequences}")
+    return list(numbers)

@@ -1,0 +1,79 @@
+"""Where an answer ends, and the text of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from kvbench.models.tokens import special_ends
+from kvbench.tasks.task import Thoughts
+
+
+def end_tokens(
+    config: GenerationConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+    end_texts: Sequence[str] = (),
+    stops: Sequence[str] = (),
+) -> list[int]:
+    """Ids that end an answer: EOS of the tokenizer and of the generation config, and the end texts of the task.
+
+    An end text is represented by its last token, because SentencePiece tokenizers add a space before an encoded
+    newline. Stop strings have an id if they are special tokens.
+    """
+    generation = config.eos_token_id if config is not None else None
+    listed = generation if isinstance(generation, list) else [generation]
+    texts = [tokenizer.encode(text, add_special_tokens=False)[-1] for text in end_texts]
+    special = special_ends(tokenizer, stops)
+    return sorted({i for i in [tokenizer.eos_token_id, *listed, *texts, *special] if isinstance(i, int)})
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Where an answer ends besides EOS, and its text.
+
+    stops: strings that end an answer; they are not part of it. thoughts: nothing but EOS ends a thought. opened: the
+    prompt has opened one. ends: ids of tokens that end an answer which has begun, if there may be thoughts before it.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    stops: Sequence[str] = ()
+    thoughts: Thoughts | None = None
+    opened: bool = False
+    ends: Sequence[int] = ()
+
+    @property
+    def test(self) -> Callable[[list[int]], bool] | None:
+        """Whether the new tokens so far are a whole answer; None if only EOS ends it."""
+        return self.reached if self.stops or self.ends else None
+
+    def reached(self, tokens: list[int]) -> bool:
+        """See `test`."""
+        _, text = self._parts(tokens)
+        if text is None:
+            return False
+        return any(stop in text for stop in self.stops) or bool(text.strip() and tokens[-1] in self.ends)
+
+    def text(self, tokens: list[int]) -> str:
+        """The text of an answer without special tokens, cut before each stop string in turn, not stripped."""
+        thought, text = self._parts(tokens)
+        for stop in self.stops if text is not None else ():
+            text = str(text).split(stop, 1)[0]
+        return thought + (text or "")
+
+    def _parts(self, tokens: list[int]) -> tuple[str, str | None]:
+        """The thought and the answer after it; None if the thought has not ended."""
+        if self.thoughts is None:
+            return "", decoded(self.tokenizer, tokens)
+        return self.thoughts.split(decoded(self.tokenizer, tokens, self.thoughts.marks), self.opened)
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, tokens: list[int], kept: Sequence[str] = ()) -> str:
+    """The text of tokens without special tokens, except those in `kept`."""
+    shown = special_ends(tokenizer, kept)
+    parts, start = [], 0
+    for place in [n for n, token in enumerate(tokens) if token in shown] if shown else []:
+        parts += [tokenizer.decode(tokens[start:place], skip_special_tokens=True), tokenizer.decode([tokens[place]])]
+        start = place + 1
+    return "".join(map(str, [*parts, tokenizer.decode(tokens[start:], skip_special_tokens=True)]))
