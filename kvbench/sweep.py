@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +13,14 @@ import yaml
 from kvbench.errors import UsageError
 from kvbench.results.definition import read_definition
 from kvbench.sweeps.jobs import (
-    ACTIVE,
     FAILED,
     LEFT,
-    NO_PROCESS,
     Launcher,
     Status,
     launch,
     print_statuses,
     statuses,
+    stop,
     wait,
 )
 from kvbench.terminal.command import FAILED as EXIT_FAILED
@@ -89,8 +85,6 @@ def resume(out: Path, fields: Sequence[str]) -> list[Status]:
         return []
     launcher = _launcher(definition.launcher, fields)
     here = out.resolve()
-    os.chdir(definition.folder)  # the paths in its runs are relative to it
-    sys.path.insert(0, definition.folder)  # so are the user's own modules
     share_cores()
     from kvbench.sweeps.compute import Planned, rebuilt  # torch, which the other commands do not need
 
@@ -111,21 +105,11 @@ def _launcher(last: dict[str, Any], fields: Sequence[str]) -> Launcher:
 
 def cancel(found: Sequence[Status]) -> None:
     """Cancel the jobs of a sweep; finished examples are kept."""
-    jobs = {one.job.job_id: one.job for one in found if one.job is not None and one.state in ACTIVE}
-    for job in jobs.values():
-        if job.state == NO_PROCESS:  # processes that another command started on this machine
-            _kill(job.job_id)
-        else:
-            job.cancel()
-    sys.stdout.write(f"cancelled {len(jobs)} jobs; finished examples are kept\n")
-
-
-def _kill(pid: str) -> None:
-    """Kill a local job: its controller, then the process that computes. Both may ignore SIGINT, and bypass SIGTERM."""
-    with suppress(ProcessLookupError, FileNotFoundError):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        for process in (pid, *children):
-            os.kill(int(process), signal.SIGKILL)
+    jobs = {one.job.id: one.job for one in found if one.job is not None and one.job.active}
+    running = stop([*jobs.values()])
+    sys.stdout.write(f"cancelled {len(jobs) - len(running)} jobs; examples on disk are kept\n")
+    if running:
+        raise UsageError(f"still running: {', '.join(job.id for job in running)}")
 
 
 if __name__ == "__main__":

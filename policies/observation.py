@@ -315,9 +315,9 @@ class Observation:
         A sliding window counts positions, which equal slots only until an eviction.
         """
         last = self.sequences.last
-        if last is None or not (self.slots.ascending and self.packed):
+        if not (self.sequences.aligned and self.slots.ascending and self.packed):
             return False
-        return self.params.sliding_window is None or self.positions.shape[2] == last + 1
+        return self.params.sliding_window is None or (last is not None and self.positions.shape[2] == last + 1)
 
     @property
     def _call(self) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float | None, int | None]:

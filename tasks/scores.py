@@ -27,6 +27,7 @@ from types import ModuleType
 
 from kvbench import tasks
 from kvbench.tasks.task import Scored
+from kvbench.tasks.trust import is_trusted
 
 log = logging.getLogger(__name__)
 NUMBER = re.compile(r"\d+\.\d+|\d+")  # without its sign
@@ -127,10 +128,15 @@ def subsets_by(answers: Sequence[Scored]) -> str | None:
     return getattr(summary_module(answers), "SUBSETS_BY", None)
 
 
-@cache
 def _module(benchmark: object) -> ModuleType | None:
-    """The summary module of a benchmark; None, with a warning, if it is not installed."""
-    if not isinstance(benchmark, str):
+    """The summary module of a benchmark; None, with a warning, if it is not installed or not trusted."""
+    return _loaded(benchmark, is_trusted(benchmark)) if isinstance(benchmark, str) else None
+
+
+@cache
+def _loaded(benchmark: str, trusted: bool) -> ModuleType | None:
+    if not trusted and not (benchmark.isidentifier() and find_spec(f"{tasks.__name__}.{benchmark}")):
+        log.warning("the aggregates of benchmark %s are left out: --trust loads its module", benchmark)
         return None
     try:
         return benchmark_module(benchmark, "summary")

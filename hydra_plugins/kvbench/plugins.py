@@ -121,6 +121,9 @@ class KvbenchLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Compute every job; the value of its `JobReturn` is the score, or None if it was only submitted."""
         setup_globals()
+        written = Path(str(self.config.hydra.sweep.dir)) / "multirun.yaml"
+        if written.exists():  # Hydra's copy of the fields, in which hydra.launcher.setup may contain a secret
+            written.chmod(0o600)
         loader = self.hydra_context.config_loader
         configs = [loader.load_sweep_config(self.config, list(overrides)) for overrides in job_overrides]
         from kvbench.cli import short_errors

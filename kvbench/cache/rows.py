@@ -114,9 +114,9 @@ READ_AT_ONCE = ("cpu",)
 def note_nan(steps: List[Step], ranking: Ranking) -> None:
     """Note rows with a NaN score. The call continues for the others and ends with an error.
 
-    The host does not wait for decoding steps on a GPU: their flags are read by the audit at the end.
+    The host does not wait for decoding steps and blocks on a GPU: their flags are read by the audit at the end.
     """
-    later = steps[0].phase == "decode" and ranking.scores.device.type not in READ_AT_ONCE
+    later = steps[0].phase != "prompt" and ranking.scores.device.type not in READ_AT_ONCE
     if not later and not bool(ranking.scores.sum().isnan()):  # a tenth of the time of checking each score
         return
     for step, flag in zip(steps, ranking.broken().split(1), strict=True):

@@ -69,6 +69,7 @@ class Sequence:
         self._rope_switch = layout.uniform_length
         self._last = 0  # columns of the last call
         self._ratings: Tensor | None = None  # of the token of the next call
+        self.clock: Tensor | None = None  # [1] tokens seen, on the device, while a block is recorded
         self._places: dict[tuple[Span, torch.device], tuple[Tensor, Tensor]] = {}
 
     @cached_property
@@ -214,6 +215,8 @@ class Sequence:
         """The positions [1,m] of a step, and the number of tokens after it [1], once for all layers."""
         if (span, device) not in self._places:
             positions = torch.arange(span.start, span.end, device=device)[None]
+            if self.clock is not None:
+                positions = self.clock[None] + torch.arange(span.end - span.start, device=device)
             self._places[span, device] = positions, positions[0, -1:] + 1  # a new tensor would make the host wait
         return self._places[span, device]
 

@@ -158,7 +158,7 @@ class Step:
             ),
             sequences=SequenceInfo(
                 aligned=True,
-                last=span.end - 1,
+                last=span.end - 1 if self.sequence.clock is None else None,
                 opens=(span.opens,),
                 budgets=() if policy.scorer is None else (budget,),
                 prompts=(budgets.prompt,),

@@ -22,6 +22,7 @@ from kvbench.cache.layout import layout_of
 from kvbench.engine.cuda_graph import Recorder
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill_prompt
+from kvbench.engine.recorded_blocks import BlockRecorder
 from kvbench.engine.sequence import History, LiveSequence, Request, advance
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.policy import Policy
@@ -39,6 +40,7 @@ class DecodeBatch:
     def __init__(self, model: PreTrainedModel, cuda_graph: bool = False, strict: bool = True) -> None:
         self._model = model
         self._recorder = Recorder(model, strict) if cuda_graph else None
+        self._blocks = BlockRecorder(model, strict=False) if cuda_graph else None
         self._layout = layout_of(model.config)
         self._plain: KVCache | None = None
         self.device: DeviceBatch | None = None
@@ -93,7 +95,7 @@ class DecodeBatch:
         sequences = [[_new_sequence(request, policy) for policy in policies] for request in requests]
         for sequence, history in zip(sequences[0], histories, strict=False):
             sequence.history = history
-        prefill_prompt(self._model, sequences)
+        prefill_prompt(self._model, sequences, self._blocks)
         self.start(chain(*sequences))
         return sequences
 

@@ -17,6 +17,7 @@ from kvbench.cache.cache import KVCache, fork, together
 from kvbench.cache.layout import layout_of, reset_rotation
 from kvbench.engine.logits import all_logits, next_logits
 from kvbench.engine.pre_pass import open_cache, pre_pass, rate_next
+from kvbench.engine.recorded_blocks import BlockRecorder
 from kvbench.engine.sequence import History, LiveSequence, choose_next
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PromptChoice, TextEncoder
@@ -36,20 +37,30 @@ class ContextCache(KVCache):
 
 # --- calls of the model ----------------------------------------------------------------------------------------------
 def prefill(
-    model: PreTrainedModel, ids: Tensor, cache: KVCache, encoder: TextEncoder | None = None, size: int | None = None
+    model: PreTrainedModel,
+    ids: Tensor,
+    cache: KVCache,
+    encoder: TextEncoder | None = None,
+    size: int | None = None,
+    recorder: BlockRecorder | None = None,
 ) -> Tensor:
     """Append prompts ids [B,T] in calls of `size` tokens; returns the logits after the last token, [B,V].
 
-    size: None: the best size for the cache's policy. encoder: tokenizer for pre-passes that contain text.
+    size: None: the best size for the cache's policy. encoder: tokenizer for pre-passes that contain text. recorder:
+    records and replays equal blocks.
     """
     begin, total = cache.seen, ids.shape[1]
+    end = begin + total
     if not begin:
         reset_rotation(model)
     for block in ids.split(size or call_size(model, cache.policy, begin, total), dim=1):
-        positions = torch.arange(begin, begin + block.shape[1]).expand_as(block)
+        positions = torch.arange(begin, begin + block.shape[1], device=ids.device).expand_as(block)
         begin += block.shape[1]
         with pre_pass(model, cache, ids, encoder):
-            logits = next_logits(model, block, positions, cache)
+            if recorder is None:
+                logits = next_logits(model, block, positions, cache)
+            else:
+                logits = recorder(block, positions, cache, last=begin == end)
     return logits
 
 
@@ -89,7 +100,9 @@ def given_size(model: PreTrainedModel, policies: Iterable[Policy], end: int) -> 
 
 
 # --- one prompt, for the sequences of all questions about it ---------------------------------------------------------
-def prefill_prompt(model: PreTrainedModel, questions: Sequence[Sequences]) -> None:
+def prefill_prompt(
+    model: PreTrainedModel, questions: Sequence[Sequences], recorder: BlockRecorder | None = None
+) -> None:
     """Prefill a prompt and choose the token after it, for the sequences of every question about it.
 
     The sequences of all questions have the same policies in the same order, except for the seeds of random numbers.
@@ -105,9 +118,9 @@ def prefill_prompt(model: PreTrainedModel, questions: Sequence[Sequences]) -> No
             shared[sequences[0]] = sequences
         else:  # a policy with random numbers, for several answers to one prompt
             for sequence in sequences:
-                _prefill_questions(model, [[sequence]])
+                _prefill_questions(model, [[sequence]], recorder)
     for batch in _batches(model, list(shared)):
-        _prefill_questions(model, list(zip(*(shared[first] for first in batch), strict=True)))
+        _prefill_questions(model, list(zip(*(shared[first] for first in batch), strict=True)), recorder)
 
 
 def _batches(model: PreTrainedModel, sequences: Sequences) -> Iterator[list[LiveSequence]]:
@@ -131,11 +144,11 @@ def _batches(model: PreTrainedModel, sequences: Sequences) -> Iterator[list[Live
         yield whole
 
 
-def _prefill_questions(model: PreTrainedModel, questions: Sequence[Sequences]) -> None:
+def _prefill_questions(model: PreTrainedModel, questions: Sequence[Sequences], recorder: BlockRecorder | None) -> None:
     """Prefill for the sequences of the first question, copy their caches for the others, and append the questions."""
     first, *others = questions
     try:
-        logits, opened = _prefill(model, first)
+        logits, opened = _prefill(model, first, recorder)
         for question in others:
             for sequence, source in zip(question, first, strict=True):
                 sequence.cache = None if source.cache is None else fork(source.cache)
@@ -153,7 +166,9 @@ def _fail(sequences: Iterable[LiveSequence], error: Exception) -> None:
         sequence.error = sequence.error or error
 
 
-def _prefill(model: PreTrainedModel, sequences: Sequences) -> tuple[Tensor, list[LiveSequence]]:
+def _prefill(
+    model: PreTrainedModel, sequences: Sequences, recorder: BlockRecorder | None = None
+) -> tuple[Tensor, list[LiveSequence]]:
     """Create the caches of sequences and prefill their prompt; also the sequences whose caches could be created.
 
     The logits after the prompt: [1,V] if all sequences share one call, [S,V] if they prefill in blocks.
@@ -167,7 +182,7 @@ def _prefill(model: PreTrainedModel, sequences: Sequences) -> tuple[Tensor, list
     whole = size >= ids.shape[1]
     cache = together(caches, whole and len(caches) > 1)
     prompts = ids.expand(1 if whole else len(caches), -1)
-    return prefill(model, prompts, cache, sequences[0].request.encoder, size), opened
+    return prefill(model, prompts, cache, sequences[0].request.encoder, size, recorder), opened
 
 
 def _open(model: PreTrainedModel, sequences: Sequences) -> Tensor:

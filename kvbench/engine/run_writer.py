@@ -22,6 +22,7 @@ from kvbench.results.labels import names
 from kvbench.results.metrics import write_metrics
 from kvbench.results.samples import FILE_NAME, Sample, SampleFile, open_samples, read_samples
 from kvbench.results.session import machine, other_versions
+from kvbench.results.summary import write_summary
 from kvbench.run.run import Run
 
 _ENVIRONMENT = "environment.json"
@@ -158,6 +159,7 @@ class RunWriter:
         else:
             self._file.check()
         numbers = write_metrics(self.folder, self._done)
+        write_summary(self.folder, self._done)
         if self.run.policy.evicts and numbers["evicted_share"] == 0:
             log.warning("%s: nothing was evicted from any cache, the budget is above every prompt", self.run_id)
         self.end()
@@ -273,6 +275,8 @@ def _record_environment(run: Run, folder: Path, here: Mapping[str, Any]) -> None
     known = _environments(folder)
     if here in known:
         return
+    if not known and (folder / FILE_NAME).stat().st_size:
+        log.warning("%s: %s was missing or damaged, it now describes this process", run.run_id, _ENVIRONMENT)
     changed = other_versions(known, here)
     if changed and not run.allow_version_mismatch:
         raise UsageError(
@@ -293,6 +297,6 @@ def _environments(folder: Path) -> list[dict[str, Any]]:
     """The environments in which a run was computed so far."""
     try:
         first = json.loads((folder / _ENVIRONMENT).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return []
     return [first, *first.pop("resumed", [])]

@@ -157,7 +157,7 @@ def _parts(run: Result, other: Result) -> Iterator[tuple[Result, Result]]:
 
 def _compared(claim: Claim, run: Result, other: Result) -> Iterator[Comparison]:
     pair = (run, other) if run.reads else (other, run)  # lower NLL is better
-    result = paired(pair[0].samples, pair[1].samples)
+    result = paired(pair[0].outcomes, pair[1].outcomes)
     if result is not None:
         subset = "" if run.subset == "all" else f" {run.subset}"
         budget = "" if run.budget is None else f" at {run.budget}"

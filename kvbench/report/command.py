@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvbench.report.table import pivot as pivoted
 from kvbench.results.columns import COLUMNS, frame
 from kvbench.results.files import atomic_write
 from kvbench.results.result import Result, load_results
+from kvbench.tasks.trust import trust_option
 from kvbench.terminal.command import PATH, Command, terminal_width
 from kvbench.terminal.outputs import check_output
 
@@ -47,6 +49,7 @@ _COLUMNS = "\n".join(f"  {column.name:20}  {column.meaning}" for column in COLUM
     type=click.Choice(["budget", "task"]),
     help="A row per policy, a column per budget (scores with intervals) or per task (scores x 100, average).",
 )
+@trust_option
 def collect(
     folder: Path,
     output: Path | None,
@@ -91,11 +94,18 @@ def collect(
 
 def _write_tidy(rows: Sequence[Result], names: Sequence[str], output: Path) -> None:
     table = frame(rows, names)
+    if output.suffix == ".csv":
+        table = table.astype(object).map(_inert).rename(columns=_inert)
     try:
         with atomic_write(output) as temporary:
             (table.to_csv if output.suffix == ".csv" else table.to_parquet)(temporary, index=False)
     except OSError as error:
         raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
+
+
+def _inert(cell: Any) -> Any:  # noqa: ANN401 - of a table
+    """A text that a spreadsheet would execute, with an apostrophe before it."""
+    return f"'{cell}" if isinstance(cell, str) and re.match(r"[=@\t\r]|[+-]\s*[^\s\d.]", cell) else cell
 
 
 def _table(rows: Sequence[Result], names: Sequence[str], changes: bool, price: bool, pivot: str | None) -> Table:

@@ -55,7 +55,7 @@ def _kind(row: Result) -> str:
 
 
 def _cells(row: Result, own: Result) -> list[str] | None:
-    pair = paired(row.samples, own.samples)
+    pair = paired(row.outcomes, own.outcomes)
     if row is own or pair is None or row.score is None or own.score is None:
         return None
     price = pair.difference

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from kvbench.results.metrics import cut_off, prompts_of
 from kvbench.results.pairs import shared
-from kvbench.results.samples import Sample
 from kvbench.results.statistics import FEWEST, Difference, mean_interval, paired_difference
+from kvbench.results.summary import Outcome
 
 
 @dataclass(frozen=True)
@@ -42,17 +41,17 @@ class Changes:
     cut: Difference | None
 
 
-def changes(full: Sequence[Sample], samples: Sequence[Sample]) -> Changes | None:
+def changes(full: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Changes | None:
     """Compare on shared prompts; None below 5 of them, or if an example of either run failed.
 
     Several answers to a prompt count as their mean.
     """
-    pairs = shared(full, samples)
-    if len(pairs) < FEWEST or any(one.error is not None for pair in pairs for one in pair):
+    pairs = shared(full, outcomes)
+    if len(pairs) < FEWEST or any(one.failed for pair in pairs for one in pair):
         return None
-    scores = _paired(pairs, lambda sample: sample.score, [], [])
-    lengths = _paired(pairs, _length, full, samples)
-    cut = _paired(pairs, cut_off, full, samples)
+    scores = _known([(a.score, b.score) for a, b in pairs])
+    lengths = _known([(a.length, b.length) for a, b in pairs])
+    cut = _known([(a.cut, b.cut) for a, b in pairs])
     lost = [max(0.0, a - b) for a, b in scores]
     gained = [max(0.0, b - a) for a, b in scores]
     binary = bool(scores) and {value for pair in scores for value in pair} <= {0, 1}
@@ -70,31 +69,10 @@ def changes(full: Sequence[Sample], samples: Sequence[Sample]) -> Changes | None
     )
 
 
-def _length(sample: Sample) -> float | None:
-    """Tokens of an answer, EOS and dictated tokens included: one after the prompt, and one for each decoding step."""
-    return None if sample.decode_steps is None or sample.generated_tokens is None else sample.decode_steps + 1
-
-
-def _paired(
-    pairs: Sequence[tuple[Sample, Sample]],
-    value: Callable[[Sample], float | None],
-    full: Sequence[Sample],
-    samples: Sequence[Sample],
-) -> list[tuple[float, float]]:
-    """The values of both runs for every pair; [] if one is unknown. full, samples: all answers, to take their means."""
-    first, second = _means(full, value), _means(samples, value)
-    both = [(first.get(a.index, value(a)), second.get(b.index, value(b))) for a, b in pairs]
-    known = [(a, b) for a, b in both if a is not None and b is not None]
-    return known if len(known) == len(both) else []
-
-
-def _means(samples: Sequence[Sample], value: Callable[[Sample], float | None]) -> dict[int, float | None]:
-    """The mean over the answers to each prompt, by the index of its first answer."""
-    found = {}
-    for answers in prompts_of(samples):
-        values = [v for answer in answers if (v := value(answer)) is not None]
-        found[answers[0].index] = fmean(values) if len(values) == len(answers) else None
-    return found
+def _known(pairs: Sequence[tuple[float | None, float | None]]) -> list[tuple[float, float]]:
+    """The values of both runs for every pair; [] if one is unknown."""
+    known = [(a, b) for a, b in pairs if a is not None and b is not None]
+    return known if len(known) == len(pairs) else []
 
 
 def _share(values: Sequence[float]) -> Share | None:

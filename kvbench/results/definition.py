@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +24,7 @@ from kvbench.results.samples import read_samples
 FILE_NAME = "sweep.yaml"
 SWEEP_FOLDER = ".sweep"
 """The folder of job logs and states of runs."""
+RECORDS = ("config.yaml", "environment.json")
 _HEAD = "# The runs of this folder's sweeps: `kvbench sweep status FOLDER` shows their progress.\n"
 
 
@@ -39,6 +42,19 @@ class Entry:
     changed: tuple[str, ...] = ()  # fields of the identity that differ from the presets
     identity: dict[str, Any] | None = None
     error: str | None = None
+    folder: str = "."  # working directory of its command: paths of its configuration are relative to it
+
+    @contextmanager
+    def working_folder(self) -> Iterator[None]:
+        """Work in `folder`, with the user's modules there, as under `python -m`. Raises UsageError if it is gone."""
+        if not Path(self.folder).is_dir():
+            raise UsageError(f"{self.title}: the folder of its command is gone: {self.folder}")
+        sys.path.insert(0, self.folder)
+        try:
+            with chdir(self.folder):
+                yield
+        finally:
+            sys.path.remove(self.folder)
 
     @property
     def key(self) -> str:
@@ -60,14 +76,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Definition:
-    """The runs of all sweeps with the same output folder.
-
-    folder: the working directory of the last command; paths are relative to it. launcher: its launcher's fields.
-    """
+    """The runs of all sweeps with the same output folder. launcher: fields of the last command's launcher."""
 
     name: str
     commands: tuple[str, ...] = ()
-    folder: str = "."
     launcher: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
     runs: tuple[Entry, ...] = ()
@@ -78,16 +90,21 @@ class Definition:
         A run with the same configuration but another id, after a change of code or weights, replaces the older one.
         """
         keys = {entry.key for entry in later.runs}
-        words = {json.dumps(entry.config, sort_keys=True) for entry in later.runs}
-        kept = (e for e in self.runs if e.key not in keys and json.dumps(e.config, sort_keys=True) not in words)
+        words = {_words(entry) for entry in later.runs}
+        kept = (entry for entry in self.runs if entry.key not in keys and _words(entry) not in words)
         commands = tuple(dict.fromkeys((*self.commands, *later.commands)))
         return replace(later, commands=commands, runs=(*kept, *later.runs))
+
+
+def _words(entry: Entry) -> str:
+    return json.dumps([entry.folder, entry.config], sort_keys=True)
 
 
 def write_definition(folder: Path, definition: Definition) -> Definition:
     """Merge a sweep with the stored one, write and return the result. Raises OSError."""
     private = folder / SWEEP_FOLDER
     private.mkdir(parents=True, exist_ok=True)
+    private.chmod(0o700)  # scripts and logs of jobs may contain secrets, such as a token in hydra.launcher.setup
     with held(private, wait=True):  # concurrent commands must not lose each other's runs
         remove_torn(folder)
         if (folder / FILE_NAME).exists():
@@ -95,7 +112,7 @@ def write_definition(folder: Path, definition: Definition) -> Definition:
         known: dict[str, Any] = {}
         runs = [_values(entry, known) for entry in definition.runs]
         text = yaml_text({**vars(definition), "commands": list(definition.commands), "runs": runs})
-        write_atomically(folder / FILE_NAME, _HEAD + text)
+        write_atomically(folder / FILE_NAME, _HEAD + text, private=True)
     return definition
 
 
@@ -104,7 +121,8 @@ def read_definition(folder: Path) -> Definition:
     path = folder / FILE_NAME
     try:
         values = read_yaml(path)
-        runs = tuple(Entry(**{**run, "changed": tuple(run["changed"])}) for run in values.pop("runs"))
+        folder = values.pop("folder", ".")  # older sweeps have one for all runs
+        runs = tuple(Entry(**{"folder": folder, **run, "changed": tuple(run["changed"])}) for run in values.pop("runs"))
         return Definition(**{**values, "commands": tuple(values["commands"])}, runs=runs)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{folder} holds no sweep: there is no {FILE_NAME}") from None
@@ -212,6 +230,19 @@ def lines(folder: Path) -> int:
         return 0
 
 
+def missing_records(folder: Path) -> list[str]:
+    """The files that describe a run and are missing, empty, or filled with zeros after a power cut."""
+    return [name for name in RECORDS if not _begins(folder / name)]
+
+
+def _begins(path: Path) -> bool:
+    try:
+        with path.open("rb") as stream:
+            return stream.read(1) not in (b"", b"\0")
+    except OSError:
+        return False
+
+
 def is_complete(out: Path, entry: Entry) -> bool:
     """Whether all examples of a run are on disk, as far as this is known without loading the task."""
     if entry.run_id is None:
@@ -221,7 +252,7 @@ def is_complete(out: Path, entry: Entry) -> bool:
     except ValueError:
         return False
     state = read_state(out, entry.run_id)
-    if not n or (state is not None and state.error is not None):
+    if not n or (state is not None and state.error is not None) or missing_records(out / entry.run_id):
         return False
     in_task = None if state is None else state.in_task
     return (entry.limit is not None and n >= entry.limit) or (in_task is not None and n >= in_task)

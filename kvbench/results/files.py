@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -32,15 +33,21 @@ def atomic_write(path: Path) -> Iterator[Path]:
         with temporary.open("rb+") as stream:
             os.fsync(stream.fileno())
         temporary.replace(path)
+        sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` with `atomic_write`. Does nothing if the file already has this content."""
-    if path.exists() and path.read_text(encoding="utf-8") == text:
+def write_atomically(path: Path, text: str, private: bool = False) -> None:
+    """Write `text` with `atomic_write`. Does nothing if the file already has this content.
+
+    private: only the user may read the file.
+    """
+    if path.exists() and path.read_bytes() == text.encode():
         return
     with atomic_write(path) as temporary:
+        if private:
+            temporary.touch(0o600)
         temporary.write_text(text, encoding="utf-8")
 
 
@@ -48,6 +55,15 @@ def remove_torn(folder: Path) -> None:
     """Remove temporary files that a killed process left. The caller holds the folder's lock."""
     for path in (*folder.glob(".*.json"), *folder.glob(".*.yaml")):
         path.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names of a folder's files are on disk: without it, a power cut may lose a new file."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -107,12 +123,18 @@ def held(folder: Path, wait: bool = False) -> Iterator[None]:
 
 def is_held(folder: Path) -> bool:
     """Whether a process is computing the run in this folder."""
-    if not (folder / _NAME).exists():
-        return False
+    return is_locked(folder / _NAME)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of this file. A process that ends, in whatever way, releases its locks."""
     try:
-        with held(folder):
+        with path.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
-    except RunBusyError:
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
         return True
 
 

@@ -30,6 +30,11 @@ GROUP_KEYS = ("task", "length", "depth")
 """Metadata keys by which scores are also grouped, in addition to the keys in metadata["groups"]."""
 
 
+def code() -> bytes:
+    """The code that computes the numbers."""
+    return _CODE
+
+
 def of_prompts(samples: Sequence[Sample]) -> list[Sample]:
     """One sample for each prompt: its first answer, with the mean score of all; None if an answer has no score."""
     answers = prompts_of(samples)
@@ -304,9 +309,9 @@ def _likelihood(samples: Sequence[Sample]) -> dict[str, Any] | None:
     }
 
 
-def token_mean(read: Sequence[Likelihood]) -> float:
+def token_mean(read: Sequence[Any]) -> float:
     """Mean NLL over the scored tokens of all texts."""
-    return sum(x.nll * x.tokens for x in read) / sum(x.tokens for x in read)
+    return float(sum(x.nll * x.tokens for x in read) / sum(x.tokens for x in read))
 
 
 def _most(read: Sequence[Likelihood]) -> list[list[int]]:

@@ -8,21 +8,20 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import pvariance
 
-from kvbench.results.metrics import of_prompts
-from kvbench.results.samples import Likelihood, Sample
 from kvbench.results.statistics import Difference, paired_difference
+from kvbench.results.summary import Outcome
 
 
 @dataclass(frozen=True)
 class Paired:
     """Difference between `second` and `first` on shared prompts: in score, or in NLL for given texts.
 
-    spread: standard deviation of the difference per example. read: the likelihoods of both, for given texts.
+    spread: standard deviation of the difference per example. read: the outcomes of both, for given texts.
     """
 
     difference: Difference
     spread: float
-    read: tuple[tuple[Likelihood, Likelihood], ...] = ()
+    read: tuple[tuple[Outcome, Outcome], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -37,23 +36,23 @@ class NLLGap:
     perplexity: float
 
 
-def shared(first: Sequence[Sample], second: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
-    """Pairs of examples with the same prompt, in the order of `second`; a repeated prompt pairs as often as in both."""
-    known: defaultdict[str, list[Sample]] = defaultdict(list)
-    for sample in reversed(of_prompts(first)):
-        known[sample.prompt_hash].append(sample)
-    return [(known[b.prompt_hash].pop(), b) for b in of_prompts(second) if known[b.prompt_hash]]
+def shared(first: Sequence[Outcome], second: Sequence[Outcome]) -> list[tuple[Outcome, Outcome]]:
+    """Pairs with the same prompt, in the order of `second`; a repeated prompt pairs as often as in both."""
+    known: defaultdict[str, list[Outcome]] = defaultdict(list)
+    for one in reversed(first):
+        known[one.prompt_hash].append(one)
+    return [(known[b.prompt_hash].pop(), b) for b in second if known[b.prompt_hash]]
 
 
-def paired(first: Sequence[Sample], second: Sequence[Sample]) -> Paired | None:
-    """Compare the examples with the same prompts and a value in both; None if there are none."""
+def paired(first: Sequence[Outcome], second: Sequence[Outcome]) -> Paired | None:
+    """Compare the outcomes of the same prompts with a value in both; None if there are none."""
     pairs = shared(first, second)
-    read = tuple((a.likelihood, b.likelihood) for a, b in pairs if a.likelihood and b.likelihood)
-    values = [(a.nll, b.nll) for a, b in read] or [
+    read = tuple((a, b) for a, b in pairs if a.nll is not None and b.nll is not None)
+    values = [(a.nll or 0.0, b.nll or 0.0) for a, b in read] or [
         (a.score, b.score) for a, b in pairs if a.score is not None and b.score is not None
     ]
     if not values:
         return None
-    weights = [b.tokens for _, b in read] or None
+    weights = [float(b.tokens or 0) for _, b in read] or None
     difference = paired_difference([a for a, _ in values], [b for _, b in values], weights=weights)
     return Paired(difference, sqrt(pvariance([b - a for a, b in values])), read)

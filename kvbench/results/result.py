@@ -6,28 +6,25 @@ import copy
 import json
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import exp
+from math import exp, inf
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
 from kvbench.errors import UsageError
 from kvbench.results.changes import Changes, changes
+from kvbench.results.described import Described
 from kvbench.results.files import read_yaml
 from kvbench.results.labels import (
     NAMED,
     Naming,
-    briefly,
     budget_order,
-    compressed,
     differing,
-    evicts,
-    keeps_all,
-    moments,
     names,
     natural,
     text_of,
@@ -37,8 +34,9 @@ from kvbench.results.metrics import FILE_NAME as METRICS
 from kvbench.results.metrics import Numbers, by_value, metrics, read_metrics, token_mean
 from kvbench.results.pairs import NLLGap, Paired, paired, shared
 from kvbench.results.samples import FILE_NAME, Sample, read_samples
-from kvbench.results.session import other_versions
+from kvbench.results.session import machine, other_versions
 from kvbench.results.statistics import FEWEST, Difference
+from kvbench.results.summary import Outcome, StoredSamples, outcomes_of, read_summary
 
 FINISHED, UNFINISHED = "finished", "unfinished"
 
@@ -46,30 +44,21 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Result(Numbers):
+class Result(Numbers, Described):
     """The result of a run, or of its examples with one value of a metadata key (`parts`).
 
     Numbers are computed by `results.metrics`; from `nll` on they are for given texts. A number is None if it was not
-    measured or an example failed. model, policy, task: names of presets. differs: the fields that differ from the
-    presets or between the rows of a table, by dotted name. labels: model, policy and task with these fields.
-    name: a label of the policy with all differing fields except the schedule; line: the same with the schedule if it is
-    unusual in the table. state: "finished", or "unfinished" if examples are missing.
-    baseline: the result of the full cache on the same examples, if there is one.
+    measured or an example failed. differs: the fields that differ from the presets or between the rows of a table, by
+    dotted name. name: a label of the policy with all differing fields except the schedule; line: the same with the
+    schedule if it is unusual in the table. state: "finished", or "unfinished" if examples are missing. baseline: the
+    result of the full cache on the same examples, if there is one.
     """
 
     folder: Path
-    run_id: str
-    model: str
-    policy: str
-    task: str
-    identity: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    samples: tuple[Sample, ...]
+    samples: Sequence[Sample]
     state: str = FINISHED
     subset: str = "all"  # or "length=1024" for a part
-    naming: Naming
     differs: Mapping[str, Any] = field(default_factory=dict)
-    labels: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
     line: str = ""
     mixed: str = ""  # versions that differ between the processes that computed the run
@@ -101,82 +90,9 @@ class Result(Numbers):
         return f"<Result {self.line or self.policy}{budget}, {self.model}, {self.task}: {value}, n={self.n}>"
 
     @property
-    def budget(self) -> int | float | None:
-        """Tokens per KV head and layer, or share of the prompt; None if nothing is evicted."""
-        return cast("int | float | None", self.identity["budget"])
-
-    @property
     def finished(self) -> bool:
         """Whether the run has all of its examples."""
         return self.state == FINISHED
-
-    @property
-    def budget_kind(self) -> str:
-        """The unit of the budget."""
-        return "none" if self.budget is None else "tokens_per_head" if isinstance(self.budget, int) else "share"
-
-    @property
-    def weights(self) -> str | None:
-        """Hub id and commit, or sha256 of the files."""
-        return "@".join(self.identity["model"].values()) or None
-
-    @property
-    def device(self) -> str | None:
-        """The GPU or processor that computed it."""
-        hardware = self.environment.get("hardware")
-        return None if hardware is None else str(hardware["device_name"] or hardware["processor"])
-
-    @property
-    def model_label(self) -> str:
-        """The model with its differing fields, for titles."""
-        return self.labels.get("model", self.model)
-
-    @property
-    def task_label(self) -> str:
-        """The task with its differing fields, for titles."""
-        return self.labels.get("task", self.task)
-
-    @property
-    def compress(self) -> str:
-        """What was compressed: the prompt, or the context before its question."""
-        return compressed(self.identity)
-
-    @property
-    def schedule(self) -> str | None:
-        """When tokens of the prompt are evicted: "prompt", "blocks of 128"; None if nothing is evicted."""
-        return moments(self.identity)[0]
-
-    @property
-    def decode(self) -> str | None:
-        """Whether decoding evicts or grows."""
-        return moments(self.identity)[1]
-
-    @property
-    def moments(self) -> tuple[str, str]:
-        """Schedule and decoding rule: ("blocks of 128", "evict"), ("m=4", "") for texts, ("", "") without eviction."""
-        if not self.evicts or self.naming.reads is not None:
-            return self.naming.reads or "" if self.evicts else "", ""
-        return (briefly(self.identity), self.decode) if self.decode else ("", "")
-
-    @property
-    def when(self) -> str:
-        """`moments` as one text: "blocks of 128, evict". Only rows with the same text are comparable."""
-        return ", ".join(filter(None, self.moments))
-
-    @property
-    def evicts(self) -> bool:
-        """Whether the policy evicts tokens."""
-        return evicts(self.identity)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the run keeps the full cache, whatever the policy's name."""
-        return keeps_all(self.identity)
-
-    @property
-    def setting(self) -> tuple[str, ...]:
-        """The fields that two results must share to be compared example by example."""
-        return tuple(str(self.identity.get(name)) for name in ("model", "dtype", "task", "seed", "generation"))
 
     @property
     def value(self) -> float | None:
@@ -206,7 +122,17 @@ class Result(Numbers):
     @cached_property
     def to_full(self) -> Paired | None:
         """The difference of `value` from the baseline's on shared examples; None without a baseline or values."""
-        return None if self.baseline is None else paired(self.baseline.samples, self.samples)
+        return None if self.baseline is None else paired(self.baseline.outcomes, self.outcomes)
+
+    @cached_property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """The score or likelihood of every prompt."""
+        return self.samples.outcomes if isinstance(self.samples, StoredSamples) else outcomes_of(self.samples)
+
+    @cached_property
+    def prompts(self) -> tuple[str, ...]:
+        """The hash of every prompt, in order."""
+        return tuple(one.prompt_hash for one in self.outcomes)
 
     @property
     def vs_full(self) -> Difference | None:
@@ -217,7 +143,7 @@ class Result(Numbers):
     @cached_property
     def changes(self) -> Changes | None:
         """What differs from the answers of the baseline; None without one, or below 5 shared examples."""
-        return None if self.baseline is None else changes(self.baseline.samples, self.samples)
+        return None if self.baseline is None else changes(self.baseline.outcomes, self.outcomes)
 
     @cached_property
     def gap(self) -> NLLGap | None:
@@ -225,8 +151,8 @@ class Result(Numbers):
 
         It has an interval from 5 shared texts on.
         """
-        pair, full = self.to_full, () if self.baseline is None else self.baseline.samples
-        if pair is None or any(sample.likelihood is None for sample in (*self.samples, *full)):
+        pair, full = self.to_full, () if self.baseline is None else self.baseline.outcomes
+        if pair is None or any(one.nll is None for one in (*self.outcomes, *full)):
             return None
         first, nll = (token_mean(texts) for texts in zip(*pair.read, strict=True))
         return NLLGap(nll - first, pair.difference if len(pair.read) >= FEWEST else None, exp(nll) - exp(first))
@@ -283,7 +209,7 @@ class Results(Sequence[Result]):
 
     def by(self, keys: Sequence[str]) -> list[Result]:
         """The rows, each followed by its parts by these metadata keys. Raises UsageError for an unknown key."""
-        known = sorted({key for row in self for sample in row.samples for key in sample.metadata})
+        known = sorted({key for row in self if keys for sample in row.samples for key in sample.metadata})
         for key in keys:
             if key not in known:
                 raise UsageError(f"--by {key} is not a metadata key of any example (allowed: {', '.join(known)})")
@@ -321,23 +247,34 @@ def load_results(folder: Path) -> Results:
     return Results(sorted(longest.values(), key=lambda row: row.folder))
 
 
-def read_result(folder: Path, limit: int | None = None) -> Result:
-    """Read a run, or its first `limit` examples. Raises UsageError if `folder` is not a readable run."""
-    file = FILE_NAME
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What reading and computing with damaged or invented files raises."""
+
+
+def read_result(folder: Path, limit: int | None = None, whole: bool = False) -> Result:
+    """Read a run, or its first `limit` examples. Raises UsageError if `folder` is not a readable run.
+
+    Of a finished run only the summary is read, and samples whenever they are used. whole: read the samples.
+    """
+    file = "summary.json, metrics.json or environment.json"
     try:
+        stored = None if whole else read_summary(folder)
+        if stored is not None and (limit is None or limit >= len(stored.samples)):
+            return _result(folder, stored.samples, stored.run, stored.numbers)
+        file = FILE_NAME
         samples = tuple(read_samples(folder / FILE_NAME)[:limit])
         if not samples:
             raise ValueError("is missing or has no example")
         file = "config.yaml"
         config = read_yaml(folder / file)
         file = "config.yaml or environment.json"
-        return _result(folder, samples, config)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        return _result(folder, samples, config, read_metrics(folder, samples))
+    except (*_UNREADABLE, yaml.YAMLError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise UsageError(f"{folder} is not a readable run ({file}: {reason})") from error
 
 
-def _result(folder: Path, samples: tuple[Sample, ...], config: Mapping[str, Any]) -> Result:
+def _result(folder: Path, samples: Sequence[Sample], config: Mapping[str, Any], measured: Mapping[str, Any]) -> Result:
     environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
     stored, resumed = config["naming"], environment.get("resumed", [])
     naming = Naming(**{**stored, "changed": tuple(stored["changed"])})
@@ -351,10 +288,22 @@ def _result(folder: Path, samples: tuple[Sample, ...], config: Mapping[str, Any]
         state=FINISHED if (folder / METRICS).exists() else UNFINISHED,
         mixed=other_versions([environment, *resumed[:-1]], resumed[-1]) if resumed else "",
         **{name: getattr(naming, name) for name in NAMED},
-        **numbers(read_metrics(folder, samples)),
+        **numbers(measured),
     )
-    _ = found.setting, found.is_full, environment["hardware"]  # raises KeyError if the files have no such field
+    _check(found)
     return found
+
+
+def _check(row: Result) -> None:
+    """Raise an error of `_UNREADABLE` if a table of the run would."""
+    naming, budget = row.naming, row.budget
+    texts = (row.run_id, naming.policy, naming.model, naming.task, *naming.changed, row.identity["dtype"])
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("names must be texts")
+    if budget is not None and not (isinstance(budget, int | float) and 0 < budget < inf):
+        raise ValueError(f"budget={budget} is not allowed")
+    _ = row.setting, row.is_full, row.when, row.weights, row.device, row.bits_per_number, machine(row.environment)
+    _ = names(naming, row.identity), row.environment["packages"].items(), row.environment["python"]
 
 
 def _named(rows: Sequence[Result]) -> list[Result]:
@@ -381,10 +330,22 @@ def _with_baselines(rows: Sequence[Result]) -> list[Result]:
     Ties go to the run with the fewest changed fields, then to the first. Runs of the full cache have no baseline.
     """
     found = []
+    of_setting: defaultdict[tuple[str, ...], list[Result]] = defaultdict(list)
     for row in rows:
-        full = [] if row.is_full else [other for other in rows if other.is_full and other.setting == row.setting]
-        common = {id(other): len(shared(other.samples, row.samples)) for other in full} if len(full) > 1 else {}
-        full.sort(key=lambda other: (-common.get(id(other), 0), len(other.naming.changed)))
+        if row.is_full:
+            of_setting[row.setting].append(row)
+    common: dict[tuple[object, ...], int] = {}  # by the prompts of both runs, which are often those of others
+
+    def in_common(other: Result, row: Result) -> int:
+        key = other.prompts, row.prompts
+        if key not in common:
+            common[key] = len(shared(other.outcomes, row.outcomes))
+        return common[key]
+
+    for row in rows:
+        full = [] if row.is_full else list(of_setting[row.setting])
+        if len(full) > 1:
+            full.sort(key=lambda other: (-in_common(other, row), len(other.naming.changed)))
         found.append(replace(row, baseline=full[0] if full else None))
     return found
 

@@ -11,16 +11,19 @@ import io
 import json
 import logging
 import os
+import textwrap
+from ast import literal_eval
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from kvbench.results.files import RunLostError, held, is_open_at, write_atomically
+from kvbench.errors import LARGEST
+from kvbench.results.files import RunLostError, held, is_open_at, sync_folder, write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -189,6 +192,7 @@ class SampleFile:
         self.path = path
         self._stream = path.open("ab", buffering=0)
         try:
+            sync_folder(path.parent)
             self.samples, self._end = _parse(path, path.read_bytes())
         except BaseException:
             self._stream.close()
@@ -224,12 +228,13 @@ class SampleFile:
             written = 0
             while written < len(line):
                 written += self._stream.write(line[written:])
-            os.fsync(self._stream.fileno())
-        except BaseException:  # including interrupts: the next line must start at the beginning of a line
-            self._stream.truncate(self._end)
-            raise
-        self._end += len(line)
-        self.samples.append(sample)
+        finally:  # after an interrupt too: a complete line stays, and the next one starts at the beginning of a line
+            if os.fstat(self._stream.fileno()).st_size == self._end + len(line):
+                self._end += len(line)
+                self.samples.append(sample)
+            else:
+                self._stream.truncate(self._end)
+        os.fsync(self._stream.fileno())
 
     def replace(self, sample: Sample) -> None:
         """Replace a failed sample atomically."""
@@ -263,7 +268,7 @@ def _line(sample: Sample) -> bytes:
 
 def _parse(path: Path, content: bytes) -> tuple[list[Sample], int]:
     """The samples of a file, and the length in bytes of its complete lines."""
-    lines = io.BytesIO(content).readlines()
+    lines = io.BytesIO(content.rstrip(b"\0")).readlines()  # after a power cut a file may end with zeros
     samples: list[Sample] = []
     end = 0
     for number, line in enumerate(lines, start=1):
@@ -278,6 +283,7 @@ def _parse(path: Path, content: bytes) -> tuple[list[Sample], int]:
             log.warning("%s: the incomplete last line is removed; %s will be computed again", path, which)
             break
         _check_score(sample, f"{path}, line {number}")
+        _check_types(sample, f"{path}, line {number}")
         samples.append(sample)
         end += len(line)
     return samples, end
@@ -286,8 +292,38 @@ def _parse(path: Path, content: bytes) -> tuple[list[Sample], int]:
 def _check_score(sample: Sample, where: str) -> None:
     """Raise ValueError for a score outside 0 to 1; a benchmark with `measures` may use another unit."""
     score = sample.score
-    if score is not None and not sample.measures and not 0 <= score <= 1 + 1e-9:  # rounding
+    if score is None:
+        return
+    if not isinstance(score, int | float) or (not sample.measures and not 0 <= score <= 1 + 1e-9):  # rounding
         raise ValueError(f"{where}: score={score} is not allowed, it must be a number from 0 to 1 or null")
+
+
+def _check_types(sample: Sample, where: str) -> None:
+    """Raise ValueError for a value that no run writes: of another type, or a number that cannot be computed with."""
+    for part in (sample, sample.likelihood):
+        for name, kind in {} if part is None else _KINDS[type(part)].items():
+            value = getattr(part, name)
+            if not _allowed(kind, value):
+                shown = type(value).__name__ if isinstance(value, int | list | dict) else repr(value)
+                raise ValueError(f"{where}: {name}={textwrap.shorten(shown, 60)} is not allowed")
+
+
+def _allowed(kind: str, value: Any) -> bool:  # noqa: ANN401 - whatever JSON holds
+    """Whether a value is of a declared type such as `list[list[int]] | None`. Numbers are finite and below 2**53."""
+    kind, _, optional = kind.partition(" | ")
+    if value is None:
+        return bool(optional)
+    if kind.startswith("list["):
+        return isinstance(value, list) and all(_allowed(kind[5:-1], item) for item in value)
+    if kind in ("int", "float"):
+        number = isinstance(value, int if kind == "int" else int | float) and not isinstance(value, bool)
+        return number and abs(value) <= LARGEST
+    if kind.startswith("Literal["):
+        return value in literal_eval(f"[{kind[8:-1]}]")
+    return isinstance(value, {"str": str, "Likelihood": Likelihood}.get(kind, dict))
+
+
+_KINDS = {part: {one.name: str(one.type) for one in fields(part)} for part in (Sample, Likelihood)}
 
 
 def _sample(line: bytes, index: int) -> Sample | None:

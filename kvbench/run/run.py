@@ -39,6 +39,7 @@ from kvbench.policies.policy_checks import check_budget, check_layers
 from kvbench.results.labels import Naming
 from kvbench.run.run_config import RunConfig, Sampling, changed_fields, schedule_fields
 from kvbench.tasks.task import Task
+from kvbench.tasks.trust import trust
 
 IDENTITY_VERSION = 3  # raise it where the same configuration comes to mean something else
 FOLDERS = ("policies", "kernels", "tasks", "cache", "engine", "models")
@@ -107,7 +108,8 @@ class Run:
     def run_id(self) -> str:
         """Readable words, then the first 10 digits of the sha256 of the identity."""
         words = [self.checkpoint.spec.name, self.policy_name, *([] if self.budget is None else [str(self.budget)])]
-        return "-".join([*words, self.task.name, digest_of(self.identity)]).replace("/", "_")
+        name = "-".join([*words, self.task.name, digest_of(self.identity)]).replace("/", "_")
+        return re.sub(r"^[.-]", "_", name)  # neither a hidden folder nor an option
 
     @property
     def folder(self) -> Path:
@@ -146,6 +148,7 @@ def build_run(config: RunConfig) -> Run:
     compress = _compress(config, policy, task)
     cuda_graph = _cuda_graph(config.engine.cuda_graph, policy, device)
     out = out_folder(config.out)
+    trust(_modules([describe(policy), describe(task)]))  # the user named these classes
     spec = _model_spec(config)
     checkpoint = locate(spec, config.dtype or "null") if config.given is None else checkpoint_of(config.given, spec)
     with _in_policy(config):

@@ -92,7 +92,8 @@ def plan(composed: Sequence[Composed], elsewhere: bool = False) -> tuple[list[Pl
 
 def _entry(one: Composed) -> Entry:
     choices = one.choices
-    return Entry(one.title, choices["model"], choices["policy"], choices["task"], None, dict(one.config))
+    names = choices["model"], choices["policy"], choices["task"]
+    return Entry(one.title, *names, None, dict(one.config), folder=str(Path.cwd()))
 
 
 def _limit(planned: Planned) -> float:
@@ -111,7 +112,8 @@ def _planned(one: Composed, elsewhere: bool) -> Planned:
 def rebuilt(entry: Entry, out: Path) -> Planned:
     """The run of an entry read from `out`. Raises UsageError if it is no longer the same run."""
     choices = {"model": entry.model, "policy": entry.policy, "task": entry.task}
-    run = build_run(typed({**entry.config, "out": str(out)}, choices))
+    with entry.working_folder():
+        run = build_run(typed({**entry.config, "out": str(out)}, choices))
     if run.run_id != entry.run_id:
         raise UsageError(
             f"{entry.run_id} is now {run.run_id}: its code, its model or a file that it reads has changed since the "
@@ -248,7 +250,10 @@ def compute(runs: Sequence[Planned], out: Path, tracker: SweepCallback) -> list[
     """
     recorder = Recorder({one.entry.key: one.entry.title for one in runs}, out, tracker)
     try:
-        compute_runs([one.run for one in runs if one.run is not None], recorder)
+        for folder in dict.fromkeys(one.entry.folder for one in runs):  # data is read while runs are computed
+            some = [one for one in runs if one.entry.folder == folder]
+            with some[0].entry.working_folder():
+                compute_runs([one.run for one in some if one.run is not None], recorder)
     finally:
         recorder.messages.print_counts()
     return recorder.errors

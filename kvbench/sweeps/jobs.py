@@ -1,7 +1,6 @@
-"""Launches the runs of a sweep and follows them: computed in this process, or in jobs, through submitit.
+"""Launches the runs of a sweep and follows them: computed in this process, or in jobs (`worker`).
 
-A job is a group of runs that another process computes, on this machine or on SLURM. torch and pandas are imported
-inside functions, because `kvbench sweep status` needs neither.
+torch and pandas are imported inside functions, because `kvbench sweep status` needs neither.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import UsageError, choice, whole_number
+from kvbench.errors import ConfigError, UsageError, choice, whole_number
 from kvbench.results.definition import (
     SWEEP_FOLDER,
     Definition,
@@ -24,25 +23,25 @@ from kvbench.results.definition import (
     failed_examples,
     is_complete,
     lines,
-    read_definition,
     read_state,
     sweep_name,
     write_definition,
 )
-from kvbench.results.files import is_held
+from kvbench.results.files import held, is_held
 from kvbench.results.session import versions
-from kvbench.terminal.command import quiet, share_cores, write_message
+from kvbench.sweeps.worker import STOP_SECONDS, Job, Submission, jobs_folder, start, submitted
+from kvbench.terminal.command import write_message
 
 if TYPE_CHECKING:
-    import submitit
-
+    from kvbench.results.result import Result
     from kvbench.sweeps.compute import Composed, Planned
 
 
-JOBS = "jobs"
 POLL_SECONDS = 1.0
-NO_PROCESS = "NO PROCESS AND NO RESULT"
-"""submitit's state of a local job that another process started."""
+SIGNAL_SECONDS = 90
+"""Seconds before the time limit at which submitit lets SLURM signal a job, which then stops."""
+LEAST_MINUTES = 3
+"""The smallest time limit on SLURM: 90 seconds to start and to compute, before the signal."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,16 @@ class Launcher:
 
     def __post_init__(self) -> None:
         choice("hydra.launcher.cluster", self.cluster, None, "slurm", "local")
-        whole_number("hydra.launcher.workers", self.workers, 1)
-        if self.jobs is not None:
-            whole_number("hydra.launcher.jobs", self.jobs, 1)
+        numbers = {"workers": 1, "jobs": 1, "timeout_min": 1, "cpus_per_task": 1, "array_parallelism": 1}
+        for name, least in {**numbers, "gpus_per_node": 0, "mem_gb": 1, "max_num_timeout": 0}.items():
+            if getattr(self, name) is not None:
+                whole_number(f"hydra.launcher.{name}", getattr(self, name), least)
+        if self.cluster == "slurm" and self.timeout_min < LEAST_MINUTES:
+            why = (
+                f"leaves no time to work, because a job stops {SIGNAL_SECONDS} seconds before its time limit: "
+                f"{LEAST_MINUTES} is the smallest that works"
+            )
+            raise ConfigError("hydra.launcher.timeout_min", self.timeout_min, why=why)
 
     @property
     def in_process(self) -> bool:
@@ -81,66 +87,35 @@ class Launcher:
         """The fields as `submitit.AutoExecutor` names them, without unset ones, which the cluster decides."""
         found = {name: getattr(self, name) for name in ("cpus_per_task", "gpus_per_node", "mem_gb", "timeout_min")}
         names = ("partition", "account", "qos", "array_parallelism", "setup", "additional_parameters")
-        if self.cluster == "slurm":
-            found |= {f"slurm_{name}": getattr(self, name) for name in names}
+        found |= {f"slurm_{name}": getattr(self, name) for name in names}
         return {name: value for name, value in found.items() if value not in (None, (), [], {})}
 
 
-class Job:
-    """Some runs of the sweep in `out`, by their keys. submitit pickles it and calls it in another process."""
-
-    def __init__(self, out: Path, keys: Sequence[str], cluster: str, threads: int | None = None) -> None:
-        self.out, self.keys, self.cluster, self.threads = out, tuple(keys), cluster, threads
-
-    def __call__(self) -> None:
-        """Compute the missing examples. Raises RuntimeError if a run failed, so that SLURM reports a failed job."""
-        share_cores()
-        quiet()
-        definition = read_definition(self.out)
-        os.chdir(definition.folder)  # the paths in its runs are relative to it
-        sys.path.insert(0, definition.folder)  # so are the user's own modules, as under `python -m`
-        import torch
-
-        from kvbench.sweeps.compute import compute, make_watch, rebuilt
-
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
-        entries = [entry for entry in definition.runs if entry.key in self.keys]
-        tracker = make_watch(entries[0].config["logger"], definition.name)
-        try:
-            failed = compute([rebuilt(entry, self.out) for entry in entries], self.out, tracker)
-        finally:
-            tracker.close()
-        if failed:
-            raise RuntimeError(f"{len(failed)} of {len(entries)} runs failed: {failed[0]}")
-
-    def checkpoint(self) -> submitit.helpers.DelayedSubmission:
-        """What SLURM runs after a preemption or a time limit: the same job, which continues with the next example."""
-        import submitit
-
-        return submitit.helpers.DelayedSubmission(self)
-
-
-def submit(out: Path, name: str, entries: Sequence[Entry], launcher: Launcher) -> list[submitit.Job[None]]:
+def submit(out: Path, name: str, entries: Sequence[Entry], launcher: Launcher) -> list[Job]:
     """Submit the runs in jobs: one for each model and task or `jobs` with a cluster, else one for each worker."""
-    import submitit
-
-    cluster, out = launcher.cluster or "local", out.resolve()
+    out = out.resolve()
     groups = grouped(entries, launcher.jobs if launcher.cluster else launcher.workers)
     gpus = _gpus() if launcher.cluster is None else []
     threads = max(1, (os.cpu_count() or 1) // len(groups)) if launcher.cluster is None and not gpus else None
-    jobs = [Job(out, [entry.key for entry in group], cluster, threads) for group in groups]
-    own = {"slurm_max_num_timeout": launcher.max_num_timeout} if cluster == "slurm" else {}
-    executor = submitit.AutoExecutor(out / SWEEP_FOLDER / JOBS, cluster=cluster, **own)
+    works = [Submission(out, tuple(entry.key for entry in group), threads) for group in groups]
+    folder = jobs_folder(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    if launcher.cluster != "slurm":
+        found = []
+        for number, work in enumerate(works):
+            gpu = gpus[number % len(gpus)] if gpus else None
+            attached, restarts = launcher.cluster is None, launcher.max_num_timeout
+            found.append(start(work, launcher.timeout_min, restarts, attached, gpu))
+        return found
+    import submitit
+
+    executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=launcher.max_num_timeout)
     executor.update_parameters(name=name, **launcher.parameters)
-    if cluster == "slurm":
-        return executor.submit_array(jobs)
-    started = []
-    for number, job in enumerate(jobs):
-        if gpus:
-            executor.update_parameters(gpus_per_node=1, local_visible_gpus=[gpus[number % len(gpus)]])
-        started.append(executor.submit(job))
-    return started
+    ids = [job.job_id for job in executor.submit_array(works)]
+    jobs = [Job(folder, number, "slurm", work.keys, name) for number, work in zip(ids, works, strict=True)]
+    for job in jobs:
+        job.write()
+    return jobs
 
 
 def grouped(entries: Sequence[Entry], number: int | None) -> list[list[Entry]]:
@@ -166,26 +141,6 @@ def _gpus() -> list[int]:
     return list(range(torch.cuda.device_count()))
 
 
-def submitted(out: Path) -> dict[str, submitit.Job[None]]:
-    """The newest job of each submitted run of a sweep, by the keys of the runs."""
-    folder = out.resolve() / SWEEP_FOLDER / JOBS
-    if not folder.exists():
-        return {}
-    import submitit
-
-    found: dict[str, submitit.Job[None]] = {}
-    for path in sorted(folder.glob("*_submitted.pkl"), key=lambda path: path.stat().st_mtime_ns):
-        job: Any = submitit.core.utils.DelayedSubmission.load(path).function
-        kind = submitit.SlurmJob if job.cluster == "slurm" else submitit.LocalJob
-        found |= dict.fromkeys(job.keys, kind(folder, path.name.removesuffix("_submitted.pkl")))
-    return found
-
-
-def is_active(job: submitit.Job[None]) -> bool:
-    """Whether a job is queued or running. The id of a local job is the number of its process."""
-    return Path(f"/proc/{job.job_id}").exists() if job.state == NO_PROCESS else not job.done()
-
-
 FINISHED, RUNNING, QUEUED, FAILED, LEFT = "finished", "running", "queued", "failed", "not finished"
 ACTIVE = (RUNNING, QUEUED)
 
@@ -202,7 +157,7 @@ class Status:
     done: int = 0
     total: int | None = None
     error: str | None = None
-    job: submitit.Job[None] | None = None
+    job: Job | None = None
     complete: bool = False
     score: float | None = None
 
@@ -218,7 +173,7 @@ def statuses(out: Path, entries: Sequence[Entry]) -> list[Status]:
     return [_status(out, entry, jobs.get(entry.key), totals.get(entry.group)) for entry in entries]
 
 
-def _status(out: Path, entry: Entry, job: submitit.Job[None] | None, in_task: int | None) -> Status:
+def _status(out: Path, entry: Entry, job: Job | None, in_task: int | None) -> Status:
     if entry.run_id is None:
         return Status(entry, FAILED, error=entry.error)
     folder, state, complete = out / entry.run_id, read_state(out, entry.run_id), is_complete(out, entry)
@@ -229,12 +184,12 @@ def _status(out: Path, entry: Entry, job: submitit.Job[None] | None, in_task: in
     elif complete:
         error = failed_examples(folder)
         word = FINISHED if error is None else FAILED
-    elif job is not None and is_active(job):
+    elif job is not None and job.active:
         word = QUEUED
     elif state is not None and state.error is not None:
         word, error = FAILED, state.error
     elif job is not None:
-        word, error = FAILED, f"job {job.job_id} ended ({job.state}), its log is {job.paths.stderr}"
+        word, error = FAILED, f"{job.ending}; `kvbench sweep resume {out}` continues the run"
     return Status(entry, word, lines(folder), total, error, job, complete)
 
 
@@ -243,7 +198,7 @@ def print_statuses(found: Sequence[Status]) -> None:
     width = max(len(one.entry.title) for one in found)
     for one in found:
         numbers = f"{one.done}/{'?' if one.total is None else one.total}"
-        job = "" if one.job is None else f"  job {one.job.job_id}"
+        job = "" if one.job is None else f"  job {one.job.id}"
         sys.stdout.write(f"{one.entry.title:{width}}  {one.state:12}  {numbers:>9}{job}\n")
     for one in found:
         if one.error is not None:
@@ -268,7 +223,7 @@ def run_sweep(composed: Sequence[Composed], command: str, launcher: Launcher) ->
     else:
         name = sweep_name(out, composed[0].choices.get("experiment"))
         entries = tuple(one.entry for one in runs)
-        sweep = Definition(name, (command,), str(Path.cwd()), vars(launcher), versions(), entries)
+        sweep = Definition(name, (command,), vars(launcher), versions(), entries)
         found = launch(out, runs, write_definition(out, sweep), launcher)
     by_key = {status.entry.key: status for status in found}
     return [by_key[key] for key in keys]
@@ -286,7 +241,6 @@ def launch(out: Path, runs: Sequence[Planned], sweep: Definition, launcher: Laun
     """Compute or submit planned runs of a sweep; a run that fails does not stop the others."""
     entries = [one.entry for one in runs]
     if launcher.in_process:
-        from kvbench.results.result import read_result
         from kvbench.sweeps.compute import NoLogger, compute, make_watch
 
         tracker = make_watch(entries[0].config["logger"], sweep.name)
@@ -297,33 +251,52 @@ def launch(out: Path, runs: Sequence[Planned], sweep: Definition, launcher: Laun
             raise
         finally:
             tracked = () if isinstance(tracker, NoLogger) else statuses(out, sweep.runs)
-            tracker.close([read_result(out / one.entry.key, one.entry.limit) for one in tracked if one.complete])
+            tracker.close([result for one in tracked if (result := _result(out, one)) is not None])
         return print_results(out, entries)
-    _submit(out, entries, sweep.name, launcher)
+    jobs = _submit(out, entries, sweep.name, launcher)
     if launcher.wait:
-        return wait(out, entries)
+        try:
+            return wait(out, entries)
+        except KeyboardInterrupt:
+            if launcher.cluster is None:  # the workers belong to this command
+                stop(jobs)
+                print_results(out, entries)
+            raise
     return [Status(entry, FINISHED, error=entry.error) for entry in entries]
 
 
-def _submit(out: Path, entries: Sequence[Entry], name: str, launcher: Launcher) -> None:
+def _submit(out: Path, entries: Sequence[Entry], name: str, launcher: Launcher) -> list[Job]:
     """Submit the runs that are neither complete nor queued nor running."""
-    found = [one for one in statuses(out, entries) if not one.complete and one.state not in ACTIVE]
-    left = [one.entry for one in found if one.entry.run_id]
+    with held(out / SWEEP_FOLDER, wait=True):  # of two commands, the second one sees the jobs of the first
+        found = [one for one in statuses(out, entries) if not one.complete and one.state not in ACTIVE]
+        left = [one.entry for one in found if one.entry.run_id]
+        jobs = submit(out, name, left, launcher) if left else []
     if not left:
         write_message("nothing to submit: all runs are complete, queued or running")
-        return
-    jobs = submit(out, name, left, launcher)
-    ids = ", ".join(job.job_id for job in jobs)
+        return []
+    ids = ", ".join(job.id for job in jobs)
     sys.stdout.write(f"submitted {len(left)} runs in {len(jobs)} jobs: {ids}\n")
     if not launcher.wait:
         sys.stdout.write(f"kvbench sweep status {out}\nkvbench sweep wait {out}\n")
+    return jobs
+
+
+def stop(jobs: Sequence[Job]) -> list[Job]:
+    """Cancel jobs and wait for those of this machine to end; returns the ones that still run."""
+    for job in jobs:
+        job.cancel()
+    end = time.monotonic() + STOP_SECONDS
+    local = [job for job in jobs if job.cluster == "local"]
+    while time.monotonic() < end and any(job.active for job in local):
+        time.sleep(0.1)
+    return [job for job in local if job.active]
 
 
 def wait(out: Path, entries: Sequence[Entry]) -> list[Status]:
     """Wait until no job of these runs is queued or running, and print errors and the table."""
     keys = {entry.key for entry in entries}
-    jobs = {job.job_id: job for key, job in submitted(out).items() if key in keys}
-    while any(is_active(job) for job in jobs.values()):
+    jobs = {job.id: job for key, job in submitted(out).items() if key in keys}
+    while any(job.active for job in jobs.values()):
         time.sleep(POLL_SECONDS)
     found = print_results(out, entries)
     for status in found:
@@ -332,15 +305,26 @@ def wait(out: Path, entries: Sequence[Entry]) -> list[Status]:
     return found
 
 
-def print_results(out: Path, entries: Sequence[Entry]) -> list[Status]:
-    """Print the table of all complete runs; the status of each run, with its score, or the reason why it has none."""
+def _result(out: Path, status: Status) -> Result | None:
+    """The result of a complete run; None, with a message, if its files cannot be read."""
     from kvbench.results.result import read_result
 
+    if not status.complete:
+        return None
+    try:
+        return read_result(out / status.entry.key, status.entry.limit)
+    except UsageError as error:
+        write_message(str(error))
+        return None
+
+
+def print_results(out: Path, entries: Sequence[Entry]) -> list[Status]:
+    """Print the table of all complete runs; the status of each run, with its score, or the reason why it has none."""
     found, results = [], []
     for status in statuses(out, entries):
-        if status.complete:
-            results.append(read_result(out / status.entry.key, status.entry.limit))
-            status = replace(status, score=results[-1].value)
+        if (result := _result(out, status)) is not None:
+            results.append(result)
+            status = replace(status, score=result.value)
         elif status.error is None:
             word = "is computed by another process" if status.state in ACTIVE else "is not finished"
             status = replace(status, error=f"the run {word}; the same command continues it")

@@ -30,8 +30,10 @@ from kvbench.results.files import read_yaml
 from kvbench.results.metrics import metrics, summed_up
 from kvbench.results.result import Result, read_result
 from kvbench.results.samples import FILE_NAME, Sample
+from kvbench.results.summary import read_summary
 from kvbench.run.run import Run, build_run, digest_of
 from kvbench.run.run_config import set_field, typed
+from kvbench.tasks.trust import check_parts, trust_option
 from kvbench.terminal.command import FAILED, PATH, Command, pairs, quiet, write_message
 
 FROM_THE_TASK = ("sample", "prompt_hash", "prompt_tokens", "references", "metadata", "context_tokens", "max_new_tokens")
@@ -46,6 +48,7 @@ class RefusedError(Exception):
 @click.command("check", cls=Command)
 @click.argument("folder", type=PATH)
 @click.argument("fields", nargs=-1, metavar="[FIELD=VALUE]...")
+@trust_option
 def check(folder: Path, fields: Sequence[str]) -> int:
     """Check every run of a folder against its samples: prompts, scores, budgets, bytes, metrics and digests.
 
@@ -59,8 +62,9 @@ def check(folder: Path, fields: Sequence[str]) -> int:
     for run in folders:
         try:
             check_run(run, pairs(fields, "task.data_dir=/data"))
-        except (RefusedError, UsageError) as error:
-            write_message(f"{run.name}: {error}")
+        except Exception as error:  # whatever is wrong with one run, the others are checked
+            known = isinstance(error, RefusedError | UsageError)
+            write_message(f"{run.name}: {error if known else f'{type(error).__name__}: {error}'}")
             refused += 1
     sys.stdout.write(f"{folder}: {len(folders) - refused} of {len(folders)} runs agree with their samples\n")
     return FAILED if refused else 0
@@ -68,7 +72,7 @@ def check(folder: Path, fields: Sequence[str]) -> int:
 
 def check_run(folder: Path, fields: dict[str, Any] | None = None) -> None:
     """Raise RefusedError or UsageError if the files of a run are inconsistent. fields: replace local values."""
-    result = read_result(folder)
+    result = read_result(folder, whole=True)
     run = _run(result, read_yaml(folder / "config.yaml")["config"], fields or {})
     prompts = prompts_for([replace(run, limit=len(result.samples))]).first(None)
     if len(prompts) != len(result.samples):
@@ -81,12 +85,16 @@ def check_run(folder: Path, fields: dict[str, Any] | None = None) -> None:
         raise RefusedError("metrics.json was computed from other samples or by another version")
     if json.loads(json.dumps(metrics(result.samples))) != summed:
         raise RefusedError("metrics.json does not contain the metrics of its samples")
+    short = read_summary(folder)
+    if short is not None and (short.samples.outcomes, short.run["identity"]) != (result.outcomes, result.identity):
+        raise RefusedError("summary.json does not contain the scores of its samples")
 
 
 def _run(result: Result, config: dict[str, Any], fields: dict[str, Any]) -> Run:
     here = deepcopy({**config, "out": gettempdir(), "device": "auto", "engine": {}})
     for key, value in fields.items():
         set_field(here, key, value)
+    check_parts(here, fields)
     run = build_run(typed(here, {name: getattr(result.naming, name) for name in ("model", "policy", "task")}))
     ours = json.loads(json.dumps(run.identity))
     skipped = {"code", *(key.partition(".")[0] for key in fields)}

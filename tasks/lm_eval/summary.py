@@ -9,6 +9,7 @@ from typing import Any
 
 from kvbench.tasks.scores import by_subset
 from kvbench.tasks.task import Scored
+from kvbench.tasks.trust import is_trusted
 
 NEEDS_SCORES = False  # some metrics are only defined for all answers together
 
@@ -51,15 +52,18 @@ def _task(answers: Sequence[Scored]) -> dict[str, float | None]:
 
 
 def _function(name: str) -> Any:  # noqa: ANN401 - a function of a list
-    """An aggregation function: lm-eval's name, or `module:function`; None if it does not exist."""
+    """An aggregation function: lm-eval's name, or `module:function` of lm-eval or a trusted module; else None."""
     if name == "mean":
         return fmean
     if ":" in name:
         module, _, function = name.partition(":")
+        if not (module.startswith("lm_eval.") or is_trusted(module)):
+            return None
         try:
-            return getattr(import_module(module), function)
+            found = getattr(import_module(module), function)
         except (ImportError, AttributeError):
             return None
+        return found if getattr(found, "__module__", None) == module else None  # not a name that it imports
     from lm_eval.api.registry import AGGREGATION_REGISTRY
 
     return AGGREGATION_REGISTRY.get(name, None)

@@ -7,10 +7,16 @@ import pytest
 from plotted_runs import sample, write_run
 
 from kvbench.results.__main__ import main
-from kvbench.results.changes import changes
+from kvbench.results.changes import Changes
+from kvbench.results.changes import changes as of_outcomes
 from kvbench.results.columns import frame
 from kvbench.results.result import load_results
 from kvbench.results.samples import Sample
+from kvbench.results.summary import outcomes_of
+
+
+def changes(full: list[Sample], samples: list[Sample]) -> Changes | None:
+    return of_outcomes(outcomes_of(full), outcomes_of(samples))
 
 
 def answers(scores: list[float], lengths: list[int] | None = None, limit: int = 10) -> list[Sample]:

@@ -14,7 +14,7 @@ import pytest
 
 from kvbench.results.definition import Entry
 from kvbench.sweep import main as sweep
-from kvbench.sweeps.jobs import grouped, is_active, submitted
+from kvbench.sweeps.jobs import grouped, submitted
 
 ROOT = Path(__file__).resolve().parents[2]
 SIX = ("policy=full,tova,streamingllm", "budget=24,40", "task.lengths=[340]", "task.max_new_tokens=4", "engine.rows=1")
@@ -86,7 +86,7 @@ def test_cancel_stops_the_jobs_and_keeps_finished_examples(
     until(lambda: any(samples(out).values()))
     assert sweep(["cancel", str(out)]) == 0
     assert "cancelled 1 jobs" in capsys.readouterr().out
-    until(lambda: not any(is_active(job) for job in submitted(out).values()))
+    until(lambda: not any(job.active for job in submitted(out).values()))
     kept = samples(out)
     assert 0 < sum(map(len, kept.values())) < SIX_RUNS * 50
     assert sweep(["resume", str(out), "hydra.launcher.wait=true"]) == 0

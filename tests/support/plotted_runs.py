@@ -12,6 +12,7 @@ from kvbench.engine.teacher_forcing import summary
 from kvbench.results.files import write_json, write_yaml
 from kvbench.results.metrics import write_metrics
 from kvbench.results.samples import Sample
+from kvbench.results.summary import write_summary
 
 ENVIRONMENT: dict[str, Any] = {
     "packages": {"kvbench": "0.1.0", "torch": "2.13.0", "triton": None},
@@ -130,6 +131,7 @@ def write_run(
     write_yaml(folder / "config.yaml", {"run_id": folder.name, "naming": naming, "identity": about})
     write_json(folder / "environment.json", {**ENVIRONMENT, **(environment or {})})
     write_metrics(folder, samples)
+    write_summary(folder, samples)
     return folder
 
 

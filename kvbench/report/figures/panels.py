@@ -94,7 +94,7 @@ def notes(rows: Sequence[Result], first: str = "") -> list[str]:
     prompts: dict[tuple[str, str], set[tuple[str, ...]]] = {}
     for row in rows:
         if row.samples:
-            prompts.setdefault((row.task, row.model), set()).add(tuple(one.prompt_hash for one in row.samples))
+            prompts.setdefault((row.task, row.model), set()).add(row.prompts)
     several = sorted(task for (task, _), examples in prompts.items() if len(examples) > 1)
     mixed = sorted({f"{row.line} on {row.task} ({row.mixed})" for row in rows if row.mixed})
     failed = [f"{c.line} {c.budget or ''} on {c.task} ({c.n_failed} of {c.n})" for c in rows if c.n_failed]

@@ -69,8 +69,8 @@ def caveats(rows: Sequence[Result], groups: Sequence[Group]) -> list[Caveat]:
 
 def _failed(rows: Sequence[Result]) -> Iterator[str]:
     for row in rows:
-        failed = [sample for sample in row.samples if sample.error is not None]
-        if failed:
+        if row.n_failed:
+            failed = [sample for sample in row.samples if sample.error is not None]
             first = f"example {failed[0].index}: {failed[0].error}"
             yield f"{called(row)}: {len(failed)} of {row.n} examples failed; {first}"
 
@@ -81,7 +81,7 @@ def _examples(rows: Sequence[Result]) -> Iterator[str]:
         settings.setdefault(row.setting, []).append(row)
     for group in settings.values():
         sizes = [row.n for row in group]
-        if len({tuple(sample.prompt_hash for sample in row.samples) for row in group}) > 1:
+        if len({row.prompts for row in group}) > 1:
             count = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else f"{sizes[0]} different"
             yield f"{_about(group[0])}: {count} examples"
 

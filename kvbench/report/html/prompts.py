@@ -29,6 +29,7 @@ from kvbench.results.labels import compressed
 from kvbench.results.result import Result
 from kvbench.results.samples import Sample
 from kvbench.tasks.task import PlainTokenizer, Task
+from kvbench.tasks.trust import check_parts
 
 HEAD, TAIL, AROUND, FOUND = 60, 140, 24, 3  # tokens shown at both ends and around a reference; number of references
 
@@ -65,6 +66,7 @@ def prompts_of(run: Result, count: int) -> Prompts:
 
 def _made(run: Result, count: int) -> Iterator[tuple[str, tuple[Passage, ...]]]:
     config = read_yaml(run.folder / "config.yaml")["config"]
+    check_parts(config["task"], path="task")
     task = build(config["task"])
     if not isinstance(task, Task):
         raise ValueError(f"{type(task).__name__} is not a task")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvbench.errors import UsageError
+from kvbench.tasks.trust import trust_option
 from kvbench.terminal.command import PATH, Command, program
 from kvbench.terminal.outputs import check_output
 
@@ -20,9 +21,14 @@ if TYPE_CHECKING:
     from kvbench.results.result import Result
 
 
+DETAILED = 200
+"""The number of runs that have figures, changes and examples. Only their samples are read."""
+
+
 @click.command("report", cls=Command)
 @click.argument("folder", type=PATH)
 @click.option("-o", "--output", type=PATH, default="report.html", show_default=True, help="HTML file to write.")
+@trust_option
 def cli(folder: Path, output: Path) -> None:
     """One HTML page of all runs below FOLDER: tables, figures, examples, caveats."""
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
@@ -64,6 +70,7 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
     from kvbench.results.labels import flat
 
     rows = tables.in_order(results)
+    detailed = rows[:DETAILED]
     groups = tables.groups(rows)
     bundle = resources.files("itables") / "html"  # DataTables, from the package itables
     loader = PackageLoader("kvbench.report.html", ".")
@@ -76,14 +83,15 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
     return environment.get_template("report.html").render(
         title=folder.resolve().name,
         rows=rows,
+        detailed=len(detailed),
         kinds=[("score", [g for g in groups if not g.rows[0].reads]), ("NLL", [g for g in groups if g.rows[0].reads])],
         marks={row: mark for group in groups for row, mark in tables.marks(group).items()},
         matrices=tables.matrices(rows),
-        figures=_figures(rows),
+        figures=_figures(detailed),
         costs=tables.costs(rows),
-        changes=changes_table(rows) if any(row.changes for row in rows) else None,
+        changes=changes_table(detailed) if any(row.changes for row in detailed) else None,
         caveats=caveats(rows, groups),
-        tasks=examples(rows),
+        tasks=examples(detailed),
         levels=range(1, LEVELS + 1),
         facts=_facts(rows),
         policies={n: ", ".join(f"{k}={v}" for k, v in of.items() if v is not None) for n, of in parts.items()},

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvbench.report.figures.panels import rank
 from kvbench.report.figures.style import byte_unit
 from kvbench.results.labels import budget_order, natural
-from kvbench.results.metrics import Numbers, by_value
+from kvbench.results.metrics import Numbers
 from kvbench.results.pairs import paired
 from kvbench.results.result import Result
 from kvbench.results.statistics import ALPHA, FEWEST, holm, smallest_p
@@ -66,7 +66,7 @@ def marks(group: Group) -> dict[Result, str]:
     own = [row for row in group.rows if row.value is not None and not row.is_full]
     if len({row.value for row in own}) < 2:
         return found
-    compared = [(row, pair) for row in own[1:] if (pair := paired(own[0].samples, row.samples)) is not None]
+    compared = [(row, pair) for row in own[1:] if (pair := paired(own[0].outcomes, row.outcomes)) is not None]
     if len(compared) < len(own) - 1 or any(pair.difference.n < FEWEST for _, pair in compared):
         return found
     found[own[0]] = BEST
@@ -82,7 +82,7 @@ def by_task(rows: Iterable[Result]) -> list[Result]:
     """The rows; a row with examples of several tasks or turns is split into one row for each."""
     found = []
     for row in rows:
-        key = next((key for key in ("task", "turn") if len(by_value(row.samples, key)) > 1), None)
+        key = next((key for key in ("task", "turn") if any(name.startswith(f"{key}=") for name in row.groups)), None)
         for part in [] if key is None else row.parts(key):
             word = part.subset.partition("=")[2]
             task = f"{row.task_label}: {'turn ' * (key == 'turn')}{word}"

@@ -1,0 +1,164 @@
+"""`summary.json`: what tables need of a finished run besides metrics.json, in one line, so that they read no samples.
+
+It has a digest of the files that it was made from. If one has changed, the samples are read instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean
+from sys import intern
+from typing import Any, overload
+
+from kvbench import tasks
+from kvbench.errors import LARGEST
+from kvbench.results import metrics
+from kvbench.results.files import read_yaml, write_atomically
+from kvbench.results.samples import FILE_NAME as SAMPLES
+from kvbench.results.samples import Sample, read_samples
+from kvbench.tasks.scores import summary_module
+
+FILE_NAME = "summary.json"
+_DESCRIBING = ("run_id", "naming", "identity")
+_MADE_FROM = ("config.yaml", metrics.FILE_NAME, SAMPLES)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What comparisons use of a prompt: means over its answers, or the likelihood of its given tokens.
+
+    A mean is None if the value of an answer is unknown. length: tokens of an answer, EOS and dictated tokens included.
+    cut: whether it reached max_new_tokens. failed: whether an answer failed.
+    """
+
+    prompt_hash: str
+    score: float | None
+    nll: float | None = None
+    tokens: int | None = None
+    length: float | None = None
+    cut: float | None = None
+    failed: bool = False
+
+
+def outcomes_of(samples: Sequence[Sample]) -> tuple[Outcome, ...]:
+    """The outcome of every prompt, in order."""
+    found = []
+    for answers in metrics.prompts_of(samples):
+        first, score, length, cut = answers[0], *(_mean(answers, of) for of in (_score, _length, metrics.cut_off))
+        nll, tokens = (first.likelihood.nll, first.likelihood.tokens) if first.likelihood else (None, None)
+        failed = any(answer.error is not None for answer in answers)
+        found.append(Outcome(first.prompt_hash, score, nll, tokens, length, cut, failed))
+    return tuple(found)
+
+
+def _mean(answers: Sequence[Sample], of: Callable[[Sample], float | None]) -> float | None:
+    values = [value for answer in answers if (value := of(answer)) is not None]
+    return fmean(values) if len(values) == len(answers) else None
+
+
+def _score(sample: Sample) -> float | None:
+    return sample.score
+
+
+def _length(sample: Sample) -> float | None:
+    """One token after the prompt, and one for each decoding step."""
+    return None if sample.decode_steps is None or sample.generated_tokens is None else sample.decode_steps + 1
+
+
+class StoredSamples(Sequence[Sample]):
+    """The samples of a finished run, which are read when they are used."""
+
+    def __init__(self, path: Path, count: int, outcomes: tuple[Outcome, ...]) -> None:
+        self.path, self.size, self.outcomes = path, count, outcomes
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(_read(self))
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return _read(self)[index]
+
+
+@lru_cache(maxsize=256)
+def _read(stored: StoredSamples) -> list[Sample]:
+    """The samples; those of the last runs that were used are kept in memory."""
+    return read_samples(stored.path)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The summary of a run. run: run_id, naming and identity. numbers: the content of metrics.json."""
+
+    run: Mapping[str, Any]
+    numbers: dict[str, Any]
+    samples: StoredSamples
+
+
+def write_summary(folder: Path, samples: Sequence[Sample]) -> None:
+    """Write the summary of a finished run; none if a module of the user computes some of its numbers."""
+    module = summary_module(samples)
+    if module is not None and not module.__name__.startswith(tasks.__name__):
+        return
+    config, rows = read_yaml(folder / "config.yaml"), outcomes_of(samples)
+    columns = {name: [getattr(row, name) for row in rows] for name in Outcome.__dataclass_fields__}
+    content = {
+        "computed_from": _digest(folder),
+        "run": {name: config[name] for name in _DESCRIBING},
+        "samples": len(samples),
+        "outcomes": columns,
+    }
+    write_atomically(folder / FILE_NAME, json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_summary(folder: Path) -> Summary | None:
+    """The summary of a run; None if it is missing, damaged, or made from other files or by other code."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        content = json.loads((folder / FILE_NAME).read_bytes())
+        if content["computed_from"] != _digest(folder):
+            return None
+        numbers = json.loads((folder / metrics.FILE_NAME).read_bytes())
+        del numbers[metrics.DIGEST]
+        columns = (content["outcomes"][name] for name in Outcome.__dataclass_fields__)
+        rows = list(zip(*columns, strict=True))
+        outcomes = tuple(Outcome(intern(key), *others) for key, *others in rows)
+        if _sound(numbers) and all(map(_is_number, (v for row in rows for v in row[1:]))):
+            return Summary(content["run"], numbers, StoredSamples(folder / SAMPLES, int(content["samples"]), outcomes))
+    return None
+
+
+def _sound(numbers: Mapping[str, Any]) -> bool:
+    """Whether the numbers of metrics.json are numbers."""
+    nested = ("likelihood", "official", "official_intervals", "groups", "interval")
+    return all(_is_number(value) for name, value in numbers.items() if name not in nested)
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and abs(value) <= LARGEST)
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256(metrics.code() + _benchmarks())
+    for name in _MADE_FROM:
+        with (folder / name).open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+@cache
+def _benchmarks() -> bytes:
+    """A digest of the code of all benchmarks, whose aggregates are part of metrics.json."""
+    files = sorted(file for root in tasks.__path__ for file in Path(root).resolve().rglob("*.py"))
+    return hashlib.sha256(version("lm-eval").encode() + b"".join(file.read_bytes() for file in files)).digest()
