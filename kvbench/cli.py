@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from kvbench.config.compose import CONF, load, names
 from kvbench.errors import ConfigError, UsageError, unknown
 from kvbench.terminal.command import Commands, command, our_version, program, quiet, share_cores, write_message
+from kvbench.terminal.escapes import unescaped
 
 COMPLETE = "_KVBENCH_COMPLETE"
 
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise unknown("command", words[0], list(COMMANDS.places))
     for word in words:
         _refuse_unused(*word.lstrip("+").partition("=")[::2])
-    before, sys.argv = sys.argv, ["kvbench", *words]
+    before, sys.argv = sys.argv, ["kvbench", *map(unescaped, words)]
     try:
         app()
     except SystemExit as error:

@@ -162,7 +162,7 @@ def _cache_fields(run: Run, cache: KVCache | PressedCache, processed: int, decod
         "spare_bytes": cache.spare_nbytes,
         "state_bytes": cache.state_nbytes or None,
         "full_cache_bytes": run.checkpoint.full_cache_bytes(processed),
-        "full_position_bytes": run.checkpoint.full_position_bytes(processed),
+        "full_position_bytes": run.checkpoint.full_position_bytes(processed) if _holds_positions(cache) else 0,
         "evicted": float(evicted(cache, processed)),
     }
     if run.policy.pre_pass is not None and isinstance(cache, KVCache):
@@ -172,6 +172,14 @@ def _cache_fields(run: Run, cache: KVCache | PressedCache, processed: int, decod
     if run.policy.reader is not None and isinstance(cache, KVCache):
         fields |= {"read_tokens": tokens_read(cache.sequence), "read_bytes": nbytes_read(cache.sequence)}
     return fields
+
+
+def _holds_positions(cache: KVCache | PressedCache) -> bool:
+    """Whether a cache stores positions; transformers' own cache and codes of all tokens do not need them."""
+    if isinstance(cache, PressedCache):
+        return False
+    stores = (layer.store for sequence in cache.sequences for layer in sequence.layers if layer.opened)
+    return any(store.sizes().kinds.get("positions") for store in stores)
 
 
 def _kept_heads(run: Run, prompt: Prompt, cache: KVCache | PressedCache) -> KeptHeads | None:

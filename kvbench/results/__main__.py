@@ -12,7 +12,7 @@ cli = Commands(
             "one table of all runs below a folder: .csv, .parquet, .md, .tex",
         ),
         "check": ("kvbench.tools.check_results:check", "check that the numbers of runs agree with their samples"),
-        "log": ("kvbench.report.log:log", "log finished runs to a tracker (logger=wandb)"),
+        "log": ("kvbench.report.log:log", "log finished runs to a tracker (logger=wandb, tensorboard, mlflow)"),
     },
     "Tables, checks and later logging of finished runs.",
 )

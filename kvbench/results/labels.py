@@ -82,6 +82,8 @@ def compressed(identity: Mapping[str, Any]) -> str:
 def schedule(identity: Mapping[str, Any]) -> str:
     """When a policy evicts from the prompt: "prompt", "one block", "blocks of 128"."""
     size = identity["policy"]["schedule"].get("size")
+    if (press := _decoding_press(identity)) is not None:
+        return press
     return "prompt" if size is None else "one block" if size == inf else f"blocks of {size:g}"
 
 
@@ -90,7 +92,7 @@ def briefly(identity: Mapping[str, Any]) -> str:
     what, when = compressed(identity), schedule(identity)
     if when == "prompt":
         return f"whole {what}"
-    return when if what == "prompt" else f"{what} in {when}"
+    return when if what == "prompt" or when == "decoding" else f"{what} in {when}"
 
 
 def moments(identity: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -101,8 +103,19 @@ def moments(identity: Mapping[str, Any]) -> tuple[str | None, str | None]:
     part = identity["policy"].get("schedule")
     if part is None or not evicts(identity):
         return None, None
+    if _decoding_press(identity) is not None:
+        return schedule(identity), "press"
     every = part.get("every", 1)
     return schedule(identity), str(part["decode"]) if every == 1 else f"{part['decode']} every {every}"
+
+
+def _decoding_press(identity: Mapping[str, Any]) -> str | None:
+    """For a press that compresses while decoding, when it compresses the prompt: "prompt", or then ("decoding")."""
+    press = identity["policy"].get("press") or {}
+    kind = str(press.get("class", "")).rpartition(".")[2]
+    if kind.endswith("DecodingPress"):
+        return "prompt" if kind.startswith("Prefill") else "decoding"
+    return "prompt" if press.get("decoding") is True else None
 
 
 def usual(seen: Sequence[tuple[str, str]]) -> tuple[str, str]:
@@ -120,6 +133,8 @@ def in_words(moment: str) -> str:
         "one block": f"evicted after the whole {what}, as one block",
         "evict": "one token evicted for each decoded one",
         "grow": "all decoded tokens kept",
+        "decoding": "prompt and answer evicted while decoding",
+        "press": "decoded tokens evicted by the press",
         "threshold": "decoded tokens evicted below the threshold",
     }
     if at.startswith("m="):
@@ -184,7 +199,8 @@ def flat(described: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 def text_of(value: object) -> str:
     """A field's value in a label or a table."""
-    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    is_plain = isinstance(value, str) and value.isprintable()
+    text = str(value) if is_plain else json.dumps(value, separators=(",", ":"))
     return text if len(text) <= _LONGEST else f"...{text[-_LONGEST:]}"
 
 

@@ -189,7 +189,7 @@ class Numbers:
         "most memory allocated on the CUDA devices, including weights; mean per example", over="alone"
     )
     full_cache_bytes: float | None = number("keys and values of all tokens of prompt and answer, mean per example")
-    full_position_bytes: float | None = number("positions of these tokens, which every cache stores; mean per example")
+    full_position_bytes: float | None = number("their positions, 0 for caches that store none; mean per example")
     cache_share: float | None = number("cache_bytes / (full_cache_bytes + full_position_bytes + state_bytes)", _share)
     kv_footprint: float | None = number(
         "entries held, summed over all fed tokens and pre-passes, as a share of the full cache's; mean per example"

@@ -65,7 +65,8 @@ class Sample:
     peak_bytes: the maximum of held plus spare bytes.
     state_bytes*: the states of recurrent layers, part of cache_bytes.
     device_peak_bytes: the most memory allocated on the CUDA devices, including weights; null on CPUs.
-    full_cache_bytes, full_position_bytes: keys and values of prompt and answer in the model's dtype; their positions.
+    full_cache_bytes, full_position_bytes: keys and values of prompt and answer in the model's dtype; their positions, 0
+    if the cache stores none.
     decode_steps: model calls after the prefill: one for each token after the first, including an EOS.
     kept_spans*: the share of the tokens of each named part of the prompt that is held, mean over layers and KV heads.
     max_new_tokens*: the limit of the answer's length. finish_reason*: "stop" (a stop token or text) or "length".

@@ -167,9 +167,9 @@ def _budget_refused(run: Run, prompt: Prompt, kept: list[list[int]], seen: int) 
 
 def _bytes_refused(run: Run, sample: Sample) -> str | None:
     seen = sample.prompt_tokens + (sample.decode_steps or 0)
-    full = run.checkpoint.full_cache_bytes(seen), run.checkpoint.full_position_bytes(seen)
-    if (sample.full_cache_bytes, sample.full_position_bytes) != full:
-        return f"its full cache has {sample.full_cache_bytes} bytes, but {seen} tokens take {full[0]}"
+    full, positions = run.checkpoint.full_cache_bytes(seen), run.checkpoint.full_position_bytes(seen)
+    if sample.full_cache_bytes != full or sample.full_position_bytes not in (0, positions):
+        return f"its full cache has {sample.full_cache_bytes} bytes, but {seen} tokens take {full}"
     width = run.checkpoint.dtype.itemsize if run.policy.store.exact else 0
     position = 0 if isinstance(run.policy, KVPress) else POSITION
     layers = zip(sample.kept_tokens or [], _heads_and_numbers(run), strict=True)

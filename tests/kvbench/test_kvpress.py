@@ -15,6 +15,7 @@ from kv_models import prompt, tiny
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+import kvbench
 from kvbench import BudgetError, KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.cli import main
@@ -22,6 +23,7 @@ from kvbench.engine.generate import generate_tokens
 from kvbench.errors import ConfigError, UsageError
 from kvbench.policies.press import KVPress
 from kvbench.policies.schedule import Prompt
+from kvbench.report.table import results_table
 
 kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed: pip install --no-deps kvpress cachetools")
 
@@ -255,3 +257,27 @@ def test_a_table_shows_what_would_be_held_if_masked_tokens_were_freed(
     for kept, masked in zip(sample["kept_tokens"], sample["masked_tokens"], strict=True):
         assert sum(masked) == len(masked) * (sample["prompt_tokens"] - 64)
         assert min(kept) == max(kept) >= sample["prompt_tokens"]
+
+
+def test_shares_count_positions_on_both_sides_or_neither_and_a_decoding_press_has_its_own_footnote(
+    model: PreTrainedModel,
+) -> None:
+    """Without eviction, each number takes what its codes take: no policy is charged for positions it does not store."""
+
+    def rows(*policies: Any, budget: float) -> Any:
+        how = {"task.lengths": [200], "task.max_new_tokens": 12}
+        return kvbench.evaluate("pocket", policies=policies, budgets=[budget], tasks=["niah"], limit=1, **how)
+
+    shares = [row.cache_share for row in rows("full", "snapkv", "fp8", "snapkv_fp8", "kvpress/KnormPress", budget=4000)]
+    assert shares == pytest.approx([1, 1, 0.25, 0.25, 1], abs=2e-4), "and a few bytes of scales"
+    evicting, press = rows("snapkv_fp8", "kvpress/KnormPress", budget=64)
+    assert evicting.full_position_bytes > press.full_position_bytes == 0
+    decoder = kvpress.DecodingPress(kvpress.KnormPress(), **DECODING)
+    decodes = kvpress.DecodingPress(kvpress.KnormPress(), **DECODING)
+    both = kvpress.PrefillDecodingPress(kvpress.KnormPress(0.5), decodes)
+    decoding, twice = (rows(make_policy("kvpress", 48, press=press), budget=48)[0] for press in (decoder, both))
+    assert [press.when, decoding.when, twice.when] == ["whole prompt, grow", "decoding, press", "whole prompt, press"]
+    for row in (decoding, twice):
+        notes = " ".join(results_table([row]).notes)
+        assert "all decoded tokens kept" not in notes
+        assert "decoded tokens evicted by the press" in notes

@@ -105,7 +105,7 @@ def test_every_declared_column_reads_its_own_field(tmp_path: Path) -> None:
     told |= {"device": "a processor", "kvbench_revision": "cafe", "weights": "abc", "policy": "h2o"}
     told |= {"budget": 64, "budget_kind": "tokens_per_head", "state": "finished", "schedule": "prompt"}
     assert {name: row[name] for name in (*given, *told)} == {**given, **told}
-    assert row["cache_share"] == 11 / (17 + 6), "the full cache has positions too"
+    assert row["cache_share"] == 11 / (17 + 6), "positions, if the cache stores them"
     assert row["bits_per_number"] is row["ratio_to_16_bit"] is None  # nothing is quantised
     coded = tidy(replace(run, identity={**run.identity, "policy": {"store": {"bits": 2}}}))
     assert coded["bits_per_number"] == pytest.approx(16 * 11 / 17)  # the full cache is in float16

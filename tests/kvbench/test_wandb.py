@@ -20,7 +20,7 @@ from small_cells import SMALL, small_cell
 from kvbench.cli import main
 from kvbench.engine.compute import compute_runs
 from kvbench.errors import UsageError
-from kvbench.report.wandb_logger import WandbLogger, WandbWatch
+from kvbench.report.wandb_logger import WandbLogger
 from kvbench.results.result import Result, read_result
 from kvbench.results.samples import Sample
 from kvbench.run.run import Run
@@ -153,7 +153,7 @@ def test_runs_computed_together_have_their_own_curves_and_the_difference_to_full
         written(tmp_path, "tova", [1.0, 0.0, 0.0, 0.0, 0.0]),
         written(tmp_path, "full", [1.0, 1.0, 0.0, 0.0, 0.0], None),
     )
-    watch = WandbWatch(WandbLogger(folder=str(tmp_path)), "both")
+    watch = WandbLogger(folder=str(tmp_path)).watch("both")
     for cell in cells:
         watch.started(cell, (), 5)
     for index in range(5):
@@ -172,7 +172,7 @@ def test_runs_computed_together_have_their_own_curves_and_the_difference_to_full
 def test_failed_runs_and_failed_examples_are_marked_and_a_complete_run_is_not_sent_again(tmp_path: Path) -> None:
     cell, other = written(tmp_path / "a", "tova", [1.0, None]), written(tmp_path / "b", "h2o", [1.0, None])
     complete = written(tmp_path / "c", "cake", [1.0])
-    watch = WandbWatch(WandbLogger(folder=str(tmp_path)), None)
+    watch = WandbLogger(folder=str(tmp_path)).watch(None)
     watch.started(cell, cell.row.samples[:1], 2)
     watch.ended(cell, OSError("no space"))
     watch.started(other, other.row.samples, 2)
@@ -211,7 +211,7 @@ def test_a_trial_of_a_sweep_is_the_run_of_the_agent_also_if_it_is_finished(
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
     monkeypatch.setenv("WANDB_RUN_ID", "chosen")
     cell = written(tmp_path / "a", "tova", [1.0, 0.0])
-    watch = WandbWatch(WandbLogger(folder=str(tmp_path)), None)
+    watch = WandbLogger(folder=str(tmp_path)).watch(None)
     watch.ended(cell, None)  # finished by an earlier trial
     watch.close()
     (one,) = stored(tmp_path)
