@@ -135,8 +135,9 @@ def locate(spec: ModelSpec, dtype: str = "auto") -> Checkpoint:
 def load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
     """Load the weights (safetensors only) onto `device`, with kvbench's attention. The last model is cached.
 
-    A `device_map` assigns devices to the layers; prompts are then on `device`. Raises UsageError for an
-    unsupported model or invalid weights.
+    A `device_map` assigns devices to the layers; prompts are then on `device`. Quantized weights are loaded as the
+    checkpoint's `quantization_config` says. Raises UsageError for an unsupported model, invalid weights, or a missing
+    package of the quantization.
     """
     if checkpoint.given is not None:
         return checkpoint.given
@@ -151,6 +152,7 @@ _last_loaded: dict[tuple[Checkpoint, torch.device], LoadedModel] = {}  # shared 
 
 
 def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
+    quantized = getattr(checkpoint.config, "quantization_config", None) is not None  # cannot be moved afterwards
     try:
         with _unreported():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -159,11 +161,11 @@ def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=checkpoint.spec.trust_remote_code,
-                device_map=checkpoint.spec.device_map,
+                device_map=checkpoint.spec.device_map or ({"": str(device)} if quantized else None),
                 ignore_mismatched_sizes=True,  # check_weights refuses them with a better message
                 output_loading_info=True,
             )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"model={checkpoint.spec.name} cannot be loaded: {_reason(error)}") from error
     model, loading = loaded
     with refusing(f"model={checkpoint.spec.name}: "):
@@ -178,9 +180,9 @@ def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
         "parameters": model.num_parameters(),
         "trust_remote_code": checkpoint.spec.trust_remote_code,
     }
-    if checkpoint.spec.device_map is None:
+    if checkpoint.spec.device_map is None and not quantized:
         model.to(device)
-    else:
+    elif checkpoint.spec.device_map is not None:
         record["device_map"] = {part: str(where) for part, where in _placed(model).items()}
     return LoadedModel(model.eval(), record)
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from kv_models import tiny
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    BitsAndBytesConfig,
     DynamicCache,
     FalconConfig,
     FalconForCausalLM,
@@ -114,6 +116,38 @@ def test_a_broken_configuration_is_one_sentence(tiny_model: Path, tmp_path: Path
     (folder / "config.json").write_text(config)
     with pytest.raises(UsageError, match=rf"^model=tiny: .*/broken/config\.json cannot be used: {said}"):
         locate(spec(folder))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "package"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "optimum"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}, "gptqmodel"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    ],
+)
+def test_quantized_weights_without_their_package_name_it(
+    tiny_model: Path, tmp_path: Path, quantization: dict[str, object], package: str
+) -> None:
+    if find_spec(package):
+        pytest.skip(f"{package} is installed")
+    folder = shutil.copytree(tiny_model, tmp_path / "quantized")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    with pytest.raises(UsageError, match=rf"^model=tiny cannot be loaded: .* requires {package}"):
+        load(locate(spec(folder)), CPU)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_of_bitsandbytes_are_loaded_as_they_are_stored(tiny_model: Path, tmp_path: Path, bits: int) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    settings = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    quantized = AutoModelForCausalLM.from_pretrained(tiny_model, quantization_config=settings, device_map={"": "cpu"})
+    folder = shutil.copytree(tiny_model, tmp_path / "quantized")
+    (folder / "model.safetensors").unlink()
+    quantized.save_pretrained(folder)
+    found = load(locate(spec(folder)), CPU).model
+    assert {4: "Linear4bit", 8: "Linear8bitLt"}[bits] in {type(part).__name__ for part in found.modules()}
 
 
 def test_a_model_with_code_of_its_own_is_not_run(tiny_model: Path, tmp_path: Path) -> None:
