@@ -323,7 +323,7 @@ def _allowed(kind: str, value: Any) -> bool:  # noqa: ANN401 - whatever JSON hol
         return number and abs(value) <= LARGEST
     if kind.startswith("Literal["):
         return value in literal_eval(f"[{kind[8:-1]}]")
-    return isinstance(value, {"str": str, "Likelihood": Likelihood}.get(kind, dict))
+    return isinstance(value, {"str": str, "bool": bool, "Likelihood": Likelihood}.get(kind, dict))
 
 
 _KINDS = {part: {one.name: str(one.type) for one in fields(part)} for part in (Sample, Likelihood)}
