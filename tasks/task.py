@@ -184,7 +184,8 @@ class Task(ABC):
     </think>; only the text after the last one is scored (see `Thoughts`). stop: strings that end an answer, outside of
     thoughts; they are not part of it. end_texts: the last token of each of them ends an answer, as EOS does.
     min_new_tokens: number of tokens before EOS or such a token may be generated. truncation: how a prompt longer than
-    the model's context is handled: "refuse" is an error, "middle" keeps its first and last halves, "left" its end.
+    the model's context is handled: "refuse" is an error, "middle" keeps its first and last halves, "left" the end
+    of its text, with BOS and the opening of the chat template.
     max_new_tokens: the longest answer; None uses the benchmark's value, which may differ between examples.
     """
 
@@ -193,6 +194,9 @@ class Task(ABC):
 
     length_field: ClassVar[str | None] = None
     """The field with the prompt length in tokens, for tasks that generate prompts of a given length."""
+
+    cuts_bos: ClassVar[bool] = False
+    """Whether truncation=left cuts BOS and the opening of the chat template too, as lm-eval does."""
 
     decoding: ClassVar[str] = "greedy"
     """How answers are decoded, unless the run sets it."""

@@ -68,6 +68,6 @@ def ask(
         context=context, questions=tuple(texts), max_new_tokens=max_new_tokens, chat=chat,
         chat_template_args=chat_template_args, think_end=think_end,
     )  # fmt: skip
-    (row,) = evaluate(model, tokenizer, policies=[policy], budgets=[budget], tasks=[task], **fields)
-    answers = [(sample.output if sample.answer is None else sample.answer) or "" for sample in row.samples]
+    results = evaluate(model, tokenizer, policies=[policy], budgets=[budget], tasks=[task], **fields)
+    answers = [(sample.output if sample.answer is None else sample.answer) or "" for sample in results[0].samples]
     return answers if think_end is None else [text.strip() for text in answers]

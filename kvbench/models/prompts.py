@@ -289,20 +289,26 @@ class PromptMaker:
         return Prompt(replace(example, rated=()), torch.tensor(longest.context, dtype=torch.int32), digest, None, pairs)
 
     def _cut_left(self, ids: list[int], example: Example) -> list[int]:
-        """The end of a prompt that is too long, if it may be cut. As in lm-eval, BOS is cut too."""
+        """A prompt that is too long without the beginning of its text, if it may be cut.
+
+        BOS and the opening of the chat template stay, except for tasks of lm-eval, which cuts them too.
+        """
         most = self.max_prompt_tokens
         if self.max_positions is not None:
             most = min(self.max_positions - example.max_new_tokens, most or self.max_positions)
         if most is None or len(ids) <= most or self.task.task_of(example).truncation != "left":
             return ids
-        if most < 1:
+        mark = "\x00"  # occurs in no text
+        opening = "" if example.reading else self._wrap(f"{mark}{example.prompt}", example).partition(mark)[0]
+        head = 0 if self.task.task_of(example).cuts_bos else common(self._encode(opening), ids)
+        if most <= head:
             raise UsageError(
                 f"task {self.task.name}: {example.max_new_tokens} new tokens leave no positions for a prompt"
             )
         log.warning(
             "task %s: example %d is cut on the left from %d tokens to %d", self.task.name, example.index, len(ids), most
         )
-        return ids[-most:]
+        return ids[:head] + ids[head - most :]
 
     def _read(self, text: str, example: Example) -> list[int]:
         """The first `tokens` tokens of a text to be scored. Raises UsageError if there are too few."""

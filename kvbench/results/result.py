@@ -254,7 +254,7 @@ _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, Arit
 def read_result(folder: Path, limit: int | None = None, whole: bool = False) -> Result:
     """Read a run, or its first `limit` examples. Raises UsageError if `folder` is not a readable run.
 
-    Of a finished run only the summary is read, and samples whenever they are used. whole: read the samples.
+    Of a finished run only the summary is read, and samples when they are used. whole: read and keep the samples.
     """
     file = "summary.json, metrics.json or environment.json"
     try:
@@ -268,7 +268,10 @@ def read_result(folder: Path, limit: int | None = None, whole: bool = False) -> 
         file = "config.yaml"
         config = read_yaml(folder / file)
         file = "config.yaml or environment.json"
-        return _result(folder, samples, config, read_metrics(folder, samples))
+        found = _result(folder, samples, config, read_metrics(folder, samples))
+        if not (whole or limit is not None) and found.finished:  # hundreds of runs would fill the memory
+            found = replace(found, samples=StoredSamples(folder / FILE_NAME, len(samples), outcomes_of(samples)))
+        return found
     except (*_UNREADABLE, yaml.YAMLError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise UsageError(f"{folder} is not a readable run ({file}: {reason})") from error

@@ -313,6 +313,9 @@ def _allowed(kind: str, value: Any) -> bool:  # noqa: ANN401 - whatever JSON hol
     kind, _, optional = kind.partition(" | ")
     if value is None:
         return bool(optional)
+    if kind == "list[int]":  # nearly all values of a file are in such lists
+        numbers = isinstance(value, list) and set(map(type, value)) <= {int}
+        return numbers and all(abs(end) <= LARGEST for end in (min(value, default=0), max(value, default=0)))
     if kind.startswith("list["):
         return isinstance(value, list) and all(_allowed(kind[5:-1], item) for item in value)
     if kind in ("int", "float"):
@@ -320,7 +323,7 @@ def _allowed(kind: str, value: Any) -> bool:  # noqa: ANN401 - whatever JSON hol
         return number and abs(value) <= LARGEST
     if kind.startswith("Literal["):
         return value in literal_eval(f"[{kind[8:-1]}]")
-    return isinstance(value, {"str": str, "Likelihood": Likelihood}.get(kind, dict))
+    return isinstance(value, {"str": str, "bool": bool, "Likelihood": Likelihood}.get(kind, dict))
 
 
 _KINDS = {part: {one.name: str(one.type) for one in fields(part)} for part in (Sample, Likelihood)}

@@ -35,6 +35,7 @@ class LmEval(Task):
     """
 
     named_by: ClassVar[str | None] = "task"
+    cuts_bos: ClassVar[bool] = True
     decoding: ClassVar[str] = "as in lm-eval's task"
 
     task: str

@@ -21,8 +21,9 @@ from kvbench.report.html.examples import LEVELS, examples
 from kvbench.report.html.prompts import prompts_of
 from kvbench.report.html.report import html_report, main, write_report
 from kvbench.report.html.tables import groups, in_order, marks, matrices
+from kvbench.results.columns import frame
 from kvbench.results.result import load_results
-from kvbench.results.samples import Sample, counts, kept_heads
+from kvbench.results.samples import Sample, counts, kept_heads, read_samples
 
 HOSTILE = '</script><script>window.broken = 1</script><img src="http://evil.test/x.png" onerror="window.broken = 1">'
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -44,6 +45,21 @@ def marked(folder: Path) -> dict[str, dict[str, str]]:
     """The marks of every group: by its title, then by policy."""
     found = groups(in_order(load_results(folder)))
     return {group.title: {row.name: marks(group).get(row, "") for row in group.rows} for group in found}
+
+
+def test_a_page_and_the_table_read_no_samples_of_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table has every run; figures, changes and examples are those of the first runs, and the page says so."""
+    runs(tmp_path, ("full", 20), ("roco", 0), ("tova", 19), ("h2o", 20))
+    read: list[Path] = []
+    monkeypatch.setattr("kvbench.results.summary.read_samples", lambda path: read.append(path) or read_samples(path))
+    monkeypatch.setattr("kvbench.report.html.report.DETAILED", 2)
+    rows = load_results(tmp_path)
+    assert len(frame(rows)) == 4
+    assert read == []
+    page = html_report(rows, tmp_path)
+    assert page.count("<tr title=") == 4
+    assert "Figures, changes and examples are those of the first 2 runs" in page
+    assert sorted(read) == sorted(row.folder / "samples.jsonl" for row in in_order(rows)[:2])  # each once
 
 
 # --- groups and marks ----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from kvbench.errors import UsageError
 from kvbench.models.answers import Ending, end_tokens
 from kvbench.models.prompts import Prompt, PromptMaker
+from kvbench.tasks.lm_eval.task import LmEval
 from kvbench.tasks.task import Example, Reading, Task, Tokenizer
 
 TEMPLATE = "<s>[{% for m in messages %}{{ m.content }}{% endfor %}]{% if add_generation_prompt %}>{% endif %}"
@@ -67,6 +68,21 @@ def test_middle_truncation_keeps_both_ends(tokenizer: PreTrainedTokenizerBase) -
     maker = PromptMaker(tokenizer, Given(truncation="middle"), max_positions=200, max_prompt_tokens=20)
     # 20 tokens: <s> and nine characters, then the last ten characters
     assert text(tokenizer, maker, example("start" + "." * 60 + "end")) == "<s>start...." + ".......end"
+
+
+@pytest.mark.parametrize("template", [None, "<s>[USER] {{ messages[0].content }} [MODEL]"])
+def test_a_prompt_cut_on_the_left_keeps_bos_and_the_opening_of_the_template(
+    tokenizer: PreTrainedTokenizerBase, template: str | None
+) -> None:
+    tokenizer.chat_template = template
+    words = " ".join(f"{n:03d}" for n in range(60))
+    opening, closing = ("[USER] ", " [MODEL]") if template else ("", "")
+    kept = words[-(100 - 10 - len(f"B{opening}{closing}")) :]
+    given = Given(truncation="left", chat=True)
+    assert text(tokenizer, PromptMaker(tokenizer, given, 100), example(words)) == f"<s>{opening}{kept}{closing}"
+    limited = PromptMaker(tokenizer, given, None, max_prompt_tokens=90)
+    assert text(tokenizer, limited, example(words)) == f"<s>{opening}{kept}{closing}"
+    assert LmEval.cuts_bos, "as lm-eval does"
 
 
 def test_an_answer_ends_before_the_first_stop_string(tokenizer: PreTrainedTokenizerBase) -> None:

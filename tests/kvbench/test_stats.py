@@ -27,6 +27,19 @@ def test_nine_of_ten_right_gives_wilsons_interval_worked_by_hand() -> None:
     assert got.high == pytest.approx(0.9821, abs=1e-4)
 
 
+def test_intervals_are_those_of_scipy() -> None:
+    from scipy.stats import binomtest, bootstrap  # kvbench does without: the import takes seconds
+
+    right = mean_interval([1.0] * 3 + [0.0] * 17)
+    assert (right.low, right.high) == pytest.approx(tuple(binomtest(3, 20).proportion_ci(method="wilson")))
+    values = np.random.default_rng(1).random(100)
+    fields = {"n_resamples": stats.RESAMPLES, "method": "percentile", "rng": np.random.default_rng(0)}
+    level = 1 - 2 * stats._tails(len(values))[0]
+    expected = bootstrap((values,), np.mean, confidence_level=level, **fields).confidence_interval
+    found = mean_interval(values.tolist())
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
 @given(scores)
 def test_the_interval_holds_the_mean_and_repeats(values: list[float]) -> None:
     got = mean_interval(values)
