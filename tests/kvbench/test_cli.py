@@ -75,7 +75,7 @@ def samples(out: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in SECONDS} for line in lines]
 
 
-def test_one_cell_leaves_five_files_and_a_table(here: Here, tiny_model: Path) -> None:
+def test_one_run_leaves_its_files_and_a_table(here: Here, tiny_model: Path) -> None:
     arguments = (f"model={tiny_model}", "policy=snapkv", "budget=64", "out=deep/er", *SMALL)
     done = here(*arguments)
     assert done.returncode == 0
@@ -84,7 +84,7 @@ def test_one_cell_leaves_five_files_and_a_table(here: Here, tiny_model: Path) ->
     assert "all decoded tokens kept" in done.stdout
     out = here.folder / "deep" / "er"
     (folder,) = out.iterdir()
-    files = {"samples.jsonl", "metrics.json", "config.yaml", "environment.json", "engine.json"}
+    files = {"samples.jsonl", "metrics.json", "summary.json", "config.yaml", "environment.json", "engine.json"}
     assert {p.name for p in folder.iterdir()} == files
     assert [p.name for p in here.folder.iterdir()] == ["deep"]  # nothing of Hydra's lies about
     config = yaml.safe_load((folder / "config.yaml").read_text())
