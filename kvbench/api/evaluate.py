@@ -90,7 +90,7 @@ def evaluate(
     for ending in endings:
         if ending.error is not None:
             raise ending.error
-    rows = [read_result(run.folder, run.limit) for run in runs]
+    rows = [read_result(run.folder, run.limit, whole=temporary is not None) for run in runs]
     return Results(rows, runs[0].out, in_order=False, owned=temporary)
 
 

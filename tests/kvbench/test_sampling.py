@@ -24,6 +24,7 @@ from kvbench.results.metrics import metrics
 from kvbench.results.pairs import paired
 from kvbench.results.result import read_result
 from kvbench.results.samples import Sample
+from kvbench.results.summary import outcomes_of
 from kvbench.run.run import Run
 from kvbench.run.run_config import Sampling
 from kvbench.tools.diagnose import runs_of
@@ -138,7 +139,8 @@ def test_a_score_is_the_mean_over_answers_and_its_interval_is_over_prompts() -> 
     by_prompt = metrics([Sample(i, "p", 9, [], score=sum(three) / 3) for i, three in enumerate(scores)])
     assert (told["score_low"], told["score_high"]) == (by_prompt["score_low"], by_prompt["score_high"])
     assert by_prompt["pass_at_k"] is None
-    difference = paired(run, [answer(s.index, s.sample or 0, 1.0) for s in run])
+    right = [answer(s.index, s.sample or 0, 1.0) for s in run]
+    difference = paired(outcomes_of(run), outcomes_of(right))
     assert difference is not None
     assert (difference.difference.n, difference.difference.mean) == (4, pytest.approx(0.5))
 
