@@ -26,10 +26,11 @@ class Pages(Selection):
     protected token, come first, then pages by score; ties go to the older page. With `unit=page` the budget is rounded
     to whole pages; the newest page may be short, so that fewer tokens are kept than its slots.
 
-    length: tokens per page. unit: `page` keeps whole pages; `token` keeps single tokens. heads: each KV head keeps its `own` set, or one set by
-    the mean score for all heads of a `layer` or of the `model`; for the model, the scores of each layer are first
-    standardised over its tokens that may be evicted. reduce: the mean, largest or summed score of a page's tokens; sums
-    disfavour the short page. rounding: pages in a budget, `down` or `up`, which exceeds the budget.
+    length: tokens per page. unit: `page` keeps whole pages; `token` keeps single tokens. heads: each KV head keeps its
+    `own` set, or one set by the mean score for all heads of a `layer` or of the `model`; for the model, the scores of
+    each layer are first standardised over its tokens that may be evicted. reduce: the mean, largest or summed score of
+    a page's tokens; sums disfavour the short page. rounding: pages in a budget, `down` or `up`, which exceeds the
+    budget.
     Source: ours, after the engines' documentation; PagedEviction (Chitty-Venkata et al. 2025, arXiv 2509.04377).
     """
 
