@@ -7,6 +7,7 @@ import pytest
 from kvbench.results.metrics import average_intervals, metrics
 from kvbench.results.samples import Sample
 from kvbench.tasks.longbench.subsets import PAPER_SETS
+from kvbench.tasks.trust import trust
 
 
 def answer(index: int, score: float | None, benchmark: str = "longbench", **metadata: str) -> Sample:
@@ -38,6 +39,7 @@ def test_a_benchmark_of_ones_own_says_what_its_averages_are_of(tmp_path: Path, m
         'SUBSETS_BY = "topic"\ndef averages(subsets): return {"sciences": [s for s in subsets if s != "art"]}\n'
     )
     monkeypatch.syspath_prepend(tmp_path)
+    trust(["own_averages"])
     rows = [(topic, score) for topic in ("art", "physics", "biology") for score in (0.2, 0.4, 0.9)]
     samples = [answer(i, score, "own_averages", topic=topic) for i, (topic, score) in enumerate(rows)]
     ((name, (low, high)),) = average_intervals(samples).items()

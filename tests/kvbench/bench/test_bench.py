@@ -126,7 +126,7 @@ def test_a_shared_sweep_and_single_runs_give_the_same_answers_and_hold_the_same_
         ("lengths=a", "Value 'a' of type 'str' could not be converted to Integer"),
         ("budgets=", "budgets must be a list with at least one value"),
         ("new_tokens=1", "new_tokens must be at least 2"),
-        ("model=nope", "model=nope is neither a name of conf/model nor a folder"),
+        ("model=nope", "model=nope is neither a name of conf/model"),
         ("baselines=vllm", "baselines must be transformers or kvpress"),
     ],
 )
