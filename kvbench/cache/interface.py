@@ -139,7 +139,7 @@ def check_model(
             "policy), or call cache.reset() first"
         )
     for field in ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"):
-        mine, its = getattr(config, field, None), getattr(module.config, field, None)
+        mine, its = vars(config).get(field), vars(module.config).get(field)  # some configurations refuse getattr
         if mine != its:
             raise ValueError(
                 f"this KVCache was made from another model's configuration ({field}={mine}, the model has {its}): "

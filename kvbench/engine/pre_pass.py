@@ -23,6 +23,7 @@ from kvbench.cache.cache import KVCache
 from kvbench.cache.columns import Columns
 from kvbench.cache.footprint import fed
 from kvbench.cache.hook import LayerCall
+from kvbench.cache.inputs import watch_inputs
 from kvbench.cache.interface import InterfaceError
 from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
@@ -61,6 +62,8 @@ def open_cache(
         ids = _selected(model, whole, policy, policy.pre_pass)
         passed = 0 if ids is whole else whole.shape[1]
         policy = replace(policy, pre_pass=None)
+    if policy.needs.hidden:
+        watch_inputs(model)
     cache = kind(model.config, policy, prompt_length=ids.shape[1], question=question)
     if passed is not None:
         cache.sequence.passed, cache.sequence.passed_entries = passed, float(fed(0, passed))

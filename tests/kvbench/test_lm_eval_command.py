@@ -19,7 +19,8 @@ from kvbench.lm_eval import main as command_line
 
 def test_lm_eval_s_own_script_stays_lm_eval_s() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert not {"scripts", "entry-points"} & project.keys()
+    assert "entry-points" not in project
+    assert set(project["scripts"]) == {"kvbench"}
 
 
 def test_a_lm_eval_that_is_not_there_is_one_sentence() -> None:

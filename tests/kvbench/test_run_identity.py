@@ -181,7 +181,7 @@ def test_a_policy_that_evicts_nothing_is_one_run_whatever_the_schedule(
     assert not [key for key in changed_fields(run) if key.startswith("policy.")]
     evicting = (small_cell(tmp_path, tiny_model, "h2o", 40, *more).run_id for more in ([], ["every=4"]))
     assert len(set(evicting)) == 2
-    with pytest.raises(ValueError, match="decode must be evict or grow, got 'never'"):
+    with pytest.raises(ValueError, match="decode must be evict, grow or threshold, got 'never'"):
         small_cell(tmp_path, tiny_model, policy, 40, "decode=never")
 
 

@@ -22,7 +22,7 @@ LINES = {
     "budget=31": "a budget of 31 tokens per KV head is too small for caote_snapkv: it must be at least 32",
     "limit=0": "limit must be a whole number of at least 1, got 0",
     "device=gpu": "device=gpu is not available here, choose one of auto, cpu",
-    "decode=maybe": "decode must be evict or grow",
+    "decode=maybe": "decode must be evict, grow or threshold",
     "schedule=block": "schedule must be prompt or blocks, got 'block'",
     "bogus=3": "Could not override 'bogus'",
     "engine=null": "engine=null is not allowed, set its fields",

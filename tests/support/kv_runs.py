@@ -32,7 +32,7 @@ class Run:
     cache: KVCache | None = None
 
     def of_row(self, row: int) -> list[Kept]:
-        return [call[row] for call in self.kept]
+        return [call[row] for call in self.kept if call]  # a call before the first token of some row shows none
 
 
 def kept_now(cache: KVCache) -> list[Kept]:
