@@ -114,9 +114,10 @@ def rebuilt(entry: Entry, out: Path) -> Planned:
     choices = {"model": entry.model, "policy": entry.policy, "task": entry.task}
     with entry.working_folder():
         run = build_run(typed({**entry.config, "out": str(out)}, choices))
-    if run.run_id != entry.run_id:
+        run_id = run.run_id  # it contains digests of files below this folder
+    if run_id != entry.run_id:
         raise UsageError(
-            f"{entry.run_id} is now {run.run_id}: its code, its model or a file that it reads has changed since the "
+            f"{entry.run_id} is now {run_id}: its code, its model or a file that it reads has changed since the "
             "sweep started; run its command again"
         )
     return Planned(entry, replace(run, changed=entry.changed, config=entry.config))

@@ -109,7 +109,8 @@ def test_two_resumes_at_once_submit_a_run_once(tmp_path: Path, tiny_model: Path)
 @pytest.mark.slow("meets a time limit of a minute")
 def test_a_time_limit_stops_a_job_with_a_message_and_no_failed_run(tmp_path: Path, tiny_model: Path) -> None:
     limit = ("hydra.launcher.timeout_min=1", "hydra.launcher.max_num_timeout=1", "hydra.launcher.wait=true")
-    client = start(tmp_path, tiny_model, *LOCAL, *limit, "task.repeats=3000", "out=out")
+    long = ("task.lengths=[700]", "task.max_new_tokens=128", "task.repeats=500")
+    client = start(tmp_path, tiny_model, *LOCAL, *limit, *long, "out=out")
     client.communicate()
     out = tmp_path / "out"
     (log,) = jobs_folder(out).glob("*.log")
