@@ -8,6 +8,8 @@ Shapes: P rows of a step, V vocabulary.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -20,17 +22,37 @@ from kvbench.engine.logits import next_logits
 log = logging.getLogger(__name__)
 
 
-class Recorder:
-    """Runs decoding steps: first calls of the model, then replays of a recorded one.
+class GraphRecorder:
+    """Records calls of a model.
 
-    strict: raise ValueError if a step cannot be recorded; otherwise log one warning and call every step.
+    strict: raise ValueError if a call cannot be recorded; otherwise log one warning, and `failed` is true.
     """
 
     def __init__(self, model: PreTrainedModel, strict: bool = True) -> None:
         self._model, self._strict = model, strict
+        self.failed = False
+
+    @contextmanager
+    def capture(self, graph: torch.cuda.CUDAGraph, call: str, calls: str) -> Iterator[None]:
+        """Record what is launched inside, which computes nothing. call, calls: its names in messages."""
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                yield
+        except RuntimeError as error:
+            why = f"{call} on {type(self._model).__name__} cannot be recorded ({str(error).splitlines()[0]})"
+            if self._strict:
+                raise ValueError(f"{why}: use engine.cuda_graph=false") from error
+            log.warning("%s: %s are not recorded", why, calls)
+            self.failed = True
+
+
+class Recorder(GraphRecorder):
+    """Runs decoding steps: first calls of the model, then replays of a recorded one."""
+
+    def __init__(self, model: PreTrainedModel, strict: bool = True) -> None:
+        super().__init__(model, strict)
         self._called: tuple[object, ...] = ()  # the batch of the last step, and its version
         self._graph: torch.cuda.CUDAGraph | None = None
-        self.failed = False
 
     def __call__(self, tokens: Tensor, places: Tensor, batch: KVCache) -> Tensor:
         """The logits [P,V] after tokens [P,1] at places [P,1]; valid until the next step."""
@@ -50,14 +72,8 @@ class Recorder:
         """Record a step, which computes nothing; None after a warning if that failed."""
         self._tokens, graph, seen = tokens.clone(), torch.cuda.CUDAGraph(), batch.seen
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with self.capture(graph, "a decoding step", "steps"):
                 self._logits = next_logits(self._model, self._tokens, batch.positions, batch)
-        except RuntimeError as error:
-            why = f"a decoding step on {type(self._model).__name__} cannot be recorded ({str(error).splitlines()[0]})"
-            if self._strict:
-                raise ValueError(f"{why}: use engine.cuda_graph=false") from error
-            log.warning("%s: steps are not recorded", why)
-            self.failed = True
         finally:
             batch.count(seen - batch.seen)
         return None if self.failed else graph

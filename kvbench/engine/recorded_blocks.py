@@ -7,7 +7,6 @@ blocks until the budget is full, and the last one, are called.
 Shapes: B sequences, m tokens of a block, V vocabulary.
 """
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,11 +17,10 @@ from transformers import PreTrainedModel
 from kvbench.cache.cache import KVCache
 from kvbench.cache.footprint import fed
 from kvbench.cache.layout import layout_of
+from kvbench.engine.cuda_graph import GraphRecorder
 from kvbench.engine.logits import next_logits
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.slot_store import SlotStore
-
-log = logging.getLogger(__name__)
 
 
 def blocks_alike(policy: Policy) -> bool:
@@ -35,19 +33,15 @@ def blocks_alike(policy: Policy) -> bool:
     return policy.evicts and not (needs.model or needs.memory or needs.question or needs.kept)
 
 
-class BlockRecorder:
-    """Runs the blocks of prompts: calls of the model, and replays of a recorded block.
-
-    strict: raise ValueError if a block cannot be recorded; otherwise log one warning and call every block.
-    """
+class BlockRecorder(GraphRecorder):
+    """Runs the blocks of prompts: calls of the model, and replays of a recorded block."""
 
     def __init__(self, model: PreTrainedModel, strict: bool = True) -> None:
         layout = layout_of(model.config)
         spread = getattr(model, "hf_device_map", None)
-        self._model, self._strict = model, strict
+        super().__init__(model, strict)
         self._supported = not (layout.owners or layout.latent or layout.states or spread)
         self._cache: KVCache | None = None
-        self.failed = False
         self.forget()
 
     def forget(self) -> None:
@@ -107,7 +101,7 @@ class BlockRecorder:
         try:
             for sequence in cache.sequences:
                 sequence.clock = clock
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with self.capture(graph, "a block of a prompt", "blocks"):
                 positions = (clock + torch.arange(ids.shape[1], device=ids.device)).expand_as(ids)
                 self._logits = next_logits(self._model, self._ids, positions, cache)
                 known = {x.untyped_storage().data_ptr() for x in held}
@@ -115,13 +109,6 @@ class BlockRecorder:
                 for old, new in zip(held, found, strict=True):
                     old.copy_(new)
                 clock += ids.shape[1]
-        except RuntimeError as error:
-            name, why = type(self._model).__name__, str(error).splitlines()[0]
-            message = f"a block of a prompt on {name} cannot be recorded ({why})"
-            if self._strict:
-                raise ValueError(f"{message}: use engine.cuda_graph=false") from error
-            log.warning("%s: blocks are not recorded", message)
-            self.failed = True
         finally:
             for owner, attributes in before:
                 vars(owner).clear()
