@@ -36,6 +36,13 @@ def count_or(word: str, name: str, value: object, least: int) -> None:
         raise ConfigError(name, value, f"{word!r} or a number of tokens >= {least}")
 
 
+def calibrated_file(name: str, value: str, what: str, calibration: str) -> None:
+    """ConfigError unless a field names a file, which `python -m kvbench.calibrate CALIBRATION` creates."""
+    if not value:
+        why = f"must name {what}; create one with `python -m kvbench.calibrate {calibration}`"
+        raise ConfigError(name, value, why=why)
+
+
 def whole_numbers(name: str, values: object, least: float = -inf) -> None:
     """Raise ConfigError unless a field is a list of whole numbers >= `least`."""
     if not isinstance(values, list | tuple):

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
+from kvbench.policies.checks import calibrated_file
 from kvbench.policies.describe import FILE
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
@@ -51,9 +52,7 @@ class KVzap(Scorer):
     gate: str = field(default="", metadata={"decides": FILE})
 
     def __post_init__(self) -> None:
-        if not self.gate:
-            why = "must name a safetensors file of a gate; create one with `python -m kvbench.calibrate kvzap`"
-            raise ConfigError("gate", "", why=why)
+        calibrated_file("gate", self.gate, "a safetensors file of a gate", "kvzap")
         _ = self._layers  # read at construction: the file may change later
 
     @cached_property

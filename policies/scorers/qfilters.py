@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
+from kvbench.policies.checks import calibrated_file
 from kvbench.policies.describe import FILE
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
@@ -41,9 +42,7 @@ class QFilters(Scorer):
     filters: str = field(default="", metadata={"decides": FILE})
 
     def __post_init__(self) -> None:
-        if not self.filters:
-            why = "must name a safetensors file with q_filters; create one with `python -m kvbench.calibrate qfilters`"
-            raise ConfigError("filters", "", why=why)
+        calibrated_file("filters", self.filters, "a safetensors file with q_filters", "qfilters")
         _ = self._filters  # read at construction: the file may change later
 
     @cached_property

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
-from kvbench.policies.checks import check_choices, whole_number
+from kvbench.policies.checks import calibrated_file, check_choices, whole_number
 from kvbench.policies.describe import FILE
 from kvbench.policies.model_layer import Rotation
 from kvbench.policies.needs import Needs, Protected
@@ -73,9 +73,7 @@ class TriAttention(Scorer):
         whole_number("horizon", self.horizon, 1)
         if self.horizon & (self.horizon - 1):
             raise ConfigError("horizon", self.horizon, "a power of two, such as 65536")
-        if not self.stats:
-            why = "must name a file of query statistics; create one with `python -m kvbench.calibrate triattention`"
-            raise ConfigError("stats", "", why=why)
+        calibrated_file("stats", self.stats, "a file of query statistics", "triattention")
         _ = self._file  # read at construction: the file may change later
 
     def protects(self, budget: int) -> Protected:

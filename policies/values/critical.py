@@ -55,9 +55,7 @@ class Critical(ValueAware):
         protected: Tensor,
         layer_wide: bool,
     ) -> Tensor:
-        norms = projected_norms(observation)
-        if layer_wide or norms.shape[1] > scores.shape[1]:  # all heads share one latent
-            norms = norms.mean(1, keepdim=True)
+        norms = norms_of_sets(observation, scores, layer_wide)
         summed = scorer.needs.never_negative and scorer.needs.window
         queries = observation.window_length(scorer.needs.window) if summed else 1
         weighed = ((scores + self.epsilon * queries) * norms).masked_fill(~observation.occupied, 0.0)
@@ -65,6 +63,12 @@ class Critical(ValueAware):
         chosen = select(scores, None, observation.positions, protected, counts[:, None].expand(scores.shape[:2]))
         above = 2 * weighed.abs().amax((1, 2), keepdim=True) + 1
         return torch.where(chosen, above, weighed)
+
+
+def norms_of_sets(observation: Observation, scores: Tensor, layer_wide: bool) -> Tensor:
+    """`projected_norms` of every token set: their mean [B,1,T] if all heads share one set or one latent."""
+    norms = projected_norms(observation)
+    return norms.mean(1, keepdim=True) if layer_wide or norms.shape[1] > scores.shape[1] else norms
 
 
 def projected_norms(observation: Observation) -> Tensor:

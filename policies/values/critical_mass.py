@@ -13,7 +13,7 @@ from kvbench.policies.constants import on_device
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
-from kvbench.policies.values.critical import projected_norms
+from kvbench.policies.values.critical import norms_of_sets
 from kvbench.policies.values.value import ValueAware
 
 
@@ -55,9 +55,7 @@ class CriticalMass(ValueAware):
     ) -> Tensor:
         window = scorer.needs.window
         among = observation.occupied & ~observation.newest(window)
-        norms = projected_norms(observation)
-        if layer_wide or norms.shape[1] > scores.shape[1]:  # all heads share one token set or one latent
-            norms = norms.mean(1, keepdim=True)
+        norms = norms_of_sets(observation, scores, layer_wide)
         total = norms.sum(1, keepdim=True) if self.official else (norms * among).sum(-1, keepdim=True)
         weighed = (scores * norms / total.clamp(min=torch.finfo(norms.dtype).tiny)).masked_fill(~among, 0.0)
         pinned = self._pinned(observation, window, among, layer_wide)
