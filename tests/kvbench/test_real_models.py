@@ -132,11 +132,11 @@ def test_kvpress_keeps_the_same_tokens(
     # Sums are computed in another order: at the edge of the budget a token may change places with the next one. In the
     # first layer equal tokens have equal norms, and either of them may stay, so that tokens are compared there.
     swapped = [(Counter(ids[j] for j in own) - Counter(ids[j] for j in other)).total() for own, other in heads]
-    if checkpoint.spec.name == "smollm2":
-        assert max(swapped) <= 1
     # The biases of Qwen's keys make the norms of the first three layers nearly equal.
-    assert sum(swapped) <= 0.004 * budget * len(heads)
-    assert sum(own == other for own, other in heads[9:]) >= 0.9 * len(heads[9:])
+    most, share, first = (1, 0.1, 3) if checkpoint.spec.name == "smollm2" else (5, 0.25, 6)
+    assert max(swapped) <= most
+    assert sum(swapped) <= share * len(heads)
+    assert sum(own == other for own, other in heads[first:]) >= 0.9 * len(heads[first:])
 
 
 @torch.inference_mode()
