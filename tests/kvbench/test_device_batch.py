@@ -99,7 +99,8 @@ def test_a_float64_model_decodes_without_kernels(as_on_a_gpu: None) -> None:
     flight = DecodeBatch(model)
     (sequence,) = flight.admit(asked(90, 1, 4), [make_policy("h2o", 40)])
     flight.step()
-    assert flight.device is None and sequence.error is None
+    assert flight.device is None
+    assert sequence.error is None
 
 
 CODES = ("fp8", "fp8_per_token_head", "int8", "int4", "nvfp4", "turboquant", "snapkv_fp8")

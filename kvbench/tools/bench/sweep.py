@@ -78,7 +78,8 @@ def rows(model: PreTrainedModel, settings: Settings) -> Iterator[list[dict[str, 
     """Two rows for each prompt length: single runs, and the shared batch.
 
     Half of the single runs of a round are before its batch and half after it, so that a drift of the machine's speed
-    affects both. Each round is printed to stderr when it ends. ratio: time of the batch divided by that of the single runs of the same round. equal_answers: share of
+    affects both. Each round is printed to stderr.
+    ratio: time of the batch divided by that of the single runs of the same round. equal_answers: share of
     variants with equal tokens, the minimum over rounds.
     """
     policies = variants(settings)
@@ -98,8 +99,9 @@ def rows(model: PreTrainedModel, settings: Settings) -> Iterator[list[dict[str, 
             )
             rounds.append((single, shared))
             name = f"round {turn} of {settings.rounds}" if turn else "warm-up"
-            costs = f"single runs {single.total:.1f} s, one batch {shared.total:.1f} s, ratio {shared.total / single.total:.3f}"
-            sys.stderr.write(f"kvbench: {length} tokens, {name}: {costs}\n")
+            costs = f"single runs {single.total:.1f} s, one batch {shared.total:.1f} s"
+            ratio = shared.total / single.total
+            sys.stderr.write(f"kvbench: {length} tokens, {name}: {costs}, ratio {ratio:.3f}\n")
         yield table(rounds[1:], length, len(policies), settings)
 
 
