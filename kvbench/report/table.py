@@ -89,8 +89,8 @@ def _aligned(
     found = []
     for line in lines:
         spaces = [" " * (width - cell_len(cell)) for width, cell in zip(widths, line, strict=False)]
-        cells = [cell + s if at_left else s + cell for cell, s, at_left in zip(line, spaces, left, strict=False)]
-        found.append("-" * (sum(widths) + 2 * len(widths) - 2) if line is rule else "  ".join(cells).rstrip())
+        padded = [cell + s if at_left else s + cell for cell, s, at_left in zip(line, spaces, left, strict=False)]
+        found.append("-" * (sum(widths) + 2 * len(widths) - 2) if line is rule else "  ".join(padded).rstrip())
     return found
 
 

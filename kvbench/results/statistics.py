@@ -210,7 +210,8 @@ def _resampled_means(values: np.ndarray, seed: int, weights: np.ndarray | None =
     n, means = len(values), []
     if n * RESAMPLES <= _BLOCK:
         times = _times_drawn(n, seed, RESAMPLES)
-        return times @ values / n if weights is None else times @ (values * weights) / (times @ weights)
+        found: np.ndarray = times @ values / n if weights is None else times @ (values * weights) / (times @ weights)
+        return found
     for drawn in _draws(n, seed):
         if weights is None:
             means.append(values[drawn].mean(axis=1))
