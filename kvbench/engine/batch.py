@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import BudgetError, KVCache, ScoreError, empty_like
 from kvbench.cache.device_batch import DeviceBatch
-from kvbench.cache.layout import layout_of
+from kvbench.cache.families import layout_of
 from kvbench.engine.cuda_graph import Recorder
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill_prompt
