@@ -75,7 +75,7 @@ def generate(
             question=question,
             max_new_tokens=max_new_tokens,
             min_new_tokens=min_new_tokens,
-            eos_token_ids=_end_tokens(model, tokenizer, stop),
+            eos_token_ids=end_tokens(model.generation_config, tokenizer, stops=stop),
             stop=None if tokenizer is None else Ending(tokenizer, stop).test,
             context_tokens=context_tokens,
             samplers=[]
@@ -121,13 +121,3 @@ def _warn_of_positions(model: PreTrainedModel, tokens: int) -> None:
             "lose its sense behind them",
             stacklevel=3,
         )
-
-
-def _end_tokens(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str]
-) -> Sequence[int]:
-    """Ids that end an answer; without a tokenizer those of the model's generation config."""
-    if tokenizer is not None:
-        return end_tokens(model.generation_config, tokenizer, stops=stop)
-    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]

@@ -1,32 +1,68 @@
-"""Where an answer ends, and the text of its tokens."""
+"""What kvbench uses of a generation config, where an answer ends, and the text of its tokens."""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from kvbench.models.tokens import special_ends
 from kvbench.tasks.task import Thoughts
 
+log = logging.getLogger(__name__)
+
+UNUSED: dict[str, object] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+    **dict.fromkeys(("watermarking_config", "stop_strings")),
+}
+"""Fields of a generation config that change the tokens of `model.generate`, and the value that changes nothing.
+
+kvbench chooses tokens by the model's own logits. Sampling fields are not among them: `generation` sets them.
+"""
+
+
+def unused_fields(config: GenerationConfig | None) -> dict[str, Any]:
+    """The fields of a generation config that change the tokens of `model.generate`, but not those of kvbench."""
+    given = {} if config is None else json.loads(config.to_json_string(use_diff=False))
+    return {name: given[name] for name in UNUSED if given.get(name) not in (None, UNUSED[name], [], {})}
+
+
+@cache  # once for each model, not for each example
+def _warn(unused: str) -> None:
+    log.warning(
+        "the model's generation config sets %s, which model.generate uses but kvbench does not: it chooses tokens by "
+        "the model's own logits",
+        unused,
+    )
+
 
 def end_tokens(
     config: GenerationConfig | None,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     end_texts: Sequence[str] = (),
     stops: Sequence[str] = (),
 ) -> list[int]:
     """Ids that end an answer: EOS of the tokenizer and of the generation config, and the end texts of the task.
 
     An end text is represented by its last token, because SentencePiece tokenizers add a space before an encoded
-    newline. Stop strings have an id if they are special tokens.
+    newline. Stop strings have an id if they are special tokens. Warns of the other fields that `model.generate` uses.
     """
+    if unused := unused_fields(config):
+        _warn(", ".join(f"{name}={value}" for name, value in unused.items()))
     generation = config.eos_token_id if config is not None else None
-    listed = generation if isinstance(generation, list) else [generation]
-    texts = [tokenizer.encode(text, add_special_tokens=False)[-1] for text in end_texts]
-    special = special_ends(tokenizer, stops)
-    return sorted({i for i in [tokenizer.eos_token_id, *listed, *texts, *special] if isinstance(i, int)})
+    found: list[Any] = list(generation) if isinstance(generation, list) else [generation]
+    if tokenizer is not None:
+        texts = [tokenizer.encode(text, add_special_tokens=False)[-1] for text in end_texts]
+        found += [tokenizer.eos_token_id, *texts, *special_ends(tokenizer, stops)]
+    return sorted({i for i in found if isinstance(i, int)})
 
 
 @dataclass(frozen=True)

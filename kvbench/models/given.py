@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.cache.hook import prepare
 from kvbench.errors import refusing
+from kvbench.models.answers import unused_fields
 from kvbench.models.files import ModelSpec
 from kvbench.models.loading import Checkpoint, GivenModel
 from kvbench.models.trial import try_out
@@ -36,6 +37,7 @@ def given_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> G
         "object": _digest(model, tokenizer),
         "dtype": str(model.dtype).removeprefix("torch."),
         "parameters": model.num_parameters(),
+        "generation_config_unused": unused_fields(model.generation_config),
     }
     return GivenModel(model, record, tokenizer)
 
@@ -79,7 +81,9 @@ def _digest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _settings(model: PreTrainedModel) -> list[Any]:
-    parts = [part.to_dict() for part in (model.config, model.generation_config) if part is not None]
+    parts = [model.config.to_dict()]
+    if model.generation_config is not None:  # its keys may be tuples (sequence_bias)
+        parts.append(json.loads(model.generation_config.to_json_string(use_diff=False)))
     return [type(model).__name__, *({k: v for k, v in part.items() if k not in _ELSEWHERE} for part in parts)]
 
 

@@ -24,6 +24,7 @@ from transformers import (
 
 from kvbench.cache.hook import prepare
 from kvbench.errors import UsageError, refusing
+from kvbench.models.answers import unused_fields
 from kvbench.models.files import CONFIG_FILES, WANTED, ModelSpec, model_folder, model_identity
 from kvbench.models.trial import layer_shapes, state_bytes, try_out
 
@@ -179,6 +180,7 @@ def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
         "dtype": str(checkpoint.dtype).removeprefix("torch."),
         "parameters": model.num_parameters(),
         "trust_remote_code": checkpoint.spec.trust_remote_code,
+        "generation_config_unused": unused_fields(model.generation_config),
     }
     if checkpoint.spec.device_map is None and not quantized:
         model.to(device)

@@ -20,6 +20,7 @@ import kvbench
 from kvbench.cli import main
 from kvbench.engine import compute as engine
 from kvbench.models import given
+from kvbench.models.given import borrowed
 from kvbench.policies.observation import Observation, State
 from kvbench.report.html.prompts import prompts_of
 from kvbench.tasks.niah import Niah
@@ -190,6 +191,39 @@ def test_generate_writes_what_transformers_writes_over_the_same_cache(objects: O
     cache = kvbench.KVCache(model.config, policy)
     written = model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
     assert done.tokens == [written[0, ids.shape[1] :].tolist()]
+
+
+def test_a_generation_config_does_not_change_answers_and_is_named_and_recorded(
+    objects: Objects, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the model's own loop these fields change the tokens: `model.generate` with a KVCache uses them."""
+    model, tokenizer = objects
+    ids = tokenizer("one two three four " * 10, return_tensors="pt").input_ids
+    plain = kvbench.generate(model, ids, kvbench.make_policy("full"), max_new_tokens=12).tokens[0]
+    expected = kvbench.evaluate(model, tokenizer, policies="full", **SMALL)
+    changed = {"repetition_penalty": 1.7, "suppress_tokens": plain[:1], "min_new_tokens": 0, "num_beams": 1}
+    model.generation_config.update(**changed, forced_bos_token_id=1, sequence_bias={(plain[1],): -9.0})
+    with borrowed(model):
+        cache = kvbench.KVCache(model.config, kvbench.make_policy("full"))
+        theirs = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
+    assert theirs[0, ids.shape[1] :].tolist() != plain
+    assert kvbench.generate(model, ids, kvbench.make_policy("full"), max_new_tokens=12).tokens[0] == plain
+    by_object = kvbench.evaluate(model, tokenizer, policies="full", out=tmp_path / "a", **SMALL)
+    model.generation_config.update(sequence_bias=None)
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    model.generation_config.save_pretrained(tmp_path)
+    by_name = kvbench.evaluate(tmp_path, policies="full", out=tmp_path / "b", **SMALL)
+    assert outputs(by_object) == outputs(by_name) == outputs(expected)
+    said = [record.message for record in caplog.records if "generation config" in record.message]
+    start = f"the model's generation config sets repetition_penalty=1.7, suppress_tokens=[{plain[0]}]"
+    assert len(said) == 2
+    assert all(text.startswith(start) for text in said)
+    for results in (by_object, by_name):
+        environment = json.loads((results[0].folder / "environment.json").read_text())
+        found = environment["model"]["generation_config_unused"]
+        assert found["repetition_penalty"] == 1.7
+        assert set(found) - {"sequence_bias"} == {"repetition_penalty", "suppress_tokens", "forced_bos_token_id"}
 
 
 def test_results_are_rows_a_frame_a_table_and_a_page(tiny_model: Path, tmp_path: Path) -> None:
