@@ -284,6 +284,12 @@ class KVCache(ReadsHidden, Cache):
         if self._shared is not None:
             self._shared.begin()
         rows, columns = (len(self.sequences) if self.one_prompt else len(queries)), queries.shape[2]
+        if self._is_user_defined and columns == 1 and self.seen == self._layout.restart_length:
+            raise ValueError(
+                f"the answer reaches token {self.seen + 1} of the text, where transformers computes texts of this "
+                "model again from their beginning, with other rotary factors (longrope): use kvbench.generate, which "
+                f"does the same, or a prompt of more than {self.seen} tokens"
+            )
         self._begin_rows(rows)
         if mask is not None and self._layout.states:
             check_padding([sequence.seen for sequence in self.sequences], mask)
@@ -337,6 +343,10 @@ class KVCache(ReadsHidden, Cache):
         for sequence, own, begin in zip(self.sequences, lengths, questions, strict=True):
             sequence.next_prompt(own, begin)
 
+    def waiting(self, sequence: Sequence) -> list[Step]:
+        """The steps of a sequence, one of each layer, whose evictions wait for a pre-pass."""
+        return self._evictions.waiting(sequence)
+
     def pre_pass_done(self) -> None:
         """Carry out the evictions that waited for a pre-pass."""
         self._evictions.pre_pass_done()
@@ -350,6 +360,10 @@ class KVCache(ReadsHidden, Cache):
         for layer in (layer for sequence in self.sequences for layer in sequence.layers):
             if layer.opened:
                 layer.store.expect(tokens)
+
+    def __bool__(self) -> bool:
+        """False for models of which `model.generate` would discard a cache that is true (`layout.AGAIN`)."""
+        return self._layout.restart_length is None
 
     # --- contents ----------------------------------------------------------------------------------------------------
     @property

@@ -6,7 +6,7 @@ Policies, budgets and statistics count only the attention layers, those with the
 Some rotary embeddings (longrope, dynamic NTK) change their frequencies with the highest position of a call. A long
 prompt in several calls would have early keys and late queries of different frequencies, so it must come in one call,
 which the cache splits into blocks. Decoded tokens are rotated by the length reached so far, and stored keys stay as
-they are; transformers' own cache does the same.
+they are; transformers' own cache does the same, except for the models in `AGAIN`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +22,9 @@ RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 """Types of layers with a recurrent or convolutional state. The hybrid types also store keys and values."""
 NOTHING = ("moe", "mlp")
 """Types of layers that store nothing."""
+AGAIN = ("phi3", "phimoe", "phi4_multimodal")
+"""Models of which `model.generate` discards the cache where the text exceeds `uniform_length`, and computes the text so
+far again as one prompt, with the factors of long texts. kvbench's loop does the same, under every policy."""
 RESTARTING = ("jamba", "zamba")
 """Models whose recurrent layers (Mamba 1) restart at every call of several tokens in transformers."""
 
@@ -43,6 +46,7 @@ class Layout:
     recurrent layer. continues: whether recurrent layers continue from their state in a call of several tokens. owners:
     for each layer that reads the keys and values of another layer, that layer. latent: attention layers store latents.
     uniform_length: number of tokens up to which the length of a call does not change rotations; None: any.
+    restart_length: the same, if a longer text is computed again from its beginning; None: it continues.
     """
 
     layers: int
@@ -52,6 +56,7 @@ class Layout:
     owners: Mapping[int, int]
     latent: bool
     uniform_length: int | None
+    restart_length: int | None
 
     @cached_property
     def places(self) -> dict[int, int]:
@@ -89,6 +94,7 @@ def layout_of(config: PreTrainedConfig) -> Layout:
         owners={index: last[kind] for index, kind in enumerate(kinds) if index >= own and kind in last},
         latent=getattr(text, "kv_lora_rank", None) is not None,
         uniform_length=_uniform_length(text),
+        restart_length=_uniform_length(text) if text.model_type in AGAIN else None,
     )
 
 

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.cache import NAME
 from kvbench.cache.columns import Columns
-from kvbench.cache.families import InterfaceError, check_interface, layer_slides, layout_of
+from kvbench.cache.families import InterfaceError, check_interface, layer_slides
 from kvbench.cache.interface import NotATensor, uncompiled
 from kvbench.policies.model_layer import Latents
 from kvbench.policies.observation import AttentionParams
@@ -99,13 +99,6 @@ def _latent_call(module: nn.Module, value: LayerCall | Tensor) -> tuple[LayerCal
     Raises ValueError for attention without a cache, and for a model without a method that expands latents.
     """
     call, _EXPECTED.call = _EXPECTED.call, None
-    config: Any = module.config
-    switch = layout_of(config).uniform_length
-    if call is None and switch is not None and isinstance(value, Tensor) and value.shape[2] > switch:
-        raise InterfaceError(
-            f"model.generate of this model computes a text again without its cache where it exceeds {switch} tokens "
-            "(longrope), so it cannot use a KVCache there: use kvbench.generate"
-        )
     if call is None or isinstance(value, LayerCall) or call.index != module.layer_idx:
         raise ValueError("kvbench attention reads a KVCache: pass past_key_values=KVCache(model.config, policy)")
     expand: Any = getattr(module, "expand_kv", None)

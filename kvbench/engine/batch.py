@@ -26,6 +26,7 @@ from kvbench.engine.recorded_blocks import BlockRecorder
 from kvbench.engine.sequence import History, LiveSequence, Request, advance
 from kvbench.kernels.tiles import use_triton
 from kvbench.policies.policy import Policy
+from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.selections.fair import Fair
 
 Decode = Callable[[Tensor, Tensor, KVCache], Tensor]
@@ -65,6 +66,10 @@ class DecodeBatch:
         """
         here = [sequence.request for sequence in self.sequences]
         return not here or not any(map(self._switches, [request, *here]))
+
+    def together(self, requests: Sequence[Request]) -> Sequence[Sequence[Request]]:
+        """The requests as groups that can be decoded together, see `can_admit`: all of them, or each alone."""
+        return [[one] for one in requests] if any(map(self._switches, requests)) else [requests]
 
     def _switches(self, request: Request) -> bool:
         return self._layout.rotates_by_length(request.input_ids.shape[1] + request.max_new_tokens)
@@ -122,6 +127,9 @@ class DecodeBatch:
     def step(self) -> list[LiveSequence]:
         """Append the last token of every sequence and choose its next one. Returns the sequences that finish."""
         assert self._plain is not None, "no sequence is in flight"
+        outgrown = [sequence for sequence in self.sequences if self._outgrows(sequence)]
+        if outgrown:
+            return self._restart(outgrown)
         live = {sequence.cache.sequence: sequence for sequence in self.sequences if sequence.cache is not None}
         eager, plain = partial(next_logits, self._model), self._plain
         try:
@@ -144,6 +152,32 @@ class DecodeBatch:
         for sequence in ended:
             _audit(sequence)
         return ended
+
+    def _outgrows(self, sequence: LiveSequence) -> bool:
+        """Whether the text so far must be computed again (`kvbench.cache.families.AGAIN`)."""
+        selects = isinstance(sequence.policy.pre_pass, PromptChoice)  # positions are those among the selected tokens
+        return sequence.position == self._layout.restart_length and not selects
+
+    def _restart(self, sequences: Sequence[LiveSequence]) -> list[LiveSequence]:
+        """Prefill the text so far of some sequences, and choose their next tokens. Returns those that finish."""
+        self.drop(sequences)
+        for sequence in sequences:
+            assert sequence.cache is not None
+            request, peak = sequence.request, sequence.cache.sequence.peak_nbytes
+            if request.turns:
+                sequence.error = ValueError(
+                    f"a conversation exceeds {sequence.position} tokens while it is answered, where this model needs "
+                    "other rotary factors for all of it (longrope): use shorter conversations, or longer prompts"
+                )
+                continue
+            answer = request.input_ids.new_tensor([sequence.tokens])
+            sequence.request = replace(request, input_ids=torch.cat([request.input_ids, answer], dim=1))
+            sequence.decode_steps += 1
+            prefill_prompt(self._model, [[sequence]])
+            if sequence.error is None:
+                sequence.cache.sequence.peak_nbytes = max(peak, sequence.cache.sequence.peak_nbytes)
+        self.start(sequences)
+        return [sequence for sequence in sequences if sequence.done]
 
     def _decode(self, cache: KVCache, rows: Sequence[LiveSequence | None], logits_of: Decode) -> None:
         """One call of the model for the sequences of a cache; None: a row is padding."""

@@ -17,7 +17,7 @@ from kvbench.cache.pressed import PressedCache
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.logits import now
 from kvbench.engine.press import generate_with_press
-from kvbench.engine.sequence import Request, TokenSampler
+from kvbench.engine.sequence import LiveSequence, Request, TokenSampler
 from kvbench.models.replay import can_replay, check_graph
 from kvbench.policies.policy import Policy
 from kvbench.policies.press import KVPress
@@ -99,19 +99,22 @@ def generate(
     if cuda_graph:
         check_graph(policy, model.device)
         can_replay(model.config, required=True)
-    batch, began = DecodeBatch(model, cuda_graph), now(model)
-    sequences = [sequence for (sequence,) in batch.admit_each(requests, [policy])]
-    prefilled = now(model)
-    while batch.in_flight and not any(sequence.error for sequence in sequences):
-        batch.step()
-    for sequence in sequences:
-        if sequence.error is not None:
-            raise sequence.error
-    decoded = now(model)
+    batch, sequences, prefill_seconds, decode_seconds = DecodeBatch(model, cuda_graph), list[LiveSequence](), 0.0, 0.0
+    for some in batch.together(requests):
+        began = now(model)
+        sequences += [sequence for (sequence,) in batch.admit_each(some, [policy])]
+        prefilled = now(model)
+        while batch.in_flight and not any(sequence.error for sequence in sequences):
+            batch.step()
+        for sequence in sequences:
+            if sequence.error is not None:
+                raise sequence.error
+        prefill_seconds += prefilled - began
+        decode_seconds += now(model) - prefilled
     caches = [sequence.cache for sequence in sequences if sequence.cache is not None]
     cache = caches[0] if len(caches) == 1 else together(caches)
     steps = max(sequence.decode_steps for sequence in sequences)
-    return Generation([one.tokens for one in sequences], cache, prefilled - began, decoded - prefilled, steps)
+    return Generation([one.tokens for one in sequences], cache, prefill_seconds, decode_seconds, steps)
 
 
 def padding(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:

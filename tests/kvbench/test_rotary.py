@@ -1,16 +1,19 @@
 """Rotations that depend on length: a prompt in blocks is rotated as one call of transformers rotates it."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kv_models import prompt
+import transformers
+from kv_models import generated, left_padded, prompt
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
+import kvbench
 from kvbench import KVCache, make_policy
-from kvbench.cache.families import layout_of
+from kvbench.cache.families import AGAIN, layout_of
 from kvbench.engine.prefill import prefill
 from kvbench.engine.teacher_forcing import text_scores
 
@@ -93,3 +96,57 @@ def test_a_long_prompt_in_several_calls_is_refused(kind: str, monkeypatch: pytes
     monkeypatch.setattr("kvbench.engine.teacher_forcing.GIVEN_TOKENS", 16)
     with pytest.raises(ValueError, match="process such a prompt in one call of the model"):
         text_scores(running, ids, make_policy("tova", 16, block=8))
+
+
+def cached(kind: str, ids: list[list[int]], slug: str) -> tuple[list[list[int]], int]:
+    """New tokens of `model.generate` with a KVCache, and the tokens that a KV head then holds."""
+    held = KVCache(fresh(kind).config, make_policy(slug, 12))
+    return generated(fresh(kind), ids, NEW, past_key_values=held), int(held.kept_tokens().max())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [27, 28, 31, 32, 33, 40])  # the last token that is fed: 32, 33, ...
+def test_texts_around_the_length_are_those_of_transformers(kind: str, length: int) -> None:
+    """Phi-3's `generate` computes a text again that grows beyond the length; with dynamic NTK it continues."""
+    running, ids = fresh(kind), [prompt(length)]
+    running.set_attn_implementation("sdpa")
+    expected = generated(running, ids, NEW)
+    again = kind == "longrope" and 28 <= length <= SHORT
+    for slug in ("full", "fp8", "tova", "h2o"):
+        ours = kvbench.generate(fresh(kind), torch.tensor(ids), make_policy(slug, 12), max_new_tokens=NEW)
+        assert slug != "full" or ours.tokens == expected
+        if again:
+            with pytest.raises(ValueError, match=r"reaches token 33 .* use kvbench\.generate.* more than 32 tokens"):
+                cached(kind, ids, slug)
+            assert slug in ("full", "fp8") or int(ours.cache.kept_tokens().max()) <= 12
+        else:
+            assert (ours.tokens, int(ours.cache.kept_tokens().max())) == cached(kind, ids, slug)
+
+
+@torch.inference_mode()
+def test_a_text_that_is_computed_again_is_compressed_as_a_prompt() -> None:
+    running, ids, policy = fresh("longrope"), torch.tensor([prompt(30)]), make_policy("h2o", 12)
+    ours = kvbench.generate(running, ids, policy, max_new_tokens=NEW)
+    first = torch.cat([ids, torch.tensor([ours.tokens[0][:3]])], dim=1)  # 33 tokens
+    rest = kvbench.generate(running, first, policy, max_new_tokens=NEW - 3)
+    assert ours.tokens[0][3:] == rest.tokens[0]
+    assert [*map(torch.Tensor.tolist, ours.cache.kept_by_layer())] == [
+        *map(torch.Tensor.tolist, rest.cache.kept_by_layer())
+    ]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rows_of_a_batch_do_not_change_each_others_rotations(kind: str) -> None:
+    prompts, policy = [prompt(30), prompt(25, seed=1)], make_policy("full")
+    ids, mask = left_padded(prompts)
+    both = kvbench.generate(fresh(kind), ids, policy, attention_mask=mask, max_new_tokens=9).tokens
+    alone = [kvbench.generate(fresh(kind), torch.tensor([one]), policy, max_new_tokens=9).tokens for one in prompts]
+    assert both == [row for rows in alone for row in rows]
+
+
+def test_every_model_that_computes_texts_again_is_known() -> None:
+    files = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+    found = {file.parent.name for file in files if "enforce re-compute cache" in file.read_text(encoding="utf-8")}
+    assert found == set(AGAIN)
