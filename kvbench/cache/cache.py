@@ -343,6 +343,10 @@ class KVCache(ReadsHidden, Cache):
         for sequence, own, begin in zip(self.sequences, lengths, questions, strict=True):
             sequence.next_prompt(own, begin)
 
+    def waiting(self, sequence: Sequence) -> list[Step]:
+        """The steps of a sequence, one of each layer, whose evictions wait for a pre-pass."""
+        return self._evictions.waiting(sequence)
+
     def pre_pass_done(self) -> None:
         """Carry out the evictions that waited for a pre-pass."""
         self._evictions.pre_pass_done()

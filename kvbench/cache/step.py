@@ -196,6 +196,23 @@ class Step:
         seen = replace(self.observation, queries=self.queries[:, :, :0].clone(), known={})
         return replace(self, queries=seen.queries, _observation=seen)
 
+    def look_ahead(self, queries: Tensor, places: Tensor, as_prompt: bool) -> None:
+        """Add queries [1,H_q,n,D] of tokens after the prompt, at places [1,n], to the observation window.
+
+        as_prompt: the window moves back by n positions, so that its queries mask tokens as the last ones of the prompt.
+        """
+        window = _joined(self.observation.window, queries, places, as_prompt)
+        self._observation = replace(self.observation, window=window, known={})
+
+
+def _joined(window: QueryWindow | None, queries: Tensor, places: Tensor, as_prompt: bool) -> QueryWindow:
+    """A window with the queries [1,H_q,n,D] of a lookahead; as_prompt: at the positions of the prompt's last tokens."""
+    ahead = queries.shape[2]
+    if window is not None:
+        queries = torch.cat([window.queries, queries], dim=2)
+        places = torch.cat([window.positions, places], dim=1)
+    return QueryWindow(queries, places - ahead if as_prompt else places, ahead=ahead)
+
 
 def append(
     sequence: Sequence,

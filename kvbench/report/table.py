@@ -207,6 +207,7 @@ _COLUMNS = (
     _Column("state MiB", "state_bytes", ".3f", MIB, legend="state: states of recurrent layers"),
     _Column("device peak MiB", "device_peak_bytes", ".0f", MIB),
     _Column("pre-pass tokens", "pre_pass_tokens", ".1f"),
+    _Column("pre-pass steps", "pre_pass_steps", ".1f"),
     _Column("bits/number", "bits_per_number", ".2f"),
     _Column("16-bit/this", "ratio_to_16_bit", ".2f", 1, "x", legend="16-bit/this: full 16-bit cache / this cache"),
     _Column("prefill s", "prefill_seconds", ".3f", shown=lambda row: row.prefill_seconds is not None),

@@ -212,6 +212,7 @@ class Numbers:
         _mean_of(mean_unmasked),
     )
     pre_pass_tokens: float | None = number("tokens of extra forward passes (pre-passes); mean per example")
+    pre_pass_steps: float | None = number("extra forward passes, one after the other; mean per example")
     recomputed_tokens: float | None = number(
         "prompt tokens of a shared context that were computed again for a later question; mean per example"
     )
