@@ -18,6 +18,7 @@ from kvbench.kernels.references import attention_rows, widen
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
+from kvbench.policies.pre_passes.lookahead import Lookahead
 from kvbench.policies.pre_passes.pre_pass import ExtraPasses
 from kvbench.policies.press import KVPress
 from kvbench.policies.stores.dense import Dense
@@ -36,7 +37,7 @@ def check_latents(policy: Policy) -> None:
         "uses sparse attention": policy.reader is not None,
         "reads unrotated keys": needs.model,
         "rotates kept keys to new positions": policy.schedule.rerotate,
-        "makes extra forward passes over the stored keys": isinstance(policy.pre_pass, ExtraPasses),
+        "makes extra forward passes over the stored keys": isinstance(policy.pre_pass, ExtraPasses | Lookahead),
         "keeps statistics of every key": needs.keys and bool(needs.statistics),
         "compresses stored keys and values": type(policy.store) is not Dense,
     }

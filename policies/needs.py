@@ -34,6 +34,7 @@ class Needs:
     infinite: tokens that are always kept have an infinite score, so value-aware wrappers are rejected.
     ties: equal tokens have equal scores up to rounding; scores are then rounded to half the bits, so that they tie.
     fixed_scores: the score of a token never changes, so that a threshold may decide (`Threshold`).
+    lookahead: no query of the prompt scores, only those of the pre-pass `Lookahead`.
     kv_heads_only: an `AttentionScorer` has no separate scores for the query heads of a group.
     """
 
@@ -58,6 +59,7 @@ class Needs:
     infinite: bool = False
     ties: bool = False
     fixed_scores: bool = False
+    lookahead: bool = False
     kv_heads_only: bool = False
 
 

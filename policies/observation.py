@@ -94,6 +94,11 @@ class Observation:
         return None if self.window is None else self.window.positions
 
     @property
+    def ahead(self) -> int:
+        """Number of queries of a lookahead, which follow those of the observation window."""
+        return 0 if self.window is None else self.window.ahead
+
+    @property
     def budgets(self) -> tuple[int, ...]:
         """The layer's slots per KV head for each sequence."""
         return self.sequences.budgets
@@ -141,9 +146,22 @@ class Observation:
             self.known[key] = compute()
         return self.known[key]
 
+    def window_queries(self, window: int) -> tuple[Tensor, Tensor]:
+        """Up to `window` newest queries [B,H_q,w,D], oldest first, then those of a lookahead; their positions [B,w]."""
+        if self.window is None:
+            assert self.phase == "decode", "this scorer declares no window"
+            return self.queries, self.query_positions
+        queries, positions, count = self.window.queries, self.window.positions, window + self.window.ahead
+        if queries.shape[2] > count:
+            queries, positions = queries[:, :, -count:], positions[:, -count:]
+        return queries, positions
+
     # --- attention of the observation window; results are stored: do not modify them in place ------------------------
     def window_attention(self, window: int) -> Tensor:
-        """Attention of the newest `window` queries, or of all if there are fewer: [B,H_kv,G,window,T] float32."""
+        """Attention of the newest `window` queries, or of all if there are fewer: [B,H_kv,G,window,T] float32.
+
+        Queries of a lookahead come in addition, as the last rows.
+        """
         if ("rows", window) not in self.known:
             if window == 1 and self.sees_all and self.params.sinks is None:
                 call = self.queries, self.keys, self.params.scaling, self.params.softcap, self.slots.bias
@@ -175,7 +193,7 @@ class Observation:
         return self.once(("mean", window), lambda: rows.sum((2, 3)).div_(rows.shape[2]))
 
     def window_length(self, window: int) -> int:
-        """Number of queries in the window, at most `window`."""
+        """Number of queries in the window, at most `window` and those of a lookahead."""
         return self._window_call(window)[0].shape[2]
 
     def window_variance(self, window: int) -> Tensor:
@@ -198,7 +216,7 @@ class Observation:
         """Whether a kernel computes the statistics of a window without its rows: on GPUs, without a bias."""
         if self.slots.bias is not None or (self.queries.is_cpu and not INTERPRETED):
             return False
-        return 1 < window <= MOST_QUERIES and use_triton(self.queries) and use_triton(self.keys)
+        return 1 < window + self.ahead <= MOST_QUERIES and use_triton(self.queries) and use_triton(self.keys)
 
     def _by_kernel(self, statistic: Literal["sums", "variance", "entropy"], window: int) -> Tensor:
         """A statistic of the window. The variance and the entropy are computed in one launch with the sums."""
@@ -220,14 +238,8 @@ class Observation:
         return self.known["weights", window], self.known.get(("sight", window))
 
     def _window_call(self, window: int) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float | None, int | None]:
-        """The attention of up to `window` newest queries, oldest first, as arguments of kernels."""
-        queries, positions = self.queries, self.query_positions
-        if self.window is not None:
-            queries, positions, _ = self.window
-            if queries.shape[2] > window:
-                queries, positions = queries[:, :, -window:], positions[:, -window:]
-        else:
-            assert self.phase == "decode", "this scorer declares no window"
+        """The attention of `window_queries` as arguments of kernels."""
+        queries, positions = self.window_queries(window)
         return queries, self.keys, positions, self.positions, *self.params[:3]
 
     # --- attention of this step ------------------------------------------------------------------------------------

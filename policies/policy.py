@@ -17,6 +17,7 @@ from kvbench.policies.needs import Needs
 from kvbench.policies.observation import MOVED, Observation, State
 from kvbench.policies.policy_checks import (
     check_budget,
+    check_lookahead,
     check_merger,
     check_prompt_fits,
     check_protected,
@@ -27,6 +28,7 @@ from kvbench.policies.policy_checks import (
     check_value,
     least_budget,
 )
+from kvbench.policies.pre_passes.lookahead import Lookahead
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PrePass, TokenRating
 from kvbench.policies.ranking import Ranking, half_the_bits
 from kvbench.policies.readers.reader import Reader, ReadPlan
@@ -73,6 +75,7 @@ class Policy:
         check_value(self.name, self.value, self.scorer, self._values_query_heads)
         if self.reader is not None:
             check_reader(self.name, self.reader, self.scorer, self.store, self.schedule, self.granularity)
+        check_lookahead(self.name, self.pre_pass, self.scorer, self.allocator, self.budget)
         if self.scorer is None:
             if self.reader is not None and self.reader.mass is not None:
                 object.__setattr__(self, "budget", None)  # it reads until the mass is reached
@@ -92,7 +95,7 @@ class Policy:
         object.__setattr__(self, "allocator", allocator)
         self.allocator.check_policy(self.name, self.scorer.needs.window)
         self.store.check_policy(self.name, self.schedule.decode == "evict", self.allocator.per_head)
-        check_schedule(self.name, self.schedule, self.scorer, self.allocator)
+        check_schedule(self.name, self.schedule, self.scorer, self.allocator, self.pre_pass)
         check_statistics(self.name, self.scorer, self.allocator, self.merger)
         check_merger(self.name, self.merger, self.allocator, self.store)
         if self.allocator.sets_budget:
@@ -117,12 +120,14 @@ class Policy:
         own = self.scorer.needs
         decoding = own.window if own.window_decoding is None else own.window_decoding
         found = () if self.pre_pass is None else self.pre_pass.statistics
+        drafter = self.pre_pass.drafter if isinstance(self.pre_pass, Lookahead) else None
+        drafting = 0 if drafter is None else drafter.needs.window
         rotates = self.schedule.rerotate
         model = own.model or rotates or (self.value is not None and self.value.needs.model)
         return replace(
             own,
             statistics=tuple(dict.fromkeys((*own.statistics, *found, *[MOVED] * rotates))),
-            window=max(own.window, self.allocator.needs.window, self.merger.needs.window),
+            window=max(own.window, self.allocator.needs.window, self.merger.needs.window, drafting),
             window_decoding=decoding if self.schedule.decode == "evict" else 0,
             model=model,
             layer=own.layer or self.merger.needs.layer or model,

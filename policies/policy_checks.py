@@ -1,8 +1,10 @@
 """Checks of a policy: compatibility of its parts and the smallest budget. They raise ValueError."""
 
+from kvbench.errors import ConfigError
 from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
 from kvbench.policies.checks import LARGEST, whole_number
 from kvbench.policies.mergers.merger import Merger
+from kvbench.policies.pre_passes.lookahead import Lookahead
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PrePass
 from kvbench.policies.readers.reader import Reader
 from kvbench.policies.schedule import Prompt, Schedule
@@ -50,13 +52,47 @@ def check_value(name: str, value: ValueAware | None, scorer: Scorer | None, quer
         )
 
 
-def check_schedule(name: str, schedule: Schedule, scorer: Scorer, allocator: Allocator) -> None:
+def check_lookahead(
+    name: str, pre_pass: PrePass | None, scorer: Scorer | None, allocator: Allocator, budget: int | float | None
+) -> None:
+    """Raise ValueError unless a lookahead and the scorer fit each other."""
+    if not isinstance(pre_pass, Lookahead):
+        if scorer is not None and scorer.needs.lookahead:
+            raise ConfigError(
+                "window", 0, "at least 1 query, or 0 with the pre-pass Lookahead, as in laq or lookahead_snapkv"
+            )
+        return
+    if scorer is not None and scorer.pre_pass is not None:
+        raise ValueError(f"{name}'s scorer already has a pre-pass, so it cannot have a lookahead too")
+    if scorer is None or scorer.needs.question or not (scorer.needs.window or scorer.needs.lookahead):
+        raise ValueError(
+            f"{name} adds queries to an observation window, and its scorer has none that ends the prompt: use a scorer "
+            "with window=, such as snapkv, or tova"
+        )
+    if pre_pass.drafter is not None and allocator.sets_budget:
+        raise ValueError(f"{name} has no budget to which draft=evicted could evict the prompt: use draft=full")
+    if isinstance(budget, int):
+        check_draft(name, pre_pass, budget)
+
+
+def check_draft(name: str, pre_pass: Lookahead, budget: int) -> None:
+    """Raise ValueError if a budget has no room for a token before the window of the lookahead's SnapKV."""
+    if pre_pass.drafter is not None and budget <= pre_pass.draft_window:
+        raise ValueError(
+            f"a budget of {budget} tokens per KV head is too small for {name}: draft=evicted keeps the newest "
+            f"{pre_pass.draft_window} tokens and at least one more; use a smaller draft_window or draft=full"
+        )
+
+
+def check_schedule(
+    name: str, schedule: Schedule, scorer: Scorer, allocator: Allocator, pre_pass: PrePass | None
+) -> None:
     """Raise ValueError unless scorer and allocator have the required statistics when the schedule evicts."""
     needs, measures = scorer.needs, isinstance(allocator, StatisticAllocator)
     all_layers_first = measures or isinstance(allocator, JointAllocator)
     whole, attends_first = isinstance(schedule, Prompt), schedule.order == "attend_then_evict"
-    by_block = isinstance(scorer.pre_pass, BlockPasses)
-    after_prefill = scorer.pre_pass is not None and not (by_block and whole)
+    by_block = isinstance(pre_pass, BlockPasses)
+    after_prefill = pre_pass is not None
     if (needs.whole_prompt or (after_prefill and not by_block)) and not whole:
         raise ValueError(f"{name} needs the whole prompt and does not support schedule=blocks: use schedule=prompt")
     if needs.question and schedule.late:

@@ -38,12 +38,14 @@ class AttentionParams(NamedTuple):
 class QueryWindow(NamedTuple):
     """The newest w queries [B,H_q,w,D] (w: the scorer's window) and their positions [B,w], oldest first, -1 = none.
 
-    see_own: each query sees at least its own token, which is still stored.
+    see_own: each query sees at least its own token, which is still stored. ahead: the last queries, of tokens after the
+    prompt (`Lookahead`); they follow the window of any length.
     """
 
     queries: Tensor
     positions: Tensor
     see_own: bool = False
+    ahead: int = 0
 
 
 class SlotInfo(NamedTuple):

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvbench.cache.cascade import OnItsWay, can_cut, cut_to_shares, on_its_way
 from kvbench.cache.rerotate import close_gaps
 from kvbench.cache.rows import PaddedRows, Rows, batches, key, note_nan
+from kvbench.cache.sequence import Sequence
 from kvbench.cache.shared import SharedReads
 from kvbench.cache.step import Step
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
@@ -29,7 +30,6 @@ from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
 from kvbench.policies.stores.paged import PagedStore
 from kvbench.policies.stores.slot_store import SlotStore
-from kvbench.policies.stores.store_list import StoreList
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ class Evictions:
         if step.observed:
             # In a prompt only if the layer has its final size: before, it may hold many more tokens than its budget.
             single = step.alone and step.queries.shape[2] == 1
-            dense = isinstance(store, SlotStore | StoreList) and not flat
-            if step.in_place and policy.layers_alike and single and dense:  # rows of one batch with other layers
+            dense = isinstance(store, SlotStore) and not flat
+            if policy.pre_pass is not None and step.phase != "decode":
+                layer.unsettled = True
+                self._pre_pass.append(step.without_queries())
+            elif step.in_place and policy.layers_alike and single and dense:  # rows of one batch with other layers
                 if step.params.latents is None:
                     self._end_of_call.append(step)
                     return
                 evict([step])  # not later: latents expanded in all layers would need more memory than the cache
-            elif policy.pre_pass is not None and step.phase != "decode":
-                layer.unsettled = True
-                self._pre_pass.append(step.without_queries())
             else:
                 self._evict_or_rank(step)
         step.finish()
@@ -120,6 +120,10 @@ class Evictions:
         for step in due:
             if step.sequence.error is None:
                 step.settle()
+
+    def waiting(self, sequence: Sequence) -> list[Step]:
+        """The steps of a sequence, one of each layer, whose evictions wait for a pre-pass."""
+        return [step for step in self._pre_pass if step.sequence is sequence]
 
     def pre_pass_done(self) -> None:
         """Carry out the evictions that waited for a pre-pass."""
@@ -256,7 +260,7 @@ def _compact(
     paged = isinstance(held, PagedStore)
     if paged and per_head is not None:  # whole pages may hold fewer tokens than the target
         target = int(per_head.max())
-    slots = held.keep(kept, policy.schedule.spare, counts=[target] if per_head is None else None)
+    slots = held.keep(kept, policy.schedule.spare, target if per_head is None else None)
     layer.compacted = True
     # An allocator may give other numbers than the target; the shape has them without a synchronization.
     layer.count = target if policy.allocator.per_head or paged else max(target, slots.shape[-1])

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvbench.cache.budgets import Budgets
+from kvbench.cache.families import layout_of
 from kvbench.cache.layer import Layer
-from kvbench.cache.layout import layout_of
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
@@ -30,8 +30,8 @@ class Sequence:
     row: its number in a batch, for messages. names: the model's indices of the layers. seen: tokens seen. columns:
     tokens of all calls, padding included; before: those before the running call. spans: the steps of the running call.
     shared: data that scorers of several layers exchange within a call. states: of recurrent layers, [1,...] by name.
-    passed: tokens of extra forward passes; passed_entries: those they add to the footprint. isolated: an error is
-    stored in `error` instead of raised, so that other sequences continue. peak_nbytes: the most bytes held at any time.
+    passed, passes: tokens and calls of extra forward passes; passed_entries: those they add to the footprint. isolated:
+    an error is stored in `error` instead of raised, so that others continue. peak_nbytes: the most bytes held so far.
     on_change: called with a layer's index after every change of its contents. on_evict: called with a layer, its scores
     and the kept slots, bool [1,H_kv,T], before several tokens are evicted. nan_layer: the first layer that had a NaN
     score.
@@ -51,7 +51,7 @@ class Sequence:
         self.policy, self.row, self.names = policy, row, layout.attention
         self.budgets = Budgets(policy, len(self.names))
         self.layers = [Layer(policy, index) for index in range(len(self.names))]
-        self.seen = self.columns = self.before = self.passed = 0
+        self.seen = self.columns = self.before = self.passed = self.passes = 0
         self.passed_entries = 0.0
         self.started = False
         self.spans: list[Span] = []
@@ -241,6 +241,10 @@ class Sequence:
         self.peak_nbytes = max(self.peak_nbytes, self._total_bytes)
         if self.on_change is not None:
             self.on_change(index)
+
+    def note_extra(self, nbytes: int) -> None:
+        """Update the peak for bytes that extra forward passes hold besides the layers."""
+        self.peak_nbytes = max(self.peak_nbytes, self._total_bytes + nbytes)
 
     def note_step(self) -> None:
         """Update the peak for decoding steps of a `DeviceBatch`, where codes have the newest token twice."""

@@ -196,6 +196,23 @@ class Step:
         seen = replace(self.observation, queries=self.queries[:, :, :0].clone(), known={})
         return replace(self, queries=seen.queries, _observation=seen)
 
+    def look_ahead(self, queries: Tensor, places: Tensor, as_prompt: bool) -> None:
+        """Add queries [1,H_q,n,D] of tokens after the prompt, at places [1,n], to the observation window.
+
+        as_prompt: the window moves back by n positions, so that its queries mask tokens as the last ones of the prompt.
+        """
+        window = _joined(self.observation.window, queries, places, as_prompt)
+        self._observation = replace(self.observation, window=window, known={})
+
+
+def _joined(window: QueryWindow | None, queries: Tensor, places: Tensor, as_prompt: bool) -> QueryWindow:
+    """A window with the queries [1,H_q,n,D] of a lookahead; as_prompt: at the positions of the prompt's last tokens."""
+    ahead = queries.shape[2]
+    if window is not None:
+        queries = torch.cat([window.queries, queries], dim=2)
+        places = torch.cat([window.positions, places], dim=1)
+    return QueryWindow(queries, places - ahead if as_prompt else places, ahead=ahead)
+
 
 def append(
     sequence: Sequence,
@@ -221,7 +238,7 @@ def append(
             policy.allocator.check_heads([*[heads] * (len(sequence.layers) - 1), keys.shape[1]])
         layer.open(queries, keys, values)
     positions, fresh, held = sequence.place(span, queries.device)[0], not layer.count, layer.store
-    held.append(keys, values, positions, absent=False)
+    held.append(keys, values, positions)
     layer.add(span.end - span.start)
     new = queries, keys, values, positions, span, params, held, fresh, len(sequence.spans) == 1
     step = Step(*new, known=known, policy=policy, sequence=sequence, layer=layer)
@@ -230,7 +247,7 @@ def append(
         layer.pages.update(held, decodes, layer.count, prompt)
         step.pages = layer.pages if decodes else None
     if isinstance(held, CompressedStore) and held.watching:
-        held.observe(step.seen(None), [prompt])
+        held.observe(step.seen(None), prompt)
     if policy.scorer is not None and (not decodes or span.evicts):
         if policy.needs.question and not decodes:
             layer.recent.reopen(max(policy.needs.window, prompt - sequence.budgets.question))

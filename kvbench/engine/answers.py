@@ -166,7 +166,7 @@ def _cache_fields(run: Run, cache: KVCache | PressedCache, processed: int, decod
         "evicted": float(evicted(cache, processed)),
     }
     if run.policy.pre_pass is not None and isinstance(cache, KVCache):
-        fields["pre_pass_tokens"] = cache.sequence.passed
+        fields |= {"pre_pass_tokens": cache.sequence.passed, "pre_pass_steps": cache.sequence.passes}
     if isinstance(cache, PressedCache):
         fields["masked_tokens"] = cache.masked
     if run.policy.reader is not None and isinstance(cache, KVCache):
@@ -245,7 +245,7 @@ def _score_pairs(run: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
     longest = fields[max(range(len(fields)), key=lambda i: prompt.pairs[i].tokens)]
     overall = {"peak_bytes": max(x["peak_bytes"] for x in fields), "evicted": fmean(x["evicted"] for x in fields)}
     if run.policy.pre_pass is not None:
-        overall["pre_pass_tokens"] = sum(x["pre_pass_tokens"] for x in fields)
+        overall |= {name: sum(x[name] for x in fields) for name in ("pre_pass_tokens", "pre_pass_steps")}
     return replace(
         blank(prompt),
         **scored(run, json.dumps(outputs), prompt),

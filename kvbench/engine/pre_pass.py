@@ -1,7 +1,8 @@
 """Extra forward passes over a prompt before a policy evicts; `kvbench.policies.pre_passes.pre_pass` has the interface.
 
 `open_cache` selects the tokens to prefill (`PromptChoice`). `pre_pass` runs while the model processes the prompt: it
-rates the prompt's tokens (`TokenRating`) or runs additional tokens over the stored prompt (`ExtraPasses`).
+rates the prompt's tokens (`TokenRating`), runs additional tokens over the stored prompt (`ExtraPasses`) or generates
+some (`Lookahead`).
 
 Shapes: B batch, T prompt tokens, H_q query heads, H_kv KV heads, n tokens of a pass, V vocabulary, D head dim.
 """
@@ -18,21 +19,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from kvbench.cache.attention import attend
 from kvbench.cache.cache import KVCache
 from kvbench.cache.columns import Columns
+from kvbench.cache.families import InterfaceError, layout_of
 from kvbench.cache.footprint import fed
 from kvbench.cache.hook import LayerCall
 from kvbench.cache.inputs import watch_inputs
-from kvbench.cache.interface import InterfaceError
-from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.sequence import Sequence
 from kvbench.cache.step import Step
 from kvbench.engine.logits import base_of, prompt_ratings
-from kvbench.policies.needs import Needs
+from kvbench.engine.lookahead import look_ahead
+from kvbench.engine.pass_cache import PassCache
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy, total_slots
+from kvbench.policies.pre_passes.lookahead import Lookahead
 from kvbench.policies.pre_passes.pre_pass import (
     BlockPasses,
     ExtraPasses,
@@ -42,8 +43,6 @@ from kvbench.policies.pre_passes.pre_pass import (
     TextEncoder,
     TokenRating,
 )
-from kvbench.policies.schedule import Span
-from kvbench.policies.stores.slot_store import SlotStore
 
 Kind = TypeVar("Kind", bound=KVCache)
 
@@ -67,6 +66,7 @@ def open_cache(
     cache = kind(model.config, policy, prompt_length=ids.shape[1], question=question)
     if passed is not None:
         cache.sequence.passed, cache.sequence.passed_entries = passed, float(fed(0, passed))
+        cache.sequence.passes = int(passed > 0)
     return ids, cache
 
 
@@ -92,7 +92,11 @@ def pre_pass(model: PreTrainedModel, cache: KVCache, ids: Tensor, encoder: TextE
         for row, equal in _by_pre_pass(cache):
             rows = slice(row, row + 1)
             try:
-                _run(model, equal, type(output)(last_hidden_state=output.last_hidden_state[rows]), ids[rows], encoder)
+                last = type(output)(last_hidden_state=output.last_hidden_state[rows])
+                if isinstance(equal[0].policy.pre_pass, Lookahead):
+                    look_ahead(model, equal, [cache.waiting(sequence) for sequence in equal], last)
+                else:
+                    _run(model, equal, last, ids[rows], encoder)
             except Exception as error:
                 for sequence in equal:
                     sequence.fail(error)
@@ -144,7 +148,9 @@ def _by_pre_pass(cache: KVCache) -> list[tuple[int, list[Sequence]]]:
     for index, sequence in enumerate(cache.sequences):
         if sequence.policy.pre_pass is not None and sequence.error is None:
             row = 0 if cache.one_prompt else index
-            kind = row, repr(sequence.policy.pre_pass), sequence.policy.granularity
+            wanted, granularity = sequence.policy.pre_pass, sequence.policy.granularity
+            budget = sequence.policy.budget if isinstance(wanted, Lookahead) and wanted.drafter else None
+            kind = row, repr(wanted), granularity, budget
             found.setdefault(kind, (row, []))[1].append(sequence)
     return list(found.values())
 
@@ -195,7 +201,7 @@ class _NoEncoder:
 
 def _copy_statistics(first: Sequence, sequence: Sequence, wanted: ExtraPasses) -> None:
     """Copy the results of the passes for one sequence to another with the same tokens."""
-    sequence.passed, sequence.passed_entries = first.passed, first.passed_entries
+    sequence.passed, sequence.passes, sequence.passed_entries = first.passed, first.passes, first.passed_entries
     for target, source in zip(sequence.layers, first.layers, strict=True):
         state, computed = target.store.state, source.store.state
         for name in wanted.statistics:
@@ -206,26 +212,22 @@ def _copy_statistics(first: Sequence, sequence: Sequence, wanted: ExtraPasses) -
 # --- extra passes ----------------------------------------------------------------------------------------------------
 def _run_pass(model: PreTrainedModel, sequence: Sequence, wanted: ExtraPasses, one: Pass) -> None:
     """Run the tokens of a pass over a stored sequence, as if they followed it. The stored tokens do not change."""
-    begin, end = sequence.seen, sequence.seen + len(one.tokens)
-    positions = torch.arange(begin, end, device=model.device)[None]
-    over = _PassCache(model.config, Policy(name="full"))
-    over.sequence.states = {name: state.clone() for name, state in sequence.states.items()}
-    over.wanted, over.stored, over.one = wanted, sequence, one
-    over.span = Span(begin, end, opens=True, evicts=False, phase="prompt")
+    over = _ObservedPass.over(model.config, sequence)
+    over.wanted, over.one = wanted, one
+    positions = over.follow(len(one.tokens), model.device)
     with over.recording_inputs(model) if wanted.reads_layer else nullcontext():
         ids = torch.tensor([one.tokens], device=model.device)
         base_of(model)(input_ids=ids, position_ids=positions, past_key_values=over, use_cache=True)
     sequence.passed += len(one.tokens)
+    sequence.passes += 1
     sequence.passed_entries += fmean(fed(layer.count, len(one.tokens)) for layer in sequence.layers)
 
 
-class _PassCache(KVCache):
-    """Lets the tokens of a pass attend to a sequence stored in another cache and to themselves; stores nothing."""
+class _ObservedPass(PassCache):
+    """A pass that a pre-pass observes in every layer."""
 
     wanted: ExtraPasses
-    stored: Sequence
     one: Pass
-    span: Span
     inputs: dict[nn.Module, Tensor]
     hidden: Tensor | None = None
 
@@ -256,41 +258,23 @@ class _PassCache(KVCache):
             params = params._replace(model=model_layer(module, queries))
         return super().called(call, module, queries, columns, params)
 
-    def attend(
-        self, index: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams
-    ) -> Tensor:
-        layer = self.stored.layers[index]
-        if self.stored.policy.granularity == "query_head":
-            group = queries.shape[1] // keys.shape[1]
-            keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
-        store, at = layer.store, torch.arange(self.span.start, self.span.end, device=keys.device)[None]
-        own = {"keys": keys, "values": values, "positions": at.to(torch.int32)[:, None].expand(keys.shape[:3])}
-        stored = {"keys": store.keys, "values": store.values, "positions": store.positions}
-        if store.slots.bias is not None:
-            stored["bias"], own["bias"] = store.slots.bias, torch.zeros(keys.shape[:3], device=keys.device)
-        both = {name: torch.cat([x, own[name]], dim=2) for name, x in stored.items()}
-        held = SlotStore.of(both, (), store.slots.ascending)
-        step = Step(queries, keys, values, at, self.span, params, held, policy=self.policy)
-        out = attend(step, Needs())
-        if self._shared is not None:
-            self._shared.add(index, 0, 0, step)
+    def observe(self, index: int, step: Step) -> None:
+        store, own = self.stored.layers[index].store, self.own[index]
+        state = store.state
         observed = PassStep(
             layer=index,
-            queries=queries,
-            own_keys=keys,
-            own_values=values,
-            keys=stored["keys"],
-            values=stored["values"],
-            positions=stored["positions"],
-            query_positions=at,
-            params=params,
+            queries=step.queries,
+            own_keys=own["keys"],
+            own_values=own["values"],
+            keys=store.keys,
+            values=store.values,
+            positions=store.positions,
+            query_positions=step.positions,
+            params=step.params,
             hidden=self.hidden,
         )
-        state = store.state
-        statistics = {name: state[name] for name in self.wanted.statistics}
-        self.wanted.observe(self.one, observed, statistics)
+        self.wanted.observe(self.one, observed, {name: state[name] for name in self.wanted.statistics})
         store.state = state
-        return out
 
 
 # --- selection of the prompt's tokens --------------------------------------------------------------------------------

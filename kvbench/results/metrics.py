@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from math import exp
 from operator import attrgetter
 from pathlib import Path
@@ -211,6 +212,7 @@ class Numbers:
         _mean_of(mean_unmasked),
     )
     pre_pass_tokens: float | None = number("tokens of extra forward passes (pre-passes); mean per example")
+    pre_pass_steps: float | None = number("extra forward passes, one after the other; mean per example")
     recomputed_tokens: float | None = number(
         "prompt tokens of a shared context that were computed again for a later question; mean per example"
     )
@@ -370,11 +372,18 @@ def read_metrics(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     return metrics(samples) if found is None else {**found, "official": _official(samples)}
 
 
+@cache
+def keys() -> frozenset[str]:
+    """The keys of metrics.json, besides its digest."""
+    return frozenset(metrics(()))
+
+
 def summed_up(folder: Path, samples: Sequence[Sample]) -> dict[str, Any] | None:
-    """The content of metrics.json if its digest fits the samples on disk and this code, else None."""
+    """The content of metrics.json if it is complete and its digest fits the samples and this code, else None."""
     try:
         numbers: dict[str, Any] = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
-        if len(of_prompts(samples)) == numbers["n"] and numbers.pop(DIGEST) == _digest(folder, samples):
+        fits = numbers.pop(DIGEST) == _digest(folder, samples) and len(of_prompts(samples)) == numbers["n"]
+        if fits and numbers.keys() == keys():
             return numbers
     except (OSError, ValueError, KeyError, AttributeError, TypeError):  # missing, or of another version
         pass

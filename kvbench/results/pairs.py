@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
-from statistics import pvariance
+
+import numpy as np
 
 from kvbench.results.statistics import Difference, paired_difference
 from kvbench.results.summary import Outcome
@@ -55,4 +55,4 @@ def paired(first: Sequence[Outcome], second: Sequence[Outcome]) -> Paired | None
         return None
     weights = [float(b.tokens or 0) for _, b in read] or None
     difference = paired_difference([a for a, _ in values], [b for _, b in values], weights=weights)
-    return Paired(difference, sqrt(pvariance([b - a for a, b in values])), read)
+    return Paired(difference, float(np.std([b - a for a, b in values])), read)

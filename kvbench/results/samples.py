@@ -79,6 +79,7 @@ class Sample:
     measures*: further values, by name, from which the benchmark computes its own aggregates.
     context_tokens*: number of prompt tokens that were compressed before the question (compress=context).
     pre_pass_tokens*: tokens of extra forward passes before eviction. A pass through the first layers counts all tokens.
+    pre_pass_steps*: number of these passes, one after the other.
     read_tokens*: [L][H_kv] tokens that the last decoded token attended to, with sparse attention. read_bytes*: their
     keys, values and positions, and the summaries that were read, over all layers.
     masked_tokens*: [L][H_kv] tokens held whose keys a press of kvpress masks, so that they take memory but no part in
@@ -119,6 +120,7 @@ class Sample:
     rows_in_flight: int | None = None
     max_new_tokens: int | None = None
     pre_pass_tokens: int | None = None
+    pre_pass_steps: int | None = None
     read_tokens: list[list[int]] | None = None
     read_bytes: int | None = None
     state_bytes: int | None = None
@@ -169,7 +171,8 @@ FILE_NAME = "samples.jsonl"
 # Fields that a line has only if they have a value.
 _OPTIONAL = (
     *("likelihood", "measures", "context_tokens", "kept_heads"),
-    *("shared_prefill", "rows_in_flight", "max_new_tokens", "pre_pass_tokens", "read_tokens", "read_bytes"),
+    *("shared_prefill", "rows_in_flight", "max_new_tokens", "pre_pass_tokens", "pre_pass_steps"),
+    *("read_tokens", "read_bytes"),
     *("sample", "state_bytes", "masked_tokens", "recomputed_tokens", "finish_reason", "kv_footprint", "kept_spans"),
     *("answer", "in_thought"),
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import sqrt
 from statistics import NormalDist
 
@@ -206,12 +207,29 @@ def _wilson(mean: float, n: int) -> Interval:
 
 def _resampled_means(values: np.ndarray, seed: int, weights: np.ndarray | None = None) -> np.ndarray:
     """(Weighted) means of RESAMPLES draws of len(values) values with replacement: [RESAMPLES] float64."""
-    rng, n, means = np.random.default_rng(seed), len(values), []
-    rows = max(1, _BLOCK // n)
-    for start in range(0, RESAMPLES, rows):
-        drawn = rng.integers(n, size=(min(rows, RESAMPLES - start), n))
+    n, means = len(values), []
+    if n * RESAMPLES <= _BLOCK:
+        times = _times_drawn(n, seed, RESAMPLES)
+        found: np.ndarray = times @ values / n if weights is None else times @ (values * weights) / (times @ weights)
+        return found
+    for drawn in _draws(n, seed):
         if weights is None:
             means.append(values[drawn].mean(axis=1))
         else:
             means.append((values * weights)[drawn].sum(axis=1) / weights[drawn].sum(axis=1))
     return np.concatenate(means)
+
+
+def _draws(n: int, seed: int) -> Iterator[np.ndarray]:
+    """The places of the values that are drawn: blocks of [resamples, n], RESAMPLES rows in all."""
+    rng, rows = np.random.default_rng(seed), max(1, _BLOCK // n)
+    for start in range(0, RESAMPLES, rows):
+        yield rng.integers(n, size=(min(rows, RESAMPLES - start), n))
+
+
+@lru_cache(maxsize=4)  # the runs of a folder often have equal n, and so the same draws
+def _times_drawn(n: int, seed: int, resamples: int) -> np.ndarray:
+    """How often each of n values is drawn: [resamples, n] float64."""
+    (drawn,) = _draws(n, seed)
+    places = drawn + n * np.arange(resamples)[:, None]
+    return np.bincount(places.ravel(), minlength=drawn.size).reshape(drawn.shape).astype(np.float64)

@@ -124,7 +124,7 @@ def write_summary(folder: Path, samples: Sequence[Sample]) -> None:
 
 
 def read_summary(folder: Path) -> Summary | None:
-    """The summary of a run; None if it is missing, damaged, or made from other files or by other code."""
+    """The summary of a run; None if it is missing or damaged, lacks a number, or is of other files or other code."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         content = json.loads((folder / FILE_NAME).read_bytes())
         if content["computed_from"] != _digest(folder):
@@ -134,7 +134,8 @@ def read_summary(folder: Path) -> Summary | None:
         columns = (content["outcomes"][name] for name in Outcome.__dataclass_fields__)
         rows = list(zip(*columns, strict=True))
         outcomes = tuple(Outcome(intern(key), *others) for key, *others in rows)
-        if _sound(numbers) and all(map(_is_number, (v for row in rows for v in row[1:]))):
+        complete = numbers.keys() == metrics.keys() and content["run"].keys() == {*_DESCRIBING}
+        if complete and _sound(numbers) and all(map(_is_number, (v for row in rows for v in row[1:]))):
             return Summary(content["run"], numbers, StoredSamples(folder / SAMPLES, int(content["samples"]), outcomes))
     return None
 

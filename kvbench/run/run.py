@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from kvbench import __version__
-from kvbench.cache.layout import layout_of
+from kvbench.cache.families import layout_of
 from kvbench.config.compose import find
 from kvbench.config.parts import build, refusing_in
 from kvbench.config.presets import SCHEDULE, build_policy, check_method, named_config, scheduled
@@ -36,6 +36,7 @@ from kvbench.policies.describe import describe
 from kvbench.policies.latents import check_latents
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_budget, check_layers
+from kvbench.policies.pre_passes.lookahead import Lookahead
 from kvbench.results.labels import Naming
 from kvbench.run.run_config import RunConfig, Sampling, changed_fields, schedule_fields
 from kvbench.tasks.task import Task
@@ -203,6 +204,11 @@ def check_context(policy: Policy) -> None:
         raise ValueError(
             f"compress=context compresses before the question is read, but {policy.name} evicts only after a token "
             "behind the prompt has attended to all of it (late=true): use compress=prompt"
+        )
+    if isinstance(policy.pre_pass, Lookahead):
+        raise ValueError(
+            f"{policy.name} generates the first tokens of the answer before it compresses, and a context without its "
+            "question has none: use compress=prompt"
         )
     if policy.needs.question:
         raise ValueError(

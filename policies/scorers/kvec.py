@@ -88,7 +88,8 @@ class KVec(Scorer):
     def score(self, observation: Observation, state: State) -> Tensor:
         recent_sums, wide_sums, importance = self._sums(observation)
         queries = self._queries(observation)
-        wide, narrow = (queries.clamp(max=n)[:, None, None] for n in (self.extended, self.window))
+        longest = (n + observation.ahead for n in (self.extended, self.window))
+        wide, narrow = (queries.clamp(max=n)[:, None, None] for n in longest)
         candidates = observation.occupied & ~observation.newest(self.window)
         scores = recent_sums / narrow
         scores = torch.where(self._least_focused(scores, candidates)[..., None], wide_sums / wide, scores)
@@ -106,7 +107,7 @@ class KVec(Scorer):
             largest = observation.window_largest(self.window)[:, None]
             return observation.window_mean(self.window), observation.window_mean(self.extended), largest
         rows = group_mean(observation.window_attention(self.extended))  # [B,H,<=O',T], rows of padding are 0
-        recent = rows[:, :, -self.window :]
+        recent = rows[:, :, -self.window - observation.ahead :]
         return recent.sum(2), rows.sum(2), self._importance(recent, observation)
 
     def selected(self, observation: Observation, kept: Tensor) -> None:

@@ -64,9 +64,7 @@ class RKV(Scorer):
 
     def importance(self, observation: Observation) -> Tensor:
         """a_j, [B,H,T]."""
-        queries, places = observation.recent_queries, observation.recent_positions
-        assert queries is not None
-        assert places is not None
+        queries, places = observation.window_queries(self.window)
         logits = attention_logits(
             queries, observation.keys, observation.params.scaling, observation.params.softcap
         ).amax(2)

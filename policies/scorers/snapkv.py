@@ -22,8 +22,8 @@ class SnapKV(AttentionScorer):
     (everything before the window) in order of position. Scores of window tokens are not pooled; a value-aware wrapper
     may need them.
 
-    window: number of newest queries, which score and are kept. kernel: odd number of pooled neighbours. pool: `max`
-    (the largest neighbour), `avg` (their mean) or `none`.
+    window: number of newest queries, which score and are kept; 0 only with the pre-pass `Lookahead`. kernel: odd number
+    of pooled neighbours. pool: `max` (the largest neighbour), `avg` (their mean) or `none`.
     Source: Li et al. 2024, arXiv 2404.14469, listing 1; window 32 and max-pool 7 follow its LongBench runs.
     """
 
@@ -32,13 +32,13 @@ class SnapKV(AttentionScorer):
     pool: Pool = "max"
 
     def __post_init__(self) -> None:
-        whole_number("window", self.window, 1)
+        whole_number("window", self.window, 0)
         check_kernel(self.kernel)
         check_choices(self)
 
     @property
     def needs(self) -> Needs:
-        return Needs(window=self.window, never_negative=True)
+        return Needs(window=self.window, never_negative=True, lookahead=self.window == 0)
 
     def protects(self, budget: int) -> Protected:
         return Protected(newest=self.window)

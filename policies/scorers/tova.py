@@ -22,4 +22,5 @@ class Tova(AttentionScorer):
     needs = Needs(window=1, window_decoding=0, newest_row=True, never_negative=True)
 
     def raw(self, observation: Observation, state: State) -> Tensor:
-        return observation.window_attention(1).squeeze(-2)
+        rows = observation.window_attention(1)  # one, and those of a lookahead
+        return rows.squeeze(-2) if observation.ahead == 0 else rows.sum(-2)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.__main__ import main
+from kvbench.report.table import _aligned, _narrow
 from kvbench.terminal import progress
 
 
@@ -37,3 +38,10 @@ def test_the_progress_of_texts_is_in_tokens(
     assert re.findall(r"(\d+) of (\d+) tokens \(\d+:\d\d left\)", "\n".join(lines)) == [
         (number, "60") for number in ("50", "59", "60")
     ]
+
+
+def test_a_table_that_fits_has_the_lines_that_rich_prints() -> None:
+    headings, left = ["policy", "score\n(95% CI)", "n"], [True, False, False]
+    rows = [("full", "0.9\n(0.8-1.0)", "20"), ("模型", "-", "5"), ("snapkv", "0.5", "20")]
+    ends = [False, True, False]
+    assert _aligned(headings, rows, ends, left) == _narrow(headings, rows, ends, left, 10_000)

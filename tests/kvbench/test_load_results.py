@@ -8,6 +8,7 @@ from plotted_runs import sample, write_run, write_sweep
 
 from kvbench.results import metrics
 from kvbench.results.result import load_results, read_result
+from kvbench.results.summary import write_summary
 
 
 def test_numbers_of_other_samples_or_other_code_or_of_some_examples_are_computed(
@@ -25,6 +26,19 @@ def test_numbers_of_other_samples_or_other_code_or_of_some_examples_are_computed
     lines[0] = json.dumps({**json.loads(lines[0]), "score": 0.0})
     (folder / "samples.jsonl").write_text("\n".join(lines) + "\n")
     assert read_result(folder).score == 0.75
+
+
+@pytest.mark.parametrize("file", ["metrics.json", "summary.json"])
+def test_a_run_whose_numbers_or_summary_lack_a_key_is_read_from_its_samples(file: str, tmp_path: Path) -> None:
+    """As those of an older version may."""
+    samples = [sample(i, 1.0) for i in range(4)]
+    folder = write_run(tmp_path, "snapkv", samples)
+    numbers = json.loads((folder / file).read_text())
+    del (numbers if file == "metrics.json" else numbers["run"])["n" if file == "metrics.json" else "naming"]
+    (folder / file).write_text(json.dumps(numbers))
+    assert (read_result(folder).n, read_result(folder).policy) == (4, "snapkv")
+    write_summary(folder, samples)  # of these numbers: its digest fits
+    assert (read_result(folder).n, read_result(folder).policy) == (4, "snapkv")
 
 
 def test_a_folder_is_read_as_rows_in_order_each_with_its_baseline(tmp_path: Path) -> None:

@@ -87,8 +87,8 @@ prompt_tokens generated_tokens cut_share cut_share_low cut_share_high in_thought
 spare_bytes
 state_bytes peak_bytes device_peak_bytes full_cache_bytes full_position_bytes cache_share
 bits_per_number ratio_to_16_bit kv_footprint kv_footprint_low kv_footprint_high
-evicted_share read_tokens read_bytes unmasked_tokens pre_pass_tokens recomputed_tokens prefill_seconds decode_seconds
-decode_ms_per_token
+evicted_share read_tokens read_bytes unmasked_tokens pre_pass_tokens pre_pass_steps recomputed_tokens
+prefill_seconds decode_seconds decode_ms_per_token
 code device kvbench_revision mixed state
 """
 

@@ -84,6 +84,7 @@ def html_report(results: Sequence[Result], folder: Path) -> str:
         title=folder.resolve().name,
         rows=rows,
         detailed=len(detailed),
+        recurrent=any(row.state_bytes for row in rows),
         kinds=[("score", [g for g in groups if not g.rows[0].reads]), ("NLL", [g for g in groups if g.rows[0].reads])],
         marks={row: mark for group in groups for row, mark in tables.marks(group).items()},
         matrices=tables.matrices(rows),

@@ -1,0 +1,94 @@
+"""The pre-pass `Lookahead`: generates tokens over a stored prompt, and passes their queries to the scorer.
+
+Shapes: T prompt tokens, n generated tokens, H_q query heads, H_kv KV heads, D head dim.
+"""
+
+from collections.abc import Sequence as List
+from statistics import fmean
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from kvbench.cache.footprint import fed
+from kvbench.cache.sequence import Sequence
+from kvbench.cache.step import Step
+from kvbench.engine.logits import base_of, head_logits
+from kvbench.engine.pass_cache import PassCache
+from kvbench.policies.policy import Policy, total_slots
+from kvbench.policies.policy_checks import check_draft
+from kvbench.policies.pre_passes.lookahead import Lookahead
+
+
+class _DraftCache(PassCache):
+    """Lets generated tokens attend to the visible tokens of a stored prompt; stores their queries."""
+
+    visible: dict[int, Tensor]  # positions [1,H_kv,T] by layer, -1 for tokens that are not attended to
+    queries: dict[int, list[Tensor]]
+
+    def places(self, index: int) -> Tensor:
+        return self.visible[index]
+
+    def observe(self, index: int, step: Step) -> None:
+        self.queries.setdefault(index, []).append(step.queries)
+
+
+def look_ahead(
+    model: PreTrainedModel, sequences: List[Sequence], waiting: List[List[Step]], output: BaseModelOutputWithPast
+) -> None:
+    """Run one lookahead for sequences of equal prompts, and add its queries to their observation windows.
+
+    waiting: the steps of each sequence's layers, whose evictions wait. output: of the model's base for the prompt.
+    """
+    first, wanted = sequences[0], sequences[0].policy.pre_pass
+    assert isinstance(wanted, Lookahead)
+    cache = _DraftCache.over(model.config, first)
+    cache.visible, cache.queries = _visible(first, wanted, waiting[0]), {}
+    tokens = _generate(model, cache, wanted.tokens, output)
+    places = torch.arange(first.seen, first.seen + tokens, device=model.device)[None]
+    visible = [int((cache.visible[index][0] >= 0).sum(-1).max()) for index in cache.visible]
+    for sequence, steps in zip(sequences, waiting, strict=True):
+        sequence.passed += tokens
+        sequence.passes += tokens
+        sequence.passed_entries += fmean(fed(held, tokens) for held in visible)
+        sequence.note_extra(cache.own_nbytes)
+        for step in steps:
+            queries = torch.cat(cache.queries[step.layer.index], dim=2)
+            step.look_ahead(queries, places.to(queries.device), as_prompt=wanted.official)
+
+
+def _visible(sequence: Sequence, wanted: Lookahead, steps: List[Step]) -> dict[int, Tensor]:
+    """The positions [1,H_kv,T] of each layer's stored tokens, -1 for those that the generated tokens do not see."""
+    stored = {layer.index: layer.store.positions for layer in sequence.layers}
+    if wanted.drafter is None:
+        return stored
+    layers = len(sequence.layers)
+    budget = total_slots(sequence.policy, layers, sequence.budgets.prompt) // layers
+    check_draft(sequence.policy.name, wanted, budget)
+    drafter = Policy(scorer=wanted.drafter, budget=budget, granularity=sequence.policy.granularity)
+    for step in steps:
+        kept = drafter.rank(step.without_queries().observation, {}).select(budget)
+        stored[step.layer.index] = stored[step.layer.index].masked_fill(~kept, -1)
+    return stored
+
+
+def _generate(model: PreTrainedModel, cache: PassCache, tokens: int, output: BaseModelOutputWithPast) -> int:
+    """Generate up to `tokens` tokens greedily over a stored prompt; returns their number."""
+    base, ends = base_of(model), _end_tokens(model)
+    last = output.last_hidden_state
+    assert last is not None
+    output = type(output)(last_hidden_state=last[:, -1:])
+    for count in range(tokens):
+        token = head_logits(model, output)[:, -1:].argmax(-1).to(model.device)  # [1,1]
+        if count and int(token) in ends:
+            return count
+        at = cache.follow(1, model.device)
+        output = base(input_ids=token, position_ids=at, past_key_values=cache, use_cache=True)
+    return tokens
+
+
+def _end_tokens(model: PreTrainedModel) -> set[int]:
+    """The tokens that end an answer, from the model's generation settings."""
+    ids = None if model.generation_config is None else model.generation_config.eos_token_id
+    return set() if ids is None else set(ids) if isinstance(ids, list) else {int(ids)}
