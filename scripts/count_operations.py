@@ -44,7 +44,8 @@ class Operations(TorchDispatchMode):
 
 def counted(call: Callable[[], object]) -> int:
     """The operations of a call."""
-    with Operations() as operations:
+    operations = Operations()
+    with operations:
         call()
     return operations.count
 
