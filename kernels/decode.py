@@ -1,7 +1,8 @@
 # ruff: noqa: N803 - in kernels, sizes have their names in shapes
 """Attention of the newest queries over the stored slots, and the statistics that evictions need, in one pass.
 
-The slots of every KV head are split over programs (flash-decoding, Dao et al. 2023); a second launch joins the parts.
+The slots of every KV head are split over programs (flash-decoding, Dao et al. 2023); a second launch joins the parts,
+if there are several.
 Segments of KV heads and sequences may have different lengths, so that sequences with different budgets decode in one
 launch. If weights are needed, the first launch stores its logits (4 G bytes per slot; keys and values in 16 bits have
 4 D bytes) and a third launch converts them to weights, so that keys are read once.
@@ -32,6 +33,7 @@ from kvbench.kernels.tiles import (
     logits_of,
     next_power_of_two,
     of_head,
+    parts_of,
     programs_at_once,
     require_triton,
     rule_of,
@@ -42,6 +44,7 @@ from kvbench.kernels.tiles import (
     tl,
     use_triton,
     view,
+    with_sinks,
 )
 
 REGISTERS = 255  # maximum per thread; without it ptxas chooses 168 for four warps and spills a few
@@ -63,16 +66,19 @@ def _append(
 @partial(jit, varying=("T", "each"))
 def _attend(
     q: View, q_pos: View, stored_k: View, stored_v: View, positions: View, biases: View, starts_ptr: tl.tensor,
-    counts_ptr: tl.tensor, new_k: View, new_v: View, new_slots_ptr: tl.tensor, logits_ptr: tl.tensor,
-    out_ptr: tl.tensor, lse_ptr: tl.tensor, H_kv: tl.tensor, G: tl.tensor, M: tl.tensor, T: tl.tensor,
-    each: tl.tensor, rule: Rule, D_V: tl.constexpr, DIMS: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    counts_ptr: tl.tensor, new_k: View, new_v: View, new_slots_ptr: tl.tensor, sinks_ptr: tl.tensor,
+    logits_ptr: tl.tensor, out_ptr: tl.tensor, lse_ptr: tl.tensor, H_kv: tl.tensor, G: tl.tensor, M: tl.tensor,
+    T: tl.tensor, each: tl.tensor, rule: Rule, D_V: tl.constexpr, DIMS: tl.constexpr, BLOCK_V: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: `each` slots of one KV head for ROWS of its G * M query rows; row g * M + m is query m of head g."""
+    """One program: `each` slots of one KV head for ROWS of its G * M query rows; row g * M + m is query m of head g.
+
+    sinks_ptr: if all slots are one part.
+    """
     kv_row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, length = segment(starts_ptr, counts_ptr, kv_row, T)
     begin = part * each
-    if begin >= length:
+    if begin >= tl.maximum(length, 1):  # the first part of an empty segment is stored
         return
     end = tl.minimum(begin + each, length)
     k, v = of_head(stored_k, kv_row, H_kv, start), of_head(stored_v, kv_row, H_kv, start)
@@ -120,6 +126,8 @@ def _attend(
             tl.store(own, logits, mask=there[:, None] & (slots < end)[None, :])
         values = Vectors(v.ptr + wide * v.row, needed, v.dim)
         top, total, out = attend(logits, tile(values, 0, D_V, BLOCK_V), top, total, out)
+    if sinks_ptr is not None:
+        top, total, out = with_sinks(top, total, out, sinks_ptr, kv_row % H_kv * G + rows // M, there)
     places = (kv_row * tl.num_programs(1) + part) * G * M + rows
     store_part(out_ptr, lse_ptr, places, there, top, total, out, tl.arange(0, BLOCK_V), D_V)
 
@@ -265,10 +273,9 @@ def _launch(
         None if segments is None else SLOTS_A_PART,
     )  # fmt: skip
     parts = max(1, -(-slots // each))
-    part_out = queries.new_empty(pairs, parts, rows, value_dim, dtype=torch.float32)
-    part_lse = queries.new_empty(pairs, parts, rows, dtype=torch.float32)
+    out, log_sum_exp = parts_of(queries, parts, heads, value_dim)
     scored = weights or sums is not None
-    logits = part_lse.new_empty(batch, heads, group, new, slots) if scored else None
+    logits = log_sum_exp.new_empty(batch, heads, group, new, slots) if scored else None
     starts, counts = segments or (None, None)
     flat = () if segments is None else (0, 0)
     q_pos, k_pos = None, None
@@ -282,11 +289,12 @@ def _launch(
         token = view(new_tokens.keys), view(new_tokens.values), new_tokens.slots
     with torch.cuda.device_of(queries):
         _attend[pairs, parts, blocks](
-            view(queries), q_pos, k, v, k_pos, bias_view, starts, counts, *token, logits, part_out, part_lse, heads,
-            group, new, slots, each, rule_of(scaling, softcap, sliding_window), D_V=value_dim, maxnreg=REGISTERS,
-            **sizes,
+            view(queries), q_pos, k, v, k_pos, bias_view, starts, counts, *token, sinks if parts == 1 else None,
+            logits, out, log_sum_exp, heads, group, new, slots, each, rule_of(scaling, softcap, sliding_window),
+            D_V=value_dim, maxnreg=REGISTERS, **sizes,
         )  # fmt: skip
-        out, log_sum_exp = join(part_out, part_lse, queries, heads, slots, each, counts, sinks)
+        if parts > 1:
+            out, log_sum_exp = join(out, log_sum_exp, queries, heads, slots, each, counts, sinks)
         if scored:
             added = None if sums is None else View(sums, *(0,) * (4 - sums.dim()), *sums.stride())
             _weigh[pairs, -(-slots // SLOTS_WEIGHED)](

@@ -32,6 +32,7 @@ from kvbench.kernels.tiles import (
     jit,
     next_power_of_two,
     of_head,
+    parts_of,
     programs_at_once,
     require_triton,
     rule_of,
@@ -320,15 +321,15 @@ def _attend_to_codes(
     each = slots_of_a_part(batch * heads, words, order.WORDS, programs_at_once(queries.device))
     each = max(each, -(-words // (PARTS * order.WORDS)) * order.WORDS)
     parts, group = -(-words // each), query_heads // heads
-    part_out = queries.new_empty(batch * heads, parts, group, value_dim, dtype=torch.float32)
-    part_lse = part_out.new_empty(part_out.shape[:3])
+    wide = queries.float()
+    out, log_sum_exp = parts_of(wide, parts, heads, value_dim)
     with torch.cuda.device_of(queries):
         _attend_codes[batch * heads, parts](
-            view(queries), query_positions.contiguous(), absent, part_out, part_lse,
+            view(queries), query_positions.contiguous(), absent, out, log_sum_exp,
             _codes(keys.packed), _codes(values.packed), heads, common, words, each, rule_of(scaling, softcap),
             KEY=key, VALUE=value, TOKENS=order, G=group, ROWS=max(ROWS, next_power_of_two(group)), **how,
         )  # fmt: skip
-        return join(part_out, part_lse, queries.float(), heads, words, each, None)
+        return (out, log_sum_exp) if parts == 1 else join(out, log_sum_exp, wide, heads, words, each, None)
 
 
 def _layout(keys: Packed, values: Packed, dims: tuple[int, int], tokens: int) -> tuple[Groups, Groups, Groups]:

@@ -265,11 +265,36 @@ def store_part(
     out_ptr: tl.tensor, lse_ptr: tl.tensor, places: tl.tensor, there: tl.tensor, top: tl.tensor, total: tl.tensor,
     out: tl.tensor, dims: tl.tensor, D_V: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store output and natural log-sum-exp of query rows over some of their slots, for `join`; -inf without slots."""
+    """Store output and natural log-sum-exp of query rows over some of their slots, for `join`; -inf without slots.
+
+    Where all slots are one part, these are the results.
+    """
     tl.store(lse_ptr + places, log_sum(top, total, float("-inf")) * 0.6931471805599453, mask=there)
     at = out_ptr + places[:, None] * D_V + dims[None, :]
     out /= tl.where(total > 0, total, 1.0)[:, None]
     tl.store(at, out, mask=there[:, None] & (dims < D_V)[None, :])
+
+
+@jit
+def with_sinks(
+    top: tl.tensor, total: tl.tensor, out: tl.tensor, sinks_ptr: tl.tensor, heads: tl.tensor, there: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Maximum, sum and output of rows with the sink of their query head, which is in the sum only."""
+    sink = tl.load(sinks_ptr + heads, mask=there, other=0.0).to(tl.float32) * 1.4426950408889634
+    new_top = tl.maximum(top, sink)
+    fading = tl.exp2(top - new_top)
+    return new_top, total * fading + tl.exp2(sink - new_top), out * fading[:, None]
+
+
+def parts_of(like: Tensor, parts: int, heads: int, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Empty outputs and log-sum-exps of parts, [R,S,G*M,D_v] and [R,S,G*M] in float32, for `join`.
+
+    One part is the result: output [B,H_q,M,D_v] in the dtype of the queries `like` [B,H_q,M,D], log-sum-exp [B,H_q,M].
+    """
+    batch, query_heads, new = like.shape[:3]
+    shape = (batch, query_heads, new) if parts == 1 else (batch * heads, parts, query_heads // heads * new)
+    out = like.new_empty(*shape, value_dim, dtype=like.dtype if parts == 1 else torch.float32)
+    return out, like.new_empty(shape, dtype=torch.float32)
 
 
 @lru_cache(maxsize=64)

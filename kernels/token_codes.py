@@ -28,6 +28,7 @@ from kvbench.kernels.tiles import (
     fit_heads,
     jit,
     next_power_of_two,
+    parts_of,
     programs_at_once,
     require_triton,
     rule_of,
@@ -35,6 +36,7 @@ from kvbench.kernels.tiles import (
     store_part,
     tl,
     view,
+    with_sinks,
 )
 
 
@@ -42,16 +44,19 @@ from kvbench.kernels.tiles import (
 def _attend_codes(
     q: View, q_pos_ptr: tl.tensor, k_pos_ptr: tl.tensor, starts_ptr: tl.tensor, counts_ptr: tl.tensor,
     k_codes: tl.tensor, k_scale: tl.tensor, k_table: tl.tensor, v_codes: tl.tensor, v_scale: tl.tensor,
-    v_table: tl.tensor, new_k: View, new_v: View, new_slots_ptr: tl.tensor, out_ptr: tl.tensor, lse_ptr: tl.tensor,
-    H: tl.tensor, each: tl.tensor, scale: tl.tensor, cap: tl.tensor, window: tl.tensor, k_factor: tl.tensor,
-    v_factor: tl.tensor, KEY: tl.constexpr, VALUE: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_T: tl.constexpr, PRODUCTS: tl.constexpr,
+    v_table: tl.tensor, new_k: View, new_v: View, new_slots_ptr: tl.tensor, sinks_ptr: tl.tensor, out_ptr: tl.tensor,
+    lse_ptr: tl.tensor, H: tl.tensor, each: tl.tensor, scale: tl.tensor, cap: tl.tensor, window: tl.tensor,
+    k_factor: tl.tensor, v_factor: tl.tensor, KEY: tl.constexpr, VALUE: tl.constexpr, G: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_T: tl.constexpr, PRODUCTS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: `each` slots of one KV head, for the newest query of all its query heads."""
+    """One program: `each` slots of one KV head, for the newest query of all its query heads.
+
+    sinks_ptr: if all slots are one part.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, length = tl.load(starts_ptr + row).to(tl.int64), tl.load(counts_ptr + row).to(tl.int32)
     begin = part * each
-    if begin >= length:
+    if begin >= tl.maximum(length, 1):  # the first part of an empty segment is stored
         return
     end = tl.minimum(begin + each, length)
     newest = tl.load(q_pos_ptr + row // H).to(tl.int32)
@@ -85,8 +90,11 @@ def _attend_codes(
         logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * (scale * k_factor)
         logits = tl.where(seen[None, :], capped(logits, cap), float("-inf"))
         top, total, out = attend(logits, values, top, total, out)
+    out *= v_factor
+    if sinks_ptr is not None:
+        top, total, out = with_sinks(top, total, out, sinks_ptr, row % H * G + heads, heads < G)
     places = (row * tl.num_programs(1) + part) * G + heads
-    store_part(out_ptr, lse_ptr, places, heads < G, top, total, out * v_factor, value_dims, VALUE.D)
+    store_part(out_ptr, lse_ptr, places, heads < G, top, total, out, value_dims, VALUE.D)
 
 
 def tiles(dim: int, dtype: torch.dtype, table: bool) -> dict[str, Any]:
@@ -123,19 +131,18 @@ def decode_codes(
     pairs = batch * heads
     each = slots_of_a_part(pairs, most, sizes["BLOCK_T"], programs_at_once(queries.device), SLOTS_A_PART)
     parts = max(1, -(-most // each))
-    part_out = queries.new_empty(pairs, parts, group, values.dim, dtype=torch.float32)
-    part_lse = part_out.new_empty(pairs, parts, group)
+    out, log_sum_exp = parts_of(queries, parts, heads, values.dim)
     rule = rule_of(scaling, softcap, sliding_window)
     counts = counts.contiguous()
     with torch.cuda.device_of(queries):
         _attend_codes[pairs, parts](
             view(queries), query_positions.contiguous(), key_positions, starts.contiguous(), counts,
             *keys.memory, *values.memory, view(new_tokens.keys), view(new_tokens.values),
-            new_tokens.slots.contiguous(), part_out, part_lse, heads, each, rule.scale, rule.cap,
-            rule.window, keys.factor, values.factor, KEY=key, VALUE=value, G=group,
+            new_tokens.slots.contiguous(), sinks if parts == 1 else None, out, log_sum_exp, heads, each, rule.scale,
+            rule.cap, rule.window, keys.factor, values.factor, KEY=key, VALUE=value, G=group,
             ROWS=max(16, next_power_of_two(group)), **sizes,
         )  # fmt: skip
-        return join(part_out, part_lse, queries, heads, most, each, counts, sinks)[0]
+        return out if parts == 1 else join(out, log_sum_exp, queries, heads, most, each, counts, sinks)[0]
 
 
 @jit

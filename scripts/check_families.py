@@ -23,8 +23,8 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.families import INSTEAD, InterfaceError
 from kvbench.cache.hook import prepare
-from kvbench.cache.interface import INSTEAD, InterfaceError
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
 from kvbench.engine.sequence import Request

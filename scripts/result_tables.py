@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -20,7 +21,7 @@ from matplotlib.ticker import ScalarFormatter
 
 from kvbench.papers.claims import PAPERS, decide, read_claims
 from kvbench.results.result import load_results
-from kvbench.results.statistics import mean_interval, paired_difference
+from kvbench.results.statistics import holm, mean_interval, paired_difference
 
 mpl.use("Agg")
 mpl.rcParams["svg.hashsalt"] = "results"
@@ -116,9 +117,9 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
 def to_base(found: pd.DataFrame) -> pd.DataFrame:
     """The difference of each value-aware or per-head policy to its base, on the same examples.
 
-    Budget `all`: each example's mean over the budgets.
+    Budget `all`: each example's mean over the budgets. p_holm: p corrected for all rows with this budget.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     policies = found.groupby("policy")
     scores = {name: some.pivot(index="example", columns="budget", values="score") for name, some in policies}
     for combined, base in PAIRS.items():
@@ -133,7 +134,10 @@ def to_base(found: pd.DataFrame) -> pd.DataFrame:
             label = "all" if len(chosen) > 1 else int(chosen[0])
             means = {"n": len(both), "score": own.mean(), "base_score": other.mean()}
             rows.append({"policy": combined, "base": base, "budget": label, **means})
-            rows[-1] |= {"difference": less.mean, "low": less.low, "high": less.high}
+            rows[-1] |= {"difference": less.mean, "low": less.low, "high": less.high, "p": less.p}
+    overall = [row for row in rows if row["budget"] == "all"]
+    for row, p in zip(overall, holm([row["p"] for row in overall]), strict=True):
+        row["p_holm"] = p
     return pd.DataFrame(rows)
 
 

@@ -86,8 +86,8 @@ class HalfStore(SlotStore):
     def values(self) -> Tensor:
         return super().values.to(self._dtype)
 
-    def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
-        super().append(keys.half(), values.half(), positions, absent)
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        super().append(keys.half(), values.half(), positions)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         super().write(slots, keys.half(), values.half())

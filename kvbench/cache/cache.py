@@ -24,10 +24,10 @@ from kvbench.cache.attention import attend, attend_to_survivors
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call, check_scores
 from kvbench.cache.columns import Columns, real_columns
 from kvbench.cache.eviction import Evictions
-from kvbench.cache.hook import LayerCall, SharedCall, expect
+from kvbench.cache.families import check_interface, layout_of
+from kvbench.cache.hook import LayerCall, SharedCall, check_attention, expect
 from kvbench.cache.inputs import ReadsHidden
-from kvbench.cache.interface import check_attention, check_interface, check_model, check_policy, uncompiled
-from kvbench.cache.layout import layout_of
+from kvbench.cache.interface import check_model, check_policy, uncompiled
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, check_padding
 from kvbench.cache.sequence import Sequence, spread

@@ -30,7 +30,6 @@ from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
 from kvbench.policies.stores.paged import PagedStore
 from kvbench.policies.stores.slot_store import SlotStore
-from kvbench.policies.stores.store_list import StoreList
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Evictions:
         if step.observed:
             # In a prompt only if the layer has its final size: before, it may hold many more tokens than its budget.
             single = step.alone and step.queries.shape[2] == 1
-            dense = isinstance(store, SlotStore | StoreList) and not flat
+            dense = isinstance(store, SlotStore) and not flat
             if policy.pre_pass is not None and step.phase != "decode":
                 layer.unsettled = True
                 self._pre_pass.append(step.without_queries())
@@ -261,7 +260,7 @@ def _compact(
     paged = isinstance(held, PagedStore)
     if paged and per_head is not None:  # whole pages may hold fewer tokens than the target
         target = int(per_head.max())
-    slots = held.keep(kept, policy.schedule.spare, counts=[target] if per_head is None else None)
+    slots = held.keep(kept, policy.schedule.spare, target if per_head is None else None)
     layer.compacted = True
     # An allocator may give other numbers than the target; the shape has them without a synchronization.
     layer.count = target if policy.allocator.per_head or paged else max(target, slots.shape[-1])

@@ -7,11 +7,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.cache import NAME
 from kvbench.cache.columns import Columns
-from kvbench.cache.interface import InterfaceError, NotATensor, check_interface, uncompiled
+from kvbench.cache.families import InterfaceError, check_interface, layer_slides
+from kvbench.cache.interface import NotATensor, uncompiled
 from kvbench.policies.model_layer import Latents
 from kvbench.policies.observation import AttentionParams
 
@@ -180,18 +182,12 @@ def _window(module: nn.Module, passed: int | None) -> int | None:
 
     Raises InterfaceError for a window that the model does not use.
     """
-    config = module.config
-    kinds = getattr(config, "layer_types", None)
-    index = getattr(module, "layer_idx", None)  # None where several layers share their attention's weights
-    kind = kinds[index] if kinds and index is not None else None
-    window: int | None = getattr(config, "sliding_window", None)
-    if kind is None:
-        slides = window is not None and getattr(config, "use_sliding_window", True)
-    else:
-        slides = kind in ("sliding_attention", "hybrid_sliding")
+    config: Any = module.config
+    slides, typed = layer_slides(config, getattr(module, "layer_idx", None))
     if passed is not None or not slides:
         return passed
-    if not window or (kind is None and window != _EXPECTED.window):
+    window: int | None = getattr(config, "sliding_window", None)
+    if not window or not (typed or window == _EXPECTED.window):
         raise InterfaceError(
             f"{_name(module)} has a sliding window that is passed neither to its attention nor to its mask "
             f"(sliding_window={window}), so kvbench cannot apply it; set sliding_window=null in its configuration"
@@ -247,3 +243,19 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     check_interface(model.config.get_text_config(decoder=True))
     model.set_attn_implementation(NAME)
     return model
+
+
+def check_attention(config: PreTrainedConfig) -> None:
+    """Raise ValueError if the model's attention function cannot read a cache of its configuration.
+
+    Also removes the wrapper of kvpress from our attention function: on import, kvpress wraps every registered function
+    to mask keys of its own caches, but ours gets a layer's call instead of keys.
+    """
+    if getattr(ALL_ATTENTION_FUNCTIONS[NAME], "__module__", "").partition(".")[0] == "kvpress":
+        ALL_ATTENTION_FUNCTIONS[NAME] = kvbench_attention
+    if config._attn_implementation != NAME:
+        raise ValueError(
+            f"the configuration of this cache has attn_implementation={config._attn_implementation!r}, which "
+            f'cannot read a KVCache: call model.set_attn_implementation("{NAME}") first, and make the cache with '
+            "that model.config"
+        )

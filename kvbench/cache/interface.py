@@ -1,4 +1,4 @@
-"""The requirements of a KVCache on a model, on the calls of its layers, and on a policy."""
+"""The requirements of a KVCache on the model that calls it, and on a policy."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
@@ -6,21 +6,12 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from kvbench.cache import NAME
-from kvbench.cache.layout import NOTHING, RECURRENT, layout_of
-from kvbench.cache.registration import unwrap
+from kvbench.cache.families import INSTEAD, InterfaceError
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.press import KVPress
-
-KINDS = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
-"""Supported types of layers with attention."""
-ELSEWHERE = ("minimax", "recurrent_gemma")
-"""Models that store the states of their recurrent layers outside transformers' cache."""
-INSTEAD = "use a model in which every layer stores keys and values, such as Llama, Mistral, Qwen3 or Gemma 3"
-NO_INTERFACE = "does not use transformers' attention interface, so kvbench cannot manage its cache"
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -29,49 +20,6 @@ Result = TypeVar("Result")
 def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Exclude a function from `torch.compile`. Unlike `torch.compiler.disable`, it keeps the types of the function."""
     return cast(Callable[Parameters, Result], torch.compiler.disable(function))
-
-
-class InterfaceError(ValueError):
-    """A model uses its cache or its attention in a way that kvbench does not support."""
-
-
-def model_class_of(config: PreTrainedConfig) -> Any:  # noqa: ANN401 - a class of transformers
-    """The causal language model class of a configuration; None if transformers has none (remote code)."""
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-
-
-def name_of(config: PreTrainedConfig) -> str:
-    """The name of a configuration's model, for messages."""
-    model_class = model_class_of(config)
-    return type(config).__name__.removesuffix("Config") if model_class is None else model_class.__name__
-
-
-def check_interface(config: PreTrainedConfig) -> None:
-    """Raise InterfaceError unless kvbench can manage the cache of the model of this text configuration."""
-    model_class, name = model_class_of(config), name_of(config)
-    if not hasattr(config, "num_hidden_layers"):
-        raise InterfaceError(f"{name} has several stacks of layers, but a KVCache supports one; {INSTEAD}")
-    kinds, supported = getattr(config, "layer_types", None) or (), dict.fromkeys((*KINDS, *RECURRENT, *NOTHING))
-    unknown = ", ".join(sorted({*kinds} - {*supported}))
-    if unknown:
-        raise InterfaceError(f"{name} has layers of type {unknown}; supported are {', '.join(supported)}; {INSTEAD}")
-    layout = layout_of(config)
-    crossing = getattr(config, "cross_attention_layers", None) or ()
-    stateful = model_class is not None and model_class._is_stateful and not layout.states and not kinds
-    refusals = {
-        f"layers {', '.join(map(str, crossing))} of {name} attend to another input than the text "
-        "(cross_attention_layers)": crossing,
-        f"{name} scales queries by their place in the batch (floor_scale)": getattr(config, "floor_scale", None),
-        f"no layer of {name} stores its own keys and values": not layout.attention,
-        f"{name} stores the states of its recurrent layers outside transformers' cache": (
-            config.model_type in ELSEWHERE or stateful
-        ),
-        # Not `_supports_attention_backend`: some models use the attention interface without that flag (StableLM).
-        f"{name} {NO_INTERFACE}": model_class is not None and not model_class._can_set_attn_implementation(),
-    }
-    for message, applies in refusals.items():
-        if applies:
-            raise InterfaceError(f"{message}; {INSTEAD}")
 
 
 class _NotATensorError(InterfaceError, AttributeError):
@@ -146,17 +94,6 @@ def check_model(
                 "make it with KVCache(model.config, policy)"
             )
     return ref(module)
-
-
-def check_attention(config: PreTrainedConfig) -> None:
-    """Raise ValueError if the model's attention function cannot read a cache of its configuration."""
-    unwrap()
-    if config._attn_implementation != NAME:
-        raise ValueError(
-            f"the configuration of this cache has attn_implementation={config._attn_implementation!r}, which "
-            f'cannot read a KVCache: call model.set_attn_implementation("{NAME}") first, and make the cache with '
-            "that model.config"
-        )
 
 
 def check_policy(policy: object) -> None:

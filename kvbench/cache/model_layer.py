@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.cache.columns import Columns
+from kvbench.cache.families import InterfaceError, layout_of
 from kvbench.cache.hook import LayerCall
-from kvbench.cache.interface import InterfaceError
-from kvbench.cache.layout import layout_of
 from kvbench.policies.model_layer import Rotation
 from kvbench.policies.observation import AttentionParams
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from kvbench.cache.interface import InterfaceError, NoRollback
-from kvbench.cache.layout import Layout
+from kvbench.cache.families import InterfaceError, Layout
+from kvbench.cache.interface import NoRollback
 from kvbench.cache.sequence import Sequence
 from kvbench.cache.views import KVLayer
 

@@ -44,17 +44,6 @@ def _register(registry: ModuleType) -> None:
     import_module("transformers.masking_utils").AttentionMaskInterface.register(NAME, _mask)
 
 
-def unwrap() -> None:
-    """Remove the wrapper of kvpress from our attention function.
-
-    On import, kvpress wraps every registered attention function to mask keys of its own caches. kvbench's function gets
-    a layer's call instead of keys, which the wrapper cannot handle.
-    """
-    functions = import_module(REGISTRY).ALL_ATTENTION_FUNCTIONS
-    if getattr(functions[NAME], "__module__", "").partition(".")[0] == "kvpress":
-        functions[NAME] = import_module("kvbench.cache.hook").kvbench_attention
-
-
 def _attention(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """Imports `kvbench.cache.hook`, which registers its own functions in place of these."""
     return import_module("kvbench.cache.hook").kvbench_attention(*args, **kwargs)

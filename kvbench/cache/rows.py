@@ -103,7 +103,7 @@ class PaddedRows:
 
     def release(self, slots: Tensor) -> None:
         for step, store, own in zip(self._steps, self._stores, slots.split(1), strict=True):
-            store.release(own, None)
+            store.release(own)
             step.layer.count -= 1
 
 

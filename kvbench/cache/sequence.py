@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvbench.cache.budgets import Budgets
+from kvbench.cache.families import layout_of
 from kvbench.cache.layer import Layer
-from kvbench.cache.layout import layout_of
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kvbench.cache.attention import attend, attend_to_survivors
-from kvbench.cache.layout import Layout
+from kvbench.cache.families import Layout
 from kvbench.cache.step import Step
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams

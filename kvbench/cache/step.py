@@ -238,7 +238,7 @@ def append(
             policy.allocator.check_heads([*[heads] * (len(sequence.layers) - 1), keys.shape[1]])
         layer.open(queries, keys, values)
     positions, fresh, held = sequence.place(span, queries.device)[0], not layer.count, layer.store
-    held.append(keys, values, positions, absent=False)
+    held.append(keys, values, positions)
     layer.add(span.end - span.start)
     new = queries, keys, values, positions, span, params, held, fresh, len(sequence.spans) == 1
     step = Step(*new, known=known, policy=policy, sequence=sequence, layer=layer)
@@ -247,7 +247,7 @@ def append(
         layer.pages.update(held, decodes, layer.count, prompt)
         step.pages = layer.pages if decodes else None
     if isinstance(held, CompressedStore) and held.watching:
-        held.observe(step.seen(None), [prompt])
+        held.observe(step.seen(None), prompt)
     if policy.scorer is not None and (not decodes or span.evicts):
         if policy.needs.question and not decodes:
             layer.recent.reopen(max(policy.needs.window, prompt - sequence.budgets.question))

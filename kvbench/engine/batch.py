@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import BudgetError, KVCache, ScoreError, empty_like
 from kvbench.cache.device_batch import DeviceBatch
-from kvbench.cache.layout import layout_of
+from kvbench.cache.families import layout_of
 from kvbench.engine.cuda_graph import Recorder
 from kvbench.engine.logits import next_logits
 from kvbench.engine.prefill import prefill_prompt
@@ -154,7 +154,7 @@ class DecodeBatch:
         return ended
 
     def _outgrows(self, sequence: LiveSequence) -> bool:
-        """Whether the text so far must be computed again (`kvbench.cache.layout.AGAIN`)."""
+        """Whether the text so far must be computed again (`kvbench.cache.families.AGAIN`)."""
         selects = isinstance(sequence.policy.pre_pass, PromptChoice)  # positions are those among the selected tokens
         return sequence.position == self._layout.restart_length and not selects
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvbench.cache.layout import layout_of
+from kvbench.cache.families import layout_of
 from kvbench.engine.run_writer import RunWriter
 from kvbench.engine.sequence import LiveSequence
 from kvbench.models.prompts import Prompt

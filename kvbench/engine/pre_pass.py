@@ -21,11 +21,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.columns import Columns
+from kvbench.cache.families import InterfaceError, layout_of
 from kvbench.cache.footprint import fed
 from kvbench.cache.hook import LayerCall
 from kvbench.cache.inputs import watch_inputs
-from kvbench.cache.interface import InterfaceError
-from kvbench.cache.layout import layout_of
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.sequence import Sequence
 from kvbench.cache.step import Step

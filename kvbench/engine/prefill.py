@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache, fork, together
-from kvbench.cache.layout import layout_of, reset_rotation
+from kvbench.cache.families import layout_of, reset_rotation
 from kvbench.engine.logits import all_logits, next_logits
 from kvbench.engine.pre_pass import open_cache, pre_pass, rate_next
 from kvbench.engine.recorded_blocks import BlockRecorder

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvbench.cache.audit import BudgetError
-from kvbench.cache.layout import layout_of
+from kvbench.cache.families import layout_of
 from kvbench.cache.pressed import PressedCache
 from kvbench.engine.logits import next_logits, now
 from kvbench.engine.sequence import LiveSequence, Request, advance, choose_next

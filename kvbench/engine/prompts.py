@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvbench.cache.layout import layout_of
+from kvbench.cache.families import layout_of
 from kvbench.config.parts import refusing_in
 from kvbench.engine.teacher_forcing import policy_for
 from kvbench.errors import UsageError, refusing

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
+from kvbench.cache.families import layout_of
 from kvbench.cache.footprint import fed
-from kvbench.cache.layout import layout_of
 from kvbench.engine.cuda_graph import GraphRecorder
 from kvbench.engine.logits import next_logits
 from kvbench.policies.policy import Policy

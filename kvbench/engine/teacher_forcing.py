@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
-from kvbench.cache.layout import layout_of
+from kvbench.cache.families import layout_of
 from kvbench.engine.logits import LOGITS_AT_ONCE, now
 from kvbench.engine.pre_pass import open_cache
 from kvbench.engine.prefill import GIVEN_TOKENS, append_given, given_size, prefill

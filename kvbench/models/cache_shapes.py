@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING
 
-from kvbench.cache.layout import layout_of
+from kvbench.cache.families import layout_of
 from kvbench.config.compose import find, names, read
 from kvbench.errors import ConfigError, unknown, whole_number
 from kvbench.models.trial import layer_shapes, state_bytes

@@ -4,8 +4,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvbench.cache.arena import steps_alike
-from kvbench.cache.interface import name_of
-from kvbench.cache.layout import layout_of
+from kvbench.cache.families import layout_of, name_of
 from kvbench.models.trial import layer_shapes
 from kvbench.policies.policy import Policy
 

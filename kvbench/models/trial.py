@@ -9,8 +9,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvbench.cache import NAME
 from kvbench.cache.cache import KVCache
-from kvbench.cache.interface import INSTEAD, NO_INTERFACE, InterfaceError, check_interface, model_class_of
-from kvbench.cache.layout import kv_shapes, layout_of
+from kvbench.cache.families import (
+    INSTEAD,
+    NO_INTERFACE,
+    InterfaceError,
+    check_interface,
+    kv_shapes,
+    layout_of,
+    model_class_of,
+)
 from kvbench.config.presets import make_policy
 
 TOKENS = 3

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from kvbench import __version__
-from kvbench.cache.layout import layout_of
+from kvbench.cache.families import layout_of
 from kvbench.config.compose import find
 from kvbench.config.parts import build, refusing_in
 from kvbench.config.presets import SCHEDULE, build_policy, check_method, named_config, scheduled

@@ -84,11 +84,11 @@ def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> P
         reads_all = policy.reader is None or policy.reader.reads_all(layer)
         key = (policy.store.for_layer(layer), budget, reads_all, shape.layer(layer))
         if key not in sizes:
-            sizes[key] = _layer_parts(policy, shape, layer, length, batch, budget)
+            sizes[key] = _layer_parts(policy, shape, layer, length, budget)
         total.update(sizes[key][0])
         spare += sizes[key][1]
-    total.update({STATES: batch * shape.state_bytes} if shape.state_bytes else {})
-    return Prediction(shape, length, batch, dict(total), spare)
+    total.update({STATES: shape.state_bytes} if shape.state_bytes else {})
+    return Prediction(shape, length, batch, {kind: batch * size for kind, size in total.items()}, batch * spare)
 
 
 def check_predictable(policy: Policy) -> None:
@@ -105,31 +105,27 @@ def check_predictable(policy: Policy) -> None:
             raise ValueError(f"{policy.name} {reason}, so its bytes cannot be predicted: run it")
 
 
-def _layer_parts(
-    policy: Policy, shape: CacheShape, layer: int, length: int, batch: int, budget: int
-) -> tuple[dict[str, int], int]:
+def _layer_parts(policy: Policy, shape: CacheShape, layer: int, length: int, budget: int) -> tuple[dict[str, int], int]:
     """Used bytes of one layer, by kind, and its spare bytes."""
-    held = _store(policy, shape, layer, length, batch, budget)
+    held = _store(policy, shape, layer, length, budget)
     dim = shape.head_dim if shape.kv_lora_rank else shape.layer(layer)[1]
-    queries, pages = _recent(policy, shape, dim, length, batch), _pages(policy, layer, held, length)
+    queries, pages = _recent(policy, shape, dim, length), _pages(policy, layer, held, length)
     parts = {**held.sizes().kinds, "queries": queries, "page summaries": pages}
     if not (policy.evicts and length > budget and policy.schedule.spare):
         return parts, 0
-    return parts, _store(policy, shape, layer, length, batch, budget, policy.schedule.spare).nbytes - held.nbytes
+    return parts, _store(policy, shape, layer, length, budget, policy.schedule.spare).nbytes - held.nbytes
 
 
-def _store(
-    policy: Policy, shape: CacheShape, layer: int, length: int, batch: int, budget: int, spare: int = 0
-) -> LayerStore:
+def _store(policy: Policy, shape: CacheShape, layer: int, length: int, budget: int, spare: int = 0) -> LayerStore:
     """One layer's store after the prompt, with `spare` more slots, on the meta device."""
     own, *stored = shape.layer(layer)
     heads = shape.query_heads if policy.granularity == "query_head" else own
     width = shape.query_heads // heads if policy.needs.query_heads else 1
-    keys, values = (torch.empty(batch, heads, length, n, dtype=shape.dtype, device="meta") for n in stored)
+    keys, values = (torch.empty(1, heads, length, n, dtype=shape.dtype, device="meta") for n in stored)
     held = policy.store.for_layer(layer).open(keys, values, policy.needs.statistics, width)
-    held.append(keys, values, torch.empty(batch, length, dtype=torch.long, device="meta"), absent=False)
+    held.append(keys, values, torch.empty(1, length, dtype=torch.long, device="meta"))
     if policy.evicts and length > budget:
-        held.keep(torch.empty(batch, heads, length, dtype=torch.bool, device="meta"), spare, [budget] * batch)
+        held.keep(torch.empty(1, heads, length, dtype=torch.bool, device="meta"), spare, budget)
     if isinstance(held, CompressedStore):
         held.settle()
     return held
@@ -144,12 +140,12 @@ def _pages(policy: Policy, layer: int, held: LayerStore, length: int) -> int:
     return pages.nbytes
 
 
-def _recent(policy: Policy, shape: CacheShape, dim: int, length: int, batch: int) -> int:
+def _recent(policy: Policy, shape: CacheShape, dim: int, length: int) -> int:
     """Bytes of the queries, of `dim` numbers each, that a layer stores for its scorer."""
     recent = RecentQueries(policy.needs.window)
     if policy.evicts:
-        queries = torch.empty(batch, shape.query_heads, length, dim, dtype=shape.dtype, device="meta")
-        recent.add(queries, torch.empty(batch, length, dtype=torch.long, device="meta"))
+        queries = torch.empty(1, shape.query_heads, length, dim, dtype=shape.dtype, device="meta")
+        recent.add(queries, torch.empty(1, length, dtype=torch.long, device="meta"))
         recent.limit(policy.needs.window_decoding or 0)
         recent.copy()
     return recent.nbytes

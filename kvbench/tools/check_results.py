@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from kvbench.cache.budgets import Budgets
-from kvbench.cache.layout import layout_of
+from kvbench.cache.families import layout_of
 from kvbench.engine.answers import scored
 from kvbench.engine.prompts import blank, prompts_for
 from kvbench.errors import UsageError

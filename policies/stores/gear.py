@@ -14,7 +14,7 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, number, whole_number
-from kvbench.policies.stores.codes import ChannelCodes, Chunk, Column, Exact, TokenCodes
+from kvbench.policies.stores.codes import ChannelCodes, Chunk, Exact, TokenCodes
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
 from kvbench.policies.stores.slot_store import SlotStore
 
@@ -57,7 +57,7 @@ class Block(Chunk):
 
     def __init__(self, x: Tensor, codes: ChannelCodes | TokenCodes, coded: int, each: int, gear: "Gear") -> None:
         """Compress x [1,H,T,D]; its first `coded` tokens are quantised."""
-        self._codes, self._exact, self._coded = codes, Exact(x[:, :, coded:]), coded
+        self._codes, self._exact, self._coded = codes, Exact().append(x[:, :, coded:], x.dtype), coded
         self._sparse: Sparse | None = None
         self._factors: tuple[Tensor, Tensor] | None = None
         if not coded:
@@ -146,9 +146,11 @@ class GearLayerStore(QuantisedLayerStore):
 
     store: "Gear"
 
-    def __init__(self, store: "Gear", dense: SlotStore, values: Tensor) -> None:
-        super().__init__(store, dense, Column(), Column())
-        self._flat = values.shape[1] * values.shape[-1]
+    def __init__(self, store: "Gear", dense: SlotStore) -> None:
+        super().__init__(store, dense)
+        _, heads, _, dim = dense.values.shape
+        store.check_shape(heads, dim)
+        self._flat = heads * dim
         self._length = 0  # tokens at the end of the last step
 
     def flush(self, prompt: bool) -> None:
@@ -164,7 +166,8 @@ class GearLayerStore(QuantisedLayerStore):
             self._compress(column.tail.count)
         else:
             for side in self._columns:
-                side.replace_chunks([Exact(side.tail.view("x"))], side.tail.count)
+                x = side.tail.view("x")
+                side.replace_chunks([Exact().append(x, x.dtype)], side.tail.count)
 
     def _compress(self, count: int) -> None:
         """A new block of the tails' first `count` tokens."""
@@ -183,7 +186,7 @@ class GearLayerStore(QuantisedLayerStore):
         if side == 0:
             each = min(official, tokens // 2) if gear.official_counts else int(tokens * gear.outlier_ratio / 2)
             return Block(x, ChannelCodes(gear.quantiser, gear.group), tokens // gear.group * gear.group, each, gear)
-        codes = TokenCodes(gear.quantiser, min(gear.group, self._flat), growth=1, heads=x.shape[1])
+        codes = TokenCodes(gear.quantiser, min(gear.group, self._flat), heads=x.shape[1])
         return Block(x, codes, tokens, official, gear)
 
 
@@ -232,7 +235,4 @@ class Gear(QuantisedStore):
             )
 
     apart = "but gear's value groups span all KV heads"
-
-    def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
-        self.check_shape(values.shape[1], values.shape[-1])
-        return GearLayerStore(self, dense, values)
+    layer = GearLayerStore

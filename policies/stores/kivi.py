@@ -1,6 +1,5 @@
 """KIVI: keys quantised per channel, values per token, the newest tokens in full precision. KCVC: both per channel."""
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,28 +8,9 @@ from torch import Tensor
 
 from kvbench.errors import ConfigError
 from kvbench.policies.checks import whole_number
-from kvbench.policies.stores.codes import ChannelCodes, Column, TokenCodes
-from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore, value_group
-from kvbench.policies.stores.slot_store import SlotStore
+from kvbench.policies.stores.codes import ChannelCodes, Codes, TokenCodes
+from kvbench.policies.stores.quantised import QuantisedStore, value_group
 from kvbench.policies.stores.slots import GROWTH
-
-
-class GroupedStore(QuantisedStore):
-    """A store with a rule for when each side's oldest exact tokens are quantised."""
-
-    @abstractmethod
-    def due(self, side: int, tokens: int) -> int:
-        """How many of a tail's tokens to quantise now, oldest first; side 0: keys, 1: values."""
-
-
-class GroupedLayerStore(QuantisedLayerStore):
-    """A layer of KIVI or KCVC."""
-
-    store: GroupedStore
-
-    def flush(self, prompt: bool) -> None:
-        for side, column in enumerate(self._columns):
-            column.quantise(self.store.due(side, column.tail.count))
 
 
 def check_residual(group: int, residual: int) -> None:
@@ -44,7 +24,7 @@ def check_residual(group: int, residual: int) -> None:
 
 
 @dataclass(frozen=True)
-class Kivi(GroupedStore):
+class Kivi(QuantisedStore):
     """Keys in groups of `group` tokens per channel, values in groups of min(group, D) channels per token.
 
         hat(x) = Delta * round((x - m) / Delta) + m, m = min x, Delta = (max x - min x) / (2^bits - 1)
@@ -72,30 +52,19 @@ class Kivi(GroupedStore):
         size = self.residual or self.group
         return tokens // size * size if side == 0 else max(tokens - self.residual, 0)
 
-    def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
-        return GroupedLayerStore(self, dense, *kivi_columns(self, self.group, values.shape[-1]))
+    def codes(self, side: int, x: Tensor) -> Codes:
+        return kivi_codes(self, self.group, side, x)
 
 
-def kivi_columns(store: QuantisedStore, group: int, dim: int) -> tuple[Column, Column]:
-    """Empty columns: keys per channel, values of D numbers per token."""
-    keys, values = ChannelCodes(store.quantiser, group), TokenCodes(store.quantiser, value_group(group, dim), GROWTH)
-    return Column(keys), Column(values)
-
-
-class UngroupedLayerStore(GroupedLayerStore):
-    """One group per channel over the due tokens of the prompt, then one for every later block of the residual."""
-
-    def flush(self, prompt: bool) -> None:
-        for side, column in enumerate(self._columns):
-            due = self.store.due(side, column.tail.count)
-            if prompt and due:
-                column.chunks.insert(0, ChannelCodes(self.store.quantiser, due))
-                column.quantise(due, chunk=0)
-        super().flush(prompt)
+def kivi_codes(store: QuantisedStore, group: int, side: int, x: Tensor) -> Codes:
+    """Codes of keys per channel, or of values per token, like x [1,H,n,D]."""
+    if side == 0:
+        return ChannelCodes(store.quantiser, group)
+    return TokenCodes(store.quantiser, value_group(group, x.shape[-1]), GROWTH)
 
 
 @dataclass(frozen=True)
-class Kcvc(GroupedStore):
+class Kcvc(QuantisedStore):
     """Keys and values in groups of `group` tokens per channel, both `residual` tokens at a time, as KIVI does its keys.
 
         hat(x) = Delta * round((x - m) / Delta) + m, m = min x, Delta = (max x - min x) / (2^bits - 1)
@@ -125,6 +94,9 @@ class Kcvc(GroupedStore):
         size = self.residual or self.group or 1
         return tokens // size * size
 
-    def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
-        keys_and_values = (Column(ChannelCodes(self.quantiser, self.group or self.residual)) for _ in range(2))
-        return (UngroupedLayerStore if self.group is None else GroupedLayerStore)(self, dense, *keys_and_values)
+    @property
+    def one_chunk(self) -> bool:
+        return self.group is not None
+
+    def codes(self, side: int, x: Tensor) -> Codes:
+        return ChannelCodes(self.quantiser, self.group or x.shape[2])

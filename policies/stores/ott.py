@@ -15,8 +15,8 @@ from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, layers_exist, whole_number, whole_numbers
 from kvbench.policies.draws import uniform_draws
 from kvbench.policies.stores.code_attention import cover
-from kvbench.policies.stores.codes import Column
-from kvbench.policies.stores.kivi import kivi_columns
+from kvbench.policies.stores.codes import Codes
+from kvbench.policies.stores.kivi import kivi_codes
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore, value_group
 from kvbench.policies.stores.quantiser import NOT_FINITE
 from kvbench.policies.stores.slot_store import SlotStore
@@ -125,8 +125,8 @@ class OttLayerStore(QuantisedLayerStore):
 
     store: "Ott"
 
-    def __init__(self, store: "Ott", dense: SlotStore, keys: Column, values: Column) -> None:
-        super().__init__(store, dense, keys, values)
+    def __init__(self, store: "Ott", dense: SlotStore) -> None:
+        super().__init__(store, dense)
         self.pools: Pools | None = None  # opened when the first group is quantised
 
     def kinds(self) -> dict[str, int]:
@@ -143,8 +143,8 @@ class OttLayerStore(QuantisedLayerStore):
             if self.pools is None:
                 self.pools = Pools(self.store, new_keys, new_values)
             shown = [*self.pools.trace(new_keys, new_values, keys.coded)]
-        for column, x in zip(self._columns, shown, strict=True):
-            column.quantise(count, x)
+        for side, x in enumerate(shown):
+            self.encode(side, count, x)
 
     @property
     def outliers(self) -> Outliers | None:
@@ -175,6 +175,7 @@ class Ott(QuantisedStore):
     Source: Su et al. 2025, arXiv 2505.10938, section 3.2 and appendix E.
     """
 
+    layer = OttLayerStore
     slug_letters: ClassVar[Mapping[str, str]] = {
         "g": "group",
         "r": "residual",
@@ -229,5 +230,5 @@ class Ott(QuantisedStore):
     def check_shape(self, heads: int, dim: int) -> None:
         value_group(self.group, dim)
 
-    def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
-        return OttLayerStore(self, dense, *kivi_columns(self, self.group, values.shape[-1]))
+    def codes(self, side: int, x: Tensor) -> Codes:
+        return kivi_codes(self, self.group, side, x)

@@ -3,7 +3,7 @@
 Shapes: B batch, H KV heads, C slots.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,11 +49,11 @@ class PagedStore(SlotStore):
         super().__init__(keys, values, statistics, width)
         self.how = how
 
-    def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
+    def keep(self, mask: Tensor, spare: int, count: int | None = None) -> Tensor:
         page = self.how.page
         if self.how.free == "compact" or mask.is_meta:
-            most = max(counts) if counts else int(mask.sum(-1).amax())
-            return super().keep(mask, spare + -(most + spare) % page, counts)
+            most = int(mask.sum(-1).amax()) if count is None else count
+            return super().keep(mask, spare + -(most + spare) % page, count)
         used = F.pad(mask, (0, -mask.shape[-1] % page)).any(1, keepdim=True).unflatten(-1, (-1, page)).any(-1)
         held = used.repeat_interleave(page, -1)[..., : mask.shape[-1]].expand_as(mask)
         most = int(held.sum(-1).amax())
@@ -62,13 +62,11 @@ class PagedStore(SlotStore):
         self._packed = self._ascending = bool((self.positions >= 0).all())
         return slots
 
-    def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
+    def release(self, slots: Tensor) -> None:
         if self.how.free == "compact":
-            super().release(slots, rows)
+            super().release(slots)
             return
         going = torch.zeros_like(self.positions, dtype=torch.bool).scatter_(-1, slots, True)
-        if rows is not None:
-            going &= torch.tensor(rows, device=going.device)[:, None, None]
         self.keep((self.positions >= 0) & ~going, 0)
 
     def _gather(self, mask: Tensor, most: int, spare: int, even: bool) -> Tensor:
@@ -86,10 +84,10 @@ class PagedStore(SlotStore):
     def _lengthen(self, more: int, tokens: Mapping[str, Tensor]) -> None:
         super()._lengthen(more if tokens else more + -(self.used + more) % self.how.page, tokens)
 
-    def _fill_hole(self, tokens: dict[str, Tensor], absent: bool) -> None:
+    def _fill_hole(self, tokens: dict[str, Tensor]) -> None:
         """Without moving tokens, only the slots after the newest token take new ones."""
         if self.how.free == "compact":
-            super()._fill_hole(tokens, absent)
+            super()._fill_hole(tokens)
         else:
             self._write_at_end(tokens, 1)
 

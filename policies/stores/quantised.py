@@ -1,10 +1,8 @@
 """Stores of quantised groups: dense tokens until the prompt is complete and evicted, then codes and an exact residual.
 
-Shapes: B batch, H KV heads, r = G * M query rows per KV head, C tokens of the longest head, D head dim.
+Shapes: H KV heads, r = G * M query rows per KV head, C tokens of the longest head, D head dim.
 """
 
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,26 +16,25 @@ from kvbench.kernels.tiles import use_triton
 from kvbench.policies.observation import AttentionParams, SlotInfo, State
 from kvbench.policies.stores.code_attention import attend_to_codes
 from kvbench.policies.stores.codes import ChannelCodes, Codes, Column, TokenCodes
+from kvbench.policies.stores.head_list import HeadList
 from kvbench.policies.stores.quantiser import Group, Metadata, Quantiser
 from kvbench.policies.stores.queue import Queue
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import GROWTH, take
 from kvbench.policies.stores.store import CompressedStore, LayerStore, Sizes, Store
-from kvbench.policies.stores.store_list import HeadList, StoreList
 
 
 class QuantisedLayerStore(CompressedStore):
-    """Keys and values of one sequence as two columns: slot i of every KV head holds its i-th token.
+    """Keys and values as two columns: slot i of every KV head holds its i-th token.
 
     Until the first `settle`, and if KV heads then hold different numbers of tokens, another store holds the tokens.
-    Positions are stored only if tokens were evicted, else the i-th token is at position i. Subclasses define in
-    `flush` which tokens are quantised when.
+    Positions are stored only if tokens were evicted, else the i-th token is at position i.
     """
 
-    def __init__(self, store: "ColumnStore", dense: SlotStore, keys: Column, values: Column) -> None:
+    def __init__(self, store: "ColumnStore", dense: SlotStore) -> None:
         self.store = store
-        self._held: SlotStore | StoreList | None = dense  # the dense prompt, or a store for each KV head
-        self._columns = (keys, values)
+        self._held: SlotStore | HeadList | None = dense  # the dense prompt, or a store for each KV head
+        self._columns = (Column(), Column())
         self._evicted = False
         self._places = Queue(GROWTH)  # of positions, empty if nothing was evicted
 
@@ -60,7 +57,7 @@ class QuantisedLayerStore(CompressedStore):
         return self.dequantised(side).to(self._columns[side].tail.view("x").dtype)
 
     def dequantised(self, side: int) -> Tensor:
-        """The keys (side 0) or values (1), [B,H,C,D] float32, or float64 for a float64 model."""
+        """The keys (side 0) or values (1), [1,H,C,D] float32, or float64 for a float64 model."""
         return self._columns[side].view()
 
     @property
@@ -74,7 +71,7 @@ class QuantisedLayerStore(CompressedStore):
 
     @property
     def state(self) -> State:
-        held = {} if self._held is None else self._held.state
+        held = self._held.state if isinstance(self._held, SlotStore) else {}
         return {name: x for name, x in held.items() if name not in self.store.statistics}
 
     @state.setter
@@ -83,13 +80,15 @@ class QuantisedLayerStore(CompressedStore):
 
     @property
     def slots(self) -> SlotInfo:
-        return SlotInfo(packed=True) if self._held is None else self._held.slots
+        if isinstance(self._held, SlotStore):
+            return self._held.slots
+        return SlotInfo(packed=self._held is None)
 
     # --- bytes -----------------------------------------------------------------------------------------------------
     def sizes(self) -> Sizes:
         if self._held is not None:
             return Sizes(self.kinds(), self._held.sizes().spare)
-        return Sizes(self.kinds(), sum(queue.spare_nbytes for queue in self._queues()))
+        return Sizes(self.kinds(), sum(queue.spare_nbytes for queue in self._queues))
 
     @property
     def nbytes(self) -> int:
@@ -97,8 +96,10 @@ class QuantisedLayerStore(CompressedStore):
 
     def kinds(self) -> dict[str, int]:
         """The bytes of every tensor, by kind."""
+        if isinstance(self._held, SlotStore):
+            return {"full precision": self._held.nbytes}
         if self._held is not None:
-            return {"full precision": self._held.nbytes} if self.in_prompt else self._held.sizes().kinds
+            return self._held.sizes().kinds
         kinds = {"codes": 0, "scales and minima": 0, "full precision": 0, "positions": self._places.nbytes()}
         for column in self._columns:
             kinds["full precision"] += column.tail.nbytes()
@@ -109,43 +110,38 @@ class QuantisedLayerStore(CompressedStore):
     def expect(self, tokens: int) -> None:
         if self._held is not None:
             self._held.expect(tokens)
-        for queue in self._queues():
-            queue.expect(tokens)
+        for growing in (self._places, *self._columns):
+            growing.expect(tokens)
 
-    def _queues(self) -> Iterator[Queue]:
+    @property
+    def _queues(self) -> list[Queue]:
         """All queues that grow while decoding."""
-        yield self._places
-        for column in self._columns:
-            yield column.tail
-            yield from (chunk.queue for chunk in column.chunks if isinstance(chunk, Codes))
+        return [self._places, *(queue for column in self._columns for queue in column.queues)]
 
     # --- a step ----------------------------------------------------------------------------------------------------
-    def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         if self._held is not None:
-            self._held.append(keys, values, positions, absent)
+            self._held.append(keys, values, positions)
             return
-        if absent:
-            real = (positions[0] >= 0).nonzero()[:, 0]
-            keys, values, positions = keys[:, :, real], values[:, :, real], positions[:, real]
         self._append(keys, values, positions[:, None].to(torch.int32).expand(-1, keys.shape[1], -1))
 
     def _append(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
-        """Append tokens at places [B,H,n] to the tails."""
+        """Append tokens at places [1,H,n] to the tails."""
         for column, x in zip(self._columns, (keys, values), strict=True):
             column.tail.append({"x": x})
         if self._evicted:
             self._places.append({"positions": places})
 
-    def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
+    def keep(self, mask: Tensor, spare: int, count: int | None = None) -> Tensor:
         self._evicted = True
-        return self._dense().keep(mask, spare, counts)
+        return self._dense().keep(mask, spare, count)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
         assert bias is None, "only exact stores hold a bias"
         self._dense().write(slots, keys, values)
 
-    def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
-        self._dense().release(slots, rows)
+    def release(self, slots: Tensor) -> None:
+        self._dense().release(slots)
 
     def _dense(self) -> SlotStore:
         assert isinstance(self._held, SlotStore), "tokens in quantised groups cannot be evicted or changed one by one"
@@ -155,7 +151,7 @@ class QuantisedLayerStore(CompressedStore):
         first = self.in_prompt
         if first:
             self._to_columns()
-        if isinstance(self._held, StoreList):
+        if isinstance(self._held, HeadList):
             self._held.settle()
             return
         self.flush(first)
@@ -163,9 +159,17 @@ class QuantisedLayerStore(CompressedStore):
             for queue in (*(column.tail for column in self._columns), self._places):
                 queue.compact()  # the tail was a view of the whole prompt
 
-    @abstractmethod
     def flush(self, prompt: bool) -> None:
-        """Quantise the tokens that are due; `prompt`: the first call, when the tails hold the whole prompt."""
+        """Code the tokens that are due; `prompt`: the first call, when the tails hold the whole prompt."""
+        for side, column in enumerate(self._columns):
+            self.encode(side, self.store.due(side, column.tail.count))
+
+    def encode(self, side: int, count: int, x: Tensor | None = None) -> None:
+        """Code the oldest `count` exact tokens of a side, or `x` [1,H,count,D] in their place."""
+        if count:
+            column, store = self._columns[side], self.store
+            x = column.tail.oldest("x", count) if x is None else x
+            column.encode(count, x, lambda x: store.codes(side, x), store.one_chunk)
 
     def _to_columns(self) -> None:
         """Move the dense tokens into the tails in order of position, or each head's into its own store."""
@@ -186,7 +190,7 @@ class QuantisedLayerStore(CompressedStore):
     def _of_head(self, contents: dict[str, Tensor], head: int, count: int) -> "QuantisedLayerStore":
         """A store of the first tokens of one KV head."""
         own = {name: x[:, head : head + 1, :count] for name, x in contents.items()}
-        found = self.store.empty(SlotStore.of(own, (), ascending=True, packed=True), own["values"])
+        found = self.store.layer(self.store, SlotStore.of(own, (), ascending=True, packed=True))
         found._evicted = self._evicted
         return found
 
@@ -227,15 +231,33 @@ class QuantisedLayerStore(CompressedStore):
         return None
 
     def attended(self, weights: Tensor, positions: Tensor) -> None:
-        """Observe the attention weights [B,H,r,C] of queries at positions [B,M]."""
+        """Observe the attention weights [1,H,r,C] of queries at positions [1,M]."""
 
 
 class ColumnStore(Store):
-    """A store with a dense prompt until it is complete and evicted, and then two columns."""
+    """A store with a dense prompt until it is complete and evicted, and then two columns.
+
+    After every step, the oldest exact tokens that are `due` are coded by `codes`. Sides: 0 for keys, 1 for values.
+    """
 
     reopens: ClassVar[bool] = False
+    layer: ClassVar[type[QuantisedLayerStore]] = QuantisedLayerStore
+    """What a layer is, if more than `due` and `codes` is special about it."""
     statistics: ClassVar[tuple[str, ...]] = ()
     """Statistics of the prompt's tokens that the store itself keeps."""
+
+    def due(self, side: int, tokens: int) -> int:
+        """How many of `tokens` exact tokens to code now, oldest first."""
+        raise NotImplementedError(f"{type(self).__name__} codes tokens in another way")
+
+    def codes(self, side: int, x: Tensor) -> Codes:
+        """An empty chunk of codes for tokens like x [1,H,n,D]."""
+        raise NotImplementedError(f"{type(self).__name__} codes tokens in another way")
+
+    @property
+    def one_chunk(self) -> bool:
+        """Whether all codes of a side are one growing chunk, instead of one for each time that tokens are due."""
+        return True
 
     @property
     def apart(self) -> str:
@@ -243,14 +265,7 @@ class ColumnStore(Store):
         return ""
 
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        names = (*statistics, *self.statistics)
-        pairs = zip(keys.split(1), values.split(1), strict=True)
-        rows = [self.empty(SlotStore(*pair, names, width), pair[1]) for pair in pairs]
-        return rows[0] if len(rows) == 1 else StoreList(rows)
-
-    @abstractmethod
-    def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
-        """An empty layer around the dense store of a prompt; values [B,H,*,D] give its shape."""
+        return self.layer(self, SlotStore(keys, values, (*statistics, *self.statistics), width))
 
     def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
         if evicts_in_decode:

@@ -7,7 +7,7 @@ and length of every segment.
 Shapes: B sequences, H KV heads, C slots of a segment, N slots of all segments, D head dim.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from kvbench.kernels.decode import decode_attention_flat
 from kvbench.kernels.prompt import one_for_all
-from kvbench.policies.constants import on_device
 from kvbench.policies.observation import AttentionParams, State
 from kvbench.policies.stores.slot_memory import SlotMemory
 from kvbench.policies.stores.slots import GROWTH, extremes, owned, slots_in_order, spread_index, take
@@ -25,21 +24,19 @@ class SlotStore(SlotMemory):
     """Slots that are appended to, evicted and overwritten in place."""
 
     # --- append ----------------------------------------------------------------------------------------------------
-    def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
-        if self.starts is not None and (keys.shape[2] > 1 or absent):
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        if self.starts is not None and keys.shape[2] > 1:
             self._even_out()
-        self._enter({"keys": keys, "values": values}, positions, absent)
+        self._enter({"keys": keys, "values": values}, positions)
 
-    def _enter(self, tokens: dict[str, Tensor], positions: Tensor, absent: bool) -> None:
+    def _enter(self, tokens: dict[str, Tensor], positions: Tensor) -> None:
         """Append tokens [B,H,T,...] by name at positions [B,T]."""
         new = positions.shape[1]
-        if absent:
-            self._store_positions()
         if "positions" in self.memory:
             heads = next(iter(tokens.values())).shape[1]
             spread = positions.to(torch.int32).unsqueeze(1).expand(-1, heads, -1)
             tokens = {**tokens, "positions": spread if new == 1 else spread.contiguous()}
-        if self.free is not None and new == 1 and not absent:
+        if self.free is not None and new == 1:
             self._put(self.free, tokens)
             self.free, self._packed, self._marked, self._ascending = None, True, True, False
         elif self.counts is not None:
@@ -47,11 +44,11 @@ class SlotStore(SlotMemory):
             self._put(self.counts[..., None], tokens)
             self.counts = self.counts + 1
             self.use(self.used + 1, self.room - 1)
-        elif self._packed and not absent:
+        elif self._packed:
             self._write_at_end(tokens, new)
         elif new == 1:
-            self._fill_hole(tokens, absent)
-        else:  # sequences differ in length: write all tokens at the end, then close the gaps
+            self._fill_hole(tokens)
+        else:  # heads differ in length: write all tokens at the end, then close the gaps
             self._write_at_end(tokens, new)
             self._compact(self.positions >= 0, 0, None)
 
@@ -106,17 +103,12 @@ class SlotStore(SlotMemory):
                 self._expected -= growth
             self._lengthen(growth, {})
 
-    def _fill_hole(self, tokens: dict[str, Tensor], absent: bool) -> None:
-        """Write one token per KV head into its first empty slot; some sequences may have no token or no such slot."""
+    def _fill_hole(self, tokens: dict[str, Tensor]) -> None:
+        """Write one token per KV head into its first empty slot; some heads may have no such slot."""
         if not bool((self.positions < 0).any(-1).all()):
             self.reserve()
             self.use(self.used + 1, self.room - 1)
         slots = (self.positions < 0).to(torch.uint8).argmax(-1, keepdim=True)
-        if absent:
-            entering = tokens["positions"] >= 0
-            for name, new in tokens.items():
-                held = take(self.memory[name], slots)
-                tokens[name] = torch.where(entering.reshape(slots.shape + (1,) * (held.dim() - 3)), new, held)
         self._put(slots, tokens)
         self.free, self._ascending = None, False
         self._packed = bool((self.positions >= 0).all())
@@ -136,30 +128,24 @@ class SlotStore(SlotMemory):
         new = {"keys": keys.to(self.memory["keys"].dtype), "values": values.to(self.memory["values"].dtype)}
         self._put(slots, new, all_names=False)
 
-    def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
+    def release(self, slots: Tensor) -> None:
         if self.starts is not None:
-            if rows is None:
-                self.memory["positions"][self.starts[..., None] + slots] = -1
-                self.free = slots
-                return
-            self._even_out()
-        if "positions" not in self.memory:
-            self._store_positions()
+            self.memory["positions"][self.starts[..., None] + slots] = -1
+            self.free = slots
+            return
+        self._store_positions()
         self.free = None
-        if rows is None and self._packed:
+        if self._packed:
             self.free, self._marked = slots, False
-        elif rows is None:
-            self.positions.scatter_(-1, slots, -1)
         else:
-            going = on_device(tuple(rows), slots.device)[:, None, None]
-            self.positions.scatter_(-1, slots, self.positions.gather(-1, slots).masked_fill(going, -1))
+            self.positions.scatter_(-1, slots, -1)
         self._packed = False
 
-    def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
+    def keep(self, mask: Tensor, spare: int, count: int | None = None) -> Tensor:
         self._even_out()
         self._store_positions()
         ragged = self._ragged and not mask.is_meta
-        slots = self._compact(mask, 0 if ragged else spare, counts)
+        slots = self._compact(mask, 0 if ragged else spare, count)
         self._whole = False
         if ragged:
             self._flatten(self.contents(), (self.positions >= 0).sum(-1), spare)
@@ -175,8 +161,8 @@ class SlotStore(SlotMemory):
         self._packed, self._ascending, self._whole = True, ascending, False
         self.free, self.lent = None, False
 
-    def _compact(self, mask: Tensor, spare: int, counts: Sequence[int] | None) -> Tensor:
-        most, least = extremes(mask, counts)
+    def _compact(self, mask: Tensor, spare: int, count: int | None) -> Tensor:
+        most, least = extremes(mask, count)
         slots = self._gather(mask, most, spare, even=most == least)
         self.use(most, spare)
         self._packed, self._ascending, self.free, self.lent = most == least, True, None, False

@@ -86,12 +86,12 @@ def flat_slots(starts: Tensor, counts: Tensor, used: int) -> tuple[Tensor, Tenso
     return (starts[..., None] + steps).masked_fill(~taken, 0), taken
 
 
-def extremes(mask: Tensor, counts: Sequence[int] | None) -> tuple[int, int]:
-    """The largest and the smallest number of slots of mask [B,H,C] per KV head; counts: the numbers, if known."""
-    if counts is not None and not mask.is_cpu:  # the host would wait for a GPU, for numbers that it has already
-        return max(counts), min(counts)
+def extremes(mask: Tensor, count: int | None) -> tuple[int, int]:
+    """The largest and the smallest number of slots of mask [B,H,C] per KV head; count: of every head, if known."""
+    if count is not None and not mask.is_cpu:  # the host would wait for a GPU, for a number that it has already
+        return count, count
     numbers = mask.sum(-1).flatten().tolist()
-    assert counts is None or (max(numbers), min(numbers)) == (max(counts), min(counts)), "counts differ from the mask"
+    assert count is None or set(numbers) == {count}, "the count differs from the mask"
     return max(numbers), min(numbers)
 
 

@@ -1,10 +1,10 @@
 """The interface of stores, which hold the tokens of a layer.
 
-Shapes: B batch, H KV heads, C slots in use, T new tokens, D head dim (keys and values may differ).
+Shapes: H KV heads, C slots in use, T new tokens, M queries, D head dim (keys and values may differ).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
@@ -22,23 +22,23 @@ class Sizes(NamedTuple):
 
 
 class LayerStore(ABC):
-    """The tokens of one layer. Slots are addressed per KV head; a slot at position -1 is empty."""
+    """The tokens of one layer of one sequence. Slots are addressed per KV head; a slot at position -1 is empty."""
 
     # --- contents --------------------------------------------------------------------------------------------------
     @property
     @abstractmethod
     def keys(self) -> Tensor:
-        """[B,H,C,D] keys as attention sees them."""
+        """[1,H,C,D] keys as attention sees them."""
 
     @property
     @abstractmethod
     def values(self) -> Tensor:
-        """[B,H,C,D] values as attention sees them."""
+        """[1,H,C,D] values as attention sees them."""
 
     @property
     @abstractmethod
     def positions(self) -> Tensor:
-        """[B,H,C] int32 original positions, -1 = empty slot."""
+        """[1,H,C] int32 original positions, -1 = empty slot."""
 
     @property
     @abstractmethod
@@ -48,7 +48,7 @@ class LayerStore(ABC):
     @property
     @abstractmethod
     def state(self) -> State:
-        """Running statistics [B,H,C,G'] by name; set it again after a change in place."""
+        """Running statistics [1,H,C,G'] by name; set it again after a change in place."""
 
     @state.setter
     @abstractmethod
@@ -70,30 +70,30 @@ class LayerStore(ABC):
 
     # --- a step ----------------------------------------------------------------------------------------------------
     @abstractmethod
-    def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
-        """Append T new tokens: keys, values [B,H,T,D], positions [B,T]; `absent`: some are -1 (padding).
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        """Append T new tokens: keys, values [1,H,T,D], positions [1,T].
 
         The tensors may be stored without a copy, but not changed: caches of several policies share those of a prompt.
         """
 
     @abstractmethod
-    def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
-        """Keep only the slots of mask [B,H,C], in order of position, and reserve `spare` slots after them.
+    def keep(self, mask: Tensor, spare: int, count: int | None = None) -> Tensor:
+        """Keep only the slots of mask [1,H,C], in order of position, and reserve `spare` slots after them.
 
-        counts: tokens kept per KV head, for each sequence, if known, so that the host does not wait for a GPU.
+        count: tokens kept in every KV head, if known, so that the host does not wait for a GPU.
 
-        Returns the old slots [B,H,n] that became slots 0..n-1 (empty ones, if heads keep fewer than n, at the end).
+        Returns the old slots [1,H,n] that became slots 0..n-1 (empty ones, if heads keep fewer than n, at the end).
         """
 
     @abstractmethod
-    def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
-        """Empty one slot per KV head, [B,H,1], which the next token overwrites; `rows`: only in these sequences."""
+    def release(self, slots: Tensor) -> None:
+        """Empty one slot per KV head, [1,H,1], which the next token overwrites."""
 
     @abstractmethod
     def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
-        """Replace keys and values [B,H,n,D] at slots [B,H,n] (merging); positions and statistics stay.
+        """Replace keys and values [1,H,n,D] at slots [1,H,n] (merging); positions and statistics stay.
 
-        bias [B,H,n]: the new bias of these slots, for `exact` stores only; other slots keep theirs, 0 at first.
+        bias [1,H,n]: the new bias of these slots, for `exact` stores only; other slots keep theirs, 0 at first.
         """
 
 
@@ -105,12 +105,12 @@ class CompressedStore(LayerStore):
         """Whether `observe` needs the step of the tokens that were just appended."""
         return False
 
-    def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
-        """See a step's attention before it evicts; prompts: the prompt length of each sequence in tokens, if known."""
+    def observe(self, observation: Observation, prompt: int) -> None:
+        """See a step's attention before it evicts; prompt: its length in tokens."""
 
     @abstractmethod
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
-        """Attention [B,H_q,M,D] of queries [B,H_q,M,D] at positions [B,M] (-1: padding), from the stored form.
+        """Attention [1,H_q,M,D] of queries [1,H_q,M,D] at positions [1,M] (-1: padding), from the stored form.
 
         None if attention should read the views `keys`, `values` and `positions` instead.
         """
@@ -140,7 +140,7 @@ class Store(ABC):
 
     @abstractmethod
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        """An empty layer for tensors like keys, values [B,H,*,D], with `width` numbers per slot for each statistic."""
+        """An empty layer for tensors like keys, values [1,H,*,D], with `width` numbers per slot for each statistic."""
 
     def for_layer(self, index: int) -> "Store":
         """The store of one layer, if layers differ."""

@@ -1,9 +1,9 @@
 """ThinK: the keys of a prompt without the channels that its newest queries weigh least.
 
-Shapes: B batch, H KV heads, G query heads per KV head, r query rows per KV head, N tokens, D head dim, D' held.
+Shapes: H KV heads, G query heads per KV head, r query rows per KV head, N tokens, D head dim, D' held.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,22 +20,20 @@ from kvbench.policies.stores.slot_store import SlotStore
 
 
 class PrunedKeys(Codes):
-    """Keys [B,H,N,D'] of the channels [B,H,D'] int16, rising; the others read 0. Filled once, at the prompt's end."""
+    """Keys [1,H,N,D'] of the channels [1,H,D'] int16, rising; the others read 0. Filled once, at the prompt's end."""
 
-    def __init__(self, dim: int) -> None:
-        super().__init__(growth=1)
-        self.dim = dim
-        self.channels: Tensor | None = None
+    def __init__(self, dim: int, channels: Tensor) -> None:
+        super().__init__()
+        self.dim, self.channels = dim, channels
 
-    def append(self, x: Tensor, dtype: torch.dtype) -> None:
-        self.queue.append({"x": x.gather(-1, self._index(x.shape[2]))})
+    def encode(self, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {"x": x.gather(-1, self._index(x.shape[2]))}
 
     def _index(self, rows: int) -> Tensor:
-        """The channels as an index into [B,H,rows,D]."""
-        assert self.channels is not None, "channels are chosen before keys are held"
+        """The channels as an index into [1,H,rows,D]."""
         return self.channels.long()[:, :, None].expand(-1, -1, rows, -1)
 
-    def block(self, some: slice) -> Tensor:
+    def decode(self, some: slice) -> Tensor:
         x = widen(self.queue.view("x")[:, :, some])
         return x.new_zeros(*x.shape[:3], self.dim).scatter_(-1, self._index(x.shape[2]), x)[:, :, None]
 
@@ -44,8 +42,7 @@ class PrunedKeys(Codes):
         return scores_by_block(own, self.tokens, lambda some: self.queue.view("x")[:, :, None, some])
 
     def sizes(self) -> dict[str, int]:
-        channels = 0 if self.channels is None else self.channels.nbytes
-        return {"pruned keys": self.queue.nbytes("x"), "channels": channels}
+        return {"pruned keys": self.queue.nbytes("x"), "channels": self.channels.nbytes}
 
 
 class ThinKLayerStore(QuantisedLayerStore):
@@ -53,8 +50,8 @@ class ThinKLayerStore(QuantisedLayerStore):
 
     store: "ThinK"
 
-    def __init__(self, store: "ThinK", dense: SlotStore, keys: Column, values: Column) -> None:
-        super().__init__(store, dense, keys, values)
+    def __init__(self, store: "ThinK", dense: SlotStore) -> None:
+        super().__init__(store, dense)
         self._squares: Tensor | None = None  # [1,H,D] of the window's queries, summed over them and the group
 
     def kinds(self) -> dict[str, int]:
@@ -65,14 +62,9 @@ class ThinKLayerStore(QuantisedLayerStore):
     def watching(self) -> bool:
         return self.in_prompt
 
-    def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
-        (end,) = prompts
-        if end is None:
-            raise ValueError(
-                "think reads the last queries of a prompt of known length: pass KVCache(..., prompt_length=)"
-            )
+    def observe(self, observation: Observation, prompt: int) -> None:
         places = observation.query_positions[0]
-        window = (places >= max(end - self.store.query_window, 0)) & (places < end)
+        window = (places >= max(prompt - self.store.query_window, 0)) & (places < prompt)
         squares = widen(observation.queries[:, :, window]).square().sum(2)
         squares = squares.unflatten(1, (-1, observation.group)).sum(2)
         self._squares = squares if self._squares is None else self._squares + squares
@@ -92,14 +84,12 @@ class ThinKLayerStore(QuantisedLayerStore):
         keys = self._columns[0]
         due = max(keys.tail.count - self.store.residual, 0)
         if prompt and due:
-            run = keys.chunks[0]
-            assert isinstance(run, PrunedKeys)
-            run.channels = self._chosen(keys)
-            keys.quantise(due)
+            channels = self._chosen(keys)
+            keys.encode(due, keys.tail.oldest("x", due), lambda x: PrunedKeys(x.shape[-1], channels))
         self._squares = None
 
     def _chosen(self, keys: Column) -> Tensor:
-        """The channels [B,H,D'] of the highest score, rising; equal scores: the lower channel stays."""
+        """The channels [1,H,D'] of the highest score, rising; equal scores: the lower channel stays."""
         x = widen(keys.tail.view("x"))
         squares = x.square().sum(2)
         scores = squares if self._squares is None else squares * self._squares
@@ -125,6 +115,7 @@ class ThinK(ColumnStore):
     """
 
     slug_letters: ClassVar[Mapping[str, str]] = {"r": "ratio", "w": "query_window"}
+    layer = ThinKLayerStore
 
     ratio: float = 0.4
     query_window: int = 32
@@ -134,6 +125,3 @@ class ThinK(ColumnStore):
         number("ratio", self.ratio, 0, below=1)
         whole_number("query_window", self.query_window, 1)
         whole_number("residual", self.residual, 0)
-
-    def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
-        return ThinKLayerStore(self, dense, Column(PrunedKeys(dense.keys.shape[-1])), Column())

@@ -30,7 +30,7 @@ class TokenCodeStore(Store):
 
     A prompt is exact until it is complete and evicted, a later token for the step that appends it. (vLLM writes tokens
     before it attends, so that even a prompt's own queries read codes.) Codes are dequantised before attention: no
-    kernel's 8-bit arithmetic is emulated. Positions are stored only after an eviction or for a padded batch.
+    kernel's 8-bit arithmetic is emulated. Positions are stored only after an eviction.
 
     Sides: 0 for keys, 1 for values.
     """
@@ -183,7 +183,7 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         if not self._fresh:
             return None
         keys, values, places = self._fresh
-        own = self.positions[:, :, None] == places.masked_fill(places < 0, -2)[:, None, :, None]  # [B,H,n,C]
+        own = self.positions[:, :, None] == places[:, None, :, None]  # [B,H,n,C]
         return Outliers(keys, values, own.to(torch.uint8).argmax(-1).masked_fill(~own.any(-1), -1))
 
     def _dequantised(self, side: int) -> Tensor:
@@ -220,12 +220,12 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         return Sizes(sizes, self._spare_nbytes())
 
     # --- a step ----------------------------------------------------------------------------------------------------
-    def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         if not self.coded:
-            super().append(keys, values, positions, absent)
+            super().append(keys, values, positions)
             return
         self._fresh = (keys, values, positions)
-        self._enter(encoded(self.store, keys, 0) | encoded(self.store, values, 1), positions, absent)
+        self._enter(encoded(self.store, keys, 0) | encoded(self.store, values, 1), positions)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
         assert bias is None, "only exact stores hold a bias"

@@ -4,7 +4,7 @@ Shapes: H KV heads, G query heads per KV head, N tokens, T prompt tokens, D head
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -15,7 +15,7 @@ from kvbench.errors import ConfigError
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Observation
-from kvbench.policies.stores.codes import ChannelCodes, Chunk, Column, TokenCodes
+from kvbench.policies.stores.codes import ChannelCodes, Chunk, TokenCodes
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
 from kvbench.policies.stores.quantiser import Quantiser, pack, unpack
 from kvbench.policies.stores.slot_store import SlotStore
@@ -86,7 +86,7 @@ class Mixed(Chunk):
         if self._scales is None:
             codes: ChannelCodes | TokenCodes = ChannelCodes(quantiser, x.shape[2])
         else:
-            codes = TokenCodes(quantiser, self._heads * self._dim, growth=1, heads=self._heads)
+            codes = TokenCodes(quantiser, self._heads * self._dim, heads=self._heads)
         if x.shape[2]:
             codes.append(x if self._scales is None else widen(x) / widen(self._scales), x.dtype)
         return codes
@@ -150,8 +150,8 @@ class ZipCacheLayerStore(QuantisedLayerStore):
 
     store: "ZipCache"
 
-    def __init__(self, store: "ZipCache", dense: SlotStore, keys: Column, values: Column) -> None:
-        super().__init__(store, dense, keys, values)
+    def __init__(self, store: "ZipCache", dense: SlotStore) -> None:
+        super().__init__(store, dense)
         self._probes: Tensor | None = None
         self._prompt = 0
         self._saliency: list[Tensor] = []  # [1,H,n] of the tokens to be quantised now, in blocks
@@ -164,12 +164,10 @@ class ZipCacheLayerStore(QuantisedLayerStore):
     def watching(self) -> bool:
         return self.in_prompt
 
-    def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
+    def observe(self, observation: Observation, prompt: int) -> None:
         dense = self._dense()
         if self._probes is None:
-            if prompts[0] is None:
-                raise ValueError("zipcache probes a prompt of known length: pass KVCache(..., prompt_length=...)")
-            self._prompt = prompts[0]
+            self._prompt = prompt
             self._probes = probes(self._prompt, self.store.seed)
         columns = probe_columns(observation.query_positions[0], self._probes)
         if len(columns):
@@ -251,6 +249,7 @@ class ZipCache(QuantisedStore):
     slug_letters: ClassVar[Mapping[str, str]] = {"k": "k", "v": "v", "int": "bits"}
     statistics: ClassVar[tuple[str, ...]] = (SALIENCY,)
     apart = "but zipcache's value scales span all KV heads"
+    layer = ZipCacheLayerStore
 
     k: float = 0.6
     v: float = 0.6
@@ -272,6 +271,3 @@ class ZipCache(QuantisedStore):
     def quantisers(self) -> tuple[Quantiser, Quantiser]:
         """Of the salient tokens and of the others."""
         return replace(self.quantiser, bits=2 * self.bits), self.quantiser
-
-    def empty(self, dense: SlotStore, values: Tensor) -> QuantisedLayerStore:
-        return ZipCacheLayerStore(self, dense, Column(), Column())

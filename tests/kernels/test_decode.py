@@ -71,7 +71,7 @@ def test_a_bias_multiplies_the_odds_of_its_slot() -> None:
     torch.testing.assert_close(got.weights, torch.tensor([[[[[4 / 6, 2 / 6, 0.0]]]]]))
 
 
-@pytest.mark.parametrize("programs", [3, 20])
+@pytest.mark.parametrize("programs", [1, 3, 20])
 def test_segments_of_any_lengths_are_joined_of_any_number_of_programs(programs: int, interpret: Interpreter) -> None:
     case = DecodeCase(
         flat=True, batch=2, heads=2, slots=40, dim=8, value_dim=8, weights=True, sums=1, sinks=True, programs=programs

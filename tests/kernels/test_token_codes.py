@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from kernel_interpreted import Interpreter, mostly_slow
 from torch import Tensor
 
+from kvbench.kernels import token_codes
 from kvbench.kernels.references import NewTokens
+from kvbench.kernels.tiles import programs_at_once
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.per_token import Fp8, Fp8PerTokenHead, Int4, Int8, Nvfp4
 from kvbench.policies.stores.token_codes import TokenCodeStore, encoded
@@ -32,7 +35,9 @@ STORES: dict[str, tuple[TokenCodeStore, int]] = {
 FAST = ("fp8", "int4", "nvfp4", "turboquant 3 bits odd head")
 
 
-def step(name: str, dtype: torch.dtype, device: str, reference: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+def step(
+    name: str, dtype: torch.dtype, device: str, reference: bool = False, programs: int | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The output of a decoding step over four segments, and the memory after it."""
     store, dim = STORES[name]
     torch.manual_seed(0)
@@ -46,15 +51,19 @@ def step(name: str, dtype: torch.dtype, device: str, reference: bool = False) ->
     places = torch.full((2, 1), 80), torch.randint(0, 90, (280,), dtype=torch.int32)  # some are later, so hidden
     places[1][(segments[0] + slots.cpu()).flatten()] = 80
     call: Any = (queries, new, memory, tuple(x.to(device) for x in places), tuple(x.to(device) for x in segments), 70)
-    how = AttentionParams(dim**-0.5, softcap=20.0, sliding_window=60)
-    run = store._decode_step_ref if reference else store.decode_step
-    return run(*call, how, True), memory
+    sinks = torch.randn(1, 6, device=device)
+    how = AttentionParams(dim**-0.5, softcap=20.0, sliding_window=60, sinks=sinks)
+    run: Any = store._decode_step_ref if reference else store.decode_step
+    with patch.object(token_codes, "programs_at_once", lambda x: programs or programs_at_once(x)):
+        return run(*call, how, True), memory
 
 
 @pytest.mark.parametrize("name", mostly_slow(STORES, FAST))
 def test_the_kernels_attend_to_codes_and_encode_as_the_store_does(name: str, interpret: Interpreter) -> None:
+    """In one part for each segment, or in two that are joined."""
     dtype = torch.float32 if "8" in name else torch.float16
-    out, memory = interpret(step, name=name, dtype=dtype, device="cpu")
+    programs = 1 if name in ("int4", "int8") else None
+    out, memory = interpret(step, name=name, dtype=dtype, device="cpu", programs=programs)
     expected, stored = step(name, dtype, "cpu", reference=True)
     torch.testing.assert_close(out, expected, rtol=4e-3, atol=4e-3)
     for part, x in stored.items():

@@ -93,6 +93,16 @@ def test_every_sequence_is_what_it_is_group_by_group(
     assert together == decoded(model, some)
 
 
+def test_a_float64_model_decodes_without_kernels(as_on_a_gpu: None) -> None:
+    model = tiny(dtype=torch.float64)
+    model.set_attn_implementation("kvbench")
+    flight = DecodeBatch(model)
+    (sequence,) = flight.admit(asked(90, 1, 4), [make_policy("h2o", 40)])
+    flight.step()
+    assert flight.device is None
+    assert sequence.error is None
+
+
 CODES = ("fp8", "fp8_per_token_head", "int8", "int4", "nvfp4", "turboquant", "snapkv_fp8")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +11,9 @@ import torch
 from kv_models import CodePoints, tiny
 from kv_models import prompt as words
 from kv_presets import kinds
+from op_tape import waits
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbench import KVCache, make_policy
 from kvbench.engine import batch as engine
@@ -47,6 +49,13 @@ def prompt(length: int, seed: int = 0) -> Tensor:
     return torch.tensor([words(length, seed)], device="cuda")
 
 
+def isolated(cache: KVCache) -> KVCache:
+    """The cache as the engine makes it; others read mask and positions once in every call, to check them."""
+    for sequence in cache.sequences:
+        sequence.isolated = True
+    return cache
+
+
 @contextmanager
 def refusing_to_wait() -> Iterator[None]:
     """An error where the host waits for the GPU."""
@@ -57,6 +66,34 @@ def refusing_to_wait() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+class NoWaits(TorchDispatchMode):
+    """An error at an operation for which the host of a GPU would wait."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not waits(func, args), f"the host waits in {func.name()}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("slug", dense_and_evicting())
+@torch.inference_mode()
+def test_no_called_step_at_the_budget_reads_a_number_from_the_device(
+    slug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operations of a step as a GPU would run it, counted on a CPU."""
+    monkeypatch.setattr("kvbench.cache.rows.READ_AT_ONCE", ())
+    monkeypatch.setattr("kvbench.policies.scorers.roco.on_host", lambda x: False)
+    model = tiny(dtype=torch.float32)
+    model.set_attn_implementation("kvbench")
+    cache = isolated(KVCache(model.config, policy_of(slug), prompt_length=LENGTH, question=LENGTH - 6))
+    logits, place = prefill(model, torch.tensor([words(LENGTH, 0)]), cache, CodePoints()), torch.full((1, 1), LENGTH)
+    for index in range(SETTLED + 2):
+        token = logits.argmax(-1, keepdim=True)
+        rate_next(cache, logits, token)
+        with NoWaits() if index >= SETTLED else nullcontext():
+            logits, place = next_logits(model, token, place, cache), place + 1
+    assert cache.kept_tokens().float().mean() < LENGTH, "it evicts"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("slug", dense_and_evicting())
@@ -65,7 +102,7 @@ def test_no_step_at_the_budget_waits_alone_or_in_a_batch(slug: str, monkeypatch:
     model = tiny(dtype=torch.float32).to("cuda")
     model.set_attn_implementation("kvbench")
     policy = policy_of(slug)
-    cache = KVCache(model.config, policy, prompt_length=LENGTH, question=LENGTH - 6)
+    cache = isolated(KVCache(model.config, policy, prompt_length=LENGTH, question=LENGTH - 6))
     logits, place = prefill(model, prompt(LENGTH), cache, CodePoints()), torch.full((1, 1), LENGTH, device="cuda")
     for index in range(SETTLED + 2):
         token = logits.argmax(-1, keepdim=True)

@@ -13,7 +13,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Phi3Config
 
 import kvbench
 from kvbench import KVCache, make_policy
-from kvbench.cache.layout import AGAIN, layout_of
+from kvbench.cache.families import AGAIN, layout_of
 from kvbench.engine.prefill import prefill
 from kvbench.engine.teacher_forcing import text_scores
 

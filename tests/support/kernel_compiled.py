@@ -152,6 +152,8 @@ def decode_cases(dtype: torch.dtype, dim: int, wide: bool) -> dict[str, dict[str
             },
             "window and sinks": {**dense, "sliding_window": 64, "sinks": torch.zeros(H_KV * G)},
             "flat": flat,
+            "one part, sinks": {**dense, "sinks": torch.zeros(H_KV * G), "programs": 1},
+            "flat, one part, new tokens": {**flat, "new_tokens": token, "programs": 1},
         }  # fmt: skip
     return cases
 

@@ -37,11 +37,11 @@ def feed(
     for size in splits or [keys.shape[2]]:
         here = slice(seen, seen + size)
         positions = torch.arange(seen, seen + size).expand(keys.shape[0], -1)
-        held.append(keys[:, :, here], values[:, :, here], positions, absent=False)
+        held.append(keys[:, :, here], values[:, :, here], positions)
         seen += size
         compressed = isinstance(held, CompressedStore)
         if compressed and held.watching and queries is not None:
-            held.observe(observation(held, queries[:, :, here], positions), [prompt or splits_first(splits, keys)])
+            held.observe(observation(held, queries[:, :, here], positions), prompt or splits_first(splits, keys))
         if compressed and queries is not None:
             held.attend(queries[:, :, here], positions, AttentionParams(keys.shape[-1] ** -0.5))
         if compressed and seen >= (prompt or 0):

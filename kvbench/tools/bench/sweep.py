@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,14 +78,15 @@ def rows(model: PreTrainedModel, settings: Settings) -> Iterator[list[dict[str, 
     """Two rows for each prompt length: single runs, and the shared batch.
 
     Half of the single runs of a round are before its batch and half after it, so that a drift of the machine's speed
-    affects both. ratio: time of the batch divided by that of the single runs of the same round. equal_answers: share of
+    affects both. Each round is printed to stderr.
+    ratio: time of the batch divided by that of the single runs of the same round. equal_answers: share of
     variants with equal tokens, the minimum over rounds.
     """
     policies = variants(settings)
     half = len(policies) // 2
     for length in sorted(settings.lengths):
         ids, rounds = random_prompt(model, 1, length), []
-        for _ in range(settings.rounds + 1):
+        for turn in range(settings.rounds + 1):
             reset_peak(model.device)
             first = one_by_one(model, ids, policies[:half], settings.new_tokens)
             shared = together(model, ids, policies, settings.new_tokens)
@@ -96,6 +98,10 @@ def rows(model: PreTrainedModel, settings: Settings) -> Iterator[list[dict[str, 
                 first.tokens + second.tokens,
             )
             rounds.append((single, shared))
+            name = f"round {turn} of {settings.rounds}" if turn else "warm-up"
+            costs = f"single runs {single.total:.1f} s, one batch {shared.total:.1f} s"
+            ratio = shared.total / single.total
+            sys.stderr.write(f"kvbench: {length} tokens, {name}: {costs}, ratio {ratio:.3f}\n")
         yield table(rounds[1:], length, len(policies), settings)
 
 

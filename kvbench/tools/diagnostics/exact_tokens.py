@@ -3,7 +3,6 @@
 Shapes: H_kv KV heads, G query heads per KV head, C tokens, D head dim; one sequence.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -39,7 +38,7 @@ class _RecordingStore(SlotStore, CompressedStore):
     def watching(self) -> bool:
         return True
 
-    def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
+    def observe(self, observation: Observation, prompt: int) -> None:
         self._seen.append(observation)
 
     def settle(self) -> None:
@@ -93,10 +92,10 @@ def record(probe: Probe) -> list[Observation]:
 def errors(layer: Observation, store: Store) -> dict[str, float]:
     """Relative L1 errors of the keys, values and attention of a layer that `store` holds."""
     held = store.for_layer(layer.layer).open(layer.keys, layer.values, (), 1)
-    held.append(layer.keys, layer.values, layer.query_positions, absent=False)
+    held.append(layer.keys, layer.values, layer.query_positions)
     if isinstance(held, CompressedStore):
         if held.watching:
-            held.observe(layer, [layer.keys.shape[2]])
+            held.observe(layer, layer.keys.shape[2])
         held.settle()
     pairs = {
         "keys": (held.keys, layer.keys),

@@ -104,7 +104,7 @@ def test_memory_that_is_too_small_is_a_row_and_larger_batches_are_not_tried(monk
 
 
 def test_a_shared_sweep_and_single_runs_give_the_same_answers_and_hold_the_same_bytes(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["lengths=128", "new_tokens=6", "rounds=1", "policies=snapkv,h2o,full", "budgets=64"]
     assert main(["sweep", f"model={folder}", f"out={tmp_path}", "device=cpu", *sizes]) == 0
@@ -112,6 +112,8 @@ def test_a_shared_sweep_and_single_runs_give_the_same_answers_and_hold_the_same_
     assert (single.runs, shared.runs, single.variants) == ("single", "shared", 3)
     assert single.equal_answers == shared.equal_answers == 1
     assert single.held_mib == shared.held_mib > 0
+    rounds = [line for line in capsys.readouterr().err.splitlines() if "128 tokens, " in line]
+    assert [line.split(", ")[1].split(":")[0] for line in rounds] == ["warm-up", "round 1 of 1"]
 
 
 @pytest.mark.parametrize(

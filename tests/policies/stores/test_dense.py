@@ -16,7 +16,7 @@ def test_what_is_kept_comes_first_and_room_behind_it_is_empty(
     monkeypatch.setattr(slots, "MANY", many)
     keys, values = torch.arange(1.0, 11.0).view(1, 2, 5, 1), torch.arange(11.0, 21.0).view(1, 2, 5, 1)
     held = SlotStore(keys, values, ("sums",), width=1)
-    held.append(keys, values, torch.arange(5)[None], absent=False)
+    held.append(keys, values, torch.arange(5)[None])
     held.state["sums"].copy_(-keys)
     mask = torch.zeros(1, 2, 5, dtype=torch.bool)
     mask[0, 0, 5 - counts[0] :], mask[0, 1, : counts[1]] = True, True
@@ -36,11 +36,11 @@ def test_what_is_kept_comes_first_and_room_behind_it_is_empty(
 def test_the_next_tokens_go_into_the_room_that_was_made() -> None:
     keys = torch.arange(1.0, 5.0).view(1, 1, 4, 1)
     held = SlotStore(keys, keys, (), width=1)
-    held.append(keys, keys, torch.arange(4)[None], absent=False)
+    held.append(keys, keys, torch.arange(4)[None])
     held.keep(torch.tensor([[[True, False, True, False]]]), spare=2)
     for token in (4, 5):
         new = torch.full((1, 1, 1, 1), token + 1.0)
-        held.append(new, new, torch.tensor([[token]]), absent=False)
+        held.append(new, new, torch.tensor([[token]]))
     assert held.used + held.room == 4
     assert held.positions.tolist() == [[[0, 2, 4, 5]]]
     assert held.keys.flatten().tolist() == held.values.flatten().tolist() == [1.0, 3.0, 5.0, 6.0]
@@ -51,6 +51,6 @@ def test_a_layer_without_tokens_keeps_none_and_makes_room() -> None:
     held = SlotStore(nothing, nothing, ("sums",), width=1)
     moved = held.keep(torch.zeros(2, 3, 0, dtype=torch.bool), spare=1)
     assert (moved.shape, held.used + held.room) == ((2, 3, 0), 1)
-    held.append(torch.ones(2, 3, 1, 4), torch.ones(2, 3, 1, 4), torch.zeros(2, 1), absent=False)
+    held.append(torch.ones(2, 3, 1, 4), torch.ones(2, 3, 1, 4), torch.zeros(2, 1))
     assert held.used + held.room == 1
     assert held.positions.tolist() == [[[0]] * 3] * 2

@@ -38,10 +38,10 @@ def test_one_query_over_segments_equals_masked_dense_attention(
     outputs = []
     for store in (Dense(), Ragged()):
         held = store.open(keys, values, (), 1)
-        held.append(keys, values, positions, absent=False)
+        held.append(keys, values, positions)
         held.keep(mask, spare=1)
         new = torch.ones(batch, heads, 1, dim), torch.ones(batch, heads, 1, dim + 2)
-        held.append(*new, at, absent=False)
+        held.append(*new, at)
         outputs.append(attend(Step(query, *new, at, span, how, held, policy=Policy()), Needs()))
         assert torch.equal((held.positions >= 0).sum(-1), mask.sum(-1) + 1)
     torch.testing.assert_close(outputs[0], outputs[1])
@@ -50,7 +50,7 @@ def test_one_query_over_segments_equals_masked_dense_attention(
 def test_heads_share_no_padding() -> None:
     keys = torch.randn(1, 3, 50, 4)
     held = Ragged().open(keys, keys, (), 1)
-    held.append(keys, keys, torch.arange(50)[None], absent=False)
+    held.append(keys, keys, torch.arange(50)[None])
     mask = torch.arange(50) < torch.tensor([1, 17, 50])[:, None]
     held.keep(mask[None], spare=0)
     per_slot = 2 * 4 * 4 + 4

@@ -99,7 +99,7 @@ def test_new_tokens_stay_exact_until_the_gap_is_full_and_then_everything_is_quan
     before = feed(store, keys, values, [100] + [1] * 9, queries=queries)
     assert torch.equal(before.keys[:, :, 100:], keys[:, :, 100:109])
     held = feed(store, keys, values, [100] + [1] * 9, queries=queries)
-    held.append(keys[:, :, 109:110], values[:, :, 109:110], torch.tensor([[109]]), absent=False)
+    held.append(keys[:, :, 109:110], values[:, :, 109:110], torch.tensor([[109]]))
     seen = held.keys
     attended(held, queries[:, :, 109:110], 109)
     held.settle()

@@ -1,4 +1,4 @@
-"""What each layer of a model stores, and up to which length its rotary embedding is uniform.
+"""Every rule about types of models: which are supported, what their layers store, their windows and rotations.
 
 A layer stores its own keys and values, a recurrent state, both, or nothing (layers that share those of another layer).
 Policies, budgets and statistics count only the attention layers, those with their own keys and values, from 0.
@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
+KINDS = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
+"""Supported types of layers with attention."""
 RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 """Types of layers with a recurrent or convolutional state. The hybrid types also store keys and values."""
 NOTHING = ("moe", "mlp")
@@ -25,6 +27,15 @@ AGAIN = ("phi3", "phimoe", "phi4_multimodal")
 far again as one prompt, with the factors of long texts. kvbench's loop does the same, under every policy."""
 RESTARTING = ("jamba", "zamba")
 """Models whose recurrent layers (Mamba 1) restart at every call of several tokens in transformers."""
+
+ELSEWHERE = ("minimax", "recurrent_gemma")
+"""Models that store the states of their recurrent layers outside transformers' cache."""
+INSTEAD = "use a model in which every layer stores keys and values, such as Llama, Mistral, Qwen3 or Gemma 3"
+NO_INTERFACE = "does not use transformers' attention interface, so kvbench cannot manage its cache"
+
+
+class InterfaceError(ValueError):
+    """A model uses its cache or its attention in a way that kvbench does not support."""
 
 
 @dataclass(frozen=True)
@@ -131,3 +142,56 @@ def _rope_parts(config: PreTrainedConfig) -> list[dict[str, Any]]:
     given: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     parts = [given] if "rope_type" in given else given.values()
     return [part for part in parts if isinstance(part, dict) and "rope_type" in part]
+
+
+# --- windows ---------------------------------------------------------------------------------------------------------
+def layer_slides(config: PreTrainedConfig, index: int | None) -> tuple[bool, bool]:
+    """Whether a layer has a sliding window, and whether the configuration names the types of layers.
+
+    index: of the layer in the model; None where several layers share their attention's weights.
+    """
+    kinds = getattr(config, "layer_types", None)
+    if not kinds or index is None:
+        window = getattr(config, "sliding_window", None)
+        return window is not None and getattr(config, "use_sliding_window", True), False
+    return kinds[index] in ("sliding_attention", "hybrid_sliding"), True
+
+
+# --- supported models ------------------------------------------------------------------------------------------------
+def model_class_of(config: PreTrainedConfig) -> Any:  # noqa: ANN401 - a class of transformers
+    """The causal language model class of a configuration; None if transformers has none (remote code)."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+
+def name_of(config: PreTrainedConfig) -> str:
+    """The name of a configuration's model, for messages."""
+    model_class = model_class_of(config)
+    return type(config).__name__.removesuffix("Config") if model_class is None else model_class.__name__
+
+
+def check_interface(config: PreTrainedConfig) -> None:
+    """Raise InterfaceError unless kvbench can manage the cache of the model of this text configuration."""
+    model_class, name = model_class_of(config), name_of(config)
+    if not hasattr(config, "num_hidden_layers"):
+        raise InterfaceError(f"{name} has several stacks of layers, but a KVCache supports one; {INSTEAD}")
+    kinds, supported = getattr(config, "layer_types", None) or (), dict.fromkeys((*KINDS, *RECURRENT, *NOTHING))
+    unknown = ", ".join(sorted({*kinds} - {*supported}))
+    if unknown:
+        raise InterfaceError(f"{name} has layers of type {unknown}; supported are {', '.join(supported)}; {INSTEAD}")
+    layout = layout_of(config)
+    crossing = getattr(config, "cross_attention_layers", None) or ()
+    stateful = model_class is not None and model_class._is_stateful and not layout.states and not kinds
+    refusals = {
+        f"layers {', '.join(map(str, crossing))} of {name} attend to another input than the text "
+        "(cross_attention_layers)": crossing,
+        f"{name} scales queries by their place in the batch (floor_scale)": getattr(config, "floor_scale", None),
+        f"no layer of {name} stores its own keys and values": not layout.attention,
+        f"{name} stores the states of its recurrent layers outside transformers' cache": (
+            config.model_type in ELSEWHERE or stateful
+        ),
+        # Not `_supports_attention_backend`: some models use the attention interface without that flag (StableLM).
+        f"{name} {NO_INTERFACE}": model_class is not None and not model_class._can_set_attn_implementation(),
+    }
+    for message, applies in refusals.items():
+        if applies:
+            raise InterfaceError(f"{message}; {INSTEAD}")
