@@ -95,8 +95,13 @@ def git_revision(folder: Path) -> str | None:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):  # git is not installed: the revision is unknown
         return None
     return done.stdout.strip() if done.returncode == 0 else None
