@@ -14,6 +14,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config.compose import CONF, load, names
 from kvbench.errors import ConfigError, UsageError, unknown
@@ -147,3 +148,6 @@ def short_errors() -> Iterator[None]:
         yield
     except UsageError as error:
         raise CompactHydraException(str(error)) from error
+    except OmegaConfBaseException as error:
+        message = f"{error.full_key}: {str(error).splitlines()[0]}"
+        raise CompactHydraException(message).with_traceback(error.__traceback__) from None  # Hydra adds a cause to it

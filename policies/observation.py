@@ -376,6 +376,13 @@ class Observation:
         """[B,H_kv,T] bool: the stored tokens among the first `count` positions (sinks)."""
         return self.positions < count if self.packed else self.occupied & (self.positions < count)
 
+    def within(self, spans: Sequence[tuple[int, int]]) -> Tensor:
+        """[B,H_kv,T] bool: the stored tokens at positions [first, end) of any span."""
+        found = torch.zeros_like(self.positions, dtype=torch.bool)
+        for first, end in spans:
+            found |= (self.positions >= first) & (self.positions < end)
+        return found
+
     def protected(self, first: Sequence[int], newest: Sequence[int]) -> Tensor:
         """[B,H_kv,T] bool: the stored tokens among the first and the newest positions, counts per sequence."""
         last = self.sequences.last

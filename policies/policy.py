@@ -24,6 +24,8 @@ from kvbench.policies.policy_checks import (
     check_question_fits,
     check_reader,
     check_schedule,
+    check_span,
+    check_spans_fit,
     check_statistics,
     check_value,
     least_budget,
@@ -93,6 +95,8 @@ class Policy:
         other = self.value or self.selection
         allocator = with_threshold(self.name, self.allocator, self.scorer, self.schedule, other)
         object.__setattr__(self, "allocator", allocator)
+        if self.schedule.protect == "span":
+            check_span(self.name, self.allocator, self.selection, self.scorer)
         self.allocator.check_policy(self.name, self.scorer.needs.window)
         self.store.check_policy(self.name, self.schedule.decode == "evict", self.allocator.per_head)
         check_schedule(self.name, self.schedule, self.scorer, self.allocator, self.pre_pass)
@@ -163,7 +167,10 @@ class Policy:
         if self.schedule.protect == "prompt":
             first = list(sequences.prompts)
         stays = observation.protected(first, newest)
+        named = observation.within(self.schedule.spans) if self.schedule.protect == "span" else None
+        stays = stays if named is None else stays | named
         spared = self.scorer.spares(observation, state, stays)
+        spared = named if spared is None else spared if named is None else spared | named
         stays = stays if spared is None else stays | spared
         if self.needs.evictable:
             observation.evictable = observation.occupied & ~stays
@@ -219,6 +226,8 @@ def layer_budgets(policy: Policy, layers: int, length: int | None, question: int
         check_protected(policy.name, scorer, allocator, budget)
     if policy.schedule.protect == "prompt" and length is not None:
         check_prompt_fits(policy.name, scorer, length, min(budgets))
+    if policy.schedule.protect == "span" and length is not None:
+        check_spans_fit(policy.name, scorer, policy.schedule.spans, length, min(budgets))
     if policy.needs.question:
         check_question_fits(policy.name, question, min(budgets))
     return budgets

@@ -1,5 +1,7 @@
 """Checks of a policy: compatibility of its parts and the smallest budget. They raise ValueError."""
 
+from collections.abc import Sequence
+
 from kvbench.errors import ConfigError
 from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
 from kvbench.policies.checks import LARGEST, whole_number
@@ -9,6 +11,8 @@ from kvbench.policies.pre_passes.pre_pass import BlockPasses, PrePass
 from kvbench.policies.readers.reader import Reader
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import AttentionScorer, Scorer
+from kvbench.policies.selections.pages import Pages
+from kvbench.policies.selections.selection import Selection
 from kvbench.policies.stores.dense import Dense
 from kvbench.policies.stores.store import Store
 from kvbench.policies.values.value import ValueAware
@@ -170,6 +174,31 @@ def check_prompt_fits(name: str, scorer: Scorer, prompt: int, budget: int) -> No
         raise ValueError(
             f"protect=prompt keeps all {prompt} tokens of the prompt{also}, but {name} has {budget} tokens per KV "
             "head: use a larger budget, shorter prompts or protect=none"
+        )
+
+
+def check_span(name: str, allocator: Allocator, selection: Selection | None, scorer: Scorer) -> None:
+    """Raise ValueError unless named parts of a prompt can always stay: whatever else is kept, one by one."""
+    if isinstance(allocator, StatisticAllocator) or isinstance(selection, Pages) or scorer.needs.question:
+        raise ValueError(
+            f"protect=span keeps single tokens in every layer, which {name} does not support: its layers share the "
+            "budget by a statistic, it keeps whole pages, or it keeps the question; use another policy, such as snapkv"
+        )
+
+
+def check_spans_fit(name: str, scorer: Scorer, spans: Sequence[tuple[int, int]], prompt: int, budget: int) -> None:
+    """Raise ValueError if the named parts of a prompt, with all tokens that are always kept, exceed the budget."""
+    if not spans:
+        raise ValueError(
+            "protect=span keeps the parts of a prompt that the task names, and this prompt has none: use "
+            "task=instructions or protect=none"
+        )
+    first, newest = scorer.protects(budget)
+    named = {*range(first), *(position for begin, end in spans for position in range(begin, min(end, prompt)))}
+    if min(len(named) + newest, prompt) > budget:
+        raise ValueError(
+            f"protect=span keeps {len(named)} tokens of the prompt, and {name} always keeps the newest {newest}, but "
+            f"it has {budget} tokens per KV head: use a larger budget or protect=none"
         )
 
 

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from kvbench.policies.checks import LARGEST, check_choices, whole_number
@@ -29,7 +29,9 @@ class Schedule(ABC):
     `threshold` evicts tokens below the threshold of the allocator `Threshold`.
 
     every: decoding evicts `every` tokens at once, as soon as the cache exceeds the budget by this number.
-    protect: `prompt` keeps all tokens of the prompt, inside the budget; a prompt that does not fit is refused.
+    protect: `prompt` keeps all tokens of the prompt, inside the budget; a prompt that does not fit is refused. `span`
+    keeps the parts of the prompt that the task names, such as instructions, in the same way. spans: their positions
+    [first, end), which the task gives for each example.
     order: `attend_then_evict` computes a step's attention before its eviction; `evict_then_attend` evicts first, and
     attention uses the kept tokens (CAOTE, eq. 5-7). late: the prompt is evicted after the first decoded token has
     attended to all of it.
@@ -42,13 +44,16 @@ class Schedule(ABC):
     late: bool = False
     rerotate: bool = False
     every: int = 1
-    protect: Literal["none", "prompt"] = "none"
+    protect: Literal["none", "prompt", "span"] = "none"
+    spans: tuple[tuple[int, int], ...] = field(default=(), kw_only=True, metadata={"decides": False})
 
     def __post_init__(self) -> None:
         check_choices(self)
         whole_number("every", self.every, 1)
-        if self.decode != "evict" and (self.every, self.protect) != (1, "none"):
-            raise ValueError(f"every= and protect= need decode=evict: they have no effect with decode={self.decode}")
+        if self.decode != "evict" and (self.every > 1 or self.protect == "prompt"):
+            raise ValueError(
+                f"every= and protect=prompt need decode=evict: they have no effect with decode={self.decode}"
+            )
         if self.rerotate and self.order == "evict_then_attend":
             raise ValueError("rerotate=true needs order=attend_then_evict")
         if self.late and (self.decode, self.order) != ("evict", "attend_then_evict"):

@@ -198,6 +198,9 @@ class Task(ABC):
     cuts_bos: ClassVar[bool] = False
     """Whether truncation=left cuts BOS and the opening of the chat template too, as lm-eval does."""
 
+    protects: ClassVar[tuple[str, ...]] = ()
+    """The parts of a prompt (`Example.spans`) that protect=span keeps."""
+
     decoding: ClassVar[str] = "greedy"
     """How answers are decoded, unless the run sets it."""
 

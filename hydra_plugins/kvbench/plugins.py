@@ -31,9 +31,10 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
 CONF = "pkg://kvbench.conf"
-GROUPS = ("model", "policy", "task", "wrapper")
+GROUPS = ("model", "policy", "task", "wrapper", "experiment")
 
 
 class KvbenchSearchPath(SearchPathPlugin):
@@ -46,7 +47,7 @@ class KvbenchSearchPath(SearchPathPlugin):
 
 
 class KvbenchSource(ConfigSource):
-    """The groups `model`, `policy`, `task` and `wrapper`."""
+    """The groups in `GROUPS`."""
 
     @staticmethod
     def scheme() -> str:
@@ -74,13 +75,15 @@ class KvbenchSource(ConfigSource):
         if group not in GROUPS:
             return False
         try:
-            return find(group, name, folders()) is not None or composed_config(group, name, folders()) is not None
+            if find(group, name, folders()) is not None:
+                return True
+            return group != "experiment" and composed_config(group, name, folders()) is not None
         except ValueError as error:
             raise ConfigCompositionException(str(error)) from error
 
     def load_config(self, config_path: str) -> ConfigResult:
         """The configuration of a name, open for fields that it leaves to the defaults of a class."""
-        from kvbench.config.compose import find
+        from kvbench.config.compose import check_file, find, in_one_line
         from kvbench.config.presets import composed_config
 
         group, _, name = config_path.removesuffix(".yaml").partition("/")
@@ -88,7 +91,11 @@ class KvbenchSource(ConfigSource):
         if file is None:
             config, header = OmegaConf.create(composed_config(group, name, folders())), {"package": None}
         else:
-            config, header = OmegaConf.load(file), self._get_header_dict(file.read_text(encoding="utf-8"))
+            try:
+                check_file(group, name, folders())
+                config, header = OmegaConf.load(file), self._get_header_dict(file.read_text(encoding="utf-8"))
+            except (YAMLError, ValueError) as error:
+                raise ConfigCompositionException(in_one_line(file, error)) from error
         OmegaConf.set_struct(config, False)
         return ConfigResult(config=config, path=f"kvbench://{config_path}", provider=self.provider, header=header)
 

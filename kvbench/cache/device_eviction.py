@@ -50,7 +50,7 @@ def kind_of(sequence: Sequence, slots: int) -> Kind:
     memory = tuple((name, x.shape) for name, x in sequence.layers[0].memory.items())
     reads_prompt = policy.schedule.protect == "prompt" or policy.pre_pass is not None
     return Kind(
-        rule=(sequence.rule, policy.schedule.protect, memory),
+        rule=(sequence.rule, memory),
         budgets=budgets,
         slots=slots if policy.allocator.per_head else min(slots, max(budgets) + 1),
         prompt=sequence.budgets.prompt if reads_prompt else -1,

@@ -76,7 +76,8 @@ class Sequence:
     def rule(self) -> object:
         """Grouping key: sequences with equal keys select the evicted token in one batch, at any budget."""
         policy = self.policy
-        parts = policy.scorer, policy.value, policy.selection, policy.merger, policy.granularity, policy.needs
+        stays = policy.schedule.protect, policy.schedule.spans
+        parts = policy.scorer, policy.value, policy.selection, policy.merger, policy.granularity, policy.needs, stays
         try:
             return _RULES.setdefault(parts, object())
         except TypeError:  # a part with an unhashable field

@@ -72,13 +72,8 @@ def _composed(group: str, name: str, folders: tuple[Path, ...], changes: object)
         if not isinstance(found, dict):
             raise UsageError(f"{find(group, name, folders)} cannot be read: it must hold fields, such as _target_")
         return found
-    except RecursionError:
-        why = "its defaults contain itself"
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
-        if isinstance(error, UsageError):
-            raise
-        why = " ".join(str(error).partition("\nConfig search path")[0].split())
-    raise UsageError(f"{find(group, name, folders)} cannot be read: {why}")
+    except (HydraException, OmegaConfBaseException, OSError) as error:
+        raise UsageError(in_one_line(find(group, name, folders), error)) from error
 
 
 @contextmanager
@@ -116,12 +111,39 @@ def resolved(config: Mapping[str, Any]) -> Config:
         raise UsageError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
 
 
+def check_file(group: str, name: str, folders: Sequence[Path] = (), above: tuple[Path, ...] = ()) -> None:
+    """Raise UsageError for a file of the user that is not YAML or is in its own defaults. above: those around it."""
+    file = find(group, name, folders)
+    if file is None or file.is_relative_to(CONF):
+        return
+    if file in above:
+        raise UsageError(f"{file} cannot be read: its defaults contain itself")
+    for entry in load(file).get("defaults", ()):
+        for key, values in entry.items() if isinstance(entry, dict) else [("", entry)]:
+            place = str(key).rpartition(" ")[2].partition("@")[0]  # without override, optional and the package
+            for value in values if isinstance(values, list) else [values]:
+                path = f"{place}/{value}" if place else str(value)  # absolute, or beside this file
+                path = path if path.startswith("/") else f"{f'{group}/{name}'.rpartition('/')[0]}/{path}"
+                inner, _, other = path.removeprefix("/").rpartition("/")
+                check_file(inner, other, folders, (*above, file))
+
+
+def in_one_line(file: Path | None, error: Exception) -> str:
+    """What is wrong with a file, without the lines that Hydra and YAML add."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        line, column = error.problem_mark.line + 1, error.problem_mark.column + 1
+        hint = " (a tab?)" if "cannot start any token" in str(error.problem) else ""
+        return f"{file} cannot be read: line {line}, column {column}: {error.problem}{hint}"
+    text = " ".join(str(error).partition("\nConfig search path")[0].split())
+    return text if "cannot be read" in text else f"{file} cannot be read: {text}"
+
+
 def load(file: Path) -> Config:
     """The contents of one file. Raises UsageError if it is not a mapping in YAML."""
     try:
         own = yaml.load(file.read_text(encoding="utf-8-sig"), _LOADER)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+        raise UsageError(in_one_line(file, error)) from error
     own = {} if own is None else own
     if not isinstance(own, dict) or not isinstance(own.get("defaults", []), list):
         raise UsageError(f"{file} cannot be read: it must hold fields, such as _target_, or a list of defaults")

@@ -70,6 +70,7 @@ def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
         dictated=prompt.dictated,
         example=(run.seed, prompt.draw),
         parts=tuple(sorted(first for parts in prompt.spans.values() for first, _ in parts)),
+        protected=tuple(sorted(part for name in task.protects for part in prompt.spans.get(name, ()))),
         next_turn="own" if prompt.own else None,
     )
 

@@ -212,6 +212,8 @@ def _new_sequence(request: Request, policy: Policy) -> LiveSequence:
     policy = policy if request.example is None else policy.for_example(*request.example)
     if isinstance(policy.selection, Fair):
         policy = replace(policy, selection=replace(policy.selection, starts=request.parts))
+    if policy.schedule.protect == "span":
+        policy = replace(policy, schedule=replace(policy.schedule, spans=request.protected))
     return LiveSequence(request, policy)
 
 

@@ -46,7 +46,8 @@ class Request:
     prompt tokens of each turn of a conversation, of which the last turn is answered. dictated: tokens with which the
     answer begins; they count towards max_new_tokens and min_new_tokens. example: seed of the run and index of the
     example, for policies that use random numbers; None: their own seed. parts: positions of
-    the first tokens of the parts of the prompt that the task names. next_turn: what the next turn of a conversation
+    the first tokens of the parts of the prompt that the task names. protected: positions [first, end) of the parts that
+    protect=span keeps. next_turn: what the next turn of a conversation
     continues from: "golden": a copy of the cache before the answer; "own": the cache after the answer; None: no turn
     follows. Raises ValueError for an empty prompt.
     """
@@ -64,6 +65,7 @@ class Request:
     dictated: tuple[int, ...] = ()
     example: tuple[int, int] | None = None
     parts: tuple[int, ...] = ()
+    protected: tuple[tuple[int, int], ...] = ()
     next_turn: Literal["golden", "own"] | None = None
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.cache.hook import prepare
-from kvbench.errors import refusing
+from kvbench.errors import UsageError, refusing
 from kvbench.models.answers import unused_fields
 from kvbench.models.files import ModelSpec
 from kvbench.models.loading import Checkpoint, GivenModel
@@ -29,6 +30,7 @@ _ELSEWHERE = ("_name_or_path", "transformers_version")
 def given_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GivenModel:
     """A model object with its tokenizer and the digest of both. Raises ValueError for an unsupported model."""
     name = given_name(model)
+    _check_data(model)
     with refusing(f"model={name}: "):
         try_out(model.config)
     record = {
@@ -57,8 +59,9 @@ def checkpoint_of(given: GivenModel, spec: ModelSpec) -> Checkpoint:
 def borrowed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """The model with kvbench's attention in evaluation mode. Both settings are restored afterwards.
 
-    Raises ValueError if the model does not use transformers' attention interface.
+    Raises ValueError if the model has no weights or does not use transformers' attention interface.
     """
+    _check_data(model)
     attention, training = model.config._attn_implementation, model.training
     try:
         yield prepare(model).eval()
@@ -73,11 +76,32 @@ def _digest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
     for part in (_settings(model), _tokenizer(tokenizer)):
         digest.update(json.dumps(part, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
-        content = checksum(tensor) if isinstance(tensor, Tensor) else tensor  # quantized models also have settings
+        content = (
+            _checksum(model, name, tensor) if isinstance(tensor, Tensor) else tensor
+        )  # or settings of quantization
         digest.update(
             f"{name} {tuple(getattr(tensor, 'shape', ()))} {getattr(tensor, 'dtype', '')} {content}\0".encode()
         )
     return digest.hexdigest()
+
+
+def _checksum(model: PreTrainedModel, name: str, tensor: Tensor) -> int:
+    """The checksum of a tensor; one that accelerate has offloaded is loaded for it."""
+    if not tensor.is_meta:
+        return checksum(tensor)
+    from accelerate.utils import align_module_device
+
+    place, _, own = name.rpartition(".")
+    module = model.get_submodule(place)
+    with align_module_device(module, torch.device("cpu")):
+        return checksum(getattr(module, own))
+
+
+def _check_data(model: PreTrainedModel) -> None:
+    """Raise UsageError for a tensor without data, which accelerate has not offloaded."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta and not hasattr(model.get_submodule(name.rpartition(".")[0]), "_hf_hook"):
+            raise UsageError(f"the model has no weights: {name} is on the device meta")
 
 
 def _settings(model: PreTrainedModel) -> list[Any]:

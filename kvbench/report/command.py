@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import click
 
 from kvbench.errors import UsageError
 from kvbench.report.changes import changes_table
+from kvbench.report.curves import at_size_table, smallest_table
 from kvbench.report.formats import FORMATS, renamed, write
 from kvbench.report.price import price_table
 from kvbench.report.table import Table, chosen, results_table, text
@@ -44,6 +45,8 @@ _COLUMNS = "\n".join(f"  {column.name:20}  {column.meaning}" for column in COLUM
 @click.option("--precision", type=click.IntRange(0), metavar="DIGITS", help="Digits behind the point, at most.")
 @click.option("--changes", is_flag=True, help="What each policy changes against full: answers, length, KV footprint.")
 @click.option("--price", is_flag=True, help="Price of an engine's constraint: whole pages and shared token sets.")
+@click.option("--at-size", is_flag=True, help="Policies without a budget against budgets, at the same mean size.")
+@click.option("--smallest", is_flag=True, help="Smallest KV footprint with 90% of full's score, between budgets.")
 @click.option(
     "--pivot",
     type=click.Choice(["budget", "task"]),
@@ -62,7 +65,9 @@ def collect(
     """Write or print the table. Raises UsageError."""
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
     found = {"columns": columns is not None, **kinds}
-    given = [f"--{name}" + f" {value}" * isinstance(value, str) for name, value in found.items() if value]
+    given = [
+        f"--{name.replace('_', '-')}" + f" {value}" * isinstance(value, str) for name, value in found.items() if value
+    ]
     if len(given) > 1:
         raise click.UsageError(f"{given[1]} is not allowed with {given[0]}")
     names = [name.strip() for name in (columns or "").split(",") if name.strip()]
@@ -92,6 +97,14 @@ def collect(
     sys.stdout.write(f"{len(rows)} rows -> {output}\n")
 
 
+_KINDS: dict[str, Callable[[Sequence[Result]], Table]] = {
+    "price": price_table,
+    "changes": changes_table,
+    "at_size": at_size_table,
+    "smallest": smallest_table,
+}
+
+
 def _write_tidy(rows: Sequence[Result], names: Sequence[str], output: Path) -> None:
     table = frame(rows, names)
     if output.suffix == ".csv":
@@ -108,12 +121,11 @@ def _inert(cell: Any) -> Any:  # noqa: ANN401 - of a table
     return f"'{cell}" if isinstance(cell, str) and re.match(r"[=@\t\r]|[+-]\s*[^\s\d.]", cell) else cell
 
 
-def _table(rows: Sequence[Result], names: Sequence[str], changes: bool, price: bool, pivot: str | None) -> Table:
+def _table(rows: Sequence[Result], names: Sequence[str], pivot: str | None, **kinds: bool) -> Table:
     """The table for people that the options select."""
     if pivot:
         return pivoted(rows, pivot)
-    if price:
-        return price_table(rows)
-    if changes:
-        return changes_table(rows)
+    for kind, make in _KINDS.items():
+        if kinds[kind]:
+            return make(rows)
     return chosen(rows, names) if names else results_table(rows)

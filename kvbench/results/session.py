@@ -96,7 +96,11 @@ def git_revision(folder: Path) -> str | None:
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
+            ["git", "--no-optional-locks", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):  # git is not installed: the revision is unknown
         return None

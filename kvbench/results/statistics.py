@@ -65,7 +65,7 @@ def mean_interval(scores: Sequence[float], seed: int = 0) -> Interval:
     constant_share = bool((values == values[0]).all()) and 0.0 <= values[0] <= 1.0
     if binary or constant_share:
         return _wilson(float(values.mean()), len(values))
-    low, high = np.quantile(_resampled_means(values, seed), _tails(len(values)))
+    low, high = np.quantile(_resampled_means(values, seed), tails(len(values)))
     return Interval(float(low), float(high), "bootstrap")
 
 
@@ -77,7 +77,7 @@ def weighted_interval(values: Sequence[float], weights: Sequence[float], seed: i
     if len(values) < 2 or len(values) != len(weights):
         raise ValueError(f"an interval needs two values or more, each with a weight, got {len(values)}, {len(weights)}")
     means = _resampled_means(np.asarray(values, dtype=np.float64), seed, np.asarray(weights, dtype=np.float64))
-    low, high = np.quantile(means, _tails(len(values)))
+    low, high = np.quantile(means, tails(len(values)))
     return Interval(float(low), float(high), "bootstrap")
 
 
@@ -133,7 +133,7 @@ def paired_difference(
     weighing = None if weights is None else np.asarray(weights, dtype=np.float64)
     observed = float(np.average(differences, weights=weighing))
     means = _resampled_means(differences, seed, weighing)
-    low, high = np.quantile(means, _tails(len(differences)))
+    low, high = np.quantile(means, tails(len(differences)))
     # Equal up to rounding counts as "at least as large"; otherwise p depends on the order of summation.
     extreme = int((np.abs(means - observed) >= abs(observed) - 1e-12).sum())
     p = (extreme + 1) / (RESAMPLES + 1)
@@ -190,7 +190,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def _tails(n: int) -> tuple[float, float]:
+def tails(n: int) -> tuple[float, float]:
     """The two percentiles of a bootstrap interval for n values, widened for small n as in Student's t."""
     if n < 2:
         return (1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2
@@ -203,6 +203,11 @@ def _wilson(mean: float, n: int) -> Interval:
     centre = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * (mean * (1 - mean) / n + _Z**2 / (4 * n**2)) ** 0.5
     return Interval(max(0.0, centre - half), min(1.0, centre + half), "wilson")
+
+
+def resampled_means(rows: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Means of rows of numbers [k,n] over RESAMPLES draws of their n examples, the same for all rows: [RESAMPLES,k]."""
+    return np.stack([_resampled_means(row, seed) for row in rows], axis=1)
 
 
 def _resampled_means(values: np.ndarray, seed: int, weights: np.ndarray | None = None) -> np.ndarray:

@@ -147,6 +147,7 @@ def build_run(config: RunConfig) -> Run:
     device = pick_device(config.device)
     policy, task = _policy(config), _task(config)
     compress = _compress(config, policy, task)
+    _check_spans(policy, task)
     cuda_graph = _cuda_graph(config.engine.cuda_graph, policy, device)
     out = out_folder(config.out)
     trust(_modules([describe(policy), describe(task)]))  # the user named these classes
@@ -215,6 +216,13 @@ def check_context(policy: Policy) -> None:
             f"{policy.name} compresses a context by its question, which is not known with compress=context: use "
             "compress=prompt"
         )
+
+
+def _check_spans(policy: Policy, task: Task) -> None:
+    """Raise ConfigError if a policy keeps parts of prompts and the task names none."""
+    if policy.schedule.protect == "span" and not task.protects:
+        why = f"keeps parts of a prompt, and task {task.name} names none: use task=instructions or protect=none"
+        raise ConfigError("protect", "span", why=why)
 
 
 def _compress(config: RunConfig, policy: Policy, task: Task) -> str:

@@ -67,6 +67,8 @@ class SystemInstructions(Task):
     data_dir: the file sys_ifeval.jsonl or its folder, with the fields messages, instruction_id_list and kwargs.
     """
 
+    protects = ("instructions",)
+
     name: str = "instructions"
     chat: bool = True
     think_end: str | None = "</think>"

@@ -104,3 +104,13 @@ def test_every_number_of_a_page_is_in_its_csv_files(page: Path) -> None:
     assert wrong == []
     for policy in ("snapkv", "SnapKV"):  # and a wrong one is found
         assert unknown(f"| {policy} | 0.123 (0.111-0.456) |", known) == ["0.123 (0.111-0.456"]
+
+
+def test_every_measured_number_of_the_speed_page_is_in_the_file_that_its_section_names() -> None:
+    for section in (ROOT / "docs" / "speed.md").read_text(encoding="utf-8").split("\n## ")[1:]:
+        files = [ROOT / name for name in re.findall(r"`(results/[\w./-]+\.(?:csv|json|log))`", section)]
+        texts = [path.read_text(encoding="utf-8") for file in files for path in sorted(file.parent.glob("*.*"))]
+        known = [Row("", frozenset(), "", tuple(float(n) for n in re.findall(r"\b\d+\.\d+\b", "".join(texts))))]
+        section = re.sub(r"(torch|Triton|transformers|Llama-) ?[\d.]+", "", section)
+        measured = re.findall(r"(?<![\w.-])(\d+\.\d+|\d+(?= ?m?s\b))(?!\d|\.\d)", section)
+        assert [number for number in measured if not known[0].shows([number])] == [], section[:30]

@@ -158,5 +158,5 @@ def test_wrong_schedules_are_refused_in_a_sentence() -> None:
         make_policy("snapkv", 64, protect="prompt")  # whose own rule is to grow
     with pytest.raises(ValueError, match="every must be a whole number of at least 1, got 0"):
         Prompt(every=0)
-    with pytest.raises(ValueError, match="protect must be none or prompt, got 'all'"):
+    with pytest.raises(ValueError, match="protect must be none, prompt or span, got 'all'"):
         Prompt(protect="all")  # type: ignore[arg-type]

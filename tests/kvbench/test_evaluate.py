@@ -96,6 +96,28 @@ def test_a_model_object_answers_as_its_folder_does_and_is_left_as_it_was(objects
     assert "the model was an object in Python" in prompts_of(called[0], 1).reason
 
 
+def test_a_model_on_disk_is_the_model_in_memory(objects: Objects, tiny_model: Path, tmp_path: Path) -> None:
+    model, tokenizer = objects
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    offloaded = AutoModelForCausalLM.from_pretrained(tiny_model, device_map=places, offload_folder=tmp_path)
+    assert any(one.is_meta for one in offloaded.parameters())
+    chosen: dict[str, Any] = {"policies": ["full", "knorm"], "budgets": 40, **SMALL}
+    called = kvbench.evaluate(offloaded, tokenizer, **chosen)
+    expected = kvbench.evaluate(model, tokenizer, **chosen)
+    assert outputs(called) == outputs(expected)
+    assert [row.run_id for row in called] == [row.run_id for row in expected]
+    empty = AutoModelForCausalLM.from_config(model.config).to("meta")
+    for call in (
+        lambda: kvbench.evaluate(empty, tokenizer, **chosen),
+        lambda: kvbench.generate(empty, torch.tensor([[3]]), kvbench.make_policy("full")),
+    ):
+        with pytest.raises(
+            ValueError, match=r"^the model has no weights: model\.embed_tokens\.weight is on the device"
+        ):
+            call()
+
+
 def test_a_checksum_counts_every_word_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = torch.tensor([[7, -2], [3, 11]])
     assert given.checksum(numbers) == 7 * 1 - 2 * 3 + 3 * 5 + 11 * 7

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import shlex
 from pathlib import Path
 
@@ -14,12 +13,13 @@ from hydra.version import base_at_least
 
 import kvbench
 from hydra_plugins.kvbench.plugins import narrowed
-from kvbench.cli import main
+from kvbench.cli import COMMANDS, main
 from kvbench.config.compose import CONF
 from kvbench.config.parts import build
 from kvbench.config.presets import make_policy
 from kvbench.policies.scorers.snapkv import SnapKV
 from kvbench.run.run_config import run_config
+from kvbench.terminal.command import program
 
 FORMS = {  # of each the beginning of a line that it prints
     "--cfg job": "budget: 128",
@@ -117,6 +117,50 @@ def test_full_errors_are_the_message_and_more(
     wanted = "+nothing=1" if word == "nothing=1" else word.split("=")[0]
     assert wanted in short
     assert wanted in full
+
+
+WRONG = {
+    "policy/own": ("defaults: [own, _self_]", "policy/own.yaml cannot be read: its defaults contain itself"),
+    "policy/one": ("defaults: [two, _self_]", "policy/one.yaml cannot be read: its defaults contain itself"),
+    "policy/two": ("defaults: [/policy/one, _self_]", "policy/two.yaml cannot be read: its defaults contain itself"),
+    "task/own": ("defaults: [{/task@: own}, _self_]", "task/own.yaml cannot be read: its defaults contain itself"),
+    "policy/tab": (
+        "scorer:\n\twindow: 8",
+        "policy/tab.yaml cannot be read: line 2, column 1: found character that cannot start any token (a",
+    ),
+    "policy/twice": ("a: 1\na: 2", "policy/twice.yaml cannot be read: line 2, column 1: found duplicate key a"),
+    "policy/list": ("[snapkv]", "policy/list.yaml cannot be read: it must hold fields"),
+    "policy/bytes": ("\udcff", "policy/bytes.yaml cannot be read: 'utf-8' codec"),
+    "policy/hole": ("defaults: [snapkv]\nscorer: {window: '${a}'}", "policy.scorer.window: Interpolation key 'a' not"),
+    "experiment/all": (
+        "# @package _global_\ndefaults: [{override /policy: one}]",
+        "policy/one.yaml cannot be read: its",
+    ),
+}
+
+
+def test_a_wrong_file_is_one_message_everywhere(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, (text, _) in WRONG.items():
+        file = folder / f"{name}.yaml"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    for name, (_, message) in WRONG.items():
+        word = f"+{name.replace('/', '=')}".replace("+policy", "policy").replace("+task", "task")
+        said = []
+        for how in ([], ["-m"]):
+            assert main([*how, f"--config-dir={folder}", word, "limit=1", "dry_run=true"]) == 1
+            said.append(capfd.readouterr().err)
+        if name.startswith("policy"):
+            fields = f"model=pocket policy={name.partition('/')[2]} length=64"
+            assert program(COMMANDS)(["memory", *fields.split(), f"--config-dir={folder}"]) == 2
+            said.append(capfd.readouterr().err)
+            with pytest.raises(ValueError, match=r"^[^\n]*$") as error:
+                kvbench.evaluate("pocket", policies=name.partition("/")[2], config_dir=folder)
+            said.append(str(error.value))
+        for err in said:
+            lines = [line for line in err.splitlines() if line and not line.startswith(("Error executing", "Set the"))]
+            assert len(lines) == 1, err
+            assert message in lines[0]
 
 
 def order(line: str, model: Path) -> list[str]:
@@ -261,20 +305,3 @@ def test_a_yaml_with_defaults_and_interpolations_means_the_same_in_python(
     assert build({**shown, "kernel": 5}) == scorer  # --cfg prints the interpolation
     (tmp_path / "policy" / "snapkv.yaml").write_text("defaults: [h2o]")  # your file comes before ours
     assert make_policy("snapkv", 64, config_dir=tmp_path).scorer == make_policy("h2o", 64).scorer
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("defaults: [mine]", "its defaults contain itself"),
-        ("defaults: [snapk]", "Could not load 'policy/snapk'"),
-        ("a:\n\tb: 1", "character '\\t' that cannot start any token"),
-        ("- a list", "it must hold fields"),
-    ],
-)
-def test_a_file_that_cannot_be_composed_is_one_message_in_python(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "policy").mkdir()
-    (tmp_path / "policy" / "mine.yaml").write_text(text)
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        make_policy("mine", 64, config_dir=tmp_path)
-    assert "\n" not in str(error.value)

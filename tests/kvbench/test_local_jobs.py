@@ -94,8 +94,9 @@ def test_workers_end_with_their_client(number: int, tmp_path: Path, tiny_model: 
 
 
 @pytest.mark.slow("starts processes")
-def test_two_resumes_at_once_submit_a_run_once(tmp_path: Path, tiny_model: Path) -> None:
-    assert start(tmp_path, tiny_model, *LOCAL, MANY, "out=out").wait() == 0
+def test_two_resumes_at_once_submit_a_run_once_and_setup_commands_are_private(tmp_path: Path, tiny_model: Path) -> None:
+    setup = "hydra.launcher.setup=['export TOKEN=secret-of-mine']"
+    assert start(tmp_path, tiny_model, *LOCAL, MANY, "out=out", setup).wait() == 0
     out = tmp_path / "out"
     assert sweep(["cancel", str(out)]) == 0
     before = len([*jobs_folder(out).glob("*.json")])
@@ -104,6 +105,11 @@ def test_two_resumes_at_once_submit_a_run_once(tmp_path: Path, tiny_model: Path)
     assert [process.wait() for process in both] == [0, 0]
     assert len([*jobs_folder(out).glob("*.json")]) == before + 1
     assert sweep(["cancel", str(out)]) == 0
+    holding = [path for path in tmp_path.rglob("*") if path.is_file() and b"secret-of-mine" in path.read_bytes()]
+    assert {path.name for path in holding} >= {"sweep.yaml", "multirun.yaml"}
+    for path in holding:  # in a file or a folder that others cannot read
+        folders = [one for one in (path, *path.parents) if one.is_relative_to(out)]
+        assert any(not one.stat().st_mode & 0o077 for one in folders), path
 
 
 @pytest.mark.slow("meets a time limit of a minute")

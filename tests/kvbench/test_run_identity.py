@@ -210,3 +210,10 @@ def test_paths_in_messages_are_shown_as_they_were_given() -> None:
     assert str(ConfigError("out", Path("/nope"), why="is not a folder")) == "out=/nope is not a folder"
     with pytest.raises(ConfigError, match=r"^data_dir=\S*absent\.jsonl does not exist$"):
         data_file("absent.jsonl", ("", "absent.jsonl"), None, "https://example.org")
+
+
+def test_a_run_of_a_hidden_model_folder_is_not_hidden(own: Path, tiny_model: Path) -> None:
+    shutil.copytree(tiny_model, own / ".model")
+    assert run(own, own / ".model", "policy=knorm") == 0
+    (folder,) = (path.parent for path in own.glob("runs/*/samples.jsonl"))
+    assert folder.name.startswith("_model-knorm-40-")

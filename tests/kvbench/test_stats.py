@@ -34,7 +34,7 @@ def test_intervals_are_those_of_scipy() -> None:
     assert (right.low, right.high) == pytest.approx(tuple(binomtest(3, 20).proportion_ci(method="wilson")))
     values = np.random.default_rng(1).random(100)
     fields = {"n_resamples": stats.RESAMPLES, "method": "percentile", "rng": np.random.default_rng(0)}
-    level = 1 - 2 * stats._tails(len(values))[0]
+    level = 1 - 2 * stats.tails(len(values))[0]
     expected = bootstrap((values,), np.mean, confidence_level=level, **fields).confidence_interval
     found = mean_interval(values.tolist())
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12)

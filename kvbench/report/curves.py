@@ -1,0 +1,101 @@
+"""Tables of curves of score over size: `kvbench results collect --at-size` and `--smallest`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kvbench.errors import UsageError
+from kvbench.report.table import NONE, Table, table_of
+from kvbench.results.curves import (
+    Size,
+    curves_of,
+    difference_at,
+    footprint,
+    footprint_bytes,
+    kept_share,
+    smallest_size,
+)
+from kvbench.results.result import Result
+from kvbench.results.statistics import mean_interval
+
+NAMES = ("model", "task", "policy")
+AT_SIZE = (*NAMES, "kept (95% CI)", "5-95%", "most held", "score", "rival", "at this size", "difference (95% CI)")
+SMALLEST = (*NAMES, "budgets", "footprint (95% CI)", "in bytes (95% CI)")
+SHARE = 0.9
+
+
+def at_size_table(rows: Sequence[Result]) -> Table:
+    """Every run without a budget beside the curves of policies with budgets. UsageError without one."""
+    cells = []
+    for row in (row for row in rows if row.evicts and row.budget is None and row.score is not None):
+        sizes = [share for sample in row.samples if (share := kept_share(sample)) is not None]
+        if not sizes:
+            continue
+        interval = mean_interval(sizes)
+        low, high = np.quantile(sizes, (0.05, 0.95))
+        most = max(sum(map(sum, sample.kept_tokens)) for sample in row.samples if sample.kept_tokens)
+        own = [row.model, row.task, row.name or row.policy]
+        own.append(f"{np.mean(sizes):.3f} ({interval.low:.3f}-{interval.high:.3f})")
+        own += [f"{low:.3f}-{high:.3f}", f"{most:,}", f"{row.score:.3f}"]
+        rivals = [(name, runs) for name, runs in _with_budgets(rows, row).items() if len(runs) > 1]
+        cells += [[*own, name, *_rival(row, runs)] for name, runs in rivals] or [[*own, NONE, NONE, NONE]]
+    if not cells:
+        raise UsageError("--at-size is for runs whose policy sets its size itself, such as kvzap: there is none")
+    note = (
+        "kept: tokens held at the end, share of all, mean over examples; most held: entries of all layers and heads; "
+        "at this size: the rival's score, interpolated between its budgets, none outside of them; difference: examples "
+        "are resampled once for sizes and scores, *: the interval excludes 0"
+    )
+    return replace(table_of(AT_SIZE, cells, "policies without a budget", left=(*NAMES, "rival")), notes=(note,))
+
+
+def _with_budgets(rows: Sequence[Result], like: Result) -> dict[str, list[Result]]:
+    """The runs with a budget, by policy, in the same setting."""
+    found: dict[str, list[Result]] = {}
+    for row in rows:
+        alike = (row.setting, row.compress) == (like.setting, like.compress)
+        if alike and row.evicts and row.budget is not None and row.score is not None:
+            found.setdefault(row.name or row.policy, []).append(row)
+    return found
+
+
+def _rival(row: Result, runs: Sequence[Result]) -> list[str]:
+    curves = curves_of([[row], runs], kept_share)
+    difference = None if curves is None else difference_at(*curves)
+    if curves is None or difference is None:
+        return [NONE, NONE]
+    mark = "*" if difference.claims else ""
+    between = f"({difference.low:+.3f}..{difference.high:+.3f})"
+    return [f"{curves[0].scores[0] - difference.mean:.3f}", f"{difference.mean:+.3f} {between}{mark}"]
+
+
+def smallest_table(rows: Sequence[Result]) -> Table:
+    """The smallest KV footprint at which every policy with several budgets has 90% of the full cache's score."""
+    cells = []
+    for full in (row for row in rows if not row.evicts and row.policy == "full" and row.score):
+        for name, runs in _with_budgets(rows, full).items():
+            if len(runs) > 1:
+                budgets = f"{len(runs)}"
+                sizes = [_smallest(full, runs, size) for size in (footprint, footprint_bytes)]
+                cells.append([full.model, full.task, name, budgets, *sizes])
+    if not cells:
+        raise UsageError("--smallest needs the run policy=full, and a policy at two budgets or more, on the same task")
+    note = (
+        f"footprint: the smallest KV footprint with {SHARE:.0%} of full's score, interpolated between budgets; -: not "
+        "reached; <=: reached at the smallest budget; in bytes: an entry counts its bytes"
+    )
+    return replace(table_of(SMALLEST, cells, f"smallest footprint with {SHARE:.0%} of full", left=NAMES), notes=(note,))
+
+
+def _smallest(full: Result, runs: Sequence[Result], size: Size) -> str:
+    curves = curves_of([[full], runs], size)
+    found = None if curves is None else smallest_size(curves[1], curves[0], SHARE)
+    if curves is None or found is None:
+        return NONE
+    smallest, interval = found
+    mark = "<= " if smallest == curves[1].sizes[0] else ""
+    high = "never" if interval.high == np.inf else f"{interval.high:.3f}"
+    return f"{mark}{smallest:.3f} ({interval.low:.3f}-{high})"
