@@ -22,7 +22,7 @@ TABLES = {
     "<!-- table: parts -->": policy_pages.parts_table,
 }
 DOCS = Path(__file__).parents[1]
-FIGURES = DOCS.parent / "results/smollm2"
+RESULTS = DOCS.parent / "results"
 SEARCH = "https://unpkg.com/iframe-worker/shim"  # the theme's script for searching without a server
 OWN_SEARCH = "javascripts/local-search.js"
 
@@ -49,7 +49,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages, figures of results, and MathJax."""
     for path, text in generated():
         files.append(File.generated(config, path, content=text))
-    copies = {f"smollm2/{figure.name}": figure for figure in sorted(FIGURES.glob("*.svg"))} | mathjax_files()
+    figures = {f"{figure.parent.name}/{figure.name}": figure for figure in sorted(RESULTS.glob("*/*.svg"))}
+    copies = figures | mathjax_files()
     for path, source in copies.items():
         files.append(File.generated(config, path, abs_src_path=str(source)))
     return files
@@ -66,7 +67,8 @@ def generated() -> Iterator[tuple[str, str]]:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Insert tables and pictures, and mark `eq` blocks for MathJax."""
-    markdown = markdown.replace("](../results/smollm2/", "](smollm2/")  # a link that GitHub follows, to a copied figure
+    # a link that GitHub follows, to a copied figure
+    markdown = re.sub(r"\]\(\.\./results/(\w+/\w+\.svg)\)", r"](\1)", markdown)
     markdown = re.sub(r"^<!-- picture: ([\w/.]+) -->$", lambda m: _picture(m.group(1)), markdown, flags=re.MULTILINE)
     for mark, text in TABLES.items():
         if mark in markdown:
