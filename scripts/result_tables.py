@@ -12,6 +12,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -20,7 +21,7 @@ import yaml
 from matplotlib.ticker import ScalarFormatter
 
 from kvbench.papers.claims import PAPERS, decide, read_claims
-from kvbench.results.result import load_results
+from kvbench.results.result import Result, load_results
 from kvbench.results.statistics import holm, mean_interval, paired_difference
 
 mpl.use("Agg")
@@ -147,7 +148,8 @@ def claims(runs: Path, model: str) -> pd.DataFrame:
     known = {table: groups for table, groups in CLAIMS.items() if (runs / table).is_dir()}
     for table, (names, overrides) in ((table, group) for table, groups in known.items() for group in groups):
         results = load_results(runs / table)
-        claims_of = [claim for paper in PAPERS for claim in read_claims(paper, {**overrides, "model": model})]
+        fields = {**overrides, **_task_fields(results[0]), "model": model}
+        claims_of = [claim for paper in PAPERS for claim in read_claims(paper, fields)]
         for claim in (claim for claim in claims_of if claim.name in names):
             found = decide(claim, results)
             first = {"claim": claim.name, "words": f"{claim.claim} ({claim.source})", "verdict": found.verdict}
@@ -158,6 +160,11 @@ def claims(runs: Path, model: str) -> pd.DataFrame:
             if not found.comparisons:
                 rows.append({**first, "table": table})
     return pd.DataFrame(rows)
+
+
+def _task_fields(run: Result) -> dict[str, Any]:
+    """The fields of the task that a pack's runs share and that differ from the task's file."""
+    return {f"task.{key}": run.identity["task"][key] for key in ("repeats",) if f"task.{key}" in run.naming.changed}
 
 
 def leaderboard(table: pd.DataFrame) -> pd.DataFrame:
