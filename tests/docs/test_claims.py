@@ -219,6 +219,7 @@ ELSEWHERE = {
     "predictions.jsonl": "its predictions are the reader's: tests/kvbench/test_score.py",
     "mine.yaml": "its claims are the reader's: tests/kvbench/test_claims.py",
     "llama32_3b": "its model is on the Hub",
+    "tables run": "tests/kvbench/test_papers_compare.py",
     "smollm2": "its model takes minutes on a CPU",
     "calibrate": "takes minutes on a CPU: tests/kvbench/test_diagnostics.py",
     "bench": "takes minutes on a CPU: tests/kvbench/bench",
