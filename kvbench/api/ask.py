@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from kvbench.api.evaluate import Model, evaluate
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, as_python, whole_number
 from kvbench.policies.policy import Policy
 from kvbench.tasks.task import Example, Shared, Task, Tokenizer
 
@@ -61,8 +61,14 @@ def ask(
     as "</think>": an answer is the text after it, "" if it was cut off in a thought. Each question is answered alone.
     Raises ValueError for a wrong value, and BudgetError if the cache holds more than the policy allows.
     """
-    texts = [questions] if isinstance(questions, str) else list(questions)
-    if not context.strip() or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+    texts = [questions] if isinstance(questions, str) else list(questions or ())
+    whole_number("max_new_tokens", as_python(max_new_tokens), 1)
+    if (
+        not isinstance(context, str)
+        or not context.strip()
+        or not texts
+        or not all(isinstance(text, str) and text.strip() for text in texts)
+    ):
         raise UsageError("ask needs a context and questions, texts that are not empty")
     task = Questions(
         context=context, questions=tuple(texts), max_new_tokens=max_new_tokens, chat=chat,

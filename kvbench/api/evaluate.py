@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.api.results import Results
 from kvbench.engine.compute import compute_runs
-from kvbench.errors import ConfigError, UsageError
+from kvbench.errors import ConfigError, UsageError, own_folders
 from kvbench.models.given import borrowed, given_model, given_name
 from kvbench.models.loading import GivenModel
 from kvbench.policies.policy import Policy
@@ -76,7 +76,7 @@ def evaluate(
         if name in _PLURAL:
             raise UsageError(f"{name}= is not allowed, write {_PLURAL[name]}=")
     lists = [_listed("tasks", tasks, Task), _listed("policies", policies, Policy), _listed("budgets", budgets, Real)]
-    folders = [] if config_dir is None else [Path(config_dir).expanduser()]
+    folders = own_folders(config_dir)
     called: str | Path = given_name(model) if isinstance(model, PreTrainedModel) else model
     configs = [
         run_config(called, policy, task, folders, given, **{**settings, "budget": budget})

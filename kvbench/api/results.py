@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from kvbench.errors import ConfigError, choice
 from kvbench.report.formats import html
 from kvbench.report.html.report import write_report
 from kvbench.report.table import pivot, results_table, text
@@ -78,6 +79,7 @@ class Results(result.Results):
 
     def pivot(self, across: str = "task") -> pd.DataFrame:
         """Policies down, tasks (scores times 100, with their average) or budgets (scores with intervals) across."""
+        choice("across", across, "task", "budget")
         return pivot(self, across).frame
 
     def report(self, path: str | Path) -> Path:
@@ -98,4 +100,6 @@ def load_results(folder: str | Path) -> Results:
 
     Runs that cannot be read are left out, with a warning. Raises ValueError if no run can be read.
     """
+    if not isinstance(folder, str | Path):
+        raise ConfigError("folder", folder if folder is None else type(folder), "a folder of runs")
     return Results(result.load_results(Path(folder)), Path(folder))

@@ -30,7 +30,7 @@ from kvbench.cache.inputs import ReadsHidden
 from kvbench.cache.interface import check_model, check_policy, uncompiled
 from kvbench.cache.model_layer import model_layer
 from kvbench.cache.recurrent import RecurrentKVLayer, RecurrentLayer, check_padding
-from kvbench.cache.sequence import Sequence, spread
+from kvbench.cache.sequence import Sequence, check_length, spread
 from kvbench.cache.shared import SharedReads
 from kvbench.cache.step import Step, append, no_attention
 from kvbench.cache.views import EmptyLayer, KVLayer, stacked
@@ -86,6 +86,9 @@ class KVCache(ReadsHidden, Cache):
         self._prompt_length, self._question = prompt_length, question
         self._layout = layout_of(self.config)
         check_policy(policy)
+        for length in prompt_length if isinstance(prompt_length, List) and prompt_length else [prompt_length]:
+            if length is not None:
+                check_length(length)
         if self._layout.latent:
             check_latents(policy)
         check_layers(len(self._layout.attention), policy.store, policy.pre_pass)

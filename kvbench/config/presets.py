@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 from kvbench.config.compose import Config, find, load, names, read, resolved
 from kvbench.config.parts import build, field_names, part_class
-from kvbench.errors import ConfigError, UsageError, as_python, unknown
+from kvbench.errors import ConfigError, UsageError, as_python, own_folders, unknown
 
 if TYPE_CHECKING:
     from kvbench.policies.policy import Budget, Policy
@@ -200,7 +200,9 @@ def make_policy(
     (`window=16`, `**{"scorer.window": 16}` where two parts do).
     Raises ValueError for an unknown name or field and for a wrong value.
     """
-    folders = [Path(config_dir).expanduser()] if config_dir else []
+    if not isinstance(slug, str):
+        raise ConfigError("policy", slug if slug is None else type(slug), "a name")
+    folders = own_folders(config_dir)
     preset, budget = scheduled(policy_config(slug, folders), schedule, as_python(block), decode), as_python(budget)
     config = dict(preset)
     for field, value in fields.items():

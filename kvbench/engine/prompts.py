@@ -46,7 +46,15 @@ def prompts_for(runs: Sequence[Run]) -> Prompts:
     try:
         tokenizer = run.checkpoint.tokenizer()
         spec, positions = run.checkpoint.spec, run.checkpoint.max_positions
-        maker = PromptMaker(tokenizer, run.task, positions, spec.max_prompt_tokens, run.compress, needs_question)
+        maker = PromptMaker(
+            tokenizer,
+            run.task,
+            positions,
+            spec.max_prompt_tokens,
+            run.compress,
+            needs_question,
+            spec.system_prompt,
+        )
         _check_length(run)
         if "task.chat" in run.changed and run.task.chat and not tokenizer.chat_template:
             raise UsageError(f"task.chat=true: the tokenizer of {spec.name} has no chat template")

@@ -32,8 +32,9 @@ class ModelSpec:
     folder), `package` (an installed package that contains `gguf_file`), `bundled` (a folder of this package), `hub_id`
     at `revision` (None: the newest; with `gguf_file`, only that file). `sha256`: the checksum of the GGUF file, which
     is verified wherever the file comes from. `max_prompt_tokens`: the length to which tasks cut long prompts (None: the
-    model's positions). `device_map`: how accelerate distributes the layers (None: one device). `shape`: the shape of
-    the cache, for use without the model's files (see `kvbench.models.cache_shapes`).
+    model's positions). `system_prompt`: a system message in the chat template. `device_map`: how accelerate
+    distributes the layers (None: one device). `shape`: the shape of the cache, for use without the model's files (see
+    `kvbench.models.cache_shapes`).
     """
 
     name: str
@@ -46,6 +47,7 @@ class ModelSpec:
     package: str | None = None
     dtype: str = "auto"
     max_prompt_tokens: int | None = None
+    system_prompt: str | None = None
     trust_remote_code: bool = False
     device_map: str | None = None
     shape: Mapping[str, int | list[int]] | None = field(default=None, compare=False)

@@ -30,7 +30,7 @@ _ELSEWHERE = ("_name_or_path", "transformers_version")
 def given_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GivenModel:
     """A model object with its tokenizer and the digest of both. Raises ValueError for an unsupported model."""
     name = given_name(model)
-    _check_data(model)
+    _check_model(model)
     with refusing(f"model={name}: "):
         try_out(model.config)
     record = {
@@ -61,7 +61,7 @@ def borrowed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
     Raises ValueError if the model has no weights or does not use transformers' attention interface.
     """
-    _check_data(model)
+    _check_model(model)
     attention, training = model.config._attn_implementation, model.training
     try:
         yield prepare(model).eval()
@@ -97,8 +97,12 @@ def _checksum(model: PreTrainedModel, name: str, tensor: Tensor) -> int:
         return checksum(getattr(module, own))
 
 
-def _check_data(model: PreTrainedModel) -> None:
-    """Raise UsageError for a tensor without data, which accelerate has not offloaded."""
+def _check_model(model: PreTrainedModel) -> None:
+    """Raise UsageError for a model without head, and for a tensor without data that accelerate has not offloaded."""
+    if not model.can_generate():
+        raise UsageError(
+            f"a {type(model).__name__} has no head that predicts tokens: load it with AutoModelForCausalLM"
+        )
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta and not hasattr(model.get_submodule(name.rpartition(".")[0]), "_hf_hook"):
             raise UsageError(f"the model has no weights: {name} is on the device meta")

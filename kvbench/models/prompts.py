@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,7 +126,8 @@ class PromptMaker:
 
     max_prompt_tokens: the length to which tasks with truncation="middle" cut. max_positions: the model's limit for
     prompt and answer. compress: "context" separates the tokens before the question. needs_question: a policy needs the
-    position of the question in a prompt that is compressed as a whole.
+    position of the question in a prompt that is compressed as a whole. system_prompt: a system message in the
+    chat template. Raises UsageError if the template has none.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -133,6 +136,24 @@ class PromptMaker:
     max_prompt_tokens: int | None = None
     compress: str = "prompt"
     needs_question: bool = False
+    system_prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.system_prompt is None or not self.tokenizer.chat_template:
+            return
+        try:
+            shown, why = self._chat("-", {}), ""
+        except Exception as error:  # templates raise errors of their own
+            shown, why = "", f" ({error})"
+        if self.system_prompt.strip() not in shown:
+            raise self._no_system(f"the model's chat template has no system message{why}")
+
+    def _no_system(self, why: str) -> UsageError:
+        return UsageError(f"model.system_prompt cannot be used: {why}")
+
+    @property
+    def _system(self) -> list[dict[str, str]]:
+        return [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
 
     def make(self, example: Example) -> Prompt:
         """The prompt of an example.
@@ -140,6 +161,8 @@ class PromptMaker:
         Raises UsageError if it does not fit the model's positions and the task does not allow cutting, or if
         compress=context and its context cannot be separated from the question.
         """
+        if self.system_prompt is not None and not self._uses_template(example):
+            raise self._no_system(f"task {self.task.task_of(example).name} has prompts without chat template")
         if example.shared is not None:
             return self._in_shared_cache(example, example.shared)
         if self.compress == "context":
@@ -197,8 +220,9 @@ class PromptMaker:
 
         If the first text is too long, its middle is removed, as in SCBench's code: the same for all questions.
         """
-        chat = bool(self.task.task_of(example).chat and self.tokenizer.chat_template)
-        texts = shared_texts(self.tokenizer, example, shared, chat, self.task.task_of(example).chat_template_args)
+        chat = self._uses_template(example)
+        arguments = self.task.task_of(example).chat_template_args
+        texts = shared_texts(self.tokenizer, example, shared, chat, arguments, self._system)
         first, *later = (encode(self.tokenizer, text, special=not n) for n, text in enumerate(texts))
         spare = shared.spare if self.max_positions is None else min(shared.spare, self.max_positions // 2)
         if shared.follow_ups is None:
@@ -332,11 +356,16 @@ class PromptMaker:
 
     def _wrap(self, prompt: str, example: Example) -> str:
         """`prompt` as one user turn of the model's chat template, if the task uses it and the model has one."""
-        if not self.task.task_of(example).chat or not self.tokenizer.chat_template:
+        if not self._uses_template(example):
             return prompt
-        turn = [{"role": "user", "content": prompt}]
-        given = dict(self.task.task_of(example).chat_template_args or {})
-        return str(self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **given))
+        return self._chat(prompt, self.task.task_of(example).chat_template_args or {})
+
+    def _uses_template(self, example: Example) -> bool:
+        return bool(self.task.task_of(example).chat and self.tokenizer.chat_template)
+
+    def _chat(self, prompt: str, given: Mapping[str, Any]) -> str:
+        turns = [*self._system, {"role": "user", "content": prompt}]
+        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **given))
 
     def _fit(self, example: Example) -> str:
         """The prompt; if it is too long without the template and may be cut, without its middle.

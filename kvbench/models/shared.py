@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,19 +18,20 @@ def shared_texts(
     shared: Shared,
     chat: bool,
     given: Mapping[str, Any] | None = None,
+    system: Sequence[dict[str, str]] = (),
 ) -> list[str]:
     """Context and question; or the first prompt of a conversation and all later ones with the answers before them.
 
-    chat: use the tokenizer's chat template. given: its further arguments.
+    chat: use the tokenizer's chat template. given: its further arguments. system: messages before the first prompt.
     """
     if shared.follow_ups is not None:
-        first = _templated(tokenizer, given, example.prompt) if chat else example.prompt
+        first = _templated(tokenizer, given, example.prompt, *system) if chat else example.prompt
         end = tokenizer.eos_token or "" if shared.own else ""  # a template contains the end of an answer
         later = [_templated_turn(tokenizer, given, turn) if chat else end + turn.plain for turn in shared.follow_ups]
         return [first + example.answer_prefix, *later]
     context = example.prompt.removesuffix(example.question)
     whole = f"{context}{_MARK}{example.question}"
-    before, _, after = (_templated(tokenizer, given, whole) if chat else whole).partition(_MARK)
+    before, _, after = (_templated(tokenizer, given, whole, *system) if chat else whole).partition(_MARK)
     return [before, after + example.answer_prefix]
 
 

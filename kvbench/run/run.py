@@ -38,7 +38,7 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_budget, check_layers
 from kvbench.policies.pre_passes.lookahead import Lookahead
 from kvbench.results.labels import Naming
-from kvbench.run.run_config import RunConfig, Sampling, changed_fields, schedule_fields
+from kvbench.run.run_config import RunConfig, Sampling, changed_fields, prompt_fields, schedule_fields
 from kvbench.tasks.task import Task
 from kvbench.tasks.trust import trust
 
@@ -93,7 +93,7 @@ class Run:
             "task": task,
             "compress": self.compress,
             "seed": self.seed,
-            "generation": {**self._decoding, "max_prompt_tokens": self.checkpoint.spec.max_prompt_tokens},
+            "generation": {**self._decoding, **prompt_fields(vars(self.checkpoint.spec))},
             **({"compile": True} if self.compile else {}),  # rounds differently
             "code": code_digest([policy, task]),
         }
@@ -310,6 +310,8 @@ def _model_spec(config: RunConfig) -> ModelSpec:
         check_sha256(spec)
         if spec.shape is not None:
             check_shape(spec.shape)
+        if spec.system_prompt is not None and not spec.system_prompt.strip():
+            raise ConfigError("system_prompt", spec.system_prompt, why="must be text or null")
         if spec.max_prompt_tokens is not None:
             whole_number("max_prompt_tokens", spec.max_prompt_tokens, 2)
         return spec

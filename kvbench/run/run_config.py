@@ -251,8 +251,14 @@ _SCHEDULE = tuple(f"policy.schedule.{name}" for name in ("size", "decode", "ever
 def _described(config: Mapping[str, Any]) -> Config:
     """The parts of the identity in a configuration, with the defaults of all fields."""
     policy = described(scheduled(dict(config["policy"]), *schedule_fields(config)))
-    generation = {**config["generation"], "max_prompt_tokens": config["model"].get("max_prompt_tokens")}
+    generation = {**config["generation"], **prompt_fields(config["model"])}
     return {"policy": policy, "task": described(config["task"]), "generation": generation}
+
+
+def prompt_fields(model: Mapping[str, Any]) -> Config:
+    """The fields of a model that change prompts, for the identity of a run; no field without a system prompt."""
+    found = {name: model.get(name) for name in ("max_prompt_tokens", "system_prompt")}
+    return {name: value for name, value in found.items() if name == "max_prompt_tokens" or value is not None}
 
 
 def _differing(own: Any, preset: Any, path: str = "") -> Iterator[str]:  # noqa: ANN401 - described values

@@ -16,7 +16,7 @@ import yaml
 from kvbench.cache.layer import RecentQueries
 from kvbench.cache.reading import PageReads
 from kvbench.config.presets import make_policy
-from kvbench.errors import refusing
+from kvbench.errors import own_folders, refusing
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.latents import check_latents
@@ -155,9 +155,7 @@ def _recent(policy: Policy, shape: CacheShape, dim: int, length: int) -> int:
 def print_sizes(arguments: Sequence[str], config_dir: Path | None = None) -> None:
     """Print the table of `kvbench memory key=value ...`. Raises UsageError."""
     with refusing():
-        folders = [] if config_dir is None else [config_dir.expanduser()]
-        if folders and not folders[0].is_dir():
-            raise ValueError(f"--config-dir {config_dir} is not a folder")
+        folders = own_folders(config_dir)
         words = pairs(arguments, "model=llama2_7b or length=4096,32768")
         shape = cache_shape(words.pop("model", "pocket"), folders)
         if "dtype" in words:

@@ -24,15 +24,16 @@ from kvbench.policies.scorers.qfilters import FILTERS
 from kvbench.policies.scorers.triattention import NAMES, head_name
 from kvbench.terminal.command import PATH, Command, program, quiet, share_cores
 from kvbench.terminal.outputs import check_output
-from kvbench.tools.kvzap_gate import write_gate
+from kvbench.tools.kvzap_gate import FORMS, write_gate
 
 
 class Calibration(NamedTuple):
     """write: compute a calibration of a model over texts [T] of token ids and save it with metadata; the encoder is the
-    model's tokenizer."""
+    model's tokenizer. forms: values of the field form=, whose first one is the default; it is part of the metadata."""
 
     suffix: str
     write: Callable[[PreTrainedModel, Iterable[Tensor], TextEncoder, Path, dict[str, str]], None]
+    forms: tuple[str, ...] = ()
 
 
 def calibrate(calibration: Calibration, fields: Sequence[str], output: Path, config_dir: Path | None = None) -> int:
@@ -45,13 +46,25 @@ def calibrate(calibration: Calibration, fields: Sequence[str], output: Path, con
 
     if any(field.startswith("policy=") for field in fields):
         raise UsageError("policy= has no effect here: a calibration belongs to a model")
+    form, fields = _form(calibration, fields)
     (cell,) = runs_of(["policy=full", *fields], config_dir)
     texts = [prompt.ids.long() for prompt in make_prompts(cell)]
     loaded = load(cell.checkpoint, cell.device)
-    metadata = {"model": cell.checkpoint.spec.name, "task": cell.task.name}
+    metadata = {"model": cell.checkpoint.spec.name, "task": cell.task.name, **form}
     encoder = Encoder(cell.checkpoint.tokenizer())
     calibration.write(loaded.model, progress(texts, "texts", len(texts)), encoder, output, metadata)
     return len(texts)
+
+
+def _form(calibration: Calibration, fields: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The form of a calibration as metadata, and the other fields. Raises UsageError."""
+    given = [field.removeprefix("form=") for field in fields if field.startswith("form=")]
+    for form in given:
+        if form not in calibration.forms:
+            allowed = f"allowed: {', '.join(calibration.forms)}" if calibration.forms else "it is a field of kvzap"
+            raise UsageError(f"form={form} is not allowed ({allowed})")
+    others = [field for field in fields if not field.startswith("form=")]
+    return {"form": [*given, calibration.forms[0]][0]} if calibration.forms else {}, others
 
 
 def q_filters(model: PreTrainedModel, texts: Iterable[Tensor]) -> Tensor:
@@ -117,7 +130,7 @@ def _write_centres(
 
 
 CALIBRATIONS = {
-    "kvzap": Calibration(".safetensors", write_gate),
+    "kvzap": Calibration(".safetensors", write_gate, FORMS),
     "qfilters": Calibration(".safetensors", _write_filters),
     "triattention": Calibration(".pt", _write_centres),
 }
@@ -140,8 +153,10 @@ def cli(name: str, fields: Sequence[str], output: Path, config_dir: Path | None)
                     policy.scorer.filters=FILE (.safetensors)
       triattention  mean query and mean query size of each head, for policy=triattention
                     policy.scorer.stats=FILE (.pt, the format of the authors)
-      kvzap         linear gate that predicts KVzip's scores, for policy=kvzap
-                    policy.scorer.gate=FILE (.safetensors); prints R^2 per layer
+      kvzap         gate that predicts KVzip's scores, for policy=kvzap
+                    policy.scorer.gate=FILE (.safetensors); prints R^2 per layer.
+                    form=linear (default); form=mlp trains a network and keeps the
+                    hidden states of all texts in memory
     """
     calibration = CALIBRATIONS[name]
     check_output(output, [calibration.suffix])

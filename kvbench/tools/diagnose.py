@@ -9,7 +9,7 @@ from typing import Any
 import click
 import yaml
 
-from kvbench.errors import UsageError, refusing
+from kvbench.errors import UsageError, own_folders, refusing
 from kvbench.terminal.command import PATH, Command, program, quiet, share_cores
 
 DIAGNOSTICS = {
@@ -80,7 +80,7 @@ def runs_of(fields: Sequence[str], config_dir: Path | None = None) -> list[Any]:
     words = [field.partition("=") for field in fields]
     given: dict[str, Any] = {"limit": 1, **{key: yaml.safe_load(text) for key, _, text in words}}
     model, task = given.pop("model", "pocket"), given.pop("task", "niah")
-    folders = [] if config_dir is None else [config_dir]
+    folders = own_folders(config_dir)
     policies = dict.fromkeys(str(given.pop("policy", "caote_snapkv")).split(","))
     return [build_run(run_config(model, policy, task, folders, **given)) for policy in policies]
 

@@ -114,19 +114,23 @@ class KVzap(Scorer):
         first = next(gate[name] for name in ("weight", "0.weight", "q_proj.weight") if name in gate)
         if first.shape[1] != x.shape[-1]:
             raise self._wrong(f"reads {first.shape[1]} hidden numbers, the model has {x.shape[-1]}")
-        if "k_base" in gate:
-            found = _fast_kvzip(gate, x)
-        elif "weight" in gate:
-            found = F.linear(x, gate["weight"], gate["bias"])
-        else:
-            inner = F.gelu(F.linear(x, gate["0.weight"], gate["0.bias"]))
-            found = F.linear(inner, gate["2.weight"], gate["2.bias"])
+        found = gated(gate, x)
         if heads % found.shape[-1]:
             raise self._wrong(f"scores {found.shape[-1]} KV heads, the model has {heads}")
         return found.repeat_interleave(heads // found.shape[-1], dim=-1)
 
     def _wrong(self, why: str) -> ConfigError:
         return ConfigError("gate", self.gate, why=f"belongs to another model: it {why}")
+
+
+def gated(gate: Gate, x: Tensor) -> Tensor:
+    """The scores [...,H] of a layer's gate for hidden states x [...,hidden] of its dtype; [B,M,·] for Fast KVzip."""
+    if "k_base" in gate:
+        return _fast_kvzip(gate, x)
+    if "weight" in gate:
+        return F.linear(x, gate["weight"], gate["bias"])
+    inner = F.gelu(F.linear(x, gate["0.weight"], gate["0.bias"]))
+    return F.linear(inner, gate["2.weight"], gate["2.bias"])
 
 
 def _fast_kvzip(gate: Gate, x: Tensor) -> Tensor:

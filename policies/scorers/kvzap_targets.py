@@ -19,9 +19,14 @@ LEAST = 1e-12  # of a target before the logarithm; an underflow would give -inf
 
 @dataclass
 class Moments:
-    """Sums over tokens for the regression of one layer, in float64, and the tokens held out from it."""
+    """Sums over tokens for the regression of one layer, in float64, and the tokens held out from it.
+
+    rows: hidden states [n,hidden] and targets [n,H] of the other tokens, for a gate that is no linear regression; None:
+    they are not stored.
+    """
 
     count: int = 0
+    rows: list[tuple[Tensor, Tensor]] | None = None
     x: Tensor = field(default_factory=lambda: torch.zeros(()))
     y: Tensor = field(default_factory=lambda: torch.zeros(()))
     xx: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -31,6 +36,8 @@ class Moments:
     def add(self, x: Tensor, y: Tensor, held_out: Tensor) -> None:
         """Add hidden states [n,hidden] and targets [n,H]; those of `held_out`, bool [n], only for validation."""
         self.held_out.append((x[held_out].float().cpu(), y[held_out].float().cpu()))
+        if self.rows is not None:
+            self.rows.append((x[~held_out].cpu(), y[~held_out].cpu()))
         x, y = (part[~held_out].double().cpu() for part in (x, y))
         self.count += len(x)
         self.x, self.y = self.x + x.sum(0), self.y + y.sum(0)
@@ -54,7 +61,7 @@ class KVzapTargets(Scorer):
     The softmax is over all visible tokens. x is the input of the layer's attention. It evicts nothing.
 
     text, repeat: spans of the text and of its repetition in the prompt. share: share of tokens held out. seed: of the
-    choice of these. found: sums by layer.
+    choice of these. found: sums by layer. stores: whether the rows are stored too.
     Source: NVIDIA/kvpress, kvzap/data.py, after Jegou et al. 2026, arXiv 2601.07891.
     """
 
@@ -65,6 +72,7 @@ class KVzapTargets(Scorer):
     share: float = 0.05
     seed: int = 0
     found: dict[int, Moments] = field(default_factory=dict, compare=False)
+    stores: bool = False
 
     def observe(self, observation: Observation, state: State) -> None:
         if observation.phase == "decode":
@@ -74,7 +82,9 @@ class KVzapTargets(Scorer):
         held_out = torch.rand(self.text[1] - self.text[0], generator=generator) < self.share
         x = hidden[self.text[0] : self.text[1]]
         targets = self.targets(observation, hidden)
-        self.found.setdefault(observation.layer, Moments()).add(x, targets, held_out.to(x.device))
+        if observation.layer not in self.found:
+            self.found[observation.layer] = Moments(rows=[] if self.stores else None)
+        self.found[observation.layer].add(x, targets, held_out.to(x.device))
 
     def targets(self, observation: Observation, hidden: Tensor) -> Tensor:
         """y of every token of the text, [n,H] float32; hidden [T,hidden]."""

@@ -115,25 +115,42 @@ def manager(name: str, include_path: str | None = None) -> Any:  # noqa: ANN401 
         return bool(config) and all(complete(index, member) for member in names)
 
     own: list[str | Path] = [] if include_path is None else [str(Path(include_path).expanduser())]
-    for folders in (own, [*own, *_folder(name)]):
+    folder, words = _folders(), dict[str, Any]()
+    for folders in (own, [*own, *([folder[name]] if name in folder else [])]):
         if folders:
             known = TaskManager(include_path=folders, include_defaults=False)
             if complete(known.task_index, name):
                 return known
-    known = TaskManager(include_path=own or None)
-    if name not in known.task_index:
-        close = get_close_matches(name, list(known.task_index), n=3)
-        hint = f", did you mean {' or '.join(close)}?" if close else ", `lm-eval ls tasks` lists all tasks"
-        nor = "" if include_path is None else f", nor has include_path={include_path}"
-        raise ValueError(f"lm-eval has no task {name}{nor}{hint}")
-    return known
+            words |= known.task_index
+    if name in words or _mentioned(name):
+        known = TaskManager(include_path=own or None)
+        if name in known.task_index:
+            return known
+    close = get_close_matches(name, [*words, *folder], n=3)
+    hint = f", did you mean {' or '.join(close)}?" if close else ", `lm-eval ls tasks` lists all tasks"
+    nor = "" if include_path is None else f", nor has include_path={include_path}"
+    raise ValueError(f"lm-eval has no task {name}{nor}{hint}")
 
 
-def _folder(name: str) -> list[str]:
-    """The folder of lm-eval with the file that defines the task or group `name`; [] if there is none."""
-    line = re.compile(rf"^[\"']?(?:task|group)[\"']?:[ \t]*[\"']?{re.escape(name)}[\"']?[ \t]*(?:#.*)?$", re.MULTILINE)
-    paths = sorted(Path(str(files("lm_eval"))).joinpath("tasks").rglob("*.yaml"))
-    return [str(path.parent) for path in paths if line.search(path.read_text(encoding="utf-8"))][:1]
+def _texts() -> Iterator[tuple[Path, str]]:
+    """The path and the text of each of lm-eval's task files, and of those they include, which have no suffix."""
+    for path in sorted(Path(str(files("lm_eval"))).joinpath("tasks").rglob("*")):
+        if path.suffix in ("", ".yaml") and path.is_file():
+            yield path, path.read_text(encoding="utf-8")
+
+
+@lru_cache(maxsize=1)
+def _folders() -> dict[str, str]:
+    """The folder of lm-eval with the file that defines each task or group, by name."""
+    line = re.compile(r"^[\"']?(?:task|group)[\"']?:[ \t]*[\"']?([^\s\"'#]+)[\"']?[ \t]*(?:#.*)?$", re.MULTILINE)
+    found = [(name, str(path.parent)) for path, text in _texts() if path.suffix for name in line.findall(text)]
+    return dict(reversed(found))  # the first file of several
+
+
+def _mentioned(name: str) -> bool:
+    """Whether a task file of lm-eval has this word, as the name of a task, group or tag in any notation."""
+    word = re.compile(rf"(?<![\w-]){re.escape(name)}(?![\w-])")
+    return any(name in text and word.search(text) for _, text in _texts())
 
 
 @contextmanager

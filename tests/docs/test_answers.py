@@ -42,7 +42,7 @@ def test_a_command_prints_what_the_page_shows(
 
 def test_every_question_names_its_issue_and_has_a_command() -> None:
     sections = PAGE.read_text(encoding="utf-8").split("\n## ")[1:]
-    assert len(sections) == 9
+    assert len(sections) == 10
     for section in sections:
         assert re.search(r"https://github\.com/[\w.-]+/[\w.-]+/issues/\d+", section), section.splitlines()[0]
         assert re.search(r"\n\$ (python -|kvbench )", section)

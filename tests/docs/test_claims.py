@@ -43,8 +43,8 @@ OF_OTHERS = {
     "think_end",
 }
 """Arguments of Python functions, and the placeholder of a field."""
-OF_TOOLS = {"threads", "lengths", "budgets", "policies", "new_tokens", "rounds", "model"}
-"""Fields of kvbench.bench and kvbench.memory."""
+OF_TOOLS = {"threads", "lengths", "budgets", "policies", "new_tokens", "rounds", "model", "form"}
+"""Fields of kvbench.bench, kvbench.memory and kvbench.calibrate."""
 OF_OLD = ("debug", "scale", "turn", "policy.readers")
 """Fields that a page says are removed, and a field of results."""
 USERS = {

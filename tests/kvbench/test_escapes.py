@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from kvbench.cli import main
 from kvbench.terminal.escapes import unescaped
+from kvbench.tools.diagnose import runs_of
 
 TEXTS = [
     *(r"\n", r"a\tb", r"\\n", r"\\", r"a\\", r"\"", r"\\\"", r"say \"\\\" twice", r"\x41\u00e9\U0001F600", "plain"),
@@ -28,6 +29,13 @@ def test_a_text_in_double_quotes_is_that_of_yaml(text: str) -> None:
     expected = yaml.safe_load(f'"{text}"')
     assert value(f'task.question="{text}"') == expected
     assert value(f'+task.stop=["{text}","{text}"]') == [expected, expected]
+
+
+def test_fields_of_sub_commands_are_yaml() -> None:
+    """`diagnose` and `calibrate`; `memory` and `bench` have no fields that contain text."""
+    words = [r'task.question="\nQ: {keys}\t?\n"', 'task.answer_prefix=""', r'task.stop=["\n","\u002e",\n]', "limit=1"]
+    task = runs_of(["policy=full", *words])[0].task
+    assert (task.question, task.stop) == ("\nQ: {keys}\t?\n", ("\n", ".", "\\n"))
 
 
 def test_other_words_are_unchanged() -> None:

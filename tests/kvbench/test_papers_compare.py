@@ -1,6 +1,7 @@
 """Published numbers beside our runs: every number has a run or a reason, and only that run measures it."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,12 @@ from kvbench.results.samples import Sample
 
 LLAMA, QASPER = "llama31_8b_instruct", "longbench_qasper"
 POCKET = ["model=pocket", "task=niah,niah_multikey", "task.lengths=[512]", "budget=64,128", "block=32"]
-PLANS = {one.key: one for number in published.all_numbers() for one in runs_of(number)}
+
+
+@cache
+def plans() -> list[Plan]:
+    """The runs behind all published numbers."""
+    return list({one.key: one for number in published.all_numbers() for one in runs_of(number)}.values())
 
 
 def test_every_number_can_be_measured_or_has_a_reason() -> None:
@@ -33,13 +39,13 @@ def test_every_number_can_be_measured_or_has_a_reason() -> None:
 
 
 def test_models_and_tasks_of_all_plans_exist() -> None:
-    for one in PLANS.values():
+    for one in plans():
         assert (CONF / "model" / f"{one.model}.yaml").exists()
         assert one.task.startswith("lm_eval/") or (CONF / "task" / f"{one.task}.yaml").exists(), one.task
 
 
 def test_the_policy_of_every_plan_can_be_made_and_its_identity_is_recognised() -> None:
-    kinds = {(one.policy, one.budget, *map(str, one.settings.items())): one for one in PLANS.values()}
+    kinds = {(one.policy, one.budget, *map(str, one.settings.items())): one for one in plans()}
     for one in kinds.values():
         fields = {k: v for k, v in one.settings.items() if not k.startswith(("task.", "model."))}
         policy = make_policy(one.policy, one.budget, **{k.removeprefix("policy."): v for k, v in fields.items()})

@@ -11,11 +11,12 @@ from tokenizers import decoders, processors
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+import kvbench
 from kvbench.errors import UsageError
 from kvbench.models.answers import Ending, end_tokens
 from kvbench.models.prompts import Prompt, PromptMaker
 from kvbench.tasks.lm_eval.task import LmEval
-from kvbench.tasks.task import Example, Reading, Task, Tokenizer
+from kvbench.tasks.task import Example, Reading, Shared, Task, Tokenizer
 
 TEMPLATE = "<s>[{% for m in messages %}{{ m.content }}{% endfor %}]{% if add_generation_prompt %}>{% endif %}"
 
@@ -55,6 +56,56 @@ def test_the_chat_template_wraps_the_prompt_but_not_the_answer_prefix(tokenizer:
     tokenizer.chat_template = TEMPLATE
     maker = PromptMaker(tokenizer, Given(chat=True), 100)
     assert text(tokenizer, maker, example("Question?", prefix="Answer:")) == "<s>[Question?]>Answer:"
+
+
+SYSTEM = """<s>{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"""
+
+
+def test_a_system_prompt_comes_first_in_the_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = SYSTEM
+    maker = PromptMaker(tokenizer, Given(chat=True), 100, system_prompt="Be brief.")
+    assert text(tokenizer, maker, example("Hi?")) == "<s>[system]Be brief.[user]Hi?[assistant]"
+    asked = replace(example("Context Hi?"), question=" Hi?")
+    context = replace(maker, compress="context").make(asked)
+    assert tokenizer.decode(context.ids[: context.context_tokens].tolist()) == "<s>[system]Be brief.[user]Context"
+    shared = maker.make(replace(asked, shared=Shared(10)))
+    assert tokenizer.decode(shared.ids.tolist()) == "<s>[system]Be brief.[user]Context Hi?[assistant]"
+    cut = PromptMaker(tokenizer, Given(chat=True, truncation="left"), 60, system_prompt="Be brief.")
+    assert text(tokenizer, cut, example("a" * 90)).startswith("<s>[system]Be brief.[user]aaa")
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "why"),
+    [
+        (None, True, "task given has prompts without chat template"),
+        (SYSTEM, False, "task given has prompts without chat template"),
+        ("{{ messages[-1].content }}", True, "the model's chat template has no system message"),
+        ("{{ raise_exception('no system role') }}", True, r"has no system message \(no system role\)"),
+    ],
+)
+def test_a_system_prompt_that_would_be_lost_is_refused(
+    tokenizer: PreTrainedTokenizerBase, template: str | None, chat: bool, why: str
+) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(UsageError, match=rf"^model\.system_prompt cannot be used: .*{why}"):
+        PromptMaker(tokenizer, Given(chat=chat), 100, system_prompt="Be brief.").make(example("Hi?"))
+
+
+def test_a_system_prompt_is_another_run_and_a_column(tiny_model: Path, tmp_path: Path) -> None:
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(SYSTEM)
+    fields: dict[str, Any] = {"task.chat": True, "lengths": [300], "depths": [0.5], "repeats": 1, "max_new_tokens": 2}
+    runs = [
+        kvbench.evaluate(tmp_path, policies="full", **fields, **{"model.system_prompt": system})[0]
+        for system in (None, "Be brief.")
+    ]
+    plain, other = (run.samples[0].prompt_tokens for run in runs)
+    assert other == plain + len("[system]Be brief.")
+    assert runs[0].run_id != runs[1].run_id
+    assert "generation.system_prompt" in runs[1].naming.changed
+    with pytest.raises(ValueError, match=r"^model\.system_prompt"):
+        kvbench.evaluate(tmp_path, policies="full", **fields, **{"model.system_prompt": " "})
 
 
 def test_a_prompt_that_just_fits_is_taken_and_one_more_token_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 import torch
 from kv_models import prompt, tiny
 
+import kvbench
 from kvbench import KVCache, evaluate, generate, make_policy
 from kvbench.errors import ConfigError
+from kvbench.tools.diagnose import runs_of
 
 MODEL, IDS = tiny(dtype=torch.float32), torch.tensor([prompt(20)])
 POLICY = make_policy("snapkv", 36)
@@ -96,3 +99,25 @@ def test_a_cache_that_does_not_fit_is_refused(call: Callable[..., object], sente
     MODEL.set_attn_implementation("kvbench")
     with pytest.raises(ValueError, match=sentence):
         call(KVCache(MODEL.config, POLICY))
+
+
+WRONG_CALLS: dict[str, Callable[[], object]] = {
+    "policy must be a name, got null": lambda: make_policy(None, 64),  # type: ignore[arg-type]
+    "config_dir=/nowhere is not a folder": lambda: make_policy("snapkv", 64, config_dir="/nowhere"),
+    "config_dir=/none is not a folder": lambda: kvbench.evaluate("pocket", policies="full", config_dir="/none"),
+    "config_dir=/no is not a folder": lambda: runs_of([], Path("/no")),
+    "folder must be a folder of runs, got null": lambda: kvbench.load_results(None),  # type: ignore[arg-type]
+    "ask needs a context and questions": lambda: kvbench.ask("pocket", context="a b", questions=None),  # type: ignore[arg-type]
+    "max_new_tokens must be a whole": lambda: kvbench.ask("pocket", context="a", questions="b", max_new_tokens=0),
+    "across must be task or budget": lambda: kvbench.Results([], Path()).pivot("policy"),
+    "a prompt's length must be a whole": lambda: KVCache(prepared().config, make_policy("full"), prompt_length=0),
+    "a LlamaModel has no head that predicts tokens: load it with AutoModelForCausalLM": lambda: kvbench.generate(
+        prepared().model, torch.tensor([[1]]), make_policy("full")
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG_CALLS)
+def test_a_wrong_call_is_one_sentence(sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        WRONG_CALLS[sentence]()

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from kvbench.tasks.text_files import Row, rows, texts
@@ -72,6 +74,13 @@ def test_a_damaged_file_is_named_with_its_line(name: str, content: bytes, senten
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=sentence):
         read(tmp_path / name)
+
+
+def test_two_columns_of_one_name_are_refused_in_parquet_too(tmp_path: Path) -> None:
+    table = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet, row 1: two fields are named 'text'"):
+        read(tmp_path / "a.parquet")
 
 
 def test_a_folder_is_read_file_by_file_in_the_order_of_the_paths(tmp_path: Path) -> None:

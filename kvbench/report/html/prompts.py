@@ -73,7 +73,8 @@ def _made(run: Result, count: int) -> Iterator[tuple[str, tuple[Passage, ...]]]:
     checkpoint = _checkpoint(run, ModelSpec(name=run.model, **config["model"]))
     tokenizer = checkpoint.tokenizer()
     limits = checkpoint.max_positions, checkpoint.spec.max_prompt_tokens
-    maker = PromptMaker(tokenizer, task, *limits, compressed(run.identity))
+    system = checkpoint.spec.system_prompt
+    maker = PromptMaker(tokenizer, task, *limits, compressed(run.identity), system_prompt=system)
     examples = task.examples(PlainTokenizer(tokenizer), config["seed"], config["limit"])
     text_of = _texts(tokenizer)
     first = [sample for sample in run.samples[:count] if not sample.sample]  # the first answer to each prompt

@@ -18,10 +18,10 @@ from kvbench import KVCache, make_policy
 from kvbench.cache.inputs import watch_inputs
 from kvbench.errors import ConfigError
 from kvbench.policies.policy import Policy
-from kvbench.policies.scorers.kvzap import KVzap
-from kvbench.policies.scorers.kvzap_targets import KVzapTargets
+from kvbench.policies.scorers.kvzap import KVzap, gated
+from kvbench.policies.scorers.kvzap_targets import KVzapTargets, Moments
 from kvbench.tools.calibrate import main as calibrate
-from kvbench.tools.kvzap_gate import read_text
+from kvbench.tools.kvzap_gate import check_gates, fit_linear, fit_mlp, read_text
 
 
 def gate_file(folder: Path, weights: dict[str, torch.Tensor], **metadata: str) -> str:
@@ -175,9 +175,29 @@ def test_the_recorded_targets_and_their_ridge_regression() -> None:
         torch.testing.assert_close(bias, case[f"ridge_b/{layer}"], rtol=1e-3, atol=1e-4)
 
 
+def test_a_network_learns_what_a_line_cannot(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for layer in range(2):
+        x = torch.randn(3000, 6, generator=generator)
+        y = torch.stack([x[:, 0] * x[:, 1] + x[:, 3] / 2, x[:, 2].abs() + x[:, 4] / 3], dim=1)  # a fifth is linear
+        found[layer] = Moments(rows=[])
+        found[layer].add(x, y, torch.arange(3000) < 300)
+    line, _ = check_gates(found, fit_linear(found))
+    network, percentiles = check_gates(found, gates := fit_mlp(found, width=64, epochs=30))
+    assert min(network) > 0.8 > 0.3 > max(line) > 0.1
+    assert percentiles == sorted(percentiles)
+    tensors = {f"layers.{layer}.{name}": x for layer, gate in enumerate(gates) for name, x in gate.items()}
+    scorer = KVzap(gate_file(tmp_path, tensors))
+    torch.testing.assert_close(scorer.predicted(1, x[None], 2)[0], gated(gates[1], x))
+
+
 def test_a_calibration_writes_a_gate_with_percentiles_that_a_threshold_reads(tmp_path: Path) -> None:
     gate = tmp_path / "gate.safetensors"
     fields = ["kvzap", "model=pocket", "task=niah", "task.lengths=[256]", "limit=6", "-o", str(gate)]
+    assert calibrate([*fields, "form=mlp"]) == 0
+    assert KVzap(str(gate)).predicted(0, torch.zeros(1, 1, 128), 2).shape == (1, 1, 2)
+    assert calibrate([*fields, "form=tree"]) == 2
     assert calibrate(fields) == 0
     rows = kvbench.evaluate(
         "pocket",

@@ -1,0 +1,116 @@
+"""Operations on tensors of a prefill, of a block at the budget, of a decoded token and of another variant.
+
+python scripts/count_operations.py [-o FILE.csv]. A GPU launches about one kernel for each; views are not counted. The
+model has the layers and heads of Llama-3.1-8B, tiny ones, so that it runs on a CPU in minutes: the number of operations
+does not depend on their size. A CPU sums attention in more pieces than a GPU's kernels do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kvbench import make_policy
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.sequence import Request
+from kvbench.policies.policy import Policy
+from kvbench.results.session import git_revision
+
+LENGTH, BUDGET, BLOCK, LAYERS = 768, 128, 64, 32
+WHOLE = ["full", "streamingllm", "snapkv", "h2o", "cake", "d2o"]
+BLOCKS = ["streamingllm", "snapkv", "tova", "h2o", "caote_snapkv"]
+SWEEP = ["streamingllm", "snapkv", "tova", "h2o", "caote_snapkv", "cake"]
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that are not views."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def counted(call: Callable[[], object]) -> int:
+    """The operations of a call."""
+    operations = Operations()
+    with operations:
+        call()
+    return operations.count
+
+
+def tiny_llama() -> PreTrainedModel:
+    """A random model of 32 layers, 32 query heads and 8 KV heads of 4 numbers."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128, head_dim=4, intermediate_size=64, vocab_size=256, num_hidden_layers=LAYERS,
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=4096,
+    )  # fmt: skip
+    model: PreTrainedModel = LlamaForCausalLM(config).eval()
+    model.set_attn_implementation("kvbench")
+    return model
+
+
+def request(length: int = LENGTH) -> Request:
+    """A prompt of random tokens with eight new ones."""
+    return Request(torch.randint(256, (1, length), generator=torch.Generator().manual_seed(0)), 8, min_new_tokens=8)
+
+
+def admission(model: PreTrainedModel, policies: list[Policy], length: int = LENGTH) -> tuple[int, DecodeBatch]:
+    """The operations of the prefill and the evictions of some policies, and their batch."""
+    batch = DecodeBatch(model)
+    return counted(lambda: batch.admit(request(length), policies)), batch
+
+
+@torch.inference_mode()
+def rows(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """What is counted, for which policy, and the operations: all and per layer."""
+    found = []
+
+    def note(what: str, policy: str, count: float) -> None:
+        found.append({"what": what, "policy": policy, "operations": count, "per_layer": round(count / LAYERS, 1)})
+
+    for slug in WHOLE:
+        prefill, batch = admission(
+            model, [make_policy(slug, None if slug in ("full", "fp8", "int4", "kivi") else BUDGET)]
+        )
+        batch.step()
+        note("prefill", slug, prefill)
+        note("decoded token", slug, counted(batch.step))
+    for slug in BLOCKS:
+        policy = make_policy(slug, BUDGET, schedule="blocks", block=BLOCK)
+        few, many = (admission(model, [policy], length)[0] for length in (LENGTH - 2 * BLOCK, LENGTH))
+        note("block at the budget", slug, (many - few) / 2)
+    variants = [make_policy(slug, BUDGET // 8 * share, schedule="prompt") for slug in SWEEP for share in range(4, 10)]
+    one = admission(model, variants[:1])[0]
+    note(f"admission of {len(variants)} variants, each beyond the first", ", ".join(SWEEP),
+         (admission(model, variants)[0] - one) / (len(variants) - 1))  # fmt: skip
+    return found
+
+
+def main() -> None:
+    """Print the table, and write it if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", help="a CSV file")
+    given = parser.parse_args()
+    table = pd.DataFrame(rows(tiny_llama())).round(1)
+    sys.stdout.write(table.to_string(index=False) + "\n")
+    if given.output:
+        table.assign(revision=git_revision(Path(__file__).parent), torch=torch.__version__).to_csv(
+            given.output, index=False
+        )
+
+
+if __name__ == "__main__":
+    main()
