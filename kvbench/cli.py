@@ -122,7 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and words[0][:1] not in ("-", "+", "~") and "=" not in words[0]:
         raise unknown("command", words[0], list(COMMANDS.places))
     for word in words:
-        _refuse_unused(*word.lstrip("+").partition("=")[::2])
+        if "=" in word:
+            _refuse_unused(*word.lstrip("+").partition("=")[::2])
     before, sys.argv = sys.argv, ["kvbench", *map(unescaped, words)]
     try:
         app()
@@ -134,7 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse_unused(key: str, value: str) -> None:
-    """Refuse settings of Hydra with which it would leave empty folders and files beside those in `out`."""
+    """Refuse groups without a name, and settings with which Hydra would leave empty files beside those in `out`."""
+    if key in ("model", "policy", "task") and value[:1] in ("", "[", "{"):
+        raise ConfigError(key, value, f"a name, or names for a sweep (-m {key}=a,b)")
     if key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir"):
         raise ConfigError(key, value, why="has no effect: results are in the folder out=, with their configurations")
     if key in ("hydra/job_logging", "hydra/hydra_logging") and value not in ("none", "disabled", "stdout"):

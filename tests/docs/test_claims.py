@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import re
 import shlex
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import click
 import pytest
 import yaml
 
-from kvbench.cli import COMMANDS
+from kvbench.cli import COMMANDS, main
 from kvbench.config.compose import CONF, load, names
 from kvbench.config.parts import part_class
 from kvbench.models.loading import ModelSpec
@@ -166,7 +167,9 @@ def test_every_claim_names_its_source_and_the_example_of_the_page_is_one() -> No
     assert {key: shown["runs"][key] for key in shown["runs"]} == {key: own["runs"][key] for key in shown["runs"]}
 
 
-def test_sub_commands_of_the_pages_have_these_options() -> None:
+@cache
+def sub_commands() -> list[tuple[str, str]]:
+    """The sub-commands in the pages, each with its arguments."""
     found = set()
     for page in PAGES:
         for line in page.read_text(encoding="utf-8").splitlines():
@@ -174,14 +177,105 @@ def test_sub_commands_of_the_pages_have_these_options() -> None:
                 r"(?:kvbench |python -m kvbench\.)([\w-]+)(.*)", line.strip().removeprefix("$ ").split(" #")[0]
             )
             if words and words[1].replace("_", "-") in COMMANDS.places:
-                found.add((words[1].replace("_", "-"), words[2]))
-    assert len(found) > 40
-    for name, rest in sorted(found):
+                found.add((words[1].replace("_", "-"), words[2].strip()))
+    return sorted(found)
+
+
+def test_sub_commands_of_the_pages_have_these_options() -> None:
+    assert len(sub_commands()) > 40
+    for name, rest in sub_commands():
         command, arguments = COMMANDS.get_command(click.Context(COMMANDS), name), shlex.split(rest)
         while isinstance(command, click.Group):
             command = command.get_command(click.Context(command), arguments.pop(0))
         assert command is not None, (name, rest)
         command.make_context(name, arguments)  # raises a usage error
+
+
+FAST = (
+    "results collect results/runs -o",
+    "tables list",
+    "tables show",
+    "tables compare",
+    "sweep status results",
+    "claims",
+)
+SLOW = (
+    "results check",
+    "results collect results/runs --price",
+    "plot results/",
+    "report",
+    "memory",
+    "diagnose",
+    "tables run",
+)
+ELSEWHERE = {
+    "--at-size": "its runs are those of a policy that sets its own size: tests/kvbench/test_results.py",
+    "--price": "its runs are those of constraints of engines: tests/kvbench/test_price.py",
+    "--by turn": "its runs have no turns: tests/kvbench/test_turns.py",
+    "results collect results/runs/": "its runs are those of a table of results/pocket",
+    "results log": "tests/kvbench/test_wandb.py",
+    "sweep ": "its jobs are on a cluster: tests/kvbench/test_jobs.py",
+    "lm-eval": "its model is the reader's: tests/kvbench/test_lm_eval_command.py",
+    "predictions.jsonl": "its predictions are the reader's: tests/kvbench/test_score.py",
+    "mine.yaml": "its claims are the reader's: tests/kvbench/test_claims.py",
+    "llama32_3b": "its model is on the Hub",
+    "tables run": "tests/kvbench/test_papers_compare.py",
+    "smollm2": "its model takes minutes on a CPU",
+    "calibrate": "takes minutes on a CPU: tests/kvbench/test_diagnostics.py",
+    "bench": "takes minutes on a CPU: tests/kvbench/bench",
+}
+"""Parts of the commands that are not run here, and why."""
+
+
+def run_here(which: tuple[str, ...]) -> list[str]:
+    """The commands of the pages that begin so, and that are not run elsewhere."""
+    lines = [f"{name} {rest}".strip() for name, rest in sub_commands()]
+    return [line for line in lines if line.startswith(which) and not elsewhere(line, which)]
+
+
+def elsewhere(line: str, which: tuple[str, ...] = ()) -> bool:
+    """Whether a command is not run here; one that begins with a whole entry of `which` is."""
+    own = "sweep status results" in which and line.startswith("sweep status results")
+    return not own and any(part in line or line.startswith(part) for part in ELSEWHERE)
+
+
+@pytest.fixture(scope="module")
+def folder_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a reader has it after a first sweep, with the results of the repository."""
+    here = tmp_path_factory.mktemp("reader")
+    shutil.copytree(RESULTS / "pocket", here / "results/pocket")
+    small = ["task.lengths=[300]", "task.depths=[0.5]", "task.repeats=5", "task.max_new_tokens=2", "device=cpu"]
+    out = f"out={here / 'results/runs'}"
+    assert main(["-m", "policy=full,snapkv,tova", "budget=64", "schedule=prompt", "decode=evict", *small, out]) == 0
+    return here
+
+
+def run_in(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(folder)
+    assert main(shlex.split(command)) in (0, None), capsys.readouterr().err
+    assert capsys.readouterr().out
+    if output := re.search(r" -o (\S+)", command):
+        assert (folder / output[1]).exists()
+
+
+@pytest.mark.parametrize("command", run_here(FAST))
+def test_a_sub_command_of_the_pages_runs(
+    command: str, folder_of_runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_in(folder_of_runs, command, monkeypatch, capsys)
+
+
+@pytest.mark.slow("draws and computes")
+@pytest.mark.parametrize("command", run_here(SLOW))
+def test_a_slow_sub_command_of_the_pages_runs(
+    command: str, folder_of_runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_in(folder_of_runs, command, monkeypatch, capsys)
+
+
+def test_every_sub_command_of_the_pages_runs_here_or_says_where() -> None:
+    lines = {f"{name} {rest}".strip() for name, rest in sub_commands()}
+    assert lines - {*run_here(FAST), *run_here(SLOW)} - {line for line in lines if elsewhere(line)} == set()
 
 
 def test_every_script_is_named_by_a_page_a_test_or_a_script() -> None:

@@ -82,6 +82,8 @@ def test_what_hydra_runs_it_runs_here(line: str, tiny_model: Path, folder: Path)
         ("-m ++hydra.sweep.subdir=own", "hydra.sweep.subdir=own has no effect"),
         ("hydra.output_subdir=.hydra", "hydra.output_subdir=.hydra has no effect"),
         ("hydra/job_logging=default", "hydra/job_logging=default would write an empty log file"),
+        ("policy=", "policy must be a name, or names for a sweep (-m policy=a,b), got ''"),
+        ("policy=[snapkv,full]", "policy must be a name, or names for a sweep (-m policy=a,b), got '[snapkv,full]'"),
         ("reprot runs", "command=reprot does not exist: did you mean report"),
     ],
 )
