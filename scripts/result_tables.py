@@ -12,7 +12,6 @@ import json
 import math
 from pathlib import Path
 from typing import Any
-from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
