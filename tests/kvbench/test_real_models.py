@@ -74,7 +74,7 @@ def checkpoint(request: pytest.FixtureRequest) -> Checkpoint:
 def model(checkpoint: Checkpoint) -> Iterator[PreTrainedModel]:
     found = load(checkpoint, torch.device("cpu")).model
     yield found
-    found.set_attn_implementation("kvbench")
+    found.float().set_attn_implementation("kvbench")
 
 
 @pytest.fixture(scope="module")
@@ -116,27 +116,21 @@ def test_answers_of_full_are_transformers_own(
     ],
 )
 def test_kvpress_keeps_the_same_tokens(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    checkpoint: Checkpoint,
-    slug: str,
-    press: str,
-    fields: dict[str, Any],
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, slug: str, press: str, fields: dict[str, Any]
 ) -> None:
+    """In float64: the biases of Qwen's keys make many norms nearly equal, so that rounding decides in float32."""
+    model.double()
     theirs, ids, budget = getattr(presses(), press)(), book(tokenizer, 256), 64
     theirs.compression_ratio = 1 - (budget + 0.5) / len(ids)
     ours = policy_keeps(model, ids, make_policy(slug, budget, **fields))
     expected = press_keeps(model, ids, theirs)
     assert [[len(head) for head in layer] for layer in ours] == [[len(head) for head in layer] for layer in expected]
     heads = [(own, other) for layer in zip(ours, expected, strict=True) for own, other in zip(*layer, strict=True)]
-    # Sums are computed in another order: at the edge of the budget a token may change places with the next one. In the
-    # first layer equal tokens have equal norms, and either of them may stay, so that tokens are compared there.
+    # In the first layer equal tokens have equal norms, and either of them may stay, so that tokens are compared there.
     swapped = [(Counter(ids[j] for j in own) - Counter(ids[j] for j in other)).total() for own, other in heads]
-    # The biases of Qwen's keys make the norms of the first three layers nearly equal.
-    most, share, first = (1, 0.1, 3) if checkpoint.spec.name == "smollm2" else (5, 0.25, 6)
-    assert max(swapped) <= most
-    assert sum(swapped) <= share * len(heads)
-    assert sum(own == other for own, other in heads[first:]) >= 0.9 * len(heads[first:])
+    assert max(swapped) == 0
+    later = heads[len(ours[0]) :]
+    assert sum(own == other for own, other in later) == len(later)
 
 
 @torch.inference_mode()
