@@ -5,7 +5,7 @@ The slots of every KV head are split over programs (flash-decoding, Dao et al. 2
 if there are several.
 Segments of KV heads and sequences may have different lengths, so that sequences with different budgets decode in one
 launch. If weights are needed, the first launch stores its logits (4 G bytes per slot; keys and values in 16 bits have
-4 D bytes) and a third launch converts them to weights, so that keys are read once.
+4 D bytes) and one more launch converts them to weights, so that keys are read once.
 
 Shapes: B batch, H_q query heads, H_kv KV heads, R = B * H_kv, G = H_q / H_kv, M queries, T slots, N flat slots of all
 segments, D head dim of queries and keys, D_v of values. Logits are in base 2, results in base e.
@@ -73,12 +73,12 @@ def _attend(
 ) -> None:  # fmt: skip
     """One program: `each` slots of one KV head for ROWS of its G * M query rows; row g * M + m is query m of head g.
 
-    sinks_ptr: if all slots are one part.
+    The first part of a segment includes the sinks, so that it is stored even if the segment is empty.
     """
     kv_row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, length = segment(starts_ptr, counts_ptr, kv_row, T)
     begin = part * each
-    if begin >= tl.maximum(length, 1):  # the first part of an empty segment is stored
+    if begin >= tl.maximum(length, 1):
         return
     end = tl.minimum(begin + each, length)
     k, v = of_head(stored_k, kv_row, H_kv, start), of_head(stored_v, kv_row, H_kv, start)
@@ -127,16 +127,15 @@ def _attend(
         values = Vectors(v.ptr + wide * v.row, needed, v.dim)
         top, total, out = attend(logits, tile(values, 0, D_V, BLOCK_V), top, total, out)
     if sinks_ptr is not None:
-        top, total, out = with_sinks(top, total, out, sinks_ptr, kv_row % H_kv * G + rows // M, there)
+        top, total, out = with_sinks(top, total, out, sinks_ptr, kv_row % H_kv * G + rows // M, there, part)
     places = (kv_row * tl.num_programs(1) + part) * G * M + rows
     store_part(out_ptr, lse_ptr, places, there, top, total, out, tl.arange(0, BLOCK_V), D_V)
 
 
 @partial(jit, varying=("T", "each", "parts"))
 def _join(
-    parts_ptr: tl.tensor, parts_lse_ptr: tl.tensor, sinks_ptr: tl.tensor, counts_ptr: tl.tensor, out_ptr: tl.tensor,
-    lse_ptr: tl.tensor, H_kv: tl.tensor, M: tl.tensor, T: tl.tensor, each: tl.tensor, parts: tl.tensor,
-    D_V: tl.constexpr, BLOCK_V: tl.constexpr, AT_ONCE: tl.constexpr,
+    parts_ptr: tl.tensor, parts_lse_ptr: tl.tensor, counts_ptr: tl.tensor, out_ptr: tl.tensor, lse_ptr: tl.tensor,
+    T: tl.tensor, each: tl.tensor, parts: tl.tensor, D_V: tl.constexpr, BLOCK_V: tl.constexpr, AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: one query row of one KV head, joined from the parts of the head."""
     kv_row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(1)
@@ -144,12 +143,9 @@ def _join(
     count = T
     if counts_ptr is not None:
         count = tl.load(counts_ptr + kv_row).to(tl.int32)
-    count = tl.cdiv(count, each)
+    count = tl.cdiv(tl.maximum(count, 1), each)
     top = tl.full([1], float("-inf"), tl.float32)
-    if sinks_ptr is not None:
-        head = kv_row % H_kv * (rows // M) + row // M
-        top = tl.load(sinks_ptr + head + tl.arange(0, 1)).to(tl.float32)
-    total = tl.where(top == float("-inf"), 0.0, 1.0)
+    total = tl.zeros([1], tl.float32)
     dims = tl.arange(0, BLOCK_V)
     out = tl.zeros([BLOCK_V], tl.float32)
     for first in range(0, count, AT_ONCE):
@@ -223,21 +219,22 @@ def tiles(rows: int, dim: int, value_dim: int, dtype: torch.dtype, placed: bool)
 
 
 def join(
-    part_out: Tensor, part_lse: Tensor, like: Tensor, heads: int, slots: int, each: int, counts: Tensor | None = None,
-    sinks: Tensor | None = None,
+    part_out: Tensor, part_lse: Tensor, like: Tensor, heads: int, slots: int, each: int, counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [B,H_q,M,D_v] and natural log-sum-exp [B,H_q,M] from parts [R,S,G*M,D_v] and their log-sum-exp [R,S,G*M].
 
     like [B,H_q,M,D]: the queries. Part s of a KV head has its slots s * each to (s + 1) * each. The number of slots is
-    counts [B,H_kv] or, without counts, `slots`; parts beyond it are not read. sinks [H_q] are included in the sum.
+    counts [B,H_kv] or, without counts, `slots`; parts beyond it are not read. A single part is the result.
     """
     (batch, query_heads, new), value_dim = like.shape[:3], part_out.shape[-1]
+    if part_out.shape[1] == 1:
+        return part_out.view(batch, query_heads, new, value_dim), part_lse.view(batch, query_heads, new)
     out = like.new_empty(batch, query_heads, new, value_dim)
     log_sum_exp = like.new_empty(batch, query_heads, new, dtype=torch.float32)
     block = max(16, next_power_of_two(value_dim))
     _join[batch * heads, query_heads // heads * new](
-        part_out, part_lse, sinks, counts, out, log_sum_exp, heads, new, slots, each, part_out.shape[1],
-        D_V=value_dim, BLOCK_V=block, AT_ONCE=max(1, 4096 // block),
+        part_out, part_lse, counts, out, log_sum_exp, slots, each, part_out.shape[1], D_V=value_dim,
+        BLOCK_V=block, AT_ONCE=max(1, 4096 // block),
     )  # fmt: skip
     return out, log_sum_exp
 
@@ -273,9 +270,9 @@ def _launch(
         None if segments is None else SLOTS_A_PART,
     )  # fmt: skip
     parts = max(1, -(-slots // each))
-    out, log_sum_exp = parts_of(queries, parts, heads, value_dim)
+    part_out, part_lse = parts_of(queries, parts, heads, value_dim)
     scored = weights or sums is not None
-    logits = log_sum_exp.new_empty(batch, heads, group, new, slots) if scored else None
+    logits = part_lse.new_empty(batch, heads, group, new, slots) if scored else None
     starts, counts = segments or (None, None)
     flat = () if segments is None else (0, 0)
     q_pos, k_pos = None, None
@@ -289,12 +286,11 @@ def _launch(
         token = view(new_tokens.keys), view(new_tokens.values), new_tokens.slots
     with torch.cuda.device_of(queries):
         _attend[pairs, parts, blocks](
-            view(queries), q_pos, k, v, k_pos, bias_view, starts, counts, *token, sinks if parts == 1 else None,
-            logits, out, log_sum_exp, heads, group, new, slots, each, rule_of(scaling, softcap, sliding_window),
+            view(queries), q_pos, k, v, k_pos, bias_view, starts, counts, *token, sinks, logits,
+            part_out, part_lse, heads, group, new, slots, each, rule_of(scaling, softcap, sliding_window),
             D_V=value_dim, maxnreg=REGISTERS, **sizes,
         )  # fmt: skip
-        if parts > 1:
-            out, log_sum_exp = join(out, log_sum_exp, queries, heads, slots, each, counts, sinks)
+        out, log_sum_exp = join(part_out, part_lse, queries, heads, slots, each, counts)
         if scored:
             added = None if sums is None else View(sums, *(0,) * (4 - sums.dim()), *sums.stride())
             _weigh[pairs, -(-slots // SLOTS_WEIGHED)](

@@ -322,14 +322,14 @@ def _attend_to_codes(
     each = max(each, -(-words // (PARTS * order.WORDS)) * order.WORDS)
     parts, group = -(-words // each), query_heads // heads
     wide = queries.float()
-    out, log_sum_exp = parts_of(wide, parts, heads, value_dim)
+    part_out, part_lse = parts_of(wide, parts, heads, value_dim)
     with torch.cuda.device_of(queries):
         _attend_codes[batch * heads, parts](
-            view(queries), query_positions.contiguous(), absent, out, log_sum_exp,
+            view(queries), query_positions.contiguous(), absent, part_out, part_lse,
             _codes(keys.packed), _codes(values.packed), heads, common, words, each, rule_of(scaling, softcap),
             KEY=key, VALUE=value, TOKENS=order, G=group, ROWS=max(ROWS, next_power_of_two(group)), **how,
         )  # fmt: skip
-        return (out, log_sum_exp) if parts == 1 else join(out, log_sum_exp, wide, heads, words, each, None)
+        return join(part_out, part_lse, wide, heads, words, each)
 
 
 def _layout(keys: Packed, values: Packed, dims: tuple[int, int], tokens: int) -> tuple[Groups, Groups, Groups]:

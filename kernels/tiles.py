@@ -277,22 +277,30 @@ def store_part(
 
 @jit
 def with_sinks(
-    top: tl.tensor, total: tl.tensor, out: tl.tensor, sinks_ptr: tl.tensor, heads: tl.tensor, there: tl.tensor
+    top: tl.tensor,
+    total: tl.tensor,
+    out: tl.tensor,
+    sinks_ptr: tl.tensor,
+    heads: tl.tensor,
+    there: tl.tensor,
+    part: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Maximum, sum and output of rows with the sink of their query head, which is in the sum only."""
-    sink = tl.load(sinks_ptr + heads, mask=there, other=0.0).to(tl.float32) * 1.4426950408889634
+    """Maximum, sum and output of rows of part 0 with the sink of their query head, which is in the sum only."""
+    first = there & (part + heads * 0 == 0)
+    sink = tl.load(sinks_ptr + heads, mask=first, other=float("-inf")).to(tl.float32) * 1.4426950408889634
     new_top = tl.maximum(top, sink)
-    fading = tl.exp2(top - new_top)
-    return new_top, total * fading + tl.exp2(sink - new_top), out * fading[:, None]
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    fading = tl.exp2(top - shift)
+    return new_top, total * fading + tl.exp2(sink - shift), out * fading[:, None]
 
 
 def parts_of(like: Tensor, parts: int, heads: int, value_dim: int) -> tuple[Tensor, Tensor]:
-    """Empty outputs and log-sum-exps of parts, [R,S,G*M,D_v] and [R,S,G*M] in float32, for `join`.
+    """Empty outputs [R,S,G*M,D_v] and log-sum-exps [R,S,G*M] of S parts, for `join`.
 
-    One part is the result: output [B,H_q,M,D_v] in the dtype of the queries `like` [B,H_q,M,D], log-sum-exp [B,H_q,M].
+    like [B,H_q,M,D]: the queries. A single part is the result, so it has their dtype; other outputs are float32.
     """
     batch, query_heads, new = like.shape[:3]
-    shape = (batch, query_heads, new) if parts == 1 else (batch * heads, parts, query_heads // heads * new)
+    shape = batch * heads, parts, query_heads // heads * new
     out = like.new_empty(*shape, value_dim, dtype=like.dtype if parts == 1 else torch.float32)
     return out, like.new_empty(shape, dtype=torch.float32)
 

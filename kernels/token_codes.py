@@ -51,12 +51,12 @@ def _attend_codes(
 ) -> None:  # fmt: skip
     """One program: `each` slots of one KV head, for the newest query of all its query heads.
 
-    sinks_ptr: if all slots are one part.
+    The first part of a segment includes the sinks, so that it is stored even if the segment is empty.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, length = tl.load(starts_ptr + row).to(tl.int64), tl.load(counts_ptr + row).to(tl.int32)
     begin = part * each
-    if begin >= tl.maximum(length, 1):  # the first part of an empty segment is stored
+    if begin >= tl.maximum(length, 1):
         return
     end = tl.minimum(begin + each, length)
     newest = tl.load(q_pos_ptr + row // H).to(tl.int32)
@@ -92,7 +92,7 @@ def _attend_codes(
         top, total, out = attend(logits, values, top, total, out)
     out *= v_factor
     if sinks_ptr is not None:
-        top, total, out = with_sinks(top, total, out, sinks_ptr, row % H * G + heads, heads < G)
+        top, total, out = with_sinks(top, total, out, sinks_ptr, row % H * G + heads, heads < G, part)
     places = (row * tl.num_programs(1) + part) * G + heads
     store_part(out_ptr, lse_ptr, places, heads < G, top, total, out, value_dims, VALUE.D)
 
@@ -131,18 +131,18 @@ def decode_codes(
     pairs = batch * heads
     each = slots_of_a_part(pairs, most, sizes["BLOCK_T"], programs_at_once(queries.device), SLOTS_A_PART)
     parts = max(1, -(-most // each))
-    out, log_sum_exp = parts_of(queries, parts, heads, values.dim)
+    part_out, part_lse = parts_of(queries, parts, heads, values.dim)
     rule = rule_of(scaling, softcap, sliding_window)
     counts = counts.contiguous()
     with torch.cuda.device_of(queries):
         _attend_codes[pairs, parts](
             view(queries), query_positions.contiguous(), key_positions, starts.contiguous(), counts,
             *keys.memory, *values.memory, view(new_tokens.keys), view(new_tokens.values),
-            new_tokens.slots.contiguous(), sinks if parts == 1 else None, out, log_sum_exp, heads, each, rule.scale,
+            new_tokens.slots.contiguous(), sinks, part_out, part_lse, heads, each, rule.scale,
             rule.cap, rule.window, keys.factor, values.factor, KEY=key, VALUE=value, G=group,
             ROWS=max(16, next_power_of_two(group)), **sizes,
         )  # fmt: skip
-        return out if parts == 1 else join(out, log_sum_exp, queries, heads, most, each, counts, sinks)[0]
+        return join(part_out, part_lse, queries, heads, most, each, counts)[0]
 
 
 @jit
