@@ -365,7 +365,7 @@ class KVCache(ReadsHidden, Cache):
                 layer.store.expect(tokens)
 
     def __bool__(self) -> bool:
-        """False for models of which `model.generate` would discard a cache that is true (`layout.AGAIN`)."""
+        """False for models of which `model.generate` would discard a cache that is true (`families.AGAIN`)."""
         return self._layout.restart_length is None
 
     # --- contents ----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from kvbench.cache.sequence import Sequence
 from kvbench.cache.step import Step
 from kvbench.engine.logits import base_of, head_logits
 from kvbench.engine.pass_cache import PassCache
+from kvbench.models.answers import end_tokens
 from kvbench.policies.policy import Policy, total_slots
 from kvbench.policies.policy_checks import check_draft
 from kvbench.policies.pre_passes.lookahead import Lookahead
@@ -75,7 +76,7 @@ def _visible(sequence: Sequence, wanted: Lookahead, steps: List[Step]) -> dict[i
 
 def _generate(model: PreTrainedModel, cache: PassCache, tokens: int, output: BaseModelOutputWithPast) -> int:
     """Generate up to `tokens` tokens greedily over a stored prompt; returns their number."""
-    base, ends = base_of(model), _end_tokens(model)
+    base, ends = base_of(model), end_tokens(model.generation_config, None)
     last = output.last_hidden_state
     assert last is not None
     output = type(output)(last_hidden_state=last[:, -1:])
@@ -86,9 +87,3 @@ def _generate(model: PreTrainedModel, cache: PassCache, tokens: int, output: Bas
         at = cache.follow(1, model.device)
         output = base(input_ids=token, position_ids=at, past_key_values=cache, use_cache=True)
     return tokens
-
-
-def _end_tokens(model: PreTrainedModel) -> set[int]:
-    """The tokens that end an answer, from the model's generation settings."""
-    ids = None if model.generation_config is None else model.generation_config.eos_token_id
-    return set() if ids is None else set(ids) if isinstance(ids, list) else {int(ids)}

@@ -76,9 +76,8 @@ def _digest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
     for part in (_settings(model), _tokenizer(tokenizer)):
         digest.update(json.dumps(part, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
-        content = (
-            _checksum(model, name, tensor) if isinstance(tensor, Tensor) else tensor
-        )  # or settings of quantization
+        # quantized models also have settings
+        content = _checksum(model, name, tensor) if isinstance(tensor, Tensor) else tensor
         digest.update(
             f"{name} {tuple(getattr(tensor, 'shape', ()))} {getattr(tensor, 'dtype', '')} {content}\0".encode()
         )

@@ -154,16 +154,12 @@ class SlotStore(SlotMemory):
     def replace(self, contents: State, ascending: bool, spare: int = 0) -> None:
         """Replace all tensors by [B,H,n,...] of kept tokens, without empty slots but for `spare` ones behind them."""
         for name, x in contents.items():
-            self._hold(name, self._lengthened(name, x, spare) if spare else x)
-        self.use(contents["positions"].shape[2], spare)
+            self._hold(name, x)
+        self.use(contents["positions"].shape[2], 0)
+        if spare:
+            self._lengthen(spare, {})
         self._packed, self._ascending, self._whole = True, ascending, False
         self.free, self.lent = None, False
-
-    @staticmethod
-    def _lengthened(name: str, x: Tensor, spare: int) -> Tensor:
-        """x [B,H,n,...] with `spare` empty slots behind it."""
-        behind = x.new_full((*x.shape[:2], spare, *x.shape[3:]), -1 if name == "positions" else 0)
-        return torch.cat([x, behind], dim=2)
 
     def _compact(self, mask: Tensor, spare: int, count: int | None) -> Tensor:
         most, least = extremes(mask, count)
