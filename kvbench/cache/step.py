@@ -26,6 +26,7 @@ from kvbench.policies.observation import (
 )
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Span
+from kvbench.policies.selections.fair import Fair
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import CompressedStore, LayerStore
 
@@ -259,8 +260,9 @@ def append(
 def keeps_window(policy: Policy, budgets: tuple[int, ...]) -> bool:
     """Whether the tokens of the window's queries are always kept, so that each query sees at least its own."""
     assert policy.scorer is not None
-    window = policy.needs.window
-    return not policy.needs.question and all(policy.scorer.protects(budget).newest >= window for budget in budgets)
+    if policy.needs.question or isinstance(policy.selection, Fair):  # which keeps a part's share, whatever is protected
+        return False
+    return all(policy.scorer.protects(budget).newest >= policy.needs.window for budget in budgets)
 
 
 def no_attention(queries: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
