@@ -24,6 +24,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # extension modules report what lives on at the end of the process
+
+
 def pytest_runtest_logfinish() -> None:
     """A worker of pytest-xdist that lost its GPU ends: another takes its place, where all its tests would fail."""
     if "PYTEST_XDIST_WORKER" not in os.environ or not torch.cuda.is_initialized():

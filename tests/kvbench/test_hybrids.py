@@ -30,7 +30,8 @@ from kvbench.policies.policy import Policy
 
 BUDGET, NEW = 16, 6
 CONTINUING = [family for family in HYBRIDS if family not in ("jamba", "zamba")]
-FAMILIES = few_fast(HYBRIDS, ("qwen3_5_text", "nemotron_h", "jamba"), "runs every hybrid family")
+EVERY = pytest.mark.slow("runs every hybrid family")
+FAMILIES = few_fast(HYBRIDS, ("qwen3_5_text", "nemotron_h", "jamba"), EVERY)
 """A delta rule, convolutions beside Mamba 2, and a family whose recurrences restart."""
 RULES = [
     Rules("snapkv", window=6, kernel=3),
@@ -249,7 +250,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbench.cache.rows.READ_AT_ONCE", ())
 
 
-@pytest.mark.parametrize("family", few_fast(HYBRIDS, ("lfm2",), "runs every hybrid family"))
+@pytest.mark.parametrize("family", few_fast(HYBRIDS, ("lfm2",), EVERY))
 def test_batches_that_decode_at_once_are_what_they_are_alone(family: str, as_on_a_gpu: None) -> None:
     policies = [make_policy(slug, BUDGET, decode="evict") for slug in ("h2o", "tova")]
     flight, found = DecodeBatch(model(family)), []

@@ -45,7 +45,7 @@ class Interpreter:
 
 def mostly_slow(names: Iterable[str], fast: Collection[str]) -> list[Any]:
     """Parameters of a test, of which only a few run in the fast suite: the interpreter takes its time."""
-    return few_fast(names, fast, "interprets kernels")
+    return few_fast(names, fast, pytest.mark.slow("interprets kernels"))
 
 
 @contextmanager
