@@ -108,8 +108,8 @@ def test_what_a_text_cites_of_a_paper_exists() -> None:
     files += [file for name in ("conf", "policies", "kvbench") for file in (ROOT / name).rglob("*.[py]*")]
     found, wrong = 0, []
     for text in [file.read_text(encoding="utf-8") for file in files if file.suffix in (".md", ".yaml", ".py")]:
-        for name, rest in re.findall(rf"({'|'.join(IDS)})\b([^;|]{{0,120}})", text):
-            own = re.split(rf"\. |\n\n|arXiv|SnapKV|{'|'.join(IDS)}", " ".join(rest.split()))[0]
+        for name, rest in re.findall(rf"({'|'.join(IDS)})\b(?=([^;|]{{0,120}}))", text):
+            own = re.split(rf"(?<!eq)\. |\n\n|arXiv|SnapKV|{'|'.join(IDS)}", " ".join(rest.split()))[0]
             for kind, number in cited(own):
                 found += 1
                 wrong += [] if exists(IDS[name], kind, number) else [(name, kind, number, rest)]
