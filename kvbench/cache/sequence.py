@@ -19,7 +19,7 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.schedule import Span
-from kvbench.policies.stores.token_codes import TokenCodeLayerStore
+from kvbench.policies.stores.token_codes import TokenCodeLayer
 
 _RULES: dict[object, object] = {}
 
@@ -250,7 +250,7 @@ class Sequence:
     def note_step(self) -> None:
         """Update the peak for decoding steps of a `DeviceBatch`, where codes have the newest token twice."""
         held = self.layers[-1].store
-        twice = held.step_nbytes if isinstance(held, TokenCodeLayerStore) else 0
+        twice = held.step_nbytes if isinstance(held, TokenCodeLayer) else 0
         self.peak_nbytes = max(self.peak_nbytes, self._total_bytes + twice)
 
     def footprint(self, kept: List[List[int]], decode_steps: int) -> float:
