@@ -18,10 +18,9 @@ from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.selections.selection import Selection
 from kvbench.policies.selections.shares import ranks_within
 
-
 NEEDS_PARTS = (
-    "divides the budget among the parts of a prompt, of which the task names fewer than two: use task=instructions with "
-    "a document (task.lengths) or a defense (task.defense)"
+    "divides the budget among the parts of a prompt, of which the task names fewer than two: use task=instructions "
+    "with a document (task.lengths) or a defense (task.defense)"
 )
 
 
