@@ -29,8 +29,10 @@ PAIRS = {  # CAOTE's H2O keeps no recent window
     f"{value}_{base}": "h2o_norecent" if base == "h2o" and value != "ada" else base
     for base in ("snapkv", "h2o", "tova", "roco", "pyramidkv", "knorm", "keydiff", "cake", "kvec")
     for value in ("caote", "fastcaote", "ada")
-}
-ON_NEEDLES = {"schedule": "prompt", "block": None, "decode": "grow", "task": "niah"}
+} | dict.fromkeys(["chunkkv_snapkv", "critical_snapkv", "defensivekv", "layer_defensivekv"], "snapkv")
+ONCE = {"schedule": "prompt", "block": None, "decode": "grow"}
+ON_NEEDLES = {**ONCE, "task": "niah"}
+TASKS = "ruler_niah_multikey_2", "ruler_vt"
 CLAIMS = {  # table of runs: claims that its task can decide, and the fields that replace those of the claims
     "needles": [
         (
@@ -40,6 +42,14 @@ CLAIMS = {  # table of runs: claims that its task can decide, and the fields tha
         ),
         (["cake/near-lossless-1024", "kvec/near-full-1024"], {**ON_NEEDLES, "budget": [1024]}),
         (["today/two-and-a-half-bits"], ON_NEEDLES),
+    ],
+    "ruler": [
+        (names, {**ONCE, "task": task, "task.length": 2048, **budget})
+        for task in TASKS
+        for names, budget in (
+            (["caote/always-task", "cake/needle-best", "cake/pyramid-not-better", "kvec/needle"], {"budget": [256, 512]}),
+            (["today/two-and-a-half-bits"], {}),
+        )
     ],
     "needles_context": [
         (["today/kvzip-question-unknown"], {**ON_NEEDLES, "budget": [256, 1024], "compress": "context"}),
@@ -120,7 +130,7 @@ def to_base(found: pd.DataFrame) -> pd.DataFrame:
     Budget `all`: each example's mean over the budgets. p_holm: p corrected for all rows with this budget.
     """
     rows: list[dict[str, Any]] = []
-    policies = found.groupby("policy")
+    policies = found.assign(example=found.task + " " + found.example.astype(str)).groupby("policy")
     scores = {name: some.pivot(index="example", columns="budget", values="score") for name, some in policies}
     for combined, base in PAIRS.items():
         if combined not in scores or base not in scores:
@@ -291,6 +301,10 @@ def main() -> None:
         differences = to_base(needles)
         differences.round(4).to_csv(given.output / "differences.csv", index=False)
         difference_figure(differences, given.output / "differences.svg", "Value-aware and per-head variants")
+    if "ruler" in tables:
+        differences = to_base(found[found.table == "ruler"])
+        differences.round(4).to_csv(given.output / "ruler_differences.csv", index=False)
+        difference_figure(differences, given.output / "ruler_differences.svg", "Variants of policies on RULER")
     if "perplexity" in tables:
         file = given.output / "perplexity.svg"
         score_figure(tables["perplexity"], "cache_mib", file, "Moby Dick, blocks of 128 tokens", "cache, MiB")
