@@ -219,7 +219,7 @@ def test_kept_latents_and_logits_are_those_of_transformers_cache_cut_by_hand(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_full_gives_the_families_own_logits_and_stores_what_transformers_does(family: str) -> None:
+def test_full_gives_the_logits_and_latents_of_transformers(family: str) -> None:
     own, found = DynamicCache(config=tiny(family).config), KVCache(tiny(family).config, make_policy("full"))
     calls = [IDS[:, :-2], IDS[:, -2:-1], IDS[:, -1:]]
     with torch.inference_mode():
@@ -306,9 +306,7 @@ def test_predicted_bytes_are_the_measured_ones(slug: str) -> None:
         ("noncausal", {}, "keeps statistics of every key"),
     ],
 )
-def test_what_latents_cannot_be_held_by_is_refused_before_a_token_came(
-    slug: str, how: dict[str, Any], why: str
-) -> None:
+def test_policies_without_support_for_latents_are_refused_at_once(slug: str, how: dict[str, Any], why: str) -> None:
     policy = make_policy(slug, 64, **how)
     with pytest.raises(ValueError, match=f"^{slug} {why}.*, but this model's cache stores latents"):
         KVCache(tiny().config, policy)

@@ -101,7 +101,7 @@ def line(table: Table, task: str, method: str = "H2O + CAOTE", budget: str = "20
     return {key: str(found[key]) for key in (*frame.columns[4:],)}
 
 
-def test_ours_stands_beside_the_print_with_interval_difference_and_what_was_held(tmp_path: Path) -> None:
+def test_a_comparison_shows_interval_difference_and_size(tmp_path: Path) -> None:
     """Two of four right: 50.00, by Wilson 15.00 to 85.00; the paper prints 38.34; tokens (10+20+30+40)/4.
 
     Predicted: 32 layers of 8 KV heads, 2,048 tokens of 2 x 128 numbers of 2 bytes, a position and a sum of attention:

@@ -124,7 +124,7 @@ def test_rotation_spreads_one_large_channel_over_all() -> None:
 
 
 @pytest.mark.parametrize("slug", ["snapkv_fp8", "snapkv_int4", "ada_snapkv_fp8_per_token_head"])
-def test_what_an_eviction_keeps_is_what_is_stored_in_codes(slug: str) -> None:
+def test_tokens_kept_by_an_eviction_are_stored_in_codes(slug: str) -> None:
     model, ids = prepare(tiny("llama")), torch.tensor([prompt(120)])
     base = "ada_snapkv" if slug.startswith("ada") else "snapkv"
     plain, coded = (
@@ -170,7 +170,7 @@ def test_evicting_while_decoding_frees_single_tokens_and_leaves_the_codes_of_the
     assert len(known) == 2 * 2 * (40 + 24)
 
 
-def test_float8_of_pytorch_is_what_a_model_in_16_bits_reads() -> None:
+def test_a_16_bit_model_reads_pytorch_float8_values() -> None:
     model = prepare(tiny("llama", dtype=torch.bfloat16))
     cache = KVCache(model.config, make_policy("fp8"))
     full = KVCache(model.config, make_policy("full"))
@@ -181,7 +181,7 @@ def test_float8_of_pytorch_is_what_a_model_in_16_bits_reads() -> None:
     assert torch.equal(cache.layers[0].keys.float(), first.float())
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_stores_that_do_not_fit_a_model_are_refused() -> None:
     """A cache refuses a store that does not fit its model before a token is stored, in every way to use it."""
     model, ids = prepare(tiny("llama", dtype=torch.float32)), torch.tensor([prompt(8)])
     for slug, fields, sentence in (

@@ -162,7 +162,7 @@ PAIRS += [("snapkv", store) for store in STORES] + [("caote_snapkv", "ott"), ("c
 
 
 @pytest.mark.parametrize(("eviction", "store"), PAIRS)
-def test_what_an_eviction_keeps_is_what_is_stored_in_codes(model: PreTrainedModel, eviction: str, store: str) -> None:
+def test_tokens_kept_by_an_eviction_are_stored_in_codes(model: PreTrainedModel, eviction: str, store: str) -> None:
     fields = {"window": 8} if eviction in ("snapkv", "caote_snapkv", "cake", "pyramidkv", "ada_snapkv") else {}
     fields |= {"block": 16} if eviction == "caote_snapkv" else {}
     fields |= {"decode": "grow"}
