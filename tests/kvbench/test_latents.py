@@ -17,14 +17,13 @@ import pytest
 import torch
 from kv_crafted import drawn, observed
 from kv_models import VOCABULARY, prompt
+from kv_runs import assert_rows_alone
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.sequence import Request
 from kvbench.models.cache_shapes import from_config
 from kvbench.models.files import ModelSpec
 from kvbench.models.loading import Checkpoint
@@ -255,21 +254,8 @@ EVERY = [
 ]
 
 
-def test_rows_of_several_policies_share_a_prefill_and_decode_as_when_alone() -> None:
-    rows = DecodeBatch(tiny())
-    requests = [Request(torch.tensor([prompt(n, seed)]), max_new_tokens=NEW) for n, seed in ((LENGTH, 0), (37, 1))]
-    sequences = []
-    for request in requests:
-        sequences += rows.admit(request, EVERY)
-        rows.step()
-    while rows.in_flight:
-        rows.step()
-    for sequence in sequences:
-        alone = generate_tokens(tiny(), sequence.request.input_ids, sequence.policy, max_new_tokens=NEW)
-        assert sequence.error is None
-        assert sequence.tokens == alone.tokens[0], sequence.policy.name
-        assert sequence.cache.kept_tokens().tolist() == alone.cache.kept_tokens().tolist()
-        assert positions(sequence.cache) == positions(alone.cache), sequence.policy.name
+def test_sequences_of_several_policies_share_a_prefill_and_are_equal_alone() -> None:
+    assert_rows_alone(tiny(), EVERY, (LENGTH, 37), NEW)
 
 
 def test_the_largest_head_of_a_layer_with_one_token_set_is_the_mean_of_all() -> None:

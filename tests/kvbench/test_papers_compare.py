@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any
 
 import plotted_runs
@@ -175,7 +176,7 @@ def test_a_table_runs_on_another_model_and_is_compared_with_the_same_overrides(
 ) -> None:
     """The paper's averages of SnapKV at 2,048 and 4,096 stand beside ours at 64 and 128, without a difference."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvbench.papers.cli.subprocess.run", in_process)
+    monkeypatch.setattr("kvbench.papers.cli.subprocess", SimpleNamespace(run=in_process))
     words = ["caote/table2", *POCKET, "policy=snapkv", "limit=2"]
     assert main(["run", *words]) == 0
     capsys.readouterr()

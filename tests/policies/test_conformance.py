@@ -47,6 +47,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
 }
 """Wrappers before scorers that ask for the model's layer, remember or select chunks, and fields that are no preset."""
 EVERY_KIND = [*kinds(), *COMPOSED]
+EVERY_PRESET = pytest.mark.slow("runs every preset")
 
 
 @pytest.fixture(scope="module")
@@ -155,16 +156,10 @@ def assert_same_contents(batch: Run, row: int, alone: Run) -> None:
             torch.testing.assert_close(x[held], y[same], rtol=1e-8, atol=1e-8, msg=f"{slots} slots: {name}")
 
 
-@pytest.mark.parametrize("slug", [*EVERY_KIND, *reading()])
+@pytest.mark.parametrize(
+    "slug", few_fast(sorted({*EVERY_KIND, *reading(), *evicting()}), [*EVERY_KIND, *reading()], EVERY_PRESET)
+)
 def test_a_sequence_is_equal_alone_and_in_a_padded_batch(built: Callable[..., Policy], slug: str) -> None:
-    assert_rows_alone(built(slug), (LENGTH, LENGTH - 9))
-
-
-@pytest.mark.slow("runs every preset")
-@pytest.mark.parametrize("slug", [slug for slug in evicting() if slug not in kinds()])
-def test_a_sequence_of_every_preset_is_equal_alone_and_in_a_padded_batch(
-    built: Callable[..., Policy], slug: str
-) -> None:
     assert_rows_alone(built(slug), (LENGTH, LENGTH - 9))
 
 

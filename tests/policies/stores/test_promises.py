@@ -157,7 +157,7 @@ def test_decoding_in_one_call_or_token_by_token_is_the_same(model: PreTrainedMod
 
 
 PAIRS = [(eviction, "kivi") for eviction in ("h2o", "streamingllm", "tova", "cake", "pyramidkv", "d2o")]
-PAIRS += [("ada_snapkv", store) for store in ("kivi", "ott", "kcvc")]
+PAIRS += [("ada_snapkv", store) for store in ("kivi", "ott", "kcvc", "fp8_per_token_head")]
 PAIRS += [("snapkv", store) for store in STORES] + [("caote_snapkv", "ott"), ("caote_snapkv", "zipcache")]
 
 
