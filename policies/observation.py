@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.decode import decode_attention
-from kvbench.kernels.prompt import one_for_all, prompt_attention
+from kvbench.kernels.prompt import prompt_attention
 from kvbench.kernels.query_sums import (
     MOST_QUERIES,
     Moments,
@@ -258,7 +258,7 @@ class Observation:
             return None
         packed = self.sequences.aligned and self.sees_all
         places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (self.query_positions, self.positions)
-        how = *places, *self.params[:3], one_for_all(self.params.sinks)
+        how = *places, *self.params[:3], self.params.layer_sinks
         call = self.queries, self.keys, self.values, *how
         attention = decode_attention(*call, packed=packed, weights=True, bias=self.slots.bias)
         assert attention.weights is not None
@@ -306,7 +306,7 @@ class Observation:
         attended = log_sum_exp = None
         if use_triton(queries) and use_triton(values):
             sinks, in_order = None, self._in_order
-            how = *self._call[2:], one_for_all(self.params.sinks), in_order
+            how = *self._call[2:], self.params.layer_sinks, in_order
             out, log_sum_exp, _ = prompt_attention(queries, self.keys, values, *how)
         elif queries.element_size() == 2:
             return None

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from kvbench.cache.step import Step
 from kvbench.kernels.decode import decode_attention
-from kvbench.kernels.prompt import attention_behind, masked_attention, one_for_all, prompt_attention
+from kvbench.kernels.prompt import attention_behind, masked_attention, prompt_attention
 from kvbench.kernels.references import grouped_attention, visible
 from kvbench.kernels.tiles import INTERPRETED, decodes, use_triton
 from kvbench.policies.needs import Needs
@@ -103,13 +103,13 @@ def _attend_by_kernel(step: Step, covered: bool) -> Tensor | None:
     if not step.fresh and decodes(queries):
         packed = covered and slots.packed
         places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (step.positions, held.positions)
-        seen, sinks = None if covered else window, one_for_all(params.sinks)
+        seen, sinks = None if covered else window, params.layer_sinks
         return decode_attention(*stored, *places, *how, seen, sinks, packed=packed, bias=slots.bias).out
     gradients = torch.is_grad_enabled() and queries.requires_grad
     if slots.bias is not None or not use_triton(queries) or not use_triton(held.values) or gradients:
         return None
     aligned = step.fresh or (covered and _newest_last(step))
-    call = *stored, step.positions, held.positions, *how, window, one_for_all(params.sinks)
+    call = *stored, step.positions, held.positions, *how, window, params.layer_sinks
     return prompt_attention(*call, aligned=aligned).out
 
 

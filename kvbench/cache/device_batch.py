@@ -34,7 +34,6 @@ from kvbench.cache.footprint import decoded
 from kvbench.cache.layer import Layer
 from kvbench.cache.sequence import Sequence
 from kvbench.kernels.decode import decode_attention_flat
-from kvbench.kernels.prompt import one_for_all
 from kvbench.kernels.references import NewTokens
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
@@ -335,7 +334,7 @@ class DeviceBatch(KVCache):
                 params.scaling,
                 params.softcap,
                 params.sliding_window,
-                one_for_all(params.sinks),
+                params.layer_sinks,
                 sums=None if arena.weights is None else arena.weights[index],
                 new_tokens=tokens,
             ).out
