@@ -144,6 +144,11 @@ class Policy:
         return self.evicts and self.schedule.one_each and not (self.needs.kept or self.needs.layer)
 
     @property
+    def attends_singly(self) -> bool:
+        """Whether each decoded token is a step of its own: sparse attention selects the tokens of each query apart."""
+        return self.reader is not None
+
+    @property
     def rates(self) -> bool:
         """Whether a pre-pass rates each token from the logits before it, so that tokens are processed one by one."""
         return isinstance(self.pre_pass, TokenRating)
@@ -158,6 +163,13 @@ class Policy:
         merger = self.merger.for_example(run_seed, example)
         same = scorer is self.scorer and merger is self.merger
         return self if same else replace(self, scorer=scorer, merger=merger)
+
+    def observe(self, observation: Observation, state: State) -> None:
+        """Update the running statistics of a layer, in place."""
+        assert self.scorer is not None
+        self.scorer.observe(observation, state)
+        if isinstance(self.pre_pass, TokenRating):
+            self.pre_pass.observe(observation, state)
 
     def rank(self, observation: Observation, state: State) -> Ranking:
         """Score every stored token of a layer; a pure function of the observation."""

@@ -156,7 +156,8 @@ class DeviceBatch(KVCache):
                 layer.recent.held = queries, positions
             layer.memory |= {name: state[name][layer.index, None] for name in layer.memory if name in state}
             sequence.note_bytes(layer.index)
-        sequence.note_step()
+        codes = sequence.layers[-1].store  # they had the newest token twice
+        sequence.note(beside=codes.step_nbytes if isinstance(codes, TokenCodeLayerStore) else 0)
         sequence.nan_flags = dict(enumerate(state["nan"][:, None]))
         sequence.states = {name: x.clone() for name, x in sequence.states.items()}
         self._write(member.row, self._empty[member.kind])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.arena import EMPTY, Arena
-from kvbench.cache.eviction import evict_one, observe
+from kvbench.cache.eviction import evict_one
 from kvbench.cache.rows import LazyObservation, numbers_of_a_slot
 from kvbench.cache.sequence import Sequence
 from kvbench.cache.step import keeps_window
@@ -104,7 +104,7 @@ class Part:
         """Evict in some layers, `which` as an index; queries [k,b,H_q,1,D]."""
         rows = FlatRows(self, layers, which, how, queries)
         if rows.state:
-            observe(self.policy, rows.observation, rows.state)
+            self.policy.observe(rows.observation, rows.state)
             rows.store_state()
         evict_one(rows)
 

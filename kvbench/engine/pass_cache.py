@@ -79,7 +79,7 @@ class PassCache(KVCache):
         held = SlotStore.of(both, (), store.slots.ascending)
         step = Step(queries, keys, values, at, self.span, params, held, policy=self.policy)
         out = attend(step, Needs())
-        if self._shared is not None:
-            self._shared.add(index, 0, 0, step)
+        for extra in self.extras:
+            extra.attended(index, step, row=0, first=0)
         self.observe(index, step)
         return out

@@ -105,6 +105,7 @@ def test_every_preset_gives_what_it_gives_alone_beside_other_prompts(family: str
     model = prepare(tiny(family))
     windowed = getattr(model.config, "sliding_window", None)  # which refuses keys that move
     every = [slug for slug in EVERY if not (windowed and make_policy(slug, 40).schedule.rerotate)]
+    every.remove("nvfp4")  # groups of 16 channels do not divide these heads of 8
     requests = [asked(90, 1), asked(71, 2, max_new_tokens=5), asked(33, 3), asked(130, 4), asked(17, 5)]
     for row in chain(*finished(model, requests, variants(every))):
         assert_alone(model, row)
