@@ -115,7 +115,7 @@ def rows_and_sight(
     """Softmax rows [B,H_kv,G,M,T] float32, and [B,H_kv,M]: 1 for every query that attends to a slot, else 0.
 
     Arguments as in `attention_rows`; the row of a query that attends to no slot is undefined. packed: no slot is empty.
-    sighted: every query attends to a slot; None is then returned instead of ones. sinks [B or 1,H_q]: see
+    sighted: every query attends to a slot; None is then returned instead of ones. sinks [B or 1,H_q], or [B,H_q,M]: see
     `sink_factor`; a sink has no slot. bias [B,H_kv,T]: see `attention_logits`.
     """
     logits = attention_logits(queries, keys, scaling, softcap, bias).detach()  # scores of evictions have no gradient
@@ -135,7 +135,7 @@ def softmax_rows(
     else:
         hidden = (sliding_window - 1 - age).clamp_(max=0.0) + age.clamp(max=0.0)
     logits.add_(hidden[:, :, None], alpha=FAR)
-    left = None if sinks is None else sink_factor(logits.logsumexp(-1), sinks.view(len(sinks), *logits.shape[1:3], 1))
+    left = None if sinks is None else sink_factor(logits.logsumexp(-1), sinks.view(len(sinks), *logits.shape[1:3], -1))
     rows = torch.softmax(logits, -1, out=logits)  # in place: half the memory
     if left is not None:
         rows.mul_(left[..., None])

@@ -33,6 +33,7 @@ def check_latents(policy: Policy) -> None:
         "runs a press of kvpress, which reads the keys and values of heads": isinstance(policy, KVPress),
         "has a separate budget for each head": policy.allocator.per_head,
         "keeps a token set for each query head": policy.granularity == "query_head",
+        "divides its window among the parts of a prompt": policy.divides_window,
         "merges keys and values": policy.merger.merges,
         "uses sparse attention": policy.reader is not None,
         "reads unrotated keys": needs.model,

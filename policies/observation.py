@@ -216,6 +216,8 @@ class Observation:
         """Whether a kernel computes the statistics of a window without its rows: on GPUs, without a bias."""
         if self.slots.bias is not None or (self.queries.is_cpu and not INTERPRETED):
             return False
+        if self.window is not None and self.window.own is not None:
+            return False
         return 1 < window + self.ahead <= MOST_QUERIES and use_triton(self.queries) and use_triton(self.keys)
 
     def _by_kernel(self, statistic: Literal["sums", "variance", "entropy"], window: int) -> Tensor:
@@ -231,7 +233,8 @@ class Observation:
         if ("weights", window) not in self.known:
             see_own = self.window is not None and self.window.see_own
             packed = self.slots.packed
-            found = rows_and_sight(*self._window_call(window), packed, see_own, self.params.sinks, self.slots.bias)
+            sinks = self.params.sinks if self.window is None else self.window.sinks(self.params.sinks, window)
+            found = rows_and_sight(*self._window_call(window), packed, see_own, sinks, self.slots.bias)
             self.known["weights", window], sight = found
             if sight is not None:
                 self.known["sight", window] = sight

@@ -17,6 +17,7 @@ from kvbench.policies.needs import Needs
 from kvbench.policies.observation import MOVED, Observation, State
 from kvbench.policies.policy_checks import (
     check_budget,
+    check_fair,
     check_lookahead,
     check_merger,
     check_prompt_fits,
@@ -36,6 +37,7 @@ from kvbench.policies.ranking import Ranking, half_the_bits
 from kvbench.policies.readers.reader import Reader, ReadPlan
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import Scorer, protected_counts
+from kvbench.policies.selections.fair import Fair
 from kvbench.policies.selections.pages import Pages
 from kvbench.policies.selections.selection import Selection
 from kvbench.policies.stores.dense import Dense
@@ -97,6 +99,8 @@ class Policy:
         object.__setattr__(self, "allocator", allocator)
         if self.schedule.protect == "span":
             check_span(self.name, self.allocator, self.selection, self.scorer)
+        if isinstance(self.selection, Fair):
+            check_fair(self.name, self.selection, self.scorer, self.allocator, self.schedule, self.pre_pass)
         self.allocator.check_policy(self.name, self.scorer.needs.window)
         self.store.check_policy(self.name, self.schedule.decode == "evict", self.allocator.per_head)
         check_schedule(self.name, self.schedule, self.scorer, self.allocator, self.pre_pass)
@@ -154,6 +158,17 @@ class Policy:
         return isinstance(self.pre_pass, TokenRating)
 
     @property
+    def divides_window(self) -> bool:
+        """Whether the scorer's window is divided among the parts of a prompt (`Fair`)."""
+        return self._fair_windows is not None
+
+    @cached_property
+    def _fair_windows(self) -> Fair | None:
+        """The selection that divides the scorer's window among the parts of a prompt, if there is one."""
+        own = self.selection
+        return own if isinstance(own, Fair) and self.scorer is not None and own.divides(self.scorer) else None
+
+    @property
     def _values_query_heads(self) -> bool:
         return self.value is not None and (self.value.needs.query_heads or self.granularity == "layer")
 
@@ -174,19 +189,27 @@ class Policy:
     def rank(self, observation: Observation, state: State) -> Ranking:
         """Score every stored token of a layer; a pure function of the observation."""
         assert self.scorer is not None
+        if self._fair_windows is not None and observation.phase == "prompt":
+            ranking = self._fair_windows.rank_parts(observation, state, self._rank, self.scorer)
+        else:
+            ranking = self._rank(self.scorer, observation, state)
+        return ranking if self.selection is None else self.selection.rank(ranking)
+
+    def _rank(self, scorer: Scorer, observation: Observation, state: State) -> Ranking:
+        """The ranking of single tokens by a scorer."""
         sequences, slots = observation.sequences, observation.slots
-        first, newest = protected_counts(self.scorer, sequences.budgets)
+        first, newest = protected_counts(scorer, sequences.budgets)
         if self.schedule.protect == "prompt":
             first = list(sequences.prompts)
         stays = observation.protected(first, newest)
         named = observation.within(self.schedule.spans) if self.schedule.protect == "span" else None
         stays = stays if named is None else stays | named
-        spared = self.scorer.spares(observation, state, stays)
+        spared = scorer.spares(observation, state, stays)
         spared = named if spared is None else spared if named is None else spared | named
         stays = stays if spared is None else stays | spared
         if self.needs.evictable:
             observation.evictable = observation.occupied & ~stays
-        scores = observation.scores(self.scorer.score, state, self.needs.keys)
+        scores = observation.scores(scorer.score, state, self.needs.keys)
         if self.needs.ties:
             scores = half_the_bits(scores)
         layer_wide = self.granularity == "layer"
@@ -194,11 +217,10 @@ class Policy:
             scores = scores.mean(1, keepdim=True).expand_as(scores)
         found, tie_break = scores, None
         if self.value is not None:
-            valued = self.value.score(self.scorer, scores, observation, state, stays, layer_wide)
+            valued = self.value.score(scorer, scores, observation, state, stays, layer_wide)
             found, tie_break = half_the_bits(valued) if self.needs.ties else valued, scores
         how = slots.packed, slots.ascending
-        ranking = Ranking(found, tie_break, observation.positions, stays, observation.seen, spared, *how)
-        return ranking if self.selection is None else self.selection.rank(ranking)
+        return Ranking(found, tie_break, observation.positions, stays, observation.seen, spared, *how)
 
 
 # --- how many slots a policy gives each layer -----------------------------------------------------------------------

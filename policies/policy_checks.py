@@ -11,6 +11,7 @@ from kvbench.policies.pre_passes.pre_pass import BlockPasses, PrePass
 from kvbench.policies.readers.reader import Reader
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import AttentionScorer, Scorer
+from kvbench.policies.selections.fair import Fair
 from kvbench.policies.selections.pages import Pages
 from kvbench.policies.selections.selection import Selection
 from kvbench.policies.stores.dense import Dense
@@ -174,6 +175,27 @@ def check_prompt_fits(name: str, scorer: Scorer, prompt: int, budget: int) -> No
         raise ValueError(
             f"protect=prompt keeps all {prompt} tokens of the prompt{also}, but {name} has {budget} tokens per KV "
             "head: use a larger budget, shorter prompts or protect=none"
+        )
+
+
+def check_fair(
+    name: str,
+    selection: Fair,
+    scorer: Scorer,
+    allocator: Allocator,
+    schedule: Schedule,
+    pre_pass: PrePass | None,
+) -> None:
+    """Raise ValueError unless the parts of a prompt can keep their shares, and its queries are there to score them."""
+    if isinstance(allocator, StatisticAllocator):
+        raise ValueError(
+            f"{name} keeps the same share of each part of a prompt in every layer, but its layers share the budget by "
+            "a statistic: use an allocator without statistics, such as uniform or pyramid"
+        )
+    if selection.divides(scorer) and (not isinstance(schedule, Prompt) or schedule.late or pre_pass is not None):
+        raise ValueError(
+            f"{name} divides the window of queries among the parts of a prompt, which must be one block without a "
+            "pre-pass: use schedule=prompt, late=false and a policy without lookahead, such as fair_snapkv"
         )
 
 

@@ -6,7 +6,9 @@ Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, T slots, D head
 from collections.abc import Hashable
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kvbench.policies.model_layer import Latents, ModelLayer
 
@@ -47,13 +49,23 @@ class QueryWindow(NamedTuple):
     """The newest w queries [B,H_q,w,D] (w: the scorer's window) and their positions [B,w], oldest first, -1 = none.
 
     see_own: each query sees at least its own token, which is still stored. ahead: the last queries, of tokens after the
-    prompt (`Lookahead`); they follow the window of any length.
+    prompt (`Lookahead`); they follow the window of any length. own [B,H_q,ahead]: log-sum-exp of their logits for these
+    tokens themselves, if their softmax includes them.
     """
 
     queries: Tensor
     positions: Tensor
     see_own: bool = False
     ahead: int = 0
+    own: Tensor | None = None
+
+    def sinks(self, sinks: Tensor | None, window: int) -> Tensor | None:
+        """Logits without a slot: the model's sinks [B,H_q], or of each of the queries [B,H_q,w] with those of `own`."""
+        if self.own is None:
+            return sinks
+        before = min(window + self.ahead, self.queries.shape[2]) - self.ahead
+        own = F.pad(self.own, (before, 0), value=-torch.inf)
+        return own if sinks is None else own.logaddexp(sinks.to(own.dtype)[..., None])
 
 
 class SlotInfo(NamedTuple):

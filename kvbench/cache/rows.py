@@ -173,7 +173,7 @@ def stacked(parts: List[Observation]) -> Observation:
     sinks = [part.params.sinks.expand(len(part.seen), -1) for part in parts if part.params.sinks is not None]
     windows, window = [part.window for part in parts if part.window is not None], None
     if windows:
-        queries, places, see_own, _ = zip(*windows, strict=True)  # no lookahead: single tokens are evicted later
+        queries, places, see_own, *_ = zip(*windows, strict=True)  # no lookahead: single tokens are evicted later
         window = QueryWindow(torch.cat(queries), torch.cat(places), all(see_own))
     whole = LazyObservation(
         _Parts(parts),

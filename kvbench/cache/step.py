@@ -14,6 +14,7 @@ from torch import Tensor
 from kvbench.cache.layer import Layer
 from kvbench.cache.reading import PageReads
 from kvbench.cache.sequence import Sequence
+from kvbench.kernels.references import attention_logits, visible
 from kvbench.policies.latents import LatentObservation
 from kvbench.policies.observation import (
     MOVED,
@@ -26,6 +27,7 @@ from kvbench.policies.observation import (
 )
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Span
+from kvbench.policies.selections.fair import Fair
 from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.store import CompressedStore, LayerStore
 
@@ -212,13 +214,22 @@ class Step:
         seen = replace(self.observation, queries=self.queries[:, :, :0].clone(), known={})
         return replace(self, queries=seen.queries, _observation=seen)
 
-    def look_ahead(self, queries: Tensor, places: Tensor, as_prompt: bool) -> None:
+    def look_ahead(self, queries: Tensor, places: Tensor, as_prompt: bool, keys: Tensor | None = None) -> None:
         """Add queries [1,H_q,n,D] of tokens after the prompt, at places [1,n], to the observation window.
 
         as_prompt: the window moves back by n positions, so that its queries mask tokens as the last ones of the prompt.
+        keys [1,H_kv,n,D] of these tokens, if the softmax includes them.
         """
         window = _joined(self.observation.window, queries, places, as_prompt)
+        if keys is not None:
+            window = window._replace(own=self._among_themselves(queries, keys, places))
         self._observation = replace(self.observation, window=window, known={})
+
+    def _among_themselves(self, queries: Tensor, keys: Tensor, places: Tensor) -> Tensor:
+        """The log-sum-exp [1,H_q,n] of the logits of queries for the keys of the same tokens."""
+        logits = attention_logits(queries, keys, self.params.scaling, self.params.softcap)  # [1,H_kv,G,n,n]
+        seen = visible(places, places[:, None], self.params.sliding_window)
+        return logits.masked_fill(~seen[:, :, None], -torch.inf).logsumexp(-1).flatten(1, 2)
 
 
 def _joined(window: QueryWindow | None, queries: Tensor, places: Tensor, as_prompt: bool) -> QueryWindow:
@@ -275,8 +286,9 @@ def append(
 def keeps_window(policy: Policy, budgets: tuple[int, ...]) -> bool:
     """Whether the tokens of the window's queries are always kept, so that each query sees at least its own."""
     assert policy.scorer is not None
-    window = policy.needs.window
-    return not policy.needs.question and all(policy.scorer.protects(budget).newest >= window for budget in budgets)
+    if policy.needs.question or isinstance(policy.selection, Fair):  # which keeps a part's share, whatever is protected
+        return False
+    return all(policy.scorer.protects(budget).newest >= policy.needs.window for budget in budgets)
 
 
 def no_attention(queries: Tensor, values: Tensor, params: AttentionParams) -> Tensor:

@@ -17,14 +17,17 @@ from kvbench.cache.footprint import fed
 from kvbench.cache.pressed import PressedCache
 from kvbench.cache.views import nbytes_read, tokens_read
 from kvbench.engine.generate import generate
+from kvbench.engine.logits import now
 from kvbench.engine.memory import peak, reset_peak
 from kvbench.engine.prompts import blank
+from kvbench.engine.scores import Scores, summary
 from kvbench.engine.sequence import Request, TokenSampler
-from kvbench.engine.teacher_forcing import score_pair, score_prompt
+from kvbench.engine.teacher_forcing import policy_for, score_pair, text_scores
 from kvbench.models.answers import Ending, end_tokens
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt
 from kvbench.models.tokens import Encoder
+from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.results.samples import KeptHeads, Sample, kept_heads, kept_spans
 from kvbench.run.run import Run
@@ -55,9 +58,10 @@ def units(prompt: Prompt) -> int:
 def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
     """The request of one example, which is the same for all policies."""
     tokenizer, task = run.checkpoint.tokenizer(), run.task.task_of(prompt.example)
+    ids = prompt.ids if prompt.target is not None or prompt.continuation is None else prompt.ids[: prompt.length]
     texts = () if task.thoughts else (task.end_texts, task.stop)  # in a thought, only EOS ends an answer
     return Request(
-        prompt.ids[None].to(run.device, torch.long),
+        ids[None].to(run.device, torch.long),
         max_new_tokens=prompt.most_new_tokens,
         min_new_tokens=task.min_new_tokens + len(prompt.dictated) * bool(task.min_new_tokens),
         eos_token_ids=tuple(end_tokens(loaded.model.generation_config, tokenizer, *texts)),
@@ -71,6 +75,7 @@ def request_for(run: Run, loaded: LoadedModel, prompt: Prompt) -> Request:
         example=(run.seed, prompt.draw),
         parts=tuple(sorted(first for parts in prompt.spans.values() for first, _ in parts)),
         protected=tuple(sorted(part for name in task.protects for part in prompt.spans.get(name, ()))),
+        target=None if prompt.continuation is None else prompt.continuation[None].to(run.device, torch.long),
         next_turn="own" if prompt.own else None,
     )
 
@@ -208,7 +213,7 @@ def rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)
 
 
-# --- examples that are computed as a whole: given tokens that are scored, and presses of kvpress ---------------------
+# --- examples that are computed as a whole: pairs and texts that are scored, and presses of kvpress ------------------
 def computed_whole(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
     """The sample of an example that cannot be part of a batch. report: called with the number of tokens scored so far.
 
@@ -217,8 +222,8 @@ def computed_whole(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callab
     reset_peak(run.device)
     if prompt.pairs:
         sample = _score_pairs(run, loaded, prompt)
-    elif prompt.is_scored:
-        sample = _score_prompt(run, loaded, prompt, report)
+    elif prompt.is_whole_text:
+        sample = _score_text(run, loaded, prompt, report)
     else:
         done = generate(loaded.model, [request_for(run, loaded, prompt)], run.policy)
         sample = replace(
@@ -234,14 +239,13 @@ def computed_whole(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callab
 
 def _score_pairs(run: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
     """The sample of an example whose continuations are scored, each with a new cache."""
-    outputs, fields, prefill_seconds, decode_seconds = [], [], 0.0, 0.0
-    policy = run.policy.for_example(run.seed, prompt.draw)
+    outputs, fields, seconds = [], [], 0.0
+    policy, began = run.policy.for_example(run.seed, prompt.draw), now(loaded.model)
     for pair in prompt.pairs:
         scores = score_pair(loaded.model, pair, policy, Encoder(run.checkpoint.tokenizer()))
         outputs.append([scores.logprob, bool(scores.greedy.all())])
         fields.append(_cache_fields(run, scores.cache, pair.tokens - 1))
-        prefill_seconds += scores.prefill_seconds
-        decode_seconds += scores.decode_seconds or 0.0
+        seconds += scores.seconds
         del scores  # frees the cache before the next one is made
     longest = fields[max(range(len(fields)), key=lambda i: prompt.pairs[i].tokens)]
     overall = {"peak_bytes": max(x["peak_bytes"] for x in fields), "evicted": fmean(x["evicted"] for x in fields)}
@@ -252,20 +256,24 @@ def _score_pairs(run: Run, loaded: LoadedModel, prompt: Prompt) -> Sample:
         **scored(run, json.dumps(outputs), prompt),
         **{**longest, **overall},
         generated_tokens=0,
-        prefill_seconds=rounded(prefill_seconds),
-        decode_seconds=rounded(decode_seconds),
+        prefill_seconds=rounded(now(loaded.model) - began - seconds),
+        decode_seconds=rounded(seconds),
     )
 
 
-def _score_prompt(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
-    """The sample of an example whose tokens are given and scored."""
-    encoder = Encoder(run.checkpoint.tokenizer())
-    policy = run.policy.for_example(run.seed, prompt.draw)
-    scores, likelihood, processed = score_prompt(loaded.model, prompt, policy, report=report, encoder=encoder)
-    return replace(
-        blank(prompt),
-        **_cache_fields(run, scores.cache, processed),
-        prefill_seconds=rounded(scores.prefill_seconds),
-        decode_seconds=rounded(scores.decode_seconds),
-        likelihood=likelihood,
-    )
+def _score_text(run: Run, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
+    """The sample of an example whose tokens are all scored."""
+    policy = policy_for(run.policy.for_example(run.seed, prompt.draw), prompt)
+    scores = text_scores(loaded.model, prompt.ids[None].to(run.device, torch.long), policy, report=report)
+    return replace(likelihood_of(run, prompt, policy, scores), prefill_seconds=rounded(scores.seconds))
+
+
+def likelihood_of(run: Run, prompt: Prompt, policy: Policy, scores: Scores) -> Sample:
+    """The sample of an example whose given tokens were scored, without its seconds."""
+    first, processed, block = 1, len(prompt.ids), scores.block
+    if prompt.continuation is not None:
+        first = len(prompt.ids) if prompt.target is not None else prompt.length
+        processed = first + len(prompt.continuation) - 1
+        block = (policy.schedule.spare or None) if policy.evicts else None
+    likelihood = summary(scores.nll, first, block, scores.cache.most_kept)
+    return replace(blank(prompt), **_cache_fields(run, scores.cache, processed), likelihood=likelihood)

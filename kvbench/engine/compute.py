@@ -114,7 +114,7 @@ def _compute_missing(writers: Sequence[RunWriter]) -> None:
 def _limit(writer: RunWriter) -> int | None:
     """The maximum size of a run's batch; None: as memory allows.
 
-    1 for runs that score given tokens, for conversations with the model's own answers, and for presses of kvpress.
+    1 for runs that score pairs or whole texts, for conversations with the model's own answers, and for presses.
     """
     batched = all(in_batch(writer.run, prompt) and not prompt.own for prompt in writer.prompts)
     return writer.run.rows if batched else 1

@@ -56,7 +56,8 @@ def look_ahead(
         sequence.note(beside=cache.own_nbytes)
         for step in steps:
             queries = torch.cat(cache.queries[step.layer.index], dim=2)
-            step.look_ahead(queries, places.to(queries.device), as_prompt=wanted.official)
+            own = cache.own[step.layer.index]["keys"] if wanted.softmax == "all" else None
+            step.look_ahead(queries, places.to(queries.device), wanted.official, own)
 
 
 def _visible(sequence: Sequence, wanted: Lookahead, steps: List[Step]) -> dict[int, Tensor]:

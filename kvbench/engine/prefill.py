@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache, fork, together
 from kvbench.cache.families import layout_of, reset_rotation
-from kvbench.engine.logits import all_logits, next_logits
+from kvbench.engine.logits import all_logits, next_logits, now
 from kvbench.engine.pre_pass import open_cache, pre_pass, rate_next
 from kvbench.engine.recorded_blocks import BlockRecorder
+from kvbench.engine.scores import Scores, WatchedCache, fitting, joined, score
 from kvbench.engine.sequence import History, LiveSequence, choose_next
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PromptChoice, TextEncoder
@@ -194,6 +195,7 @@ def _open(model: PreTrainedModel, sequences: Sequences) -> Tensor:
             if request.context_tokens is not None:
                 check_context(sequence.policy)
             kind = KVCache if request.context_tokens is None else ContextCache
+            kind = kind if request.target is None else WatchedCache
             ids, sequence.cache = open_cache(model, request.prompt, sequence.policy, kind, request.question)
             sequence.cache.sequence.isolated = True
         except ValueError as error:
@@ -240,26 +242,30 @@ def _append_turns(model: PreTrainedModel, sequence: LiveSequence, history: Histo
 
 
 def _start(sequences: Sequences, logits: Tensor, sharing: int, model: PreTrainedModel) -> None:
-    """Append the question after a context, if any, and choose the next token; logits [1 or S,V] after the prompt."""
+    """Append the question after a context, if any, and choose the next token; logits [1 or S,V] after the prompt.
+
+    Of a request with a target, score its tokens instead.
+    """
     if not sequences:
         return
     try:
-        logits = _append_question(model, sequences, logits)
+        if sequences[0].request.target is None:
+            logits = _append_question(model, sequences, logits)
+        else:
+            _score_target(model, sequences, sequences[0].request.target, logits)
     except Exception as error:
         _fail(sequences, error)
         return
     for sequence in sequences:
         assert sequence.cache is not None
         sequence.sharing = sharing
-        sequence.position, sequence.error = sequence.cache.seen, sequence.cache.sequence.error
-    choose_next(sequences, logits)
+        sequence.position, sequence.error = sequence.cache.seen, sequence.error or sequence.cache.sequence.error
+    if sequences[0].request.target is None:
+        choose_next(sequences, logits)
 
 
 def _append_question(model: PreTrainedModel, sequences: Sequences, logits: Tensor) -> Tensor:
-    """Append the question after a context: the logits after it [S,V]; without question those given, [1 or S,V].
-
-    Sequences that need it token by token are one batch, all others are another.
-    """
+    """Append the question after a context: the logits after it [S,V]; without question those given, [1 or S,V]."""
     request = sequences[0].request
     question = request.later
     for sequence in sequences if request.next_turn != "own" else ():
@@ -268,15 +274,50 @@ def _append_question(model: PreTrainedModel, sequences: Sequences, logits: Tenso
     if question.shape[1] == 0:
         return logits
     logits = logits.expand(len(sequences), -1).clone()
+    for some, out in _append_to_all(model, sequences, question, logits, BLOCK_TOKENS, keep=1):
+        logits[some] = out[:, -1]
+    return logits
+
+
+def _score_target(model: PreTrainedModel, sequences: Sequences, target: Tensor, logits: Tensor) -> None:
+    """Score the tokens [1,M] after a prompt under each sequence; logits [1 or S,V] before the first of them."""
+    began, fed = now(model), target[:, :-1]
+    logits = logits.expand(len(sequences), -1)
+    scored = [[score(row, target[0, :1])] for row in logits.split(1)]
+    done = [1] * len(sequences)
+    for sequence in sequences:
+        assert isinstance(sequence.cache, WatchedCache)
+        sequence.cache.expect(fed.shape[1])
+        sequence.cache.watch()
+    for some, out in _append_to_all(model, sequences, fed, logits, fitting(model)) if fed.shape[1] else ():
+        for index, rows in zip(some, out, strict=True):
+            scored[index].append(score(rows, target[0, done[index] : done[index] + len(rows)]))
+            done[index] += len(rows)
+    seconds = now(model) - began
+    for sequence, parts in zip(sequences, scored, strict=True):
+        assert isinstance(sequence.cache, WatchedCache)
+        try:
+            sequence.scores, sequence.complete = Scores(*joined(parts), sequence.cache, seconds), True
+        except FloatingPointError as error:
+            sequence.error = error
+
+
+def _append_to_all(
+    model: PreTrainedModel, sequences: Sequences, tokens: Tensor, logits: Tensor, at_once: int, keep: int = 0
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Append given tokens [1,M] to every sequence: the logits [s,n,V] of each call, and the s sequences that are in it.
+
+    Sequences that need single tokens are one batch, all others another. logits [S,V]: before the first token. at_once:
+    the most tokens of one call. keep: as for `append_given`.
+    """
     singly = [sequence.policy.rates or not sequence.policy.store.exact for sequence in sequences]
     for kind in set(singly):
         some = [index for index, single in enumerate(singly) if single == kind]
         cache = together([cache for index in some if (cache := sequences[index].cache) is not None])
         policies = (one.policy for one in cache.sequences)
-        size = min(given_size(model, policies, cache.seen + question.shape[1]), max(1, BLOCK_TOKENS // len(some)))
-        *_, last = append_given(model, cache, question.expand(len(some), -1), size, logits[some], keep=1)
-        logits[some] = last[:, -1]
-    return logits
+        size = min(given_size(model, policies, cache.seen + tokens.shape[1]), max(1, at_once // len(some)))
+        for out in append_given(model, cache, tokens.expand(len(some), -1), size, logits[some], keep):
+            yield some, out
 
 
 def _length(sequence: LiveSequence) -> int:

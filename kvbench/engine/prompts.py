@@ -120,8 +120,8 @@ def is_generated(prompt: Prompt) -> bool:
 
 
 def in_batch(run: Run, prompt: Prompt) -> bool:
-    """Whether an answer is generated from a cache of kvbench; otherwise the example is computed as a whole."""
-    return is_generated(prompt) and not isinstance(run.policy, KVPress)
+    """Whether an example continues from a prompt in a cache of kvbench; otherwise it is computed as a whole."""
+    return not (prompt.pairs or prompt.is_whole_text or isinstance(run.policy, KVPress))
 
 
 def check_policy(run: Run, prompts: Sequence[Prompt]) -> None:
@@ -151,6 +151,8 @@ def check_policy(run: Run, prompts: Sequence[Prompt]) -> None:
             _check_turns(run.policy)
             if any(prompt.own for prompt in prompts) and sampling is not None:
                 raise ValueError("history=own needs greedy decoding, because a turn repeats the answers before it")
+        if isinstance(run.policy, KVPress) and not all(map(is_generated, prompts)):
+            raise ValueError(f"{run.policy_name} can only generate, and this task scores given tokens")
         for prompt in (prompt for prompt in prompts if prompt.is_scored):
             policy_for(run.policy, prompt)
 

@@ -24,6 +24,7 @@ from kvbench.engine.answers import (
     as_memory_error,
     computed_whole,
     failed,
+    likelihood_of,
     message,
     request_for,
     rounded,
@@ -36,6 +37,7 @@ from kvbench.engine.pace import Pace, Work
 from kvbench.engine.prompts import in_batch
 from kvbench.engine.run_writer import RunWriter, WorkItem, one_by_one
 from kvbench.engine.sequence import History, LiveSequence, Request
+from kvbench.engine.teacher_forcing import policy_for
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt
 from kvbench.results.samples import Sample
@@ -188,7 +190,8 @@ class Scheduler:
         reset_peak(run.device)
         allocated, began = peak(run.device), now(model)
         try:
-            sequences = self._batch.admit_questions(requests, [run.run.policy for run in runs], histories)
+            policies = [policy_for(run.run.policy, first.prompt) for run in runs]
+            sequences = self._batch.admit_questions(requests, policies, histories)
         except Exception as error:
             self._fail(error, [(run, one.prompt) for one in some for run in runs])
             return
@@ -284,7 +287,7 @@ class Scheduler:
                 sample = failed(run.run, prompt, error)
             run.deliver(sample)
             if wanted and in_batch(run.run, prompt):
-                self._advance(1)
+                self._advance(units(prompt))
 
     def _fail(self, error: Exception, admitted: Sequence[tuple[RunWriter, Prompt]]) -> None:
         """An error of the batch, or of sequences that are being admitted: the batch begins anew without them."""
@@ -323,9 +326,13 @@ def _sample(flight: _InFlight, sequence: LiveSequence) -> Sample:
     if sequence.error is not None:
         raise sequence.error
     assert sequence.cache is not None
-    run, prompt = flight.run.run, flight.prompt
+    run, prompt, seconds = flight.run.run, flight.prompt, flight.decode_seconds
+    if sequence.scores is None:
+        sample = answered(run, prompt, sequence.tokens, sequence.cache, sequence.decode_steps)
+    else:
+        sample, seconds = likelihood_of(run, prompt, sequence.policy, sequence.scores), sequence.scores.seconds
     sample = replace(
-        answered(run, prompt, sequence.tokens, sequence.cache, sequence.decode_steps),
+        sample,
         recomputed_tokens=None if prompt.example.shared is None else flight.recomputed,
         shared_prefill=sequence.sharing,
         rows_in_flight=flight.most_in_flight,
@@ -334,7 +341,7 @@ def _sample(flight: _InFlight, sequence: LiveSequence) -> Sample:
         return sample
     return replace(
         sample,
-        prefill_seconds=rounded(flight.prefill_seconds),
-        decode_seconds=rounded(flight.decode_seconds),
+        prefill_seconds=rounded(flight.prefill_seconds - (seconds if sequence.scores else 0)),
+        decode_seconds=rounded(seconds),
         device_peak_bytes=peak(run.device),
     )

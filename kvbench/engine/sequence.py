@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.cache import KVCache
+from kvbench.engine.logits import NOT_A_NUMBER
+from kvbench.engine.scores import Scores
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import TextEncoder
 from kvbench.run.run_config import Sampling
-
-NOT_A_NUMBER = "the model's logits are not numbers (NaN): its weights, or its arithmetic in this dtype, overflow"
 
 
 class TokenSampler:
@@ -45,9 +45,9 @@ class Request:
     tokens generated so far. sampler: makes the random numbers of one answer; None: greedy decoding. turns: number of
     prompt tokens of each turn of a conversation, of which the last turn is answered. dictated: tokens with which the
     answer begins; they count towards max_new_tokens and min_new_tokens. example: seed of the run and index of the
-    example, for policies that use random numbers; None: their own seed. parts: positions of
-    the first tokens of the parts of the prompt that the task names. protected: positions [first, end) of the parts that
-    protect=span keeps. next_turn: what the next turn of a conversation
+    example, for policies that use random numbers; None: their own seed. parts: positions of the first tokens of the
+    parts of the prompt that the task names. protected: positions [first, end) of the parts that protect=span keeps.
+    target: tokens [1,M] after the prompt, which are scored; no answer follows. next_turn: what the next turn
     continues from: "golden": a copy of the cache before the answer; "own": the cache after the answer; None: no turn
     follows. Raises ValueError for an empty prompt.
     """
@@ -66,6 +66,7 @@ class Request:
     example: tuple[int, int] | None = None
     parts: tuple[int, ...] = ()
     protected: tuple[tuple[int, int], ...] = ()
+    target: Tensor | None = None
     next_turn: Literal["golden", "own"] | None = None
 
     def __post_init__(self) -> None:
@@ -119,7 +120,7 @@ class LiveSequence:
     sharing: number of sequences that used the same prefill. decode_steps: tokens fed after the prompt. tokens: the
     answer without EOS. complete: the answer has ended. error: the exception that ended it early; the other fields are
     then undefined. logits: [1,V] after the last token, for policies that rate tokens. history: of a conversation: the
-    turns before this one; after the prefill, what the next turn continues from.
+    turns before this one; after the prefill, what the next turn continues from. scores: of the request's target.
     """
 
     request: Request
@@ -133,6 +134,7 @@ class LiveSequence:
     error: Exception | None = None
     logits: Tensor | None = field(default=None, repr=False)
     history: History | None = None
+    scores: Scores | None = None
 
     def __post_init__(self) -> None:
         self.sampler = None if self.request.sampler is None else self.request.sampler()

@@ -95,6 +95,13 @@ class Prompt:
         return self.target is None and reading is not None and reading.prompt_tokens is None
 
     @property
+    def continuation(self) -> Tensor | None:
+        """The tokens [M] after the prompt that are scored; None if an answer is generated, or a whole text scored."""
+        if self.target is not None or self.is_whole_text or not self.is_scored:
+            return self.target
+        return self.ids[self.length :]
+
+    @property
     def own(self) -> bool:
         """Whether the history of the conversation has the model's own answers, which are not part of ids."""
         return self.example.shared is not None and self.example.shared.own

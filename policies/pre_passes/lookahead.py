@@ -22,14 +22,16 @@ class Lookahead(PrePass):
 
     tokens: the most tokens to generate. draft: tokens of the prompt that they attend to while they are generated:
     `evicted` those that SnapKV keeps at the budget, `full` all. draft_window: SnapKV's window, in newest queries.
-    official: scores mask tokens as if the queries were the last ones of the prompt, as in the code of LAQ.
-    Source: 2505.20334 (LAQ), sections 3 and 4; with draft=full, the same as SpecKV (2506.08373) whose draft model is
-    the model itself, except that there the generated tokens take part in the softmax.
+    softmax: tokens over which a query's attention is normalised: those of the `prompt`, or `all`, the generated ones
+    included. official: scores mask tokens as if the queries were the last ones of the prompt, as in the code of LAQ.
+    Source: arXiv 2505.20334 (LAQ), sections 3 and 4; draft=full and softmax=all are SpecKV (arXiv 2506.08373), with the
+    model itself as the draft model.
     """
 
     tokens: int = 8
     draft: Literal["evicted", "full"] = "evicted"
     draft_window: int = 32
+    softmax: Literal["prompt", "all"] = "prompt"
     official: bool = False
 
     def __post_init__(self) -> None:

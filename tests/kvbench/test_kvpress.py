@@ -237,6 +237,10 @@ def test_a_sweep_over_presses_has_samples_and_names_of_its_own(
     kept = [(yaml.safe_load(file.read_text()), file.parent) for file in tmp_path.glob("*/config.yaml")]
     runs = {config["identity"]["policy"]["press"]["class"]: folder for config, folder in kept}
     assert {name.rpartition(".")[2] for name in runs} == {"KnormPress", "TOVAPress"}
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "one two three " * 200}))
+    scores = ["task=perplexity", f"task.data_dir={tmp_path / 'texts.jsonl'}", "task.length=99", "task.prompt_tokens=50"]
+    assert main(["policy=kvpress/KnormPress", "budget=64", *scores, f"out={tmp_path}"]) == 1
+    assert "task perplexity: kvpress/KnormPress can only generate" in capsys.readouterr().err
     for folder in runs.values():
         lines = (folder / "samples.jsonl").read_text().splitlines()
         assert len(lines) == 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 from plotted_runs import read, write_run
 
-from kvbench.engine.teacher_forcing import summary
+from kvbench.engine.scores import summary
 from kvbench.report.table import print_table
 from kvbench.results.metrics import metrics
 from kvbench.results.result import load_results

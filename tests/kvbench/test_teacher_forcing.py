@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
+from kvbench.engine.prefill import prefill_prompt
+from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.engine.teacher_forcing import continuation_scores, text_scores
 from kvbench.policies.policy import Policy
 
@@ -108,6 +110,30 @@ def test_a_store_that_compresses_between_two_tokens_is_fed_one_by_one(slug: str)
     close(scored.logprobs, fed_one_by_one(policy, IDS, PROMPT.shape[1], whole_prompt=True)[PROMPT.shape[1] - 1 :])
     full = picked(plain()[PROMPT.shape[1] - 1 :], CONTINUATION[0])
     assert not torch.allclose(scored.logprobs, full.float(), atol=1e-3)  # two bits do change something
+
+
+def test_policies_that_score_one_continuation_together_score_it_as_each_alone() -> None:
+    policies = [
+        make_policy(slug, BUDGET, decode=decode, **(SMALL if slug == "snapkv" else {}))
+        for slug, decode in [
+            ("full", "grow"),
+            ("snapkv", "grow"),
+            ("h2o", "evict"),
+            ("sirllm", "evict"),
+            ("fp8", "grow"),
+        ]
+    ]
+    request = Request(PROMPT, CONTINUATION.shape[1], target=CONTINUATION)
+    together = [LiveSequence(request, policy) for policy in policies]
+    prefill_prompt(model(), [together])
+    assert [one.sharing for one in together] == [len(policies)] * len(policies)
+    for one in together:
+        assert one.scores is not None
+        assert one.complete
+        alone = continuation_scores(model(), PROMPT, CONTINUATION, one.policy)
+        close(one.scores.logprobs, alone.logprobs)
+        assert one.scores.cache.kept_tokens().equal(alone.cache.kept_tokens())
+        assert all(map(torch.equal, one.scores.cache.most_kept, alone.cache.most_kept))
 
 
 # whole texts

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvbench.engine.teacher_forcing import summary
+from kvbench.engine.scores import summary
 from kvbench.results.files import write_json, write_yaml
 from kvbench.results.metrics import write_metrics
 from kvbench.results.samples import Sample

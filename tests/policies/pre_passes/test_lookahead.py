@@ -12,6 +12,7 @@ from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaFor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.step import Step
 from kvbench.engine.batch import DecodeBatch, Request
 from kvbench.engine.generate import Generation, generate_tokens
 from kvbench.policies.observation import QueryWindow
@@ -47,6 +48,28 @@ def test_scores_of_lookahead_queries_keep_the_sets_of_the_original_code() -> Non
     for case in cases("lookahead.npz", "laq_"):
         assert kept(case, official=True) == case["kept"].sort().values.tolist(), case["name"]
         assert kept(case, official=False) == case["kept_true_positions"].sort().values.tolist(), case["name"]
+
+
+def test_the_draft_of_speckv_keeps_the_sets_of_the_original_code() -> None:
+    """The code feeds the last prompt token again: its sets are those of the tokens before, so ours have one more."""
+    for case in cases("lookahead.npz", "spec_"):
+        ahead, tokens, before = case["lookahead"], case["T"], case["window"] + 1
+        how = {"reduce": case["reduction"], "pool": {"mean": "avg"}.get(case["pool"], case["pool"])}
+        more = {"kernel": case["kernel"], "scorer.window": before, **how}
+        policy = make_policy("speckv", case["budget"] + 1, **more)
+        keys, drafted = case["keys"][None, :, :tokens], case["keys"][None, :, tokens:]
+        seen = observed(keys, case["queries"][None, :, :before], scaling=case["D"] ** -0.5, budgets=(case["budget"],))
+        step = Step.__new__(Step)
+        step._observation, step.params = seen, seen.params
+        places = torch.arange(tokens - before, tokens)[None]
+        seen.window = QueryWindow(case["queries"][None, :, :before], places)
+        step.look_ahead(case["queries"][None, :, before:], torch.arange(tokens, tokens + ahead)[None], False, drafted)
+        ranking = policy.rank(step.observation, {})
+        found = ranking.scores[0, :, : tokens - before] / (1 if case["reduction"] == "max" else before + ahead)
+        torch.testing.assert_close(found, case["pooled"], rtol=1e-4, atol=1e-6)
+        kept = ranking.select(case["budget"] + 1)[0]
+        expected = [[*sorted(head.tolist()), tokens - 1] for head in case["kept"]]
+        assert [head.nonzero().flatten().tolist() for head in kept] == expected, case["name"]
 
 
 def by_topk(ranking: Ranking, keep: Tensor | int) -> Tensor:
@@ -97,8 +120,11 @@ def best(scores: Tensor, budget: int, window: int) -> Tensor:
 
 
 @torch.inference_mode()
-def paper(model: PreTrainedModel, draft: str) -> list[list[list[int]]]:
-    """Prefill, SnapKV, `TOKENS` greedy tokens from its cache, and the choice of tokens by their queries."""
+def paper(model: PreTrainedModel, draft: str, softmax: str = "prompt") -> list[list[list[int]]]:
+    """Prefill, SnapKV, `TOKENS` greedy tokens from its cache, and the choice of tokens by their queries.
+
+    softmax="all": by the largest attention of any query, over prompt and generated tokens.
+    """
     queries: dict[int, list[Tensor]] = {}
 
     def recorded(module: torch.nn.Module, query: Tensor, *rest: Tensor, **more: object) -> object:
@@ -121,6 +147,13 @@ def paper(model: PreTrainedModel, draft: str) -> list[list[list[int]]]:
     found = []
     for index, (keys, _) in enumerate(prefilled):
         prefill, *ahead = queries[index]
+        if softmax == "all":
+            every, after = torch.cat([prefill[:, -WINDOW:], *ahead], 1), cache.layers[index].keys[0]
+            logits = every @ after.repeat_interleave(len(every) // len(keys), 0).mT / every.shape[-1] ** 0.5
+            later = torch.arange(after.shape[1]) > torch.arange(LENGTH - WINDOW, LENGTH + TOKENS)[:, None]
+            largest = logits.masked_fill(later, -torch.inf).softmax(-1)[..., :LENGTH].amax(1)
+            found.append(best(largest.unflatten(0, (len(keys), -1)).amax(1), BUDGET, WINDOW).tolist())
+            continue
         scores = pooled_attention(prefill[:, -WINDOW:], keys, causal=True)
         scores = scores + pooled_attention(torch.cat(ahead, 1), keys, causal=False)
         found.append(best(scores, BUDGET, WINDOW).tolist())
@@ -132,11 +165,16 @@ def model() -> PreTrainedModel:
     return tiny(query_heads=4, kv_heads=2)
 
 
-@pytest.mark.parametrize("draft", ["evicted", "full"])
-def test_a_run_keeps_what_the_loop_of_the_paper_keeps(model: PreTrainedModel, draft: str) -> None:
-    expected = paper(model, draft)
+@pytest.mark.parametrize(
+    ("slug", "draft", "softmax"),
+    [("laqpp", "evicted", "prompt"), ("laqpp", "full", "prompt"), ("speckv", "full", "all")],
+)
+def test_a_run_keeps_what_the_loop_of_the_paper_keeps(
+    model: PreTrainedModel, slug: str, draft: str, softmax: str
+) -> None:
+    expected = paper(model, draft, softmax)
     model.set_attn_implementation("kvbench")
-    run = generate_tokens(model, IDS, make_policy("laqpp", BUDGET, draft=draft, **SMALL), max_new_tokens=3)
+    run = generate_tokens(model, IDS, make_policy(slug, BUDGET, draft=draft, **SMALL), max_new_tokens=3)
     assert sets(run) == expected
     assert sets(run) != sets(
         generate_tokens(model, IDS, make_policy("snapkv", BUDGET, window=WINDOW), max_new_tokens=1)

@@ -1,0 +1,105 @@
+"""The likelihood of given tokens, and a cache that records how many tokens it held while they were scored.
+
+Shapes: n scored tokens, V vocabulary, L layers, H_kv KV heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.cache.cache import KVCache
+from kvbench.engine.logits import LOGITS_AT_ONCE, NOT_A_NUMBER
+from kvbench.policies.pre_passes.surprisal import surprisal
+from kvbench.results.samples import Likelihood
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The likelihood of given tokens.
+
+    logprobs [n] float32: log p of each token, in nats. greedy [n] bool: whether greedy decoding would choose it. cache:
+    at the end; the last token was not appended to it after a prompt. seconds: from the first scored token to the last,
+    without the prompt. block: tokens between two evictions of a text.
+    """
+
+    logprobs: Tensor
+    greedy: Tensor
+    cache: WatchedCache
+    seconds: float
+    block: int | None = None
+
+    @property
+    def nll(self) -> Tensor:
+        """-log p of each token, [n] float32."""
+        return -self.logprobs
+
+    @property
+    def logprob(self) -> float:
+        """Sum of log p of all tokens, in nats."""
+        return float(self.logprobs.double().sum())
+
+
+class WatchedCache(KVCache):
+    """A cache that records the most tokens that each layer and KV head kept since `watch` was called."""
+
+    _teacher_forced = True
+    _most: dict[int, Tensor] | None = None
+
+    def watch(self) -> None:
+        """Start to record, with the tokens kept now."""
+        self._most = {}
+        self.sequence.on_change = self._record
+        for index, layer in enumerate(self.attention_layers):
+            if layer.is_initialized:
+                self._record(index)
+
+    @property
+    def most_kept(self) -> list[Tensor]:
+        """[H_kv] of each layer: the most tokens kept at any time, over all sequences."""
+        assert self._most, "nothing was recorded"
+        return [self._most[index].cpu() for index in range(len(self.attention_layers))]
+
+    def _record(self, index: int) -> None:
+        """Called whenever a layer has appended or evicted tokens."""
+        assert self._most is not None
+        kept = self.attention_layers[index].kept_tokens().amax(0)
+        self._most[index] = torch.maximum(self._most.get(index, kept), kept)
+
+
+def fitting(model: PreTrainedModel) -> int:
+    """Tokens of one call whose logits fit into `LOGITS_AT_ONCE`."""
+    return max(1, LOGITS_AT_ONCE // int(model.config.get_text_config(decoder=True).vocab_size))
+
+
+def score(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """log p of tokens [N] under logits [N,V], [N] float32, and whether each is the most likely token, [N] bool."""
+    tokens = tokens.to(logits.device)
+    return -surprisal(logits, tokens), logits.argmax(-1) == tokens
+
+
+def joined(scored: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The scores of all calls. Raises FloatingPointError if logits were NaN."""
+    logprobs, greedy = (torch.cat(parts) for parts in zip(*scored, strict=True))
+    if bool(logprobs.isnan().any()):
+        raise FloatingPointError(NOT_A_NUMBER)
+    return logprobs, greedy
+
+
+def summary(nll: Tensor, first: int, block: int | None, most_kept: Iterable[Tensor]) -> Likelihood:
+    """The likelihood of tokens with -log p nll [n] that begin at position `first`; most_kept: [H_kv] per layer."""
+    sums = nll.double().cumsum(0).tolist()
+    end = first + len(sums)
+    lengths = sorted({*(2**k for k in range(1, end.bit_length()) if first < 2**k <= end), end})
+    return Likelihood(
+        nll=sums[-1] / len(sums),
+        tokens=len(sums),
+        lengths=lengths,
+        cumulative=[sums[length - first - 1] / (length - first) for length in lengths],
+        block=block,
+        max_kept_tokens=[heads.tolist() for heads in most_kept],
+    )
