@@ -45,6 +45,8 @@ class PassCache(KVCache):
         """Begin a call of `tokens` tokens, which follow all others; returns their positions [1,tokens]."""
         begin = self.sequence.seen = self.span.end
         self.span = self.span._replace(start=begin, end=begin + tokens)
+        for extra in self.extras:
+            extra.begin_call(self.sequences, None)
         return torch.arange(begin, begin + tokens, device=device)[None]
 
     @property
