@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,8 +10,7 @@ from kvbench.policies.allocators.allocator import Allocator
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
-from kvbench.policies.stores.slot_store import SlotStore
-from kvbench.policies.stores.store import LayerStore, Store
+from kvbench.policies.stores.codec import Codec
 from kvbench.policies.values.value import ValueAware
 
 
@@ -71,33 +69,12 @@ class IntoNewest(Merger):
         return Merged(newest, eviction.keys.gather(2, slot), value)
 
 
-class HalfStore(SlotStore):
-    """Buffers in float16 that are returned in the model's dtype."""
-
-    def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
-        super().__init__(keys.half(), values.half(), statistics, width)
-        self._dtype = keys.dtype
-
-    @property
-    def keys(self) -> Tensor:
-        return super().keys.to(self._dtype)
-
-    @property
-    def values(self) -> Tensor:
-        return super().values.to(self._dtype)
-
-    def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        super().append(keys.half(), values.half(), positions)
-
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        super().write(slots, keys.half(), values.half())
-
-
 @dataclass(frozen=True)
-class Half(Store):
-    """Keys and values in float16."""
+class Half(Codec):
+    """Keys and values in float16, once the prompt is complete and evicted."""
 
-    slug_letters: ClassVar[Mapping[str, str]] = {}  # {"g": "group"} would define the name `half_g32`
+    def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
+        return {"codes": x.half()}
 
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        return HalfStore(keys, values, statistics, width)
+    def decode(self, codes: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
+        return codes["codes"].float()

@@ -37,7 +37,8 @@ from kvbench.kernels.decode import decode_attention_flat
 from kvbench.kernels.references import NewTokens
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
-from kvbench.policies.stores.token_codes import TokenCodeLayerStore, TokenCodeStore
+from kvbench.policies.stores.coding import Coding
+from kvbench.policies.stores.token_codes import TokenCodeLayer, decode_step
 
 LENGTHS = "starts", "counts", "free", "limit", "nan", "next", "advance"
 
@@ -88,7 +89,7 @@ class DeviceBatch(KVCache):
     def _clear(self) -> None:
         self._arena = Arena(len(self.attention_layers))
         self._formats: list[object] = []  # of the layers; one for all sequences
-        self._codecs: list[TokenCodeStore | None] = []  # of the layers; None: keys and values as they are
+        self._codecs: list[Coding | None] = []  # of the layers; None: keys and values as they are
         self._longest = 0  # bound of the length of a segment
         self._kinds: list[Kind] = []  # of the rows
         self._empty: dict[Kind, State] = {}  # of padding
@@ -157,7 +158,7 @@ class DeviceBatch(KVCache):
             layer.memory |= {name: state[name][layer.index, None] for name in layer.memory if name in state}
             sequence.note_bytes(layer.index)
         codes = sequence.layers[-1].store  # they had the newest token twice
-        sequence.note(beside=codes.step_nbytes if isinstance(codes, TokenCodeLayerStore) else 0)
+        sequence.note(beside=codes.step_nbytes if isinstance(codes, TokenCodeLayer) else 0)
         sequence.nan_flags = dict(enumerate(state["nan"][:, None]))
         sequence.states = {name: x.clone() for name, x in sequence.states.items()}
         self._write(member.row, self._empty[member.kind])
@@ -187,7 +188,7 @@ class DeviceBatch(KVCache):
             self._arena.hold(index, [sequence.layers[index] for sequence in sequences])
         states = {}
         stores = [layer.store for layer in sequences[0].layers]
-        self._codecs = [held.store if isinstance(held, TokenCodeLayerStore) else None for held in stores]
+        self._codecs = [held.codec if isinstance(held, TokenCodeLayer) else None for held in stores]
         for sequence in sequences:
             states[sequence] = state = self._new_state(sequence)
             self._members[sequence] = member = _member(sequence)
@@ -322,7 +323,7 @@ class DeviceBatch(KVCache):
         tokens, codec = NewTokens(keys, values, slots), self._codecs[index]
         places, memory = (self.positions, arena.positions[index]), arena.memory[index]
         if codec is not None:
-            out = codec.decode_step(queries, tokens, memory, places, (starts, counts), self._longest, params)
+            out = decode_step(codec, queries, tokens, memory, places, (starts, counts), self._longest, params)
         else:
             out = decode_attention_flat(
                 queries,

@@ -115,6 +115,9 @@ def _compact_jointly(step: Step, allocator: JointAllocator) -> None:
     rankings = allocator.rank_of_all([layer.ranking for layer in sequence.layers if layer.ranking is not None])
     slots = allocator.heads_of_all(rankings, [[budget] for budget in budgets])
     for layer, ranking, budget, heads in zip(sequence.layers, rankings, budgets, slots, strict=True):
+        if allocator.sets_budget:  # the layer counts the tokens of its longest head
+            budget = int(heads.max())
+            excess = layer.count - budget
         if excess > 0:
             compact(step.of_layer(layer), ranking, budget, excess, per_head=heads.to(ranking.scores.device))
             sequence.note_bytes(layer.index)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +19,9 @@ from kvbench.results.curves import (
     kept_share,
     smallest_size,
 )
+from kvbench.results.pairs import paired
 from kvbench.results.result import Result
-from kvbench.results.statistics import mean_interval
+from kvbench.results.statistics import FEWEST, Difference, mean_interval
 
 NAMES = ("model", "task", "policy")
 AT_SIZE = (*NAMES, "kept (95% CI)", "5-95%", "most held", "score", "rival", "at this size", "difference (95% CI)")
@@ -30,7 +32,9 @@ SHARE = 0.9
 def at_size_table(rows: Sequence[Result]) -> Table:
     """Every run without a budget beside the curves of policies with budgets. UsageError without one."""
     cells = []
-    for row in (row for row in rows if row.evicts and row.budget is None and row.score is not None):
+    for row in rows:
+        if not row.evicts or row.budget is not None or row.score is None or _matched(row) not in (None, "none"):
+            continue
         sizes = [share for sample in row.samples if (share := kept_share(sample)) is not None]
         if not sizes:
             continue
@@ -41,13 +45,16 @@ def at_size_table(rows: Sequence[Result]) -> Table:
         own.append(f"{np.mean(sizes):.3f} ({interval.low:.3f}-{interval.high:.3f})")
         own += [f"{low:.3f}-{high:.3f}", f"{most:,}", f"{row.score:.3f}"]
         rivals = [(name, runs) for name, runs in _with_budgets(rows, row).items() if len(runs) > 1]
-        cells += [[*own, name, *_rival(row, runs)] for name, runs in rivals] or [[*own, NONE, NONE, NONE]]
+        lines = [[name, *_rival(row, runs)] for name, runs in rivals]
+        lines += [[f"matched={kind}", *_control(row, run)] for kind, run in _controls(rows, row)]
+        cells += [[*own, *line] for line in lines] or [[*own, NONE, NONE, NONE]]
     if not cells:
         raise UsageError("--at-size is for runs whose policy sets its size itself, such as kvzap: there is none")
     note = (
         "kept: tokens held at the end, share of all, mean over examples; most held: entries of all layers and heads; "
         "at this size: the rival's score, interpolated between its budgets, none outside of them; difference: examples "
-        "are resampled once for sizes and scores, *: the interval excludes 0"
+        "are resampled once for sizes and scores, *: the interval excludes 0; matched: as many tokens of each example, "
+        "as equal budgets of all heads (uniform) or as the best of all heads (global)"
     )
     return replace(table_of(AT_SIZE, cells, "policies without a budget", left=(*NAMES, "rival")), notes=(note,))
 
@@ -62,14 +69,41 @@ def _with_budgets(rows: Sequence[Result], like: Result) -> dict[str, list[Result
     return found
 
 
+def _matched(row: Result) -> str | None:
+    """The control that a run of a threshold is: none, uniform or global; None for other policies."""
+    return (row.identity["policy"].get("allocator") or {}).get("matched")
+
+
+def _controls(rows: Sequence[Result], like: Result) -> list[tuple[str, Result]]:
+    """The controls of a run without a budget, by kind: same scores, same threshold, same setting."""
+
+    def kind(row: Result) -> tuple[object, ...]:
+        policy: Mapping[str, Any] = row.identity["policy"]
+        own = {name: x for name, x in policy["allocator"].items() if name not in ("class", "matched")}
+        return row.setting, row.compress, policy["scorer"], own
+
+    found = ((_matched(row), row) for row in rows if row.evicts and row.score is not None)
+    return [(name, row) for name, row in found if name not in (None, "none") and kind(row) == kind(like)]
+
+
+def _control(row: Result, control: Result) -> list[str]:
+    pair = paired(control.outcomes, row.outcomes)
+    if pair is None or pair.difference.n < FEWEST:
+        return [f"{control.score:.3f}", NONE]
+    return [f"{control.score:.3f}", _written(pair.difference)]
+
+
+def _written(difference: Difference) -> str:
+    mark = "*" if difference.claims else ""
+    return f"{difference.mean:+.3f} ({difference.low:+.3f}..{difference.high:+.3f}){mark}"
+
+
 def _rival(row: Result, runs: Sequence[Result]) -> list[str]:
     curves = curves_of([[row], runs], kept_share)
     difference = None if curves is None else difference_at(*curves)
     if curves is None or difference is None:
         return [NONE, NONE]
-    mark = "*" if difference.claims else ""
-    between = f"({difference.low:+.3f}..{difference.high:+.3f})"
-    return [f"{curves[0].scores[0] - difference.mean:.3f}", f"{difference.mean:+.3f} {between}{mark}"]
+    return [f"{curves[0].scores[0] - difference.mean:.3f}", _written(difference)]
 
 
 def smallest_table(rows: Sequence[Result]) -> Table:

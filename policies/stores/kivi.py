@@ -4,13 +4,44 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from kvbench.errors import ConfigError
 from kvbench.policies.checks import whole_number
-from kvbench.policies.stores.codes import ChannelCodes, Codes, TokenCodes
-from kvbench.policies.stores.quantised import QuantisedStore, value_group
+from kvbench.policies.stores.codec import Codec
+from kvbench.policies.stores.quantiser import Metadata, Quantiser
 from kvbench.policies.stores.slots import GROWTH
+
+
+@dataclass(frozen=True)
+class GroupCodec(Codec):
+    """bits: 2, 4 or 8 per number. metadata: dtype of scales and minima (auto: float16 for 16-bit models, else the
+    model's own). fp16_arith: quantise in the model's own dtype, as KIVI's code does, instead of float32.
+    """
+
+    grouped = True
+    kinds: ClassVar[Mapping[str, str]] = {"words": "codes"}
+
+    bits: int = 2
+    metadata: Metadata = "auto"
+    fp16_arith: bool = False
+
+    def __post_init__(self) -> None:
+        Quantiser(self.bits, self.metadata, self.fp16_arith)  # it checks them
+
+    @property
+    def quantiser(self) -> Quantiser:
+        return Quantiser(self.bits, self.metadata, self.fp16_arith)
+
+
+def value_group(group: int, dim: int) -> int:
+    """Channels of a value that share a scale: min(group, D). ConfigError if that does not divide the head dimension."""
+    channels = min(group, dim)
+    if dim % channels:
+        why = f"does not divide the head dimension {dim} of the values; choose a divisor or {dim} and more"
+        raise ConfigError("group", group, why=why)
+    return channels
 
 
 def check_residual(group: int, residual: int) -> None:
@@ -23,8 +54,36 @@ def check_residual(group: int, residual: int) -> None:
         )
 
 
+class KiviCodes(GroupCodec):
+    """Keys in groups of `group` tokens per channel, values in groups of min(group, D) channels per token."""
+
+    group: int
+
+    growing = (1, GROWTH)
+
+    def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
+        return self.coded(x, side, x.dtype)
+
+    def coded(self, x: Tensor, side: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Codes of tokens x of a model in `dtype`."""
+        if side == 0:
+            return self.quantiser.by_channel(x, self.group, dtype)
+        return self.quantiser.by_token(x, value_group(self.group, x.shape[-1]), dtype)
+
+    def decode(self, codes: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
+        if side == 0:
+            return self.quantiser.of_channels(codes, self.group)
+        return self.quantiser.of_tokens(codes, value_group(self.group, dim))
+
+    def check_shape(self, heads: int, dim: int) -> None:
+        value_group(self.group, dim)
+
+    def packed(self, side: int, dim: int) -> tuple[int, int, bool] | None:
+        return self.bits, value_group(self.group, dim) if side else self.group, side == 1
+
+
 @dataclass(frozen=True)
-class Kivi(QuantisedStore):
+class Kivi(KiviCodes):
     """Keys in groups of `group` tokens per channel, values in groups of min(group, D) channels per token.
 
         hat(x) = Delta * round((x - m) / Delta) + m, m = min x, Delta = (max x - min x) / (2^bits - 1)
@@ -45,26 +104,13 @@ class Kivi(QuantisedStore):
         super().__post_init__()
         check_residual(self.group, self.residual)
 
-    def check_shape(self, heads: int, dim: int) -> None:
-        value_group(self.group, dim)
-
-    def due(self, side: int, tokens: int) -> int:
+    def due(self, side: int, exact: int) -> int:
         size = self.residual or self.group
-        return tokens // size * size if side == 0 else max(tokens - self.residual, 0)
-
-    def codes(self, side: int, x: Tensor) -> Codes:
-        return kivi_codes(self, self.group, side, x)
-
-
-def kivi_codes(store: QuantisedStore, group: int, side: int, x: Tensor) -> Codes:
-    """Codes of keys per channel, or of values per token, like x [1,H,n,D]."""
-    if side == 0:
-        return ChannelCodes(store.quantiser, group)
-    return TokenCodes(store.quantiser, value_group(group, x.shape[-1]), GROWTH)
+        return exact // size * size if side == 0 else max(exact - self.residual, 0)
 
 
 @dataclass(frozen=True)
-class Kcvc(QuantisedStore):
+class Kcvc(GroupCodec):
     """Keys and values in groups of `group` tokens per channel, both `residual` tokens at a time, as KIVI does its keys.
 
         hat(x) = Delta * round((x - m) / Delta) + m, m = min x, Delta = (max x - min x) / (2^bits - 1)
@@ -90,13 +136,19 @@ class Kcvc(QuantisedStore):
     def apart(self) -> str:
         return "which kcvc with group=null cannot hold: set a group" if self.group is None else ""
 
-    def due(self, side: int, tokens: int) -> int:
+    def due(self, side: int, exact: int) -> int:
         size = self.residual or self.group or 1
-        return tokens // size * size
+        return exact // size * size
 
     @property
-    def one_chunk(self) -> bool:
+    def one_run(self) -> bool:
         return self.group is not None
 
-    def codes(self, side: int, x: Tensor) -> Codes:
-        return ChannelCodes(self.quantiser, self.group or x.shape[2])
+    def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
+        return self.quantiser.by_channel(x, self.group or x.shape[2], x.dtype)
+
+    def decode(self, codes: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
+        return self.quantiser.of_channels(codes, self.group or tokens)
+
+    def packed(self, side: int, dim: int) -> tuple[int, int, bool] | None:
+        return None if self.group is None else (self.bits, self.group, False)

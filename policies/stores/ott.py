@@ -14,34 +14,28 @@ from kvbench.kernels.quantized import Outliers
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, layers_exist, whole_number, whole_numbers
 from kvbench.policies.draws import uniform_draws
-from kvbench.policies.stores.code_attention import cover
-from kvbench.policies.stores.codes import Codes
-from kvbench.policies.stores.kivi import kivi_codes
-from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore, value_group
+from kvbench.policies.observation import Memory
+from kvbench.policies.stores.columns import CodedLayer
+from kvbench.policies.stores.kivi import KiviCodes
 from kvbench.policies.stores.quantiser import NOT_FINITE
-from kvbench.policies.stores.slot_store import SlotStore
 from kvbench.policies.stores.slots import take
+
+POOLS = "pool keys", "pool values", "pool slots", "frozen"
 
 
 class Pools:
     """Traced tokens of one layer: exact keys and values [B,H,n+A,D] at slots [B,H,n+A] (-1: empty), the pool first.
 
-    frozen [B,H]: the pools of a head do not change any more.
+    frozen [B,H]: the pools of a head do not change any more. memory: holds all of them, empty at first.
     """
 
-    def __init__(self, ott: "Ott", keys: Tensor, values: Tensor) -> None:
-        self.ott = ott
-        batch, heads = keys.shape[:2]
-        size = (batch, heads, ott.outliers + (ott.auxiliary if ott.on_evict == "pool" else 0))
-        self.keys = keys.new_zeros(*size, keys.shape[-1])
-        self.values = values.new_zeros(*size, values.shape[-1])
-        self.slots = torch.full(size, -1, dtype=torch.int32, device=keys.device)
-        self.frozen = torch.zeros(batch, heads, dtype=torch.bool, device=keys.device)
-        self._fresh = True
-
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in (self.keys, self.values, self.slots, self.frozen))
+    def __init__(self, ott: "Ott", memory: Memory, keys: Tensor, values: Tensor) -> None:
+        self.ott, self.memory, self.fresh = ott, memory, not memory
+        if self.fresh:
+            size = (*keys.shape[:2], ott.outliers + (ott.auxiliary if ott.on_evict == "pool" else 0))
+            pools = (x.new_zeros(*size, x.shape[-1]) for x in (keys, values))
+            slots = torch.full(size, -1, dtype=torch.int32, device=keys.device)
+            memory |= zip(POOLS, (*pools, slots, torch.zeros_like(slots[..., 0], dtype=torch.bool)), strict=True)
 
     def trace(self, keys: Tensor, values: Tensor, first: int) -> list[Tensor]:
         """New tokens [B,H,m*G,D] compete group by group, oldest first; returns both with traced ones filled in.
@@ -52,10 +46,9 @@ class Pools:
             raise ValueError(NOT_FINITE)  # a traced token would not be checked later
         slots = torch.arange(first, first + keys.shape[2], device=keys.device).expand(keys.shape[:3])
         scores, group = self.ott.scores(keys, slots), self.ott.group
-        span = keys.shape[2] if self.ott.prefill_mode == "joint" and self._fresh else group
+        span = keys.shape[2] if self.ott.prefill_mode == "joint" and self.fresh else group
         traced, entries = self._compete(scores.unflatten(-1, (-1, span)))
         self._hold(entries, keys, values, slots)
-        self._fresh = False
         return [self._filled(x, traced.view(*keys.shape[:2], -1, group)) for x in (keys, values)]
 
     def _compete(self, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,16 +56,18 @@ class Pools:
 
         Also the numbers [B,H,n+A] of the tokens in the pools: stored tokens first, then new ones; -1: empty.
         """
-        capacity, stored = self.ott.outliers, self.slots.shape[-1]
-        numbers = torch.arange(stored, device=scores.device).masked_fill(self.slots < 0, -1)
+        held_slots, frozen, capacity = self.memory["pool slots"], self.memory["frozen"], self.ott.outliers
+        stored = held_slots.shape[-1]
+        numbers = torch.arange(stored, device=scores.device).masked_fill(held_slots < 0, -1)
         pool, spare = numbers.split([capacity, stored - capacity], dim=-1)
-        held = self.ott.scores(self.keys[:, :, :capacity], self.slots[..., :capacity]).masked_fill(pool < 0, torch.inf)
+        held = self.ott.scores(self.memory["pool keys"][:, :, :capacity], held_slots[..., :capacity])
+        held = held.masked_fill(pool < 0, torch.inf)
         best = scores.argsort(dim=-1, stable=True)[..., :capacity]
         lowest, span = scores.gather(-1, best), scores.shape[3]
         traced = torch.zeros_like(scores, dtype=torch.bool)
         for g in range(0 if scores.is_meta else scores.shape[2]):  # without data no token wins
             new = lowest[:, :, g]
-            active = ~self.frozen
+            active = ~frozen
             both = torch.cat([held, new], dim=-1)
             tokens = torch.cat([pool, best[:, :, g] + g * span + stored], dim=-1)
             order = both.argsort(dim=-1, stable=True)  # pool tokens are first, so they win ties
@@ -80,25 +75,27 @@ class Pools:
             if self.ott.on_evict == "pool":
                 defeated = (losers < capacity) & both.gather(-1, losers).isfinite()
                 overflow = (spare >= 0).sum(-1) + defeated.sum(-1) > spare.shape[-1]
-                self.frozen = self.frozen | overflow
+                frozen = frozen | overflow
                 active = active & ~overflow
                 spare = _appended(spare, tokens.gather(-1, losers), defeated & active[..., None])
             admitted = torch.zeros_like(both, dtype=torch.bool).scatter_(-1, winners, True)[..., capacity:]
             traced[:, :, g].scatter_(-1, best[:, :, g], admitted & active[..., None])
             pool = torch.where(active[..., None], tokens.gather(-1, winners), pool)
             held = torch.where(active[..., None], both.gather(-1, winners), held)
+        self.memory["frozen"] = frozen
         return traced, torch.cat([pool.masked_fill(~held.isfinite(), -1), spare], dim=-1)
 
     def _hold(self, entries: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store the tokens with these numbers; keys, values and slots are those of the new tokens."""
-        stored = self.slots.shape[-1]
+        memory, held_slots = self.memory, self.memory["pool slots"]
+        stored = held_slots.shape[-1]
         old, new = entries.clamp(0, stored - 1), (entries - stored).clamp(min=0)
         is_new = entries >= stored
-        for name, x in (("keys", keys), ("values", values)):
-            here = torch.where(is_new[..., None], take(x, new), take(getattr(self, name), old))
-            setattr(self, name, here.masked_fill_((entries < 0)[..., None], 0))
-        places = torch.where(is_new, slots.gather(-1, new), self.slots.gather(-1, old))
-        self.slots = places.masked_fill_(entries < 0, -1).to(torch.int32)
+        for name, x in (("pool keys", keys), ("pool values", values)):
+            here = torch.where(is_new[..., None], take(x, new), take(memory[name], old))
+            memory[name] = here.masked_fill_((entries < 0)[..., None], 0)
+        places = torch.where(is_new, slots.gather(-1, new), held_slots.gather(-1, old))
+        memory["pool slots"] = places.masked_fill_(entries < 0, -1).to(torch.int32)
 
     def _filled(self, tokens: Tensor, traced: Tensor) -> Tensor:
         """tokens [B,H,m*G,D] with traced ones [B,H,m,G] replaced by their group's mean, float32."""
@@ -120,44 +117,8 @@ def _appended(numbers: Tensor, more: Tensor, chosen: Tensor) -> Tensor:
     return torch.nn.functional.pad(numbers, (0, 1)).scatter(-1, places, more)[..., :size]
 
 
-class OttLayerStore(QuantisedLayerStore):
-    """Keys and values are quantised together, `group` tokens at a time; traced tokens' slots show the exact ones."""
-
-    store: "Ott"
-
-    def __init__(self, store: "Ott", dense: SlotStore) -> None:
-        super().__init__(store, dense)
-        self.pools: Pools | None = None  # opened when the first group is quantised
-
-    def kinds(self) -> dict[str, int]:
-        return {**super().kinds(), "outlier pool": 0 if self.pools is None else self.pools.nbytes}
-
-    def flush(self, prompt: bool) -> None:
-        keys, values = self._columns
-        count = max(keys.tail.count - self.store.residual, 0) // self.store.group * self.store.group
-        if count == 0:
-            return
-        shown: list[Tensor | None] = [None, None]
-        if self.store.outliers:
-            new_keys, new_values = keys.tail.oldest("x", count), values.tail.oldest("x", count)
-            if self.pools is None:
-                self.pools = Pools(self.store, new_keys, new_values)
-            shown = [*self.pools.trace(new_keys, new_values, keys.coded)]
-        for side, x in enumerate(shown):
-            self.encode(side, count, x)
-
-    @property
-    def outliers(self) -> Outliers | None:
-        return None if self.pools is None else Outliers(self.pools.keys, self.pools.values, self.pools.slots)
-
-    def dequantised(self, side: int) -> Tensor:
-        x = super().dequantised(side)
-        exact = self.outliers
-        return x if exact is None else cover(x, exact[side], exact.slots)
-
-
 @dataclass(frozen=True)
-class Ott(QuantisedStore):
+class Ott(KiviCodes):
     """KIVI's groups, flushed together every `group` tokens past a residual; tokens of small keys are kept out of them.
 
         s_j = sum_d |k_(j,d)|, "kept exactly: the" outliers "tokens of least" s
@@ -175,7 +136,7 @@ class Ott(QuantisedStore):
     Source: Su et al. 2025, arXiv 2505.10938, section 3.2 and appendix E.
     """
 
-    layer = OttLayerStore
+    kinds: ClassVar[Mapping[str, str]] = {"words": "codes"} | dict.fromkeys(POOLS, "outlier pool")
     slug_letters: ClassVar[Mapping[str, str]] = {
         "g": "group",
         "r": "residual",
@@ -227,8 +188,17 @@ class Ott(QuantisedStore):
                 f"{name} keeps other tokens in every KV head, so heads cannot share traced ones: use pool_scope=head"
             )
 
-    def check_shape(self, heads: int, dim: int) -> None:
-        value_group(self.group, dim)
+    def flush(self, layer: CodedLayer, prompt: bool) -> None:
+        keys, values = layer.columns
+        count = max(keys.tail.count - self.residual, 0) // self.group * self.group
+        if count == 0:
+            return
+        tokens = [keys.oldest(count), values.oldest(count)]
+        if self.outliers:
+            pools = Pools(self, layer.memory, tokens[0], tokens[1])
+            tokens = pools.trace(tokens[0], tokens[1], keys.coded)
+        for side, x in enumerate(tokens):
+            layer.columns[side].hold(count, self.coded(x, side, keys.dtype))
 
-    def codes(self, side: int, x: Tensor) -> Codes:
-        return kivi_codes(self, self.group, side, x)
+    def traced(self, layer: CodedLayer) -> Outliers | None:
+        return Outliers(*(layer.memory[name] for name in POOLS[:3])) if layer.memory else None

@@ -3,7 +3,7 @@
 Shapes: B batch, H KV heads, n tokens, D head dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Self
@@ -15,8 +15,8 @@ from kvbench.errors import ConfigError
 from kvbench.kernels.code_formats import Format
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import choice, number, whole_number
+from kvbench.policies.stores.codec import Codec
 from kvbench.policies.stores.quantiser import from_bytes, look_up, to_bytes
-from kvbench.policies.stores.token_codes import TokenCodeStore
 
 WHOLE = 2**30  # a group of all numbers
 FP8_MAX = 448.0  # the largest number of e4m3
@@ -79,7 +79,7 @@ def half_away(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LayerScaled(TokenCodeStore):
+class LayerScaled(Codec):
     """key_scales, value_scales: one number for each layer, as calibrated for a model; none: 1."""
 
     key_scales: Sequence[float] = ()
@@ -118,7 +118,7 @@ class Fp8(LayerScaled):
     def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
         return {"codes": to_e4m3(x.float() / self.scale(side))}
 
-    def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
+    def decode(self, held: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
         return from_e4m3(held["codes"]) * self.scale(side)
 
     def format(self, side: int) -> Format:
@@ -126,7 +126,7 @@ class Fp8(LayerScaled):
 
 
 @dataclass(frozen=True)
-class Fp8PerTokenHead(TokenCodeStore):
+class Fp8PerTokenHead(Codec):
     """Every number in 8 bits, e4m3, with a float32 scale for each key and value: 2D + 8 bytes per token and KV head.
 
         hat(x) = s e4m3(x / s), s = max(max |x| / 448, 1e-6)
@@ -139,7 +139,7 @@ class Fp8PerTokenHead(TokenCodeStore):
         own = (x.abs().amax(-1, keepdim=True) / FP8_MAX).clamp(min=SMALLEST_SCALE)
         return {"codes": to_e4m3(x * (1 / own)), "scale": own}
 
-    def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
+    def decode(self, held: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
         return from_e4m3(held["codes"]) * held["scale"]
 
     def format(self, side: int) -> Format:
@@ -147,7 +147,7 @@ class Fp8PerTokenHead(TokenCodeStore):
 
 
 @dataclass(frozen=True)
-class Int8(TokenCodeStore):
+class Int8(Codec):
     """Every number in 8 bits with a float32 scale for each key and value: 2D + 8 bytes per token and KV head.
 
         hat(x) = s "round"(x / s), s = max(max |x| / 127, 1e-6), codes from -128 to 127
@@ -167,7 +167,7 @@ class Int8(TokenCodeStore):
         codes = (x * (1 / own)).clamp(-128, 127)
         return {"codes": (codes.trunc() if self.official else codes.round()).to(torch.int8), "scale": own}
 
-    def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
+    def decode(self, held: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
         return held["codes"].float() * held["scale"]
 
     def format(self, side: int) -> Format:
@@ -175,7 +175,7 @@ class Int8(TokenCodeStore):
 
 
 @dataclass(frozen=True)
-class Int4(TokenCodeStore):
+class Int4(Codec):
     """Every number in 4 bits with one scale and zero point for each key and value: D + 8 bytes per token and KV head.
 
         hat(x) = s (c - z), c = "round"(x / s + z), s = max((max x - min x) / 15, 1e-6), z = "round"(- min x / s)
@@ -211,7 +211,7 @@ class Int4(TokenCodeStore):
         held = (own.contiguous().view(torch.int32) & ~ZERO_BITS) | zero.int()
         return {"codes": to_bytes(codes, 4), "scale": held.view(torch.float32)}
 
-    def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
+    def decode(self, held: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
         bits = held["scale"].contiguous().view(torch.int32)
         own, zero = (bits & ~ZERO_BITS).view(torch.float32), bits & ZERO_BITS
         return (from_bytes(held["codes"], 4, dim).float() - zero) * own
@@ -270,7 +270,7 @@ class Nvfp4(LayerScaled):
         """The squared error of each block, [B,H,n,D/16]."""
         return (from_e2m1(codes) * (from_e4m3(factors) * scale)[..., None] - blocks).square().sum(-1)
 
-    def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
+    def decode(self, held: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
         steps = (from_e4m3(held["factors"].contiguous()) * self.scale(side))[..., None]
         x = look_up(held["codes"], 4, _e2m1_tables(held["codes"].device)[1], dim)
         decoded: Tensor = (x.unflatten(-1, (held["factors"].shape[-1], -1)) * steps).flatten(-2)

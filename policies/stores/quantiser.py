@@ -7,6 +7,7 @@ Shapes: n numbers of a group, W = ceil(n * b / 32) int32 words of their codes of
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import check_choices, choice
+from kvbench.policies.constants import on_host
 
 BITS = (2, 4, 8)
 WORD = 32
@@ -78,6 +80,35 @@ class Quantiser:
         scale = group.scale if self.fp16_arith else widen(group.scale)
         numbers = unpack(group.words, self.bits, count).to(scale.dtype)
         return numbers.mul_(scale[..., None]).add_(group.minimum.to(scale.dtype)[..., None])
+
+    # --- tokens of a layer -----------------------------------------------------------------------------------------
+    def by_channel(self, x: Tensor, group: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Codes of tokens [B,H,N,D] in groups of `group` tokens: words [B,H,N/G,D,W], scale, minimum [B,H,N/G,D]."""
+        return self.quantise(x.unflatten(2, (-1, group)).mT, dtype)._asdict()
+
+    def of_channels(self, codes: Mapping[str, Tensor], group: int) -> Tensor:
+        """The tokens of `by_channel` in their groups, [B,H,N/G,G,D]."""
+        return self.dequantise(Group(*map(codes.__getitem__, Group._fields)), group).mT
+
+    def by_token(self, x: Tensor, group: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Codes of tokens [B,H,N,D] in groups of `group` channels: words [B,H,N,D/G,W], scale, minimum [B,H,N,D/G]."""
+        check = x.shape[2] > 1 or on_host(x)  # while decoding, the host would wait for a GPU at every token
+        return self.quantise(x.unflatten(3, (-1, group)), dtype, check)._asdict()
+
+    def of_tokens(self, codes: Mapping[str, Tensor], group: int) -> Tensor:
+        """The tokens of `by_token`, [B,H,N,D]."""
+        return self.dequantise(Group(*map(codes.__getitem__, Group._fields)), group).flatten(-2)
+
+
+def joined(x: Tensor) -> Tensor:
+    """Tokens [B,H,N,D] with the channels of all heads, [B,1,N,H*D]."""
+    return x.transpose(1, 2).flatten(2)[:, None]
+
+
+def parted(x: Tensor, dim: int) -> Tensor:
+    """The inverse of `joined`; dim: D."""
+    parts: Tensor = x[:, 0].unflatten(-1, (-1, dim)).transpose(1, 2)
+    return parts
 
 
 def check_range(low: Tensor, high: Tensor, scale: Tensor, minimum: Tensor) -> None:

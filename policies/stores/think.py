@@ -1,6 +1,6 @@
 """ThinK: the keys of a prompt without the channels that its newest queries weigh least.
 
-Shapes: H KV heads, G query heads per KV head, r query rows per KV head, N tokens, D head dim, D' held.
+Shapes: H KV heads, N tokens, D head dim, D' held.
 """
 
 from collections.abc import Mapping
@@ -13,94 +13,14 @@ from torch import Tensor
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Observation
-from kvbench.policies.stores.code_attention import scores_by_block
-from kvbench.policies.stores.codes import Codes, Column
-from kvbench.policies.stores.quantised import ColumnStore, QuantisedLayerStore
-from kvbench.policies.stores.slot_store import SlotStore
+from kvbench.policies.stores.codec import Codec
+from kvbench.policies.stores.columns import CodedLayer
 
-
-class PrunedKeys(Codes):
-    """Keys [1,H,N,D'] of the channels [1,H,D'] int16, rising; the others read 0. Filled once, at the prompt's end."""
-
-    def __init__(self, dim: int, channels: Tensor) -> None:
-        super().__init__()
-        self.dim, self.channels = dim, channels
-
-    def encode(self, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        return {"x": x.gather(-1, self._index(x.shape[2]))}
-
-    def _index(self, rows: int) -> Tensor:
-        """The channels as an index into [1,H,rows,D]."""
-        return self.channels.long()[:, :, None].expand(-1, -1, rows, -1)
-
-    def decode(self, some: slice) -> Tensor:
-        x = widen(self.queue.view("x")[:, :, some])
-        return x.new_zeros(*x.shape[:3], self.dim).scatter_(-1, self._index(x.shape[2]), x)[:, :, None]
-
-    def scores(self, rows: Tensor) -> Tensor:
-        own = rows.gather(-1, self._index(rows.shape[2]))
-        return scores_by_block(own, self.tokens, lambda some: self.queue.view("x")[:, :, None, some])
-
-    def sizes(self) -> dict[str, int]:
-        return {"pruned keys": self.queue.nbytes("x"), "channels": self.channels.nbytes}
-
-
-class ThinKLayerStore(QuantisedLayerStore):
-    """The prompt is dense until it is in and evicted; then channels of its older keys go. Later tokens keep all."""
-
-    store: "ThinK"
-
-    def __init__(self, store: "ThinK", dense: SlotStore) -> None:
-        super().__init__(store, dense)
-        self._squares: Tensor | None = None  # [1,H,D] of the window's queries, summed over them and the group
-
-    def kinds(self) -> dict[str, int]:
-        squares = {} if self._squares is None else {"statistics": self._squares.nbytes}
-        return {**super().kinds(), **squares}
-
-    @property
-    def watching(self) -> bool:
-        return self.in_prompt
-
-    def observe(self, observation: Observation, prompt: int) -> None:
-        places = observation.query_positions[0]
-        window = (places >= max(prompt - self.store.query_window, 0)) & (places < prompt)
-        squares = widen(observation.queries[:, :, window]).square().sum(2)
-        squares = squares.unflatten(1, (-1, observation.group)).sum(2)
-        self._squares = squares if self._squares is None else self._squares + squares
-
-    def _to_columns(self) -> None:
-        super()._to_columns()
-        if self._held is not None:  # the stores of the heads have their parts
-            self._squares = None
-
-    def _of_head(self, contents: dict[str, Tensor], head: int, count: int) -> QuantisedLayerStore:
-        found = super()._of_head(contents, head, count)
-        assert isinstance(found, ThinKLayerStore)
-        found._squares = None if self._squares is None else self._squares[:, head : head + 1].clone()
-        return found
-
-    def flush(self, prompt: bool) -> None:
-        keys = self._columns[0]
-        due = max(keys.tail.count - self.store.residual, 0)
-        if prompt and due:
-            channels = self._chosen(keys)
-            keys.encode(due, keys.tail.oldest("x", due), lambda x: PrunedKeys(x.shape[-1], channels))
-        self._squares = None
-
-    def _chosen(self, keys: Column) -> Tensor:
-        """The channels [1,H,D'] of the highest score, rising; equal scores: the lower channel stays."""
-        x = widen(keys.tail.view("x"))
-        squares = x.square().sum(2)
-        scores = squares if self._squares is None else squares * self._squares
-        assert self._squares is not None or x.is_meta, "the prompt was observed"
-        staying = x.shape[-1] - int(self.store.ratio * x.shape[-1] + 1e-9)
-        order = scores.sort(dim=-1, descending=True, stable=True).indices
-        return order[..., :staying].sort(-1).values.to(torch.int16)
+SQUARES = "squares"
 
 
 @dataclass(frozen=True)
-class ThinK(ColumnStore):
+class ThinK(Codec):
     """Of each KV head's older keys, the channels of the lowest score are not held; values stay.
 
         s_d = mean_(q in "window") q_d^2 * mean_j k_(j,d)^2
@@ -115,7 +35,9 @@ class ThinK(ColumnStore):
     """
 
     slug_letters: ClassVar[Mapping[str, str]] = {"r": "ratio", "w": "query_window"}
-    layer = ThinKLayerStore
+    kinds: ClassVar[Mapping[str, str]] = {"x": "pruned keys", "channels": "channels", SQUARES: "statistics"}
+    grouped = watches = True
+    one_run = False  # the codes are those of the prompt
 
     ratio: float = 0.4
     query_window: int = 32
@@ -125,3 +47,37 @@ class ThinK(ColumnStore):
         number("ratio", self.ratio, 0, below=1)
         whole_number("query_window", self.query_window, 1)
         whole_number("residual", self.residual, 0)
+
+    def observe(self, layer: CodedLayer, observation: Observation) -> None:
+        """Add the squares of the window's queries, summed over them and the group: [1,H,D]."""
+        places, prompt = observation.query_positions[0], layer.prompt
+        window = (places >= max(prompt - self.query_window, 0)) & (places < prompt)
+        squares = widen(observation.queries[:, :, window]).square().sum(2)
+        squares = squares.unflatten(1, (-1, observation.group)).sum(2)
+        layer.memory[SQUARES] = layer.memory[SQUARES] + squares if layer.memory else squares
+
+    def flush(self, layer: CodedLayer, prompt: bool) -> None:
+        keys = layer.columns[0]
+        due = max(keys.tail.count - self.residual, 0)
+        squares = layer.memory.pop(SQUARES, None)
+        if prompt and due:
+            x = widen(keys.tail.view("x"))
+            assert squares is not None or x.is_meta, "the prompt was observed"
+            scores = x.square().sum(2) if squares is None else x.square().sum(2) * squares
+            channels = self._chosen(scores)
+            keys.hold(due, {"x": keys.oldest(due).gather(-1, _index(channels, due)), "channels": channels})
+
+    def _chosen(self, scores: Tensor) -> Tensor:
+        """The channels [1,H,D'] of the highest score [1,H,D], rising; equal scores: the lower channel stays."""
+        staying = scores.shape[-1] - int(self.ratio * scores.shape[-1] + 1e-9)
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
+        return order[..., :staying].sort(-1).values.to(torch.int16)
+
+    def decode(self, codes: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
+        x = widen(codes["x"])
+        return x.new_zeros(*x.shape[:3], dim).scatter_(-1, _index(codes["channels"], tokens), x)
+
+
+def _index(channels: Tensor, rows: int) -> Tensor:
+    """Channels [1,H,D'] as an index into [1,H,rows,D]."""
+    return channels.long()[:, :, None].expand(-1, -1, rows, -1)

@@ -1,16 +1,16 @@
-"""Stores that code every key and value by itself, so that a single token can be evicted while decoding.
+"""Layers whose tokens are coded one by one, so that a single token can be evicted while decoding.
 
 Shapes: B batch, H KV heads, C slots, n tokens, D head dim.
 """
 
-from abc import abstractmethod
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.code_formats import Coded, Format, fits
+from kvbench.kernels.code_formats import Coded, fits
 from kvbench.kernels.quantized import Outliers
 from kvbench.kernels.references import NewTokens, append, decode_attention_flat_ref, widen
 from kvbench.kernels.tiles import decodes
@@ -18,133 +18,19 @@ from kvbench.kernels.token_codes import append_codes, decode_codes
 from kvbench.policies.constants import on_host
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.code_attention import attend_to_codes, cover, scores_by_block, weighted_by_block
+from kvbench.policies.stores.coding import Coding
 from kvbench.policies.stores.slot_store import SlotStore
-from kvbench.policies.stores.store import CompressedStore, LayerStore, Sizes, Store
+from kvbench.policies.stores.store import CompressedStore, Sizes
 
 SIDES = ("keys", "values")
 
 
-class TokenCodeStore(Store):
-    """A store of codes per token and KV head. Other tokens keep their codes when a token is evicted.
-
-    A prompt is exact until it is complete and evicted, a later token for the step that appends it. (vLLM writes tokens
-    before it attends, so that even a prompt's own queries read codes.) Codes are dequantised before attention: no
-    kernel's 8-bit arithmetic is emulated. Positions are stored only after an eviction.
-
-    Sides: 0 for keys, 1 for values.
-    """
-
-    kinds: ClassVar[Mapping[str, str]] = {"codes": "codes"}
-    """Name of a tensor of `encode`: its kind in tables of bytes, by default "scales and minima"."""
-
-    @abstractmethod
-    def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
-        """Vectors x [B,H,n,D] in the model's dtype, rotated and coded: tensors [B,H,n,...] by name."""
-
-    @abstractmethod
-    def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
-        """The vectors of `encode`, still rotated: [B,H,n,D] float32."""
-
-    @property
-    def replayable(self) -> bool:  # type: ignore[override]
-        return self.format(0) is not None
-
-    def format(self, side: int) -> Format | None:
-        """The format of the codes, if the kernels for GPUs can read it."""
-        return None
-
-    def table(self, side: int, dim: int, device: torch.device) -> Tensor | None:
-        """The numbers of codes of kind `table`, rising."""
-        return None
-
-    def scale(self, side: int) -> float | None:
-        """A scale of all keys, or values, of the layer, stored in float32; None if there is none."""
-        return None
-
-    def rotation(self, like: Tensor) -> Tensor | None:
-        """The orthonormal matrix [D,D] by which vectors are multiplied before they are coded; None: the identity."""
-        return None
-
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        return TokenCodeLayerStore(self, keys, values, statistics, width)
-
-    # --- a decoding step over flat memory --------------------------------------------------------------------------
-    def coded(self, memory: Mapping[str, Tensor], side: int, dim: int) -> Coded | None:
-        """Codes of D = `dim` numbers in flat memory [N,...] by name, as kernels read them; None if they cannot."""
-        form = self.format(side)
-        if form is None or not fits(form, dim):
-            return None
-        codes, *scales = (x for name, x in memory.items() if name.partition(" ")[0] == SIDES[side])
-        scale = scales[0].view(len(codes), -1) if scales else None
-        factor = self.scale(side)
-        return Coded(
-            codes.view(torch.uint8), scale, self.table(side, dim, codes.device), 1.0 if factor is None else factor,
-            dim, form,
-        )  # fmt: skip
-
-    def decode_step(
-        self, queries: Tensor, new: NewTokens, memory: Mapping[str, Tensor], places: tuple[Tensor, Tensor | None],
-        segments: tuple[Tensor, Tensor], most: int, how: AttentionParams, write: bool = True,
-    ) -> Tensor:  # fmt: skip
-        """Attention [B,H_q,1,D] of the newest queries over segments of codes, which new tokens enter if `write`.
-
-        memory: flat, [N,...] by name. places: positions of the queries [B,1] and of the slots [N] (None: those of the
-        i-th slot of a segment are i). segments: starts and counts [B,H]; `most` bounds the counts. Nothing waits for a
-        GPU, so that the step can be recorded.
-        """
-        dims, rotation = (new.keys.shape[-1], new.values.shape[-1]), self.rotation(queries)
-        keys, values = (self.coded(memory, side, dim) for side, dim in enumerate(dims))
-        if keys is None or values is None or not decodes(queries):
-            return self._decode_step_ref(queries, new, memory, places, segments, most, how, write)
-        if write and not self.encodes:
-            self._append(memory, new, segments[0])
-        wide, dtype = queries, queries.dtype
-        if rotation is not None:
-            wide, *tokens = rotated(rotation, queries, new.keys, new.values)
-            new = new._replace(keys=tokens[0], values=tokens[1])
-        if write and self.encodes:
-            append_codes(keys, values, segments[0], new)
-        out = decode_codes(
-            wide, keys, values, *places, *segments, most, how.scaling, new, how.softcap, how.sliding_window,
-            how.layer_sinks, dtype,
-        )  # fmt: skip
-        return (out if rotation is None else out @ rotation.mT).to(dtype)
-
-    encodes: ClassVar[bool] = True
-    """Whether the kernels for GPUs encode tokens as `encode` does."""
-
-    def _append(self, memory: Mapping[str, Tensor], new: NewTokens, starts: Tensor) -> None:
-        """Encode new tokens [B,H,1,D] and write them to their slots of flat memory."""
-        codes = encoded(self, new.keys, 0) | encoded(self, new.values, 1)
-        append({name: memory[name] for name in codes}, codes, starts, new.slots)
-
-    def _decode_step_ref(
-        self, queries: Tensor, new: NewTokens, memory: Mapping[str, Tensor], places: tuple[Tensor, Tensor | None],
-        segments: tuple[Tensor, Tensor], most: int, how: AttentionParams, write: bool,
-    ) -> Tensor:  # fmt: skip
-        """The definition of `decode_step`: dequantize all tokens, put the new ones in their places, attend."""
-        if write:
-            self._append(memory, new, segments[0])
-        keys, values = decoded(self, memory, 0, new.keys), decoded(self, memory, 1, new.values)
-        positions, (starts, counts) = places[1], segments
-        if positions is None:
-            positions = torch.arange(len(keys), device=starts.device)
-            positions = positions - starts.flatten().repeat_interleave(len(positions) // starts.numel())
-        out = decode_attention_flat_ref(
-            widen(queries), keys, values, places[0], positions, starts, counts, most, how.scaling, how.softcap,
-            how.sliding_window, how.layer_sinks, new_tokens=new,
-        ).out  # fmt: skip
-        return out.to(queries.dtype)
-
-
-class TokenCodeLayerStore(SlotStore, CompressedStore):
+class TokenCodeLayer(SlotStore, CompressedStore):
     """Slots of exact tokens until the first `settle`, then slots of codes: memory["keys codes"] and so on."""
 
-    def __init__(
-        self, store: TokenCodeStore, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int
-    ) -> None:
+    def __init__(self, codec: Coding, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
         super().__init__(keys, values, statistics, width)
-        self.store = store
+        self.codec = codec
         self._like = (keys[:, :, :0].clone(), values[:, :, :0].clone())  # for dtype and shape
         self._scales: list[Tensor] = []
         self._fresh: tuple[Tensor, ...] = ()  # keys, values and positions of the step that is not over yet
@@ -161,21 +47,26 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
     @property
     def step_format(self) -> tuple[object, ...] | None:
         """As of a dense layer; scales of layers are part of the store."""
-        dims, form = [x.shape[-1] for x in self._like], self.store.format(0)
+        dims, form = [x.shape[-1] for x in self._like], self.codec.format(0)
         fitting = self.coded and form is not None and all(fits(form, dim) for dim in dims)
-        return (self.store, *dims) if fitting else None
+        return (self.codec, *dims) if fitting else None
 
     @property
     def step_nbytes(self) -> int:
         """Bytes of the exact token of a decoding step: key, value and position."""
         return 8 + sum(x.shape[1] * x.shape[-1] * x.itemsize for x in self._like)
 
-    # --- codes -----------------------------------------------------------------------------------------------------
+    # --- codes ------------------------------------------------------------------------------------------------------
     def _block(self, side: int) -> Callable[[slice], Tensor]:
         """A function of a range of slots: their tokens, rotated, [B,H,1,n,D] float32."""
         dim, start = self._like[side].shape[-1], SIDES[side] + " "
         held = {name.removeprefix(start): self._view(name) for name in self.memory if name.startswith(start)}
-        return lambda some: self.store.decode({name: x[:, :, some] for name, x in held.items()}, side, dim)[:, :, None]
+
+        def block(some: slice) -> Tensor:
+            part = {name: x[:, :, some] for name, x in held.items()}
+            return self.codec.decode(part, side, len(range(self.used)[some]), dim)[:, :, None]
+
+        return block
 
     def _exact(self) -> Outliers | None:
         """The tokens of this step, which are exact until it is over."""
@@ -187,7 +78,7 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
 
     def _dequantised(self, side: int) -> Tensor:
         x = self._block(side)(slice(None))[:, :, 0].to(widen(self._like[side]).dtype)
-        rotation, exact = self.store.rotation(x), self._exact()
+        rotation, exact = self.codec.rotation(x), self._exact()
         x = x if rotation is None else x @ rotation.mT
         return (x if exact is None else cover(x, exact[side], exact.slots)).to(self._like[side].dtype)
 
@@ -199,7 +90,7 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
     def values(self) -> Tensor:
         return self._dequantised(1) if self.coded else super().values
 
-    # --- bytes -----------------------------------------------------------------------------------------------------
+    # --- bytes ------------------------------------------------------------------------------------------------------
     @property
     def nbytes(self) -> int:
         return super().nbytes + sum(x.nbytes for x in (*self._scales, *self._fresh))
@@ -211,20 +102,20 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         for name, x in self.memory.items():
             kind = name if name == "positions" else "statistics"
             if name.partition(" ")[0] in SIDES:
-                kind = self.store.kinds.get(name.partition(" ")[2], "scales and minima")
+                kind = self.codec.kinds.get(name.partition(" ")[2], "scales and minima")
             sizes[kind] = sizes.get(kind, 0) + x.nbytes
         sizes["scales and minima"] += sum(x.nbytes for x in self._scales)
         sizes["full precision"] += sum(x.nbytes for x in self._fresh)
         sizes["positions"] += 0 if self.free is None else self.free.nbytes
         return Sizes(sizes, self._spare_nbytes())
 
-    # --- a step ----------------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------------------------
     def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         if not self.coded:
             super().append(keys, values, positions)
             return
         self._fresh = (keys, values, positions)
-        self._enter(encoded(self.store, keys, 0) | encoded(self.store, values, 1), positions)
+        self._enter(encoded(self.codec, keys, 0) | encoded(self.codec, values, 1), positions)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
         assert bias is None, "only exact stores hold a bias"
@@ -232,7 +123,7 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
             super().write(slots, keys, values)
             return
         self._fresh = ()  # a merged token is not exact any more
-        self._put(slots, encoded(self.store, keys, 0) | encoded(self.store, values, 1), all_names=False)
+        self._put(slots, encoded(self.codec, keys, 0) | encoded(self.codec, values, 1), all_names=False)
 
     def settle(self) -> None:
         self._fresh = ()
@@ -242,12 +133,12 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
             del self.memory["positions"]
         for side, name in enumerate(SIDES):
             exact = self.memory.pop(name)[:, :, : self.used + self.room]
-            self.memory |= encoded(self.store, exact, side)
-        scales = [scale for scale in map(self.store.scale, range(2)) if scale is not None]
+            self.memory |= encoded(self.codec, exact, side)
+        scales = [scale for scale in map(self.codec.scale, range(2)) if scale is not None]
         self._scales = [torch.full((1,), scale, device=exact.device, dtype=torch.float32) for scale in scales]
         self._views, self._bytes, self.lent = {}, None, False
 
-    # --- attention -------------------------------------------------------------------------------------------------
+    # --- attention --------------------------------------------------------------------------------------------------
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
         if not self.coded:
             return None
@@ -255,7 +146,7 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         if exact is not None and exact.slots.shape[2] == 1 and decodes(queries) and self.step_format is not None:
             return self._attend_in_kernel(queries, positions, how, exact)
         rows = widen(queries)
-        rotation = self.store.rotation(rows)
+        rotation = self.codec.rotation(rows)
         if rotation is not None:
             rows = rows @ rotation
             if exact is not None:
@@ -266,7 +157,7 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
             rows, positions, how, lambda x: scores_by_block(x, count, blocks[0]),
             lambda x: weighted_by_block(x, blocks[1]), self.positions, exact,
         )  # fmt: skip
-        rotation = self.store.rotation(out)
+        rotation = self.codec.rotation(out)
         return (out if rotation is None else out @ rotation.mT).to(queries.dtype)
 
     def _attend_in_kernel(self, queries: Tensor, positions: Tensor, how: AttentionParams, exact: Outliers) -> Tensor:
@@ -274,21 +165,89 @@ class TokenCodeLayerStore(SlotStore, CompressedStore):
         memory = {name: x.flatten(0, 2) for name, x in self.token_memory.items()}
         new = NewTokens(exact.keys, exact.values, exact.slots[..., 0])
         places = positions, self.slot_positions().flatten() if "positions" in self.memory else None
-        return self.store.decode_step(queries, new, memory, places, self.segments()[:2], self.used, how, write=False)
+        return decode_step(self.codec, queries, new, memory, places, self.segments()[:2], self.used, how, write=False)
 
 
-def encoded(store: TokenCodeStore, x: Tensor, side: int) -> dict[str, Tensor]:
+# --- a decoding step over flat memory ------------------------------------------------------------------------------
+def coded(codec: Coding, memory: Mapping[str, Tensor], side: int, dim: int) -> Coded | None:
+    """Codes of D = `dim` numbers in flat memory [N,...] by name, as kernels read them; None if they cannot."""
+    form = codec.format(side)
+    if form is None or not fits(form, dim):
+        return None
+    codes, *scales = (x for name, x in memory.items() if name.partition(" ")[0] == SIDES[side])
+    scale = scales[0].view(len(codes), -1) if scales else None
+    factor, table = codec.scale(side), codec.table(side, dim, codes.device)
+    return Coded(codes.view(torch.uint8), scale, table, 1.0 if factor is None else factor, dim, form)
+
+
+def decode_step(
+    codec: Coding, queries: Tensor, new: NewTokens, memory: Mapping[str, Tensor], places: tuple[Tensor, Tensor | None],
+    segments: tuple[Tensor, Tensor], most: int, how: AttentionParams, write: bool = True,
+) -> Tensor:  # fmt: skip
+    """Attention [B,H_q,1,D] of the newest queries over segments of codes, which new tokens enter if `write`.
+
+    memory: flat, [N,...] by name. places: positions of the queries [B,1] and of the slots [N] (None: those of the
+    i-th slot of a segment are i). segments: starts and counts [B,H]; `most` bounds the counts. Nothing waits for a
+    GPU, so that the step can be recorded.
+    """
+    dims, rotation = (new.keys.shape[-1], new.values.shape[-1]), codec.rotation(queries)
+    keys, values = (coded(codec, memory, side, dim) for side, dim in enumerate(dims))
+    if keys is None or values is None or not decodes(queries):
+        return decode_step_ref(codec, queries, new, memory, places, segments, most, how, write)
+    if write and not codec.encodes:
+        _append(codec, memory, new, segments[0])
+    wide, dtype = queries, queries.dtype
+    if rotation is not None:
+        wide, *tokens = rotated(rotation, queries, new.keys, new.values)
+        new = new._replace(keys=tokens[0], values=tokens[1])
+    if write and codec.encodes:
+        append_codes(keys, values, segments[0], new)
+    out = decode_codes(
+        wide, keys, values, *places, *segments, most, how.scaling, new, how.softcap, how.sliding_window,
+        how.layer_sinks, dtype,
+    )  # fmt: skip
+    return (out if rotation is None else out @ rotation.mT).to(dtype)
+
+
+def decode_step_ref(
+    codec: Coding, queries: Tensor, new: NewTokens, memory: Mapping[str, Tensor], places: tuple[Tensor, Tensor | None],
+    segments: tuple[Tensor, Tensor], most: int, how: AttentionParams, write: bool = True,
+) -> Tensor:  # fmt: skip
+    """The definition of `decode_step`: dequantize all tokens, put the new ones in their places, attend."""
+    if write:
+        _append(codec, memory, new, segments[0])
+    keys, values = decoded(codec, memory, 0, new.keys), decoded(codec, memory, 1, new.values)
+    positions, (starts, counts) = places[1], segments
+    if positions is None:
+        positions = torch.arange(len(keys), device=starts.device)
+        positions = positions - starts.flatten().repeat_interleave(len(positions) // starts.numel())
+    out = decode_attention_flat_ref(
+        widen(queries), keys, values, places[0], positions, starts, counts, most, how.scaling, how.softcap,
+        how.sliding_window, how.layer_sinks, new_tokens=new,
+    ).out  # fmt: skip
+    return out.to(queries.dtype)
+
+
+def _append(codec: Coding, memory: Mapping[str, Tensor], new: NewTokens, starts: Tensor) -> None:
+    """Encode new tokens [B,H,1,D] and write them to their slots of flat memory."""
+    codes = encoded(codec, new.keys, 0) | encoded(codec, new.values, 1)
+    append({name: memory[name] for name in codes}, codes, starts, new.slots)
+
+
+def encoded(codec: Coding, x: Tensor, side: int) -> dict[str, Tensor]:
     """The tensors of `encode`, named by their side."""
     check_finite(x)
-    return {f"{SIDES[side]} {name}": part.contiguous() for name, part in store.encode(x, side).items()}
+    return {f"{SIDES[side]} {name}": part.contiguous() for name, part in codec.encode(x, side).items()}
 
 
-def decoded(store: TokenCodeStore, memory: Mapping[str, Tensor], side: int, like: Tensor) -> Tensor:
+def decoded(codec: Coding, memory: Mapping[str, Tensor], side: int, like: Tensor) -> Tensor:
     """All numbers [N,D] of flat memory, in float32 (or float64)."""
     start = SIDES[side] + " "
     held = {name.removeprefix(start): x[None, None] for name, x in memory.items() if name.startswith(start)}
-    numbers = store.decode(held, side, like.shape[-1])[0, 0].to(widen(like.new_empty(0)).dtype)
-    rotation = store.rotation(numbers)
+    numbers = codec.decode(held, side, len(next(iter(memory.values()))), like.shape[-1])[0, 0].to(
+        widen(like.new_empty(0)).dtype
+    )
+    rotation = codec.rotation(numbers)
     return numbers if rotation is None else numbers @ rotation.mT
 
 

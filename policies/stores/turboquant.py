@@ -16,9 +16,9 @@ from kvbench.kernels.code_formats import Format
 from kvbench.kernels.references import widen
 from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.constants import on_host
+from kvbench.policies.stores.codec import Codec
 from kvbench.policies.stores.per_token import WHOLE
 from kvbench.policies.stores.quantiser import from_bytes, look_up, to_bytes
-from kvbench.policies.stores.token_codes import TokenCodeStore
 
 LLOYD_STEPS = 1000  # levels of up to 5 bits move by less than 1e-7 in the last of them
 
@@ -53,7 +53,7 @@ def constants(dim: int, bits: int, seed: int, dtype: torch.dtype, device: torch.
 
 
 @dataclass(frozen=True)
-class TurboQuant(TokenCodeStore):
+class TurboQuant(Codec):
     """A vector's norm in 16 bits, and its direction, rotated at random, in `bits` per number: no groups, no residual.
 
         hat(x) = ||x|| R^T c, c_i = "the level nearest to" (R x)_i / ||x||, R = "a random rotation"
@@ -116,7 +116,7 @@ class TurboQuant(TokenCodeStore):
             new |= {"signs": to_bytes(signs, 1), "left": left.norm(dim=-1).to(torch.float16)}
         return new
 
-    def decode(self, held: dict[str, Tensor], side: int, dim: int) -> Tensor:
+    def decode(self, held: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
         _, gaussian, own_levels, _ = self._constants(side, held["norm"].new_empty(dim, dtype=torch.float32))
         found = look_up(held["codes"], self._bits(side), own_levels, dim)
         if "signs" in held:

@@ -12,7 +12,6 @@ from kv_stores import attended, feed, stream
 
 from kvbench.kernels.quantized import quantised_attention
 from kvbench.policies.stores.kivi import Kivi
-from kvbench.policies.stores.quantised import side
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
@@ -34,7 +33,7 @@ def wide(call: dict[str, Any]) -> dict[str, Any]:
 def test_the_reference_gives_what_a_store_gives_from_its_codes() -> None:
     held = feed(Kivi(group=32, residual=32), *stream(150, dim=64))
     queries = torch.randn(1, 6, 1, 64)
-    keys, values = (side(column) for column in held._columns)
+    keys, values = (held.side(side) for side in range(2))
     assert keys is not None
     assert values is not None
     got = quantised_attention_ref(queries, torch.tensor([[149]]), keys, values, 64**-0.5)

@@ -14,11 +14,12 @@ from kvbench.kernels import token_codes
 from kvbench.kernels.references import NewTokens
 from kvbench.kernels.tiles import programs_at_once
 from kvbench.policies.observation import AttentionParams
+from kvbench.policies.stores.codec import Codec
 from kvbench.policies.stores.per_token import Fp8, Fp8PerTokenHead, Int4, Int8, Nvfp4
-from kvbench.policies.stores.token_codes import TokenCodeStore, encoded
+from kvbench.policies.stores.token_codes import decode_step, decode_step_ref, encoded
 from kvbench.policies.stores.turboquant import TurboQuant
 
-STORES: dict[str, tuple[TokenCodeStore, int]] = {
+STORES: dict[str, tuple[Codec, int]] = {
     "fp8": (Fp8((0.5,), (2.0,)), 64),
     "fp8 odd head": (Fp8(), 24),
     "fp8 per token": (Fp8PerTokenHead(), 80),
@@ -53,9 +54,9 @@ def step(
     call: Any = (queries, new, memory, tuple(x.to(device) for x in places), tuple(x.to(device) for x in segments), 70)
     sinks = torch.randn(1, 6, device=device)
     how = AttentionParams(dim**-0.5, softcap=20.0, sliding_window=60, sinks=sinks)
-    run: Any = store._decode_step_ref if reference else store.decode_step
+    run: Any = decode_step_ref if reference else decode_step
     with patch.object(token_codes, "programs_at_once", lambda x: programs or programs_at_once(x)):
-        return run(*call, how, True), memory
+        return run(store, *call, how, True), memory
 
 
 @pytest.mark.parametrize("name", mostly_slow(STORES, FAST))

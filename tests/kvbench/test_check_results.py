@@ -148,12 +148,12 @@ DOCTORED: dict[str, tuple[str, Doctor, str]] = {
     "samples after the run": (
         "snapkv",
         text("samples.jsonl", '"spare_bytes": ', '"spare_bytes": 1'),
-        "metrics.json was computed from other samples",
+        "metrics.json does not contain the metrics of its samples (spare_bytes)",
     ),
     "the metrics": (
         "knorm",
         text("metrics.json", '"score_low": 0', '"score_low": 1'),
-        "metrics.json does not contain the metrics of its samples",
+        "metrics.json does not contain the metrics of its samples (score_low)",
     ),
 }
 
@@ -174,7 +174,12 @@ def _cut(folder: Path, pick: Callable[[list[Line]], list[Line]], number: bool = 
 
 
 def test_honest_runs_agree_with_their_samples(honest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = of(honest, "full")
+    written = json.loads((folder / "metrics.json").read_text())
+    another = {**written, "computed_from": "another version", "a metric of another version": 1}
+    (folder / "metrics.json").write_text(json.dumps(another))
     assert main(["check", str(honest)]) == 0
+    (folder / "metrics.json").write_text(json.dumps(written))
     assert capsys.readouterr().out == f"{honest}: 8 of 8 runs agree with their samples\n"
 
 

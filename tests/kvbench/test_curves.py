@@ -47,14 +47,17 @@ def test_the_smallest_size_is_the_crossing_of_the_line() -> None:
 def test_the_tables_of_runs() -> None:
     policies = [kvbench.make_policy("knorm", budget, decode="grow") for budget in (16, 64, 112)]
     policies += [
-        kvbench.make_policy("threshold_knorm", tau=-3.0, **{"allocator.window": 16}),
-        kvbench.make_policy("full"),
+        kvbench.make_policy("threshold_knorm", tau=-3.0, decode="grow", matched=matched, **{"allocator.window": 16})
+        for matched in ("none", "uniform")
     ]
+    policies.append(kvbench.make_policy("full"))
     rows = kvbench.evaluate("pocket", policies=policies, tasks="niah", limit=6, lengths=[128])
     by_threshold = next(row for row in rows if row.budget is None and row.evicts)
     shares = [kept_share(sample) for sample in by_threshold.samples]
     frame = at_size_table(rows).frame
-    assert [*frame["rival"]] == ["knorm"]
+    assert [*frame["rival"]] == ["knorm", "matched=uniform"]
+    control = next(row for row in rows if row.identity["policy"].get("allocator", {}).get("matched") == "uniform")
+    assert float(frame["at this size"][1]) == pytest.approx(control.score, abs=1e-3)
     assert float(frame["kept (95% CI)"][0].split()[0]) == pytest.approx(np.mean(shares), abs=1e-3)
     low, high = (float(x) for x in frame["5-95%"][0].split("-"))
     assert low <= np.mean(shares) <= high

@@ -25,8 +25,9 @@ from kvbench.kernels import decode, query_sums
 from kvbench.kernels.references import NewTokens
 from kvbench.kernels.tiles import LITTLE
 from kvbench.policies.observation import AttentionParams
+from kvbench.policies.stores.codec import Codec
 from kvbench.policies.stores.per_token import Fp8, Fp8PerTokenHead, Int4, Int8, Nvfp4
-from kvbench.policies.stores.token_codes import TokenCodeStore, encoded
+from kvbench.policies.stores.token_codes import decode_step, encoded
 from kvbench.policies.stores.turboquant import TurboQuant
 
 H_KV, G, T = 2, 4, 256
@@ -100,7 +101,7 @@ def sums(dtype: torch.dtype, dim: int, queries: int) -> dict[str, Any]:
     }
 
 
-def decode_codes(store: TokenCodeStore, dtype: torch.dtype, dim: int) -> None:
+def decode_codes(store: Codec, dtype: torch.dtype, dim: int) -> None:
     """A decoding step over tokens in codes, with and without positions, a soft cap and a sliding window."""
     how, zeros = segments(dtype, dim), drawn(1, 1, H_KV * T, dim, dtype=dtype)
     memory = {name: x[0, 0] for name, x in (encoded(store, zeros, 0) | encoded(store, zeros, 1)).items()}
@@ -108,7 +109,7 @@ def decode_codes(store: TokenCodeStore, dtype: torch.dtype, dim: int) -> None:
     token = NewTokens(new, new, torch.zeros(1, H_KV, dtype=torch.int64))
     lengths, params = (how["starts"], how["counts"]), AttentionParams(dim**-0.5)
     for places, own in ((how["key_positions"], params), (None, params._replace(softcap=50.0, sliding_window=64))):
-        store.decode_step(how["queries"], token, memory, (how["query_positions"], places), lengths, T, own)
+        decode_step(store, how["queries"], token, memory, (how["query_positions"], places), lengths, T, own)
 
 
 def launches(everything: bool) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -111,6 +111,29 @@ def test_a_token_below_the_threshold_goes_when_it_leaves_the_window(decode: str)
         assert 0.3 < sum(shares) / len(shares) < 0.9
 
 
+def test_a_control_keeps_as_many_tokens_of_each_example() -> None:
+    model, lengths = tiny(), (40, 33)
+    prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
+    chosen, uniform, best = (
+        [run.of_row(row)[0] for row in range(2)]
+        for run in (
+            run_greedy(model, prompts, by_threshold("random", 0.6, decode="grow", matched=matched), 1)
+            for matched in ("none", "uniform", "global")
+        )
+    )
+    for row, length in enumerate(lengths):
+        heads = [set(head) for layer in chosen[row] for head in layer]
+        budget = round(sum(map(len, heads)) / len(heads))
+        newest = set(range(length - 8, length))
+        equals, bests = ([head for layer in control[row] for head in layer] for control in (uniform, best))
+        for own, equal, of_all in zip(heads, equals, bests, strict=True):
+            assert len(equal) == budget
+            assert newest <= set(equal) & set(of_all)
+            assert own <= set(equal) or set(equal) <= own  # the same scores, longer or shorter
+            assert len(own ^ set(of_all)) <= len(heads)
+        assert sum(map(len, bests)) == budget * len(heads)
+
+
 def test_scores_that_change_need_a_budget() -> None:
     for slug in ("keydiff", "snapkv", "h2o"):
         with pytest.raises(ValueError, match="another score when other tokens come or go"):
@@ -123,6 +146,10 @@ def test_scores_that_change_need_a_budget() -> None:
         by_threshold("kvzip", 0.1, decode="threshold")
     with pytest.raises(ConfigError, match="decode=threshold"):
         make_policy("snapkv", 64, decode="threshold")
+    with pytest.raises(ConfigError, match="decode=threshold cannot be combined with matched=uniform: use grow"):
+        by_threshold("knorm", -3.0, decode="threshold", matched="uniform")
+    with pytest.raises(ConfigError, match="matched"):
+        by_threshold("knorm", -3.0, matched="heads")
     with pytest.raises(ConfigError, match="decode=evict"):
         by_threshold("knorm", -3.0, decode="evict")
     with pytest.raises(ConfigError, match="only a gate's file has"):

@@ -15,6 +15,7 @@ from kvbench import KVCache, generate, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
 from kvbench.models.cache_shapes import cache_shape
+from kvbench.policies.stores.codec import Codec
 from kvbench.policies.stores.per_token import (
     Fp8,
     Fp8PerTokenHead,
@@ -24,7 +25,6 @@ from kvbench.policies.stores.per_token import (
     from_e2m1,
     to_e2m1,
 )
-from kvbench.policies.stores.token_codes import TokenCodeStore
 
 STORES = [Fp8(), Fp8PerTokenHead(), Int8(), Int4(), Int4(rotate=False), Nvfp4(), Nvfp4(four_over_six=True)]
 NV_IN = [3, -1.5, 0.1, 0.125, 0.375, 0.625, 0.875, 1.25, 1.75, 2.5, 0.3, -0.2, 0, 0.6, 2.2, -2.6]
@@ -57,7 +57,7 @@ INT4_IN = [-1.25, 2.5, 0, 0.1, 0.125, -0.125, 1.3, -0.9]
     ],
     ids=str,
 )
-def test_a_vector_worked_by_hand(store: TokenCodeStore, x: list[float], view: list[float], codes: str | None) -> None:
+def test_a_vector_worked_by_hand(store: Codec, x: list[float], view: list[float], codes: str | None) -> None:
     keys = torch.tensor(x, dtype=torch.float32).view(1, 1, 1, -1)
     held = feed(store, keys, keys)
     assert held.keys.flatten().tolist() == view
@@ -106,7 +106,7 @@ def test_bytes_are_those_of_the_formula(name: str, number_bytes: int, per_layer:
 @pytest.mark.parametrize("dim", [16, 64])
 @pytest.mark.parametrize("store", STORES, ids=str)
 def test_attention_from_codes_is_attention_over_the_dequantised_view(
-    store: TokenCodeStore, dim: int, monkeypatch: pytest.MonkeyPatch
+    store: Codec, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, values = stream(130, dim=dim)
     held, query = feed(store, keys, values, [100] + [1] * 30), 3 * torch.randn(1, 6, 1, dim)

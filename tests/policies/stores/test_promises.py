@@ -14,9 +14,8 @@ from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.engine.generate import generate_tokens
 from kvbench.policies.stores.gear import Gear
-from kvbench.policies.stores.kivi import Kcvc, Kivi
+from kvbench.policies.stores.kivi import GroupCodec, Kcvc, Kivi
 from kvbench.policies.stores.ott import Ott
-from kvbench.policies.stores.quantised import QuantisedStore
 from kvbench.policies.stores.zipcache import ZipCache
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -54,7 +53,7 @@ ATTENDING = [
 
 @pytest.mark.parametrize("dim", [16, 64])
 @pytest.mark.parametrize("store", ATTENDING, ids=str)
-def test_attention_from_codes_is_attention_over_the_dequantised_view(store: QuantisedStore, dim: int) -> None:
+def test_attention_from_codes_is_attention_over_the_dequantised_view(store: GroupCodec, dim: int) -> None:
     keys, values = stream(330, dim=dim)
     queries = 3 * torch.randn(1, 6, 330, dim)
     fed = queries if isinstance(store, ZipCache) else None
@@ -64,7 +63,7 @@ def test_attention_from_codes_is_attention_over_the_dequantised_view(store: Quan
 
 
 @pytest.mark.parametrize(("store", "most"), [(Kivi(), 127), (Ott(), 159), (Gear(), 127), (Kcvc(), 127)], ids=str)
-def test_a_prompt_stays_exact_until_a_group_is_full(store: QuantisedStore, most: int) -> None:
+def test_a_prompt_stays_exact_until_a_group_is_full(store: GroupCodec, most: int) -> None:
     keys, values = stream(most)
     held = feed(store, keys, values)
     assert torch.equal(held.keys, keys)

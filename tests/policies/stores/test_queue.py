@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.policies.stores.queue import Queue
+from kvbench.policies.stores.columns import Queue
 
 
 @settings(max_examples=60)
@@ -21,4 +21,4 @@ def test_a_queue_is_a_list(steps: list[tuple[int, int]]) -> None:
         assert queue.count == expected.shape[2]
         assert torch.equal(queue.view("x"), expected)
         assert torch.equal(queue.view("y")[..., 0], -expected)
-        assert queue.nbytes() - queue.spare_nbytes == 2 * expected.nbytes
+        assert queue.nbytes - queue.spare_nbytes == 2 * expected.nbytes

@@ -6,10 +6,8 @@ import torch
 from kv_stores import attended, feed, stream
 from torch import Tensor
 
-from kvbench.policies.stores.quantiser import Quantiser
-from kvbench.policies.stores.zipcache import Kinds, Mixed, ZipCache, lowest, probes, split
-
-QUANTISERS = (Quantiser(bits=4), Quantiser(bits=2))
+from kvbench.policies.stores.columns import Column
+from kvbench.policies.stores.zipcache import Kinds, ZipCache, kinds_of, lowest, probes
 
 
 def queried(tokens: int, heads: int = 2, dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
@@ -18,8 +16,15 @@ def queried(tokens: int, heads: int = 2, dim: int = 16) -> tuple[Tensor, Tensor,
     return keys, values, 3 * torch.randn(1, 2 * heads, tokens, dim)
 
 
-def mixed(x: Tensor, kinds: Kinds, per_channel: bool) -> Mixed:
-    return Mixed(split(x, kinds), kinds, QUANTISERS, per_channel)
+def recovered(x: Tensor, kinds: Kinds, side: int) -> Tensor:
+    """Tokens [1,H,N,D] after coding."""
+    store = ZipCache()
+    return store.decode(store.mixed(x, kinds, side), side, *x.shape[2:])
+
+
+def low_tokens(column: Column) -> Tensor:
+    """The coded tokens of fewer bits, bool [1,H,N]."""
+    return kinds_of(column.runs[0].codes.tensors, column.coded).low
 
 
 def marked(low: list[bool]) -> Kinds:
@@ -28,16 +33,16 @@ def marked(low: list[bool]) -> Kinds:
 
 def test_values_by_hand() -> None:
     values = torch.tensor([[[[4.0, 1, -9], [1, 0, 3]]]])
-    run = mixed(values, marked([True, True]), per_channel=False)
-    torch.testing.assert_close(run.dequantised()[0, 0], torch.tensor([[4, 1 / 3, -9], [4 / 3, 0, 3]]))
+    got = recovered(values, marked([True, True]), side=1)
+    torch.testing.assert_close(got[0, 0], torch.tensor([[4, 1 / 3, -9], [4 / 3, 0, 3]]))
 
 
 def test_each_kind_of_key_has_its_own_scale_and_width() -> None:
     keys, _ = stream(40, heads=1, dim=4)
     low = torch.rand(40) < 0.5
-    run = mixed(keys, Kinds(low[None, None], int(low.sum())), per_channel=True)
+    got = recovered(keys, Kinds(low[None, None], int(low.sum())), side=0)
     for kind, bits in ((low, 2), (~low, 4)):
-        x, view = keys[0, 0, kind], run.dequantised()[0, 0, kind]
+        x, view = keys[0, 0, kind], got[0, 0, kind]
         step = (x.amax(0) - x.amin(0)) / (2**bits - 1)
         assert bool(((view - x).abs() <= step / 2 + 1e-5).all())
         codes = (view - x.amin(0)) / step
@@ -64,10 +69,8 @@ def test_probes_are_the_newest_twentieth_and_as_many_drawn_from_the_rest() -> No
 @pytest.mark.parametrize(("exact", "expected"), [(False, [0.15, 0.7 / 3, 0.15, 0.4]), (True, [0.3, 0.35, 0.3, 0.4])])
 def test_saliency_by_hand(exact: bool, expected: list[float]) -> None:
     rows = torch.tensor([[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25, 0.25, 0.5, 0], [0.1, 0.2, 0.3, 0.4]])
-    held = ZipCache(exact_count=exact).open(torch.zeros(1, 1, 4, 1), torch.zeros(1, 1, 4, 1), (), 1)
-    held._prompt, held._probes = 4, torch.tensor([1, 3])  # type: ignore[attr-defined]
     drawn = rows[[1, 3]].sum(0)[None, None]
-    got = held._of_prompt(drawn, torch.arange(4)[None, None])  # type: ignore[attr-defined]
+    got = ZipCache(exact_count=exact).of_prompt(drawn, torch.arange(4)[None, None], 4, torch.tensor([1, 3]))
     torch.testing.assert_close(got[0, 0], torch.tensor(expected))
 
 
@@ -88,8 +91,8 @@ def test_the_prompts_kinds_follow_its_saliency_however_it_came(splits: list[int]
     held = feed(ZipCache(k=0.6, v=0.8), keys, values, splits, queries=queries, prompt=200)
     for head in (0, 1):
         order = np.argsort(slow_saliency(queries, keys, head, 0), kind="stable")
-        for column, count in zip(held._columns, (120, 160), strict=True):
-            low = column.chunks[0].kinds.low[0, head].nonzero()[:, 0].tolist()
+        for column, count in zip(held.columns, (120, 160), strict=True):
+            low = low_tokens(column)[0, head].nonzero()[:, 0].tolist()
             assert low == sorted(order[:count].tolist())
 
 
@@ -103,15 +106,15 @@ def test_new_tokens_stay_exact_until_the_gap_is_full_and_then_everything_is_quan
     seen = held.keys
     attended(held, queries[:, :, 109:110], 109)
     held.settle()
-    for column, share in zip(held._columns, (0.6, 0.6), strict=True):
+    for column, share in zip(held.columns, (0.6, 0.6), strict=True):
         assert column.tail.count == 0
-        assert column.chunks[0].tokens == 110
+        assert column.runs[0].tokens == 110
         for head in (0, 1):
             logits = seen[0, head] @ queries[0, 2 * head : 2 * head + 2, 109].T / 4
             order = logits.softmax(0).sum(-1)[100:].argsort()
-            low = column.chunks[0].kinds.low[0, head, 100:].nonzero()[:, 0].tolist()
+            low = low_tokens(column)[0, head, 100:].nonzero()[:, 0].tolist()
             assert low == sorted(order[: int(share * 10)].tolist())
-        assert torch.equal(column.chunks[0].kinds.low[..., :100], before._columns[0].chunks[0].kinds.low)
+        assert torch.equal(low_tokens(column)[..., :100], low_tokens(before.columns[0]))
     assert not held.watching
 
 

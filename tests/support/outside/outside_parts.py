@@ -3,7 +3,7 @@
 The tests copy this folder somewhere else and use it from there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -15,8 +15,7 @@ from kvbench.policies.checks import whole_number
 from kvbench.policies.needs import Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
-from kvbench.policies.stores.slot_store import SlotStore
-from kvbench.policies.stores.store import LayerStore, Store
+from kvbench.policies.stores.codec import Codec
 from kvbench.tasks.predictions import Line, text
 from kvbench.tasks.task import Example, Scored, Task, Tokenizer
 
@@ -52,31 +51,15 @@ class FirstMore(Allocator):
         return budgets
 
 
-class HalfStore(SlotStore):
-    """Buffers in float16, seen in the model's dtype."""
-
-    def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
-        super().__init__(keys.half(), values.half(), statistics, width)
-        self._dtype = keys.dtype
-
-    @property
-    def keys(self) -> Tensor:
-        return super().keys.to(self._dtype)
-
-    @property
-    def values(self) -> Tensor:
-        return super().values.to(self._dtype)
-
-    def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        super().append(keys.half(), values.half(), positions)
-
-
 @dataclass(frozen=True)
-class Half(Store):
-    """Keys and values in float16."""
+class Half(Codec):
+    """Keys and values in float16, once the prompt is complete and evicted."""
 
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        return HalfStore(keys, values, statistics, width)
+    def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
+        return {"codes": x.half()}
+
+    def decode(self, codes: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
+        return codes["codes"].float()
 
 
 @dataclass(frozen=True, kw_only=True)

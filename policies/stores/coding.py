@@ -1,0 +1,130 @@
+"""What a codec says about its tokens, which are exact until the prompt is complete and evicted.
+
+Shapes: B sequences (one), H KV heads, n tokens, D head dim, r query rows per KV head, C tokens of a layer.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.code_formats import Format
+from kvbench.kernels.quantized import Outliers
+from kvbench.policies.observation import Observation
+from kvbench.policies.stores.columns import CodedLayer
+from kvbench.policies.stores.store import Store
+
+
+class Coding(Store):
+    """A store of codes. Sides: 0 for keys, 1 for values.
+
+    A prompt is exact until it is complete and evicted. From then on, every token is coded by itself at the end of its
+    step, per KV head; other tokens keep their codes when one is evicted. (vLLM writes tokens before it attends, so that
+    even a prompt's own queries read codes.) A codec that is `grouped` says with `due` how many of the exact tokens are
+    coded at the end of a step. Codes are dequantised before attention: no kernel's 8-bit arithmetic is emulated.
+    Positions are stored only after an eviction.
+    """
+
+    kinds: ClassVar[Mapping[str, str]] = {"codes": "codes"}
+    """Name of a tensor: its kind in tables of bytes, by default "scales and minima"."""
+
+    grouped: ClassVar[bool] = False
+    """Whether tokens are coded together, so that no single one can be evicted from the codes."""
+
+    def encode(self, x: Tensor, side: int) -> dict[str, Tensor]:
+        """Codes of tokens x [B,H,n,D] in the model's dtype, by name; a codec with a `flush` of its own may have none.
+
+        [B,H,n,...] if tokens are coded alone. Codes of groups that follow one another are [B,H,entries,...].
+        """
+        raise NotImplementedError(f"{type(self).__name__} codes tokens in `flush`")
+
+    @abstractmethod
+    def decode(self, codes: Mapping[str, Tensor], side: int, tokens: int, dim: int) -> Tensor:
+        """The tokens of `encode` with D = `dim`, [B,H,n,D] or in m groups [B,H,m,n/m,D], in float32 (or float64)."""
+
+    def due(self, side: int, exact: int) -> int:
+        """How many of `exact` tokens to code at the end of a step, oldest first, if tokens are `grouped`."""
+        return exact
+
+    @property
+    def reopens(self) -> bool:  # type: ignore[override]
+        return not self.grouped
+
+    def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
+        if evicts_in_decode and self.grouped:
+            raise ValueError(
+                f"{name} would evict single tokens while decoding, but its store holds tokens in a compressed form, "
+                "from which no single token can be evicted: use decode=grow"
+            )
+        if per_head and self.apart:
+            raise ValueError(f"{name} gives each KV head its own budget, {self.apart}")
+
+    # --- tokens coded alone: what more a kernel needs --------------------------------------------------------------
+    encodes: ClassVar[bool] = True
+    """Whether the kernels for GPUs encode tokens as `encode` does."""
+
+    @property
+    def replayable(self) -> bool:  # type: ignore[override]
+        return self.format(0) is not None
+
+    def format(self, side: int) -> Format | None:
+        """The format of the codes, if the kernels for GPUs can read it."""
+        return None
+
+    def table(self, side: int, dim: int, device: torch.device) -> Tensor | None:
+        """The numbers of codes of kind `table`, rising."""
+        return None
+
+    def scale(self, side: int) -> float | None:
+        """A scale of all keys, or values, of the layer, stored in float32; None if there is none."""
+        return None
+
+    def rotation(self, like: Tensor) -> Tensor | None:
+        """The orthonormal matrix [D,D] by which vectors are multiplied before they are coded; None: the identity."""
+        return None
+
+    # --- tokens coded in groups: what differs from KIVI ------------------------------------------------------------
+    growing: ClassVar[tuple[int, int]] = (1, 1)
+    """Entries that the codes of keys and of values reserve at once while decoding."""
+
+    statistics: ClassVar[tuple[str, ...]] = ()
+    """Statistics of the prompt's tokens that the store itself keeps."""
+
+    watches: ClassVar[bool] = False
+    """Whether `observe` needs the queries of the prompt."""
+
+    @property
+    def apart(self) -> str:
+        """Why all KV heads must hold equally many tokens; "" if they need not."""
+        return ""
+
+    @property
+    def one_run(self) -> bool:
+        """Whether the codes of later tokens follow those of earlier ones, entry by entry."""
+        return True
+
+    def packed(self, side: int, dim: int) -> tuple[int, int, bool] | None:
+        """Bits, numbers of a group and whether it is of one token, if kernels can read the words of `Quantiser`."""
+        return None
+
+    def observe(self, layer: CodedLayer, observation: Observation) -> None:
+        """See a step of the prompt before it evicts, if the codec `watches`."""
+
+    def complete(self, layer: CodedLayer) -> None:
+        """The prompt is complete and evicted; its tokens are still dense."""
+
+    def flush(self, layer: CodedLayer, prompt: bool) -> None:
+        """Code the tokens that are due at the end of a step; prompt: the first time, with the whole prompt exact."""
+        for side, column in enumerate(layer.columns):
+            count = self.due(side, column.tail.count)
+            if count:
+                column.hold(count, self.encode(column.oldest(count), side))
+
+    def attended(self, layer: CodedLayer, weights: Tensor, positions: Tensor) -> None:
+        """See the attention weights [1,H,r,C] of queries at positions [1,M] while decoding."""
+
+    def traced(self, layer: CodedLayer) -> Outliers | None:
+        """Exact tokens that replace some of the codes."""
+        return None

@@ -1,0 +1,207 @@
+"""A column, the keys or the values of one layer: runs of codes, then a tail in full precision.
+
+Shapes: H KV heads, r query rows per KV head, n entries (tokens or groups of tokens), C tokens, D head dim.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.references import widen
+from kvbench.policies.observation import Memory
+from kvbench.policies.stores.code_attention import scores_by_block, weighted_by_block
+from kvbench.policies.stores.slot_store import SlotStore
+
+TAIL_GROWTH = 16  # slots; a tail is at most a few hundred tokens long, so moving it this often costs nothing
+
+Decoder = Callable[[Mapping[str, Tensor], int], Tensor]
+"""The tokens of some codes, and their number: [1,H,n,D] or in groups [1,H,m,n/m,D]."""
+
+
+class Queue:
+    """Tensors [1,H,capacity,...] by name that share their `count` entries, oldest first.
+
+    The first entries are stored without a copy; later, capacity is reserved for `growth` entries at a time.
+    """
+
+    def __init__(self, growth: int) -> None:
+        self.count = 0
+        self._growth = growth
+        self._start = self._capacity = 0
+        self.tensors: dict[str, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, unused capacity included."""
+        return sum(x.nbytes for x in self.tensors.values())
+
+    @property
+    def spare_nbytes(self) -> int:
+        """Bytes of the unused capacity."""
+        return self.nbytes // max(self._capacity, 1) * (self._capacity - self.count)
+
+    def expect(self, entries: int) -> None:
+        """Reserve capacity for no more than this number of later entries at a time."""
+        self._growth = min(self._growth, entries)
+
+    def view(self, name: str) -> Tensor:
+        """[1,H,count,...]."""
+        return self.some(0, self.count)[name]
+
+    def some(self, first: int, end: int) -> dict[str, Tensor]:
+        """Entries from `first` to `end` by name; if that is all, tensors of any shape."""
+        if (first, end) == (0, self._capacity):
+            return self.tensors
+        return {name: x[:, :, self._start + first : self._start + end] for name, x in self.tensors.items()}
+
+    def append(self, new: Mapping[str, Tensor]) -> None:
+        """Append entries [1,H,n,...] by name."""
+        entering = next(iter(new.values())).shape[2]
+        if not self.tensors:
+            self.tensors, self._capacity = dict(new), entering
+        else:
+            self._reserve(entering)
+            end = self._start + self.count
+            for name, x in new.items():
+                self.tensors[name][:, :, end : end + entering] = x
+        self.count += entering
+
+    def drop(self, count: int) -> None:
+        """Remove the oldest entries."""
+        self._start += count
+        self.count -= count
+        if self.count == 0:
+            self.compact()
+
+    def compact(self) -> None:
+        """Copy the entries, which frees unused capacity and larger tensors that they are views of."""
+        held = self.some(0, self.count)
+        self.tensors = {name: x.clone(memory_format=torch.contiguous_format) for name, x in held.items()}
+        self._start, self._capacity = 0, self.count
+
+    def _reserve(self, entering: int) -> None:
+        """Reserve capacity for `entering` more entries."""
+        if self._start + self.count + entering <= self._capacity:
+            return
+        self._capacity = self.count + max(entering, self._growth)
+        for name, x in self.some(0, self.count).items():
+            longer = x.new_zeros(*x.shape[:2], self._capacity, *x.shape[3:])
+            longer[:, :, : self.count] = x
+            self.tensors[name] = longer
+        self._start = 0
+
+
+class Run(NamedTuple):
+    """Codes of consecutive tokens."""
+
+    codes: Queue
+    tokens: int
+
+
+class Column:
+    """Tokens, oldest first: runs of codes, then the exact tail.
+
+    decode: of the codes. growth: entries that a run reserves at once, if later codes extend it; None: every run is
+    complete, and its tensors may have any shape.
+    """
+
+    def __init__(self, decode: Decoder, growth: int | None) -> None:
+        self.runs: list[Run] = []
+        self.tail = Queue(TAIL_GROWTH)
+        self._decode, self._growth = decode, growth
+
+    @property
+    def coded(self) -> int:
+        """The number of tokens that are held as codes."""
+        return sum(run.tokens for run in self.runs)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens."""
+        return self.coded + self.tail.count
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model."""
+        return self.tail.tensors["x"].dtype
+
+    @property
+    def queues(self) -> list[Queue]:
+        """All tensors."""
+        return [self.tail, *(run.codes for run in self.runs)]
+
+    def expect(self, tokens: int) -> None:
+        """Reserve capacity for no more than this number of later tokens."""
+        self._growth = None if self._growth is None else min(self._growth, tokens)
+        for queue in self.queues:
+            queue.expect(tokens)
+
+    def append(self, x: Tensor) -> None:
+        """Append exact tokens [1,H,n,D]."""
+        self.tail.append({"x": x})
+
+    def oldest(self, count: int) -> Tensor:
+        """The first `count` tokens of the tail, [1,H,count,D]."""
+        return self.tail.some(0, count)["x"]
+
+    def hold(self, count: int, codes: Mapping[str, Tensor], again: bool = False) -> None:
+        """Hold the tail's first `count` tokens as codes; again: the codes are those of all earlier tokens as well."""
+        if self._growth is not None and self.runs:
+            run = self.runs[0]
+            run.codes.append(codes)
+            self.runs = [Run(run.codes, run.tokens + count)]
+        else:
+            before = self.coded if again else 0
+            queue = Queue(self._growth or 1)
+            queue.append(codes)
+            self.runs = [*(() if again else self.runs), Run(queue, before + count)]
+        self.tail.drop(count)
+
+    # --- contents --------------------------------------------------------------------------------------------------
+    def view(self) -> Tensor:
+        """[1,H,C,D] in float32 (or float64), dequantised if it was quantised."""
+        tail = widen(self.tail.view("x"))
+        runs = [self._decode(run.codes.some(0, run.codes.count), run.tokens) for run in self.runs if run.tokens]
+        return torch.cat([*((x.flatten(2, 3) if x.dim() == 5 else x).to(tail.dtype) for x in runs), tail], dim=2)
+
+    def scores(self, rows: Tensor) -> Tensor:
+        """Products [1,H,r,C] of query rows [1,H,r,D] with the tokens."""
+        found = [scores_by_block(rows, run.tokens, *self._blocks(run)) for run in self.runs if run.tokens]
+        return torch.cat([*found, rows @ self.tail.view("x").to(rows.dtype).mT], dim=-1)
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """Sums [1,H,r,D] of the tokens with weights [1,H,r,C]."""
+        runs = [run for run in self.runs if run.tokens]
+        *coded, exact = weights.split([*(run.tokens for run in runs), self.tail.count], dim=-1)
+        sums: Tensor = exact @ self.tail.view("x").to(weights.dtype)
+        for run, own in zip(runs, coded, strict=True):
+            sums += weighted_by_block(own, *self._blocks(run))
+        return sums
+
+    def _blocks(self, run: Run) -> tuple[Callable[[slice], Tensor], int]:
+        """A function of a range of tokens that decodes them, [1,H,m,n/m,D], and the tokens of an entry."""
+        codes, tokens = run
+        each = tokens if self._growth is None else tokens // codes.count
+
+        def block(some: slice) -> Tensor:
+            entries = (0, codes.count) if self._growth is None else (some.start // each, some.stop // each)
+            x = self._decode(codes.some(*entries), some.stop - some.start)
+            return x if x.dim() == 5 else x[:, :, None]
+
+        return block, each
+
+
+class CodedLayer:
+    """What a codec of groups sees of a layer.
+
+    dense: the prompt until it is complete and evicted. columns: keys and values from then on. memory: data of the codec
+    about the layer, [1,H,...] by name. prompt: the prompt's length, once it was observed. before: tokens at the end of
+    the last step.
+    """
+
+    columns: tuple[Column, Column]
+    dense: SlotStore | None
+    memory: Memory
+    prompt = before = 0
