@@ -25,7 +25,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of the pocket model; two sampled answers per prompt, and a text that is scored."""
     out = tmp_path_factory.mktemp("runs") / "mine"
     shared = ["policy=" + POLICIES, "budget=64", "limit=3", f"out={out}"]
-    context = ["compress=context", "schedule=prompt", "decode=evict", "every=1", "task.length=1024"]
+    context = ["compress=context", "schedule=prompt", "decode=evict", "every=1", "task.length=512"]
     assert run(["-m", *shared, "task=ruler/niah_single_1", *context]) == 0
     sampled = ["policy=h2o", "budget=64", "task=niah", "task.lengths=[512]", "limit=1", "generation.temperature=1.0"]
     assert run([*sampled, "generation.samples=2", f"out={out}"]) == 0
@@ -143,7 +143,7 @@ DOCTORED: dict[str, tuple[str, Doctor, str]] = {
         config(lambda x: x["naming"].update(policy="knorm")),
         "it is named knorm, but has the configuration of another policy",
     ),
-    "task": ("snapkv", config(lambda x: x["config"]["task"].update(length=512)), "task of its identity does not"),
+    "task": ("snapkv", config(lambda x: x["config"]["task"].update(length=1024)), "task of its identity does not"),
     "the digest": ("snapkv", config(lambda x: x.update(run_id="pocket-x-0123456789")), "its run id is not the digest"),
     "samples after the run": (
         "snapkv",
