@@ -140,6 +140,8 @@ def _refuse_unused(key: str, value: str) -> None:
         raise ConfigError(key, value, f"a name, or names for a sweep (-m {key}=a,b)")
     if key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir"):
         raise ConfigError(key, value, why="has no effect: results are in the folder out=, with their configurations")
+    if key == "hydra.job.chdir" and value.lower() != "false":
+        raise ConfigError(key, value, why="has no effect: relative paths belong to the folder of the command")
     if key in ("hydra/job_logging", "hydra/hydra_logging") and value not in ("none", "disabled", "stdout"):
         raise ConfigError(key, value, why="would write an empty log file (allowed: none, disabled, stdout)")
 

@@ -1,5 +1,6 @@
 """Makes tests/support importable: tiny models and the slow oracle, shared by several folders of tests."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,16 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")  # how long an example takes says how busy the machine is
 
 from kernel_interpreted import Interpreter  # noqa: E402 - found in tests/support
+
+
+def pytest_collection_finish() -> None:
+    """Imported modules and collected tests live to the end: Python does not look for garbage among them."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # extension modules report what lives on at the end of the process
 
 
 def pytest_runtest_logfinish() -> None:

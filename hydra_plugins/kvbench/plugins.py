@@ -67,9 +67,13 @@ class KvbenchSource(ConfigSource):
         return []
 
     def is_config(self, config_path: str) -> bool:
-        """Whether a name of these groups has a file or is composed of others."""
-        from kvbench.config.compose import find
+        """Whether a name of these groups has a file or is composed of others.
+
+        Raises an error with the nearest names for one that no other source can have.
+        """
+        from kvbench.config.compose import find, names
         from kvbench.config.presets import composed_config
+        from kvbench.errors import unknown
 
         group, _, name = config_path.removesuffix(".yaml").partition("/")
         if group not in GROUPS:
@@ -77,7 +81,11 @@ class KvbenchSource(ConfigSource):
         try:
             if find(group, name, folders()) is not None:
                 return True
-            return group != "experiment" and composed_config(group, name, folders()) is not None
+            if group != "experiment" and composed_config(group, name, folders()) is not None:
+                return True
+            if name != "None" and not _others():  # `experiment: null` in a defaults list is "None"
+                raise unknown(group, name, names(group, folders()))
+            return False
         except ValueError as error:
             raise ConfigCompositionException(str(error)) from error
 
@@ -110,6 +118,16 @@ def folders() -> list[Path]:
         return []
     sources = GlobalHydra.instance().config_loader().get_sources()
     return [Path(source.path) for source in sources if source.scheme() == "file"]
+
+
+def _others() -> list[str]:
+    """The sources, such as a package of the user, whose names `find` does not know."""
+    if not GlobalHydra.instance().is_initialized():
+        return []
+    known = (CONF, "pkg://hydra.conf", "kvbench:", "file:", "structured:")
+    sources = GlobalHydra.instance().config_loader().get_sources()
+    paths = [f"{source.scheme()}://{source.path}" for source in sources]
+    return [path for path in paths if not path.startswith(known)]
 
 
 class KvbenchLauncher(Launcher):

@@ -11,6 +11,8 @@ from inspect import isabstract
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from omegaconf import BooleanNode, FloatNode, IntegerNode, ValidationError
+
 from kvbench.errors import ConfigError, UsageError
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
@@ -52,6 +54,7 @@ def build(config: Any, where: Sequence[str] = ()) -> Any:  # noqa: ANN401
     try:
         part = part_class(config)
         if dataclasses.is_dataclass(part):
+            given = converted(part, given)
             check_fields(part, given)
         return part(**given)
     except ConfigError as error:
@@ -91,6 +94,22 @@ def check_fields(part: Any, given: Mapping[str, Any]) -> None:  # noqa: ANN401 -
     hints = _hints(part)
     for name, value in given.items():
         _check_type(name, value, hints[name])
+
+
+def converted(part: Any, given: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
+    """The fields, with texts read as the numbers that the class declares: `${oc.env:X}` is always a text."""
+    hints = _hints(part)
+    return {name: _number(value, hints.get(name)) if isinstance(value, str) else value for name, value in given.items()}
+
+
+def _number(text: str, hint: Any) -> Any:  # noqa: ANN401
+    """A text as OmegaConf reads it into the type of a field; unchanged if it cannot, or if the field may be a text."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    for kind, node in ((bool, BooleanNode), (int, IntegerNode), (float, FloatNode)) if str not in kinds else ():
+        with suppress(ValidationError):
+            if kind in kinds:
+                return node(value=text)._value()
+    return text
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config.compose import Config, merge, names, read, resolved
-from kvbench.config.parts import build, check_fields, part_class, tree_of
+from kvbench.config.parts import build, check_fields, converted, part_class, tree_of
 from kvbench.config.presets import SCHEDULE, named_config, scheduled
 from kvbench.errors import ConfigError, UsageError, as_python, choice, number, whole_number
 from kvbench.models.loading import GivenModel
@@ -164,6 +164,7 @@ def typed(config: Mapping[str, Any], chosen: Mapping[str, str], folders: Sequenc
             raise ConfigError(name, values[name], why="is not allowed, set its fields")
     for name, part in (("generation", Generation), ("engine", Engine)):
         values[name] = build({**values.get(name, {}), "_target_": f"{__name__}.{part.__name__}"}, (name,))
+    values = converted(RunConfig, values)
     check_fields(RunConfig, values)
     names = {name: chosen[name] for name in ("model", "policy", "task")}
     return RunConfig(**values, names=names, folders=tuple(folders))

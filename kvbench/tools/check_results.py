@@ -27,7 +27,8 @@ from kvbench.policies.allocators.allocator import JointAllocator, StatisticAlloc
 from kvbench.policies.policy import read_plan
 from kvbench.policies.press import KVPress
 from kvbench.results.files import read_yaml
-from kvbench.results.metrics import metrics, summed_up
+from kvbench.results.metrics import FILE_NAME as METRICS
+from kvbench.results.metrics import metrics
 from kvbench.results.result import Result, read_result
 from kvbench.results.samples import FILE_NAME, Sample
 from kvbench.results.summary import read_summary
@@ -80,11 +81,14 @@ def check_run(folder: Path, fields: dict[str, Any] | None = None) -> None:
     for sample, prompt in zip(result.samples, prompts, strict=True):
         if reason := _sample_refused(run, prompt, sample):
             raise RefusedError(f"example {sample.index}: {reason}")
-    summed = summed_up(folder, result.samples)
-    if summed is None:
-        raise RefusedError("metrics.json was computed from other samples or by another version")
-    if json.loads(json.dumps(metrics(result.samples))) != summed:
-        raise RefusedError("metrics.json does not contain the metrics of its samples")
+    try:
+        written = dict(json.loads((folder / METRICS).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise RefusedError(f"metrics.json cannot be read ({type(error).__name__})") from error
+    found = json.loads(json.dumps(metrics(result.samples)))  # another version may know other metrics
+    wrong = sorted(name for name in written.keys() & found.keys() if written[name] != found[name])
+    if wrong or "n" not in written:
+        raise RefusedError(f"metrics.json does not contain the metrics of its samples ({', '.join(wrong) or 'no n'})")
     short = read_summary(folder)
     if short is not None and (short.samples.outcomes, short.run["identity"]) != (result.outcomes, result.identity):
         raise RefusedError("summary.json does not contain the scores of its samples")

@@ -197,9 +197,9 @@ FAST = (
     "tables show",
     "tables compare",
     "sweep status results",
-    "claims",
 )
 SLOW = (
+    "claims",
     "results check",
     "results collect results/runs --price",
     "plot results/",

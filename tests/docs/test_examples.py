@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from parameters import few_fast
 from shown_tables import shown_rows
 
 from kvbench.cli import main
@@ -57,7 +58,10 @@ def rows(text: str) -> list[list[str]]:
     return [row[:2] for row in kept if len(row) > 1]
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize(
+    "command",
+    few_fast(commands(), [one for one in commands() if "limit=5" in one], pytest.mark.slow("runs every command")),
+)
 def test_a_command_of_the_pages_runs(
     command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

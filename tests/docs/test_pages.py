@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 import re
 import shlex
-from functools import cache
 from pathlib import Path
 
 import ledger_pages
@@ -13,8 +12,7 @@ import pytest
 from command_lines import composed, first_of
 from equations import asciimath, docstring, mathjax_files
 
-from kvbench.config.compose import CONF, load, names, read
-from kvbench.config.parts import part_class
+from kvbench.config.compose import CONF, load, names
 
 DOCS = Path(__file__).parents[2] / "docs"
 OURS = {"Random", "Ragged", "Paged"}  # no paper has them
@@ -24,20 +22,8 @@ FIELD = re.compile(
 )  # as entries of the ledger name them
 
 
-@cache
-def parts() -> dict[str, type]:
-    """Every part that a policy of conf/policy has and that is worth a section, by its path."""
-    found: dict[str, type] = {}
-    for name in names("policy"):
-        config = read("policy", name)
-        for decision in policy_pages.DECISIONS:
-            if (given := config.get(decision)) and policy_pages.part_name(config, decision) not in policy_pages.USUAL:
-                found[given["_target_"]] = part_class(given)
-    return found
-
-
-def test_a_part_has_an_idea_an_equation_a_source_and_the_meaning_of_every_field() -> None:
-    for path, part in parts().items():
+def test_a_part_has_an_idea_an_equation_a_source_and_the_meaning_of_every_field(parts: dict[str, type]) -> None:
+    for path, part in parts.items():
         text = docstring(inspect.cleandoc(part.__doc__ or ""))
         assert text.split("\n\n")[0].endswith("."), path
         assert ("\\[" in text) == (part.__name__ not in PLAIN), path
@@ -79,8 +65,8 @@ def test_the_table_of_parts_has_those_of_presets_and_wrappers() -> None:
 ENTRIES = [(slug, entry) for slug, chapter in ledger_pages.chapters().items() for entry in chapter["entries"]]
 
 
-def test_the_ledger_speaks_of_policies_and_fields_that_exist() -> None:
-    known = {field.name for part in parts().values() for field in dataclasses.fields(part)}
+def test_the_ledger_speaks_of_policies_and_fields_that_exist(parts: dict[str, type]) -> None:
+    known = {field.name for part in parts.values() for field in dataclasses.fields(part)}
     known |= {"order", "late"} | {key for name in names("task") for key in load(CONF / "task" / f"{name}.yaml")}
     assert any(FIELD.findall(entry["here"]) for _, entry in ENTRIES if "here" in entry)
     for slug, entry in ENTRIES:

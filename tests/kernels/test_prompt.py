@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from parameters import few_fast
 from torch.nn import functional as F
 
 from kvbench.kernels import prompt
@@ -53,7 +54,14 @@ def assert_close(got: Attention, expected: Attention) -> None:
     torch.testing.assert_close(got.log_sum_exp, expected.log_sum_exp, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", [*CHOSEN, "sinks", "sinks-padding"])
+@pytest.mark.parametrize(
+    "case",
+    few_fast(
+        (*CHOSEN, "sinks", "sinks-padding"),
+        ("grouped-float32", "everything-float16", "one-slot-one-query-float32", "sinks-padding"),
+        pytest.mark.slow("flex_attention without a compiler"),
+    ),
+)
 def test_flex_attention_equals_the_reference(case: str, calls: Any) -> None:
     assert_close(flex_prompt_attention(**calls[case]), prompt_attention_ref(**calls[case]))
 

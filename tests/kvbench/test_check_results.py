@@ -25,7 +25,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of the pocket model; two sampled answers per prompt, and a text that is scored."""
     out = tmp_path_factory.mktemp("runs") / "mine"
     shared = ["policy=" + POLICIES, "budget=64", "limit=3", f"out={out}"]
-    context = ["compress=context", "schedule=prompt", "decode=evict", "every=1", "task.length=1024"]
+    context = ["compress=context", "schedule=prompt", "decode=evict", "every=1", "task.length=512"]
     assert run(["-m", *shared, "task=ruler/niah_single_1", *context]) == 0
     sampled = ["policy=h2o", "budget=64", "task=niah", "task.lengths=[512]", "limit=1", "generation.temperature=1.0"]
     assert run([*sampled, "generation.samples=2", f"out={out}"]) == 0
@@ -143,17 +143,17 @@ DOCTORED: dict[str, tuple[str, Doctor, str]] = {
         config(lambda x: x["naming"].update(policy="knorm")),
         "it is named knorm, but has the configuration of another policy",
     ),
-    "task": ("snapkv", config(lambda x: x["config"]["task"].update(length=512)), "task of its identity does not"),
+    "task": ("snapkv", config(lambda x: x["config"]["task"].update(length=1024)), "task of its identity does not"),
     "the digest": ("snapkv", config(lambda x: x.update(run_id="pocket-x-0123456789")), "its run id is not the digest"),
     "samples after the run": (
         "snapkv",
         text("samples.jsonl", '"spare_bytes": ', '"spare_bytes": 1'),
-        "metrics.json was computed from other samples",
+        "metrics.json does not contain the metrics of its samples (spare_bytes)",
     ),
     "the metrics": (
         "knorm",
         text("metrics.json", '"score_low": 0', '"score_low": 1'),
-        "metrics.json does not contain the metrics of its samples",
+        "metrics.json does not contain the metrics of its samples (score_low)",
     ),
 }
 
@@ -174,7 +174,12 @@ def _cut(folder: Path, pick: Callable[[list[Line]], list[Line]], number: bool = 
 
 
 def test_honest_runs_agree_with_their_samples(honest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = of(honest, "full")
+    written = json.loads((folder / "metrics.json").read_text())
+    another = {**written, "computed_from": "another version", "a metric of another version": 1}
+    (folder / "metrics.json").write_text(json.dumps(another))
     assert main(["check", str(honest)]) == 0
+    (folder / "metrics.json").write_text(json.dumps(written))
     assert capsys.readouterr().out == f"{honest}: 8 of 8 runs agree with their samples\n"
 
 

@@ -1,11 +1,9 @@
-"""`python -m kvbench` as a user runs it: a process, its exit code, what it says and what lies in `out`."""
+"""`kvbench` as a user runs it: its exit code, what it prints and the files in `out`."""
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
+import resource
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,21 +49,16 @@ def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     return Here(tmp_path, capsys)
 
 
-def process(*arguments: object, code: str = "", **options: Any) -> subprocess.Popen[str]:
-    """A command line as a user starts it; code: Python to run before it in the same process."""
-    run = (
-        ["-c", f"{code}; import runpy; runpy.run_module('kvbench', run_name='__main__')"] if code else ["-m", "kvbench"]
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(
-        [sys.executable, *run, *map(str, arguments)], env=environment, text=True, **pipes, **options
-    )
-
-
-def finish(started: subprocess.Popen[str]) -> Done:
-    out, err = started.communicate(timeout=120)
-    return Done(started.returncode, out, err)
+def on_a_full_disk(folder: Path, *arguments: object) -> Done:
+    """A command line in a forked process, whose files cannot grow beyond 4,000 bytes."""
+    child = os.fork()
+    if child == 0:
+        with (folder / "stderr").open("w") as said, redirect_stderr(said):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+            code = main([str(argument) for argument in arguments])
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return Done(code, "", (folder / "stderr").read_text())
 
 
 def samples(out: Path) -> list[dict[str, Any]]:
@@ -140,31 +133,9 @@ def test_an_example_that_broke_its_budget_is_recorded_and_spoils_the_score(
     assert [s["error"] for s in samples(here.folder / "runs")] == [None, None, None]
 
 
-def test_a_killed_run_continues_and_ends_as_if_never_killed(here: Here, tiny_model: Path) -> None:
-    arguments = (f"model={tiny_model}", "policy=caote_snapkv", "budget=40", "task.lengths=[1000]", "task.repeats=1")
-    arguments += ("engine.rows=1",)
-    assert here(*arguments, "out=whole").returncode == 0
-    victim = process(*arguments, "out=killed", cwd=here.folder)
-    deadline = time.monotonic() + 300  # on a busy machine
-    while not any(p.read_bytes().count(b"\n") >= 3 for p in here.folder.glob("killed/*/samples.jsonl")):
-        assert victim.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < deadline
-    victim.send_signal(signal.SIGKILL)
-    victim.communicate()
-    assert 3 <= len(samples(here.folder / "killed")) < 10
-    (path,) = here.folder.glob("killed/*/samples.jsonl")
-    kept = path.read_bytes()
-    with path.open("ab") as stream:
-        stream.write(b'{"index": 3, "prom')  # as if killed while writing
-    assert here(*arguments, "out=killed").returncode == 0
-    assert path.read_bytes().startswith(kept)  # nothing was computed twice, seconds included
-    assert samples(here.folder / "killed") == samples(here.folder / "whole")
-
-
 def test_a_full_disk_is_one_sentence_and_keeps_what_was_finished(here: Here, tiny_model: Path) -> None:
     arguments = (f"model={tiny_model}", "policy=full", "out=runs", "task.lengths=[700]", "task.repeats=1")
-    full_disk = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))"
-    done = finish(process(*arguments, code=full_disk, cwd=here.folder))
+    done = on_a_full_disk(here.folder, *arguments)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "no space left to write results" in done.stderr

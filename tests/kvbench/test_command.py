@@ -44,12 +44,9 @@ def test_bash_completes_commands_options_fields_and_names(tmp_path: Path) -> Non
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvbench "$@"\n')
     command.chmod(0o755)
     paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(sys.path)}
-    lines = ["kvbench repo", "kvbench tables li", "kvbench plot --free", "kvbench policy=caote_h", "kvbench budg"]
-    lines += ["kvbench policy=full,streaming", "kvbench -m engine.cu"]
+    lines = ["kvbench repo", "kvbench plot --free", "kvbench policy=full,streaming", "kvbench -m engine.cu"]
     done = subprocess.run(
         ["bash", "-c", BASH, "bash", *lines], env={**os.environ, **paths}, capture_output=True, text=True
     )
-    assert [line.split() for line in done.stdout.splitlines()] == [
-        *(["report"], ["list"], ["--free-y"], ["caote_h2o"], ["budget="]),
-        *(["full,streamingllm"], ["engine.cuda_graph="]),
-    ]
+    found = ["report", "--free-y", "full,streamingllm", "engine.cuda_graph="]
+    assert [line.split() for line in done.stdout.splitlines()] == [[one] for one in found]

@@ -133,9 +133,12 @@ def continuous(graph: bool, policies: Sequence[Policy]) -> tuple[list[Any], int]
 @pytest.mark.parametrize(
     "policies",
     [
-        [policy_of("h2o")],
+        pytest.param([policy_of("h2o")], marks=pytest.mark.slow("decodes 40 answers twice")),
         [policy_of("h2o"), policy_of("h2o", 56), policy_of("tova"), policy_of("ada_snapkv"), make_policy("full")],
-        [policy_of("h2o"), policy_of("h2o", 400), policy_of("tova", 100)],
+        pytest.param(
+            [policy_of("h2o"), policy_of("h2o", 400), policy_of("tova", 100)],
+            marks=pytest.mark.slow("decodes 40 answers twice"),
+        ),
     ],
     ids=["one policy", "five policies", "two below their budgets"],
 )

@@ -13,6 +13,7 @@ from kv_models import CodePoints, left_padded, prompt
 from kv_oracle import Rules
 from kv_runs import kept_now, policy_for
 from kv_simulate import simulate
+from parameters import few_fast
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -29,6 +30,9 @@ from kvbench.policies.policy import Policy
 
 BUDGET, NEW = 16, 6
 CONTINUING = [family for family in HYBRIDS if family not in ("jamba", "zamba")]
+EVERY = pytest.mark.slow("runs every hybrid family")
+FAMILIES = few_fast(HYBRIDS, ("qwen3_5_text", "nemotron_h", "jamba"), EVERY)
+"""A delta rule, convolutions beside Mamba 2, and a family whose recurrences restart."""
 RULES = [
     Rules("snapkv", window=6, kernel=3),
     Rules("h2o", half_recent=True),
@@ -77,7 +81,7 @@ def test_full_gives_the_logits_of_the_familys_own_attention_and_cache(family: st
     torch.testing.assert_close(read(running, own, ids, *calls), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "nemotron_h", "jamba"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "jamba"])
 @pytest.mark.parametrize("rules", RULES, ids=lambda rules: rules.slug)
 def test_what_is_kept_and_written_is_what_the_slow_oracle_says(family: str, rules: Rules) -> None:
     if rules.block and family not in CONTINUING:
@@ -105,7 +109,7 @@ def alone(family: str, ids: list[int], policy: Policy, **more: Any) -> Generatio
     return generate_tokens(model(family), torch.tensor([ids]), policy, **more)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_sequences_of_a_padded_batch_are_what_they_are_alone(family: str) -> None:
     """The second stops early: what the first goes on to write is not in its states."""
     prompts = [prompt(37), prompt(22, seed=1)]
@@ -158,7 +162,7 @@ def finished(flight: DecodeBatch) -> None:
         flight.step()
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_one_batch_are_what_they_are_alone(family: str) -> None:
     """All policies share a reading of their prompt, and examples enter while others decode."""
     policies = [*POLICIES, make_policy("snapkv", BUDGET + 4, window=6)]
@@ -171,7 +175,7 @@ def test_rows_of_one_batch_are_what_they_are_alone(family: str) -> None:
         assert_alone(family, row)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_another_prompt_goes_on_from_the_states(family: str) -> None:
     running, ids = model(family), torch.tensor([prompt(40)])
     held = KVCache(running.config, make_policy("full"))
@@ -246,7 +250,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbench.cache.rows.READ_AT_ONCE", ())
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("family", few_fast(HYBRIDS, ("lfm2",), EVERY))
 def test_batches_that_decode_at_once_are_what_they_are_alone(family: str, as_on_a_gpu: None) -> None:
     policies = [make_policy(slug, BUDGET, decode="evict") for slug in ("h2o", "tova")]
     flight, found = DecodeBatch(model(family)), []

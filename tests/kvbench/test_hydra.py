@@ -82,6 +82,7 @@ def test_what_hydra_runs_it_runs_here(line: str, tiny_model: Path, folder: Path)
         ("-m ++hydra.sweep.subdir=own", "hydra.sweep.subdir=own has no effect"),
         ("hydra.output_subdir=.hydra", "hydra.output_subdir=.hydra has no effect"),
         ("hydra/job_logging=default", "hydra/job_logging=default would write an empty log file"),
+        ("hydra.job.chdir=true", "hydra.job.chdir=true has no effect: relative paths"),
         ("policy=", "policy must be a name, or names for a sweep (-m policy=a,b), got ''"),
         ("policy=[snapkv,full]", "policy must be a name, or names for a sweep (-m policy=a,b), got '[snapkv,full]'"),
         ("reprot runs", "command=reprot does not exist: did you mean report"),
@@ -149,7 +150,7 @@ def test_a_wrong_file_is_one_message_everywhere(folder: Path, capfd: pytest.Capt
     for name, (_, message) in WRONG.items():
         word = f"+{name.replace('/', '=')}".replace("+policy", "policy").replace("+task", "task")
         said = []
-        for how in ([], ["-m"]):
+        for how in ([], ["-m"]) if name in ("policy/own", "policy/tab", "task/own") else ([],):
             assert main([*how, f"--config-dir={folder}", word, "limit=1", "dry_run=true"]) == 1
             said.append(capfd.readouterr().err)
         if name.startswith("policy"):
@@ -287,7 +288,7 @@ def test_a_yaml_with_defaults_and_interpolations_means_the_same_in_python(
     for name, text in {
         "scorers/wide": "window: 16\n",
         "policy/mine": "defaults: [snapkv, {/scorers@scorer: wide}, _self_]\n"
-        "scorer: {kernel: '${oc.decode:${oc.env:NO_KERNEL,5}}'}\n",
+        "scorer: {kernel: '${oc.env:NO_KERNEL,5}'}\n",
         "policy/whole": "defaults: [mine, _self_]\nscorer: {window: '${budget}'}\n",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

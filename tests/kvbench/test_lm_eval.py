@@ -15,6 +15,7 @@ from lm_eval import simple_evaluate
 from kvbench.cli import main
 from kvbench.results.result import read_result
 from kvbench.tasks.lm_eval.load import manager, provide_squad_metrics, rows_from
+from kvbench.tasks.lm_eval.task import LmEval
 
 
 class Bench:
@@ -83,18 +84,29 @@ def values(results: dict[str, Any]) -> dict[str, float]:
     return {k: v for k, v in results.items() if "," in k and "_stderr," not in k}
 
 
+OTHER_TASK = pytest.mark.slow("runs another task of lm-eval twice")
+
+
 @pytest.mark.parametrize(
     ("task", "options"),
-    [("gsm8k", {"num_fewshot": 2}), ("gsm8k_cot_zeroshot", {}), ("coqa", {}), ("truthfulqa_gen", {})],
+    [
+        ("gsm8k", {"num_fewshot": 2}),
+        *(pytest.param(name, {}, marks=OTHER_TASK) for name in ("gsm8k_cot_zeroshot", "coqa", "truthfulqa_gen")),
+    ],
 )
-def test_answers_and_metrics_are_those_of_lm_eval_s_hf(bench: Bench, task: str, options: dict[str, Any]) -> None:
+def test_prompts_answers_and_metrics_are_those_of_lm_eval_s_hf(
+    bench: Bench, task: str, options: dict[str, Any]
+) -> None:
     found = theirs(bench.model, task, bench.data[task], 2, gen_kwargs={"max_gen_toks": 24}, **options)
     asked = [f"task.{name}={value}" for name, value in options.items()]
     samples = bench.run(task, "policy=full", "limit=2", "task.gen_kwargs={max_gen_toks: 24}", *asked)
     rows = found["samples"][task]
-    by_document = {row["doc_id"]: row["resps"][0][0] for row in rows}
-    assert [sample["output"] for sample in samples] == [by_document[0], by_document[1]]
-    assert any(by_document.values())
+    by_document = {row["doc_id"]: row for row in rows}
+    for index, sample in enumerate(samples):
+        assert sample["output"] == by_document[index]["resps"][0][0]
+        assert sample["prompt_hash"] == by_document[index]["prompt_hash"]  # both are the sha256 of the text
+        assert sample["metadata"]["doc_hash"] == by_document[index]["doc_hash"]
+    assert any(sample["output"] for sample in samples)
     assert bench.official == pytest.approx(values(found["results"][task]))
     per_document = [row for row in rows if row["doc_id"] == 1]
     for row in per_document:
@@ -102,7 +114,9 @@ def test_answers_and_metrics_are_those_of_lm_eval_s_hf(bench: Bench, task: str, 
             assert samples[1]["measures"][f"{metric},{row['filter']}"] == pytest.approx(row[metric])
 
 
-@pytest.mark.parametrize("task", ["arc_easy", "winogrande", "lambada_openai"])
+@pytest.mark.parametrize(
+    "task", ["arc_easy", *(pytest.param(name, marks=OTHER_TASK) for name in ("winogrande", "lambada_openai"))]
+)
 def test_likelihoods_and_metrics_are_those_of_lm_eval_s_hf(bench: Bench, task: str) -> None:
     found = theirs(bench.model, task, bench.data[task], 3, num_fewshot=0)
     samples = bench.run(task, "policy=full", "limit=3", "task.num_fewshot=0")
@@ -114,21 +128,13 @@ def test_likelihoods_and_metrics_are_those_of_lm_eval_s_hf(bench: Bench, task: s
     assert bench.official == pytest.approx(values(found["results"][task]), rel=1e-4)
 
 
-def test_prompts_with_few_shot_examples_are_lm_eval_s(bench: Bench) -> None:
-    found = theirs(bench.model, "gsm8k", bench.data["gsm8k"], 2, num_fewshot=3, gen_kwargs={"max_gen_toks": 2})
-    (first, *_) = found["samples"]["gsm8k"]
-    samples = bench.run("gsm8k", "policy=full", "limit=2", "task.num_fewshot=3", "task.gen_kwargs={max_gen_toks: 2}")
-    assert samples[0]["prompt_hash"] == first["prompt_hash"]  # both are the sha256 of the text
-    assert samples[0]["metadata"]["doc_hash"] == first["doc_hash"]
-    other = bench.run(
-        "gsm8k",
-        "policy=full",
-        "limit=2",
-        "task.num_fewshot=3",
-        "task.fewshot_seed=7",
-        "task.gen_kwargs={max_gen_toks: 2}",
+def test_fewshot_seed_draws_other_examples(data: dict[str, Path]) -> None:
+    own = {"name": "x", "task": "gsm8k", "data_dir": str(data["gsm8k"]), "num_fewshot": 3}
+    first, again, other = (
+        next(iter(LmEval(**own, **seed).examples(None, 0))).prompt  # type: ignore[arg-type]
+        for seed in ({}, {}, {"fewshot_seed": 7})
     )
-    assert other[0]["prompt_hash"] != first["prompt_hash"]
+    assert first == again != other
 
 
 def test_a_task_that_samples_is_sampled_as_it_says(bench: Bench) -> None:
@@ -249,7 +255,6 @@ def test_human_eval_is_refused_until_it_is_allowed(bench: Bench) -> None:
 
 def test_human_eval_counts_what_passes_where_it_is_allowed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hugging Face's metric is downloaded; a metric of three lines that runs the tests is in its place."""
-    from kvbench.tasks.lm_eval.task import LmEval
 
     class Metric:
         def compute(self, references: list[str], predictions: list[list[str]], k: list[int]) -> tuple[Any, None]:

@@ -3,11 +3,13 @@
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import plotted_runs
 import pytest
 
+from kvbench.cli import main as kvbench
 from kvbench.config.compose import CONF
 from kvbench.config.presets import make_policy
 from kvbench.papers import published
@@ -163,11 +165,17 @@ def test_overrides_select_numbers_or_replace_values() -> None:
     assert {(p.budget, *p.settings) for p in replaced.plans(full)} == {(None, "task.lengths")}
 
 
+def in_process(command: list[str], check: bool) -> CompletedProcess[str]:
+    """`python -m kvbench` without another import of torch."""
+    return CompletedProcess(command, kvbench(command[3:]))
+
+
 def test_a_table_runs_on_another_model_and_is_compared_with_the_same_overrides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The paper's averages of SnapKV at 2,048 and 4,096 stand beside ours at 64 and 128, without a difference."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvbench.papers.cli.subprocess.run", in_process)
     words = ["caote/table2", *POCKET, "policy=snapkv", "limit=2"]
     assert main(["run", *words]) == 0
     capsys.readouterr()

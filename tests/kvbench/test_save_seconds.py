@@ -33,8 +33,13 @@ class Diary(Scorer):
                 file.write(json.dumps([time.time(), float(observation.keys.sum()), min(written.values())]) + "\\n")
         return -observation.keys.float().norm(dim=-1)
 '''
-MANY = 30
-TASK = (f"task.lengths={list(range(400, 400 + 10 * MANY, 10))}", "task.depths=[0.5]", "task.repeats=1")
+MANY = 30  # examples of the runs that are killed
+
+
+def task(examples: int) -> tuple[str, ...]:
+    return (f"task.lengths={list(range(400, 400 + 10 * examples, 10))}", "task.depths=[0.5]", "task.repeats=1")
+
+
 RUNS = ("policy=diary", "budget=40,60", "schedule=prompt", "decode=grow", "out=runs")
 
 
@@ -69,10 +74,10 @@ def on_disk() -> list[int]:
 def test_zero_computes_one_example_at_a_time_and_more_fills_the_batch(
     seconds: int, diary: Path, tiny_model: Path
 ) -> None:
-    command = ["--config-dir", "my_conf", "-m", f"model={tiny_model}", *RUNS, *TASK, "task.max_new_tokens=12"]
+    command = ["--config-dir", "my_conf", "-m", f"model={tiny_model}", *RUNS, *task(12), "task.max_new_tokens=12"]
     assert main([*command, f"engine.save_seconds={seconds}"]) == 0
     found = starts(diary)
-    assert len(found) == MANY
+    assert len(found) == 12
     unwritten = [place - written for place, (_, written) in enumerate(found)]
     assert max(unwritten) == 0 if seconds == 0 else max(unwritten) >= 8
 
@@ -80,7 +85,7 @@ def test_zero_computes_one_example_at_a_time_and_more_fills_the_batch(
 @pytest.mark.slow("kills a process at every second of its run")
 def test_a_kill_loses_no_example_that_started_save_seconds_before(diary: Path, tiny_model: Path) -> None:
     bound = 2.0
-    words = ["--config-dir", "my_conf", "-m", f"model={tiny_model}", *RUNS, *TASK, "task.max_new_tokens=60"]
+    words = ["--config-dir", "my_conf", "-m", f"model={tiny_model}", *RUNS, *task(MANY), "task.max_new_tokens=60"]
     command = [sys.executable, "-m", "kvbench", *words, f"engine.save_seconds={bound}"]
 
     seconds, ended, kills = 1, None, 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from parameters import few_fast
 from shared_context_files import ROWS, write
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -94,15 +95,11 @@ def by_hand(mode: str) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_full_cache_answers_as_a_plain_loop_over_a_cache_of_transformers(mode: str, run: Run) -> None:
-    expected = by_hand(mode)
-    assert [line["output"] for line in run(mode)["full"]] == expected
+def test_full_answers_as_a_loop_over_transformers_cache_and_others_keep_their_budget(mode: str, run: Run) -> None:
+    found, expected = run(mode, policies="full,snapkv,h2o"), by_hand(mode)
+    assert [line["output"] for line in found.pop("full")] == expected
     assert len(set(expected)) > TURNS
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_budget_holds_after_every_turn_and_is_used(mode: str, run: Run) -> None:
-    for policy, lines in run(mode, policies="snapkv,h2o").items():
+    for policy, lines in found.items():
         for line in lines:
             beside = line["prompt_tokens"] - line["context_tokens"] if mode == "scdq" else 0
             grown = beside + line["decode_steps"] if policy == "snapkv" else 0
@@ -110,8 +107,8 @@ def test_a_budget_holds_after_every_turn_and_is_used(mode: str, run: Run) -> Non
             assert line["error"] is None
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_alone_and_after_a_kill_every_turn_comes_out_the_same(mode: str, run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", few_fast(MODES, ("own",), pytest.mark.slow("runs three sweeps in every mode")))
+def test_turns_are_equal_one_by_one_and_after_a_kill(mode: str, run: Run, tmp_path: Path) -> None:
     whole = run(mode, policies="snapkv,h2o")
     alone = run(mode, "engine.rows=1", policies="snapkv,h2o", out="alone")
     again = alone["snapkv"][1]["recomputed_tokens"]

@@ -186,6 +186,7 @@ def test_failed_runs_and_failed_examples_are_marked_and_a_complete_run_is_not_se
     assert broken.table(broken.summary["examples"]["path"])[1]["error"].startswith("BudgetError")
 
 
+@pytest.mark.slow("logs four folders of runs")
 def test_finished_runs_are_logged_later_and_equal_runs_of_two_folders_are_two(tmp_path: Path) -> None:
     for name in ("a", "b"):
         written(tmp_path / name, "full", [1.0, 1.0], None)
@@ -261,8 +262,13 @@ class Broken(NoLogger):
 CALLS = ["started", "finished", "finished", "finished", "ended", "close"]
 
 
-@pytest.mark.parametrize("call", ["started", "finished", "ended", "close", "never"])
-@pytest.mark.parametrize("error", [RuntimeError("no network\nmore"), SystemExit(3)], ids=["error", "exit"])
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        *((call, RuntimeError("no network\nmore")) for call in ("started", "finished", "ended", "close", "never")),
+        ("finished", SystemExit(3)),
+    ],
+)
 def test_a_tracker_that_raises_is_one_warning_and_changes_nothing(
     call: str, error: BaseException, tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,6 +19,7 @@ from kv_models import prompt, tiny
 from kv_oracle import Kept
 from kv_presets import evicting, kinds, reading
 from kv_runs import QUESTION, Run, bytes_held, kept_now, noting, run_greedy
+from parameters import few_fast
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -202,7 +203,7 @@ def at_random(slug: str) -> list[int]:
     return [end - start for start, end in pairwise([0, *ends, LENGTH])]
 
 
-@pytest.mark.parametrize("decode", ["evict", "grow"])
+@pytest.mark.parametrize("decode", few_fast(("evict", "grow"), ("evict",), pytest.mark.slow("runs every kind twice")))
 @pytest.mark.parametrize("slug", [slug for slug in kinds() if make_policy(slug, BUDGET).pre_pass is None])
 def test_how_a_prompt_is_cut_into_calls_changes_nothing(built: Callable[..., Policy], slug: str, decode: str) -> None:
     policy = built(slug)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from parameters import few_fast
 
 NUMPY_AND_OLD_TRITON = "only 0-dimensional arrays can be converted to Python scalars"
 SECONDS = 600  # that a call may take
@@ -44,8 +45,7 @@ class Interpreter:
 
 def mostly_slow(names: Iterable[str], fast: Collection[str]) -> list[Any]:
     """Parameters of a test, of which only a few run in the fast suite: the interpreter takes its time."""
-    assert set(fast) <= set(names)
-    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow("interprets kernels")) for name in names]
+    return few_fast(names, fast, pytest.mark.slow("interprets kernels"))
 
 
 @contextmanager

@@ -12,8 +12,10 @@ import longbench_rows
 import needlebench_files
 import pytest
 import ruler_files
-from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
+import yaml
+
+from kvbench.config.compose import merge, read
+from kvbench.config.parts import build as built
 
 CONF = Path(__file__).parents[2] / "conf"
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
@@ -38,9 +40,14 @@ def write(folder: Path) -> Path:
 
 
 def build(name: str, *overrides: str) -> Any:
-    """The task of a preset."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return instantiate(compose(overrides=[f"+task={name}", *overrides]).task)
+    """The task of a preset; overrides: such as task.length=512."""
+    config: dict[str, Any] = {"task": read("task", name)}
+    for key, _, text in (word.partition("=") for word in overrides):
+        given: Any = yaml.safe_load(text)
+        for field_name in reversed(key.split(".")):
+            given = {field_name: given}
+        merge(config, given)
+    return built(config["task"])
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import task_data
 from char_tokenizer import CharTokenizer
-from hydra.errors import InstantiationException
 from task_data import build
 
 WRONG = [
@@ -32,9 +31,8 @@ WRONG = [
 
 @pytest.mark.parametrize(("name", "field", "message"), WRONG, ids=[f"{name} {field}" for name, field, _ in WRONG])
 def test_a_wrong_field_is_refused_with_its_name_and_value(name: str, field: str, message: str) -> None:
-    with pytest.raises(InstantiationException) as raised:
-        build(name, f"++task.{field}")
-    assert message in str(raised.value.__cause__)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(name, f"task.{field}")
 
 
 ASKED = '{"context": "c", "question": "q", "answers": ["a"], "max_new_tokens": 1}\n'

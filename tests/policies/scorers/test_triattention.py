@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +103,17 @@ def unrotated_keys(model: PreTrainedModel) -> Iterator[list[list[Tensor]]]:
             hook.remove()
 
 
+@cache
+def read(file: str) -> dict[str, dict[str, list[float]]]:
+    stats = torch.load(file, weights_only=True)["stats"]
+    return {head: {name: x.tolist() for name, x in values.items()} for head, values in stats.items()}
+
+
 def score(
     file: str, layer: int, head: int, key: Tensor, position: int, seen: int, theta: float, largest: bool
 ) -> float:
     """S_h(p), with the un-rotated key and its position."""
-    stats = torch.load(file, weights_only=True)["stats"][f"layer{layer:02d}_head{head:02d}"]
+    stats = read(file)[f"layer{layer:02d}_head{head:02d}"]
     half, offsets = DIM // 2, [2**n for n in range(HORIZON.bit_length())]
     total, sums = 0.0, [0.0] * len(offsets)
     for f in range(half):

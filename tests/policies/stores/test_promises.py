@@ -8,6 +8,7 @@ from kv_models import left_padded, prompt, tiny
 from kv_presets import stores
 from kv_runs import bytes_held
 from kv_stores import attended, feed, plain_attention, stream
+from parameters import few_fast
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
@@ -36,7 +37,9 @@ def model() -> PreTrainedModel:
     return prepare(tiny("llama"))
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2"])
+@pytest.fixture(
+    scope="module", params=few_fast(("llama", "gemma2"), ("gemma2",), pytest.mark.slow("runs every store twice"))
+)
 def family(request: pytest.FixtureRequest) -> PreTrainedModel:
     """Grouped queries; gemma2 adds sliding windows (24 tokens) and soft-capped logits."""
     return prepare(tiny(request.param))
