@@ -30,6 +30,7 @@ BLOCKS, PROMPT = "kvbench.policies.schedule.Blocks", "kvbench.policies.schedule.
 METHOD = ("scorer", "pre_pass", "press", "reader")
 """The parts that use a budget."""
 UNIFORM = "kvbench.policies.allocators.uniform.Uniform"
+GLOBAL = "kvbench.policies.allocators.global_threshold.GlobalThreshold"
 
 
 def preset_names() -> list[str]:
@@ -66,14 +67,31 @@ def _with_wrapper(slug: str, wrapper: str, config: Config, folders: Sequence[Pat
     """A policy with the parts of a wrapper, and with its schedule unless a part needs the whole prompt."""
     config = resolved({"policy": config})["policy"]
     added = read("wrapper", wrapper, folders)
-    if added.get("value") and config.get("value"):
-        raise UsageError(f"policy={slug} is not allowed: {config['name']} is value-aware already")
+    _check_wrapped(slug, wrapper, added, config)
     schedule, own = added.pop("schedule", {}), config.get("schedule") or {}
     if "_target_" not in schedule:  # only how it evicts while decoding, if it does
         config["schedule"] = {**own, **schedule} if own.get("decode", "evict") == "evict" else own
     elif not needs_whole_prompt(config):
         config["schedule"] = _moved(own, schedule["_target_"]) | schedule
     return {**config, **_filled(added, {"allocator": {"_target_": UNIFORM}, **config})}
+
+
+def _check_wrapped(slug: str, wrapper: str, added: Config, config: Config) -> None:
+    """Raise UsageError if a wrapper has nothing to change, or would remove a part that makes the policy what it is."""
+    name, wrong = config["name"], f"policy={slug} is not allowed: "
+    if not config.get("scorer"):
+        raise UsageError(f"{wrong}{name} has no scorer, so {wrapper}_ has nothing to change")
+    if added.get("value") and config.get("value"):
+        raise UsageError(f"{wrong}{name} is value-aware already")
+    if added.get("pre_pass") and config.get("pre_pass"):
+        raise UsageError(f"{wrong}{name} has a pre-pass already, which {wrapper}_ would replace")
+    if added.get("selection") and config.get("selection"):
+        kind = part_class(config["selection"]).__name__
+        raise UsageError(f"{wrong}{name} selects tokens by {kind} already, which {wrapper}_ would replace")
+    allocator, own = added.get("allocator") or {}, config.get("allocator") or {"_target_": UNIFORM}
+    if allocator and "${allocator}" not in allocator.values() and own["_target_"] not in (UNIFORM, GLOBAL):
+        kind = part_class(own).__name__
+        raise UsageError(f"{wrong}{name} divides its budget by {kind}, which {wrapper}_ would replace")
 
 
 def _filled(tree: Config, config: Config) -> Config:

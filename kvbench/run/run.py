@@ -37,6 +37,7 @@ from kvbench.policies.latents import check_latents
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_budget, check_layers
 from kvbench.policies.pre_passes.lookahead import Lookahead
+from kvbench.policies.selections.fair import NEEDS_PARTS, Fair
 from kvbench.results.labels import Naming
 from kvbench.run.run_config import RunConfig, Sampling, changed_fields, prompt_fields, schedule_fields
 from kvbench.tasks.task import Task
@@ -223,6 +224,8 @@ def _check_spans(policy: Policy, task: Task) -> None:
     if policy.schedule.protect == "span" and not task.protects:
         why = f"keeps parts of a prompt, and task {task.name} names none: use task=instructions or protect=none"
         raise ConfigError("protect", "span", why=why)
+    if isinstance(policy.selection, Fair) and not task.protects:
+        raise ConfigError("policy.selection", "Fair", why=NEEDS_PARTS)
 
 
 def _compress(config: RunConfig, policy: Policy, task: Task) -> str:

@@ -47,7 +47,7 @@ class Threshold(Allocator):
 
     def __post_init__(self) -> None:
         check_choices(self)
-        for name, value, bounds in (("tau", self.tau, (-LARGEST,)), ("keep", self.keep, (0, 1))):
+        for name, value, bounds in (("tau", self.tau, (-LARGEST, LARGEST)), ("keep", self.keep, (0, 1))):
             if value is not None:
                 number(name, value, *bounds)
         if self.tau is None and self.keep is None:

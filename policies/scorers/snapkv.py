@@ -24,7 +24,7 @@ class SnapKV(AttentionScorer):
     may need them.
 
     window: number of newest queries, which score and are kept; 0 only with the pre-pass `Lookahead`. kernel: odd number
-    of pooled neighbours. pool: `max` (the largest neighbour), `avg` (their mean) or `none`. reduce: `mean` as above,
+    of pooled neighbours. pool: `max` (the largest neighbour), `avg` (their mean) or `none`. aggregate: `mean` as above,
     or `max`, the largest attention of any query of the window and head of the group, as in SpecKV (arXiv 2506.08373).
     Source: Li et al. 2024, arXiv 2404.14469, listing 1; window 32 and max-pool 7 follow its LongBench runs.
     """
@@ -32,7 +32,7 @@ class SnapKV(AttentionScorer):
     window: int = 32
     kernel: int = 7
     pool: Pool = "max"
-    reduce: Literal["mean", "max"] = "mean"
+    aggregate: Literal["mean", "max"] = "mean"
 
     def __post_init__(self) -> None:
         whole_number("window", self.window, 0)
@@ -47,12 +47,12 @@ class SnapKV(AttentionScorer):
         return Protected(newest=self.window)
 
     def raw(self, observation: Observation, state: State) -> Tensor:
-        if self.reduce == "max":
+        if self.aggregate == "max":
             return observation.window_attention(self.window).amax(-2)
         return observation.window_sums(self.window)
 
     def score(self, observation: Observation, state: State) -> Tensor:
-        if self.reduce == "max":
+        if self.aggregate == "max":
             return observation.once(self, lambda: self.finish(self.raw(observation, state).amax(2), observation))
         return observation.once(self, lambda: self.finish(observation.window_mean(self.window), observation))
 

@@ -10,12 +10,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from kvbench.errors import ConfigError
 from kvbench.kernels.references import attention_rows
 from kvbench.policies.observation import Observation, QueryWindow, SlotInfo, State
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.selections.selection import Selection
 from kvbench.policies.selections.shares import ranks_within
+
+NEEDS_PARTS = (
+    "divides the budget among the parts of a prompt, of which the task names fewer than two: use task=instructions "
+    "with a document (task.lengths) or a defense (task.defense)"
+)
 
 
 @dataclass(frozen=True)
@@ -53,10 +59,7 @@ class Fair(Selection):
     @property
     def _checked(self) -> tuple[int, ...]:
         if len(self.starts) < 2:
-            raise ValueError(
-                "fair_ divides the budget among the parts of a prompt, and this task names fewer than two: use "
-                "task=instructions, or a task whose examples have spans"
-            )
+            raise ConfigError("selection", "Fair", why=NEEDS_PARTS)
         return self.starts
 
     def divides(self, scorer: Scorer) -> bool:

@@ -16,6 +16,7 @@ from kvbench.run.run import build_run
 from kvbench.run.run_config import run_config
 
 LINES = {
+    "policy=fair_knorm": "policy.selection=Fair divides the budget among the parts of a prompt",
     "budget=0": "budget must be a whole number of tokens per KV head",
     "budget=many": "budget must be a number or null, got 'many'",
     "budget=null": "needs a budget",

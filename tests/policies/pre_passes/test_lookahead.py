@@ -54,7 +54,7 @@ def test_the_draft_of_speckv_keeps_the_sets_of_the_original_code() -> None:
     """The code feeds the last prompt token again: its sets are those of the tokens before, so ours have one more."""
     for case in cases("lookahead.npz", "spec_"):
         ahead, tokens, before = case["lookahead"], case["T"], case["window"] + 1
-        how = {"reduce": case["reduction"], "pool": {"mean": "avg"}.get(case["pool"], case["pool"])}
+        how = {"aggregate": case["reduction"], "pool": {"mean": "avg"}.get(case["pool"], case["pool"])}
         more = {"kernel": case["kernel"], "scorer.window": before, **how}
         policy = make_policy("speckv", case["budget"] + 1, **more)
         keys, drafted = case["keys"][None, :, :tokens], case["keys"][None, :, tokens:]
@@ -239,7 +239,7 @@ def test_eos_ends_a_lookahead_after_its_first_token(model: PreTrainedModel) -> N
 def test_wrong_combinations_are_one_sentence() -> None:
     for slug, budget, fields, words in (
         ("lookahead_h2o", 64, {}, "use a scorer with window="),
-        ("lookahead_full", None, {}, "use a scorer with window="),
+        ("lookahead_full", None, {}, "full has no scorer"),
         ("lookahead_kvzip", 64, {}, "already has a pre-pass"),
         ("lookahead_cake", 64, {}, "allocators that read each layer's statistics"),
         ("lookahead_caote_snapkv", 64, {"schedule": "blocks"}, "use schedule=prompt"),

@@ -83,9 +83,9 @@ def test_the_request_is_the_question_and_spans_mark_instructions_and_document(
     assert parts["instructions"] == [ROW["messages"][0]["content"]]  # type: ignore[index]
     assert len(parts["document"]) == 1 + (place == "middle")
     order = sorted((a, name) for name, spans in example.spans.items() for a, _ in spans)
-    expected = {"first": "id", "middle": "did", "last": "di"}[place]
-    assert "".join(name[0] for _, name in order) == expected
-    assert REFUSAL in example.prompt
+    expected = {"first": "gid", "middle": "dgid", "last": "dgi"}[place]  # g: the text that guards the instructions
+    assert "".join({"defense": "g"}.get(name, name[0]) for _, name in order) == expected
+    assert REFUSAL in parts["defense"][0]
 
 
 def test_leakage_is_the_recall_of_the_instructions() -> None:
