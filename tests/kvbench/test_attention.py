@@ -70,7 +70,7 @@ def test_attention_out_of_summed_rows_equals_that_of_the_full_cache(family: str,
 
 
 @pytest.mark.parametrize(("slug", "fields"), [("h2o", {}), ("roco", {}), ("snapkv", {"window": 6})])
-def test_gradients_go_through_the_attention_whatever_the_policy_reads(slug: str, fields: dict[str, Any]) -> None:
+def test_gradients_flow_through_attention_with_every_policy(slug: str, fields: dict[str, Any]) -> None:
     running, ids = model(), torch.tensor([prompt(40)])
     got, expected = [], []
     evicting = make_policy(slug, 16, schedule="prompt", **fields)
