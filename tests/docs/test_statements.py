@@ -19,7 +19,7 @@ PAGES = [
     *sorted((ROOT / "results").glob("*/README.md")),
 ]
 PROVED = {
-    ("README.md", "policies and budgets that evict after it"): "test_every_run_of_a_sweep_writes_what_it_writes_alone",
+    ("README.md", "policies and budgets that evict after it"): "test_every_run_of_a_sweep_writes_equal_samples_alone",
     ("README.md", "computed alone: `engine.rows=1`, presses of kvpress and lm-eval"): (
         "test_samples_say_how_they_ran_and_give_seconds_only_where_they_are_theirs"
     ),
