@@ -10,6 +10,7 @@ Shapes: B batch, H_q query heads, w queries of a window, T slots, D head dim.
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cached_property
+from typing import Literal
 
 from torch import Tensor
 
@@ -77,11 +78,8 @@ class LatentObservation(Observation):
     def window_mean(self, window: int) -> Tensor:
         return self.heads.window_mean(window).mean(1, keepdim=True)
 
-    def window_variance(self, window: int) -> Tensor:
-        return self.heads.window_variance(window).transpose(1, 2)
-
-    def window_entropy(self, window: int) -> Tensor:
-        return self.heads.window_entropy(window).transpose(1, 2)
+    def window_spread(self, statistic: Literal["variance", "entropy"], window: int) -> Tensor:
+        return self.heads.window_spread(statistic, window).transpose(1, 2)
 
     def window_largest(self, window: int) -> Tensor:
         return self.window_mean(window)[:, 0]

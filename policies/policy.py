@@ -33,7 +33,7 @@ from kvbench.policies.policy_checks import (
 )
 from kvbench.policies.pre_passes.lookahead import Lookahead
 from kvbench.policies.pre_passes.pre_pass import BlockPasses, PrePass, TokenRating
-from kvbench.policies.ranking import Ranking, half_the_bits
+from kvbench.policies.ranking import Ranking, half_the_bits, within
 from kvbench.policies.readers.reader import Reader, ReadPlan
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import Scorer, protected_counts
@@ -202,7 +202,7 @@ class Policy:
         if self.schedule.protect == "prompt":
             first = list(sequences.prompts)
         stays = observation.protected(first, newest)
-        named = observation.within(self.schedule.spans) if self.schedule.protect == "span" else None
+        named = within(observation.positions, self.schedule.spans) if self.schedule.protect == "span" else None
         stays = stays if named is None else stays | named
         spared = scorer.spares(observation, state, stays)
         spared = named if spared is None else spared if named is None else spared | named

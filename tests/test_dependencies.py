@@ -67,7 +67,7 @@ def test_every_import_of_another_package_is_declared() -> None:
     assert undeclared(names, CORE.union(*EXTRAS.values())) == []
 
 
-def test_a_module_imports_what_an_extra_brings_only_where_it_is_used() -> None:
+def test_packages_of_extras_are_imported_only_inside_functions() -> None:
     names = {name for tree in sources() for name in foreign(imports(iter(tree.body)))}
     assert undeclared(names, CORE) == []
 

@@ -72,7 +72,7 @@ def test_every_package_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(allowed()))
-def test_a_package_imports_only_what_the_table_allows(name: str) -> None:
+def test_imports_between_packages_follow_the_table(name: str) -> None:
     arrows = allowed()[name]
     for module in MODULES:
         if package(module) == name:

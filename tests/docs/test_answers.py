@@ -23,7 +23,7 @@ def without_times(text: str) -> list[list[str]]:
 
 @pytest.mark.slow("runs commands on the pocket model")
 @pytest.mark.parametrize("block", outputs().shown(PAGE), ids=lambda block: block.splitlines()[0][2:])
-def test_a_command_prints_what_the_page_shows(
+def test_the_output_of_a_command_equals_the_page(
     block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

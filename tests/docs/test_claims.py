@@ -273,7 +273,7 @@ def test_a_slow_sub_command_of_the_pages_runs(
     run_in(folder_of_runs, command, monkeypatch, capsys)
 
 
-def test_every_sub_command_of_the_pages_runs_here_or_says_where() -> None:
+def test_every_sub_command_of_the_pages_is_run_by_a_test() -> None:
     lines = {f"{name} {rest}".strip() for name, rest in sub_commands()}
     assert lines - {*run_here(FAST), *run_here(SLOW)} - {line for line in lines if elsewhere(line)} == set()
 

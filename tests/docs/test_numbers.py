@@ -106,6 +106,27 @@ def test_every_number_of_a_page_is_in_its_csv_files(page: Path) -> None:
         assert unknown(f"| {policy} | 0.123 (0.111-0.456) |", known) == ["0.123 (0.111-0.456"]
 
 
+def test_the_kib_of_a_table_are_the_bytes_of_its_csv_files() -> None:
+    folder, asked = ROOT / "results" / "pocket", 0
+    known: dict[tuple[str, str], set[int]] = {}
+    for path in sorted(folder.glob("*.csv")):
+        with path.open(encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                key = row["policy"].partition(" (")[0], (row["budget"] or "").split(".")[0]
+                for size in ("cache_bytes", "held_bytes"):
+                    known.setdefault(key, set()).update([round(float(row[size]) / 1024)] if row.get(size) else [])
+    header: list[str] = []
+    for line in (folder / "README.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip(" `") for cell in line.strip("|").split("|")]
+        header = cells if cells[0] == "policy" else header
+        for name, cell in zip(header, cells, strict=False) if line.startswith("| ") and cells != header else ():
+            if name.startswith("KiB held, "):
+                asked += 1
+                sizes = known.get((cells[0], name.removeprefix("KiB held, "))) or known[cells[0], ""]
+                assert int(cell) in sizes, line
+    assert asked > 100
+
+
 def test_every_measured_number_of_the_speed_page_is_in_the_file_that_its_section_names() -> None:
     for section in (ROOT / "docs" / "speed.md").read_text(encoding="utf-8").split("\n## ")[1:]:
         files = [ROOT / name for name in re.findall(r"`(results/[\w./-]+\.(?:csv|json|log))`", section)]

@@ -99,7 +99,7 @@ def test_a_claim_is_a_sentence_of_the_section_that_it_names_or_says_that_it_is_o
     assert wrong == []
 
 
-def test_what_a_text_cites_of_a_paper_exists() -> None:
+def test_cited_tables_and_sections_of_papers_exist() -> None:
     files = [
         *(ROOT / "docs").rglob("*.md"),
         ROOT / "docs" / "ledger.yaml",

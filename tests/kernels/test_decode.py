@@ -118,7 +118,7 @@ def test_the_kernels_equal_the_reference(name: str, interpret: Interpreter) -> N
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_a_cuda_device_gives_in_bfloat16_what_the_reference_gives(dim: int, flat: bool) -> None:
+def test_cuda_equals_the_reference_in_bfloat16(dim: int, flat: bool) -> None:
     case = DecodeCase(
         batch=3, heads=4, group=4, slots=3000, dim=dim, value_dim=dim, dtype=torch.bfloat16, weights=True, sums=1,
         sinks=True, empty=0 if flat else 100, flat=flat, appends=flat,

@@ -134,7 +134,7 @@ SHAPES = {  # H_q, H_kv, D of keys, D of values, and what attention does with th
 @pytest.mark.parametrize("older", [0, 500])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_cuda_device_gives_what_the_reference_gives(shape: str, dtype: torch.dtype, older: int) -> None:
+def test_cuda_equals_the_reference(shape: str, dtype: torch.dtype, older: int) -> None:
     heads, kv_heads, dim, value_dim, fields = SHAPES[shape]
     random = torch.Generator().manual_seed(older)
     queries = torch.randn(2, 277, heads, dim, generator=random).transpose(1, 2)

@@ -30,7 +30,7 @@ def wide(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "queries": call["queries"].float()}
 
 
-def test_the_reference_gives_what_a_store_gives_from_its_codes() -> None:
+def test_the_reference_equals_attention_of_a_store_of_codes() -> None:
     held = feed(Kivi(group=32, residual=32), *stream(150, dim=64))
     queries = torch.randn(1, 6, 1, 64)
     keys, values = (held.side(side) for side in range(2))
@@ -59,7 +59,7 @@ def test_queries_of_16_bits_are_multiplied_in_float16(name: str, interpret: Inte
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("name", ATTENTION)
-def test_a_cuda_device_gives_what_the_reference_gives(name: str) -> None:
+def test_cuda_equals_the_reference(name: str) -> None:
     for seed in range(3):
         case = ATTENTION[name]
         got = quantised_attention(**wide(case.draw(seed, "cuda")))

@@ -129,7 +129,7 @@ def test_the_module_can_be_imported_without_triton() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_a_cuda_device_gives_in_bfloat16_what_the_reference_gives(dim: int) -> None:
+def test_cuda_equals_the_reference_in_bfloat16(dim: int) -> None:
     call = Case(batch=2, heads=2, group=4, new=700, slots=900, dim=dim, dtype=torch.bfloat16, empty=20).draw(dim)
     there = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in call.items()}
     rows = rows_of(call)

@@ -51,7 +51,7 @@ def test_arguments_of_the_chat_template_reach_questions_that_share_a_context() -
     assert "thoughts" not in tokenizer.decode(made.ids)
 
 
-def test_samples_and_seeds_are_data_frames_and_a_cache_says_what_it_holds(tmp_path: Path) -> None:
+def test_samples_and_seeds_are_data_frames_and_a_cache_has_a_repr(tmp_path: Path) -> None:
     scores = {0: [1.0, 1.0, 0.0, 1.0], 1: [1.0, 0.0, 0.0, 1.0], 2: [0.0, 0.0, 0.0, 1.0]}
     for seed, values in scores.items():
         write_run(tmp_path, "tova", [sample(i, v, depth=0.5) for i, v in enumerate(values)], seed=seed)

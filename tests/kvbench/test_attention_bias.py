@@ -80,7 +80,7 @@ def test_kept_tokens_count_twice_and_later_ones_once(slug: str, fields: dict[str
 
 
 @pytest.mark.parametrize("cut", [[24], [13, 11]])
-def test_a_bias_costs_four_bytes_a_slot_and_nothing_where_nobody_asks(cut: list[int]) -> None:
+def test_a_bias_costs_four_bytes_per_slot_and_is_stored_only_if_needed(cut: list[int]) -> None:
     tokens, held = drawn(24, 2, 2), []
     for policy in (doubling("knorm", decode="grow"), make_policy("knorm", 8, decode="grow")):
         layer = Crafted(policy, 2, 2, prompt_length=24)
@@ -100,7 +100,7 @@ def repeated(keys: Tensor, odds: Tensor, *more: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("queries", [3, 20])
-def test_what_policies_read_is_what_a_token_held_several_times_gives(queries: int, softcap: float | None) -> None:
+def test_observations_equal_those_of_tokens_held_several_times(queries: int, softcap: float | None) -> None:
     random = torch.Generator().manual_seed(1)
     asked, keys = (torch.randn(2, h, n, 8, generator=random).double() for h, n in ((6, queries), (3, 20)))
     values = torch.randn(2, 3, 20, 5, generator=random).double()

@@ -34,7 +34,7 @@ def test_every_average_over_subsets_that_longbench_prints_has_its_interval() -> 
     assert wide[1] - wide[0] > 2 * (narrow[1] - narrow[0]), "2 sets instead of 16: sqrt(8) times as wide"
 
 
-def test_a_benchmark_of_ones_own_says_what_its_averages_are_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_benchmark_names_the_subsets_of_its_averages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_averages.py").write_text(
         'SUBSETS_BY = "topic"\ndef averages(subsets): return {"sciences": [s for s in subsets if s != "art"]}\n'
     )

@@ -71,7 +71,7 @@ def assert_same(left: Run, right: Run) -> None:
 
 
 @pytest.mark.parametrize(("slug", "fields"), SYSTEMS)
-def test_side_by_side_is_what_each_layer_does_alone(slug: str, fields: dict[str, object]) -> None:
+def test_layers_evicted_together_equal_layers_evicted_alone(slug: str, fields: dict[str, object]) -> None:
     """Every second layer of Gemma 2 slides, and its logits are capped."""
     model, chosen = tiny("gemma2", layers=4), make_policy(slug, 40, **fields)
     ids = [prompt(70, seed=1), prompt(70, seed=2)]

@@ -67,7 +67,7 @@ def test_a_token_that_stays_in_any_case_needs_no_score() -> None:
 
 
 @pytest.mark.parametrize("at", [3, LENGTH + 1], ids=["in the prompt", "decoded"])
-def test_other_rows_go_on(at: int) -> None:
+def test_a_broken_score_ends_only_its_own_sequence(at: int) -> None:
     running, good = model(), make_policy("knorm", BUDGET, decode="evict")
     broken = policy(at)
     alone = generate_tokens(running, asked(1).input_ids, good, max_new_tokens=6)

@@ -77,7 +77,7 @@ def test_the_peak_is_one_block_beside_the_budget() -> None:
     assert run.cache.nbytes < run.cache.peak_nbytes <= allowed
 
 
-def test_the_peak_of_a_whole_prompt_is_one_layers_prompt_beside_what_is_kept() -> None:
+def test_the_peak_of_a_whole_prompt_is_one_full_layer_and_the_kept_tokens() -> None:
     run = run_greedy(model(), [prompt(61)], policy("streamingllm"), 4)
     assert run.cache.peak_nbytes == (61 + (LAYERS - 1) * (16 + 1)) * slot_bytes(4)
 

@@ -75,7 +75,7 @@ def test_nothing_is_said_about_few_or_failed_examples() -> None:
     assert unknown.length is None
 
 
-def test_the_table_compares_with_full_and_names_what_old_samples_lack(
+def test_the_table_compares_with_full_and_names_missing_fields_of_old_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path, "tova", answers([0.0, 1.0, 1.0, 1.0, 1.0]))

@@ -133,7 +133,7 @@ def test_an_example_that_broke_its_budget_is_recorded_and_spoils_the_score(
     assert [s["error"] for s in samples(here.folder / "runs")] == [None, None, None]
 
 
-def test_a_full_disk_is_one_sentence_and_keeps_what_was_finished(here: Here, tiny_model: Path) -> None:
+def test_a_full_disk_is_one_message_and_keeps_finished_examples(here: Here, tiny_model: Path) -> None:
     arguments = (f"model={tiny_model}", "policy=full", "out=runs", "task.lengths=[700]", "task.repeats=1")
     done = on_a_full_disk(here.folder, *arguments)
     assert done.returncode == 1

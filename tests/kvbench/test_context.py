@@ -128,7 +128,7 @@ def test_gemfilter_chooses_among_the_contexts_tokens_and_reads_the_question_afte
 # --- rows: one reading of the context for all policies ----------------------------------------------------------------
 
 
-def test_rows_of_one_context_give_what_each_gives_alone_whatever_is_asked_beside_them() -> None:
+def test_questions_on_one_context_are_equal_alone() -> None:
     policies = [make_policy(slug, BUDGET, **fields) for slug, fields in PRESETS.items()]
     policies += [make_policy("gemfilter", BUDGET, layer=1), make_policy("snapkv", 24, **SMALL)]
     other = torch.cat([IDS[:, :CONTEXT], IDS[:, CONTEXT + 4 :].flip(-1)], dim=1)

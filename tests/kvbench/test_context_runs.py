@@ -32,7 +32,7 @@ def here(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> C
     return lambda *arguments: main([*(a for a in arguments if a == "-m"), *given, *(a for a in arguments if a != "-m")])
 
 
-def test_both_ways_are_runs_of_their_own_and_every_table_says_which_is_which(
+def test_compress_is_part_of_run_ids_and_shown_in_tables(
     here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert here("-m", "policy=snapkv", "compress=prompt,context") == 0
@@ -66,7 +66,7 @@ def test_both_ways_are_runs_of_their_own_and_every_table_says_which_is_which(
         ),
     ],
 )
-def test_what_cannot_be_is_one_sentence_and_exit_code_2(
+def test_wrong_compress_values_are_one_message(
     here: Callable[..., int], arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert here("policy=snapkv", *arguments) == 1
@@ -75,7 +75,7 @@ def test_what_cannot_be_is_one_sentence_and_exit_code_2(
     assert "Traceback" not in told
 
 
-def test_a_run_tells_it_where_questions_begin(tiny_model: Path, tmp_path: Path) -> None:
+def test_policies_receive_the_position_of_the_question(tiny_model: Path, tmp_path: Path) -> None:
     asking = ("finch", ""), ("finch_chunks", "block=64"), ("snapkv", "")
     cells = [small_cell(tmp_path, tiny_model, slug, 200, *filter(None, [field])) for slug, field in asking]
     context = small_cell(tmp_path, tiny_model, "full", 200, "compress=context")

@@ -256,7 +256,7 @@ def test_a_step_that_cannot_be_recorded_is_called(
         ("sirllm", "cuda", "then evict one token; sirllm does not support it"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused(slug: str, device: str, sentence: str) -> None:
+def test_policies_that_cannot_be_recorded_are_refused(slug: str, device: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         check_graph(make_policy(slug, BUDGET), torch.device(device))
 

@@ -65,7 +65,7 @@ def test_the_audit_promises_exactly_these_lengths(length: int) -> None:
     assert [budgets.promise(length + call) for call in range(NEW)] == [[n] * 2 for n in by_hand(length, NEW)]
 
 
-def test_what_goes_are_the_k_lowest_scores_of_all_that_is_held() -> None:
+def test_the_k_lowest_scores_of_held_tokens_are_evicted() -> None:
     _, keys, values = drawn(30, 2, 2)
     norms = keys[0].norm(dim=-1).tolist()
     made = Crafted(make_policy("knorm", 10, every=4), 2, 2)
@@ -102,7 +102,7 @@ def test_every_query_counts_in_running_sums_also_where_nothing_is_evicted() -> N
     assert made.kept() == [tuple(sorted(sorted(held, key=lambda j: -sums[j])[:6]))]
 
 
-def test_sequences_in_flight_whose_turns_differ_give_what_they_give_alone() -> None:
+def test_sequences_with_different_turns_are_equal_alone() -> None:
     model = prepare(tiny("gemma2"))
     rows = DecodeBatch(model)
     policies = [policy(slug, budget) for slug in ("h2o", "ada_snapkv", "streamingllm") for budget in (24, 40)]

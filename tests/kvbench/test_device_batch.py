@@ -81,7 +81,7 @@ def held(cache: KVCache | None) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("slugs", [SEVERAL, ("sirllm", "cam", "random"), ("tova", "kivi", "caote_tova")])
-def test_every_sequence_is_what_it_is_group_by_group(
+def test_one_launch_equals_decoding_group_by_group(
     slugs: Sequence[str], family: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, some, joined = model_of(family), policies(slugs), list[float]()

@@ -29,7 +29,7 @@ def probe(model: PreTrainedModel, slug: str, budget: int, **fields: object) -> P
     return Probe(model, ids, make_policy(slug, budget, **fields), slug, new_tokens=4)  # type: ignore[arg-type]
 
 
-def test_a_policy_that_asks_for_the_question_is_told_it(model: PreTrainedModel) -> None:
+def test_a_policy_that_needs_the_question_receives_it(model: PreTrainedModel) -> None:
     asking = replace(probe(model, "finch", 20), question=85)
     kept = asking.prefilled().layers[0].positions[0]
     assert all(set(range(85, 90)) <= set(head) for head in kept.tolist())

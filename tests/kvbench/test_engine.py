@@ -77,7 +77,7 @@ def with_part(cell: Run, **part: Any) -> Run:
     return replace(cell, policy=replace(cell.policy, **part), policy_name="own")
 
 
-def test_every_run_of_a_sweep_writes_what_it_writes_alone(cells: Build) -> None:
+def test_every_run_of_a_sweep_writes_equal_samples_alone(cells: Build) -> None:
     """Whole prompts, blocks, pre-passes, a quantised store: whatever shares and what cannot."""
     policies = "full,snapkv,h2o,kivi_g8_r8,gemfilter,sirllm,kvzip"
     fields = ("policy.pre_pass.layer=1",)
@@ -158,7 +158,7 @@ def test_a_run_that_breaks_its_budget_fails_in_that_example_alone(cells: Build) 
     assert [results(generous)[i] for i in (0, 2)] == [results(knorm)[i] for i in (0, 2)]
 
 
-def test_whatever_a_model_raises_over_one_run_s_prompt_the_others_go_on_together(
+def test_an_exception_in_one_run_does_not_stop_the_others(
     cells: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only sirllm asks the head of the model, which lacks something."""
@@ -175,9 +175,7 @@ def test_whatever_a_model_raises_over_one_run_s_prompt_the_others_go_on_together
     assert {line["rows_in_flight"] for line in lines(knorm)} == {4}
 
 
-def test_a_run_that_breaks_only_in_company_is_completed_by_itself(
-    cells: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fails_only_in_a_batch_is_completed_alone(cells: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of several rows break one of the runs; alone it has all of its examples."""
     some = cells("full,knorm,tova", limit=4)
     step = rows.DecodeBatch.step
@@ -197,7 +195,7 @@ def test_a_run_that_breaks_only_in_company_is_completed_by_itself(
     assert {line["rows_in_flight"] for line in lines(some[1])} == {1}
 
 
-def test_memory_that_ran_out_in_company_is_asked_for_again_with_less(
+def test_a_batch_out_of_memory_is_retried_with_fewer_sequences(
     cells: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A device of 3 rows: calls of the model with more fail as PyTorch says it."""

@@ -145,9 +145,7 @@ def test_a_run_is_continued_and_a_finished_one_is_not_computed_again(
     assert len(part.samples) == 1
 
 
-def test_without_a_folder_nothing_is_kept_but_what_is_returned(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_folder_nothing_is_written(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "temporary").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -188,7 +186,7 @@ def test_a_wrong_argument_is_one_sentence(name: str, tiny_model: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_a_class_that_nobody_could_find_again_is_refused(
+def test_a_class_that_cannot_be_imported_again_is_refused(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @dataclass(frozen=True)
@@ -202,7 +200,7 @@ def test_a_class_that_nobody_could_find_again_is_refused(
             kvbench.evaluate(tiny_model, policies=policy, out=tmp_path, **SMALL)
 
 
-def test_generate_writes_what_transformers_writes_over_the_same_cache(objects: Objects) -> None:
+def test_generate_equals_transformers_generate_with_the_same_cache(objects: Objects) -> None:
     model, tokenizer = objects
     text, policy = "The cat sits on the roof until the water falls. " * 2, kvbench.make_policy("snapkv", 40)
     done = kvbench.generate(model, text, policy, tokenizer=tokenizer, max_new_tokens=6)

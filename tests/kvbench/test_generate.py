@@ -35,7 +35,7 @@ EVICTING = [
 
 
 @pytest.mark.parametrize("rules", EVICTING, ids=lambda r: r.slug)
-def test_model_generate_gives_what_our_loop_gives(rules: Rules) -> None:
+def test_model_generate_equals_our_loop(rules: Rules) -> None:
     model, policy = model_of("llama"), policy_for(rules)
     chunk = 7 if rules.order == "attend_then_evict" else None  # blocks need not begin where chunks do
     theirs = run_generate(model, PROMPTS, policy, NEW, chunk=chunk, tell_length=True)
@@ -45,7 +45,7 @@ def test_model_generate_gives_what_our_loop_gives(rules: Rules) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mistral", "qwen3"])
-def test_full_generates_token_for_token_what_eager_attention_generates(family: str) -> None:
+def test_full_generates_the_tokens_of_eager_attention(family: str) -> None:
     model = model_of(family, torch.float32)
     prompts = [prompt(length, seed=length) for length in (30, 41, 37)]
     model.set_attn_implementation("eager")

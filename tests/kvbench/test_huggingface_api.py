@@ -36,7 +36,7 @@ def test_another_model_of_the_same_configuration_is_refused_on_a_used_cache(mode
 
 
 @pytest.mark.parametrize("length", [12, 25])
-def test_a_full_cache_takes_another_prompt_only_when_it_is_told(model: Any, length: int) -> None:
+def test_a_full_cache_accepts_another_prompt_only_after_next_prompt(model: Any, length: int) -> None:
     held = full(model)
     generated(model, [prompt(9)], 4, past_key_values=held)
     ids = prompt(length, seed=1)

@@ -83,7 +83,7 @@ def test_full_gives_the_logits_of_the_familys_own_attention_and_cache(family: st
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "jamba"])
 @pytest.mark.parametrize("rules", RULES, ids=lambda rules: rules.slug)
-def test_what_is_kept_and_written_is_what_the_slow_oracle_says(family: str, rules: Rules) -> None:
+def test_kept_tokens_and_text_equal_the_slow_oracle(family: str, rules: Rules) -> None:
     if rules.block and family not in CONTINUING:
         pytest.skip("transformers begins its recurrences anew at every call of several tokens")
     ids, rules = prompt(37), replace(rules, budget=BUDGET)
@@ -110,7 +110,7 @@ def alone(family: str, ids: list[int], policy: Policy, **more: Any) -> Generatio
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sequences_of_a_padded_batch_are_what_they_are_alone(family: str) -> None:
+def test_sequences_of_a_padded_batch_are_equal_alone(family: str) -> None:
     """The second stops early: what the first goes on to write is not in its states."""
     prompts = [prompt(37), prompt(22, seed=1)]
     ids, mask = left_padded(prompts)
@@ -163,7 +163,7 @@ def finished(flight: DecodeBatch) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_of_one_batch_are_what_they_are_alone(family: str) -> None:
+def test_sequences_of_one_batch_are_equal_alone(family: str) -> None:
     """All policies share a reading of their prompt, and examples enter while others decode."""
     policies = [*POLICIES, make_policy("snapkv", BUDGET + 4, window=6)]
     flight, found = DecodeBatch(model(family)), []
@@ -251,7 +251,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", few_fast(HYBRIDS, ("lfm2",), EVERY))
-def test_batches_that_decode_at_once_are_what_they_are_alone(family: str, as_on_a_gpu: None) -> None:
+def test_sequences_of_one_launch_are_equal_alone(family: str, as_on_a_gpu: None) -> None:
     policies = [make_policy(slug, BUDGET, decode="evict") for slug in ("h2o", "tova")]
     flight, found = DecodeBatch(model(family)), []
     for length in (37, 24):

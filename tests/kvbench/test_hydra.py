@@ -62,7 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_hydra_prints_it_prints_here(form: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_hydras_flags_print_their_output(form: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(form.format(folder=folder))) == 0
     shown = capfd.readouterr()
     assert any(line.startswith(FORMS[form]) for line in shown.out.splitlines())
@@ -70,7 +70,7 @@ def test_what_hydra_prints_it_prints_here(form: str, folder: Path, capfd: pytest
 
 
 @pytest.mark.parametrize("line", RUNS)
-def test_what_hydra_runs_it_runs_here(line: str, tiny_model: Path, folder: Path) -> None:
+def test_hydras_sweeps_compute_their_runs(line: str, tiny_model: Path, folder: Path) -> None:
     assert main(order(line, tiny_model)) == 0
     assert len(list(folder.glob("runs/*/samples.jsonl"))) == RUNS[line]
 
@@ -88,7 +88,7 @@ def test_what_hydra_runs_it_runs_here(line: str, tiny_model: Path, folder: Path)
         ("reprot runs", "command=reprot does not exist: did you mean report"),
     ],
 )
-def test_what_would_leave_empty_files_is_refused(
+def test_settings_that_would_leave_empty_files_are_refused(
     line: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(line.split()) == 2
@@ -96,7 +96,7 @@ def test_what_would_leave_empty_files_is_refused(
     assert [path.name for path in folder.iterdir()] == ["mine.yaml"]
 
 
-def test_a_removed_field_has_its_default_and_a_sweep_without_m_says_so(
+def test_a_removed_field_has_its_default_and_grids_without_m_warn(
     tiny_model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     grid = "hydra.sweeper.grids=[{policy:[snapkv,full]}]"
@@ -265,7 +265,7 @@ def test_a_policy_is_made_inside_another_hydra_application() -> None:
         assert GlobalHydra.instance().hydra is before
 
 
-def test_wrappers_stand_before_policies_whose_files_leave_parts_out(folder: Path) -> None:
+def test_wrappers_accept_policies_that_leave_parts_out(folder: Path) -> None:
     """As the documentation writes a policy: its scorer alone."""
     (folder / "policy").mkdir()
     policy = "_target_: kvbench.policies.policy.Policy\nscorer: {_target_: kvbench.policies.scorers.knorm.KNorm}\n"

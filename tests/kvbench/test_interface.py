@@ -67,7 +67,7 @@ def small(kind: type[PreTrainedConfig], **fields: object) -> Any:
         ),
     ],
 )
-def test_what_kvbench_cannot_follow_is_refused_without_weights(
+def test_unsupported_models_are_refused_before_loading_weights(
     kind: type[PreTrainedConfig], fields: dict[str, Any] | None, sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence) as refused:

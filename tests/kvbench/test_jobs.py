@@ -43,7 +43,7 @@ def until(condition: Callable[[], object], seconds: float = 120) -> None:
         time.sleep(0.2)
 
 
-def test_runs_are_dealt_to_jobs_by_what_they_share() -> None:
+def test_runs_that_share_prefills_are_in_one_job() -> None:
     def entry(name: str, task: str) -> Entry:
         return Entry(name, "m", name, task, None, {}, run_id=name, identity={"task": task})
 

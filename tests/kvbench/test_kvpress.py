@@ -87,7 +87,7 @@ def by_hand(
 @pytest.mark.parametrize(
     "name", ["SnapKVPress", "KnormPress", "TOVAPress", "PyramidKVPress", "AdaKVPress", "KeyDiffPress"]
 )
-def test_a_press_writes_what_kvpress_s_own_pipeline_writes(model: PreTrainedModel, name: str, question: int) -> None:
+def test_a_press_generates_the_text_of_kvpress_pipeline(model: PreTrainedModel, name: str, question: int) -> None:
     ids, press = ids_of(60), made(name)
     press.compression_ratio = 0.5
     ours = KVPress(press=copy.deepcopy(press), schedule=Prompt(decode="grow"))
@@ -107,7 +107,7 @@ def test_a_budget_in_tokens_is_kept_to_the_token_beside_what_was_generated(
     assert got.cache.peak_nbytes > got.cache.held_nbytes
 
 
-def test_a_press_with_a_threshold_has_no_budget_and_counts_what_it_masks(model: PreTrainedModel) -> None:
+def test_a_press_with_a_threshold_has_no_budget_and_counts_masked_tokens(model: PreTrainedModel) -> None:
     press = kvpress.DMSPress(press=kvpress.KnormPress(), threshold=-3.0, sliding_window_size=20)
     ours = make_policy("kvpress", 20, press=press)
     assert ours.budget is None
@@ -209,7 +209,7 @@ def test_the_model_is_ours_again_afterwards(model: PreTrainedModel) -> None:
     assert model.model.layers[0].self_attn.rotary_emb is own
 
 
-def test_what_a_press_cannot_do_is_refused_in_a_sentence(model: PreTrainedModel) -> None:
+def test_unsupported_uses_of_a_press_are_refused_with_one_message(model: PreTrainedModel) -> None:
     with pytest.raises(
         ValueError, match="kvpress compresses transformers' own cache, not ours, so it can only generate"
     ):
@@ -250,9 +250,7 @@ def test_a_sweep_over_presses_has_samples_and_names_of_its_own(
             assert sample["cache_bytes"] < sample["full_cache_bytes"]
 
 
-def test_a_table_shows_what_would_be_held_if_masked_tokens_were_freed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_shows_the_size_without_masked_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["policy=kvpress/AdaKVPress", "policy.press.press._target_=kvpress.KnormPress", "budget=64", "task=niah"]
     main([*line, "task.lengths=[256]", "limit=1", f"out={tmp_path}"])
     assert "if freed" in capsys.readouterr().out

@@ -17,14 +17,13 @@ import pytest
 import torch
 from kv_crafted import drawn, observed
 from kv_models import VOCABULARY, prompt
+from kv_runs import assert_rows_alone
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.generate import generate_tokens
-from kvbench.engine.sequence import Request
 from kvbench.models.cache_shapes import from_config
 from kvbench.models.files import ModelSpec
 from kvbench.models.loading import Checkpoint
@@ -219,7 +218,7 @@ def test_kept_latents_and_logits_are_those_of_transformers_cache_cut_by_hand(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_full_gives_the_families_own_logits_and_stores_what_transformers_does(family: str) -> None:
+def test_full_gives_the_logits_and_latents_of_transformers(family: str) -> None:
     own, found = DynamicCache(config=tiny(family).config), KVCache(tiny(family).config, make_policy("full"))
     calls = [IDS[:, :-2], IDS[:, -2:-1], IDS[:, -1:]]
     with torch.inference_mode():
@@ -255,21 +254,8 @@ EVERY = [
 ]
 
 
-def test_rows_of_several_policies_share_a_prefill_and_decode_as_when_alone() -> None:
-    rows = DecodeBatch(tiny())
-    requests = [Request(torch.tensor([prompt(n, seed)]), max_new_tokens=NEW) for n, seed in ((LENGTH, 0), (37, 1))]
-    sequences = []
-    for request in requests:
-        sequences += rows.admit(request, EVERY)
-        rows.step()
-    while rows.in_flight:
-        rows.step()
-    for sequence in sequences:
-        alone = generate_tokens(tiny(), sequence.request.input_ids, sequence.policy, max_new_tokens=NEW)
-        assert sequence.error is None
-        assert sequence.tokens == alone.tokens[0], sequence.policy.name
-        assert sequence.cache.kept_tokens().tolist() == alone.cache.kept_tokens().tolist()
-        assert positions(sequence.cache) == positions(alone.cache), sequence.policy.name
+def test_sequences_of_several_policies_share_a_prefill_and_are_equal_alone() -> None:
+    assert_rows_alone(tiny(), EVERY, (LENGTH, 37), NEW)
 
 
 def test_the_largest_head_of_a_layer_with_one_token_set_is_the_mean_of_all() -> None:
@@ -306,9 +292,7 @@ def test_predicted_bytes_are_the_measured_ones(slug: str) -> None:
         ("noncausal", {}, "keeps statistics of every key"),
     ],
 )
-def test_what_latents_cannot_be_held_by_is_refused_before_a_token_came(
-    slug: str, how: dict[str, Any], why: str
-) -> None:
+def test_policies_without_support_for_latents_are_refused_at_once(slug: str, how: dict[str, Any], why: str) -> None:
     policy = make_policy(slug, 64, **how)
     with pytest.raises(ValueError, match=f"^{slug} {why}.*, but this model's cache stores latents"):
         KVCache(tiny().config, policy)

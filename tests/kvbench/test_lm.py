@@ -74,7 +74,7 @@ def test_loglikelihoods_are_those_of_hf(full: KVBenchLM, hf: HFLM) -> None:
     assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
 
 
-def test_a_small_budget_bites_and_says_so(tiny_model: Path, full: KVBenchLM) -> None:
+def test_a_small_budget_evicts_and_is_reported(tiny_model: Path, full: KVBenchLM) -> None:
     small = KVBenchLM(str(tiny_model), policy="snapkv", budget=16, device="cpu", window=8, decode="evict")
     request = rating((TEXT, " and the cat sits on the roof."))
     (compressed,), (dense,) = (lm.loglikelihood(request, disable_tqdm=True) for lm in (small, full))

@@ -153,7 +153,7 @@ def test_a_task_that_samples_is_sampled_as_it_says(bench: Bench) -> None:
     assert greedy == outputs(sampled, "generation.temperature=0")
 
 
-def test_a_small_budget_holds_no_more_and_says_where_it_bit(bench: Bench) -> None:
+def test_a_small_budget_is_kept_and_evictions_are_reported(bench: Bench) -> None:
     arguments = ("policy=snapkv", "policy.scorer.window=8", "budget=32", "decode=evict", "limit=3")
     full = bench.run("arc_easy", "policy=full", "limit=3")
     small = bench.run("arc_easy", *arguments)
@@ -185,9 +185,7 @@ def test_group_means_by_hand() -> None:
     assert sized["b/acc,none"] == pytest.approx(1 / 3)
 
 
-def test_data_that_is_nowhere_is_one_sentence_that_says_what_to_download(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_data_is_one_message_that_names_the_download(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     def offline(*_: Any, **__: Any) -> None:
@@ -212,7 +210,7 @@ def test_data_that_is_nowhere_is_one_sentence_that_says_what_to_download(
         (["task.gen_kwargs={do_sample: true}"], "gsm8k: do_sample=true needs a temperature above 0, got 0.0"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_done_with_a_test_file_alone_is_refused(
+def test_fields_that_do_not_fit_a_test_file_are_refused(
     bench: Bench, tmp_path: Path, arguments: list[str], sentence: str
 ) -> None:
     file = made.write_jsonl(tmp_path / "gsm8k_test.jsonl", made.gsm8k(4))
@@ -253,7 +251,9 @@ def test_human_eval_is_refused_until_it_is_allowed(bench: Bench) -> None:
     assert "Traceback" not in said
 
 
-def test_human_eval_counts_what_passes_where_it_is_allowed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_human_eval_counts_passing_programs_if_execution_is_allowed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hugging Face's metric is downloaded; a metric of three lines that runs the tests is in its place."""
 
     class Metric:

@@ -17,7 +17,7 @@ from kvbench.cli import main as our_command
 from kvbench.lm_eval import main as command_line
 
 
-def test_lm_eval_s_own_script_stays_lm_eval_s() -> None:
+def test_kvbench_does_not_replace_the_script_of_lm_eval() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert "entry-points" not in project
     assert set(project["scripts"]) == {"kvbench"}

@@ -32,7 +32,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in HOW} for line in written]
 
 
-def test_what_is_dictated_is_evicted_from_while_it_is_decoded_and_not_counted(tiny_model: Path, tmp_path: Path) -> None:
+def test_dictated_tokens_are_evicted_while_decoding_and_not_counted(tiny_model: Path, tmp_path: Path) -> None:
     given = [f"model={tiny_model}", "device=cpu", "limit=2", "task=niah_dictated", "task.lengths=[300]"]
     given += ["task.dictate_after=40", "task.max_new_tokens=6", "policy=full,streamingllm,h2o", "budget=32"]
     together, alone, whole = (

@@ -43,7 +43,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("slug", "fields"), POLICIES, ids=lambda x: str(x))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_the_prediction_is_what_is_measured(slug: str, fields: dict[str, Any], dtype: torch.dtype) -> None:
+def test_predicted_bytes_equal_measured_bytes(slug: str, fields: dict[str, Any], dtype: torch.dtype) -> None:
     length, batch = 117, 2
     model = prepare(tiny("llama", dtype=dtype))
     policy = make_policy(slug, **fields)
@@ -63,7 +63,7 @@ def test_the_prediction_is_what_is_measured(slug: str, fields: dict[str, Any], d
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm2", "nemotron_h"])
-def test_the_prediction_for_a_hybrid_is_what_is_measured(family: str, tmp_path: Path) -> None:
+def test_predicted_bytes_of_a_hybrid_equal_measured_bytes(family: str, tmp_path: Path) -> None:
     """Of its attention layers, and the states beside them; bits per number are those of keys and values."""
     model = prepare(tiny_hybrid(family))
     model.config.save_pretrained(tmp_path)  # some say that a time step has no end: {"__float__": "Infinity"}
@@ -111,7 +111,7 @@ def test_each_further_token_takes_the_bits_of_the_formula(slug: str, fields: dic
     assert limit_bits(make_policy(slug, **fields), LLAMA) == pytest.approx(bits, abs=1e-9)
 
 
-def test_a_model_of_ones_own_says_its_shape_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_custom_model_file_contains_its_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text(
         "defaults: [hub, _self_]\ndtype: float16\nshape: {layers: 2, query_heads: 4, kv_heads: 2, head_dim: 8}\n"

@@ -49,7 +49,7 @@ def prompt() -> Prompt:
     return Prompt(Example(0, "", ("",), NEW), torch.zeros(PROMPT, dtype=torch.int32), "0")
 
 
-def test_a_row_holds_what_its_policy_keeps_of_prompt_and_answer(runs: list[RunWriter], prompt: Prompt) -> None:
+def test_a_sequence_holds_the_tokens_its_policy_keeps(runs: list[RunWriter], prompt: Prompt) -> None:
     assert sequence_bytes(runs[0].run, prompt) == (PROMPT + NEW) * TOKEN
     assert sequence_bytes(runs[6].run, prompt) == (BUDGET + NEW) * TOKEN, "snapkv grows while it decodes"
 

@@ -44,7 +44,7 @@ def small_model(family: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("tokens", [10, 24, 60])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3"])
-def test_the_full_cache_is_what_transformers_own_holds(family: str, tokens: int) -> None:
+def test_the_full_cache_equals_transformers_cache(family: str, tokens: int) -> None:
     model = small_model(family)
     cache = DynamicCache(config=model.config)
     ids = torch.arange(1, tokens + 1)[None]
@@ -169,7 +169,9 @@ def test_a_model_outside_the_attention_interface_is_refused(tiny_model: Path, tm
         locate(spec(tmp_path))  # from the configuration alone: no weights are fetched or loaded first
 
 
-def test_a_hub_model_that_cannot_be_had_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hub_model_that_cannot_be_downloaded_names_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(

@@ -42,7 +42,7 @@ def test_the_oracles_score_is_the_change_of_the_output() -> None:
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma2"])
-def test_the_oracle_without_eviction_generates_what_eager_attention_generates(family: str) -> None:
+def test_the_oracle_without_eviction_equals_eager_attention(family: str) -> None:
     model, ids = tiny(family), prompt(40)
     model.set_attn_implementation("eager")
     assert simulate(model, ids, 6, Rules("full", block=16)).tokens == generated(model, [ids], 6)[0]

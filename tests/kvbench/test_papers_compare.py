@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any
 
 import plotted_runs
@@ -101,7 +102,7 @@ def line(table: Table, task: str, method: str = "H2O + CAOTE", budget: str = "20
     return {key: str(found[key]) for key in (*frame.columns[4:],)}
 
 
-def test_ours_stands_beside_the_print_with_interval_difference_and_what_was_held(tmp_path: Path) -> None:
+def test_a_comparison_shows_interval_difference_and_size(tmp_path: Path) -> None:
     """Two of four right: 50.00, by Wilson 15.00 to 85.00; the paper prints 38.34; tokens (10+20+30+40)/4.
 
     Predicted: 32 layers of 8 KV heads, 2,048 tokens of 2 x 128 numbers of 2 bytes, a position and a sum of attention:
@@ -175,7 +176,7 @@ def test_a_table_runs_on_another_model_and_is_compared_with_the_same_overrides(
 ) -> None:
     """The paper's averages of SnapKV at 2,048 and 4,096 stand beside ours at 64 and 128, without a difference."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvbench.papers.cli.subprocess.run", in_process)
+    monkeypatch.setattr("kvbench.papers.cli.subprocess", SimpleNamespace(run=in_process))
     words = ["caote/table2", *POCKET, "policy=snapkv", "limit=2"]
     assert main(["run", *words]) == 0
     capsys.readouterr()

@@ -31,7 +31,7 @@ def kept(cache: KVCache) -> list[list[list[int]]]:
     return [[sorted(p for p in head if p >= 0) for head in x.positions[0].tolist()] for x in cache.layers]
 
 
-def test_variants_of_one_pre_pass_share_it_and_keep_what_they_keep_alone(model: PreTrainedModel) -> None:
+def test_budgets_share_one_pre_pass_and_keep_equal_tokens_alone(model: PreTrainedModel) -> None:
     called: list[torch.Tensor | None] = []
     policies = [make_policy(slug, b, chunk=40) for slug in ("kvzip", "kvzip_layerwise") for b in (16, 24)]
     policies += [make_policy("kvzip", 16, chunk=30), make_policy("sirllm", 16), make_policy("tova", 16)]

@@ -131,7 +131,7 @@ def test_a_share_that_leaves_less_than_the_window_is_refused_once_the_length_is_
         ("snapkv", {"kernel": 4}, "kernel must be an odd number of tokens, got 4"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence(slug: str, fields: dict[str, Any], sentence: str) -> None:
+def test_wrong_input_is_one_message(slug: str, fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as caught:
         make_policy(slug, 64, **fields)
     assert "\n" not in str(caught.value)

@@ -165,7 +165,7 @@ def test_an_end_text_stops_by_its_last_token(tokenizer: PreTrainedTokenizerBase)
     assert end_tokens(None, tokenizer, ("a\n",)) == sorted([1, newline])
 
 
-def test_in_a_suite_the_task_that_asks_decides(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_in_a_suite_each_task_uses_its_own_protocol(tokenizer: PreTrainedTokenizerBase) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Mixed(Given):
         def task_of(self, example: Example) -> Task:

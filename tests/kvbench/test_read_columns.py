@@ -9,7 +9,7 @@ from kvbench import load_results
 from kvbench.cli import main
 
 
-def test_a_table_says_what_is_read_beside_what_is_held(
+def test_a_table_shows_tokens_read_and_tokens_held(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     how = ["task=niah", "task.lengths=[300]", "task.depths=[0.5]", "task.repeats=1", "task.max_new_tokens=5"]

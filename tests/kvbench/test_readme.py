@@ -54,7 +54,7 @@ def test_every_example_sweep_has_one_schedule_and_one_decoding_rule(where: str, 
 
 @pytest.mark.slow("runs commands on the pocket model")
 @pytest.mark.parametrize("block", outputs().shown(), ids=lambda block: block.splitlines()[0])
-def test_the_readme_shows_what_the_command_prints(block: str, tmp_path: Path) -> None:
+def test_the_output_in_the_readme_is_that_of_the_command(block: str, tmp_path: Path) -> None:
     """Ids of runs included: `python scripts/readme_outputs.py` writes them anew."""
     (command,) = outputs().commands(block)
     assert f"$ {command}\n{outputs().printed(command, tmp_path)}" == block

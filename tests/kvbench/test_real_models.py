@@ -134,7 +134,7 @@ def test_kvpress_keeps_the_same_tokens(
 
 
 @torch.inference_mode()
-def test_kvzip_keeps_what_kvpress_keeps(
+def test_kvzip_keeps_the_tokens_of_kvpress(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both repeat a plain text: with a chat template, kvpress never rates the tokens of its prefix."""

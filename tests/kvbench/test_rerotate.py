@@ -77,7 +77,7 @@ def test_logits_are_those_behind_kvpress_with_its_keys_rotated_anew(family: str)
 
 
 @torch.inference_mode()
-def test_a_second_prompt_moves_what_was_moved_on() -> None:
+def test_rotated_keys_are_rotated_again_by_a_second_prompt() -> None:
     model = tiny()
     _, cache = ours(model, "knorm", decode="grow")
     cache.next_prompt(20)
@@ -96,6 +96,8 @@ def test_a_second_prompt_moves_what_was_moved_on() -> None:
         ("llama", "tova", {"rerotate": 1.5}, "rerotate must be true or false, got 1.5"),
     ],
 )
-def test_what_cannot_be_moved_is_refused(family: str, slug: str, fields: dict[str, Any], sentence: str) -> None:
+def test_rerotation_is_refused_where_keys_cannot_be_rotated(
+    family: str, slug: str, fields: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ValueError, match=sentence):
         ours(tiny(family), slug, **{"rerotate": True, **fields})

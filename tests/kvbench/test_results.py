@@ -44,7 +44,7 @@ def test_metrics_by_hand() -> None:
     assert got["interval"] == "95% wilson"
 
 
-def test_scores_are_shown_apart_by_length_and_what_examples_say_but_not_by_what_never_changes() -> None:
+def test_scores_are_grouped_by_length_and_by_metadata_that_varies() -> None:
     got = metrics([sample(i, float(i % 2)) for i in range(6)])["groups"]
     assert {name: (group["n"], group["score"]) for name, group in got.items()} == {
         "length=1024": (3, 0.0),
@@ -139,7 +139,7 @@ def test_rows_by_length_are_about_the_examples_of_that_length_alone(
         (["runs", "-o", "t.csv", "--pivot", "task"], "--pivot task is for .txt, .md, .tex"),
     ],
 )
-def test_what_cannot_be_collected_is_one_sentence(
+def test_a_folder_without_runs_is_one_message(
     arguments: list[str],
     sentence: str,
     tmp_path: Path,
@@ -186,9 +186,7 @@ def test_a_run_that_cannot_be_read_is_named_and_does_not_stop_the_others(
 
 
 # --- for people -------------------------------------------------------------------------------------------------------
-def test_the_table_shows_what_was_held_and_compares_example_by_example(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_shows_sizes_and_compares_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shared = {"prefill_seconds": None, "decode_seconds": None, "shared_prefill": 2}
     write_run(tmp_path, "full", [sample(i, 1.0, cache_bytes=4 * MIB, **shared) for i in range(20)], None)
     spared = {"spare_bytes": MIB // 2, **shared}

@@ -91,7 +91,7 @@ def assert_alone(model: PreTrainedModel, row: LiveSequence) -> None:
         assert getattr(row.cache, field) == getattr(alone.cache, field), f"{name}: {field}"
 
 
-def test_a_preset_of_every_kind_gives_what_it_gives_alone() -> None:
+def test_a_preset_of_every_kind_is_equal_alone_and_in_a_batch() -> None:
     model = prepare(tiny("llama"))
     requests = [asked(60, 1, max_new_tokens=6), asked(33, 3, max_new_tokens=4)]
     for rows in finished(model, requests, variants([*kinds(), "full", "gemfilter", "kivi", "ott"])):
@@ -101,7 +101,7 @@ def test_a_preset_of_every_kind_gives_what_it_gives_alone() -> None:
 
 @pytest.mark.slow("runs every preset")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_preset_gives_what_it_gives_alone_beside_other_prompts(family: str) -> None:
+def test_every_preset_is_equal_alone_and_beside_other_prompts(family: str) -> None:
     model = prepare(tiny(family))
     windowed = getattr(model.config, "sliding_window", None)  # which refuses keys that move
     every = [slug for slug in EVERY if not (windowed and make_policy(slug, 40).schedule.rerotate)]

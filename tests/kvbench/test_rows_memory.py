@@ -53,7 +53,7 @@ def alone(model: PreTrainedModel, ids: Tensor, policies: Sequence[Policy], live:
     return held, working
 
 
-def test_rows_hold_what_their_variants_hold_and_one_full_cache(model: PreTrainedModel) -> None:
+def test_a_batch_holds_its_sequences_and_one_full_cache(model: PreTrainedModel) -> None:
     examples = 3
     policies = [make_policy(slug, budget, schedule="prompt") for slug in POLICIES for budget in BUDGETS]
     every = [torch.tensor([prompt(LENGTH, seed)]) for seed in range(examples)]
@@ -83,7 +83,7 @@ def test_rows_hold_what_their_variants_hold_and_one_full_cache(model: PreTrained
 
 
 @pytest.mark.parametrize("slug", ["kivi", "ada_snapkv", "d2o", "gemfilter"])
-def test_a_cache_nobody_holds_is_freed_at_once(slug: str, model: PreTrainedModel) -> None:
+def test_an_unreferenced_cache_is_freed_at_once(slug: str, model: PreTrainedModel) -> None:
     fields = {"layer": 1} if slug == "gemfilter" else {}
     policy = make_policy(slug) if slug == "kivi" else make_policy(slug, 40, **fields)
     ids = torch.tensor([prompt(90)])

@@ -29,7 +29,7 @@ IN_BLOCKS = [
 ]
 
 
-def test_rows_keep_and_answer_what_the_slow_oracle_does() -> None:
+def test_a_batch_equals_the_slow_oracle() -> None:
     """Variants that share a reading, whole or in blocks, and examples that enter while others decode."""
     model = tiny("gemma2")
     every = [replace(rules, budget=BUDGET) for rules in WHOLE + IN_BLOCKS]

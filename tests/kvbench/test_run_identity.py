@@ -153,7 +153,7 @@ def test_a_run_of_other_versions_is_continued_only_if_asked_and_tables_say_so(
         ("device_name", "a GPU", "null", "begun on a GPU, see environment.json"),
     ],
 )
-def test_a_run_that_is_continued_elsewhere_says_where_that_is_as_far_as_it_matters(
+def test_a_run_continued_on_other_hardware_records_the_difference(
     field: str, value: object, rows: str, said: str, own: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert run(own, tiny_model, "policy=knorm", "limit=1") == 0
@@ -171,9 +171,7 @@ def test_a_run_that_is_continued_elsewhere_says_where_that_is_as_far_as_it_matte
 
 
 @pytest.mark.parametrize("policy", ["full", "kivi_g8_r8"])
-def test_a_policy_that_evicts_nothing_is_one_run_whatever_the_schedule(
-    policy: str, tmp_path: Path, tiny_model: Path
-) -> None:
+def test_schedules_of_a_policy_without_eviction_are_one_run(policy: str, tmp_path: Path, tiny_model: Path) -> None:
     fields = ["schedule=blocks", "block=16", "decode=evict", "every=4", "protect=prompt"]
     plain, *others = (small_cell(tmp_path, tiny_model, policy, 40, *more) for more in ([], fields, ["every=4"]))
     assert {cell.run_id for cell in others} == {plain.run_id}

@@ -54,7 +54,7 @@ def test_a_run_whose_file_was_replaced_or_changed_stops_before_its_next_line(tmp
     assert path.read_bytes() == written
 
 
-def test_a_failed_example_is_replaced_where_it_stands(tmp_path: Path) -> None:
+def test_a_failed_example_is_replaced_in_its_line(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
     with open_samples(path) as file:
         for index in range(3):

@@ -36,7 +36,7 @@ def write(path: Path, n: int) -> bytes:
     return path.read_bytes()
 
 
-def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
+def test_appended_samples_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     odd = 'line\u2028feed\r\n"quoted" 針'
     with open_samples(path) as file:

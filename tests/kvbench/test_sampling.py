@@ -60,7 +60,7 @@ def results(cell: Run) -> list[dict[str, Any]]:
     ("temperature", "top_p", "top_k"),
     [(0.6, 0.95, 20), (1.0, 0.5, 0), (1.7, 1.0, 5), (0.3, 0.01, 0), (1.0, 0.999, 999), (2.0, 1.0, 0)],
 )
-def test_what_is_drawn_from_is_the_distribution_of_transformers_warpers(
+def test_tokens_are_drawn_from_the_distribution_of_transformers_warpers(
     temperature: float, top_p: float, top_k: int
 ) -> None:
     logits = 3 * torch.randn(4, 60, generator=torch.Generator().manual_seed(1))
@@ -112,7 +112,7 @@ def test_a_sequence_draws_the_same_alone_in_a_batch_and_after_a_kill(cells: Buil
     assert results(alone[0]) == results(batched[0])
 
 
-def test_the_seed_and_every_field_of_sampling_decide_what_is_drawn_and_the_run_s_name(cells: Build) -> None:
+def test_seed_and_sampling_fields_decide_samples_and_run_id(cells: Build) -> None:
     changed = ("seed=1", "generation.temperature=0.9", "generation.top_k=3", "generation.top_p=0.4")
     runs = [cells("full", *fields)[0] for fields in ((), *((field,) for field in changed), ("generation.samples=2",))]
     compute_runs(runs)

@@ -47,7 +47,7 @@ def test_full_is_the_familys_eager_attention_beyond_its_window(family: str) -> N
         ("gemma4", Rules("tova", 20, block=16, order="evict_then_attend")),
     ],
 )
-def test_what_is_kept_and_said_is_the_oracles(family: str, rules: Rules) -> None:
+def test_kept_tokens_and_text_equal_the_slow_oracle(family: str, rules: Rules) -> None:
     """Readers see what the owner's queries saw."""
     trace = simulate(model_of(family), prompt(45), 4, rules, OWNERS)
     assert trace.margin() > 1e-6
@@ -64,7 +64,7 @@ def policies() -> list[Any]:
 
 
 @pytest.mark.parametrize("family", SHARING)
-def test_rows_are_what_they_are_alone(family: str) -> None:
+def test_sequences_are_equal_alone_and_in_a_batch(family: str) -> None:
     """One prefill for whole prompts, one batch for blocks, one of all that decodes; pre-passes and readers too."""
     assert_rows_alone(model_of(family), policies(), (50, 37), NEW)
 
@@ -79,7 +79,7 @@ def test_a_store_that_is_read_three_times_is_counted_once() -> None:
     assert cache.held_nbytes == 2 * 45 * (2 * 8 * (16 + 8 + 8) + 3 * 4)
 
 
-def test_later_prompts_copies_and_contexts_go_on() -> None:
+def test_shared_layers_work_with_later_prompts_copies_and_contexts() -> None:
     model, policy = model_of("gemma4"), make_policy("snapkv", 20, window=6)
     first, second = torch.tensor([prompt(45, 1)]), torch.tensor([prompt(30, 2)])
     cache = KVCache(model.config, policy)

@@ -44,7 +44,7 @@ def check(text: str) -> None:
 
 
 @given(tables())
-def test_whatever_a_table_contains_latex_can_read_it(table: Table) -> None:
+def test_tables_with_special_characters_are_valid_latex(table: Table) -> None:
     check(latex(table))
 
 

@@ -84,7 +84,7 @@ def test_a_window_keeps_its_sinks_and_the_newest_of_the_conversation() -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("slug", "fields"), [("snapkv", {"window": 6, "pool": "none"}), ("tova", {})])
-def test_the_second_prompts_window_ranks_what_is_left_of_the_first(slug: str, fields: dict[str, Any]) -> None:
+def test_the_second_prompts_window_scores_kept_tokens_of_the_first(slug: str, fields: dict[str, Any]) -> None:
     """Layer 0, whose keys depend on nothing: softmax over the stored keys, summed over the window and the group."""
     held = KVCache(model().config, make_policy(slug, 16, decode="grow", **fields))
     ids = torch.tensor([prompt(52)])
@@ -154,14 +154,14 @@ def test_several_tokens_after_decoding_are_refused_until_a_prompt_was_opened(slu
 
 
 @pytest.mark.parametrize("slug", ["snapkv_kivi_g32_r128", "cake_kivi_g32_r128"])
-def test_what_an_eviction_left_in_quantised_groups_cannot_be_evicted_again(slug: str) -> None:
+def test_a_quantized_prompt_cannot_be_evicted_from_again(slug: str) -> None:
     held = KVCache(model().config, make_policy(slug, 40, decode="grow"))
     with pytest.raises(ValueError, match=r"stores a prompt in a compressed form from which no token can be evicted"):
         held.next_prompt(10)
 
 
 @torch.inference_mode()
-def test_surprisal_of_a_later_prompt_decides_what_stays() -> None:
+def test_surprisal_of_a_later_prompt_decides_the_kept_tokens() -> None:
     held = KVCache(model().config, make_policy("sirllm", 12, sinks=2))
     ids = torch.tensor([prompt(50)])
     prefill(model(), ids[:, :30], held)

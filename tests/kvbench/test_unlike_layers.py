@@ -160,7 +160,7 @@ class SlowUnlike(SlowSequence):
         Rules("tova", 20, block=16, order="evict_then_attend"),
     ],
 )
-def test_what_is_kept_and_said_is_the_oracles(rules: Rules) -> None:
+def test_kept_tokens_and_text_equal_the_slow_oracle(rules: Rules) -> None:
     model, sequence = model_of("gemma4"), SlowUnlike(rules, 45)
     with attending(model, sequence):
         generate(model, prompt(45), 4, sequence)
@@ -176,7 +176,7 @@ def policies() -> list[Policy]:
 
 
 @pytest.mark.parametrize("family", SHAPES)
-def test_rows_are_what_they_are_alone(family: str) -> None:
+def test_sequences_are_equal_alone_and_in_a_batch(family: str) -> None:
     assert_rows_alone(model_of(family), policies(), (50, 37), NEW)
 
 

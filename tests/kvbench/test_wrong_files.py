@@ -42,7 +42,7 @@ def test_every_command_has_its_help_and_our_version(name: str, capsys: pytest.Ca
     ],
     ids=["usage", "ours", "ctrl-c", "head"],
 )
-def test_whatever_a_command_raises_is_a_code_and_a_sentence(
+def test_every_exception_of_a_command_is_an_exit_code_and_one_message(
     error: BaseException, code: int, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     @command

@@ -59,13 +59,13 @@ def assert_agrees(model: PreTrainedModel, rules: Rules, ids: list[int]) -> None:
     [*product(BASES, CALLS), *product(WRAPPED, ["prompt", "blocks of 8", "blocks of 8, evicting first"])],
     ids=lambda x: x if isinstance(x, str) else x.slug,
 )
-def test_every_policy_keeps_what_the_oracle_keeps(rules: Rules, calls: str) -> None:
+def test_every_policy_keeps_the_tokens_of_the_slow_oracle(rules: Rules, calls: str) -> None:
     assert_agrees(model_of(), replace(rules, budget=BUDGET, **CALLS[calls]), prompt(LONG))
 
 
 @pytest.mark.parametrize("rules", [BASES[4], BASES[6], WRAPPED[2], WRAPPED[7]], ids=lambda r: r.slug)
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "llama"])
-def test_every_family_keeps_what_the_oracle_keeps(family: str, rules: Rules) -> None:
+def test_every_family_keeps_the_tokens_of_the_slow_oracle(family: str, rules: Rules) -> None:
     assert_agrees(model_of(family), replace(rules, budget=BUDGET, block=12), prompt(LONG))
 
 

@@ -14,7 +14,7 @@ WINDOW, BUDGET, LONG, STEPS = 8, 20, 48, 3
 
 @pytest.mark.parametrize("slug", ["cake", "p2a_snapkv", "p2a_h2o", "caote_cake", "fastcaote_p2a_h2o"])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_a_cascade_keeps_what_one_eviction_after_the_last_layer_keeps(slug: str, batch: int) -> None:
+def test_a_cascade_equals_one_eviction_after_the_last_layer(slug: str, batch: int) -> None:
     model = tiny(layers=6)
     prompts = [prompt(LONG + 7 * i, i) for i in range(batch)]
     fields: dict[str, Any] = {"recent": WINDOW} if "h2o" in slug else {}

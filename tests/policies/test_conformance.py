@@ -47,6 +47,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
 }
 """Wrappers before scorers that ask for the model's layer, remember or select chunks, and fields that are no preset."""
 EVERY_KIND = [*kinds(), *COMPOSED]
+EVERY_PRESET = pytest.mark.slow("runs every preset")
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def test_the_budget_holds_around_a_prompt_as_long_as_it(built: Callable[..., Pol
 
 @pytest.mark.parametrize("kv_heads", [1, QUERY_HEADS])
 @pytest.mark.parametrize("slug", EVERY_KIND)
-def test_the_budget_holds_whatever_share_a_kv_head(built: Callable[..., Policy], slug: str, kv_heads: int) -> None:
+def test_the_budget_holds_for_every_group_size(built: Callable[..., Policy], slug: str, kv_heads: int) -> None:
     assert_sound(built(slug), LENGTH, kv_heads)
 
 
@@ -155,16 +156,10 @@ def assert_same_contents(batch: Run, row: int, alone: Run) -> None:
             torch.testing.assert_close(x[held], y[same], rtol=1e-8, atol=1e-8, msg=f"{slots} slots: {name}")
 
 
-@pytest.mark.parametrize("slug", [*EVERY_KIND, *reading()])
-def test_a_sequence_of_a_padded_batch_is_what_it_is_alone(built: Callable[..., Policy], slug: str) -> None:
-    assert_rows_alone(built(slug), (LENGTH, LENGTH - 9))
-
-
-@pytest.mark.slow("runs every preset")
-@pytest.mark.parametrize("slug", [slug for slug in evicting() if slug not in kinds()])
-def test_a_sequence_of_a_padded_batch_is_what_it_is_alone_in_every_preset(
-    built: Callable[..., Policy], slug: str
-) -> None:
+@pytest.mark.parametrize(
+    "slug", few_fast(sorted({*EVERY_KIND, *reading(), *evicting()}), [*EVERY_KIND, *reading()], EVERY_PRESET)
+)
+def test_a_sequence_is_equal_alone_and_in_a_padded_batch(built: Callable[..., Policy], slug: str) -> None:
     assert_rows_alone(built(slug), (LENGTH, LENGTH - 9))
 
 
@@ -179,7 +174,7 @@ def test_a_sequence_of_a_padded_batch_is_what_it_is_alone_in_every_preset(
     ],
     ids=str,
 )
-def test_a_sequence_of_a_padded_batch_is_what_it_is_alone_with_other_fields(slug: str, fields: dict[str, Any]) -> None:
+def test_a_sequence_with_other_fields_is_equal_alone_and_in_a_padded_batch(slug: str, fields: dict[str, Any]) -> None:
     assert_rows_alone(make_policy(slug, BUDGET, **fields), (LENGTH, BUDGET + 1, BUDGET - 7))
 
 
@@ -205,7 +200,7 @@ def at_random(slug: str) -> list[int]:
 
 @pytest.mark.parametrize("decode", few_fast(("evict", "grow"), ("evict",), pytest.mark.slow("runs every kind twice")))
 @pytest.mark.parametrize("slug", [slug for slug in kinds() if make_policy(slug, BUDGET).pre_pass is None])
-def test_how_a_prompt_is_cut_into_calls_changes_nothing(built: Callable[..., Policy], slug: str, decode: str) -> None:
+def test_splitting_a_prompt_into_calls_changes_nothing(built: Callable[..., Policy], slug: str, decode: str) -> None:
     policy = built(slug)
     policy = replace(policy, schedule=replace(policy.schedule, decode=decode, every=1))
     kept, logits = in_calls(policy, [LENGTH])
@@ -218,10 +213,8 @@ def test_how_a_prompt_is_cut_into_calls_changes_nothing(built: Callable[..., Pol
 
 @pytest.mark.slow("runs every preset")
 @pytest.mark.parametrize("slug", [slug for slug in evicting() if slug not in ("laqpp", *kinds())])
-def test_how_a_prompt_is_cut_into_calls_changes_nothing_whatever_the_numbers(
-    built: Callable[..., Policy], slug: str
-) -> None:
-    test_how_a_prompt_is_cut_into_calls_changes_nothing(built, slug, built(slug).schedule.decode)
+def test_splitting_a_prompt_changes_nothing_in_every_preset(built: Callable[..., Policy], slug: str) -> None:
+    test_splitting_a_prompt_into_calls_changes_nothing(built, slug, built(slug).schedule.decode)
 
 
 @pytest.mark.parametrize(

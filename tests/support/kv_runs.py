@@ -161,10 +161,13 @@ def policy_for(rules: Rules) -> Policy:
 
 
 def assert_rows_alone(model: PreTrainedModel, policies: Sequence[Policy], lengths: Sequence[int], new: int) -> None:
-    """Prompts of these lengths, read and continued in one batch by all policies, are what each of them is alone."""
+    """Each prompt, continued in one batch by all policies while later ones enter, equals the prompt alone."""
     batch, encoder = DecodeBatch(model), CodePoints()
     requests = [Request(torch.tensor([prompt(n, n)]), max_new_tokens=new, encoder=encoder) for n in lengths]
-    rows = [row for request in requests for row in batch.admit(request, policies)]
+    rows = []
+    for request in requests:
+        rows += batch.admit(request, policies)
+        batch.step()
     while batch.in_flight:
         batch.step()
     for row in rows:

@@ -131,5 +131,5 @@ SCORED: list[tuple[str, str, tuple[str, ...], float]] = [
 
 
 @pytest.mark.parametrize(("metric", "output", "references", "score"), SCORED)
-def test_metrics_say_what_a_hand_would(metric: str, output: str, references: tuple[str, ...], score: float) -> None:
+def test_metrics_equal_a_hand_calculation(metric: str, output: str, references: tuple[str, ...], score: float) -> None:
     assert METRICS[metric](output, references) == pytest.approx(score, abs=1e-6)

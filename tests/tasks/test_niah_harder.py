@@ -54,7 +54,7 @@ def test_the_question_leads_to_the_needle_by_meaning_and_by_no_word(
     assert len(asked) > 6
 
 
-def test_countries_cities_and_landmarks_are_told_apart() -> None:
+def test_countries_cities_and_landmarks_have_separate_scores() -> None:
     for column in zip(*PLACES, strict=True):
         assert len(set(column)) == len(PLACES)
     assert len(set(PEOPLE)) == len(PEOPLE)

@@ -41,7 +41,7 @@ def test_how_it_is_read_is_part_of_every_example(pieces: Tokenizer, tmp_path: Pa
     assert example.reading == Reading(tokens=4096)
 
 
-def test_without_network_or_copy_it_says_what_to_download(pieces: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_network_the_message_names_the_download(pieces: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(*args: object, **fields: object) -> None:
         raise OSError("no network")
 

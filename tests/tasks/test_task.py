@@ -10,7 +10,7 @@ from kvbench.tasks.scores import contains, contains_any, needle_words, rouge1_re
 SANDWICH = ("eat a sandwich and sit in Dolores Park on a sunny day.",)
 
 
-def test_contains_is_the_share_of_references_in_the_output_whatever_their_case() -> None:
+def test_contains_is_the_share_of_references_ignoring_case() -> None:
     assert contains("ABC and 12", ("abc", "12", "x", "y")) == 0.5
     assert contains_any("ABC and 12", ("x", "12")) == 1.0
     assert contains_any("ABC and 12", ("x", "y")) == 0.0

@@ -73,7 +73,7 @@ def test_the_measured_tokens_are_those_of_generation(slug: str) -> None:
     assert measure.measure(model, contender, ids, 6).tokens == expected
 
 
-def test_transformers_own_cache_writes_what_the_full_cache_writes_and_its_attention_is_given_back() -> None:
+def test_transformers_cache_equals_full_and_its_attention_is_restored() -> None:
     model = tiny()
     ids = measure.random_prompt(model, 2, 50)
     before = model.config._attn_implementation

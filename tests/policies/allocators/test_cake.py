@@ -78,7 +78,7 @@ def test_official_shares_are_clipped_and_lose_slots() -> None:
     assert shares([8, 3, 1], 12, 4) == [4, 4, 4]
 
 
-def test_an_official_cascade_cannot_give_back_what_it_took() -> None:
+def test_an_official_cascade_does_not_return_slots() -> None:
     assert shares([1, 2, 6, 1], 6, 10, rounding="official", cascading=False) == [1, 2, 3, 0]
     assert shares([1, 2, 6, 1], 6, 10, rounding="official") == [1, 1, 3, 0]
     assert shares([1, 2, 6, 1], 6, 10) == [1, 1, 3, 1]

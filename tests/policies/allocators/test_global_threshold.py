@@ -72,7 +72,7 @@ def key_norms(ids: Tensor) -> Tensor:
     return torch.stack([layer.keys[0].norm(dim=-1) for layer in full.layers if layer.keys is not None])
 
 
-def test_a_model_s_layers_hold_what_is_above_one_threshold() -> None:
+def test_layers_share_one_threshold() -> None:
     model, prompts = tiny(layers=3), [prompt(50), prompt(41, seed=1)]
     model.set_attn_implementation("kvbench")
     ids, mask = left_padded(prompts)

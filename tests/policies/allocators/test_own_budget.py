@@ -81,7 +81,7 @@ def test_scores_of_other_heads_are_refused(model: PreTrainedModel, tmp_path: Pat
         make_policy("duoattention")
 
 
-def test_a_prompt_shorter_than_what_streaming_heads_keep_stays_whole(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_prompt_shorter_than_sinks_and_recent_tokens_is_not_evicted(model: PreTrainedModel, tmp_path: Path) -> None:
     file = tmp_path / "scores.json"
     file.write_text(json.dumps({f"{i}-{h}": [1.0 + h] for i in range(2) for h in range(2)}))
     assert kept(model, make_policy("duoattention", importance=str(file))) == [[list(range(LENGTH))] * 2] * 2

@@ -22,7 +22,7 @@ def test_each_stage_of_the_hand_worked_cascade() -> None:
     assert [webster([6, 3, 1][:n], 9, 10) for n in (1, 2, 3)] == [[9], [6, 3], [5, 3, 1]]
 
 
-def test_layers_without_preference_share_evenly_what_the_others_cannot_hold() -> None:
+def test_layers_without_preference_share_leftover_slots_evenly() -> None:
     assert webster([0, 5, 0, 0], 12, 5) == [3, 5, 2, 2]
     assert webster([0, 0, 0], 7, 5) == [3, 2, 2]
 

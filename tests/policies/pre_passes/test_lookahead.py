@@ -170,9 +170,7 @@ def model() -> PreTrainedModel:
     ("slug", "draft", "softmax"),
     [("laqpp", "evicted", "prompt"), ("laqpp", "full", "prompt"), ("speckv", "full", "all")],
 )
-def test_a_run_keeps_what_the_loop_of_the_paper_keeps(
-    model: PreTrainedModel, slug: str, draft: str, softmax: str
-) -> None:
+def test_kept_tokens_equal_the_loop_of_the_paper(model: PreTrainedModel, slug: str, draft: str, softmax: str) -> None:
     expected = paper(model, draft, softmax)
     model.set_attn_implementation("kvbench")
     run = generate_tokens(model, IDS, make_policy(slug, BUDGET, draft=draft, **SMALL), max_new_tokens=3)

@@ -85,7 +85,7 @@ def test_bytes_read_and_held_as_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_rows_of_a_batch_and_sequences_in_flight_read_what_they_read_alone(family: str) -> None:
+def test_sequences_read_equal_tokens_alone_and_in_batches(family: str) -> None:
     model, prompts = prepare(tiny(family, layers=3)), [prompt(41), prompt(30, seed=1)]
     policy = quest(first_layers=1)
     batch = run_greedy(model, prompts, policy, 9)
@@ -123,7 +123,7 @@ def test_copied_forced_and_asked_about_a_context_it_goes_on_as_it_would() -> Non
     assert tokens_read(asked.cache.sequence) == tokens_read(cache.sequence)
 
 
-def test_what_reads_more_than_its_budget_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_more_than_the_budget_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbench.cache.reading.chosen_slots", lambda reader, reading, plan: reading.visible)
     with pytest.raises(
         BudgetError, match=r"read 24 tokens per KV head of sequence 0 in layer 1, quest promised at most 16"

@@ -171,7 +171,7 @@ def test_bytes_read_and_held_as_worked_by_hand() -> None:
     assert scanned <= 12 - own.attended + 1, "the other half of the budget pays for the scan"
 
 
-def test_rows_of_a_padded_batch_keep_and_read_what_they_do_alone() -> None:
+def test_a_padded_batch_keeps_and_reads_equal_tokens_alone() -> None:
     """Through kvbench's loop, and in one cache, where prompts of 150 and 45 tokens have pages of their own sizes."""
     model, prompts, policy = prepare(tiny("qwen3")), [prompt(150), prompt(45, seed=1)], rocket(8)
     assert (sizes(8, 150).page, sizes(8, 45).page) == (3, 2)

@@ -50,7 +50,7 @@ DECODED = torch.tensor([[[0.1, 0.3, 0.2, 0.3, 0.1]]])
 
 
 @pytest.mark.parametrize(("kernel", "dropped"), [(3, "a"), (5, "c")])
-def test_the_newest_query_decides_who_leaves(kernel: int, dropped: str) -> None:
+def test_the_newest_query_decides_the_evicted_token(kernel: int, dropped: str) -> None:
     seen = observed(DECODED, phase="decode")
     policy = Policy(scorer=Cake(window=2, kernel=kernel), budget=4)
     ranking = policy.rank(seen, {})

@@ -51,7 +51,7 @@ def test_kept_keys_stand_without_gaps_up_to_the_newest_token(model: PreTrainedMo
 
 
 @pytest.mark.parametrize("chunk", [None, 24])
-def test_it_keeps_what_kvpress_keeps_behind_its_delimiter(chunk: int | None) -> None:
+def test_kept_tokens_equal_kvpress_after_its_delimiter(chunk: int | None) -> None:
     ids = prompt(72)
     delimiter = next(token for token in range(100) if token not in ids)
     press = presses().FinchPress(rerotate_keys=False, chunk_length=chunk)  # moved keys would not be found again

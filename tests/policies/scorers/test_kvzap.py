@@ -202,7 +202,7 @@ def test_the_recorded_targets_and_their_ridge_regression() -> None:
         torch.testing.assert_close(bias, case[f"ridge_b/{layer}"], rtol=1e-3, atol=1e-4)
 
 
-def test_a_network_learns_what_a_line_cannot(tmp_path: Path) -> None:
+def test_a_network_fits_a_nonlinear_target(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     found = {}
     for layer in range(2):

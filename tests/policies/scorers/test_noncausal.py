@@ -49,7 +49,7 @@ def test_a_prompt_in_calls_that_cut_its_chunks_is_judged_as_in_one() -> None:
     assert seen[-1].scores(head=1) == pytest.approx(expected[1], rel=1e-4, abs=1e-5)
 
 
-def test_a_decoded_token_draws_what_a_token_draws_on_average() -> None:
+def test_a_decoded_token_starts_with_the_average_attention() -> None:
     """With values of one length its score is that of a token with attention 1; queries are held no more."""
     q, k, v = drawn(12, 1, 1)
     v = v / v.norm(dim=-1, keepdim=True)

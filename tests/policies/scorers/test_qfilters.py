@@ -63,7 +63,7 @@ def test_a_filter_is_the_main_direction_of_the_queries_away_from_them() -> None:
         torch.testing.assert_close(got[layer], expected.float(), rtol=1e-4, atol=1e-5)
 
 
-def test_it_keeps_what_kvpress_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_tokens_equal_kvpress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, ids = presses().QFilterPress, prompt(70)
     monkeypatch.setattr(kind, "post_init_from_model", lambda press, model: None)  # which fetches filters
     for family in FAMILIES:
@@ -77,7 +77,7 @@ def test_it_keeps_what_kvpress_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert policy_keeps(running, ids, make_policy("qfilters", 24, filters=str(path))) == theirs, family
 
 
-def test_the_command_writes_what_the_policy_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_policy_reads_the_files_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pocket.safetensors"
     assert main(["qfilters", "model=pocket", "task=niah", "task.lengths=[200]", "limit=2", "-o", str(path)]) == 0
     assert capsys.readouterr().out == f"2 texts -> {path}\n"

@@ -51,7 +51,7 @@ def vectors(tokens: int, seed: int = 0) -> Any:
 
 
 @pytest.mark.parametrize(("official", "lam"), [(False, None), (True, None), (False, 0.5)])
-def test_a_prompt_keeps_what_the_equations_say(official: bool, lam: float | None) -> None:
+def test_kept_tokens_of_a_prompt_follow_the_equations(official: bool, lam: float | None) -> None:
     queries, keys, values = vectors(24)
     policy = make_policy("rkv", 10, window=WINDOW, kernel=KERNEL, official=official, lam=lam)
     made = Crafted(policy, 2, 1)

@@ -148,7 +148,7 @@ def kept_by(raw: list[list[float]], held: list[int], stays: set[int], budget: in
         ({"budget": 16, "protect": "none", "every": 4, "recent": 7}, 25),
     ],
 )
-def test_what_is_kept_follows_from_the_equation(
+def test_kept_tokens_follow_from_the_equation(
     saved: Callable[..., str], family: str, fields: dict[str, Any], tokens: int
 ) -> None:
     model, file, new = ready(family), saved(), 20
@@ -177,7 +177,7 @@ def test_what_is_kept_follows_from_the_equation(
     assert len(held[0][0]) < tokens + new - 1, "something was evicted"
 
 
-def test_a_sequence_of_a_padded_batch_keeps_what_it_keeps_alone(saved: Callable[..., str]) -> None:
+def test_a_sequence_keeps_equal_tokens_alone_and_in_a_padded_batch(saved: Callable[..., str]) -> None:
     model, prompts = ready("qwen3"), [prompt(31), prompt(24, seed=1)]
     for fields in ({"budget": 20, "protect": "none", "every": 4}, {"budget": 36, "every": 3}):
         policy = make_policy("triattention", stats=saved(), horizon=HORIZON, **fields)
@@ -242,7 +242,7 @@ def test_the_calibration_is_the_mean_of_the_queries_before_rotation(family: str)
             torch.testing.assert_close(stats["q_abs_mean"], torch.hypot(real, imaginary).mean(0).float(), **close)
 
 
-def test_the_command_writes_what_the_policy_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_policy_reads_the_files_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pocket.pt"
     line = ["triattention", "model=pocket", "task=niah", "task.lengths=[200]", "limit=2", "-o"]
     assert main([*line, str(path)]) == 0

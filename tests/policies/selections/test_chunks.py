@@ -42,7 +42,7 @@ def test_heads_share_their_chunks_or_have_their_own() -> None:
     assert chosen(Chunks(length=2, heads="own").rank(heads), 2) == [[0, 1], [2, 3]]
 
 
-def test_chunks_are_those_of_the_text_whatever_slots_hold_them() -> None:
+def test_chunks_follow_positions_not_slots() -> None:
     """Slots out of order, one empty, tokens 1 and 4 gone: chunks {0}, {2, 3}, {5} have means 1, 4 and 2."""
     order = Chunks(length=2).rank(ranked([[2.0, 3, 9, 5, 1]], [[5, 2, -1, 3, 0]]))
     assert chosen(order, 2) == [[2, 3]]

@@ -85,7 +85,7 @@ def test_each_part_is_scored_by_the_queries_at_its_own_end(heads: tuple[int, int
 
 
 @pytest.mark.parametrize("slug", ["tova", "streamingllm", "h2o", "defensivekv", "ada_snapkv", "critical_snapkv", "rkv"])
-def test_the_share_of_a_part_is_exact_whatever_the_scorer_protects(slug: str) -> None:
+def test_the_share_of_a_part_is_exact_with_every_protection(slug: str) -> None:
     model, window = tiny(), {"scorer.window": 8} if slug in ("defensivekv", "ada_snapkv", "critical_snapkv") else {}
     model.set_attn_implementation("kvbench")
     more: dict[str, Any] = {"schedule": "prompt", "decode": "grow", **window}

@@ -20,7 +20,7 @@ def lengths(held: object) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize(
     ("tokens", "expected"), [(3, (0, 3, 0, 3)), (4, (4, 0, 0, 4)), (8, (8, 0, 4, 4)), (10, (8, 2, 6, 4))]
 )
-def test_what_is_quantised_after_a_prompt_follows_the_published_code(
+def test_quantized_tokens_after_a_prompt_follow_the_published_code(
     tokens: int, expected: tuple[int, int, int, int]
 ) -> None:
     assert lengths(feed(SMALL, *stream(tokens))) == expected

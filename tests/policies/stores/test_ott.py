@@ -95,7 +95,7 @@ def test_other_choices_of_exact_tokens_exist_for_comparison(trace: str) -> None:
     )
 
 
-def test_heads_of_a_layer_trace_tokens_of_their_own_unless_told_to_share() -> None:
+def test_heads_trace_own_tokens_unless_shared() -> None:
     keys, values = stream(64, heads=3)
     own = feed(Ott(group=64, residual=0), keys, values).memory["pool slots"][..., :3]
     shared = feed(Ott(group=64, residual=0, pool_scope="layer"), keys, values).memory["pool slots"][..., :3]

@@ -15,7 +15,7 @@ def codes(bits: int, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 @given(BITS, st.integers(1, 70), st.integers(1, 3), st.integers(0, 1000))
-def test_unpacking_gives_back_what_was_packed(bits: int, count: int, rows: int, seed: int) -> None:
+def test_unpacking_inverts_packing(bits: int, count: int, rows: int, seed: int) -> None:
     given_codes = codes(bits, (rows, 2, count), seed)
     words = pack(given_codes, bits)
     assert words.dtype == torch.int32

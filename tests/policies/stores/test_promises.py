@@ -157,12 +157,12 @@ def test_decoding_in_one_call_or_token_by_token_is_the_same(model: PreTrainedMod
 
 
 PAIRS = [(eviction, "kivi") for eviction in ("h2o", "streamingllm", "tova", "cake", "pyramidkv", "d2o")]
-PAIRS += [("ada_snapkv", store) for store in ("kivi", "ott", "kcvc")]
+PAIRS += [("ada_snapkv", store) for store in ("kivi", "ott", "kcvc", "fp8_per_token_head")]
 PAIRS += [("snapkv", store) for store in STORES] + [("caote_snapkv", "ott"), ("caote_snapkv", "zipcache")]
 
 
 @pytest.mark.parametrize(("eviction", "store"), PAIRS)
-def test_what_an_eviction_keeps_is_what_is_stored_in_codes(model: PreTrainedModel, eviction: str, store: str) -> None:
+def test_tokens_kept_by_an_eviction_are_stored_in_codes(model: PreTrainedModel, eviction: str, store: str) -> None:
     fields = {"window": 8} if eviction in ("snapkv", "caote_snapkv", "cake", "pyramidkv", "ada_snapkv") else {}
     fields |= {"block": 16} if eviction == "caote_snapkv" else {}
     fields |= {"decode": "grow"}

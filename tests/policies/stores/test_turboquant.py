@@ -33,7 +33,7 @@ def test_levels_are_those_that_max_printed_in_1960(bits: int, half: list[float])
 
 
 @pytest.mark.parametrize(("bits", "printed"), [(1, 0.36), (2, 0.117), (3, 0.03), (4, 0.009)])
-def test_the_distortion_of_unit_vectors_is_what_the_paper_prints(bits: int, printed: float) -> None:
+def test_the_distortion_of_unit_vectors_equals_the_paper(bits: int, printed: float) -> None:
     """Theorem 1: at most sqrt(3) pi / 2 / 4^bits, and about these numbers (two digits; they are of D to infinity)."""
     x = on_the_sphere(400, 128)
     held = feed(TurboQuant(bits=bits), x, x)

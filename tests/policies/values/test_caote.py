@@ -107,9 +107,7 @@ def test_outputs_of_both_orders_as_worked_by_hand(order: str) -> None:
 @pytest.mark.parametrize(
     ("how", "expected"), [("sum", (0.1, 0.3, 0.6)), ("minmax_sum", (0.000713, 0.285816, 0.713471))]
 )
-def test_scores_without_a_negative_one_are_divided_by_their_sum_unless_told_otherwise(
-    how: str, expected: tuple[float, ...]
-) -> None:
+def test_nonnegative_scores_are_divided_by_their_sum_by_default(how: str, expected: tuple[float, ...]) -> None:
     """minmax_sum by hand: range 5, so (0.005, 2.005, 5.005) / 7.015."""
     scores, counted = torch.tensor([1.0, 3.0, 6.0]), torch.ones(3, dtype=torch.bool)
     torch.testing.assert_close(normalise(scores, counted, how), torch.tensor(expected), atol=SIX_DECIMALS, rtol=0)

@@ -38,7 +38,7 @@ def test_math500_asks_for_a_box_and_both_rules_judge_what_stands_in_it(folder: P
     assert build("math500", data_dir=str(folder), protocol="kvpress").score(right, example) == 0.0
 
 
-def test_what_stands_before_the_end_of_thinking_is_not_scored(folder: Path, tokenizer: Tokenizer) -> None:
+def test_text_before_the_end_of_thinking_is_not_scored(folder: Path, tokenizer: Tokenizer) -> None:
     task = build("math500", data_dir=str(folder))
     assert task.after_thinking("<think>no, \\boxed{1}</think>\n\nIt is 2.") == "It is 2."
     assert task.after_thinking("no thought, \\boxed{1}") == "no thought, \\boxed{1}"

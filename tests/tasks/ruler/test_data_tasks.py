@@ -31,7 +31,7 @@ def used(example: Example, tokenizer: Tokenizer) -> int:
 # --- essays ---
 
 
-def test_needles_stand_between_sentences_and_are_told_once(folder: str, pieces: Tokenizer) -> None:
+def test_needles_are_between_sentences_and_occur_once(folder: str, pieces: Tokenizer) -> None:
     for fields in ({}, {"keys": 4}, {"values": 4}, {"queries": 4}, {"value": "uuids"}):
         task = replace(ESSAY, data_dir=folder, **fields)
         for example in task.examples(pieces, 5, 4):

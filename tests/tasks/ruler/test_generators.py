@@ -65,7 +65,7 @@ def test_an_example_depends_on_the_seed_and_not_on_the_limit(
 
 
 @pytest.mark.parametrize("task", [SINGLE, MULTIKEY, UUIDS], ids=NAMES[:3])
-def test_the_value_asked_for_is_told_once_for_its_key(task: RulerTask, pieces: Tokenizer) -> None:
+def test_the_requested_value_occurs_once_with_its_key(task: RulerTask, pieces: Tokenizer) -> None:
     for example in replace(task, length=2048).examples(pieces, 3, 10):
         kind = "uuid" if task is UUIDS else "number"
         assert example.answer_prefix.endswith(" mentioned in the provided text is")

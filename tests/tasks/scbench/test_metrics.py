@@ -59,5 +59,5 @@ def test_every_recorded_function_is_as_like_as_in_the_official_code() -> None:
         ("python", "x = 1\n", "x = 1\n"),
     ],
 )
-def test_the_first_function_of_a_block_is_what_tree_sitter_finds(lang: str, code: str, function: str) -> None:
+def test_the_first_function_of_a_block_equals_tree_sitter(lang: str, code: str, function: str) -> None:
     assert function_of(f"Here:\n```{lang}\n{code}\n```", lang).rstrip() == function.rstrip()

@@ -58,9 +58,7 @@ def test_a_conversation_asks_behind_the_golden_answers_and_alone_behind_the_cont
     assert [turn.plain for turn in own[1].shared.follow_ups or ()] == ["Question: Is she?\nAnswer:"]
 
 
-def test_what_a_list_is_asked_for_stands_before_it_and_before_each_later_question(
-    pieces: Tokenizer, folder: Path
-) -> None:
+def test_a_list_task_repeats_its_instruction_before_each_question(pieces: Tokenizer, folder: Path) -> None:
     _, turns = asked(pieces, "mf", folder)
     assert turns[0].prompt == "What is the largest number?\n\n[42, 7]\n\nThe largest number is"
     assert turns[0].shared is not None
