@@ -157,11 +157,6 @@ class Policy:
         """Whether a pre-pass rates each token from the logits before it, so that tokens are processed one by one."""
         return isinstance(self.pre_pass, TokenRating)
 
-    @property
-    def divides_window(self) -> bool:
-        """Whether the scorer's window is divided among the parts of a prompt (`Fair`)."""
-        return self._fair_windows is not None
-
     @cached_property
     def _fair_windows(self) -> Fair | None:
         """The selection that divides the scorer's window among the parts of a prompt, if there is one."""
